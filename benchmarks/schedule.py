@@ -1,4 +1,4 @@
-"""What networks allow an all-gather, how long its trees take to make, and what other schedules take.
+"""What networks allow an all-gather, and how long its trees take to make.
 
 All but the seconds is exact and the same on every machine; seconds are medians, by one thread.
 
@@ -14,14 +14,13 @@ from typing import Any
 
 from benchmarks.bad_option import BadOption
 from benchmarks.output import refuse_unwritable
-from fairseq_tutel.planning.network import find
 from fairseq_tutel.plans.forestcoll.forest import Forest, grow
 from fairseq_tutel.plans.forestcoll.optimum import optimal_share, optimum
-from fairseq_tutel.tools.schedule import others
+from fairseq_tutel.plans.network import find
 
 NETWORKS = (
     "dgx_a100:1", "dgx_a100:2", "dgx_a100:4", "dgx_h100:1", "dgx_h100:2", "dgx_h100:4", "mi250:1",
-    "mi250:2", "boxes:2x4:10:1", "cluster:2x4:40:1", "torus:4x4", "hypercube:3",
+    "mi250:2", "boxes:2x4:10:1", "cluster:2x4:40:1", "torus:4x4",
 )  # fmt: skip
 
 
@@ -59,9 +58,6 @@ def row_of(name: str, rounds: int) -> dict[str, Any]:
         "cut": best.narrow,
         "few": _facts(few) | {"seconds": few_s},
         "optimal": _facts(optimal) | {"seconds": optimal_s},
-        "others": {
-            other: float(took / best.seconds) for other, took in others(network, "all_gather", None)
-        },
     }
 
 
@@ -70,7 +66,7 @@ def _made(name: str, trees: int | None, rounds: int) -> tuple[Forest, float]:
     seconds = []
     for _ in range(rounds):
         began = perf_counter()
-        forest = grow(find(name), None, trees)
+        forest = grow(find(name), trees)
         seconds.append(perf_counter() - began)
     return forest, median(seconds)
 

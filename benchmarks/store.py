@@ -42,8 +42,8 @@ from fairseq_tutel import ExpertStore, MoEConfig, MoELayer, Topology
 from fairseq_tutel.checkpoint.experts import save_in_shards
 from fairseq_tutel.inference.expert_sources import FromHost
 from fairseq_tutel.inference.pregate import pregate
-from fairseq_tutel.moe.store_options import STORE_POLICIES
-from fairseq_tutel.plugin.opening.offload import open_stores
+from fairseq_tutel.moe.option_table import STORE_POLICIES
+from fairseq_tutel.plugin.run_state import RUN
 
 BASE = "resident"
 GOAL = 0.25  # of resident's memory, for pregated
@@ -252,7 +252,7 @@ def _opened(folder: Path, policy: str, cache: str) -> tuple[nn.Module, Any]:
     if policy != BASE:
         overrides |= {"moe_expert_cache": cache, "moe_expert_tier": "disk"}
     (model,), _, _ = checkpoint_utils.load_model_ensemble_and_task([str(folder / FILE)], overrides)
-    return model.eval(), next((store.counters for store in open_stores()), None)
+    return model.eval(), next((store.counters for store in RUN.stores.values()), None)
 
 
 @torch.no_grad()

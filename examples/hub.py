@@ -15,8 +15,8 @@ def main():
     """Print the result for every line."""
     options = dict(word.split("=", 1) for word in sys.argv[2:])
     model = ft.from_checkpoint(sys.argv[1], **options)
-    print(f"{model.kind} on {model.device}; it offers {model.offers}", file=sys.stderr)
-    answer = getattr(model, model.offers.split()[0].strip(","))
+    print(f"{model.kind} on {model.device}; it offers {', '.join(model.offers)}", file=sys.stderr)
+    answer = getattr(model, model.offers[0])
     for line in sys.stdin:
         print(answer(line.strip()), flush=True)
 

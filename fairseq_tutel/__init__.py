@@ -24,24 +24,7 @@ __version__ = "0.1.0"
 How = Strategy  # its former name
 
 __all__ = [
-    "ExpertStore",
-    "How",
-    "MoEConfig",
-    "MoELayer",
-    "MoEOutput",
-    "Routing",
-    "Strategy",
-    "Topology",
-    "UpdateTuner",
-    "combine",
-    "dispatch",
-    "from_checkpoint",
-    "gshard_loss",
-    "keep_freed_memory",
-    "make_topology",
-    "moe_layer",
-    "pregate",
-    "route",
-    "routing_metrics",
-    "update_biases",
-]
+    "ExpertStore", "How", "MoEConfig", "MoELayer", "MoEOutput", "Routing", "Strategy", "Topology",
+    "UpdateTuner", "combine", "dispatch", "from_checkpoint", "gshard_loss", "keep_freed_memory",
+    "make_topology", "moe_layer", "pregate", "route", "routing_metrics", "update_biases",
+]  # fmt: skip

@@ -4,20 +4,17 @@ The call imports fairseq; this module needs only torch and numpy.
 """
 
 import logging
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from fairseq_tutel.checkpoint.reading import read_file
+from fairseq_tutel.checkpoint.files import read_file
 from fairseq_tutel.checkpoint.saved import SavedModel
 from fairseq_tutel.plugin import register
 
 # Names to try in a --save-dir, in order.
 USUAL = ("checkpoint_best.pt", "checkpoint_last.pt")
-DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-DICTIONARIES = "dict*.txt"
 
 
 def from_checkpoint(
@@ -35,10 +32,10 @@ def from_checkpoint(
             checkpoint, else its last.
         data: folder with the dictionaries; by default that of the training run, else the checkpoint's.
         device: by default a GPU if there is one.
-        dtype: dtype of the weights: torch.float32, float16 or bfloat16.
-        options: replace saved options of the task, model or run, without dashes:
-            moe_expert_store="pregated", source_lang="de", user_dir; or bpe="sentencepiece" or
-            tokenizer="moses" with their own options. Their files are found next to the checkpoint.
+        dtype: dtype of the weights.
+        options: replace saved options of the task, model or run, without dashes, such as
+            moe_expert_store="pregated" or user_dir; or bpe="sentencepiece" or tokenizer="moses" with their
+            own options, whose files are found next to the checkpoint.
 
     Returns:
         An interface of plugin/hub_interfaces.py, a torch module in eval mode. Translation models have
@@ -50,15 +47,7 @@ def from_checkpoint(
             unknown; or the model has no interface.
         ImportError: fairseq is not installed.
     """
-    if dtype not in DTYPES:
-        raise ValueError(f"dtype is {dtype}; give one of {', '.join(map(str, DTYPES))}.")
-    on_gpu = torch.cuda.is_available()
-    try:
-        place = torch.device(device or ("cuda" if on_gpu else "cpu"))
-    except RuntimeError as error:
-        raise ValueError(f"device is {device}, which torch does not have; give cpu or cuda.") from error
-    if place.type == "cuda" and not on_gpu:
-        raise ValueError(f"device is {device}, and torch finds no GPU here; leave it out.")
+    place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     handlers, level = [*logging.root.handlers], logging.root.level
     register()
     # A module of fairseq configures logging, which would print Pillow's messages about images.
@@ -67,37 +56,32 @@ def from_checkpoint(
         logging.root.removeHandler(handler)
     from fairseq_tutel.plugin.hub_opening import open_interface
 
-    files = files_of(str(path))
+    files = files_of(path)
     state = read_file(files[0], "path", verify=False)  # fairseq's load, wrapped, verifies it later
     if not isinstance(state, dict) or not (state.get("cfg") or state.get("args")):
         raise ValueError(f"path names {files[0]}, which holds no model; give a checkpoint.")
     saved = SavedModel(state)
-    usual: list[str | Path] = [str(saved.options_of("task").get("data") or ""), files[0].parent]
-    folder = _data_folder(data, usual)
+    folder = _data_folder(data, str(saved.options_of("task").get("data") or ""), files[0].parent)
     return open_interface(files, folder, place, dtype, options, saved.all_keys)
 
 
-def files_of(path: str) -> list[Path]:
+def files_of(path: str | Path) -> list[Path]:
     """Return the absolute paths of the files that `path` of `from_checkpoint` names."""
-    files = [Path(name).absolute() for name in path.split(":")]
+    files = [Path(name).absolute() for name in str(path).split(":")]
     for i, file in enumerate(files):
-        found = [file / name for name in USUAL if (file / name).is_file()]
-        if file.is_dir() and not found:
-            raise ValueError(f"path names {file}, a folder without {' or '.join(USUAL)}.")
-        files[i] = found[0] if found else file
+        if file.is_dir():
+            found = [file / name for name in USUAL if (file / name).is_file()]
+            if not found:
+                raise ValueError(f"path names {file}, a folder without {' or '.join(USUAL)}.")
+            files[i] = found[0]
     return files
 
 
-def _data_folder(given: str | Path | None, usual: Iterable[str | Path]) -> Path:
-    """Return the first folder with dictionaries, or the last usual one for models without any.
-
-    Raises:
-        ValueError: the given folder does not exist.
-    """
+def _data_folder(given: str | Path | None, trained: str, beside: Path) -> Path:
+    """Return the given folder, else that of the training run if it has dictionaries, else `beside`."""
     if given is not None:
         if not Path(given).is_dir():
             raise ValueError(f"data is {given}, which is no folder; give that of the dictionaries.")
         return Path(given).absolute()
-    # With several data folders the first has the dictionaries.
-    folders = [Path(str(name).split(":")[0]).absolute() for name in usual if name]
-    return next((f for f in folders if any(f.glob(DICTIONARIES))), folders[-1])
+    folder = Path(trained.split(":")[0]).absolute()  # of several data folders the first has dictionaries
+    return folder if trained and any(folder.glob("dict*.txt")) else beside

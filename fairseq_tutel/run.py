@@ -5,43 +5,29 @@ the ranks from torchrun's environment. Sentences are distributed over the ranks,
 --moe-expert-parallel-size.
 """
 
-import importlib
 import io
-import os
 import sys
 from typing import Any
 
-from torch import distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from fairseq_tutel.ranks import groups
+from fairseq_tutel.train import run_command
 
 COMMANDS = ("generate", "interactive", "eval-lm", "validate")
 
 
 @record
 def main() -> None:
-    """Run the command, and destroy the process group after success."""
+    """Run the command."""
     command = sys.argv.pop(1) if len(sys.argv) > 1 else ""
     if command not in COMMANDS:
         sys.exit(f"error: the command is {command!r}; give one of {', '.join(COMMANDS)}.")
-    if not any(word == "--user-dir" or word.startswith("--user-dir=") for word in sys.argv):
-        sys.argv += ["--user-dir", os.path.dirname(os.path.abspath(__file__))]
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(line_buffering=True)  # ranks may share a pipe: write whole lines
-    module = importlib.import_module(f"fairseq_cli.{command.replace('-', '_')}")
-
-    from fairseq_tutel.plugin import register
-
-    # fairseq skips a --user-dir whose package is already imported, which is the case here.
-    register()
     if command == "generate":
-        _generate(module)
+        run_command(command, _generate)
     else:
-        module.cli_main()
-    if dist.is_initialized():
-        dist.destroy_process_group()
-        groups.destroy()
+        run_command(command.replace("-", "_"))
 
 
 def _generate(module: Any) -> None:

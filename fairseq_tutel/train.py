@@ -7,31 +7,34 @@ torchrun's environment, on CPU (gloo) and on GPU (NCCL). Without torchrun it tra
 import importlib
 import os
 import sys
+from collections.abc import Callable
+from operator import methodcaller
+from typing import Any
 
 from torch import distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from fairseq_tutel.ranks import groups
-
 
 @record
 def main() -> None:
-    """Train; the process group is destroyed when the training ended well."""
-    hydra = _has("--config-name") or _has("-cn")
-    if not hydra and not _has("--user-dir"):
+    """Train."""
+    run_command("hydra_train" if _has("--config-name") or _has("-cn") else "train")
+
+
+def run_command(name: str, call: Callable[[Any], object] = methodcaller("cli_main")) -> None:
+    """Call a module of `fairseq_cli` with the plugin loaded; destroy the process group after success."""
+    if name != "hydra_train" and not _has("--user-dir"):
         sys.argv += ["--user-dir", os.path.dirname(os.path.abspath(__file__))]
     # The first to be imported sets the format of the log.
-    command = importlib.import_module("fairseq_cli." + ("hydra_train" if hydra else "train"))
+    module = importlib.import_module(f"fairseq_cli.{name}")
 
     from fairseq_tutel.plugin import register
 
-    # fairseq skips a --user-dir whose package is imported already, as this one is; and hydra would
-    # import it only after the ranks were read.
+    # fairseq skips a --user-dir whose package is already imported, and hydra imports it too late.
     register()
-    command.cli_main()
+    call(module)
     if dist.is_initialized():
         dist.destroy_process_group()
-        groups.destroy()
 
 
 def _has(flag: str) -> bool:

@@ -19,12 +19,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fairseq_tutel.kernels import team
+from fairseq_tutel.kernels import thread_pool
 from fairseq_tutel.kernels.activations import ACTIVATIONS, Activation
 from fairseq_tutel.kernels.groups import Groups
 from fairseq_tutel.kernels.opaque import untraced
 from fairseq_tutel.kernels.products import linear, weight_grad
-from fairseq_tutel.kernels.weights import FFNGradients, FFNWeights, Kept
+from fairseq_tutel.kernels.weights import FFNGradients, FFNWeights, SavedActivations
 
 # Maximum size of a block's hidden rows, so that they stay in cache between two products.
 BLOCK_BYTES = 2**19
@@ -77,20 +77,20 @@ def ffn_forward(
     groups: Groups,
     activation: str,
     keep: bool,
-) -> tuple[Tensor, Kept]:
+) -> tuple[Tensor, SavedActivations]:
     """Return every row's output [R, D] and the saved activations; see `ffn_by_products.ffn_forward`."""
     num_rows = x_ND.shape[0] if index_R is None else index_R.shape[0]
     y_RD = x_ND.new_empty(num_rows, weights.fc2_weight.shape[1])
-    kept = _up(x_ND, index_R, weights, groups, activation, keep, y_RD)
+    saved = _up(x_ND, index_R, weights, groups, activation, keep, y_RD)
     clear_tail(y_RD, groups)
-    return y_RD, kept
+    return y_RD, saved
 
 
 @untraced
-def ffn_kept(
+def ffn_activations(
     x_ND: Tensor, index_R: Tensor | None, weights: FFNWeights, groups: Groups, activation: str
-) -> Kept:
-    """Return only the saved activations; see `ffn_by_products.ffn_kept`."""
+) -> SavedActivations:
+    """Return only the saved activations; see `ffn_by_products.ffn_activations`."""
     return _up(x_ND, index_R, weights, groups, activation, True, None)
 
 
@@ -102,7 +102,7 @@ def _up(
     activation: str,
     keep: bool,
     y_RD: Tensor | None,
-) -> Kept:
+) -> SavedActivations:
     """Write every row's output into y_RD unless it is None, and return the saved activations."""
     w, blocks = weights, _blocks(weights, groups, x_ND)
     num_rows = x_ND.shape[0] if index_R is None else index_R.shape[0]
@@ -113,10 +113,10 @@ def _up(
     h_BnH, g_BnH, y_BnD = (_parts(rows, blocks) for rows in (h_RH, g_RH, y_RD))
     of_each, make_reader = w.of_each(), _readers(x_ND, index_R, blocks)
 
-    def hidden(kept_nH: Tensor | None, x_nD: Tensor) -> Tensor:
-        return x_nD.new_empty(len(x_nD), hidden_dim) if kept_nH is None else kept_nH
+    def hidden(saved_nH: Tensor | None, x_nD: Tensor) -> Tensor:
+        return x_nD.new_empty(len(x_nD), hidden_dim) if saved_nH is None else saved_nH
 
-    def worker() -> team.Worker:
+    def worker() -> thread_pool.Worker:
         x_of = make_reader()
 
         def run(number: int) -> None:
@@ -131,10 +131,10 @@ def _up(
 
         return run
 
-    team.for_each(worker, _sizes(blocks), x_ND.shape[1] * hidden_dim)
+    thread_pool.for_each(worker, _sizes(blocks), x_ND.shape[1] * hidden_dim)
     if w.is_glu or not kind.keeps_output:
-        return Kept(h_RH=h_RH, g_RH=g_RH)
-    return Kept(a_RH=h_RH)  # the activation ran in place
+        return SavedActivations(h_RH=h_RH, g_RH=g_RH)
+    return SavedActivations(a_RH=h_RH)  # the activation ran in place
 
 
 @untraced
@@ -144,7 +144,7 @@ def ffn_backward(
     index_R: Tensor | None,
     gate_R: Tensor | None,
     weights: FFNWeights,
-    kept: Kept,
+    saved: SavedActivations,
     groups: Groups,
     activation: str,
     needs_dx: bool,
@@ -157,14 +157,14 @@ def ffn_backward(
     grads = FFNGradients.empty_like(w, num_rows, gate_R, needs_dx, needs_weights)
     outs = grads.weights
     hidden_dim = w.fc1_weight.shape[1]
-    a_BnH, h_BnH, g_BnH = (_parts(t, blocks) for t in (kept.a_RH, kept.h_RH, kept.g_RH))
+    a_BnH, h_BnH, g_BnH = (_parts(t, blocks) for t in (saved.a_RH, saved.h_RH, saved.g_RH))
     dgate_Bn, dx_BnD = (_parts(t, blocks) for t in (grads.gate_R, grads.x_RD))
     of_each, douts = w.of_each(), None if outs is None else outs.of_each()
     dy_reader, x_reader = (_readers(rows, index_R, blocks) for rows in (dy_ND, x_ND))
     make_places = _places(dy_ND, hidden_dim, blocks)
     gate_Bn1 = _parts(None if gate_R is None else gate_R.unsqueeze(1).to(dy_ND.dtype), blocks)
 
-    def worker() -> team.Worker:
+    def worker() -> thread_pool.Worker:
         dy_of, x_of = dy_reader(), x_reader()
         place_of = make_places()
 
@@ -199,7 +199,7 @@ def ffn_backward(
 
         return run
 
-    team.for_each(worker, _sizes(blocks), x_ND.shape[1] * hidden_dim)
+    thread_pool.for_each(worker, _sizes(blocks), x_ND.shape[1] * hidden_dim)
     if outs is not None:
         _clear(outs, groups.host)
     if grads.x_RD is not None:

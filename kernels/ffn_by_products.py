@@ -10,13 +10,13 @@ from typing import Any
 from torch import Tensor
 
 from fairseq_tutel.kernels.groups import Groups
-from fairseq_tutel.kernels.weights import FFNGradients, FFNWeights, Kept
+from fairseq_tutel.kernels.weights import FFNGradients, FFNWeights, SavedActivations
 
 
 def by_products(ops: dict[str, Any]) -> SimpleNamespace:
     """Return a namespace of the ops and of the FFN functions that use them."""
     whole = SimpleNamespace(**ops)
-    for function in (ffn_forward, ffn_kept, ffn_backward):
+    for function in (ffn_forward, ffn_activations, ffn_backward):
         setattr(whole, function.__name__, functools.partial(function, whole))
     return whole
 
@@ -29,7 +29,7 @@ def ffn_forward(
     groups: Groups,
     activation: str,
     keep: bool,
-) -> tuple[Tensor, Kept]:
+) -> tuple[Tensor, SavedActivations]:
     """Return every row's output [R, D], with a zero tail, and the saved activations.
 
     Args:
@@ -41,18 +41,18 @@ def ffn_forward(
         activation: a name in ACTIVATIONS; gated experts ignore it.
         keep: whether to save activations for backward.
     """
-    a_RH, kept = _up(ops, x_ND, index_R, weights, groups, activation, keep)
-    return ops.grouped_linear(a_RH, weights.fc2_weight, weights.fc2_bias, groups), kept
+    a_RH, saved = _up(ops, x_ND, index_R, weights, groups, activation, keep)
+    return ops.grouped_linear(a_RH, weights.fc2_weight, weights.fc2_bias, groups), saved
 
 
-def ffn_kept(
+def ffn_activations(
     ops: Any,
     x_ND: Tensor,
     index_R: Tensor | None,
     weights: FFNWeights,
     groups: Groups,
     activation: str,
-) -> Kept:
+) -> SavedActivations:
     """Return only the saved activations, for a forward that did not save them."""
     return _up(ops, x_ND, index_R, weights, groups, activation, True)[1]
 
@@ -65,13 +65,13 @@ def _up(
     groups: Groups,
     activation: str,
     keep: bool,
-) -> tuple[Tensor, Kept]:
+) -> tuple[Tensor, SavedActivations]:
     """Return (a_RH, saved activations)."""
     w = weights
     a_RH, h_RH, g_RH = ops.ffn_up(
         x_ND, index_R, w.fc1_weight, w.fc1_bias, w.fc3_weight, w.fc3_bias, groups, activation, keep
     )
-    return a_RH, Kept(a_RH if keep and h_RH is None else None, h_RH, g_RH)
+    return a_RH, SavedActivations(a_RH if keep and h_RH is None else None, h_RH, g_RH)
 
 
 def ffn_backward(
@@ -81,7 +81,7 @@ def ffn_backward(
     index_R: Tensor | None,
     gate_R: Tensor | None,
     weights: FFNWeights,
-    kept: Kept,
+    saved: SavedActivations,
     groups: Groups,
     activation: str,
     needs_dx: bool,
@@ -97,7 +97,7 @@ def ffn_backward(
         index_R: as in forward; None without gates.
         gate_R: [R] in dy's dtype or wider, or None.
         weights: as in forward.
-        kept: the activations that forward saved.
+        saved: the activations that forward saved.
         groups: as in forward.
         activation: as in forward.
         needs_dx: whether to compute the gradient of x's rows.
@@ -110,9 +110,9 @@ def ffn_backward(
         gate_R,
         w.fc2_weight,
         w.fc2_bias,
-        kept.a_RH,
-        kept.h_RH,
-        kept.g_RH,
+        saved.a_RH,
+        saved.h_RH,
+        saved.g_RH,
         groups,
         activation,
     )

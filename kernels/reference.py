@@ -14,9 +14,9 @@ from torch import Tensor
 from fairseq_tutel.kernels.activations import ACTIVATIONS
 from fairseq_tutel.kernels.ffn_by_expert import (
     clear_tail,
+    ffn_activations,
     ffn_backward,
     ffn_forward,
-    ffn_kept,
 )
 from fairseq_tutel.kernels.groups import Groups
 from fairseq_tutel.kernels.products import linear
@@ -28,7 +28,7 @@ from fairseq_tutel.kernels.reference_route import softmax_top_k_backward as soft
 # The dtypes whose rows torch's embedding_bag sums without copying every row.
 BAG_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
-__all__ = ["ffn_backward", "ffn_forward", "ffn_kept"]  # re-exported
+__all__ = ["ffn_activations", "ffn_backward", "ffn_forward"]  # re-exported
 
 
 def gather_rows(x_TD: Tensor, index_R: Tensor, scale_R: Tensor | None = None) -> Tensor:

@@ -98,23 +98,23 @@ def assign_slots(
 ) -> tuple[Tensor, Tensor]:
     """Return (slots_TK, assigned_KE): first choices before second ones, then token order."""
     time, batch = time_first or (1, ids_KT.shape[1])
-    return place_copies(ids_KT, None, num_experts, time, batch)
+    return place_assignments(ids_KT, None, num_experts, time, batch)
 
 
 def assign_slots_by(order_N: Tensor, ids_KT: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
     """Return (slots_TK, assigned_KE); assignments take slots in the given order."""
-    return place_copies(ids_KT, order_N, num_experts, 1, ids_KT.shape[1])
+    return place_assignments(ids_KT, order_N, num_experts, 1, ids_KT.shape[1])
 
 
-def _fake_place_copies(
+def _fake_place_assignments(
     ids_KT: Tensor, order_N: Tensor | None, num_experts: int, time: int, batch: int
 ) -> tuple[Tensor, Tensor]:
     top_k, num_tokens = ids_KT.shape
     return ids_KT.new_empty(num_tokens, top_k), ids_KT.new_empty(top_k, num_experts)
 
 
-@opaque(_fake_place_copies)
-def place_copies(
+@opaque(_fake_place_assignments)
+def place_assignments(
     ids_KT: Tensor, order_N: Tensor | None, num_experts: int, time: int, batch: int
 ) -> tuple[Tensor, Tensor]:
     """Return (slots_TK, assigned_KE).
@@ -128,7 +128,7 @@ def place_copies(
         batch: T / time.
     """
     ids_KT = ids_KT.contiguous()
-    slots_TK, assigned_KE = _fake_place_copies(ids_KT, order_N, num_experts, time, batch)
+    slots_TK, assigned_KE = _fake_place_assignments(ids_KT, order_N, num_experts, time, batch)
     if ids_KT.numel() == 0:
         return slots_TK, assigned_KE.zero_()
     top_k, num_tokens = ids_KT.shape

@@ -14,7 +14,7 @@ from fairseq_tutel.kernels.large_pages import in_large_pages
 
 
 @dataclass(frozen=True)
-class Apart:
+class ExpertTensorList:
     """A list of the tensors of n experts with the interface of a stacked tensor that kernels use.
 
     It supports only forward passes without gradients.
@@ -34,14 +34,14 @@ class Apart:
             raise IndexError
         return self.make(index)
 
-    def unbind(self, dim: int) -> "Apart":
+    def unbind(self, dim: int) -> "ExpertTensorList":
         """Return the tensors; each is created when it is read."""
         assert dim == 0
         return self
 
-    def to(self, dtype: torch.dtype) -> "Apart":
+    def to(self, dtype: torch.dtype) -> "ExpertTensorList":
         """Return the tensors in another dtype."""
-        return Apart(lambda index: self.make(index).to(dtype), self.shape, dtype)
+        return ExpertTensorList(lambda index: self.make(index).to(dtype), self.shape, dtype)
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ NAMES = tuple(field.name for field in fields(FFNWeights))
 
 
 @dataclass(frozen=True)
-class Kept:
+class SavedActivations:
     """The activations that forward saves for backward; the input is not included.
 
     Attributes:

@@ -19,14 +19,13 @@ from torch import Tensor
 
 from benchmarks.cluster.settings import Settings
 from benchmarks.cluster.timing import Step, interleaved, summary
-from fairseq_tutel.planning.network import Network, from_json
-from fairseq_tutel.planning.traffic import busiest, routed
 from fairseq_tutel.plans.checker import check
 from fairseq_tutel.plans.executors.two_sided import TwoSided
 from fairseq_tutel.plans.forestcoll.forest import grow_for
 from fairseq_tutel.plans.format import Plan
 from fairseq_tutel.plans.generators.forest import forest
-from fairseq_tutel.plans.generators.ring import ring
+from fairseq_tutel.plans.generators.named import ring
+from fairseq_tutel.plans.network import Network, busiest, from_json, routed
 
 COLLECTIVES = ("all_gather", "all_reduce")
 FLOAT_BYTES = 4
@@ -84,10 +83,13 @@ def foretold(
     unit = 1e6 * unit_mbit / 8
     report = check(plan)
     loads = tuple(routed(network, load) for load in report.loads)
-    slowness = {link[:2]: 1 / (unit * link.bandwidth) for link in network.links}
+
+    def seconds_per_byte(link: tuple[int, int]) -> float:
+        return 1 / (unit * network.matrix[link[0]][link[1]])
+
     return {
-        "predicted": replace(report, loads=loads).predicted(size, alpha, slowness),
-        "busiest": float(busiest(network, routed(network, plan.bytes_sent))) * size / unit,
+        "predicted": replace(report, loads=loads).predicted(size, alpha, seconds_per_byte),
+        "busiest": float(busiest(network, routed(network, report.bytes_of_link))) * size / unit,
         "depth": report.depth,
     }
 

@@ -92,7 +92,6 @@ def _there_and_back(
 
     def step() -> None:
         with torch.no_grad():
-            prepared = exchange.prepare(len(rows), counts, options)
-            prepared.run(rows, lambda received, _: received)
+            exchange.exchange_rows(rows, counts, options, lambda received, _: received)
 
     return step

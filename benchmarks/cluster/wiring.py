@@ -17,8 +17,7 @@ from benchmarks.cluster.network import (
     run,
 )
 from benchmarks.cluster.settings import NETWORKS, Settings
-from fairseq_tutel.planning.network import Network, find, to_json
-from fairseq_tutel.planning.traffic import ways
+from fairseq_tutel.plans.network import Network, find, to_json, ways
 
 # Longer than any packet waits in a queue that TCP has filled, which it would else send again.
 RESEND = "10s"

@@ -21,7 +21,7 @@ from benchmarks.scale import checkpoints, meetings, resumes
 
 # Rows of each section, from whether tiny sizes will do.
 SECTIONS: dict[str, Callable[[bool], Iterator[Row]]] = {
-    "roll call": meetings.roll_calls,
+    "health check": meetings.health_checks,
     "restart": meetings.restarts,
     "elastic resume": resumes.elastic_resumes,
     "look before a resume": resumes.looks,

@@ -1,4 +1,4 @@
-"""Ranks that look for each other: the roll call after a failure, and the meeting of ranks started again."""
+"""Ranks that look for each other: the health check after a failure, and the rendezvous after a restart."""
 
 import time
 from collections.abc import Iterator
@@ -15,8 +15,8 @@ LATE_SECONDS = 2.0  # by which the last rank comes after the others
 LIMIT = timedelta(seconds=120)
 
 
-def roll_calls(quick: bool) -> Iterator[Row]:
-    """Yield a roll call of ranks that are all alive, so that each that is missed is accused falsely."""
+def health_checks(quick: bool) -> Iterator[Row]:
+    """Yield a health check of ranks that are all alive, so that each missing one is an error."""
     for world in (8,) if quick else WORLDS:
 
         def call(store: dist.Store, rank: int, world: int = world) -> bool:

@@ -1,7 +1,7 @@
 """Train, evaluate and compare a dense and a MoE Swin V2 on 5,000 digits of MNIST.
 
 `make vision` runs this. It writes to `vision/`: numbers (result.json), curves (report.html), predictions
-(predictions.png), and the patches of each expert (experts.png).
+(predictions.csv), and the patches of each expert (experts.png).
 
 The models differ in every second block of a stage: the MoE model has 8 experts in place of the FFN, each of
 equal width, and a patch uses one. FLOPs are equal and parameters many more.
@@ -61,7 +61,7 @@ def main() -> None:
         begin(f"{number} of 4: train and evaluate {name}, {UPDATES} updates")
         result[f"{name}_images_per_second"] = train(name)
         result[f"{name}_test_accuracy"] = accuracy(name)
-    begin("4 of 4: draw what the MoE model sees, and which patches go to which expert")
+    begin("4 of 4: predict with the MoE model, and draw which patches go to which expert")
     draw("moe")
     page = tools.report(list(MODELS), OUT)
 
@@ -69,7 +69,7 @@ def main() -> None:
     text = json.dumps(result, indent=2)
     (OUT / "result.json").write_text(text + "\n", encoding="utf-8")
     print(f"\n{OUT / 'result.json'}:\n{text}")
-    print(f"\nLook at {OUT / 'predictions.png'}, {OUT / 'experts.png'} and {page}.")
+    print(f"\nLook at {OUT / 'predictions.csv'}, {OUT / 'experts.png'} and {page}.")
 
 
 def train(name: str) -> float:
@@ -89,10 +89,10 @@ def accuracy(name: str) -> float:
 
 
 def draw(name: str) -> None:
-    """Draw a trained model's predictions, and its experts."""
+    """Write a trained model's predictions, and draw its experts."""
     words = ["-m", "fairseq_tutel", "predict", _checkpoint(name), str(DATA), "--split", "test"]
-    words += ["--output", str(OUT / "predictions.csv"), "--grid", str(OUT / "predictions.png")]
-    run("python", [*words, "--overwrite"], OUT / "predict.log", show=r"(.*)")
+    words += ["--output", str(OUT / "predictions.csv"), "--overwrite"]
+    run("python", words, OUT / "predict.log", show=r"(.*)")
     words = ["examples/vision_experts.py", _checkpoint(name), str(DATA), str(OUT / "experts.png")]
     run("python", words, OUT / "experts.log", show=r"(.*patches of each expert.*)")
 

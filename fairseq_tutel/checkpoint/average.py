@@ -29,15 +29,12 @@ def average(paths: list[Path]) -> SavedModel:
     done: dict[tuple, Tensor] = {}
     for key in models[0]:
         tensors = [model[key] for model in models]
-        if any(isinstance(tensor, ShardedTensor) for tensor in tensors):
-            averaged[key] = mean([t.whole() if isinstance(t, ShardedTensor) else t for t in tensors])
-            continue
-        if not isinstance(tensors[0], Tensor):
+        if not isinstance(tensors[0], Tensor | ShardedTensor):
             averaged[key] = tensors[0]
             continue
-        identity = tuple((tensor.data_ptr(), tensor.shape, tensor.stride()) for tensor in tensors)
+        identity = tuple((t.data_ptr(), t.stride()) if isinstance(t, Tensor) else id(t) for t in tensors)
         if identity not in done:
-            done[identity] = mean(tensors)
+            done[identity] = mean([t if isinstance(t, Tensor) else t.whole() for t in tensors])
         averaged[key] = done[identity]
     # Resuming would restore the first file's weights from the masters.
     first = opened[0].state
@@ -55,17 +52,14 @@ def _without(name: str, tree: Any) -> Any:
 
 def _refuse_other_weights(first: Path, expected: dict, other: Path, found: dict) -> None:
     for key in (*expected, *found):
-        if key not in expected or key not in found:
-            holder, lacking = (first, other) if key in expected else (other, first)
-            raise ValueError(
-                f"{holder} holds the weight {key} and {lacking} does not; average checkpoints of one model."
-            )
-        shapes = [tuple(getattr(model[key], "shape", ())) for model in (expected, found)]
+        shapes = [_shape_of(model, key) for model in (expected, found)]
         if shapes[0] != shapes[1]:
-            raise ValueError(
-                f"the weight {key} has the shape {shapes[0]} in {first} and {shapes[1]} in {other}; "
-                "average checkpoints of one model."
-            )
+            problem = f"the weight {key} is {shapes[0]} in {first} and {shapes[1]} in {other}"
+            raise ValueError(f"{problem}; average checkpoints of one model.")
+
+
+def _shape_of(model: dict, key: str) -> str:
+    return str(tuple(getattr(model[key], "shape", ()))) if key in model else "missing"
 
 
 def mean(tensors: list[Tensor]) -> Tensor:

@@ -2,6 +2,7 @@
 
 import re
 import zipfile
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -10,46 +11,22 @@ from torch import Tensor
 
 from fairseq_tutel.checkpoint.files import is_whole
 from fairseq_tutel.checkpoint.malformed import refuse_malformed
-from fairseq_tutel.checkpoint.saved import PARTS, Layer, SavedModel, layers_of
+from fairseq_tutel.checkpoint.saved import PARTS, Layer, SavedModel, kind_of, layers_of
 from fairseq_tutel.checkpoint.shards import ShardedTensor, bind
 from fairseq_tutel.moe.option_table import options_of
 from fairseq_tutel.options.option import plain
 
 OURS, DENSE = "fairseq_tutel, with experts", "fairseq, dense"
-# Other systems, by a part of a tensor's name.
-SIGNS = {
-    "Meta's moe branch, one rank's experts": ".moe_layer.experts.",
-    "Meta's moe branch, what all ranks share": ".moe_layer.",
-    "Tutel, one rank's part": "_num_global_experts",
-    "Tutel, one rank's part or a layer": "batched_fc1_w",
-    "fairseq_tutel, the state dict of a layer or model": "experts.fc1_weight",
-}
 EXPERTS = re.compile(r"(?:^|\.)experts\.")  # in names of any system
 Facts = dict[str, Any]
 
 
-def moe_layers(state: Any) -> list[Layer]:
-    """Return the MoE layers of a file, at any depth of a model."""
-    weights = dict(_tensors(state["model"] if _is_checkpoint(state) else state))
-    return [layer for layer in layers_of(weights, within=True) if layer.has_experts]
+def describe(state: Any, path: Path, check: bool = False) -> tuple[Facts, list[Layer]]:
+    """Return the facts about a file's content, and its MoE layers, at any depth of a model.
 
-
-def _is_checkpoint(state: Any) -> bool:
-    return isinstance(state, dict) and isinstance(state.get("model"), dict)
-
-
-def describe(state: Any, path: Path, check: bool = False) -> Facts:
-    """Return the facts about a file.
-
-    Args:
-        state: its content.
-        path: the file.
-        check: read everything, and compare it with the checksums.
-
-    Raises:
-        ValueError: it holds no tensors, or is corrupt.
+    With `check`, everything is read and compared with the checksums.
     """
-    is_checkpoint = _is_checkpoint(state)
+    is_checkpoint = isinstance(state, dict) and isinstance(state.get("model"), dict)
     if is_checkpoint:
         refuse_malformed(state, f"FILE {path}")
         bind(state, path)
@@ -57,21 +34,18 @@ def describe(state: Any, path: Path, check: bool = False) -> Facts:
     weights = dict(_tensors(state["model"] if is_checkpoint else state))
     if not weights:
         raise ValueError(f"FILE names {path}, which holds no tensors; give a checkpoint.")
-    layers = moe_layers(state)
-    facts: Facts = {
-        "file": str(path),
-        "bytes_of_file": path.stat().st_size,
-        "kind": _kind(weights, layers, is_checkpoint),
-    }
+    layers = [layer for layer in layers_of(weights, within=True) if layer.has_experts]
+    is_ours = bool(layers) and is_checkpoint
+    kind = OURS if is_ours else kind_of(weights) or (DENSE if is_checkpoint else "tensors")
+    facts: Facts = {"file": str(path), "bytes_of_file": path.stat().st_size, "kind": kind}
     if shards:
         facts["shards"] = _described_shards(shards)
     if check:
         _verify(path, shards)
         facts["checked"] = zipfile.is_zipfile(path)  # others have no checksums
-    experts = {key for key in weights if EXPERTS.search(key)}
     facts["bytes"] = {
-        "experts": _bytes(weights[key] for key in experts),
-        "other weights": _bytes(weights[key] for key in weights if key not in experts),
+        "experts": _bytes(tensor for key, tensor in weights.items() if EXPERTS.search(key)),
+        "other weights": _bytes(tensor for key, tensor in weights.items() if not EXPERTS.search(key)),
     }
     if is_checkpoint:
         optimizer = _tensors(state.get("last_optimizer_state"))
@@ -79,9 +53,9 @@ def describe(state: Any, path: Path, check: bool = False) -> Facts:
         facts |= _of_training(state)
     if layers:
         facts["layers"] = [_layer(weights, layer) for layer in layers]
-    if layers and is_checkpoint:
+    if is_ours:
         facts |= _changed_options(state)
-    return {**facts, "tensors": _grouped(weights)}
+    return {**facts, "tensors": _grouped(weights)}, layers
 
 
 def _verify(path: Path, shards: Iterable[ShardedTensor]) -> None:
@@ -96,7 +70,7 @@ def _verify(path: Path, shards: Iterable[ShardedTensor]) -> None:
 
 def _changed_options(state: dict[str, Any]) -> Facts:
     """Return the options of experts that differ from their defaults, if the file has some."""
-    options = SavedModel(state).options
+    options = SavedModel(state).options_of("model")
     inner = options.get("w2v_args")  # of a pretrained model inside the model
     options = inner.get("model", options) if isinstance(inner, dict) else options
     known = [option for option in options_of("model") if option.key in options]
@@ -117,15 +91,6 @@ def _tensors(tree: Any) -> Iterator[tuple[str, Any]]:
             items = list(node.items() if isinstance(node, dict) else enumerate(node))
             named = ((f"{prefix}.{key}" if prefix else str(key), value) for key, value in items)
             open_trees.extend(reversed(list(named)))
-
-
-def _kind(weights: Mapping[str, Any], layers: list[Layer], is_checkpoint: bool) -> str:
-    if layers and is_checkpoint:
-        return OURS
-    for kind, sign in SIGNS.items():
-        if any(sign in key for key in weights):
-            return kind
-    return DENSE if is_checkpoint else "tensors"
 
 
 def _bytes(tensors: Any) -> int:
@@ -153,23 +118,19 @@ def _of_training(state: Mapping[str, Any]) -> Facts:
 
 
 def _layer(weights: Mapping[str, Any], layer: Layer) -> Facts:
-    prefix = f"{layer.moe}.experts."
-    stacks = {key.removeprefix(prefix): t for key, t in weights.items() if key.startswith(prefix)}
-    own = {name: tensor for name, tensor in stacks.items() if "." not in name}
-    first = next(iter(own.values()))
-    rest = f"{layer.moe}."
+    prefix = f"{layer.moe}."
+    own = {key.removeprefix(prefix): t for key, t in weights.items() if key.startswith(prefix)}
+    experts = {key.removeprefix("experts."): t for key, t in own.items() if key.startswith("experts.")}
+    stacks = {name: tensor for name, tensor in experts.items() if "." not in name}
+    first = next(iter(stacks.values()))
     return {
         "layer": layer.label,
         "experts": first.shape[0],
-        "shapes": {name: list(tensor.shape[1:]) for name, tensor in own.items()},
+        "shapes": {name: list(tensor.shape[1:]) for name, tensor in stacks.items()},
         "dtype": _dtype(first),
-        **_quantization(own),
-        "bytes": _bytes(stacks.values()),
-        "beside": {
-            key.removeprefix(rest): list(tensor.shape)
-            for key, tensor in weights.items()
-            if key.startswith(rest) and not key.startswith(prefix)
-        },
+        **_quantization(stacks),
+        "bytes": _bytes(experts.values()),
+        "beside": {key: list(t.shape) for key, t in own.items() if not key.startswith("experts.")},
     }
 
 
@@ -187,10 +148,10 @@ def _quantization(stacks: Mapping[str, Any]) -> Facts:
 
 def _grouped(weights: Mapping[str, Any]) -> list[Facts]:
     """Return the tensors by name, shape and dtype; names that differ only in numbers are one group."""
-    groups: dict[tuple[str, tuple[int, ...], str], int] = {}
-    for key, tensor in weights.items():
-        group = (re.sub(r"(?<=\.)\d+(?=\.)", "N", key), tuple(tensor.shape), _dtype(tensor))
-        groups[group] = groups.get(group, 0) + 1
+    groups = Counter(
+        (re.sub(r"(?<=\.)\d+(?=\.)", "N", key), tuple(tensor.shape), _dtype(tensor))
+        for key, tensor in weights.items()
+    )
     return [
         {"name": name, "shape": list(shape), "dtype": dtype, "number": number}
         for (name, shape, dtype), number in groups.items()

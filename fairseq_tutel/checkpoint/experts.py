@@ -9,8 +9,9 @@ E experts (e local), P expert_parallel_size, s slices of an expert.
 """
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,18 +19,35 @@ from torch import Tensor, nn
 from fairseq_tutel.checkpoint import folders
 from fairseq_tutel.checkpoint.shards import Piece, ShardedTensor, digest, write_file
 from fairseq_tutel.comm import collectives
-from fairseq_tutel.moe.expert_stack import OWN, ExpertStack, MadeWeights
+from fairseq_tutel.moe.expert_stack import OWN, ExpertStack, Weights
 from fairseq_tutel.ranks import world
 from fairseq_tutel.ranks.groups import Slice, Topology, join, slice_of
 
 # Size of a chunk on rank 0's device, with the parts of all ranks.
 GATHERED_BYTES = 64 * 2**20
 _DIFFER = "the ranks' optimizers differ; the last saved checkpoint is whole."
-# By layer and tensor: the stack's shape, dtype and slicing, and the pieces that a rank wrote, by expert and
-# slice.
-Pieces = dict[tuple[int, int], Piece]
-Written = dict[tuple[str, str], tuple[tuple[int, ...], torch.dtype, Slice, Pieces]]
+_MAKE_ROOM = "make room, or give a --save-dir that all ranks share; the last saved checkpoint is whole."
 States = Callable[[nn.Parameter], Mapping[str, Tensor]]
+
+
+class _Stack(NamedTuple):
+    """The experts of all ranks in a layer: one of their tensors, or of its optimizer state."""
+
+    layer: str
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    slicing: Slice
+
+
+@dataclass
+class _Written:
+    """What a rank wrote: pieces by expert and slice, the bytes of its files, and its error."""
+
+    pieces: dict[_Stack, dict[tuple[int, int], Piece]] = field(default_factory=dict)
+    sizes: dict[str, int] = field(default_factory=dict)
+    num_stacks: int = 0  # that it has; its replicas may have written all of one
+    error: str | None = None
 
 
 def expert_modules(model: nn.Module) -> list[ExpertStack]:
@@ -40,12 +58,8 @@ def expert_modules(model: nn.Module) -> list[ExpertStack]:
 def gather_to_first(tensor: Tensor, topology: Topology, slicing: Slice | None = None) -> Tensor | None:
     """Return the expert group's parts of a parameter joined in host memory on rank 0, else None.
 
-    Only the expert group of rank 0 communicates; its ranks hold every expert once.
-
-    Args:
-        tensor: a parameter, or a tensor of its shape such as a moment.
-        topology: this rank's.
-        slicing: the parameter's slicing, for other tensors.
+    Only the expert group of rank 0 communicates; its ranks hold every expert once. A tensor of the shape of
+    a parameter, such as a moment, needs the parameter's slicing.
     """
     if topology.rank >= topology.expert_parallel_size:
         return None
@@ -70,36 +84,25 @@ def gather_experts(model: nn.Module, topology: Topology) -> None:
     if topology.expert_parallel_size == 1:
         return
     for experts in expert_modules(model):
-        gathered = {
-            name: gather_to_first(parameter, topology)
-            for name, parameter in experts.expert_parameters().items()
-        }
+        parameters = experts.expert_parameters().items()
+        gathered = {name: gather_to_first(parameter, topology) for name, parameter in parameters}
         if topology.rank == 0:
             experts.save_as({k: v for k, v in gathered.items() if v is not None})
 
 
-def drop_gathered(model: nn.Module) -> None:
-    """Free the gathered experts; a later state dict holds the local ones again."""
-    for experts in expert_modules(model):
-        experts.save_as(None)
-
-
 def gather_everywhere(model: nn.Module, topology: Topology) -> int:
-    """Gather all experts on every rank, which then runs alone. Collective.
-
-    Returns:
-        The bytes of the copies on each rank, until `drop_everywhere`.
-    """
+    """Gather all experts on every rank, which then runs alone; return the bytes per rank. Collective."""
     if topology.expert_parallel_size == 1:
         return 0
     num_bytes = 0
     for experts in expert_modules(model):
-        copies = {
-            name: _all_gather(parameter, topology)
-            for name, parameter in experts.expert_parameters().items()
-        }
-        experts.compute_with(MadeWeights(copies, of_all=True))
-        num_bytes += sum(copy.numel() * copy.element_size() for copy in copies.values())
+        copies = {}
+        for name, parameter in experts.expert_parameters().items():
+            own = parameter.detach().contiguous()
+            parts = collectives.all_gather(own, "the gathering of all experts", topology.expert_group)
+            copies[name] = join(list(parts), slice_of(parameter))
+        experts.compute_with(Weights(copies, of_all=True))
+        num_bytes += sum(copy.nbytes for copy in copies.values())
     return num_bytes
 
 
@@ -109,25 +112,14 @@ def drop_everywhere(model: nn.Module) -> None:
         experts.compute_with(OWN)
 
 
-def _all_gather(tensor: Tensor, topology: Topology) -> Tensor:
-    slicing, tensor = slice_of(tensor), tensor.detach().contiguous()
-    what = "the gathering of experts on every rank"
-    return join(list(collectives.all_gather(tensor, what, topology.expert_group)), slicing)
-
-
 def save_in_shards(
     model: nn.Module, topology: Topology, states: States, save_dir: Path
 ) -> dict[tuple[str, str], dict[str, Any]]:
     """Write all experts and their optimizer state to shard files. Collective.
 
-    The next `model.state_dict()` holds their records. Ranks exchange records, not experts.
-
-    Args:
-        model: has expert stacks.
-        topology: this rank's.
-        states: returns the optimizer's stacked tensors of a parameter; may be collective, and is called in
-            the same order on all ranks.
-        save_dir: the checkpoint's folder, which all ranks share.
+    The next `model.state_dict()` holds their records. Ranks exchange records, not experts. `states` returns
+    the optimizer's stacked tensors of a parameter; it may be collective, and is called in the same order on
+    all ranks.
 
     Returns:
         The records by (qualified name of the stack, tensor); optimizer state is named PARAMETER.STATE.
@@ -138,25 +130,20 @@ def save_in_shards(
     folder = save_dir / folders.PARENT / _first_rank(lambda: _begin(save_dir))
     own = _write_own(model, topology, states, folder)
     everything = world.all_gather_object(own, "the agreement on the shards that were written")
-    _refuse_failure(folder.parent, [error for _, _, error, _ in everything])
-    tensors = _joined([written for written, *_ in everything])
-    if any(names != len(tensors) for *_, names in everything):
-        raise ValueError(f"ranks wrote different tensors: {_DIFFER}")
-    names = [
-        f"{p.file} {p.key} {p.digest}" for _, _, _, pieces in tensors.values() for p in pieces.values()
-    ]
-    sizes = {file: size for _, sizes, *_ in everything for file, size in sizes.items()}
-    committed = _first_rank(lambda: _commit(folder, names, sizes))
+    stacks = _joined(everything, folder.parent)
+    digests = [f"{p.file} {p.key} {p.digest}" for pieces in stacks.values() for p in pieces.values()]
+    sizes = {file: size for written in everything for file, size in written.sizes.items()}
+    committed = _first_rank(lambda: _commit(folder, digests, sizes))
     records = {
-        key: ShardedTensor(
+        (stack.layer, stack.name): ShardedTensor(
             root=save_dir,
             folder=committed,
-            shape=shape,
-            dtype=dtype,
-            slicing=slicing,
+            shape=stack.shape,
+            dtype=stack.dtype,
+            slicing=stack.slicing,
             pieces=tuple(pieces[order] for order in sorted(pieces)),
         ).record()
-        for key, (shape, dtype, slicing, pieces) in tensors.items()
+        for stack, pieces in stacks.items()
     }
     for layer, experts in model.named_modules():
         if isinstance(experts, ExpertStack):
@@ -169,12 +156,12 @@ def _begin(save_dir: Path) -> str:
     return folders.begin(save_dir).name
 
 
-def _commit(folder: Path, names: list[str], sizes: dict[str, int]) -> str:
+def _commit(folder: Path, digests: list[str], sizes: dict[str, int]) -> str:
     for file, size in sizes.items():
         path = folder / file
         if not path.is_file() or path.stat().st_size != size:
             raise OSError(f"{path}, which another rank wrote, is missing or has another size")
-    return folders.commit(folder, names)
+    return folders.commit(folder, digests)
 
 
 def _first_rank(action: Callable[[], Any]) -> Any:
@@ -182,33 +169,13 @@ def _first_rank(action: Callable[[], Any]) -> Any:
     try:
         return world.run_on_rank_zero(action, "rank 0's work on the folder of shards")
     except ValueError as error:
-        raise ValueError(
-            f"rank 0 could not prepare or commit the folder of shards ({error}); make room, or give a "
-            "--save-dir that all ranks share; the last saved checkpoint is whole."
-        ) from error
+        problem = f"rank 0 could not prepare or commit the folder of shards ({error})"
+        raise ValueError(f"{problem}; {_MAKE_ROOM}") from error
 
 
-def _refuse_failure(folder: Path, errors: list[str | None]) -> None:
-    for rank, error in enumerate(errors):
-        if error is not None:
-            raise ValueError(
-                f"rank {rank} could not write its experts to {folder} ({error}); "
-                "make room, or give a --save-dir that all ranks share; the last saved checkpoint is whole."
-            )
-
-
-def _write_own(
-    model: nn.Module, topology: Topology, states: States, folder: Path
-) -> tuple[Written, dict[str, int], str | None, int]:
-    """Write this rank's experts, one file per layer.
-
-    Returns:
-        The pieces; the sizes of the files; the error or None; the number of tensors of all layers.
-    """
-    written: Written = {}
-    sizes: dict[str, int] = {}
-    failed: str | None = None
-    names = 0
+def _write_own(model: nn.Module, topology: Topology, states: States, folder: Path) -> _Written:
+    """Write this rank's share of the experts, a file per layer."""
+    written = _Written()
     layers = [(n, m) for n, m in model.named_modules() if isinstance(m, ExpertStack)]
     for turn, (layer, stack) in enumerate(layers):
         tensors: dict[str, tuple[Tensor, Slice]] = {}
@@ -219,14 +186,14 @@ def _write_own(
                 # A tensor of another shape, such as a scale, is the same for all slices.
                 cut = slicing if value.shape == parameter.shape else Slice()
                 tensors[f"{name}.{key}"] = (value, cut)
-        names += len(tensors)
-        if failed is None:  # after an error only `states` is called, since it may be collective
+        written.num_stacks += len(tensors)
+        share = _share(stack.part.num_local, topology, turn)
+        if share and written.error is None:  # else only `states` is called, since it may be collective
             try:
-                share = _share(stack.part.num_local, topology, turn)
-                written |= _write_layer(layer, stack, tensors, share, folder, sizes)
+                _write_layer(layer, stack, tensors, share, folder, written)
             except Exception as error:
-                failed = f"{type(error).__name__}: {error}"
-    return written, sizes, failed, names
+                written.error = f"{type(error).__name__}: {error}"
+    return written
 
 
 def _write_layer(
@@ -235,22 +202,20 @@ def _write_layer(
     tensors: dict[str, tuple[Tensor, Slice]],
     share: range,
     folder: Path,
-    sizes: dict[str, int],
-) -> Written:
+    written: _Written,
+) -> None:
     part, index = stack.part, stack.part.index
     first, last = part.first + share.start, part.first + share.stop - 1
     slice_name = f".slice-{index}-of-{part.slices}" if part.slices > 1 else ""
     file = f"{layer}.experts-{first:04d}-{last:04d}{slice_name}.safetensors"
-    written: Written = {}
     values: dict[str, Tensor] = {}
     for name, (stacked, slicing) in tensors.items():
+        if slicing.count == 1 and index > 0:  # the same in all slices
+            continue
         shape = list(stacked.shape)
         shape[slicing.dim] *= slicing.count
         shape[0] = stack.config.num_experts
-        pieces: Pieces = {}
-        if not share or (slicing.count == 1 and index > 0):  # the same in all slices
-            continue
-        written[layer, name] = (tuple(shape), stacked.dtype, slicing, pieces)
+        pieces = written.pieces[_Stack(layer, name, tuple(shape), stacked.dtype, slicing)] = {}
         for i in share:
             value = stacked[i].detach().cpu().contiguous()
             expert = part.first + i
@@ -259,33 +224,33 @@ def _write_layer(
             pieces[expert, index if slicing.count > 1 else 0] = Piece(file, key, digest(value))
     if values:
         write_file(values, folder / file)
-        sizes[file] = (folder / file).stat().st_size
-    return written
+        written.sizes[file] = (folder / file).stat().st_size
 
 
 def _share(num_local: int, topology: Topology, turn: int) -> range:
     """Return the local experts that this rank writes; its replicas write the others.
 
-    Args:
-        num_local: e.
-        topology: this rank's.
-        turn: number of the layer; with more replicas than experts, other replicas write the next layer.
+    `turn` is the number of the layer: with more replicas than experts, other replicas write the next one.
     """
     n = topology.num_replicas
     replica = (topology.rank // topology.expert_parallel_size + turn) % n
     return range(num_local * replica // n, num_local * (replica + 1) // n)
 
 
-def _joined(parts: list[Written]) -> Written:
-    """Join the pieces of all ranks."""
-    joined: Written = {}
-    for part in parts:
-        for key, (shape, dtype, slicing, pieces) in part.items():
-            joined.setdefault(key, (shape, dtype, slicing, {}))[3].update(pieces)
-    for (layer, name), (shape, _, slicing, pieces) in joined.items():
-        if len(pieces) != shape[0] * slicing.count:
-            raise ValueError(
-                f"{len(pieces)} pieces of {layer}.{name} were written, not {shape[0] * slicing.count}: "
-                f"{_DIFFER}"
-            )
+def _joined(everything: list[_Written], folder: Path) -> dict[_Stack, dict[tuple[int, int], Piece]]:
+    """Return the pieces of all ranks, after a check that each wrote its own."""
+    joined: dict[_Stack, dict[tuple[int, int], Piece]] = {}
+    for rank, written in enumerate(everything):
+        if written.error is not None:
+            problem = f"rank {rank} could not write its experts to {folder} ({written.error})"
+            raise ValueError(f"{problem}; {_MAKE_ROOM}")
+        for stack, pieces in written.pieces.items():
+            joined.setdefault(stack, {}).update(pieces)
+    for stack, pieces in joined.items():
+        expected = stack.shape[0] * stack.slicing.count
+        if len(pieces) != expected:
+            what = f"{stack.layer}.{stack.name}"
+            raise ValueError(f"{len(pieces)} pieces of {what} were written, not {expected}: {_DIFFER}")
+    if any(written.num_stacks != len(joined) for written in everything):
+        raise ValueError(f"ranks wrote different tensors: {_DIFFER}")
     return joined

@@ -1,55 +1,38 @@
-"""Writes files atomically, and checks checkpoints before they are read."""
+"""Files of torch.save: atomic writes, checks, and safe reading, which runs no pickled code."""
 
 import argparse
 import contextlib
-import fcntl
 import hashlib
 import os
 import re
-import secrets
 import shutil
 import stat
 import time
 import zipfile
 from collections.abc import Callable, Iterator
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
 import torch
 
+from fairseq_tutel.files.small import renamed_when_whole
+
 # Number of attempts and the pause between them, as in fairseq.
 TRIES, PAUSE_SECONDS = 3, 2.5
-TEMPORARY = ".tmp"
-# The ioctl number of Linux for a reflink copy (Btrfs, XFS, NFS 4.2).
-FICLONE = 0x40049409
 DOS_FOLDER = 0x10
 CHUNK = 2**20
 # What a path may be in place of a checkpoint.
-NOT_CHECKPOINTS = (FOLDER, PIPE, BROKEN_LINK, TORCH_SCRIPT) = (
-    "a folder",
-    "a pipe, device or socket",
-    "a link that leads nowhere",
-    "a TorchScript file",
-)
-CORRUPT = "is corrupt (truncated while it was written, or changed on its disk)"
-
-
-def temporary_of(path: str) -> str:
-    """Return an unused name in the folder of a file."""
-    return f"{path}.{secrets.token_hex(4)}{TEMPORARY}"
-
-
-def is_temporary(name: str) -> bool:
-    """Whether a name is one of `temporary_of`."""
-    return re.fullmatch(r".+\.[0-9a-f]{8}" + re.escape(TEMPORARY), name) is not None
+NOT_CHECKPOINTS = ("a folder", "a pipe, device or socket", "a link that leads nowhere")
+IS_CORRUPT = "is corrupt (truncated while it was written, or changed on its disk)"
+# A class in checkpoints of speech tasks. It is imported on demand, since fairseq takes seconds to import.
+DICTIONARY = "fairseq.data.dictionary.Dictionary"
 
 
 def save(content: Any, path: str) -> None:
-    """Write a local file atomically with torch.save, with several attempts.
-
-    Raises:
-        OSError: names the file and the reason; the old file is unchanged.
-    """
+    """Write a local file atomically with torch.save, with several attempts; raise as `replacing`."""
     with replacing(path) as temporary:
         for left in reversed(range(TRIES)):
             try:
@@ -62,20 +45,8 @@ def save(content: Any, path: str) -> None:
 
 
 @contextlib.contextmanager
-def renamed_when_whole(path: str | os.PathLike) -> Iterator[str]:
-    """Yield a temporary name to write to, and rename that file to `path` after the block."""
-    temporary = temporary_of(os.fspath(path))
-    try:
-        yield temporary
-        os.replace(temporary, path)
-    finally:
-        with contextlib.suppress(OSError):
-            os.remove(temporary)
-
-
-@contextlib.contextmanager
 def replacing(path: str) -> Iterator[str]:
-    """Do the same for a file of a training run, with an error that names the file.
+    """Yield a temporary name, and rename that file to `path`, a file of a training run, after the block.
 
     Raises:
         OSError: names the file and the reason; the temporary file is removed.
@@ -85,19 +56,6 @@ def replacing(path: str) -> Iterator[str]:
             yield temporary
     except Exception as error:
         raise unwritten(path, error) from error
-
-
-def share(source: str, path: str) -> bool:
-    """Make a reflink copy of a file; return False if the file system does not support it.
-
-    A hard link is no alternative: overwriting checkpoint_last.pt in place would change the other file too.
-    """
-    with open(source, "rb") as read, open(path, "wb") as written:
-        try:
-            fcntl.ioctl(written, FICLONE, read.fileno())
-        except OSError:
-            return False
-    return True
 
 
 @contextlib.contextmanager
@@ -139,30 +97,14 @@ def system_error(error: BaseException) -> OSError | None:
     return cause if isinstance(cause, OSError) else None
 
 
-def let_checkpoints_load(*classes: type) -> None:
-    """Allow torch.load(weights_only=True) to build the classes that fairseq saves besides tensors.
-
-    Encoder-decoder checkpoints hold a Namespace; meters of --eval-bleu hold numpy scalars and arrays.
-
-    Args:
-        classes: further classes, of fairseq itself.
-    """
-    rebuilders: list[Any] = [np.float64(0).__reduce__()[0], np.zeros(1).__reduce__()[0]]
-    dtypes = [type(np.dtype(kind)) for kind in (np.float64, np.float32, np.int64)]
-    torch.serialization.add_safe_globals(
-        [argparse.Namespace, np.ndarray, np.dtype, *rebuilders, *dtypes, *classes]
-    )
-
-
 def unlike_a_file(path: str | os.PathLike) -> str | None:
-    """Return one of NOT_CHECKPOINTS if the path is that; None for other files and missing ones."""
-    if os.path.isfile(path):
-        return TORCH_SCRIPT if _is_torch_script(path) else None
-    if not os.path.lexists(path):
+    """Return one of NOT_CHECKPOINTS if the path is that; None for files and missing ones."""
+    folder, pipe, broken_link = NOT_CHECKPOINTS
+    if os.path.isfile(path) or not os.path.lexists(path):
         return None
     if os.path.isdir(path):
-        return FOLDER
-    return PIPE if is_pipe(path) else BROKEN_LINK
+        return folder
+    return pipe if is_pipe(path) else broken_link
 
 
 def is_pipe(path: str | os.PathLike) -> bool:
@@ -174,31 +116,17 @@ def is_pipe(path: str | os.PathLike) -> bool:
     return not (stat.S_ISREG(mode) or stat.S_ISDIR(mode))
 
 
-def _is_torch_script(path: str | os.PathLike) -> bool:
-    try:
-        with zipfile.ZipFile(path) as archive:
-            return any(name.endswith("/constants.pkl") for name in archive.namelist())
-    except (OSError, ValueError, zipfile.BadZipFile, NotImplementedError):
-        return False  # corrupt, or no archive
-
-
-def refused_class(error: BaseException) -> str | None:
-    """Return the class that torch.load refused to build; None for any other error."""
-    found = re.search(r"\bGLOBAL (\S+)", str(error))
-    return found[1] if found else None
-
-
 def is_whole(path: str) -> bool:
     """Whether every byte of a file of torch.save matches its checksum; reads all of it.
 
     torch.load compares no checksums. Files from before torch 1.6 have none; only their first byte is read.
     """
-    return _is_old(path) or _passes(path, _holds_what_was_written)
+    return _is_old(path) or _passes(path, _matches_checksums)
 
 
 def has_an_end(path: str) -> bool:
     """Whether the zip directory at the end of a file is intact; reads little."""
-    return _is_old(path) or _passes(path, lambda archive: all(map(_is_plain, archive.infolist())))
+    return _is_old(path) or _passes(path, lambda archive: True)
 
 
 def identity(path: str) -> str:
@@ -213,25 +141,18 @@ def identity(path: str) -> str:
     return hashlib.sha256(repr(entries).encode()).hexdigest()
 
 
+def _is_old(path: str) -> bool:
+    with open(path, "rb") as file:
+        return file.read(1) == b"\x80"  # a pickle
+
+
 def _passes(path: str, test: Callable[[zipfile.ZipFile], bool]) -> bool:
     try:
         torch._C.PyTorchFileReader(path)  # stricter than Python's reader
         with zipfile.ZipFile(path) as archive:
-            return test(archive)
+            return all(map(_is_plain, archive.infolist())) and test(archive)
     except Exception:  # a changed name, size or flag
         return False
-
-
-def _holds_what_was_written(archive: zipfile.ZipFile) -> bool:
-    entries = archive.infolist()
-    if not all(map(_is_plain, entries)):
-        return False
-    for entry in entries:
-        if entry.CRC:  # optional in torch
-            with archive.open(entry) as content:
-                while content.read(CHUNK):
-                    pass  # the reader compares the checksum at the end
-    return True
 
 
 def _is_plain(entry: zipfile.ZipInfo) -> bool:
@@ -239,6 +160,94 @@ def _is_plain(entry: zipfile.ZipInfo) -> bool:
     return entry.file_size == entry.compress_size and not entry.external_attr & DOS_FOLDER
 
 
-def _is_old(path: str) -> bool:
-    with open(path, "rb") as file:
-        return file.read(1) == b"\x80"  # a pickle
+def _matches_checksums(archive: zipfile.ZipFile) -> bool:
+    for entry in archive.infolist():
+        if entry.CRC:  # optional in torch
+            with archive.open(entry) as content:
+                while content.read(CHUNK):
+                    pass  # the reader compares the checksum at the end
+    return True
+
+
+def let_checkpoints_load(*classes: type) -> None:
+    """Allow torch.load(weights_only=True) to build `classes`, and those that fairseq saves besides tensors.
+
+    Encoder-decoder checkpoints hold a Namespace; meters of --eval-bleu hold numpy scalars and arrays.
+    """
+    rebuilders: list[Any] = [np.float64(0).__reduce__()[0], np.zeros(1).__reduce__()[0]]
+    dtypes = [type(np.dtype(kind)) for kind in (np.float64, np.float32, np.int64)]
+    torch.serialization.add_safe_globals(
+        [argparse.Namespace, np.ndarray, np.dtype, *rebuilders, *dtypes, *classes]
+    )
+
+
+def mapped(path: str | os.PathLike) -> Any:
+    """Return the content of a file of torch.save, whose tensors stay on disk; runs no pickled code."""
+    return torch.load(path, map_location="cpu", mmap=zipfile.is_zipfile(path), weights_only=True)
+
+
+def refused_class(error: BaseException) -> str | None:
+    """Return the class that torch.load refused to build; None for any other error."""
+    found = re.search(r"\bGLOBAL (\S+)", str(error))
+    return found[1] if found else None
+
+
+def read_file(path: Path, flag: str, verify: bool = True) -> Any:
+    """Return the content of a file that the argument `flag` names; its tensors stay on disk.
+
+    With `verify` all bytes are compared with the checksums, so that no valid file is made of a corrupt one.
+
+    Raises:
+        ValueError: the file is missing, corrupt or of another kind.
+    """
+    let_checkpoints_load()
+    if (kind := unlike_a_file(path)) is not None:
+        raise ValueError(f"{flag} names {path}, which is {kind}; give a checkpoint file.")
+    if not path.is_file():
+        raise ValueError(f"{flag} names {path}, which does not exist.")
+    fix = "leave it out, or give another" if flag == "--inputs" else "give another file"
+    # A compressed entry could expand without limit.
+    if zipfile.is_zipfile(path) and not has_an_end(str(path)):
+        raise ValueError(f"{flag} names {path}, which is corrupt or no checkpoint; {fix}.")
+    try:
+        content = _mapped_with_dictionary(path)
+    except Exception as error:  # torch raises many types for unreadable files
+        cause, refused = system_error(error), refused_class(error)
+        reason = "is corrupt or no checkpoint"
+        if cause is not None:
+            reason, fix = f"cannot be read ({cause.strerror})", f"fix that, or {fix}"
+        elif refused:
+            reason += f" (it holds {refused}, which is not run)"
+        raise ValueError(f"{flag} names {path}, which {reason}; {fix}.") from error
+    if verify and not is_whole(str(path)):
+        raise ValueError(f"{flag} names {path}, which {IS_CORRUPT}; {fix}.")
+    return content
+
+
+def _mapped_with_dictionary(path: Path) -> Any:
+    try:
+        return mapped(path)
+    except Exception as error:
+        if refused_class(error) != DICTIONARY or not find_spec("fairseq"):
+            raise
+    module, _, name = DICTIONARY.rpartition(".")
+    let_checkpoints_load(getattr(import_module(module), name))
+    return mapped(path)
+
+
+def walk(tree: Any, opened: Callable[[Any], Any] = lambda node: node) -> Iterator[tuple[Any, Any, Any]]:
+    """Yield (container, key, value) of every entry at any depth, each container once.
+
+    A tree out of a file may contain itself. The caller may replace `container[key]` meanwhile.
+    `opened` turns a value of another type into a container; it is called for every value.
+    """
+    pending = [tree]
+    visited: dict[int, Any] = {}  # holds the containers, so that no id is reused
+    while pending:
+        node = opened(pending.pop())
+        if not isinstance(node, dict | list | tuple) or id(node) in visited:
+            continue
+        visited[id(node)] = node
+        for key, value in list(node.items() if isinstance(node, dict) else enumerate(node)):
+            yield node, key, value
+            pending.append(value)

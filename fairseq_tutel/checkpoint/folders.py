@@ -35,12 +35,7 @@ def begin(save_dir: Path, prefix: str = WRITING) -> Path:
 
 
 def commit(written: Path, digests: Iterable[str]) -> str:
-    """Rename a folder by its content; return its path relative to the checkpoint's folder.
-
-    Args:
-        written: the result of `begin`.
-        digests: a text for every piece, hashed for the name.
-    """
+    """Rename a folder of `begin` by a hash of `digests`; return its path from the checkpoint's folder."""
     name = hashlib.sha256("\n".join(sorted(digests)).encode()).hexdigest()[:16]
     folder = written.parent / name
     if folder.exists():  # saved before, for example at the end of an epoch without an update
@@ -107,24 +102,8 @@ def _age(folder: Path) -> float:
         return 0.0
 
 
-# Cached by file, times and size.
-_mentions: dict[tuple[int, ...], set[str]] = {}
-
-
 def mentions(path: Path) -> set[str]:
-    """Return the folders that a checkpoint names, without unpickling it.
-
-    Raises:
-        ValueError: a .pt file is corrupt.
-    """
-    status = path.stat()
-    key = (status.st_dev, status.st_ino, status.st_mtime_ns, status.st_ctime_ns, status.st_size)
-    if key not in _mentions:
-        _mentions[key] = _read_mentions(path)
-    return _mentions[key]
-
-
-def _read_mentions(path: Path) -> set[str]:
+    """Return the folders that a checkpoint names, without unpickling it; a corrupt one is an error."""
     with path.open("rb") as file:
         start = file.read(2)
     if start != b"PK":

@@ -12,11 +12,10 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 
-from fairseq_tutel.checkpoint.files import replacing, temporary_of
-from fairseq_tutel.files.small import content_and_time, parse_json
+from fairseq_tutel.checkpoint.files import replacing
+from fairseq_tutel.files.small import content_and_time, parse_json, renamed_when_whole, temporary_beside
 
 logger = logging.getLogger(__name__)
 
@@ -31,21 +30,13 @@ SETTLE_SECONDS = 1.0
 
 @dataclass(frozen=True)
 class Writer:
-    """A writing process.
-
-    Attributes:
-        host: name of its machine.
-        pid: process ID.
-        machine: identifies machine, boot and container; "" if unknown.
-        started: start time in the system's clock ticks.
-        token: identifies the lease.
-    """
+    """A writing process."""
 
     host: str
     pid: int
-    machine: str
-    started: str
-    token: str
+    machine: str  # identifies machine, boot and container; "" if unknown
+    started: str  # in the system's clock ticks
+    token: str  # identifies the lease
 
     def __str__(self) -> str:
         return f"process {self.pid} on {self.host}"
@@ -106,22 +97,19 @@ def read(path: str) -> tuple[Writer | None, float]:
 
 
 def take(folder: str) -> "Lease":
-    """Create a folder and take its lease; wait while the lease of another run may still be renewed.
-
-    Raises:
-        ValueError: another training run writes there.
-        OSError: the lease could not be written.
-    """
+    """Create a folder and take its lease, once no other run renews it; a running one is a ValueError."""
     os.makedirs(folder, exist_ok=True)
     path, own = os.path.join(folder, NAME), this_process()
-    with _written(own, path) as written:
-        if _link(written, path):
-            return Lease(path, own)
+    with temporary_beside(path) as written:
+        _write(own, written)
         now = os.stat(written).st_mtime
+        with contextlib.suppress(OSError):  # a lease exists, or links are not supported
+            os.link(written, path)
+            return Lease(path, own)
     # This process leaves no file while it waits, since it may be killed.
     after = _wait_until_gone(path, now)
-    with _written(own, path) as written:
-        os.replace(written, path)
+    with renamed_when_whole(path) as written:
+        _write(own, written)
     time.sleep(SETTLE_SECONDS)
     holder, _ = read(path)
     if holder != own:
@@ -129,41 +117,15 @@ def take(folder: str) -> "Lease":
     return Lease(path, own, after)
 
 
-@contextlib.contextmanager
-def _written(writer: Writer, path: str) -> Iterator[str]:
-    """Yield a temporary file with a lease; training deletes those of killed processes (`is_temporary`)."""
-    temporary = temporary_of(path)
-    try:
-        _write(writer, temporary)
-        yield temporary
-    finally:
-        with contextlib.suppress(OSError):
-            os.remove(temporary)
-
-
 def _write(writer: Writer, path: str) -> None:
     with open(path, "w") as file:
         json.dump(asdict(writer), file)
 
 
-def _link(written: str, path: str) -> bool:
-    """Create a lease by a hard link; return False if one exists or links are not supported."""
-    try:
-        os.link(written, path)
-    except OSError:
-        return False
-    return True
-
-
 def _wait_until_gone(path: str, now: float) -> Writer | None:
     """Return the writer of a stale lease; None if it was released or belongs to this process.
 
-    Args:
-        path: the lease.
-        now: time of the file system's clock.
-
-    Raises:
-        ValueError: a writer runs, or renews its lease.
+    `now` is a time of the file system's clock. A writer that runs, or renews its lease, is a ValueError.
     """
     begin, first = time.monotonic(), None
     while True:
@@ -179,11 +141,8 @@ def _wait_until_gone(path: str, now: float) -> Writer | None:
         if alive is False or silent > STALE_SECONDS:
             return writer
         if first is None:
-            logger.info(
-                "--save-dir has a lease of %s; waiting up to %.0f s for a renewal",
-                writer,
-                STALE_SECONDS - silent,
-            )
+            left = STALE_SECONDS - silent
+            logger.info("--save-dir has a lease of %s; waiting up to %.0f s for a renewal", writer, left)
         first = writer, renewed
         time.sleep(POLL_SECONDS)
 
@@ -196,26 +155,17 @@ def _refusal(path: str, writer: Writer | None) -> str:
 
 
 class Lease:
-    """The lease of this process, renewed by a thread until it is released.
-
-    Args:
-        path: its file.
-        own: this process.
-        after: an earlier writer that ended without releasing it, or None.
-    """
+    """The lease of this process, renewed by a thread until it is released."""
 
     def __init__(self, path: str, own: Writer, after: Writer | None = None) -> None:
-        self.path, self.own, self.after = path, own, after
+        self.path, self.own = path, own
+        self.after = after  # an earlier writer that ended without releasing it
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._renew, name="lease", daemon=True)
         self._thread.start()
 
     def confirm(self) -> None:
-        """Check before a write that this process still has the lease.
-
-        Raises:
-            ValueError: another training run took it, since it was not renewed in time.
-        """
+        """Check before a write that no other training run took the lease, else raise a ValueError."""
         try:
             holder, _ = read(self.path)
         except OSError:  # the write will raise it too

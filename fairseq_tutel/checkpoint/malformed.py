@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from fairseq_tutel.checkpoint.nested import walk
+from fairseq_tutel.checkpoint.files import walk
 from fairseq_tutel.files.small import shown
 
 # Entries that must have this type if they are there; None counts as absent.
@@ -39,15 +39,7 @@ MOST_REPEATED_BYTES = 2**30
 
 
 def refuse_malformed(state: Any, path: str) -> None:
-    """Refuse a checkpoint with an entry of another type than fairseq saves.
-
-    Args:
-        state: the checkpoint, as `torch.load` returns it.
-        path: of the file.
-
-    Raises:
-        ValueError: names the file and the entry.
-    """
+    """Refuse a checkpoint with an entry of another type than fairseq saves."""
     if not isinstance(state, Mapping):
         raise ValueError(f"{path} holds a {type(state).__name__}; give a fairseq checkpoint.")
     for keys, kind, words in TYPES:
@@ -68,11 +60,7 @@ def refuse_malformed(state: Any, path: str) -> None:
 
 
 def refuse_weights(weights: Mapping[str, Any], path: str) -> None:
-    """Refuse weights that no model can load: None, a quantized tensor, or one without data.
-
-    Raises:
-        ValueError: names the file and the weight.
-    """
+    """Refuse weights that no model can load: None, a quantized tensor, or one without data."""
     for key, value in weights.items():
         problem = _problem_of(key, value)
         if problem is not None:

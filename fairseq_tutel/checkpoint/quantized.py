@@ -24,17 +24,11 @@ BLOCK = 2**18  # values
 
 @dataclass(frozen=True)
 class Quantized:
-    """The quantized format of a tensor.
+    """The quantized format of a tensor."""
 
-    Attributes:
-        expert_dtype: one of EXPERT_DTYPES.
-        shape: shape before quantization.
-        dtype: dtype before quantization.
-    """
-
-    expert_dtype: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
+    expert_dtype: str  # one of EXPERT_DTYPES
+    shape: tuple[int, ...]  # before quantization
+    dtype: torch.dtype  # before quantization
 
     @property
     def stored_dtype(self) -> torch.dtype:
@@ -58,11 +52,7 @@ class Quantized:
         return -(-width // 2) if self.expert_dtype == "int4" else width
 
     def quantize(self, values: Tensor) -> Tensor:
-        """Return the stored form of a tensor.
-
-        Raises:
-            ValueError: a value is not finite.
-        """
+        """Return the stored form of a tensor; a value that is not finite is a ValueError."""
         if self.expert_dtype == "bf16":
             return values.to(torch.bfloat16)
         largest = LARGEST[self.expert_dtype]
@@ -83,12 +73,7 @@ class Quantized:
         return nibbles_RW[:, :half] | nibbles_RW[:, half:] << 4
 
     def dequantize(self, stored: Tensor, out: Tensor | None = None) -> Tensor:
-        """Return the tensor: products in float32, rounded to its dtype.
-
-        Args:
-            stored: result of `quantize`.
-            out: tensor to write into; None for new memory.
-        """
+        """Return the tensor of a stored form, in `out` or new memory: float32 products, rounded."""
         out = stored.new_empty(self.shape, dtype=self.dtype) if out is None else out
         if self.expert_dtype == "bf16":
             return out.copy_(stored)
@@ -116,13 +101,9 @@ def quantized_form(expert_dtype: str, shape: tuple[int, ...], dtype: torch.dtype
 
 @dataclass
 class RoundingError:
-    """Accumulates the quantization error of tensors.
+    """Accumulates the quantization error of tensors."""
 
-    Attributes:
-        worst_row: largest relative error of a row: |difference| / |row|.
-    """
-
-    worst_row: float = 0.0
+    worst_row: float = 0.0  # largest |difference| / |row|
     _differences: float = 0.0
     _squares: float = 0.0
 
@@ -134,15 +115,11 @@ class RoundingError:
     def add(self, values: Tensor, rounded: Tensor) -> None:
         """Add the error of a tensor [..., W], computed in float64 for a block of rows at a time."""
         rows = max(1, BLOCK // max(1, values.shape[-1]))
-        blocks = zip(*(x.detach().flatten(0, -2).split(rows) for x in (values, rounded)), strict=True)
-        sums = [_sums(own.double(), other.double()) for own, other in blocks]
-        squares_R, differences_R = map(torch.cat, zip(*sums, strict=True))
-        self._squares += float(squares_R.sum())
-        self._differences += float(differences_R.sum())
-        rows_R = (differences_R / squares_R.masked_fill(squares_R == 0, 1)).sqrt()
-        self.worst_row = max([self.worst_row, *rows_R.max(0, keepdim=True).values.tolist()])
-
-
-def _sums(values_RW: Tensor, rounded_RW: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the squared norm [R] of each row and of its rounding difference."""
-    return values_RW.square().sum(1), (rounded_RW - values_RW).square_().sum(1)
+        blocks = (x.detach().flatten(0, -2).split(rows) for x in (values, rounded))
+        for values_RW, rounded_RW in zip(*blocks, strict=True):
+            squares_R = values_RW.double().square_().sum(1)
+            differences_R = (rounded_RW.double() - values_RW).square_().sum(1)
+            self._squares += float(squares_R.sum())
+            self._differences += float(differences_R.sum())
+            rows_R = (differences_R / squares_R.masked_fill(squares_R == 0, 1)).sqrt()
+            self.worst_row = max([self.worst_row, *rows_R.tolist()])

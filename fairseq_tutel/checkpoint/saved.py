@@ -14,9 +14,10 @@ from typing import Any
 from torch import Tensor
 
 from fairseq_tutel.checkpoint import files
+from fairseq_tutel.checkpoint.files import read_file
 from fairseq_tutel.checkpoint.malformed import refuse_malformed
-from fairseq_tutel.checkpoint.reading import read_file
 from fairseq_tutel.checkpoint.shards import bind, unbind
+from fairseq_tutel.files.small import renamed_when_whole
 
 # The parts of a configuration, and the key of each part's name in a flat one.
 PARTS = {"model": "arch", "task": "task", "criterion": "criterion", "optimizer": "optimizer"}
@@ -25,38 +26,33 @@ DENSE = ("fc1.weight", "fc1.bias", "fc2.weight", "fc2.bias")
 LAYER_NORM = ("ffn_layernorm.weight", "ffn_layernorm.bias")
 # The position of a new training run, and an entry of its history.
 START = {"version": 2, "epoch": 1, "iterations_in_epoch": 0, "shuffle": True}
-NO_HISTORY = {
-    "criterion_name": "",
-    "optimizer_name": "",
-    "lr_scheduler_state": {},
-    "num_updates": 0,
-}
+NO_HISTORY = {"criterion_name": "", "optimizer_name": "", "lr_scheduler_state": {}, "num_updates": 0}
 FULL = (errno.ENOSPC, errno.EDQUOT)
 
 _LAYER = re.compile(
     r"\b(?P<name>(?P<side>encoder|decoder|stages\.\d+)(?P<inner>\.sentence_encoder)?"
     r"\.((transformer_)?layers|blocks)\.(?P<index>\d+))\.fc1\.(?P<what>weight|experts\.)"
 )
+# Checkpoints of other systems, by a part of a tensor's name.
+SIGNS = {
+    "Meta's moe branch, one rank's experts": ".moe_layer.experts.",
+    "Meta's moe branch, what all ranks share": ".moe_layer.",
+    "Tutel, one rank's part": "_num_global_experts",
+    "Tutel, one rank's part or a layer": "batched_fc1_w",
+    "fairseq_tutel, the state dict of a layer or model": "experts.fc1_weight",
+}
 # Tensors by name; experts may be `ShardedTensor`s, which are read with the same indexing.
 Weights = dict[str, Any]
 
 
 @dataclass(frozen=True, order=True)
 class Layer:
-    """A layer with an FFN or experts, sorted as in --moe-expert-count: the encoder's first.
+    """A layer with an FFN or experts, sorted as in --moe-expert-count: the encoder's first."""
 
-    Attributes:
-        stack: number of its side among the sides; for a stage of Swin its number.
-        index: number within its side, from 0.
-        side: encoder, decoder or, in Swin, stages.N.
-        name: prefix of its tensors, such as decoder.layers.1.
-        has_experts: whether it is a MoE layer.
-    """
-
-    stack: int
-    index: int
-    side: str
-    name: str
+    stack: int  # number of its side among the sides; for a stage of Swin its number
+    index: int  # within its side, from 0
+    side: str  # encoder, decoder or, in Swin, stages.N
+    name: str  # prefix of its tensors, such as decoder.layers.1
     has_experts: bool
 
     @property
@@ -67,10 +63,10 @@ class Layer:
     @property
     def label(self) -> str:
         """The layer's name in logs and options, such as decoder_1."""
-        return label_of(self.moe)
+        return layer_label(self.moe)
 
 
-def label_of(name: str) -> str:
+def layer_label(name: str) -> str:
     """Return the label of a MoE layer by its qualified name.
 
     decoder.layers.3.fc1 -> decoder_3, stages.2.blocks.1.fc1 -> stages_2_1. With one model per language
@@ -82,12 +78,7 @@ def label_of(name: str) -> str:
 
 
 def layers_of(weights: Iterable[str], within: bool = False) -> list[Layer]:
-    """Return the layers with an FFN or experts, sorted.
-
-    Args:
-        weights: names of a model's tensors.
-        within: accept names with a prefix, of a model inside another one.
-    """
+    """Return the layers with an FFN or experts, sorted; `within`: also those of a model inside another."""
     found = set()
     for key in weights:
         if match := (_LAYER.search if within else _LAYER.match)(key):
@@ -100,26 +91,23 @@ def layers_of(weights: Iterable[str], within: bool = False) -> list[Layer]:
     return sorted(found)
 
 
-class SavedModel:
-    """An open checkpoint. Tensors stay in their file until they are read; edits change `state`.
+def kind_of(names: Iterable[str]) -> str | None:
+    """Return the system that wrote tensors with these names, such as Tutel; None for others."""
+    names = list(names)
+    return next((kind for kind, sign in SIGNS.items() if any(sign in name for name in names)), None)
 
-    Args:
-        state: the checkpoint's dictionary.
-        path: its file.
-        flag: the argument that names the file, for errors.
-    """
+
+class SavedModel:
+    """An open checkpoint. Tensors stay in their file until they are read; edits change `state`."""
 
     def __init__(self, state: dict[str, Any], path: Path | None = None, flag: str = "--input") -> None:
         self.state, self.path, self.flag = state, path, flag
 
     @classmethod
     def open(cls, path: Path, flag: str = "--input", keep_shards: bool = False) -> "SavedModel":
-        """Open a checkpoint.
+        """Open a checkpoint that the argument `flag` names.
 
-        Args:
-            path: the file.
-            flag: the argument that names it.
-            keep_shards: leave experts in shard files, as `ShardedTensor`s.
+        With `keep_shards`, experts in shard files are `ShardedTensor`s, which are read later.
 
         Raises:
             ValueError: the file, or a shard, is missing or corrupt, or it is no fairseq checkpoint.
@@ -160,34 +148,21 @@ class SavedModel:
         return int(next(iter(self.stacks(layer).values())).shape[0])
 
     def dense_ffn(self, layer: Layer) -> dict[str, Tensor]:
-        """Return the tensors of a dense FFN by their names in the layer.
-
-        Raises:
-            ValueError: one is missing.
-        """
-        found: dict[str, Any] = {
-            key: self.weights.get(f"{layer.name}.{key}") for key in (*DENSE, *LAYER_NORM)
-        }
-        missing = [key for key in DENSE if found[key] is None]
-        if missing:
-            raise ValueError(
-                f"{self.flag} lacks {layer.name}.{missing[0]}, a tensor of fairseq's FFN; give a "
-                "checkpoint of a transformer."
-            )
-        return {key: tensor for key, tensor in found.items() if tensor is not None}
+        """Return the tensors of a dense FFN by their names in the layer; a missing one is a ValueError."""
+        names = {key: f"{layer.name}.{key}" for key in (*DENSE, *LAYER_NORM)}
+        for key in DENSE:
+            if names[key] not in self.weights:
+                raise ValueError(
+                    f"{self.flag} lacks {names[key]}, a tensor of fairseq's FFN; give a checkpoint of a "
+                    "transformer."
+                )
+        return {key: self.weights[name] for key, name in names.items() if name in self.weights}
 
     @property
     def options(self) -> dict[str, Any]:
-        """The model's options; edits change the checkpoint.
-
-        Raises:
-            ValueError: the checkpoint has none.
-        """
-        args = self.state.get("args")
-        found = self._cfg.get("model") if args is None else args
-        if isinstance(found, argparse.Namespace):
-            return vars(found)
-        if not isinstance(found, dict):
+        """The model's options; edits change the checkpoint. A checkpoint without them is a ValueError."""
+        found = self.options_of("model")
+        if not found:
             raise ValueError(
                 "the checkpoint has no options of a model (neither args nor cfg); give one of a fairseq "
                 "training run."
@@ -197,33 +172,22 @@ class SavedModel:
     def options_of(self, part: str) -> dict[str, Any]:
         """Return the options of a part of the configuration; older files have one flat set of options."""
         args = self.state.get("args")
-        own = self._cfg.get(part) if args is None else args
-        if isinstance(own, argparse.Namespace):
-            return vars(own)
-        return own if isinstance(own, dict) else {}
+        return _values(self._cfg.get(part) if args is None else args)
 
     @property
     def all_keys(self) -> set[str]:
         """The keys of all saved options."""
-        parts = [self.state.get("args"), *self._cfg.values()]
-        options = [vars(part) if isinstance(part, argparse.Namespace) else part for part in parts]
-        return set().union(*(part for part in options if isinstance(part, dict)))
+        return set().union(*map(_values, (self.state.get("args"), *self._cfg.values())))
 
     def name(self, part: str) -> str:
         """Return the name of the model (its architecture), task, criterion or optimizer, or ""."""
-        args = self.state.get("args")
-        if args is not None:
-            return str(getattr(args, PARTS[part], None) or "")
         options = self.options_of(part)
-        return str(options.get("_name") or options.get(PARTS[part]) or "")
+        own = None if self.state.get("args") is not None else options.get("_name")
+        return str(own or options.get(PARTS[part]) or "")
 
     def rename(self, part: str, name: str) -> None:
         """Set the name of a part in every copy of the options."""
-        own = self._cfg.get(part)
-        if isinstance(own, argparse.Namespace):
-            own._name = name
-        elif isinstance(own, dict):
-            own["_name"] = name
+        _values(self._cfg.get(part))["_name"] = name
         # An encoder-decoder's options are a flat copy of the whole configuration.
         for flat in (self.state.get("args"), *self._cfg.values()):
             if isinstance(flat, argparse.Namespace) and hasattr(flat, PARTS[part]):
@@ -231,7 +195,7 @@ class SavedModel:
 
     def drop(self, keys: Collection[str]) -> None:
         """Remove options from all parts."""
-        for options in (self.options, *map(self.options_of, PARTS)):
+        for options in map(self.options_of, PARTS):
             for key in keys:
                 options.pop(key, None)
 
@@ -240,11 +204,7 @@ class SavedModel:
         return self.state.get("cfg") or {}
 
     def restart(self, weights: Mapping[str, Any] | None = None) -> None:
-        """Remove optimizer state, meters and data position, as --finetune-from-model does.
-
-        Args:
-            weights: new weights for the model; None to keep them.
-        """
+        """Remove optimizer state, meters and data position, and set weights, as --finetune-from-model."""
         self.state.pop("last_optimizer_state", None)
         self.state["optimizer_history"] = self.state.get("optimizer_history") or [NO_HISTORY]
         self.state["extra_state"] = {"train_iterator": dict(START)}
@@ -252,26 +212,25 @@ class SavedModel:
             self.state["model"] = dict(weights)
 
     def write(self, output: Path) -> None:
-        """Write the checkpoint as one file, atomically.
-
-        Raises:
-            ValueError: it could not be written, for example because the disk is full.
-        """
+        """Write the checkpoint as one file; raise as `write_all`."""
         unbind(self.state)
         write_all([(output, self.state)])
 
 
-def write_all(contents: Iterable[tuple[Path, Any]]) -> None:
-    """Write files one after the other, and rename all of them when the last one is complete.
+def _values(options: Any) -> dict[str, Any]:
+    """Return the dictionary behind options in any form, which edits change."""
+    if isinstance(options, argparse.Namespace):
+        return vars(options)
+    return options if isinstance(options, dict) else {}
 
-    Raises:
-        ValueError: one could not be written, for example because the disk is full.
-    """
+
+def write_all(contents: Iterable[tuple[Path, Any]]) -> None:
+    """Write files, and rename all of them when the last one is complete; a full disk is a ValueError."""
     path = Path()
     try:
         with contextlib.ExitStack() as stack:
             for path, content in contents:
-                files.write(content, stack.enter_context(files.renamed_when_whole(path)))
+                files.write(content, stack.enter_context(renamed_when_whole(path)))
     except (OSError, RuntimeError) as error:
         raise not_written(path, error) from error
 
@@ -279,9 +238,7 @@ def write_all(contents: Iterable[tuple[Path, Any]]) -> None:
 def not_written(output: Path, error: Exception) -> ValueError:
     """Return an error with the system's reason why a file was not written."""
     cause = files.system_error(error)
-    # safetensors has the number inside a sentence.
-    found = re.search(r"\(os error (\d+)\)", str(error))
-    number = cause.errno if cause is not None else int(found[1]) if found else None
+    number = None if cause is None else cause.errno
     reason = os.strerror(number) if number else str(error).partition("\n")[0]
     fix = "make room, or give another place" if number in FULL else "give another place"
     return ValueError(f"--output {output} could not be written ({reason}); {fix}.")

@@ -18,7 +18,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fairseq_tutel.checkpoint.nested import walk
+from fairseq_tutel.checkpoint.files import synced, walk
 from fairseq_tutel.checkpoint.quantized import EXPERT_DTYPES, Quantized, quantized_form
 from fairseq_tutel.ranks.groups import Slice
 
@@ -36,16 +36,11 @@ MARK = "expert_shards"
 NAME = re.compile(r"experts/[0-9a-f]{16}")
 # Names of dtypes in safetensors.
 FILE_DTYPES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2", torch.complex64: "C64",
+    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8",
+    torch.uint64: "U64", torch.uint32: "U32", torch.uint16: "U16", torch.uint8: "U8", torch.bool: "BOOL",
+}  # fmt: skip
 MOST_OPEN = 10_000  # files; each is a mapping, of which a Linux process may have 65,530
 
 
@@ -60,27 +55,18 @@ class Piece:
 
 @dataclass(frozen=True, kw_only=True)
 class ShardedTensor:
-    """A stack [E, ...] of experts in shard files, which are read on demand.
+    """A stack [E, ...] of experts in shard files, which are read on demand."""
 
-    Attributes:
-        root: the folder of the checkpoint.
-        folder: the folder of the shards, relative to `root`.
-        slicing: how experts are split into pieces.
-        pieces: E * s pieces, expert by expert.
-        opened: open files by path, shared by all tensors of a checkpoint.
-        expert_dtype: one of EXPERT_DTYPES if the pieces are quantized, else "".
-        error: quantization error: relative, and of the worst row; see `RoundingError`.
-    """
-
-    root: Path
-    folder: str
+    root: Path  # the folder of the checkpoint
+    folder: str  # of the shards, relative to `root`
     shape: tuple[int, ...]
     dtype: torch.dtype
-    slicing: Slice
-    pieces: tuple[Piece, ...]
+    slicing: Slice  # how experts are split into pieces
+    pieces: tuple[Piece, ...]  # E * s, expert by expert
+    # Open files by path, shared by all tensors of a checkpoint.
     opened: dict[Path, Any] = field(default_factory=dict, repr=False, compare=False)
-    expert_dtype: str = ""
-    error: tuple[float, float] = (0.0, 0.0)
+    expert_dtype: str = ""  # one of EXPERT_DTYPES if the pieces are quantized
+    error: tuple[float, float] = (0.0, 0.0)  # relative, and of the worst row; see `RoundingError`
 
     @property
     def quantized(self) -> Quantized | None:
@@ -108,11 +94,7 @@ class ShardedTensor:
         return tuple(shape[1:])
 
     def read(self, first: int, count: int, slicing: Slice | None = None, index: int = 0) -> Tensor:
-        """Return experts first .. first + count - 1, or slice `index` of each, in new memory.
-
-        Raises:
-            ValueError: a file is missing or corrupt.
-        """
+        """Return experts first .. first + count - 1, or slice `index` of each; bad files are errors."""
         slicing = Slice() if slicing is None else slicing
         shape = list(self.shape)
         shape[slicing.dim] //= slicing.count
@@ -137,11 +119,7 @@ class ShardedTensor:
         return self.read(0, self.shape[0])
 
     def check_headers(self) -> None:
-        """Open the files and compare the pieces' shapes with the record.
-
-        Raises:
-            ValueError: a file is missing or corrupt.
-        """
+        """Open the files and compare the pieces' shapes with the record; raise as `read`."""
         for piece in self.pieces:
             self._file(piece)
 
@@ -153,28 +131,23 @@ class ShardedTensor:
         s, dim = self.slicing.count, self.slicing.dim or slicing.dim
         pieces = self.pieces[expert * s : (expert + 1) * s]
         if dim == 0:
-            stored, form = self._stored(pieces[0]), self.quantized
-            # A temporary tensor would leave its block with malloc.
-            out.copy_(stored) if form is None else form.dequantize(stored, out)
+            self._read_piece(pieces[0], out)
             return
         # The range may be one piece, part of one, or several.
         width, length = self.shape[dim] // s, self.shape[dim] // slicing.count
         begin = index * length
         touched = range(begin // width, (begin + length - 1) // width + 1)
-        joined = torch.cat([self._open(pieces[j]) for j in touched], dim - 1)
+        joined = torch.cat([self._read_piece(pieces[j]) for j in touched], dim - 1)
         out.copy_(joined.narrow(dim - 1, begin - touched[0] * width, length))
 
-    def _open(self, piece: Piece) -> Tensor:
-        """Return a piece, dequantized."""
-        stored, form = self._stored(piece), self.quantized
-        return stored if form is None else form.dequantize(stored)
-
-    def _stored(self, piece: Piece) -> Tensor:
-        """Return the stored form of a piece, mapped from its file, and compare its digest."""
-        tensor = self._file(piece).get_tensor(piece.key)
-        if digest(tensor) != piece.digest:
+    def _read_piece(self, piece: Piece, out: Tensor | None = None) -> Tensor:
+        """Return a piece, dequantized, in `out` if given; compare its digest."""
+        stored = self._file(piece).get_tensor(piece.key)  # mapped from the file
+        if digest(stored) != piece.digest:
             raise self._unlike(piece)
-        return tensor
+        if self.quantized is not None:
+            return self.quantized.dequantize(stored, out)
+        return stored if out is None else out.copy_(stored)
 
     def _file(self, piece: Piece) -> Any:
         """Open a piece's file and compare the piece's shape with the record."""
@@ -219,60 +192,38 @@ def unreadable(path: Path, reason: str) -> ValueError:
     )
 
 
-def write_file(values: dict[str, Tensor], path: Path, metadata: dict[str, str] | None = None) -> None:
-    """Write a shard file and call fsync; it is readable for the readers of its folder.
-
-    Raises:
-        OSError: it could not be written.
-    """
-    from safetensors import SafetensorError
-    from safetensors.torch import save_file
-
-    try:
-        save_file(values, path, metadata)
-    except SafetensorError as error:  # holds the message of the system
-        raise OSError(str(error)) from error
-    _settle(path)
+def write_file(values: Mapping[str, Tensor], path: Path, metadata: dict[str, str] | None = None) -> None:
+    """Write tensors like `write_pieces`."""
+    layout = {key: (value.dtype, tuple(value.shape)) for key, value in values.items()}
+    write_pieces(layout, values.__getitem__, path, metadata)
 
 
 def write_pieces(
     layout: Mapping[str, tuple[torch.dtype, tuple[int, ...]]],
     value: Callable[[str], Tensor],
     path: Path,
+    metadata: dict[str, str] | None = None,
 ) -> None:
-    """Write a shard file like `write_file` with one tensor in memory at a time.
+    """Write a file of safetensors with one tensor in memory at a time, and call fsync.
 
-    Args:
-        layout: dtype and shape of each tensor, by key.
-        value: returns the tensor of a key; called once for each.
-        path: the file.
+    `layout` has the dtype and shape of each key's tensor; `value` returns it, and is called once for each.
     """
     # The order of safetensors, which aligns every tensor.
     order = sorted(layout, key=lambda key: (-layout[key][0].itemsize, key))
-    header, end = {}, 0
+    header: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
+    end = 0
     for key in order:
         dtype, shape = layout[key]
         begin, end = end, end + math.prod(shape) * dtype.itemsize
-        header[key] = {
-            "dtype": FILE_DTYPES[dtype],
-            "shape": list(shape),
-            "data_offsets": [begin, end],
-        }
+        header[key] = {"dtype": FILE_DTYPES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    with path.open("wb") as file:
+    with synced(path) as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for key in order:
             file.write(_bytes(value(key)).numpy().data)
-    _settle(path)
-
-
-def _settle(path: Path) -> None:
-    """Give a file the read permissions of its folder, and call fsync."""
-    with contextlib.suppress(OSError):  # a file system without permissions
-        path.chmod(path.parent.stat().st_mode & 0o666)
-    with path.open("rb") as saved:
-        os.fsync(saved.fileno())
+        with contextlib.suppress(OSError):  # a file system without permissions
+            path.chmod(path.parent.stat().st_mode & 0o666)
 
 
 def digest(tensor: Tensor) -> str:
@@ -290,35 +241,21 @@ def is_record(value: Any) -> bool:
 
 
 def bind(state: Any, path: Path) -> None:
-    """Replace the records in a checkpoint by `ShardedTensor`s, in place.
-
-    Args:
-        state: nested dictionaries from torch.load.
-        path: the checkpoint's file.
-
-    Raises:
-        ValueError: a record has a newer version, or files are missing.
-    """
-    found: list[ShardedTensor] = []
+    """Replace the records of a checkpoint, the file `path`, in place; a bad record is a ValueError."""
+    found: dict[str, set[str]] = {}  # files by folder
     opened: dict[Path, Any] = {}
-
-    def bound(record: dict[str, Any]) -> ShardedTensor:
-        found.append(_of_record(record, path, opened))
-        return found[-1]
-
-    _replace(state, is_record, bound)
-    for folder in sorted({tensor.folder for tensor in found}):
-        _refuse_missing(path, folder, [t for t in found if t.folder == folder])
+    for container, key, value in walk(state):
+        if is_record(value) and not isinstance(container, tuple):
+            container[key] = tensor = _of_record(value, path, opened)
+            found.setdefault(tensor.folder, set()).update(piece.file for piece in tensor.pieces)
+    for folder, names in sorted(found.items()):
+        _refuse_missing(path, folder, names)
 
 
 def unbind(state: Any, change: Callable[[ShardedTensor], Any] = ShardedTensor.whole) -> None:
     """Replace the sharded tensors in a checkpoint by `change(tensor)`, in place."""
-    _replace(state, lambda value: isinstance(value, ShardedTensor), change)
-
-
-def _replace(tree: Any, chosen: Callable[[Any], bool], change: Callable[[Any], Any]) -> None:
-    for container, key, value in walk(tree):
-        if chosen(value) and not isinstance(container, tuple):
+    for container, key, value in walk(state):
+        if isinstance(value, ShardedTensor) and not isinstance(container, tuple):
             container[key] = change(value)
 
 
@@ -329,6 +266,7 @@ def _of_record(record: dict[str, Any], path: Path, opened: dict[Path, Any]) -> S
             "read; install the version that saved it, or a newer one."
         )
     try:
+        relative, worst_row = record.get("error", (0, 0))
         tensor = ShardedTensor(
             root=path.resolve().parent,
             folder=record["folder"],
@@ -338,7 +276,7 @@ def _of_record(record: dict[str, Any], path: Path, opened: dict[Path, Any]) -> S
             pieces=tuple(Piece(*piece) for piece in record["pieces"]),
             opened=opened,
             expert_dtype=record["packing"] if record[MARK] == QUANTIZED_VERSION else "",
-            error=_pair(record.get("error", (0, 0))),
+            error=(float(relative), float(worst_row)),
         )
         sound = _is_sound(tensor)
     except (KeyError, TypeError, ValueError, AttributeError, IndexError):
@@ -348,11 +286,6 @@ def _of_record(record: dict[str, Any], path: Path, opened: dict[Path, Any]) -> S
             f"{path} has a record of experts that no fairseq_tutel wrote; do not use this file."
         )
     return tensor
-
-
-def _pair(numbers: Sequence[float]) -> tuple[float, float]:
-    first, second = numbers
-    return float(first), float(second)
 
 
 def _is_sound(tensor: ShardedTensor) -> bool:
@@ -374,12 +307,12 @@ def _is_sound(tensor: ShardedTensor) -> bool:
     )
 
 
-def _refuse_missing(path: Path, folder: str, tensors: Sequence[ShardedTensor]) -> None:
+def _refuse_missing(path: Path, folder: str, names: set[str]) -> None:
     directory = path.resolve().parent / folder
     # Folders and FIFOs, which would block a reader, do not count.
     entries = os.scandir(directory) if directory.is_dir() else ()
     there = {entry.name for entry in entries if os.path.isfile(entry.path)}
-    missing = sorted({piece.file for t in tensors for piece in t.pieces} - there)
+    missing = sorted(names - there)
     if missing:
         raise ValueError(
             f"{path} keeps its experts in {directory}, where {len(missing)} files are missing, the first "

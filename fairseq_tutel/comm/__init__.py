@@ -1,9 +1,1 @@
-"""Dispatch and combine across ranks.
-
-- `collectives`: the only module that calls torch.distributed collectives of tensors.
-- `exchange`: sends a layer's rows to their experts and back, with a `trip` (one way) of an `all_to_all`.
-- `regroup`: reorders rows.
-- `background`: overlaps communication with expert computation.
-- `stamp`: call IDs that ranks compare before an exchange.
-- `gradients`: sums expert gradients over EP replicas.
-"""
+"""Dispatch and combine across ranks; start at `exchange`."""

@@ -1,12 +1,10 @@
 """All-to-all of rows with autograd: dispatch to other ranks, and combine, its inverse and its backward.
 
-R rows, D model_dim, P ranks of the group, which may be N nodes of L: rank = n * L + l. Blocks of rows may
-be ragged or even. The subclasses of `AllToAll` move rows in one hop, in two, or by a collective plan.
+R rows, D model_dim, P ranks of the group, which may be N nodes of L: rank = n * L + l.
 
-The hierarchical all-to-all (2DH) sends within nodes first and then between them, so that few messages cross
-nodes. Rank (n, l) first sends its rows for (n', l') to its neighbour (n, l'), together with all rows of the
-node for local index l'. From there they go to node n' in one message. A rank sends N - 1 messages to other
-nodes instead of P - L, each L times as large. The result is bit-identical to the linear all-to-all.
+The hierarchical all-to-all (2DH) sends within nodes first, so that few messages cross nodes. Rank (n, l)
+sends its rows for (n', l') to its neighbour (n, l'), from where they go to node n' with those of the whole
+node. That is N - 1 messages to other nodes instead of P - L, each L times as large; the result is the same.
 Source: Tutel (Hwang et al. 2023), section 3.4.
 """
 
@@ -35,10 +33,8 @@ Move = Callable[[Tensor], Tensor]
 class AllToAll:
     """One exchange of rows with known counts: dispatch and combine.
 
-    Attributes:
-        transfer_dtype: see `transfer.pack`.
-        name: names the exchange in error messages.
-        timer: adds the time of both directions and of their backward; None to measure nothing.
+    `transfer_dtype` is that of `transfer.pack`; errors contain `name`; `timer` measures both directions and
+    their backward.
     """
 
     transfer_dtype: str = "same"
@@ -52,7 +48,11 @@ class AllToAll:
     def exchange(self, rows_RD: Tensor, combine: bool) -> Tensor:
         """Pack, move and unpack rows, without autograd."""
         packed = pack(rows_RD, self.transfer_dtype).contiguous()
-        return unpack(self.move(packed, combine), self.transfer_dtype, rows_RD.dtype)
+        if self.timer is None:
+            received = self.move(packed, combine)
+        else:
+            received = self.timer.measure(packed, lambda: self.move(packed, combine))
+        return unpack(received, self.transfer_dtype, rows_RD.dtype)
 
     def dispatch(self, rows_RD: Tensor) -> Tensor:
         """Send rows in the order of their destination ranks; return the received rows by source rank."""
@@ -76,12 +76,10 @@ class _Transfer:
         self.pending: list[background.Pending] = []
 
     def begin(self, rows: Tensor, combine: bool) -> None:
-        """Start to move rows."""
         owner = self.owner
         self.pending.append(background.start(lambda r: owner.exchange(r, combine), rows))
 
     def wait(self) -> Tensor:
-        """Wait for the rows and return them."""
         return self.pending.pop().result()
 
 
@@ -136,97 +134,60 @@ class _Finish(torch.autograd.Function):
         return drows.new_empty(0), None
 
 
-@dataclass(frozen=True, kw_only=True)
-class LinearAllToAll(AllToAll):
-    """Every rank sends to every other rank, in one hop.
-
-    Attributes:
-        group: the ranks.
-        send: P numbers, rows for each rank.
-        receive: P numbers, rows from each rank.
-    """
+class Hop(NamedTuple):
+    """Rows that are sent and received within a group, and how they are reordered before and afterwards."""
 
     group: dist.ProcessGroup
     send: Splits
     receive: Splits
-
-    @classmethod
-    def of(cls, host: Counts, group: dist.ProcessGroup, **options: Any) -> Self:
-        """Return the all-to-all of these counts; `options` are the fields of `AllToAll`."""
-        return cls(
-            group=group,
-            send=tuple(host.leaving_PE.sum(1).tolist()),
-            receive=tuple(host.arriving_PE.sum(1).tolist()),
-            **options,
-        )
-
-    def move(self, sent_RX: Tensor, combine: bool) -> Tensor:
-        """Send and receive packed rows."""
-        splits = (self.receive, self.send) if combine else (self.send, self.receive)
-        return _exchange_rows(sent_RX, *splits, self.group, self)
+    forth: Move = lambda rows: rows
+    back: Move = lambda rows: rows
 
 
 @dataclass(frozen=True, kw_only=True)
-class HierarchicalAllToAll(AllToAll):
-    """Rows go in two hops: within the node, then between nodes.
+class HopAllToAll(AllToAll):
+    """Rows go in one hop (linear), or within the node and then between nodes (2DH)."""
 
-    Attributes:
-        grid: the nodes.
-        within: (send, receive) rows of the hop inside the node, L numbers each.
-        across: (send, receive) rows of the hop between nodes, N numbers each.
-        by_local: moves rows from (node, local) order of their destination to (local, node) order, and back.
-        by_node: moves rows from (source local, node) order to (node, source local) order, and back.
-    """
-
-    grid: Grid
-    within: tuple[Splits, Splits]
-    across: tuple[Splits, Splits]
-    by_local: tuple[Move, Move]
-    by_node: tuple[Move, Move]
-
-    @classmethod
-    def of(cls, device: Counts, host: Counts, grid: Grid, backend: str = "auto", **options: Any) -> Self:
-        """Return the all-to-all of these counts; `options` are the fields of `AllToAll`."""
-        assert device.passing_LNE is not None and host.passing_LNE is not None
-        nodes, local = grid.nodes, grid.local
-        leaving_NL = host.leaving_PE.sum(1).view(nodes, local)
-        arriving_NL = host.arriving_PE.sum(1).view(nodes, local)
-        passing_LN = host.passing_LNE.sum(2)
-        leaving = device.leaving_PE.sum(1).view(nodes, local)
-        return cls(
-            grid=grid,
-            within=(tuple(leaving_NL.sum(0).tolist()), tuple(passing_LN.sum(1).tolist())),
-            across=(tuple(passing_LN.sum(0).tolist()), tuple(arriving_NL.sum(1).tolist())),
-            by_local=_regrouping(leaving, leaving_NL, backend),
-            by_node=_regrouping(device.passing_LNE.sum(2), passing_LN, backend),
-            **options,
-        )
+    hops: tuple[Hop, ...]
 
     def move(self, sent_RX: Tensor, combine: bool) -> Tensor:
-        """Send and receive packed rows, within the node and between nodes."""
+        """Send and receive packed rows."""
         rows = sent_RX
-        if not combine:
-            rows = self._within(self.by_local[0](rows), *self.within)
-            return self._across(self.by_node[0](rows), *self.across)
-        (send, receive), (send_across, receive_across) = self.within, self.across
-        rows = self.by_node[1](self._across(rows, receive_across, send_across))
-        return self.by_local[1](self._within(rows, receive, send))
+        if combine:
+            for group, send, receive, _, back in reversed(self.hops):
+                rows = back(all_to_all(rows, self.name, group, receive=send, send=receive))
+        else:
+            for group, send, receive, forth, _ in self.hops:
+                rows = all_to_all(forth(rows), self.name, group, receive, send)
+        return rows
 
-    def _within(self, rows: Tensor, send: Splits, receive: Splits) -> Tensor:
-        return _exchange_rows(rows, send, receive, self.grid.node_group, self)
 
-    def _across(self, rows: Tensor, send: Splits, receive: Splits) -> Tensor:
-        return _exchange_rows(rows, send, receive, self.grid.rail_group, self)
+def linear_all_to_all(host: Counts, group: dist.ProcessGroup, **options: Any) -> HopAllToAll:
+    """Return the all-to-all of these counts in one hop; `options` are the fields of `AllToAll`."""
+    return HopAllToAll(hops=(Hop(group, _splits(host.leaving_PE), _splits(host.arriving_PE)),), **options)
+
+
+def hierarchical_all_to_all(
+    device: Counts, host: Counts, grid: Grid, backend: str = "auto", **options: Any
+) -> HopAllToAll:
+    """Return the all-to-all of these counts in two hops; `options` are the fields of `AllToAll`."""
+    assert device.passing_LNE is not None and host.passing_LNE is not None
+    nodes, local = grid.nodes, grid.local
+    leaving_NL = host.leaving_PE.sum(1).view(nodes, local)
+    arriving_NL = host.arriving_PE.sum(1).view(nodes, local)
+    passing_LN = host.passing_LNE.sum(2)
+    by_local = _regrouping(device.leaving_PE.sum(1).view(nodes, local), leaving_NL, backend)
+    by_node = _regrouping(device.passing_LNE.sum(2), passing_LN, backend)
+    within = Hop(grid.node_group, _splits(leaving_NL.t()), _splits(passing_LN), *by_local)
+    across = Hop(grid.rail_group, _splits(passing_LN.t()), _splits(arriving_NL), *by_node)
+    return HopAllToAll(hops=(within, across), **options)
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedAllToAll(AllToAll):
     """Rows are sent by a collective plan of an all_to_all, whose chunks are blocks of rows.
 
-    Attributes:
-        group: the ranks.
-        plan: by its name.
-        crossing_PP: rows from every rank to every rank, since a plan may forward rows through any rank.
+    `crossing_PP` has the rows from every rank to every rank: a plan may forward rows through any rank.
     """
 
     group: dist.ProcessGroup
@@ -243,11 +204,11 @@ class PlannedAllToAll(AllToAll):
     def move(self, sent_RX: Tensor, combine: bool) -> Tensor:
         """Send and receive packed rows."""
         sizes = tuple(zip(*self.crossing_PP, strict=True)) if combine else self.crossing_PP
+        return all_to_all_by(self.plan, sent_RX, self.name, self.group, sizes)
 
-        def move() -> Tensor:
-            return all_to_all_by(self.plan, sent_RX, self.name, self.group, sizes)
 
-        return move() if self.timer is None else self.timer.measure(sent_RX, move)
+def _splits(counts_AX: Tensor) -> Splits:
+    return tuple(counts_AX.sum(1).tolist())
 
 
 def _regrouping(counts_AB: Tensor, host_AB: Tensor, backend: str) -> tuple[Move, Move]:
@@ -264,14 +225,3 @@ def _regrouping(counts_AB: Tensor, host_AB: Tensor, backend: str) -> tuple[Move,
         return lambda rows: copy(rows, outer, inner), lambda rows: copy(rows, inner, outer)
     forth, back = regroup_maps(counts_AB, int(host_AB.sum()))
     return lambda rows: rows.index_select(0, forth), lambda rows: rows.index_select(0, back)
-
-
-def _exchange_rows(
-    rows: Tensor, send: Splits, receive: Splits, group: dist.ProcessGroup, owner: AllToAll
-) -> Tensor:
-    """Send the next send[p] rows to rank p of the group; return the received rows by source rank."""
-
-    def move() -> Tensor:
-        return all_to_all(rows, owner.name, group, receive, send)
-
-    return move() if owner.timer is None else owner.timer.measure(rows, move)

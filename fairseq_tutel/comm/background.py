@@ -34,40 +34,54 @@ def start(function: Callable[[Tensor], Tensor], rows: Tensor) -> Pending:
     """
     if rows.is_cuda:
         return _start_on_stream(function, rows)
-    future: Future[Tensor] = Future()
-    _jobs().put((function, rows, future, _Thread.errors_seen))
-    return _InThread(future)
+    global _worker
+    if _worker is None or not _worker.is_alive():  # not in a forked process
+        _worker = _Worker()
+    return _InThread(_worker, function, rows)
 
 
-@dataclass(frozen=True)
+class _Worker(threading.Thread):
+    """The communication thread. A daemon: after an error elsewhere it may wait for a peer forever."""
+
+    def __init__(self) -> None:
+        super().__init__(name="communication", daemon=True)
+        self.jobs: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self.errors_seen = 0
+        self.start()
+
+    def run(self) -> None:
+        failure: BaseException | None = None
+        failed_at = -1
+        while (job := self.jobs.get()) is not None:
+            function, rows, future, errors_seen = job
+            try:
+                if failure is not None and errors_seen == failed_at:
+                    raise failure
+                failure = None
+                with torch.no_grad():
+                    future.set_result(function(rows))
+            except BaseException as error:  # raised again by `result`
+                failure, failed_at = error, errors_seen
+                future.set_exception(error)
+            # Free the tensors before the wait for the next job.
+            del job, function, rows, future
+
+
+_worker: _Worker | None = None
+
+
 class _InThread:
-    future: "Future[Tensor]"
+    def __init__(self, worker: _Worker, function: Callable[[Tensor], Tensor], rows: Tensor) -> None:
+        self.worker = worker
+        self.future: Future[Tensor] = Future()
+        worker.jobs.put((function, rows, self.future, worker.errors_seen))
 
     def result(self) -> Tensor:
         try:
             return self.future.result()
         except BaseException:
-            _Thread.errors_seen += 1
+            self.worker.errors_seen += 1
             raise
-
-
-class _Thread:
-    """The communication thread, started at the first use, and again in a forked process."""
-
-    jobs: "queue.SimpleQueue[Any] | None" = None
-    thread: threading.Thread | None = None
-    errors_seen = 0
-
-
-def _jobs() -> "queue.SimpleQueue[Any]":
-    if _Thread.jobs is None or _Thread.thread is None or not _Thread.thread.is_alive():
-        _Thread.jobs = queue.SimpleQueue()
-        # A daemon: after an error elsewhere the thread may wait for a peer forever, see `_leave`.
-        _Thread.thread = threading.Thread(
-            target=_work, args=(_Thread.jobs,), name="communication", daemon=True
-        )
-        _Thread.thread.start()
-    return _Thread.jobs
 
 
 def _leave() -> None:
@@ -76,13 +90,13 @@ def _leave() -> None:
     After an error, this thread or one of gloo may still wait for a peer. At interpreter exit that aborts
     the process, which a launcher would report as a crash. So the process exits here, with status 1.
     """
-    if _Thread.jobs is None or _Thread.thread is None:
+    if _worker is None:
         return
-    _Thread.jobs.put(None)
+    _worker.jobs.put(None)
     failed = hasattr(sys, "last_type")  # the interpreter has printed an uncaught error
     if not failed:
-        _Thread.thread.join(LEAVE_SECONDS)
-    if failed or _Thread.thread.is_alive():
+        _worker.join(LEAVE_SECONDS)
+    if failed or _worker.is_alive():
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(1)
@@ -90,27 +104,6 @@ def _leave() -> None:
 
 # At import, so that exit functions of other modules, which are registered later, run before.
 atexit.register(_leave)
-
-
-def _work(jobs: "queue.SimpleQueue[Any]") -> None:
-    failure: BaseException | None = None
-    failed_at = -1
-    while True:
-        job = jobs.get()
-        if job is None:
-            return
-        function, rows, future, errors_seen = job
-        try:
-            if failure is not None and errors_seen == failed_at:
-                raise failure
-            failure = None
-            with torch.no_grad():
-                future.set_result(function(rows))
-        except BaseException as error:  # raised again by `result`
-            failure, failed_at = error, errors_seen
-            future.set_exception(error)
-        # Free the tensors before the wait for the next job.
-        del job, function, rows, future
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ P ranks, X counts for each.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -20,13 +20,8 @@ _LAYER_BIT, _TRAINING_BIT = 40, 39  # the bits below: the number of calls
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
-class _Layer(NamedTuple):
-    name: str
-    num_local: int
-
-
 # The layers of a group in the order in which they were built, the same on every rank.
-_layers: WeakKeyDictionary[dist.ProcessGroup, list[_Layer]] = WeakKeyDictionary()
+_layers: WeakKeyDictionary[dist.ProcessGroup, list["CallCounter"]] = WeakKeyDictionary()
 
 
 def _untraced(function: Function) -> Function:
@@ -42,38 +37,33 @@ class CallCounter:
     """Counts the calls of a layer. Every rank of its group builds the same layers in the same order."""
 
     def __init__(self, group: dist.ProcessGroup, name: str, num_local: int) -> None:
-        layers = _layers.setdefault(group, [])
-        self.group, self.layer, self.count = group, len(layers), 0
-        layers.append(_Layer(name or f"layer {self.layer}", num_local))
+        self.layers = _layers.setdefault(group, [])
+        self.index, self.count = len(self.layers), 0
+        self.name, self.num_local = name or f"layer {self.index}", num_local
+        self.layers.append(self)
 
 
 @dataclass(frozen=True)
 class CallId:
-    """The ID of a layer's next call.
-
-    Attributes:
-        counter: of the layer's calls; None for an exchange that belongs to no layer.
-        training: the layer's mode.
-    """
+    """The ID of a layer's next call in its mode; without a counter, of an exchange outside of layers."""
 
     counter: CallCounter | None = None
     training: bool = False
 
     @_untraced
     def prepended_to(self, counts_PX: Tensor) -> Tensor:
-        """Return the counts with the ID before them, [P, 1 + X] or wider. Once a call.
+        """Return the counts with the ID before them, as wide as those of the layer with the most experts.
 
-        The width is that of the layer with the most experts: an exchange of unequal sizes would end with an
-        unclear error of the backend, or never.
+        Called once a call. An exchange of unequal sizes would end with an unclear error, or never.
         """
         counter = self.counter
         if counter is None:
             return torch.constant_pad_nd(counts_PX, (1, 0), 0)
         mode_and_count = self.training << _TRAINING_BIT | counter.count
         counter.count += 1
-        widest = max(layer.num_local for layer in _layers[counter.group])
+        widest = max(layer.num_local for layer in counter.layers)
         missing = max(0, widest - counts_PX.shape[1])
-        return torch.constant_pad_nd(counts_PX, (1, missing), counter.layer << _LAYER_BIT | mode_and_count)
+        return torch.constant_pad_nd(counts_PX, (1, missing), counter.index << _LAYER_BIT | mode_and_count)
 
 
 NO_CALL_ID = CallId()
@@ -81,15 +71,10 @@ NO_CALL_ID = CallId()
 
 @_untraced
 def compare(call_ids_P: Tensor, operation: str, group: dist.ProcessGroup) -> None:
-    """Raise an error if the ranks of a group make different calls.
-
-    Args:
-        call_ids_P: the call ID of each rank, on the host.
-        operation: ends the sentence "rank 1 could not finish …".
-        group: the ranks.
+    """Compare the call IDs of a group's ranks, on the host.
 
     Raises:
-        CommunicationError: naming each rank's layer and call.
+        CommunicationError: ranks make different calls; it names each rank's layer and call.
     """
     numbers = call_ids_P.tolist()
     if len(set(numbers)) == 1:
@@ -116,30 +101,20 @@ def _call(number: int, group: dist.ProcessGroup) -> str:
     return f"call {count + 1} of {name}, for {mode}"
 
 
-class _Pending(NamedTuple):
-    call_ids_P: Tensor
-    arrived: Any
-    operation: str
-    group: dist.ProcessGroup
-
-
-_pending: list[_Pending] = []
+# The event of a copy to the host, and the arguments of its comparison.
+_pending: list[tuple[Any, Tensor, str, dist.ProcessGroup]] = []
 
 
 @_untraced
 def compare_later(call_ids_P: Tensor, operation: str, group: dist.ProcessGroup) -> None:
-    """Compare call IDs without a host read: those of a GPU are compared at the next call.
-
-    Raises:
-        CommunicationError: see `compare`.
-    """
+    """Call `compare` without a host read: call IDs of a GPU are compared at the next call."""
     if not call_ids_P.is_cuda:
         compare(call_ids_P, operation, group)
         return
-    for earlier in _pending:
-        earlier.arrived.synchronize()
-        compare(earlier.call_ids_P, earlier.operation, earlier.group)
+    for copied, earlier_P, what, of in _pending:
+        copied.synchronize()
+        compare(earlier_P, what, of)
     host_P = call_ids_P.to("cpu", non_blocking=True)
-    arrived = torch.cuda.Event()
-    arrived.record()
-    _pending[:] = [_Pending(host_P, arrived, operation, group)]
+    copied = torch.cuda.Event()
+    copied.record()
+    _pending[:] = [(copied, host_P, operation, group)]

@@ -3,12 +3,7 @@
 Each call is guarded: if a rank fails, the other ranks' error names it and the operation. `operation` ends
 the sentence "rank 1 could not finish …". A group of None is all ranks, or one rank without
 torch.distributed. Tensors must be on the device of the group's backend, since NCCL takes no host memory.
-G is the number of ranks in a group.
-
-A `Backend` given to `use` may run some collectives in place of torch. It never runs one-off transfers,
-such as those of checkpoints.
-
-`ranks.world` sends Python objects, `ranks.agreement` compares values through the store.
+G is the number of ranks in a group. `ranks.world` sends Python objects.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,31 +22,21 @@ _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.redu
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
-class Work(Protocol):
-    """A collective that has started."""
-
-    def is_completed(self) -> bool:
-        """Return whether `wait` would return without waiting for another rank."""
-
-    def wait(self) -> Any:
-        """Wait for it; on a GPU the stream waits."""
-
-
 class Program(Protocol):
     """A collective of a backend, for any sizes."""
 
-    def start(self, own: Tensor, out: Tensor, sizes: Any) -> Work:
-        """Start it.
+    def start(self, own: Tensor, out: Tensor, sizes: Any) -> Any:
+        """Start it from `own` to `out`, another tensor, both contiguous; return its `dist.Work`.
 
-        Args:
-            own: the input, contiguous; it is not written.
-            out: the output, contiguous, another tensor.
-            sizes: elements of a shard; of an all_to_all rows by source and destination.
+        `sizes` are the elements of a shard, or the rows of an all_to_all by source and destination.
         """
 
 
 class Backend(Protocol):
-    """Runs some collectives in place of torch. All its methods return the same on all ranks."""
+    """Runs some collectives in place of torch, but no one-off transfers, such as those of checkpoints.
+
+    All its methods return the same on all ranks.
+    """
 
     def has(self, collective: str, group: Group) -> bool:
         """Return whether it runs some sizes of a collective."""
@@ -84,7 +69,7 @@ def _chosen(collective: str, own: Tensor, operation: str, group: Group) -> Progr
 class Started:
     """A collective that has started, and a function to call on its result."""
 
-    def __init__(self, work: Work, operation: str, group: Group) -> None:
+    def __init__(self, work: Any, operation: str, group: Group) -> None:
         self.work, self.operation, self.group = work, operation, group
         self.arrived: Callable[[], Any] = lambda: None
 
@@ -105,10 +90,7 @@ class Started:
 
 
 def start_all_reduce(own: Tensor, operation: str, group: Group = None) -> tuple[Started, Tensor]:
-    """Start to sum all ranks' tensors; return the tensor that will hold the sum.
-
-    That is `own` itself, or a new tensor of its shape.
-    """
+    """Start to sum all ranks' tensors; return the tensor that will hold the sum: `own` or a new one."""
     with guarded(operation, group):
         program = _chosen("all_reduce", own, operation, group)
         if program is None:
@@ -128,8 +110,7 @@ def all_reduce(tensor: Tensor, operation: str, group: Group = None, op: Any = di
 
 def all_gather(own: Tensor, operation: str, group: Group = None) -> Tensor:
     """Return [G, ...], every rank's tensor [...]."""
-    number = world.size() if group is None else dist.get_world_size(group)
-    stacked = own.new_empty(number, *own.shape)
+    stacked = own.new_empty(world.size(group), *own.shape)
     with guarded(operation, group):
         _all_gather(stacked.view(-1), own.contiguous().view(-1), group=group)
     return stacked
@@ -149,18 +130,13 @@ def start_reduce_scatter(
 ) -> Started:
     """Start to sum all ranks' `whole` [G * m]; part g goes to rank g's `own` [m]. Both are contiguous.
 
-    Args:
-        own: receives this rank's part.
-        whole: the tensors that are summed.
-        operation: see the module.
-        group: the ranks.
-        as_list: give torch a list of G tensors, which gloo sums in another order.
+    `as_list` gives torch a list of G tensors, which gloo sums in another order.
     """
     own, whole = own.view(-1), whole.view(-1)
     with guarded(operation, group):
         program = _chosen("reduce_scatter", whole, operation, group)
         if program is not None:
-            work: Work = program.start(whole, own, own.numel())
+            work = program.start(whole, own, own.numel())
         elif as_list:
             parts = list(whole.view(dist.get_world_size(group), own.numel()))
             work = dist.reduce_scatter(own, parts, group=group, async_op=True)
@@ -171,8 +147,7 @@ def start_reduce_scatter(
 
 def gather(own: Tensor, operation: str, group: Group = None) -> list[Tensor] | None:
     """Return every rank's tensor on rank 0 of the job, a member of the group; None on the others."""
-    number = world.size() if group is None else dist.get_world_size(group)
-    parts = list(own.new_empty(number, *own.shape)) if world.rank() == 0 else None
+    parts = list(own.new_empty(world.size(group), *own.shape)) if world.rank() == 0 else None
     with guarded(operation, group):
         dist.gather(own, parts, dst=0, group=group)
     return parts
@@ -187,12 +162,7 @@ def all_to_all(
 ) -> Tensor:
     """Send block p of the contiguous rows to rank p of the group; return the rows received, by source.
 
-    Args:
-        rows: G blocks.
-        operation: see the module.
-        group: the ranks.
-        receive: rows from each rank; None if all blocks are equal.
-        send: rows to each rank, likewise.
+    `receive` and `send` are the rows from and to each rank, None if all G blocks are equal.
     """
     out = rows.new_empty(len(rows) if receive is None else sum(receive), *rows.shape[1:])
     with guarded(operation, group):
@@ -201,17 +171,9 @@ def all_to_all(
 
 
 def all_to_all_by(
-    name: str,
-    rows: Tensor,
-    operation: str,
-    group: dist.ProcessGroup,
-    sizes_GG: tuple[tuple[int, ...], ...],
+    name: str, rows: Tensor, operation: str, group: dist.ProcessGroup, sizes_GG: tuple[tuple[int, ...], ...]
 ) -> Tensor:
-    """Do `all_to_all` by the backend's program of a name; `sizes_GG` has rows by source and destination.
-
-    Raises:
-        ValueError: the backend has no such program.
-    """
+    """Do `all_to_all` by the backend's program of a name; `sizes_GG` has rows by source and destination."""
     program = _backend.named(name, rows, group) if _backend else None
     if program is None:
         raise ValueError(

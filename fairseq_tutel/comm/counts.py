@@ -17,15 +17,15 @@ OPERATION = "the exchange of row counts"
 
 
 class Counts(NamedTuple):
-    """Rows of every block of one exchange.
+    """Rows of every block of one exchange, int64.
 
     Attributes:
-        leaving_PE: [P, e] int64, from this rank for each expert of each rank.
-        arriving_PE: [P, e], from each rank for each expert here.
-        passing_LNE: [L, N, e], from each rank of this node for this local index of each node; only for the
+        leaving_PE: from this rank for each expert of each rank.
+        arriving_PE: from each rank for each expert here.
+        passing_LNE: from each rank of this node for this local index of each node; only for the
             hierarchical all-to-all.
-        crossing_PPE: [P, P, e], from each rank for each expert of each rank; only for a collective plan.
-        call_ids_P: [P] int64, the call ID of each rank if it was sent with the counts; see comm/call_id.py.
+        crossing_PPE: from each rank for each expert of each rank; only for a collective plan.
+        call_ids_P: the call ID of each rank if it was sent with the counts.
     """
 
     leaving_PE: Tensor

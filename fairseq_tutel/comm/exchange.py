@@ -1,16 +1,13 @@
 """Exchange: send rows to the ranks that own their experts, run the experts, and send the outputs back.
 
-R rows, D model_dim, E experts (e local), P ranks of the expert group, C capacity. `expert_fn(rows, groups)`
-is a callable, so this file depends on no expert class.
-
-Rows may be sent in chunks, in parallel to the experts' computation. The forward of three chunks
-(d: dispatch, x: experts, c: combine):
+R rows, D model_dim, E experts (e local), P ranks of the expert group, C capacity. Rows may be sent in
+chunks, in parallel to the experts. The forward of three chunks (d: dispatch, x: experts, c: combine):
 
     exchange  d0 d1 d2 c0 c1 c2
     experts      x0 x1 x2
 
-The backward is the reverse, since autograd runs the last node first: all gradients of the combine are under
-way before the first expert needs one. Source: Tutel (Hwang et al. 2023), section 3.3.
+The backward is the reverse, since autograd runs the last node first. Source: Tutel (Hwang et al. 2023),
+section 3.3.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,9 +19,9 @@ from torch import Tensor
 
 from fairseq_tutel.comm.all_to_all import (
     AllToAll,
-    HierarchicalAllToAll,
-    LinearAllToAll,
     PlannedAllToAll,
+    hierarchical_all_to_all,
+    linear_all_to_all,
 )
 from fairseq_tutel.comm.call_id import NO_CALL_ID, CallId, compare
 from fairseq_tutel.comm.collectives import all_to_all
@@ -52,29 +49,17 @@ ExpertFn = Callable[[Tensor, Groups], Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class ExchangeOptions:
-    """How a layer exchanges rows.
-
-    Attributes:
-        group: ranks that exchange rows.
-        grid: the nodes of the group, which 2dh needs.
-        strategy: adaptive_r (at least 1), overlap and algorithm.
-        slices: s, ranks of one expert.
-        padded: every expert has the same number of rows on every rank.
-        transfer_dtype: see `transfer.pack`.
-        backend: of the kernels that regroup rows; see `kernels.backend_for`.
-        timer: measures the row exchanges.
-        name: of the layer, for errors.
-    """
+    """How a layer exchanges rows."""
 
     group: dist.ProcessGroup
-    grid: Grid | None = None
-    strategy: Strategy = field(default_factory=Strategy)
-    slices: int = 1
-    padded: bool = False
+    grid: Grid | None = None  # for 2dh
+    strategy: Strategy = field(default_factory=Strategy)  # with an adaptive_r of at least 1
+    slices: int = 1  # s, ranks of one expert
+    padded: bool = False  # every expert has the same number of rows on every rank
     transfer_dtype: str = "same"
-    backend: str = "auto"
+    backend: str = "auto"  # of kernels
     timer: ExchangeTimer | None = None
-    name: str = ""
+    name: str = ""  # of the layer, for errors
 
     @property
     def operation(self) -> str:
@@ -89,101 +74,45 @@ class ExchangeOptions:
 
 @dataclass(frozen=True)
 class Chunk:
-    """A part of the rows that is exchanged by itself.
-
-    Attributes:
-        all_to_all: sends the rows and returns them.
-        arriving_PE: [P, e] int64, received rows on the device.
-        host_arriving_PE: the same on the host.
-        num_leaving: rows that this rank sends.
-    """
+    """A part of the rows that is exchanged by itself: `num_leaving` here, arriving_PE from each rank."""
 
     all_to_all: AllToAll
     arriving_PE: Tensor
     host_arriving_PE: Tensor
     num_leaving: int
 
-    def regrouping(self) -> tuple[Tensor, Tensor, Groups]:
-        """Return the maps of received rows to expert-major order and back, and the experts' groups."""
+    def compute(self, received_RD: Tensor, expert_fn: ExpertFn) -> Tensor:
+        """Apply `expert_fn` to received rows in expert-major order; return them by source rank."""
         per_expert = self.host_arriving_PE.sum(0).tolist()
-        maps = regroup_maps(self.arriving_PE, sum(per_expert))
-        return *maps, Groups(self.arriving_PE.sum(0), per_expert)
+        to_expert, to_source = regroup_maps(self.arriving_PE, sum(per_expert))
+        groups = Groups(self.arriving_PE.sum(0), per_expert)
+        out_RD = expert_fn(permute(received_RD, to_expert, to_source), groups)
+        return permute(out_RD, to_source, to_expert)
 
 
-@dataclass(frozen=True, kw_only=True)
-class PreparedExchange:
-    """An exchange whose row counts all ranks have agreed on; see `prepare`.
+def exchange_rows(
+    rows_RD: Tensor,
+    counts_E: Tensor,
+    options: ExchangeOptions,
+    expert_fn: ExpertFn,
+    call_id: CallId = NO_CALL_ID,
+) -> Tensor:
+    """Agree on row counts, dispatch rows, apply `expert_fn` to expert-major rows, and combine. Collective.
 
-    Attributes:
-        chunks: in the order in which they are sent.
-        counts_E: [E] int64, rows of each expert on this rank.
-        num_rows: their sum.
-        degree: r, ranks that receive a row.
-        chunk_blocks: [blocks, chunks] int64, rows of every block in every chunk; None for one chunk.
+    The rows [R, D] are expert-major: compact with an unused tail, which the result lacks, or E * C padded
+    ones. `counts_E` int64 has the kept rows of each expert. The call ID is sent with the counts and
+    compared, unless padded.
     """
-
-    chunks: Sequence[Chunk]
-    counts_E: Tensor
-    num_rows: int
-    degree: int = 1
-    chunk_blocks: Tensor | None = None
-
-    def run(self, rows_RD: Tensor, expert_fn: ExpertFn) -> Tensor:
-        """Dispatch rows, apply `expert_fn` to expert-major rows, and combine.
-
-        Args:
-            rows_RD: [R, D] expert-major rows: compact, or E * C padded ones.
-            expert_fn: maps rows of the local experts, expert-major.
-
-        Returns:
-            [R', D] in the order of the input; compact rows without their unused tail.
-        """
-        chunks, rows_RD = self.chunks, rows_RD[: self.num_rows]
-        repeats = None
-        if self.degree > 1:
-            repeats = repeat_blocks(self.counts_E, self.num_rows, self.degree)
-            rows_RD = gather(rows_RD, *repeats)
-        if self.chunk_blocks is None:
-            (chunk,) = chunks
-            received_RD = chunk.all_to_all.dispatch(rows_RD)
-            to_expert, to_source, groups = chunk.regrouping()
-            out_RD = expert_fn(permute(received_RD, to_expert, to_source), groups)
-            rows_RD = chunk.all_to_all.combine(permute(out_RD, to_source, to_expert))
-        else:
-            to_chunk, to_block = regroup_maps(self.chunk_blocks, rows_RD.shape[0])
-            parts = permute(rows_RD, to_chunk, to_block).split([c.num_leaving for c in chunks])
-            leaving = [
-                chunk.all_to_all.start(part, combine=False)
-                for chunk, part in zip(chunks, parts, strict=True)
-            ]
-            returning = []
-            for chunk, started in zip(chunks, leaving, strict=True):
-                received_RD = started.finish()
-                to_expert, to_source, groups = chunk.regrouping()
-                out_RD = expert_fn(permute(received_RD, to_expert, to_source), groups)
-                out_RD = permute(out_RD, to_source, to_expert)
-                returning.append(chunk.all_to_all.start(out_RD, combine=True))
-            rows_RD = torch.cat([started.finish() for started in returning])
-            rows_RD = permute(rows_RD, to_block, to_chunk)
-        return rows_RD if repeats is None else sum_copies(rows_RD, *repeats)
-
-
-def prepare(
-    num_rows: int, counts_E: Tensor, options: ExchangeOptions, call_id: CallId = NO_CALL_ID
-) -> PreparedExchange:
-    """Exchange the row counts and return the exchange of the rows. Collective unless padded.
-
-    Args:
-        num_rows: R of the rows to send, with their unused tail.
-        counts_E: [E] int64, kept rows of each expert.
-        options: see `ExchangeOptions`.
-        call_id: sent with the counts and compared.
-    """
-    capacity = num_rows // counts_E.shape[0]
+    capacity = len(rows_RD) // len(counts_E)
     if options.padded:
         counts_E = torch.full_like(counts_E, capacity)
     device, host = _counts(counts_E, capacity, options, call_id)
     number, degree = options.strategy.overlap, options.strategy.adaptive_r
+    num_rows = int(host.leaving_PE.sum()) // degree
+    rows_RD = rows_RD[:num_rows]
+    repeats = repeat_blocks(counts_E, num_rows, degree) if degree > 1 else None
+    if repeats is not None:
+        rows_RD = gather(rows_RD, *repeats)
     hosts = [host.chunk(i, number) for i in range(number)]
     devices = hosts if device is host else [device.chunk(i, number) for i in range(number)]
     chunks = [
@@ -195,22 +124,33 @@ def prepare(
         )
         for on_device, on_host in zip(devices, hosts, strict=True)
     ]
-    blocks = [counts.leaving_PE.reshape(-1) for counts in devices]
-    return PreparedExchange(
-        chunks=chunks,
-        counts_E=counts_E,
-        num_rows=int(host.leaving_PE.sum()) // degree,
-        degree=degree,
-        chunk_blocks=torch.stack(blocks, 1) if number > 1 else None,
-    )
+    if number == 1:
+        (chunk,) = chunks
+        received_RD = chunk.all_to_all.dispatch(rows_RD)
+        rows_RD = chunk.all_to_all.combine(chunk.compute(received_RD, expert_fn))
+    else:
+        blocks_BC = torch.stack([counts.leaving_PE.reshape(-1) for counts in devices], 1)
+        rows_RD = overlapped(chunks, blocks_BC, rows_RD, expert_fn)
+    return rows_RD if repeats is None else sum_copies(rows_RD, *repeats)
+
+
+def overlapped(chunks: Sequence[Chunk], blocks_BC: Tensor, rows_RD: Tensor, expert_fn: ExpertFn) -> Tensor:
+    """Exchange rows in chunks, in parallel to `expert_fn`; blocks_BC has a block's rows in each chunk."""
+    to_chunk, to_block = regroup_maps(blocks_BC, len(rows_RD))
+    parts = permute(rows_RD, to_chunk, to_block).split([chunk.num_leaving for chunk in chunks])
+    leaving = [
+        chunk.all_to_all.start(part, combine=False) for chunk, part in zip(chunks, parts, strict=True)
+    ]
+    returning = []
+    for chunk, started in zip(chunks, leaving, strict=True):
+        out_RD = chunk.compute(started.finish(), expert_fn)
+        returning.append(chunk.all_to_all.start(out_RD, combine=True))
+    rows_RD = torch.cat([started.finish() for started in returning])
+    return permute(rows_RD, to_block, to_chunk)
 
 
 def agreed_capacity(counts_E: Tensor, options: ExchangeOptions, call_id: CallId = NO_CALL_ID) -> int:
-    """Return the capacity that suffices on every rank: the largest count, at least 1. Collective.
-
-    One small exchange, and the only host read of a padded forward. A capacity factor would give a bound for
-    this rank's tokens alone; other ranks may have more.
-    """
+    """Return the largest count of any rank, at least 1. Collective, with the padded forward's host read."""
     need_P1 = counts_E.max().clamp_min(1).expand(dist.get_world_size(options.group), 1)
     own_PX = call_id.prepended_to(need_P1)
     received_PX = all_to_all(own_PX, "the agreement on the size of buffers", options.group).cpu()
@@ -260,13 +200,9 @@ def _even_counts(counts_E: Tensor, options: ExchangeOptions) -> Counts:
 
 
 def _all_to_all(device: Counts, host: Counts, options: ExchangeOptions) -> AllToAll:
-    fields = {
-        "transfer_dtype": options.transfer_dtype,
-        "timer": options.timer,
-        "name": options.operation,
-    }
+    fields = {"transfer_dtype": options.transfer_dtype, "timer": options.timer, "name": options.operation}
     if options.strategy.plan:
         return PlannedAllToAll.of(host, options.group, options.strategy.plan, **fields)
     if options.hops is None:
-        return LinearAllToAll.of(host, options.group, **fields)
-    return HierarchicalAllToAll.of(device, host, options.hops, options.backend, **fields)
+        return linear_all_to_all(host, options.group, **fields)
+    return hierarchical_all_to_all(device, host, options.hops, options.backend, **fields)

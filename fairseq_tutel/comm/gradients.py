@@ -4,9 +4,8 @@ After backward, an expert's gradient is the sum over the tokens of its expert gr
 parameter's is averaged over the W ranks. Summing the replicas and dividing by W gives both the same scale.
 
 torch.distributed reduces one parameter at a time: the order of gloo's sum depends on an element's position
-in the tensor. A collective plan reduces buckets of parameters. Nothing is reduced during backward: the last
-backward of an update is not known in advance, and with NCCL, row exchanges at the same time would change
-the order of sums by rank.
+in the tensor. A collective plan reduces buckets. Nothing is reduced during backward: an update's last one
+is not known in advance, and with NCCL, simultaneous row exchanges would change the order of sums.
 """
 
 from collections.abc import Iterable, Sequence
@@ -15,13 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fairseq_tutel.comm.collectives import (
-    Group,
-    Started,
-    all_reduce,
-    is_replaced,
-    start_all_reduce,
-)
+from fairseq_tutel.comm.collectives import Group, Started, all_reduce, is_replaced, start_all_reduce
 from fairseq_tutel.ranks.groups import Topology
 
 BUCKET_BYTES = 25 * 2**20
@@ -41,6 +34,11 @@ def mark_root_scaled(parameter: nn.Parameter) -> None:
     parameter.root_scaled = True  # type: ignore[attr-defined]
 
 
+def gradient_divisor(parameter: Tensor, world_size: int) -> float:
+    """Return the divisor of a parameter's summed gradient: W, or sqrt(W) by `mark_root_scaled`."""
+    return world_size**0.5 if getattr(parameter, "root_scaled", False) else world_size
+
+
 def rescale_expert_gradients(parameters: Iterable[nn.Parameter], world_size: int) -> None:
     """Multiply gradients of `mark_root_scaled` parameters by sqrt(W), in place, after the division by W."""
     for parameter in parameters:
@@ -56,7 +54,7 @@ def is_expert(parameter: Tensor) -> bool:
 def reduce_expert_gradients(parameters: Iterable[nn.Parameter], topology: Topology) -> None:
     """Sum each expert gradient over its replicas and divide by W, in place. Collective."""
     experts = [parameter for parameter in parameters if is_expert(parameter)]
-    _divide(experts, topology.world_size)
+    divide_gradients(experts, topology.world_size)
     if topology.replica_group is not None:
         _sum(experts, "the all-reduce of expert gradients", topology.replica_group)
 
@@ -64,17 +62,17 @@ def reduce_expert_gradients(parameters: Iterable[nn.Parameter], topology: Topolo
 def reduce_dense_gradients(parameters: Iterable[nn.Parameter], world_size: int) -> None:
     """Average the gradients of dense parameters over all ranks, in place. Collective."""
     dense = [parameter for parameter in parameters if not is_expert(parameter)]
-    _divide(dense, world_size)
+    divide_gradients(dense, world_size)
     _sum(dense, "the all-reduce of dense gradients", None)
 
 
-def _divide(parameters: Iterable[nn.Parameter], world_size: int) -> None:
-    # Before the sum, as in data parallel, so that scaled fp16 gradients do not overflow.
+def divide_gradients(parameters: Iterable[nn.Parameter], divisor: float) -> None:
+    """Divide gradients in place, before they are summed: scaled fp16 gradients must not overflow."""
     for parameter in parameters:
         if parameter.requires_grad:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-            parameter.grad.div_(world_size)
+            parameter.grad.div_(divisor)
 
 
 def _sum(parameters: Iterable[nn.Parameter], operation: str, group: Group) -> None:
@@ -122,8 +120,7 @@ def _buckets(parameters: Iterable[nn.Parameter], limit: int) -> list[list[nn.Par
 def spread_overflow(parameters: Iterable[nn.Parameter]) -> None:
     """Set an expert gradient to infinity on all ranks if any rank has an infinity or NaN. Collective.
 
-    torch's GradScaler skips an update and lowers its scale by the gradients of its rank. Dense gradients
-    are the same on all ranks, but each rank has the gradients of its own experts alone.
+    torch's GradScaler skips an update by the gradients of its rank, which has those of its experts alone.
     """
     grads = [p.grad for p in parameters if is_expert(p) and p.grad is not None]
     if not grads:  # a criterion's parameters, for example; the same on all ranks

@@ -14,21 +14,15 @@ from fairseq_tutel.kernels.first_order import first_order
 
 
 def regroup_maps(counts_AB: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
-    """Return the maps between a-major and b-major rows.
+    """Return the maps [R] between a-major and b-major rows of blocks with these numbers of rows.
 
-    Args:
-        counts_AB: [A, B] int64, rows of each block.
-        num_rows: their sum, on the host.
-
-    Returns:
-        to_b_major: [R] int64, b-major row r is a-major row to_b_major[r].
-        to_a_major: [R] int64, the inverse.
+    B-major row r is a-major row to_b_major[r]. `num_rows` is R, on the host.
     """
-    starts_AB = block_starts(counts_AB)
-    starts_BA = block_starts(counts_AB.t())
+    starts_AB = _block_starts(counts_AB)
+    starts_BA = _block_starts(counts_AB.t())
     rows_R = torch.arange(num_rows, device=counts_AB.device)
-    to_b_major = rows_R + spread(starts_AB.t() - starts_BA, counts_AB.t(), num_rows)
-    to_a_major = rows_R + spread(starts_BA.t() - starts_AB, counts_AB, num_rows)
+    to_b_major = rows_R + _spread(starts_AB.t() - starts_BA, counts_AB.t(), num_rows)
+    to_a_major = rows_R + _spread(starts_BA.t() - starts_AB, counts_AB, num_rows)
     return to_b_major, to_a_major
 
 
@@ -50,13 +44,12 @@ def sum_of_copies(rows_XD: Tensor, copies_MR: Tensor) -> Tensor:
     return out
 
 
-def block_starts(counts: Tensor) -> Tensor:
-    """Return the first row of each block, with blocks in the order of the flattened counts."""
+def _block_starts(counts: Tensor) -> Tensor:
     flat = counts.reshape(-1)
     return (flat.cumsum(0) - flat).view(counts.shape)
 
 
-def spread(values: Tensor, counts: Tensor, num_rows: int) -> Tensor:
+def _spread(values: Tensor, counts: Tensor, num_rows: int) -> Tensor:
     """Return every row's block value [R], without a host read."""
     return torch.repeat_interleave(values.reshape(-1), counts.reshape(-1), output_size=num_rows)
 
@@ -87,23 +80,16 @@ def destinations(counts_E: Tensor, slices: int, degree: int) -> Tensor:
 
 
 def repeat_blocks(counts_E: Tensor, num_rows: int, degree: int) -> tuple[Tensor, Tensor]:
-    """Return the maps that repeat the rows of every expert r times, block by block.
+    """Return the maps that repeat the rows of every expert r = `degree` times, block by block.
 
-    Args:
-        counts_E: [E] rows of each expert.
-        num_rows: R, their sum, on the host.
-        degree: r.
-
-    Returns:
-        source_X: [r * R], the row of every copy.
-        copies_MR: [r, R], the copies of every row.
+    That is the row of every copy [r * R], and the copies of every row [r, R].
     """
     counts_ER = counts_E.unsqueeze(1).expand(-1, degree)
-    shift_ER = block_starts(counts_ER) - block_starts(counts_E).unsqueeze(1)
+    shift_ER = _block_starts(counts_ER) - _block_starts(counts_E).unsqueeze(1)
     rows_R = torch.arange(num_rows, device=counts_E.device)
-    copies_MR = torch.stack([rows_R + spread(s, counts_E, num_rows) for s in shift_ER.unbind(1)])
+    copies_MR = torch.stack([rows_R + _spread(s, counts_E, num_rows) for s in shift_ER.unbind(1)])
     every_X = torch.arange(num_rows * degree, device=counts_E.device)
-    return every_X - spread(shift_ER, counts_ER, num_rows * degree), copies_MR
+    return every_X - _spread(shift_ER, counts_ER, num_rows * degree), copies_MR
 
 
 def sum_copies(rows_XD: Tensor, source_X: Tensor, copies_MR: Tensor) -> Tensor:

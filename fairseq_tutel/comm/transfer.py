@@ -1,7 +1,6 @@
-"""Transfer dtype: the form in which rows are sent, and the time that their exchange takes.
+"""Transfer dtype: the form in which rows [R, D] are sent, and the time that their exchange takes.
 
-R rows, D model_dim. bf16 and fp8 round: this is the only place where the execution strategy can change
-results.
+bf16 and fp8 round: this is the only place where the execution strategy can change results.
 """
 
 import time

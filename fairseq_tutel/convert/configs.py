@@ -1,13 +1,22 @@
-"""The configurations of a saved model's MoE layers."""
+"""The configurations of a saved model's MoE layers, and the names of MoE variants."""
 
 import argparse
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
 
+from torch import Tensor
+
+from fairseq_tutel import plugin
 from fairseq_tutel.checkpoint.saved import Layer, SavedModel
 from fairseq_tutel.moe.config import MoEConfig
+from fairseq_tutel.plugin.feed_forward import chosen_layers
 
+Tensors = dict[str, Tensor]
 # The tensor with a row per expert, by type of gate.
 ROWS = {"linear": "weight", "cosine": "directions"}
+FFN = re.compile(r"(.+?)\.(?:fc1|fc2|ffn_layernorm)\.")
+SWIN = "swin_v2"  # its MoE variant has moe as a suffix
 
 
 def configs_of(saved: SavedModel) -> dict[Layer, MoEConfig]:
@@ -64,3 +73,62 @@ def gate_rows(config: MoEConfig, layer: Layer) -> list[str]:
 def counts_text(counts: Sequence[int]) -> str:
     """Return numbers of experts as a value of --moe-expert-count: one number, or one per layer."""
     return ",".join(map(str, counts if len(set(counts)) > 1 else counts[:1]))
+
+
+def freq_of(places: Sequence[int], count: int, preferred: int = 0) -> int | None:
+    """Return the --moe-freq that gives experts to exactly these of `count` layers, or None."""
+    freqs = (preferred, *range(count + 1))
+    return next((f for f in freqs if chosen_layers(range(count), f) == list(places)), None)
+
+
+def replaced(saved: SavedModel, made: Mapping[Layer, Tensors]) -> Tensors:
+    """Return the weights in their order, with the given tensors (by name in the layer) for some FFNs."""
+    layers, weights = {layer.name: layer for layer in made}, {}
+    for key, tensor in saved.weights.items():
+        match = FFN.match(key)
+        if match is None or match[1] not in layers:
+            weights[key] = tensor
+        else:
+            weights |= {f"{match[1]}.{name}": own for name, own in made[layers[match[1]]].items()}
+    return weights
+
+
+def with_experts(name: str) -> str:
+    """Return the name of the MoE variant of an architecture, task, criterion or optimizer."""
+    return name.replace(SWIN, f"{SWIN}_moe", 1) if name.startswith(SWIN) else f"moe_{name}"
+
+
+def without_experts(name: str) -> str:
+    """Return the name of the dense variant."""
+    return name.removeprefix("moe_").replace(f"{SWIN}_moe", SWIN)
+
+
+def use_moe_variants(saved: SavedModel) -> str:
+    """Rename architecture, task, criterion and optimizer to MoE variants; return the architecture's.
+
+    Raises:
+        ValueError: the architecture has none.
+    """
+    plugin.register()
+    from fairseq.criterions import CRITERION_REGISTRY
+    from fairseq.models import ARCH_MODEL_REGISTRY
+    from fairseq.optim import OPTIMIZER_REGISTRY
+    from fairseq.tasks import TASK_REGISTRY
+
+    registries: dict[str, dict[str, Any]] = {
+        "model": ARCH_MODEL_REGISTRY,
+        "task": TASK_REGISTRY,
+        "criterion": CRITERION_REGISTRY,
+        "optimizer": OPTIMIZER_REGISTRY,
+    }
+    for part, registry in registries.items():
+        name = saved.name(part)
+        if with_experts(name) in registry:
+            saved.rename(part, with_experts(name))
+        elif part == "model":
+            raise ValueError(
+                f"{saved.flag} holds a model of the architecture {name or 'without a name'}, which has no "
+                "MoE variant; give a checkpoint of a transformer_lm, transformer, roberta or bart "
+                "architecture of fairseq, or of swin_v2."
+            )
+    return saved.name("model")

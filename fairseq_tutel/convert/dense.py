@@ -4,20 +4,16 @@ from collections.abc import Mapping, Sequence
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 
 from fairseq_tutel.checkpoint.saved import DENSE, PARTS, Layer, SavedModel
-from fairseq_tutel.convert.configs import configs_of
-from fairseq_tutel.convert.names import without_experts
-from fairseq_tutel.convert.upcycle_layer import sums_to_1
+from fairseq_tutel.convert.configs import Tensors, configs_of, replaced, without_experts
+from fairseq_tutel.convert.upcycle import sums_to_1
 from fairseq_tutel.moe.config import MoEConfig, label_of
 from fairseq_tutel.moe.option_table import BY_OWNER, options_of
 from fairseq_tutel.moe.slots import capacity_of
 from fairseq_tutel.options.option import options_in
 from fairseq_tutel.plugin.feed_forward import SIDES
 from fairseq_tutel.vision.options import SwinExpertsConfig
-
-Tensors = dict[str, Tensor]
 
 
 def to_dense(
@@ -48,7 +44,7 @@ def to_dense(
     made |= {layer: saved.dense_ffn(layer) for layer in saved.layers if not layer.has_experts}
     widths, padded = _pad(made)
     _use_dense_options(saved, widths)
-    saved.restart(_weights(saved, made))
+    saved.restart(replaced(saved, made))
     return padded, changed
 
 
@@ -82,22 +78,6 @@ def _use_dense_options(saved: SavedModel, widths: Mapping[str, int]) -> None:
                 f"--experts makes the FFNs of {side} {width} wide, but a Swin's are {ratio:g} times as "
                 "wide as its tokens (--swin-mlp-ratio); choose one expert of that width."
             )
-
-
-def _weights(saved: SavedModel, made: Mapping[Layer, Tensors]) -> Tensors:
-    """Return the dense model's state dict in its order."""
-    weights: Tensors = {}
-    done: set[Layer] = set()
-    by_prefix = {f"{layer.name}.": layer for layer in made}
-    for key, tensor in saved.weights.items():
-        prefix = next((name for name in by_prefix if key.startswith(name)), "")
-        module = key.removeprefix(prefix).partition(".")[0]
-        if not prefix or module not in ("fc1", "fc2", "ffn_layernorm"):
-            weights[key] = tensor
-        elif (layer := by_prefix[prefix]) not in done:
-            done.add(layer)
-            weights |= {f"{layer.name}.{name}": value for name, value in made[layer].items()}
-    return weights
 
 
 def _dense_ffn(

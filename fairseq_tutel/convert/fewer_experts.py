@@ -47,7 +47,7 @@ def regroup(
         top_k: new number of experts per token; None to keep it.
 
     Returns:
-        A line for each MoE layer with its old and new number of experts.
+        A line for each MoE layer with the old experts of each new one.
 
     Raises:
         ValueError: experts that do not fit a layer's gate, expert groups or top_k.
@@ -63,9 +63,14 @@ def regroup(
             for name in _per_expert(saved, layer, config):
                 stack = weights[name]
                 weights[name] = torch.stack([_mean(stack, group, load) for group in of_layer])
-        _refuse_top_k(config, layer, len(of_layer), top_k)
+        try:
+            chosen = config.top_k if top_k is None else top_k
+            dataclasses.replace(config, num_experts=len(of_layer), top_k=chosen)
+        except ValueError as error:
+            raise ValueError(f"{layer.label}: {error}") from None
         counts.append(len(of_layer))
-        lines.append(f"{layer.label}: {config.num_experts} -> {len(of_layer)} experts")
+        ids = "/".join(",".join(map(str, group)) for group in of_layer)
+        lines.append(f"{layer.label}: {config.num_experts} -> {len(of_layer)} experts, {ids}")
     saved.options["moe_expert_count"] = counts_text(counts)
     if top_k is not None:
         saved.options.update(moe_top_k=top_k, moe_top1_expert=False)
@@ -92,19 +97,6 @@ def _mean(stack: Tensor, ids: Sequence[int], load: Sequence[float] | None) -> Te
     for i, weight in zip(ids, weights.tolist(), strict=True):
         total += weight * stack[i]
     return total.to(stack.dtype)
-
-
-def _refuse_top_k(config: MoEConfig, layer: Layer, num_experts: int, top_k: int | None) -> None:
-    top_k = config.top_k if top_k is None else top_k
-    if top_k > num_experts:
-        raise ValueError(
-            f"{layer.label} would have {num_experts} expert{'s' * (num_experts > 1)}, but a token has "
-            f"{top_k} (--moe-top-k); keep more, or give --moe-top-k {num_experts}."
-        )
-    try:
-        dataclasses.replace(config, num_experts=num_experts, top_k=top_k)
-    except ValueError as error:
-        raise ValueError(f"{layer.label}: {error}") from None
 
 
 def _refuse_gates(config: MoEConfig, layer: Layer, groups: Groups) -> None:

@@ -13,6 +13,11 @@ from fairseq_tutel.moe.option_table import options_of
 from fairseq_tutel.options.option import flag_of
 
 Options = dict[str, Any]
+# Meta's tasks that train the same kind of model as stock fairseq's.
+TASKS = {
+    "streaming_language_modeling": "language_modeling",
+    "multilingual_language_modeling": "language_modeling",
+}
 SHARED = -1  # the file of all weights that belong to no expert
 # Our names within a layer's fc1 and Meta's within its moe_layer, in the order of both; {} is a local ID.
 OUR_GATE, GATE = ".fc1.gate.weight", ".moe_layer.gate.wg.weight"
@@ -35,14 +40,7 @@ STOCK = re.compile(
 
 
 class Row(NamedTuple):
-    """A weight in one of Meta's files.
-
-    Attributes:
-        file: its rank, or SHARED.
-        theirs: Meta's name.
-        ours: our name of it, or of the stack [E, …] that it is a part of.
-        expert: global ID of its expert, or None.
-    """
+    """A weight in a rank's file, or SHARED, and our name of it, or of the stack [E, …] with this expert."""
 
     file: int
     theirs: str
@@ -51,14 +49,9 @@ class Row(NamedTuple):
 
 
 def table(names: Iterable[str], experts: int, ranks: int) -> list[Row]:
-    """Return a row for each weight in Meta's files, in the order of the model.
+    """Return a row for each weight in Meta's files, in the order of the model; `names` are the shared ones.
 
     If there are more ranks than experts, every E neighboring ranks hold all experts once.
-
-    Args:
-        names: weights in Meta's shared file.
-        experts: E.
-        ranks: W, a divisor or a multiple of E.
     """
     rows, local = [], max(1, experts // ranks)
     for name in names:
@@ -126,13 +119,13 @@ LEFT_OUT = {
 }
 
 
-def from_meta(options: Options, experts: int, hidden_dims: dict[str, int]) -> list[str]:
+def translate(options: Options, experts: int, hidden_dims: dict[str, int]) -> list[str]:
     """Turn the options of Meta's model into ours, in place; return differences as sentences.
 
     Args:
         options: options of Meta's model.
-        experts: E, from the weights.
-        hidden_dims: hidden dimension of the experts of each side, from the weights.
+        experts: E.
+        hidden_dims: hidden dimension of the experts of each side.
 
     Raises:
         ValueError: an option has no counterpart, and the outputs would change without it.
@@ -148,7 +141,8 @@ def from_meta(options: Options, experts: int, hidden_dims: dict[str, int]) -> li
         for key, reason in LEFT_OUT.items()
         if (value := options.pop(key, None))
     ]
-    if "encoder_layers" in options and not options.get("use_moe_pad_mask"):
+    translates = "encoder_layers" in options
+    if translates and not options.get("use_moe_pad_mask"):
         notes.append(
             "without --use-moe-pad-mask Meta routes padding too, which takes slots of experts; here "
             "padding is never routed."
@@ -163,11 +157,7 @@ def from_meta(options: Options, experts: int, hidden_dims: dict[str, int]) -> li
             "run from here masks no outputs."
         )
     # An encoder-decoder's options include those of its criterion and task.
-    parts = ("model", "task", "criterion")
-    known = {option.key for part in parts for option in options_of(part)} | {
-        *REFUSED,
-        "moe_cmr_xgpu",
-    }
+    known = {option.key for part in ("model", "task", "criterion") for option in options_of(part)}
     notes += [
         f"{flag_of(key)} {value} is not known here; it stays in the file and has no effect."
         for key, value in options.items()
@@ -184,21 +174,11 @@ def from_meta(options: Options, experts: int, hidden_dims: dict[str, int]) -> li
             "takes the second-best expert."
         )
     dense = all(options.get(f"{side}_ffn_embed_dim") == dim for side, dim in hidden_dims.items())
-    if not dense and len(dims := set(hidden_dims.values())) > 1:
-        raise ValueError(
-            f"the experts have the hidden dimensions {sorted(dims)}, neither one nor the dense layers'; "
-            "convert a checkpoint whose options belong to its weights."
-        )
     # Meta takes the larger of a side's frequency and the common one; a side's own has priority here.
     common = int(options.get("moe_freq") or 0)
-    own = {
-        key: max(int(options.pop(key, None) or 0), common)
-        for key in ("encoder_moe_freq", "decoder_moe_freq")
-    }
-    translates = "encoder_layers" in options
-    options.update(
-        moe_expert_count=str(experts),
-        moe_expert_ffn_dim=0 if dense else next(iter(hidden_dims.values())),
-        **({"moe_freq": common, **own} if translates else {"moe_freq": own["decoder_moe_freq"]}),
-    )
+    keys = ("encoder_moe_freq", "decoder_moe_freq")
+    own = {key: max(int(options.pop(key, None) or 0), common) for key in keys}
+    options |= {"moe_freq": common, **own} if translates else {"moe_freq": own["decoder_moe_freq"]}
+    options["moe_expert_count"] = str(experts)
+    options["moe_expert_ffn_dim"] = 0 if dense else next(iter(hidden_dims.values()))
     return notes

@@ -19,12 +19,11 @@ from typing import Any
 
 from torch import Tensor
 
-from fairseq_tutel.checkpoint.files import synced, temporary_of
+from fairseq_tutel.checkpoint.files import DICTIONARY, synced
 from fairseq_tutel.checkpoint.folders import sync
-from fairseq_tutel.checkpoint.reading import DICTIONARY
 from fairseq_tutel.checkpoint.saved import SavedModel, Weights, not_written
 from fairseq_tutel.checkpoint.shards import ShardedTensor, write_file
-from fairseq_tutel.files.small import content_of, parse_json
+from fairseq_tutel.files.small import content_of, parse_json, temporary_of
 
 INDEX, OPTIONS = "model.safetensors.index.json", "options.json"
 SHARD = re.compile(r"model-\d{5,}-of-\d{5,}\.safetensors")
@@ -154,15 +153,14 @@ def from_folder(folder: Path) -> SavedModel:
     options, index = _json(folder / OPTIONS), _json(folder / INDEX)
     where: Any = index.get("weight_map")
     tied: Any = options.get("tied")
+    reason = ""
     if options.get(MARK) != VERSION:
+        reason = f"whose {OPTIONS} does not have the version {VERSION}"
+    elif not _fit(where, tied, options):
+        reason = f"whose {INDEX} and {OPTIONS} do not fit each other"
+    if reason:
         raise ValueError(
-            f"--input names {folder}, whose {OPTIONS} does not have the version {VERSION}; give a folder "
-            "that `convert safetensors` wrote."
-        )
-    if not _is_sound(where, tied) or not all(_is_options(options, key) for key in KEPT):
-        raise ValueError(
-            f"--input names {folder}, whose {INDEX} and {OPTIONS} do not fit each other; give a folder "
-            "that `convert safetensors` wrote."
+            f"--input names {folder}, {reason}; give a folder that `convert safetensors` wrote."
         )
     model: dict[str, Tensor] = {}
     for name in dict.fromkeys(where.values()):
@@ -174,21 +172,18 @@ def from_folder(folder: Path) -> SavedModel:
     return saved
 
 
-def _is_sound(where: Any, tied: Any) -> bool:
-    """Whether an untrusted index is complete and names only files in its folder."""
+def _fit(where: Any, tied: Any, options: dict[str, Any]) -> bool:
+    """Whether an untrusted index is complete and names only files in its folder, and options have types."""
+    kinds = {"args": argparse.Namespace, "optimizer_history": list}
     return (
         isinstance(where, dict)
         and isinstance(tied, dict)
         and all(isinstance(name, str) and SHARD.fullmatch(name) for name in where.values())
         and all(isinstance(first, str) and first in where for first in tied.values())
         and not where.keys() & tied.keys()
+        and options.keys() >= {*KEPT}
+        and all(isinstance(options[key], kinds.get(key, dict) | None) for key in KEPT)
     )
-
-
-def _is_options(options: dict[str, Any], key: str) -> bool:
-    """Whether a part of options.json has fairseq's type."""
-    kind = {"args": argparse.Namespace, "optimizer_history": list}.get(key, dict)
-    return options.get(key, 0) is None or isinstance(options.get(key), kind)
 
 
 def _json(path: Path) -> dict[str, Any]:
@@ -198,7 +193,13 @@ def _json(path: Path) -> dict[str, Any]:
             return value
         if name == NAMESPACE:
             return argparse.Namespace(**attributes)
-        return _dictionary(attributes) if name == DICTIONARY else value
+        if name != DICTIONARY:
+            return value
+        from fairseq.data import Dictionary  # takes seconds
+
+        dictionary = Dictionary()
+        vars(dictionary).update(attributes)
+        return dictionary
 
     if not path.is_file():
         raise ValueError(f"--input names {path.parent}, in which there is no {path.name}.")
@@ -209,20 +210,8 @@ def _json(path: Path) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def _dictionary(attributes: dict[str, Any]) -> Any:
-    from fairseq.data import Dictionary  # takes seconds
-
-    dictionary = Dictionary()
-    vars(dictionary).update(attributes)
-    return dictionary
-
-
 def _tensors(path: Path, keys: list[str]) -> dict[str, Tensor]:
-    """Return the tensors of a file, mapped from it.
-
-    Raises:
-        ValueError: it is missing or corrupt, or holds other tensors.
-    """
+    """Return the tensors of a file, mapped from it, which must be those named by `keys`."""
     from safetensors import SafetensorError, safe_open
 
     try:

@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 
 from fairseq_tutel.checkpoint import folders
-from fairseq_tutel.checkpoint.files import TEMPORARY
 from fairseq_tutel.checkpoint.quantized import Quantized, RoundingError, quantized_form
 from fairseq_tutel.checkpoint.saved import SavedModel, not_written
 from fairseq_tutel.checkpoint.shards import Piece, ShardedTensor, digest, unbind, write_pieces
+from fairseq_tutel.files.small import TEMPORARY
 from fairseq_tutel.ranks.groups import Slice
 
 EXPERTS = ".experts"
@@ -130,50 +130,48 @@ def _write_layer(
 ) -> list[ShardedTensor]:
     """Write the stacks of a layer into one file, with one expert's tensor in memory at a time."""
     made: list[ShardedTensor] = []
-    # By key in the file: the stack, the expert's ID, its format, and the stack's error and name.
-    sources: dict[str, tuple[Any, int, Quantized | None, RoundingError, str]] = {}
-    for _, name, holder, key in stacks:
+    sources: dict[str, tuple[int, int]] = {}  # by key in the file: the stack's index, the expert's ID
+    for index, (_, name, holder, key) in enumerate(stacks):
         stack: Tensor | ShardedTensor = holder[key]
-        form = quantized_form(expert_dtype, tuple(stack.shape[1:]), stack.dtype)
-        form = form if layer.endswith(EXPERTS) else None
-        error = RoundingError()
-        pieces = [f"{expert}.{name}" for expert in range(stack.shape[0])]
-        sources |= {piece: (stack, i, form, error, key) for i, piece in enumerate(pieces)}
+        shape, keys = tuple(stack.shape), [f"{expert}.{name}" for expert in range(stack.shape[0])]
+        form = quantized_form(expert_dtype, shape[1:], stack.dtype) if layer.endswith(EXPERTS) else None
         made.append(
             ShardedTensor(
                 root=root,
                 folder=folder.name,
-                shape=tuple(stack.shape),
+                shape=shape,
                 dtype=stack.dtype,
                 slicing=Slice(),
-                pieces=tuple(Piece(f"{layer}.safetensors", piece, "") for piece in pieces),
+                pieces=tuple(Piece(f"{layer}.safetensors", piece, "") for piece in keys),
                 expert_dtype=expert_dtype if form else "",
             )
         )
-    layout = {piece.key: tensor.stored for tensor in made for piece in tensor.pieces}
-    digests = {}
+        sources |= {piece: (index, expert) for expert, piece in enumerate(keys)}
+    digests: dict[str, str] = {}
+    errors = [RoundingError() for _ in made]
 
     def value(piece: str) -> Tensor:
-        stack, expert, form, error, key = sources[piece]
-        found = _stored(stack[expert], form, error, f"expert {expert} of {key}")
+        index, expert = sources[piece]
+        _, _, holder, key = stacks[index]
+        name = f"expert {expert} of {key}"
+        found = _stored(holder[key][expert], made[index].quantized, errors[index], name)
         digests[piece] = digest(found)
         return found
 
+    layout = {piece: made[index].stored for piece, (index, _) in sources.items()}
     write_pieces(layout, value, folder / f"{layer}.safetensors")
-    done = []
-    for tensor in made:
-        own = tuple(replace(piece, digest=digests[piece.key]) for piece in tensor.pieces)
-        error = sources[own[0].key][3] if own else RoundingError()
-        done.append(replace(tensor, pieces=own, error=(error.relative, error.worst_row)))
-    return done
+    return [
+        replace(
+            tensor,
+            pieces=tuple(replace(piece, digest=digests[piece.key]) for piece in tensor.pieces),
+            error=(error.relative, error.worst_row),
+        )
+        for tensor, error in zip(made, errors, strict=True)
+    ]
 
 
 def _stored(expert: Tensor, form: Quantized | None, error: RoundingError, name: str) -> Tensor:
-    """Return the stored form of an expert's tensor, and add its quantization error to `error`.
-
-    Raises:
-        ValueError: it cannot be quantized.
-    """
+    """Return the stored form of an expert's tensor, and add its quantization error to `error`."""
     if form is None:
         return expert.contiguous()
     try:

@@ -7,9 +7,7 @@ Second biases may be absent (MLP_FC2_BIAS: False).
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,12 +15,11 @@ from torch import Tensor
 from fairseq_tutel import plugin
 from fairseq_tutel.checkpoint.saved import SavedModel
 from fairseq_tutel.convert import swin_experts
-from fairseq_tutel.convert.names import SWIN, with_experts
-from fairseq_tutel.convert.tutel_names import Tensors
+from fairseq_tutel.convert.configs import SWIN, Tensors, with_experts
 from fairseq_tutel.files.small import content_of
 from fairseq_tutel.options.option import options_in
+from fairseq_tutel.vision.attention import SPAN
 from fairseq_tutel.vision.options import SwinConfig
-from fairseq_tutel.vision.position_bias import SPAN
 from fairseq_tutel.vision.swin_v2 import SwinV2
 
 TASK = "image_classification"
@@ -31,35 +28,20 @@ COMPUTED = re.compile(r".*(relative_coords_table|relative_position_index|attn_ma
 BLOCK = re.compile(r"layers\.(\d+)\.blocks\.(\d+)\.(?:mlp\.)?(.+)")
 
 
-@dataclass(frozen=True)
-class Converted:
-    """A converted model, its sizes, and the values of its experts' options, empty without experts."""
-
-    saved: SavedModel
-    config: SwinConfig
-    image_size: int
-    expert_options: list[str]
-
-
-def from_swin(
-    ranks: list[Tensors],
-    saved_options: Mapping[str, Any],
-    classes: int | None = None,
-    class_map: Path | None = None,
-) -> Converted:
-    """Convert the weights of a released model.
+def read(files: list[list[Path]], classes: int | None = None, class_map: Path | None = None) -> SavedModel:
+    """Return a checkpoint with the weights of a released model.
 
     Args:
-        ranks: weights in each rank's files, from `swin_experts.open_ranks`.
-        saved_options: options of its experts, from there too.
+        files: from `swin_experts.files_of`.
         classes: size of a new head of zeros, to fine-tune; None to keep the head.
         class_map: file with the classes of the head to keep; None to keep all.
 
     Raises:
         ValueError: the weights are not those of a Swin V2 or SwinV2-MoE, or no options here fit them.
     """
+    ranks, saved_options = swin_experts.open_ranks(files)
     theirs = swin_experts.joined(ranks)
-    config, image_size = config_of(theirs)
+    config, image_size = _sizes_of(theirs)
     weights = _renamed(theirs)
     if classes is not None:
         weights["head.weight"] = torch.zeros(classes, *weights["norm.weight"].shape)
@@ -69,16 +51,11 @@ def from_swin(
         kept = _class_map(class_map, len(weights["head.weight"]))
         weights |= {name: weights[name][kept].clone() for name in ("head.weight", "head.bias")}
     expert_options = list(swin_experts.command_line(weights, config, saved_options))
-    saved = _checkpoint(weights, config, image_size, expert_options)
-    return Converted(saved, config, image_size, expert_options)
+    return _checkpoint(weights, config, image_size, expert_options)
 
 
 def _class_map(path: Path, classes: int) -> list[int]:
-    """Return the classes of the head that a file keeps.
-
-    Raises:
-        ValueError: it cannot be read, or holds something other than class numbers.
-    """
+    """Return the classes of the head that a file keeps."""
     try:
         numbers = [int(line) for line in content_of(path).decode("ascii").split()]
     except (OSError, ValueError) as error:
@@ -93,15 +70,9 @@ def _class_map(path: Path, classes: int) -> list[int]:
     return numbers
 
 
-def config_of(theirs: Mapping[str, Tensor]) -> tuple[SwinConfig, int]:
-    """Return the configuration of a released model, from its tensors, and its image size.
-
-    Raises:
-        ValueError: tensors are missing, or it is another kind of Swin.
-    """
-    numbers = [
-        (int(match[1]), int(match[2])) for match in map(BLOCK.fullmatch, theirs) if match is not None
-    ]
+def _sizes_of(theirs: Mapping[str, Tensor]) -> tuple[SwinConfig, int]:
+    """Return the configuration of a released model, from its tensors, and its image size."""
+    numbers = [(int(match[1]), int(match[2])) for match in map(BLOCK.fullmatch, theirs) if match]
     stages = range(1 + max((stage for stage, _ in numbers), default=-1))
     depths = [1 + max((j for i, j in numbers if i == stage), default=-1) for stage in stages]
     if not depths or 0 in depths:
@@ -203,16 +174,8 @@ def _checkpoint(
         words += [] if isinstance(value, bool) else [option.flag, str(value)]
     arguments = options.parse_args_and_arch(options.get_training_parser(), words)
     channels, classes = weights["patch_embed.proj.weight"].shape[1], len(weights["head.weight"])
-    images = {
-        "classes": [str(i) for i in range(classes)],
-        "shape": [channels, image_size, image_size],
-    }
-    saved = SavedModel(
-        {
-            "cfg": OmegaConf.to_container(convert_namespace_to_omegaconf(arguments)),
-            "args": None,
-            "task_state": {"images": images},
-        }
-    )
+    images = {"classes": [*map(str, range(classes))], "shape": [channels, image_size, image_size]}
+    cfg = OmegaConf.to_container(convert_namespace_to_omegaconf(arguments))
+    saved = SavedModel({"cfg": cfg, "args": None, "task_state": {"images": images}})
     saved.restart(weights)
     return saved

@@ -13,11 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fairseq_tutel.checkpoint.reading import read_file
+from fairseq_tutel.checkpoint.files import read_file
 from fairseq_tutel.checkpoint.saved import Layer, layers_of
-from fairseq_tutel.convert.configs import ROWS, counts_text
-from fairseq_tutel.convert.tutel import COUNT, our_layer
-from fairseq_tutel.convert.tutel_names import Tensors, our_gates
+from fairseq_tutel.convert.configs import ROWS, Tensors, counts_text
+from fairseq_tutel.convert.tutel_layer import COUNT, our_gates, our_layer
 from fairseq_tutel.moe.config import MoEConfig
 from fairseq_tutel.moe.layer import MoELayer
 from fairseq_tutel.plugin.feed_forward import chosen_layers
@@ -41,10 +40,7 @@ SWITCHES = {
 
 
 def files_of(path: Path) -> list[list[Path]]:
-    """Return the files that hold the weights of each rank.
-
-    Args:
-        path: one of the files, or their common name X.pth.
+    """Return the files with the weights of each rank, for one of the files or their common name X.pth.
 
     Raises:
         ValueError: the file of a rank is missing.
@@ -55,11 +51,8 @@ def files_of(path: Path) -> list[list[Path]]:
     if match is None and whole:
         return [whole[:1]]
     rank_file = re.compile(re.escape(base.name) + r"\.rank(\d+)")
-    ranks = {
-        int(found[1]): sibling
-        for sibling in base.parent.glob("*")
-        if (found := rank_file.fullmatch(sibling.name))
-    }
+    found = [(rank_file.fullmatch(beside.name), beside) for beside in base.parent.glob("*")]
+    ranks = {int(match[1]): beside for match, beside in found if match}
     master = base.with_name(f"{base.name}.master")
     shared = [master] if master.is_file() else []
     if not ranks:
@@ -83,7 +76,7 @@ def open_ranks(files: list[list[Path]]) -> tuple[list[Tensors], Mapping[str, Any
     ranks: list[Tensors] = []
     # The configuration is read as a plain dictionary.
     with torch.serialization.safe_globals([(OrderedDict, "yacs.config.CfgNode")]):
-        for path in {path: None for own in files for path in own}:
+        for path in dict.fromkeys(path for own in files for path in own):
             contents[path] = read_file(path, "--input")
     for own in files:
         weights: Tensors = {}
@@ -114,15 +107,13 @@ def joined(ranks: list[Tensors]) -> Tensors:
         ValueError: the ranks do not hold all experts, or a layer is of another kind.
     """
     weights: Tensors = {}
-    done: set[str] = set()
     for name, tensor in ranks[0].items():
         match = MOE.fullmatch(name)
         if match is None:
             weights[name] = tensor
             continue
         ours, prefix = f"{match[1]}fc1.", name.removesuffix(match[2])
-        if prefix not in done:
-            done.add(prefix)
+        if not any(key.startswith(ours) for key in weights):
             weights |= {ours + key: own for key, own in _layer(ranks, prefix).items()}
         if match[2] != COUNT and not match[2].startswith(("experts.", "gate")):
             weights[ours + match[2]] = tensor
@@ -134,17 +125,11 @@ def _layer(ranks: list[Tensors], prefix: str) -> Tensors:
     label = prefix.rstrip(".")
     own = {n.removeprefix(prefix): t for n, t in ranks[0].items() if n.startswith(prefix)}
     experts = len(_gate(our_gates(own), "", label)[1])
-    if not experts or (experts % len(ranks) and len(ranks) % experts):
-        raise ValueError(
-            f"--input has {experts} experts in {label}, which {len(ranks)} ranks cannot hold; give the "
-            "files of all ranks."
-        )
     try:
         return our_layer(ranks, prefix, experts)
     except ValueError as error:
         raise ValueError(
-            f"--input has the MoE layer {label}, which {error}; give the files of all ranks of a "
-            "SwinV2-MoE."
+            f"--input has the MoE layer {label} that {error}; give the files of all ranks of a SwinV2-MoE."
         ) from error
 
 
@@ -170,11 +155,7 @@ def install(made: nn.Module, model: Mapping[str, Tensor]) -> None:
 
 
 def _gate(weights: Mapping[str, Tensor], prefix: str, label: str) -> tuple[str, Tensor]:
-    """Return the type of a layer's gate, and its tensor with a row per expert.
-
-    Raises:
-        ValueError: it has another type.
-    """
+    """Return the type of a layer's gate, linear or cosine, and its tensor with a row per expert."""
     for kind, key in ROWS.items():
         rows = weights.get(f"{prefix}gate.{key}")
         if rows is not None and rows.dim() == 2:

@@ -43,54 +43,50 @@ class CMCLCriterion(FairseqCriterion):
         self, model: nn.Module, sample: dict[str, Any], reduce: bool = True
     ) -> tuple[Tensor, int, dict[str, Any]]:
         """Return (loss, sample size, logging output)."""
-        target_N = sample["target"].reshape(-1)
+        options, target_N = self.options, sample["target"].reshape(-1)
         counts_N = target_N != self.padding_idx  # -100 for images
-        overlap, router = self.options.cmcl_overlap, None
-        if self.options.cmcl_teach_router and model.training:
-            net_output, router = forward_with_router_loss(model, sample, counts_N)
+        log: dict[str, Any] = {}
+        if options.cmcl_teach_router and model.training:
+            net_output, router_loss, right = forward_with_router_loss(model, sample, counts_N)
+            log = {"router_loss": router_loss, "right_router": right}
         else:
             net_output = model(**sample["net_input"])
         logits_MXC = _member_logits(net_output)
-        self._refuse_model(is_ensemble=logits_MXC is not None)
+        self._refuse_model(logits_MXC)
         logs_XC = model.get_normalized_probs(net_output, log_probs=True)  # type: ignore[operator]
         if logits_MXC is None:  # one member, which learns all samples
-            logits_MXC, overlap = logs_XC.unsqueeze(0), 1
-        members, classes = logits_MXC.shape[0], logits_MXC.shape[-1]
-        if overlap > members:
-            raise ValueError(
-                f"--cmcl-overlap is {overlap}, and --ensemble-size is {members}; give at most {members}."
-            )
-        logits_MNC = logits_MXC.reshape(members, -1, classes)
-        loss, _ = confident_loss(
-            logits_MNC,
-            target_N,
-            overlap,
-            self.options.cmcl_beta,
-            random_labels(logits_MNC) if self.options.cmcl_stochastic else None,
-            counts_N,
-        )
-        log = _answers(logs_XC.reshape(-1, classes), logits_MNC, target_N, counts_N)
-        if router is not None:
-            loss = loss + self.options.cmcl_teach_router * router.loss
-            log |= {"router_loss": router.loss.detach(), "right_router": router.right}
+            logits_MNC, overlap = logs_XC.reshape(1, -1, logs_XC.shape[-1]), 1
+        else:
+            logits_MNC, overlap = logits_MXC.flatten(1, -2), options.cmcl_overlap
+        labels_MN = random_labels(logits_MNC) if options.cmcl_stochastic else None
+        loss, _ = confident_loss(logits_MNC, target_N, overlap, options.cmcl_beta, labels_MN, counts_N)
+        if log:
+            loss = loss + options.cmcl_teach_router * router_loss
+        log |= _answers(logs_XC.flatten(0, -2), logits_MNC, target_N, counts_N)
         log |= {
-            "loss": loss.detach(),
+            "loss": loss,
             "ntokens": sample["ntokens"],
             "nsentences": sample["target"].shape[0],
             "sample_size": sample["ntokens"],
         }
+        log = {key: value.detach() if torch.is_tensor(value) else value for key, value in log.items()}
         return loss, sample["ntokens"], log
 
-    def _refuse_model(self, is_ensemble: bool) -> None:
-        teaches_router = self.options.cmcl_teach_router > 0
-        if teaches_router and is_ensemble:
-            raise ValueError(
-                "--cmcl-teach-router is for one model with experts, but the model is an ensemble; drop it."
-            )
-        if not teaches_router and not is_ensemble:
+    def _refuse_model(self, logits_MXC: Tensor | None) -> None:
+        teaches_router, overlap = self.options.cmcl_teach_router > 0, self.options.cmcl_overlap
+        if logits_MXC is None and not teaches_router:
             raise ValueError(
                 "--criterion cmcl trains members of an ensemble, but the model is not an ensemble; choose "
                 "--arch ensemble_of, or --criterion cross_entropy."
+            )
+        if logits_MXC is not None and teaches_router:
+            raise ValueError(
+                "--cmcl-teach-router is for one model with experts, but the model is an ensemble; drop it."
+            )
+        if logits_MXC is not None and overlap > len(logits_MXC):
+            raise ValueError(
+                f"--cmcl-overlap is {overlap}, and --ensemble-size is {len(logits_MXC)}; give at most "
+                f"{len(logits_MXC)}."
             )
 
     @classmethod
@@ -135,7 +131,6 @@ def _member_logits(net_output: Any) -> Tensor | None:
 
 @torch.no_grad()
 def _answers(logs_NC: Tensor, logits_MNC: Tensor, target_N: Tensor, counts_N: Tensor) -> dict[str, Any]:
-    """Return how often the mean, any member, and each member is correct, and the loss of the mean."""
     right_MN = (logits_MNC.argmax(dim=2) == target_N) & counts_N
     at_target_N = logs_NC.gather(1, target_N.masked_fill(~counts_N, 0).unsqueeze(1)).squeeze(1)
     return {

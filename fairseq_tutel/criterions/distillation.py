@@ -8,7 +8,7 @@ import dataclasses
 import hashlib
 import logging
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from fairseq.criterions import (
@@ -67,7 +67,7 @@ class DistillationMixin:
         return criterion
 
     def distill_by(self, options: DistillationConfig, task: Any) -> None:
-        """Set the options and the source of answers; `__init__` is fairseq's."""
+        """Set the options, and the source of answers in training; `__init__` is fairseq's."""
         self.distillation = options
         if not is_opened(config_of(task)):  # else fairseq-validate, which needs no teacher
             give_mixin(task)  # a stock task does not call `begin_step`
@@ -92,10 +92,10 @@ class DistillationMixin:
             loss, sample_size, log = super().forward(model, sample, *args, **kwargs)  # type: ignore[misc]
         finally:
             hook.remove()
-        words, named, output = calls[-1]
+        *inputs, output = calls[-1]
         scores_NV, counts = scores_of(model, output), self._counting(sample["target"])
         dummy = self.training and self._is_dummy
-        call = _Call(sample, counts, words, named, scores_NV, self.padding_idx, dummy)
+        call = _Call(sample, counts, *inputs, scores_NV, self.padding_idx, dummy)
         teacher = self._source.answers(call, stored=self.training)
         kl = loss.new_zeros(())
         if teacher is not None:
@@ -124,34 +124,22 @@ class DistillationMixin:
             metrics.log_scalar(key, total / size / math.log(2), size, round=3)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Call:
-    """A call of the student.
-
-    Attributes:
-        sample: the batch.
-        counts: [...] bool, which positions of its target are trained.
-        words: positional arguments of the call.
-        named: keyword arguments.
-        scores_NV: its output, for every position or only for those with a target.
-        padding: the padding word.
-        dummy: the micro-batch only keeps ranks in step.
-    """
+class _Call(NamedTuple):
+    """A call of the student."""
 
     sample: Any
-    counts: Tensor
-    words: tuple
+    counts: Tensor  # [...] bool, which positions of the target are trained
+    words: tuple  # positional arguments of the call
     named: dict[str, Any]
-    scores_NV: Tensor
+    scores_NV: Tensor  # the output, for every position or only for those with a target
     padding: int
-    dummy: bool
+    dummy: bool  # the micro-batch only keeps ranks in step
 
     @property
     def counts_N(self) -> Tensor:  # noqa: N802 - a shape
         """[N] bool: which rows of the scores are tokens."""
-        if self.counts.numel() == len(self.scores_NV):
-            return self.counts.flatten()
-        return self.counts.new_ones(len(self.scores_NV))
+        is_whole = self.counts.numel() == len(self.scores_NV)
+        return self.counts.flatten() if is_whole else self.counts.new_ones(len(self.scores_NV))
 
     def texts(self) -> list[tuple[int, bytes, int]]:
         """Return ID in the data set, fingerprint, and number of tokens of each sentence."""
@@ -172,9 +160,8 @@ class _Source:
     """The source of a teacher's answers: a folder, a teacher, or a folder that the teacher fills."""
 
     def __init__(self, options: DistillationConfig, task: Any) -> None:
-        self.options, self.task = options, task
-        self.store: StoredLogits | None = None
-        if not (options.distill_teacher or options.distill_logits):
+        self.options, path = options, options.distill_teacher
+        if not (path or options.distill_logits):
             raise ValueError(
                 "--criterion moe_distillation needs a teacher; give --distill-teacher CHECKPOINT, or "
                 "--distill-logits FOLDER with its answers."
@@ -183,25 +170,36 @@ class _Source:
             raise ValueError(
                 "--distill-logits keeps the likeliest words of a token; give --distill-top-k, such as 16."
             )
-        self.teacher = Teacher(options, task) if options.distill_teacher else None
+        self.teacher = Teacher(options, task) if path else None
         if self.teacher is None and options.distill_in_validation:
             raise ValueError(
                 "--distill-in-validation needs the teacher, and --distill-logits has answers to the "
                 "training set alone; give --distill-teacher too, or leave it out."
             )
+        self.store: StoredLogits | None = None
         if options.distill_logits:
-            self.store = self._folder()
+            words = getattr(task.target_dictionary, "symbols", None)
+            facts = {
+                "the dictionary": hashlib.sha256(repr(words).encode()).hexdigest()[:16],
+                "the teacher": identity(path)[:16] if path else None,
+                "--distill-top-k": options.distill_top_k,
+                "--distill-temperature": options.distill_temperature,
+            }
+            self.store = StoredLogits(options.distill_logits, facts, options.distill_top_k)
 
     def answers(self, call: _Call, stored: bool) -> Tensor | Answers | None:
         """Return the teacher's scores [N, V], or its answers; None for a dummy batch."""
-        in_step = self.teacher is not None and self.teacher.needs_all_ranks
+        # Ranks that share the teacher's experts must call it equally often.
+        in_step = self.teacher is not None and self.options.distill_teacher_parallel_size > 1
         if call.dummy and not in_step:
             return None
         store = self.store if stored else None
-        texts = call.texts() if store is not None and not call.dummy else []
-        found = [store.read(sample, text) for sample, text, _ in texts] if store is not None else []
-        missing = store is None or any(answer is None for answer in found)
-        if store is not None and in_step:
+        if store is None:
+            return self._asked(call)
+        texts = [] if call.dummy else call.texts()
+        found = [store.read(sample, text) for sample, text, _ in texts]
+        missing = any(answer is None for answer in found)
+        if in_step:
             missing = any(world.all_gather_object(missing, "the look at a teacher's answers"))
         if not missing:
             return None if call.dummy else _put(found, call)  # type: ignore[arg-type]
@@ -211,51 +209,38 @@ class _Source:
                 f"--distill-logits is {self.options.distill_logits}, which has no answers to sample "
                 f"{sample}; give --distill-teacher, too, to write them."
             )
-        scores_NV = self._scores(self.teacher, call)
-        if not self.options.distill_top_k:
-            return scores_NV
-        top_k, scored = self.options.distill_top_k, scores_NV.shape[1]
-        if store is not None and top_k > scored:  # a record has K entries
+        top_k, scored = self.options.distill_top_k, call.scores_NV.shape[1]
+        if top_k > scored:  # a record has K entries
             raise ValueError(
                 f"--distill-top-k is {top_k} of {scored} words or classes; give no more than these."
             )
-        answers = top_answers(scores_NV, top_k, self.options.distill_temperature)
-        if store is not None and not call.dummy:
+        answers = self._asked(call)
+        if not call.dummy:
             of_each = _split(answers, call.counts_N, [tokens for *_, tokens in texts])
             for (sample, text, _), before, own in zip(texts, found, of_each, strict=True):
                 if before is None:
                     store.write(sample, text, own)
         return answers
 
-    def _scores(self, teacher: Teacher, call: _Call) -> Tensor:
-        scores_NV = teacher.scores(call.words, call.named, call.scores_NV.device, call.dummy)
+    def _asked(self, call: _Call) -> Any:
+        """Return the teacher's scores [N, V], or its --distill-top-k answers."""
+        assert self.teacher is not None
+        scores_NV = self.teacher.scores(call.words, call.named, call.scores_NV.device, call.dummy)
         if scores_NV.shape != call.scores_NV.shape:
             raise ValueError(
                 f"--distill-teacher gives {tuple(scores_NV.shape)} scores where the student gives "
                 f"{tuple(call.scores_NV.shape)}; give a teacher of the same task and words."
             )
-        return scores_NV
-
-    def _folder(self) -> StoredLogits:
-        words = getattr(self.task.target_dictionary, "symbols", None)
-        path = self.options.distill_teacher
-        facts = {
-            "the dictionary": hashlib.sha256(repr(words).encode()).hexdigest()[:16],
-            "the teacher": identity(path)[:16] if path else None,
-            "--distill-top-k": self.options.distill_top_k,
-            "--distill-temperature": self.options.distill_temperature,
-        }
-        return StoredLogits(self.options.distill_logits, facts, self.options.distill_top_k)
+        top_k = self.options.distill_top_k
+        return top_answers(scores_NV, top_k, self.options.distill_temperature) if top_k else scores_NV
 
 
 def _split(answers: Answers, counts_N: Tensor, tokens: list[int]) -> list[Answers]:
-    """Return the answers of each sentence, without padding."""
     parts = (table[counts_N].split(tokens) for table in (answers.words_NK.cpu(), answers.logs_NK.cpu()))
     return [Answers(*part) for part in zip(*parts, strict=True)]
 
 
 def _put(found: list[Answers], call: _Call) -> Answers:
-    """Return the answers of sentences at the positions of their tokens."""
     counts_N = call.counts_N
     words, logs = (
         torch.cat(parts).to(counts_N.device)
@@ -282,10 +267,7 @@ DistillationOptions = made("DistillationOptions", options_in(DistillationConfig)
 _Options = dataclasses.make_dataclass(
     "MoEDistillationConfig",
     [],
-    bases=(
-        DistillationOptions,
-        *(CRITERION_DATACLASS_REGISTRY[n] for n in WRAPPED if n[:4] == "moe_"),
-    ),
+    bases=(DistillationOptions, *(CRITERION_DATACLASS_REGISTRY[n] for n in WRAPPED if n[:4] == "moe_")),
     namespace={"__module__": __name__},
 )
 

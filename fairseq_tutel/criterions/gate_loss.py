@@ -45,10 +45,7 @@ class GateLossMixin:
         self.gate_loss, self.logs_lists = cfg, logs_lists
 
     def forward(self, model: nn.Module, sample: Any, *args: Any, **kwargs: Any) -> Any:
-        """Return (loss with the balance loss, sample size, logging output).
-
-        A loss that is not summed, by a flag of fairseq, does not include it.
-        """
+        """Return (loss with the balance loss unless it is not summed, sample size, logging output)."""
         loss, sample_size, log = super().forward(model, sample, *args, **kwargs)  # type: ignore[misc]
         all_layers = moe_layers(model)
         if self.keeps_loss:
@@ -57,10 +54,7 @@ class GateLossMixin:
         layers = [layer for layer in all_layers if layer.seen]
         combined, leaves = self._combine(layers) if layers else (loss.new_zeros(()), [])
         log |= expert_log(
-            all_layers,
-            combined.detach(),
-            lists=self.logs_lists,
-            scalars=self.gate_loss.moe_log_layers,
+            all_layers, combined.detach(), lists=self.logs_lists, scalars=self.gate_loss.moe_log_layers
         )
         if not layers or loss.numel() > 1:  # adaptive_loss has shape [1]
             return loss, sample_size, log

@@ -40,10 +40,7 @@ class ImageClassificationCriterion(FairseqCriterion):
     ) -> tuple[Tensor, int, dict[str, Any]]:
         """Return (loss, images, logging output); the loss of a mixed image is a weighted mean."""
         net_output = model(**sample["net_input"])
-        logprobs_BC, target_B = (
-            model.get_normalized_probs(net_output, log_probs=True),
-            sample["target"],
-        )
+        logprobs_BC, target_B = model.get_normalized_probs(net_output, log_probs=True), sample["target"]
         if logprobs_BC.ndim != 2:
             raise ValueError(
                 f"--criterion image_classification is for images, and the model's output has shape "
@@ -59,21 +56,15 @@ class ImageClassificationCriterion(FairseqCriterion):
             )
         loss = loss_B.sum() if reduce else loss_B
         images, classes = logprobs_BC.shape
-        best_B5 = logprobs_BC.topk(min(5, classes), dim=1).indices
-        hits_B5 = best_B5 == target_B[:, None]
-        return (
-            loss,
-            images,
-            {
-                "loss": loss.detach(),
-                "nll_loss": nll_B.detach().sum(),
-                "correct": hits_B5[:, 0].sum(),
-                "top5_correct": hits_B5.sum(),
-                "ntokens": images,
-                "nsentences": images,
-                "sample_size": images,
-            },
-        )
+        hits_B5 = logprobs_BC.topk(min(5, classes), dim=1).indices == target_B[:, None]
+        log = {
+            "loss": loss.detach(),
+            "nll_loss": nll_B.detach().sum(),
+            "correct": hits_B5[:, 0].sum(),
+            "top5_correct": hits_B5.sum(),
+            **dict.fromkeys(("ntokens", "nsentences", "sample_size"), images),
+        }
+        return loss, images, log
 
     def _losses(self, logprobs_BC: Tensor, target_B: Tensor) -> tuple[Tensor, Tensor]:
         """Return (smoothed loss, negative log-likelihood), [B] each."""

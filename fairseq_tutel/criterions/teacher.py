@@ -21,7 +21,7 @@ from fairseq_tutel.checkpoint.files import has_an_end
 from fairseq_tutel.distillation.options import DistillationConfig
 from fairseq_tutel.moe.option_table import options_of
 from fairseq_tutel.plugin.feed_forward import contexts_of, moe_layers, unwrapped
-from fairseq_tutel.plugin.registration.stock_errors import is_machine_error
+from fairseq_tutel.plugin.registration.process import is_machine_error
 from fairseq_tutel.plugin.run_state import RUN, config_of
 
 logger = logging.getLogger(__name__)
@@ -44,20 +44,8 @@ class Teacher:
                 f"{FLAG} is {options.distill_teacher}, which is cut off or no checkpoint; give another."
             )
 
-    @property
-    def needs_all_ranks(self) -> bool:
-        """Whether ranks share its experts, so that all of them must call it equally often."""
-        return self.options.distill_teacher_parallel_size > 1
-
     def scores(self, words: tuple, named: dict[str, Any], device: torch.device, dummy: bool) -> Tensor:
-        """Return the teacher's scores [N, V] for a call of the student, without gradients.
-
-        Args:
-            words: positional arguments of the student's call.
-            named: its keyword arguments.
-            device: of the student.
-            dummy: the batch only keeps ranks in step.
-        """
+        """Return the scores [N, V] for a call of the student, without gradients; see `_Call`."""
         if self._model is None:
             self._model = self._opened(device)
         model, dtype = self._model, torch.bfloat16 if self.options.distill_teacher_bf16 else None
@@ -123,11 +111,9 @@ class Teacher:
 
 
 def _read(options: DistillationConfig) -> dict[str, Any]:
-    """Parse --distill-teacher-overrides."""
-    try:
+    found = None
+    with contextlib.suppress(SyntaxError, ValueError):
         found = ast.literal_eval(options.distill_teacher_overrides)
-    except (SyntaxError, ValueError):
-        found = None
     if not isinstance(found, dict):
         raise ValueError(
             f"--distill-teacher-overrides is {options.distill_teacher_overrides!r}; give a dictionary, as "

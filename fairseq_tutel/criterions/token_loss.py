@@ -12,7 +12,7 @@ from fairseq.models import FairseqDecoder
 from torch import Tensor
 
 from fairseq_tutel.kernels.first_order import first_order
-from fairseq_tutel.kernels.slabs import slabs
+from fairseq_tutel.kernels.row_chunks import row_chunks
 from fairseq_tutel.plugin.feed_forward import unwrapped
 
 
@@ -21,17 +21,8 @@ def token_loss(
 ) -> tuple[Tensor, Tensor]:
     """Return (loss, nll), summed over the rows whose target is not `ignored`.
 
-    nll = -log p(target); loss = (1 - s - s / (V - 1)) nll - s / (V - 1) * sum over words of log p.
-
-    Args:
-        logits_NV: [N, V], any float dtype.
-        target_N: [N] int64.
-        smoothing: s, from 0 to below 1.
-        ignored: target of rows that are not counted.
-
-    Returns:
-        loss: [] differentiable, in fp32 at least.
-        nll: [] without a gradient, likewise.
+    nll = -log p(target); loss = (1 - s - s / (V - 1)) nll - s / (V - 1) * sum over words of log p. Both are
+    [] in fp32 at least; nll has no gradient.
 
     Source: Szegedy et al. 2016, section 7, in fairseq's form, which gives the target no more than 1 - s.
     """
@@ -48,15 +39,17 @@ class _TokenLoss(torch.autograd.Function):
         spread = torch.zeros_like(nll)
         counts_N = target_N != ignored
         at_target_N = target_N.masked_fill(~counts_N, 0)
-        for rows in slabs(logits_NV):
+        for rows in row_chunks(logits_NV):
             logs_nV = torch.log_softmax(logits_NV[rows], dim=1, dtype=dtype)
             of_target_n = logs_nV.gather(1, at_target_N[rows].unsqueeze(1)).squeeze(1)
             nll -= of_target_n.masked_fill(~counts_N[rows], 0.0).sum()
             if smoothing:
                 spread -= logs_nV.sum(dim=1).masked_fill(~counts_N[rows], 0.0).sum()
         ctx.save_for_backward(logits_NV, at_target_N, counts_N)
-        ctx.factors = _factors(smoothing, logits_NV.shape[1])
-        of_target, of_each = ctx.factors
+        # The weights of the target's and of every word's log-probability.
+        of_each = smoothing / (logits_NV.shape[1] - 1) if smoothing else 0.0
+        of_target = 1 - smoothing - of_each
+        ctx.factors = of_target, of_each
         ctx.mark_non_differentiable(nll)
         # Two tensors: fairseq adds to the loss in place.
         return of_target * nll + of_each * spread, nll
@@ -69,7 +62,7 @@ class _TokenLoss(torch.autograd.Function):
         dlogits_NV = torch.empty_like(logits_NV)
         scales_N = torch.where(counts_N, dloss, 0.0)
         of_all = of_target + of_each * logits_NV.shape[1]
-        for rows in slabs(logits_NV):
+        for rows in row_chunks(logits_NV):
             scales_n1 = scales_N[rows].unsqueeze(1)
             own_nV = dlogits_NV[rows]
             same = own_nV.dtype == dloss.dtype
@@ -81,12 +74,6 @@ class _TokenLoss(torch.autograd.Function):
             if not same:
                 own_nV.copy_(d_nV)
         return dlogits_NV, None, None, None
-
-
-def _factors(smoothing: float, words: int) -> tuple[float, float]:
-    """Return the weights of the target's and of every word's log-probability."""
-    of_each = smoothing / (words - 1) if smoothing else 0.0
-    return 1 - smoothing - of_each, of_each
 
 
 class TokenLossMixin:

@@ -5,11 +5,7 @@ import math
 from typing import Any
 
 from fairseq import utils
-from fairseq.criterions import (
-    CRITERION_DATACLASS_REGISTRY,
-    CRITERION_REGISTRY,
-    register_criterion,
-)
+from fairseq.criterions import CRITERION_DATACLASS_REGISTRY, CRITERION_REGISTRY, register_criterion
 from fairseq.dataclass.utils import gen_parser_from_dataclass
 from fairseq.logging import metrics
 

@@ -5,27 +5,20 @@ top words. N rows, V words, K words of a teacher's answer, T temperature.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fairseq_tutel.kernels.first_order import first_order
-from fairseq_tutel.kernels.slabs import slabs
+from fairseq_tutel.kernels.row_chunks import row_chunks
 
 
-@dataclass(frozen=True)
-class Answers:
-    """A teacher's most probable words; the remaining probability is one additional word's.
+class Answers(NamedTuple):
+    """A teacher's most probable words; the remaining probability is one additional word's."""
 
-    Attributes:
-        words_NK: their IDs, int64.
-        logs_NK: log-probabilities under T, fp32 at least.
-    """
-
-    words_NK: Tensor
-    logs_NK: Tensor
+    words_NK: Tensor  # their IDs, int64
+    logs_NK: Tensor  # log-probabilities under T, fp32 at least
 
 
 def top_answers(scores_NV: Tensor, top_k: int, temperature: float) -> Answers:
@@ -44,24 +37,14 @@ def distillation_loss(
 ) -> Tensor:
     """Return T² * sum over rows of KL(p || q), p = softmax(teacher / T), q = softmax(scores / T).
 
-    With `Answers` there are K + 1 words: the named ones, and one with the remaining probability, in the
-    teacher and in the student. With K = V the result is the same as with logits.
-
-    Args:
-        scores_NV: [N, V] the student's logits, any float dtype.
-        teacher: [N, V] logits, or answers under the same T.
-        counts_N: [N] bool, which rows are tokens.
-        temperature: T.
-
-    Returns:
-        [] in fp32 at least, differentiable by the student's scores only.
+    With `Answers` under the same T there are K + 1 words: the named ones, and one with the remaining
+    probability, in the teacher and in the student. With K = V the result is the same as with logits.
+    It is [] in fp32 at least, differentiable by the student's scores only; `counts_N` has which rows are
+    tokens.
 
     Source: Hinton et al. 2015, section 2; Rajbhandari et al. 2022 (DeepSpeed-MoE), section 4.2.
     """
-    if isinstance(teacher, Answers):
-        given, words_NK = teacher.logs_NK, teacher.words_NK
-    else:
-        given, words_NK = teacher, None
+    words_NK, given = teacher if isinstance(teacher, Answers) else (None, teacher)
     return _Distillation.apply(scores_NV, given, words_NK, counts_N, float(temperature))
 
 
@@ -124,7 +107,7 @@ def _rest(logs_nK: Tensor) -> Tensor:
 
 def _logs(scores_NV: Tensor, temperature: float) -> Iterator[tuple[slice, Tensor]]:
     """Yield chunks of rows with their log-probabilities, which the caller may overwrite."""
-    for rows in slabs(scores_NV):
+    for rows in row_chunks(scores_NV):
         yield rows, _log_softmax(scores_NV[rows], temperature)
 
 

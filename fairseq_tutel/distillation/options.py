@@ -18,8 +18,7 @@ class DistillationConfig:
         "--distill-until it is the only loss",
     )
     distill_teacher: str = distillation(
-        "",
-        "the teacher's checkpoint, dense or MoE, full or sharded; it is opened at its first use",
+        "", "the teacher's checkpoint, dense or MoE, full or sharded; it is opened at its first use"
     )
     distill_teacher_overrides: str = distillation(
         "{}",
@@ -39,10 +38,7 @@ class DistillationConfig:
         1.0, "temperature T, the divisor of both models' logits", rule=POSITIVE
     )
     distill_until: int = distillation(
-        0,
-        "number of updates with the distillation loss; 0: all",
-        unit="updates",
-        rule=AT_LEAST_0,
+        0, "number of updates with the distillation loss; 0: all", unit="updates", rule=AT_LEAST_0
     )
     distill_top_k: int = distillation(
         0,

@@ -9,6 +9,7 @@
 n tokens of a sample, K words of an answer.
 """
 
+import contextlib
 import hashlib
 import json
 import logging
@@ -17,17 +18,15 @@ import secrets
 import struct
 import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NamedTuple, NoReturn
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from fairseq_tutel.checkpoint.files import temporary_of
 from fairseq_tutel.distillation.loss import Answers
-from fairseq_tutel.files.small import json_of
+from fairseq_tutel.files.small import json_of, temporary_beside
 
 logger = logging.getLogger(__name__)
 
@@ -48,8 +47,7 @@ def fingerprint(*texts: Tensor) -> bytes:
     return digest.digest()
 
 
-@dataclass(frozen=True, slots=True)
-class _Record:
+class _Record(NamedTuple):
     """The position of a record's answers in a file, with the values of its head."""
 
     path: Path
@@ -57,15 +55,6 @@ class _Record:
     tokens: int
     text: bytes
     check: int
-
-    def content(self, sample: int, top_k: int) -> bytes | None:
-        """Return the bytes of the answers; None if they, or their head, are corrupt."""
-        try:
-            with self.path.open("rb") as file:
-                content = os.pread(file.fileno(), 8 * self.tokens * top_k, self.start)
-        except OSError:
-            return None
-        return content if _check(sample, self.tokens, self.text, content) == self.check else None
 
 
 def _check(sample: int, tokens: int, text: bytes, content: bytes) -> int:
@@ -75,10 +64,7 @@ def _check(sample: int, tokens: int, text: bytes, content: bytes) -> int:
 class StoredLogits:
     """The answers in a folder, which is created if a teacher will fill it.
 
-    Args:
-        folder: its path.
-        facts: properties of the answers, by name in messages; the teacher is None without one.
-        top_k: K.
+    `facts` are properties of the answers, by name in messages; the teacher is None without one.
     """
 
     def __init__(self, folder: str, facts: Mapping[str, Any], top_k: int) -> None:
@@ -89,12 +75,7 @@ class StoredLogits:
         self._refuse_others({"version": VERSION, **facts})
 
     def read(self, sample: int, text: bytes) -> Answers | None:
-        """Return the answers to a sample, [n, K]; None if there are no whole ones.
-
-        Args:
-            sample: its ID in the data set.
-            text: the fingerprint of its tokens.
-        """
+        """Return the answers to a sample, [n, K]; None if there are no whole ones."""
         found = self._whole(sample)
         if found is None:
             self._look()
@@ -116,11 +97,14 @@ class StoredLogits:
         return Answers(words.long(), logs)
 
     def _whole(self, sample: int) -> tuple[_Record, bytes] | None:
+        """Return a record whose head and answers are not corrupt, and the bytes of its answers."""
         records = self._records.get(sample, [])
         while records:
-            content = records[-1].content(sample, self.top_k)
-            if content is not None:
-                return records[-1], content
+            record = records[-1]
+            with contextlib.suppress(OSError), record.path.open("rb") as file:
+                content = os.pread(file.fileno(), 8 * record.tokens * self.top_k, record.start)
+                if _check(sample, record.tokens, record.text, content) == record.check:
+                    return record, content
             logger.warning("%s: the answers to sample %d are damaged", records.pop().path, sample)
         return None
 
@@ -139,11 +123,12 @@ class StoredLogits:
                 self._own = name.open("xb", buffering=0)
             whole = self._own.write(record) == len(record)
         except OSError as error:
-            raise ValueError(
-                f"{FLAG} is {self.folder}, which can not be written: {error.strerror}."
-            ) from error
+            self._refuse_writing(error.strerror)
         if not whole:  # no record may follow it in this file
-            raise ValueError(f"{FLAG} is {self.folder}, which can not be written: the disk is full.")
+            self._refuse_writing("the disk is full")
+
+    def _refuse_writing(self, reason: str | None) -> NoReturn:
+        raise ValueError(f"{FLAG} is {self.folder}, which can not be written: {reason}.")
 
     def _refuse_others(self, facts: Mapping[str, Any]) -> None:
         path = self.folder / ABOUT
@@ -154,12 +139,10 @@ class StoredLogits:
                     "to write them."
                 )
             self._begin(path, facts)
-        try:
+        found = None
+        with contextlib.suppress(OSError, ValueError):
             found = json_of(path)
-            is_ours = isinstance(found, dict)
-        except (OSError, ValueError):
-            is_ours = False
-        if not is_ours:
+        if not isinstance(found, dict):
             raise ValueError(f"{FLAG} is {self.folder}, whose {ABOUT} is damaged; give another folder.")
         for what, value in facts.items():
             if value is not None and found.get(what) != value:
@@ -172,18 +155,11 @@ class StoredLogits:
         """Write the facts; if several processes do so at once, the first one's remain."""
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            written = Path(temporary_of(str(path)))
-            written.write_text(json.dumps(facts, indent=2) + "\n")
-            try:
+            with temporary_beside(path) as written, contextlib.suppress(FileExistsError):
+                Path(written).write_text(json.dumps(facts, indent=2) + "\n")
                 os.link(written, path)
-            except FileExistsError:
-                pass
-            finally:
-                written.unlink()
         except OSError as error:
-            raise ValueError(
-                f"{FLAG} is {self.folder}, which can not be written: {error.strerror}."
-            ) from error
+            self._refuse_writing(error.strerror)
 
     def _look(self) -> None:
         """Find records that were appended to any file since the last call."""
@@ -194,11 +170,11 @@ class StoredLogits:
             with path.open("rb") as file:
                 while start + HEAD.size <= end:
                     head = os.pread(file.fileno(), HEAD.size, start)
-                    magic, sample, tokens, text, check = HEAD.unpack(head)
-                    size = HEAD.size + 8 * tokens * self.top_k
-                    if magic != MAGIC or start + size > end:  # truncated, or still being written
+                    magic, sample, *values = HEAD.unpack(head)
+                    record = _Record(path, start + HEAD.size, *values)
+                    after = record.start + 8 * record.tokens * self.top_k
+                    if magic != MAGIC or after > end:  # truncated, or still being written
                         break
-                    record = _Record(path, start + HEAD.size, tokens, text, check)
                     self._records.setdefault(sample, []).append(record)
-                    start += size
+                    start = after
             self._scanned[path] = start

@@ -20,14 +20,8 @@ from fairseq_tutel.kernels.first_order import first_order
 def scores(logits_MNC: Tensor, target_N: Tensor) -> tuple[Tensor, Tensor]:
     """Return every member's cross entropy on every sample, and its divergence from uniform predictions.
 
-    CE = -log P(target); KL(U || P) = -log C - mean over the classes of log P.
-
-    Args:
-        logits_MNC: [M, N, C], any float dtype.
-        target_N: [N] int64.
-
-    Returns:
-        ce_MN and kl_MN: [M, N] in nats, fp32 at least, without gradients.
+    CE = -log P(target) and KL(U || P) = -log C - mean over the classes of log P are [M, N] in nats, in fp32
+    at least, without gradients.
     """
     with torch.no_grad():
         columns = [_scores_of_one(logits_NC, target_N) for logits_NC in logits_MNC]
@@ -47,12 +41,6 @@ def assign(ce_MN: Tensor, kl_MN: Tensor, overlap: int, beta: float) -> Tensor:
 
     This choice minimizes the confident loss, since the sum of all members' KL does not depend on it. Ties
     go to the lower member.
-
-    Args:
-        ce_MN: see `scores`.
-        kl_MN: see `scores`.
-        overlap: K, from 1 to M.
-        beta: weight of KL.
     """
     order_MN = (ce_MN - beta * kl_MN).argsort(dim=0, stable=True)
     chosen_MN = torch.zeros_like(ce_MN, dtype=torch.bool)
@@ -73,23 +61,19 @@ def confident_loss(
     labels_MN: Tensor | None = None,
     counts_N: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return the sum over samples and members of their losses, and which members learn which sample.
+    """Return the sum over samples and members of their losses in nats, and `assign`'s choice.
 
     The loss of a member that learns a sample is its cross entropy. That of another is beta * KL(U || P) or,
     with labels, beta * CE at its label: the mean over uniform labels is KL + log C, with KL's gradient.
     With K = M members are independent; with beta 0 it is multiple choice learning.
 
     Args:
-        logits_MNC: [M, N, C], any float dtype.
-        target_N: [N] int64.
+        logits_MNC: any float dtype.
+        target_N: int64.
         overlap: K, from 1 to M.
         beta: weight of the losses of members that do not learn a sample.
-        labels_MN: [M, N] int64 from `random_labels`; None for the exact loss.
-        counts_N: [N] bool, False for ignored samples; None if all count.
-
-    Returns:
-        loss: [] in nats, differentiable, in fp32 at least.
-        chosen_MN: [M, N] bool, see `assign`.
+        labels_MN: from `random_labels`; None for the exact loss.
+        counts_N: bool, False for ignored samples; None if all count.
     """
     if counts_N is not None:
         target_N = target_N.masked_fill(~counts_N, 0)

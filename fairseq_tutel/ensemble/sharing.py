@@ -4,8 +4,9 @@ M members.
 """
 
 import contextlib
-import threading
+import itertools
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from queue import SimpleQueue
 from typing import Any
 
@@ -24,12 +25,9 @@ def shared(features_M: Sequence[Tensor], keep: float, training: bool) -> list[Te
     if not training:
         all_of_them = torch.stack(list(features_M)).sum(dim=0)
         return [h + keep * (all_of_them - h) for h in features_M]
-    mixed = []
-    for m, h in enumerate(features_M):
-        for i, other in enumerate(features_M):
-            if i != m:
-                h = h + other * torch.empty_like(other).bernoulli_(keep)
-        mixed.append(h)
+    mixed = list(features_M)
+    for m, i in itertools.permutations(range(len(mixed)), 2):
+        mixed[m] = mixed[m] + features_M[i] * torch.empty_like(features_M[i]).bernoulli_(keep)
     return mixed
 
 
@@ -41,23 +39,17 @@ def run_and_share(
     """Run all members until their layer has its output, mix these by `share`, and run them to their end.
 
     Each forward runs in its own thread, since it must pause. Threads run one at a time in a fixed order, so
-    that random numbers and communication are reproducible.
-
-    Args:
-        members: the forward of each.
-        layers: the module of each where it pauses; its output is a tensor, or a sequence with one first.
-        share: mixes the M tensors.
-
-    Returns:
-        The outputs of the members.
+    that random numbers and communication are reproducible. A layer's output is a tensor, or a sequence with
+    one first.
     """
-    runs = [_Run(forward, layer) for forward, layer in zip(members, layers, strict=True)]
-    try:
-        mixed = share([run.until_pause() for run in runs])
-        return [run.to_end(h) for run, h in zip(runs, mixed, strict=True)]
-    finally:
-        for run in runs:
-            run.give_up()
+    with ThreadPoolExecutor(len(members)) as pool:
+        runs = [_Run(forward, layer) for forward, layer in zip(members, layers, strict=True)]
+        try:
+            mixed = share([run.until_pause(pool) for run in runs])
+            return [run.to_end(h) for run, h in zip(runs, mixed, strict=True)]
+        finally:
+            for run in runs:
+                run.give_up()
 
 
 class _GivenUpError(Exception):
@@ -68,52 +60,43 @@ class _Run:
     """A forward in a thread that pauses after one layer."""
 
     def __init__(self, forward: Callable[[], Any], layer: nn.Module) -> None:
-        self._forward, self._layer = forward, layer
-        self._events: SimpleQueue[tuple[str, Any]] = SimpleQueue()
+        self._forward, self._layer, self._set_modes = forward, layer, _modes()
+        # The layer's output, then the finished forward.
+        self._events: SimpleQueue[Tensor | Future] = SimpleQueue()
         self._features: SimpleQueue[Tensor | None] = SimpleQueue()
-        self._thread = threading.Thread(target=self._work, args=(_modes(),), daemon=True)
 
-    def until_pause(self) -> Tensor:
+    def until_pause(self, pool: ThreadPoolExecutor) -> Tensor:
         """Start; return the layer's output."""
-        self._thread.start()
-        event, value = self._events.get()
-        if event == "failed":
-            raise value
-        if event == "ended":
-            raise ValueError(
-                "a member's forward did not call the layer whose output is shared; name one in "
-                "--ensemble-share-after that every forward calls."
-            )
-        return value
+        pool.submit(self._work).add_done_callback(self._events.put)
+        event = self._events.get()
+        if torch.is_tensor(event):
+            return event
+        event.result()  # raises if the forward failed
+        raise ValueError(
+            "a member's forward did not call the layer whose output is shared; name one in "
+            "--ensemble-share-after that every forward calls."
+        )
 
     def to_end(self, feature: Tensor) -> Any:
         """Continue with this as the layer's output; return the forward's result."""
         self._features.put(feature)
-        event, value = self._events.get()
-        if event == "failed":
-            raise value
-        if event == "paused":
+        event = self._events.get()
+        if torch.is_tensor(event):
             raise ValueError(
                 "a member's forward calls the layer whose output is shared more than once; name "
                 "another in --ensemble-share-after."
             )
-        return value
+        return event.result()
 
     def give_up(self) -> None:
-        """End the thread in any state."""
-        if self._thread.is_alive():
-            self._features.put(None)
-            self._thread.join()
+        """End the forward if it is paused."""
+        self._features.put(None)
 
-    def _work(self, set_modes: Callable[[], contextlib.AbstractContextManager]) -> None:
+    def _work(self) -> Any:
         handle = self._layer.register_forward_hook(self._pause)
         try:
-            with set_modes():
-                self._events.put(("ended", self._forward()))
-        except _GivenUpError:
-            pass
-        except BaseException as error:
-            self._events.put(("failed", error))
+            with self._set_modes():
+                return self._forward()
         finally:
             handle.remove()
 
@@ -124,7 +107,7 @@ class _Run:
                 f"the layer whose output is shared returns {type(feature).__name__}, no tensor; name "
                 "another in --ensemble-share-after."
             )
-        self._events.put(("paused", feature))
+        self._events.put(feature)
         mixed = self._features.get()
         if mixed is None:
             raise _GivenUpError
@@ -134,8 +117,7 @@ class _Run:
 def _modes() -> Callable[[], contextlib.AbstractContextManager]:
     """Return a context manager that sets this thread's torch modes in another thread."""
     grad = torch.is_grad_enabled()
-    kinds = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
-    casts = [(kind, torch.get_autocast_dtype(kind)) for kind in kinds]
+    casts = [(k, torch.get_autocast_dtype(k)) for k in ("cpu", "cuda") if torch.is_autocast_enabled(k)]
     device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
 
     @contextlib.contextmanager

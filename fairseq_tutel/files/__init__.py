@@ -1,1 +1,1 @@
-"""Reading small untrusted files."""
+"""Reading small untrusted files, and replacing files atomically."""

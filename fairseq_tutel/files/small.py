@@ -1,32 +1,29 @@
-"""Reads small untrusted files: never waits, and limits their size and depth."""
+"""Reads small untrusted files: never waits, and limits their size and depth. Replaces files atomically."""
 
+import contextlib
 import errno
 import json
 import os
+import re
+import secrets
 import stat
+from collections.abc import Iterator
 from typing import Any
 
 # Plans of many ranks are the largest of these files.
 LARGEST_BYTES = 2**28
 # Characters of a value that an error message quotes.
 SHOWN = 60
+TEMPORARY = ".tmp"
 
 
 def content_of(path: str | os.PathLike, largest: int = LARGEST_BYTES) -> bytes:
-    """Return a file's bytes.
-
-    Raises:
-        OSError: it is no regular file, is too large or cannot be read.
-    """
+    """Return a file's bytes; a file that is not regular, too large or unreadable is an OSError."""
     return content_and_time(path, largest)[0]
 
 
 def content_and_time(path: str | os.PathLike, largest: int = LARGEST_BYTES) -> tuple[bytes, float]:
-    """Return a file's bytes and the time of its last change, in seconds.
-
-    Raises:
-        OSError: as above.
-    """
+    """Return a file's bytes as `content_of`, and the time of its last change, in seconds."""
     with open(path, "rb", opener=open_ordinary) as file:
         content = file.read(largest + 1)
         changed = os.fstat(file.fileno()).st_mtime
@@ -36,11 +33,7 @@ def content_and_time(path: str | os.PathLike, largest: int = LARGEST_BYTES) -> t
 
 
 def open_ordinary(path: str | os.PathLike, flags: int = os.O_RDONLY) -> int:
-    """Return a descriptor of a file; an `opener` of `open`.
-
-    Raises:
-        OSError: it is a pipe, a folder or a device, or cannot be opened.
-    """
+    """Return a descriptor of a file, as an `opener` of `open`; a pipe, folder or device is an OSError."""
     # Without O_NONBLOCK a pipe would wait here for a writer.
     descriptor = os.open(path, flags | os.O_CLOEXEC | os.O_NONBLOCK)
     mode = os.fstat(descriptor).st_mode
@@ -53,25 +46,45 @@ def open_ordinary(path: str | os.PathLike, flags: int = os.O_RDONLY) -> int:
 
 
 def json_of(path: str | os.PathLike) -> Any:
-    """Return what a JSON file holds.
-
-    Raises:
-        OSError: as above.
-        ValueError: it holds no JSON, or nests too deeply.
-    """
+    """Return what a JSON file holds; raise as `content_of` and `parse_json`."""
     return parse_json(content_of(path))
 
 
 def parse_json(text: str | bytes | bytearray, **options: Any) -> Any:
-    """Return what a JSON text holds; `options` are those of `json.loads`.
-
-    Raises:
-        ValueError: as above.
-    """
+    """Return what a JSON text holds, as `json.loads`; text that nests too deeply is a ValueError, too."""
     try:
         return json.loads(text if isinstance(text, str) else text.decode("utf-8"), **options)
     except RecursionError as error:
         raise ValueError("its JSON nests too deeply") from error
+
+
+def temporary_of(path: str | os.PathLike) -> str:
+    """Return an unused name in the folder of a file."""
+    return f"{os.fspath(path)}.{secrets.token_hex(4)}{TEMPORARY}"
+
+
+def is_temporary(name: str) -> bool:
+    """Whether a name is one of `temporary_of`."""
+    return re.fullmatch(r".+\.[0-9a-f]{8}" + re.escape(TEMPORARY), name) is not None
+
+
+@contextlib.contextmanager
+def temporary_beside(path: str | os.PathLike) -> Iterator[str]:
+    """Yield an unused name in the folder of a file, and remove a file of that name after the block."""
+    temporary = temporary_of(path)
+    try:
+        yield temporary
+    finally:
+        with contextlib.suppress(OSError):
+            os.remove(temporary)
+
+
+@contextlib.contextmanager
+def renamed_when_whole(path: str | os.PathLike) -> Iterator[str]:
+    """Yield a temporary name to write to, and rename that file to `path` after the block."""
+    with temporary_beside(path) as temporary:
+        yield temporary
+        os.replace(temporary, path)
 
 
 def printable(text: str) -> str:

@@ -11,26 +11,20 @@ from torch import Tensor
 from fairseq_tutel.checkpoint.quantized import Quantized
 
 ALIGNMENT = 64  # bytes, as for torch's own CPU tensors
-
-
 # Stored dtype and shape of an expert's tensor, and its format if it is quantized.
 Stored = tuple[torch.dtype, tuple[int, ...], Quantized | None]
 
 
 @dataclass(frozen=True)
 class Field:
-    """A stored tensor of one expert; dtype and shape are those of the storage if it is quantized."""
+    """A stored tensor of one expert in its buffer; dtype and shape are those of the storage."""
 
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
-    packed: Quantized | None
+    quantized: Quantized | None
     begin: int
-
-    @property
-    def end(self) -> int:
-        """The end of the tensor in bytes, exclusive."""
-        return self.begin + math.prod(self.shape) * self.dtype.itemsize
+    end: int
 
 
 @dataclass(frozen=True)
@@ -44,33 +38,28 @@ class BufferLayout:
     def of(cls, tensors: Mapping[str, Stored]) -> "BufferLayout":
         """Return the layout of tensors by name."""
         fields: list[Field] = []
-        end = 0
-        for name, stored in tensors.items():
-            fields.append(Field(name, *stored, end))
-            end = -(-fields[-1].end // ALIGNMENT) * ALIGNMENT
-        return cls(tuple(fields), end)
+        begin = 0
+        for name, (dtype, shape, quantized) in tensors.items():
+            end = begin + math.prod(shape) * dtype.itemsize
+            fields.append(Field(name, dtype, shape, quantized, begin, end))
+            begin = -(-end // ALIGNMENT) * ALIGNMENT
+        return cls(tuple(fields), begin)
 
 
 class Buffer:
-    """Memory for one expert.
-
-    Attributes:
-        memory: the whole buffer, as bytes.
-        tensors: views of the memory by name, in their stored dtype.
-        freed: on a GPU, the event after which the buffer may be written again.
-    """
+    """Memory for one expert: `memory` as bytes, and `tensors`, views by name in their stored dtype."""
 
     def __init__(self, layout: BufferLayout, memory: Tensor) -> None:
         self.layout, self.memory = layout, memory
         self.tensors = {f.name: memory[f.begin : f.end].view(f.dtype).view(f.shape) for f in layout.fields}
-        self._packed = {f.name: f.packed for f in layout.fields}
+        self._quantized = {f.name: f.quantized for f in layout.fields}
+        # On a GPU, the event after which the buffer may be written again.
         self.freed: torch.cuda.Event | None = None
 
     def tensor(self, name: str, dtype: torch.dtype) -> Tensor:
-        """Return a tensor in `dtype`, unpacked if quantized; a view of the memory if unchanged."""
-        packed = self._packed[name]
-        stored = self.tensors[name]
-        return (stored if packed is None else packed.dequantize(stored)).to(dtype)
+        """Return a tensor in `dtype`, dequantized; a view of the memory if unchanged."""
+        quantized, stored = self._quantized[name], self.tensors[name]
+        return (stored if quantized is None else quantized.dequantize(stored)).to(dtype)
 
     def note_free(self) -> None:
         """Record that only work that is already queued reads the buffer."""
@@ -95,11 +84,8 @@ def buffers_on_host(layout: BufferLayout, count: int) -> list[Buffer]:
         while len(buffers) < count:
             left = (count - len(buffers)) * layout.num_bytes
             together = max(1, 2 ** (left.bit_length() - 1) // layout.num_bytes)
-            memory = torch.empty(
-                together * layout.num_bytes,
-                dtype=torch.uint8,
-                pin_memory=torch.cuda.is_available(),
-            )
+            size, pinned = together * layout.num_bytes, torch.cuda.is_available()
+            memory = torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
             buffers += [Buffer(layout, part) for part in memory.split(layout.num_bytes)]
     return buffers
 

@@ -9,38 +9,37 @@ Key = tuple[int, int]  # of a stack and an expert
 
 
 class ExpertCache:
-    """The keys of cached experts.
+    """The keys of cached experts, with limits in bytes and in experts; None for no limit.
 
-    Args:
-        policy: the expert that is evicted first: `lfu`, the least frequently used since the store was
-            opened, of several the least recently used; `lru`, the least recently used; `fifo`, the one that
-            was fetched first.
-        most_bytes: the cache size in bytes; None for no limit.
-        most_experts: the cache size in experts; None for no limit.
+    The policy selects the expert that is evicted first: `lfu`, the least frequently used since the store
+    was opened, of several the least recently used; `lru`, the least recently used; `fifo`, the one that was
+    fetched first.
     """
 
     def __init__(self, policy: str, most_bytes: int | None, most_experts: int | None) -> None:
         self.policy, self.most_bytes, self.most_experts = policy, most_bytes, most_experts
         self._uses: Counter[Key] = Counter()
-        self._used: dict[Key, int] = {}
-        self._fetched: dict[Key, int] = {}
+        self._ranks: dict[Key, tuple[int, ...]] = {}  # the smallest is evicted first
         self._time = itertools.count(1)
-        self._kept: dict[Key, tuple[tuple[int, ...], int]] = {}
+        self._kept: dict[Key, tuple[tuple[int, ...], int]] = {}  # rank and bytes
         self._order: list[tuple[tuple[int, ...], Key]] = []
         self._bytes = 0
 
     def note_fetch(self, key: Key) -> None:
         """Record that an expert is fetched."""
-        self._fetched[key] = next(self._time)
+        if self.policy == "fifo":
+            self._ranks[key] = (next(self._time),)
 
     def note_use(self, key: Key) -> None:
         """Record that a block computes with an expert."""
         self._uses[key] += 1
-        self._used[key] = next(self._time)
+        if self.policy != "fifo":
+            uses = self._uses[key] if self.policy == "lfu" else 0
+            self._ranks[key] = uses, next(self._time)
 
     def put(self, key: Key, num_bytes: int) -> Iterator[Key]:
         """Add an expert; yield the evicted ones, which may include it."""
-        rank = self._rank(key)
+        rank = self._ranks.get(key, (0, 0))
         self._kept[key] = rank, num_bytes
         self._bytes += num_bytes
         heapq.heappush(self._order, (rank, key))
@@ -62,10 +61,3 @@ class ExpertCache:
         return (self.most_bytes is not None and self._bytes > self.most_bytes) or (
             self.most_experts is not None and len(self._kept) > self.most_experts
         )
-
-    def _rank(self, key: Key) -> tuple[int, ...]:
-        """Return an expert's rank; the smallest is evicted first."""
-        if self.policy == "fifo":
-            return (self._fetched[key],)
-        used = self._used.get(key, 0)
-        return (self._uses[key], used) if self.policy == "lfu" else (used,)

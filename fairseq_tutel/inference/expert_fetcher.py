@@ -26,16 +26,12 @@ class Source(Protocol):
 
 
 class Fetch:
-    """An expert that has been fetched into a buffer, or will be.
-
-    Attributes:
-        buffer: of the expert.
-        is_here: whether the buffer contains the expert.
-        is_new: whether no block has computed with it yet.
-    """
+    """An expert that has been fetched into a buffer, or will be."""
 
     def __init__(self, source: Source, expert: int, buffer: Buffer) -> None:
-        self.buffer, self.is_here, self.is_new = buffer, False, True
+        self.buffer = buffer
+        self.is_here = False  # whether the buffer contains the expert
+        self.is_new = True  # whether no block has computed with it yet
         self._source, self._expert = source, expert
         self._copied: torch.cuda.Event | None = None
 
@@ -111,7 +107,7 @@ class Fetcher:
                 if fetch in queue:
                     queue.remove(fetch)
                     return True
-        return False
+            return False
 
     def end(self, reason: str) -> None:
         """End the thread after its current read."""
@@ -150,21 +146,17 @@ class Fetcher:
                 if self._ended:
                     return
                 fetch = (self._wanted or self._ahead).popleft()
+            reason = ""
             try:
                 device = fetch.buffer.memory.device
                 if device.type == "cuda" and stream is None:
                     stream = torch.cuda.Stream(device)
                 fetch.run(stream)
-            except Exception as error:  # raised again in the threads that wait
-                self._fail(error)
-                return
+            except ValueError as error:  # about a file
+                reason = f"the expert store is closed: {error}"
+            except Exception as error:
+                cause = f"its thread failed ({type(error).__name__}: {error}); open the model again."
+                reason = f"the expert store is closed: {cause}"
             with self._changed:
+                self._ended = self._ended or reason
                 self._changed.notify_all()
-
-    def _fail(self, error: Exception) -> None:
-        reason = str(error)
-        if not isinstance(error, ValueError):  # not about a file
-            reason = f"its thread failed ({type(error).__name__}: {error}); open the model again."
-        with self._changed:
-            self._ended = self._ended or f"the expert store is closed: {reason}"
-            self._changed.notify_all()

@@ -1,39 +1,127 @@
-"""Sources of offloaded experts: shard files or host memory."""
+"""Sources of offloaded experts: shard files or host memory.
 
+Files are read with `os.preadv`, since the pages of a memory mapping would count as memory of the process. A
+piece's SHA-256 is checked at the first read; after that the file is trusted while its size and times do not
+change.
+"""
+
+import hashlib
+import os
+import struct
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from operator import itemgetter
+from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from fairseq_tutel.checkpoint.shards import ShardedTensor
+from fairseq_tutel.checkpoint.shards import Piece, ShardedTensor, unreadable
+from fairseq_tutel.files.small import open_ordinary, parse_json
 from fairseq_tutel.inference.expert_buffers import Buffer, BufferLayout, buffers_on_host
 from fairseq_tutel.inference.expert_fetcher import Source
-from fairseq_tutel.inference.expert_files import FromFiles, ShardFiles
 from fairseq_tutel.moe.expert_stack import ExpertStack
+
+MOST_OPEN = 64  # descriptors
+LONGEST_HEADER = 100_000_000  # bytes, as in safetensors' own reader
+AT_ONCE = 512  # buffers of a preadv, of which Linux takes 1,024
+
+Placed = tuple[int, int, memoryview]  # begin and end in a file, and the memory to read into
+
+
+class ShardFiles:
+    """The open files of a store; one thread calls it at a time."""
+
+    def __init__(self) -> None:
+        self._open: OrderedDict[Path, int] = OrderedDict()
+        self._identities: dict[Path, tuple[int, ...]] = {}
+        self._spans: dict[Path, dict[str, tuple[int, int]]] = {}
+        self._sound: set[tuple[Path, str]] = set()
+        self._staging: dict[BufferLayout, Buffer] = {}
+
+    def read(self, path: Path, wanted: Sequence[tuple[Piece, memoryview]]) -> None:
+        """Read pieces of a file into buffers of their sizes.
+
+        Raises:
+            ValueError: the file is missing, truncated, changed, unreadable or corrupt.
+        """
+        try:
+            descriptor = self._descriptor(path)
+            placed = []
+            for piece, into in wanted:
+                begin, end = self._spans[path].get(piece.key, (0, -1))
+                if end - begin != into.nbytes:
+                    raise unreadable(path, f"its {piece.key} is not what was saved")
+                placed.append((begin, end, into))
+            for run in _runs(sorted(placed, key=itemgetter(0))):
+                _read_whole(descriptor, [into for _, _, into in run], run[0][0])
+        except (OSError, EOFError) as error:
+            raise unreadable(path, getattr(error, "strerror", "") or str(error)) from error
+        for piece, into in wanted:
+            if (path, piece.key) not in self._sound:
+                if hashlib.sha256(into).hexdigest() != piece.digest:
+                    raise unreadable(path, f"its {piece.key} is not what was saved")
+                self._sound.add((path, piece.key))
+
+    def staging_of(self, layout: BufferLayout) -> Buffer:
+        """Return a buffer on the host, which the next read overwrites."""
+        if layout not in self._staging:
+            (self._staging[layout],) = buffers_on_host(layout, 1)
+        return self._staging[layout]
+
+    def close(self) -> None:
+        """Close all files."""
+        while self._open:
+            os.close(self._open.popitem()[1])
+
+    def _descriptor(self, path: Path) -> int:
+        """Return an open file that has not changed since it was first opened."""
+        if path not in self._open:
+            if len(self._open) >= MOST_OPEN:
+                os.close(self._open.popitem(last=False)[1])
+            self._open[path] = open_ordinary(path)
+        self._open.move_to_end(path)
+        descriptor = self._open[path]
+        status = os.fstat(descriptor)
+        identity = status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+        if self._identities.setdefault(path, identity) != identity:
+            raise unreadable(path, "it was changed while it was in use")
+        if path not in self._spans:
+            self._spans[path] = _read_header(path, descriptor, status.st_size)
+        return descriptor
+
+
+class FromFiles:
+    """The experts of a stack in shard files."""
+
+    def __init__(self, files: ShardFiles, tensors: Mapping[str, ShardedTensor], first: int) -> None:
+        self._files, self._tensors, self._first = files, tensors, first
+        self.layout = BufferLayout.of({name: (*t.stored, t.quantized) for name, t in tensors.items()})
+
+    def read(self, expert: int, buffer: Buffer) -> None:
+        """Read an expert into a buffer; on a GPU, by way of one on the host."""
+        on_host = self._files.staging_of(self.layout) if buffer.memory.is_cuda else buffer
+        by_file: dict[Path, list[tuple[Piece, memoryview]]] = {}
+        for name, tensor in self._tensors.items():
+            piece = tensor.pieces[self._first + expert]
+            by_file.setdefault(tensor.path_of(piece), []).append((piece, on_host.bytes[name]))
+        for path, wanted in by_file.items():
+            self._files.read(path, wanted)
+        if on_host is not buffer:
+            buffer.memory.copy_(on_host.memory, non_blocking=True)
+            torch.cuda.current_stream(buffer.memory.device).synchronize()  # the next read reuses it
 
 
 class FromHost:
     """The experts of a stack in host memory, one buffer each."""
 
-    def __init__(self, layout: BufferLayout, buffers: Sequence[Buffer]) -> None:
-        self.layout, self._buffers = layout, buffers
+    def __init__(self, layout: BufferLayout, count: int) -> None:
+        self.layout, self.buffers = layout, buffers_on_host(layout, count)
 
     def read(self, expert: int, buffer: Buffer) -> None:
         """Copy an expert into a buffer; on a GPU, in the current stream."""
-        buffer.memory.copy_(self._buffers[expert].memory, non_blocking=True)
-
-
-class _FromTensors:
-    """The experts of a stack in its tensors."""
-
-    def __init__(self, tensors: Mapping[str, Tensor], stack: ExpertStack) -> None:
-        self._tensors = tensors
-        self._first = {n: stack.first if len(t) > stack.num_local else 0 for n, t in tensors.items()}
-        self.layout = BufferLayout.of({n: (t.dtype, tuple(t.shape[1:]), None) for n, t in tensors.items()})
-
-    def read(self, expert: int, buffer: Buffer) -> None:
-        for name, tensor in self._tensors.items():
-            buffer.tensors[name].copy_(tensor[self._first[name] + expert].detach())
+        buffer.memory.copy_(self.buffers[expert].memory, non_blocking=True)
 
 
 def source_of(stack: ExpertStack, tensors: Mapping[str, Any], tier: str, files: ShardFiles) -> Source:
@@ -50,16 +138,27 @@ def source_of(stack: ExpertStack, tensors: Mapping[str, Any], tier: str, files: 
     for name in stack.names:
         _check_tensor(stack, name, tensors.get(name))
     tensors = {name: tensors[name] for name in stack.names}
-    sharded = {name: t for name, t in tensors.items() if isinstance(t, ShardedTensor)}
-    if len(sharded) == len(tensors):
-        on_disk = FromFiles(files, sharded, stack.first)
-        return on_disk if tier == "disk" else _in_host_memory(on_disk, stack.num_local)
-    if sharded or tier == "disk":
+    sharded = [isinstance(tensor, ShardedTensor) for tensor in tensors.values()]
+    if not all(sharded) and (any(sharded) or tier == "disk"):
         raise ValueError(
             "tier (--moe-expert-tier) is disk, but these experts are not in shard files of a checkpoint; "
             "write them with `python -m fairseq_tutel convert sharded`, or choose host."
         )
-    return _in_host_memory(_FromTensors(tensors, stack), stack.num_local)
+    if all(sharded):
+        on_disk = FromFiles(files, tensors, stack.first)
+        if tier == "disk":
+            return on_disk
+        in_memory = FromHost(on_disk.layout, stack.num_local)
+        for expert, buffer in enumerate(in_memory.buffers):
+            on_disk.read(expert, buffer)
+        return in_memory
+    layout = BufferLayout.of({n: (t.dtype, tuple(t.shape[1:]), None) for n, t in tensors.items()})
+    in_memory = FromHost(layout, stack.num_local)
+    for name, tensor in tensors.items():
+        first = stack.first if len(tensor) > stack.num_local else 0
+        for expert, buffer in enumerate(in_memory.buffers):
+            buffer.tensors[name].copy_(tensor[first + expert].detach())
+    return in_memory
 
 
 def _check_tensor(stack: ExpertStack, name: str, tensor: Any) -> None:
@@ -83,9 +182,50 @@ def _check_tensor(stack: ExpertStack, name: str, tensor: Any) -> None:
         )
 
 
-def _in_host_memory(source: Source, num_local: int) -> FromHost:
-    """Read all experts into host memory."""
-    buffers = buffers_on_host(source.layout, num_local)
-    for expert, buffer in enumerate(buffers):
-        source.read(expert, buffer)
-    return FromHost(source.layout, buffers)
+def _read_header(path: Path, descriptor: int, size: int) -> dict[str, tuple[int, int]]:
+    """Return the begin and end of each tensor's bytes in a safetensors file."""
+    prefix = bytearray(8)
+    _read_whole(descriptor, [memoryview(prefix)], 0)
+    (length,) = struct.unpack("<Q", prefix)
+    if length > min(LONGEST_HEADER, size - 8):
+        raise EOFError("it ends before its header does")
+    text = bytearray(length)
+    _read_whole(descriptor, [memoryview(text)], 8)
+    try:
+        entries = {k: v["data_offsets"] for k, v in parse_json(text).items() if k != "__metadata__"}
+        spans = {key: (8 + length + begin, 8 + length + end) for key, (begin, end) in entries.items()}
+        last = max((end for _, end in spans.values()), default=size)
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise unreadable(path, "its header is none of a safetensors file") from error
+    if last != size:
+        raise EOFError("its length is not what it was")
+    return spans
+
+
+def _runs(placed: Sequence[Placed]) -> list[list[Placed]]:
+    """Group adjacent spans of a file, which one call reads."""
+    runs: list[list[Placed]] = []
+    for one in placed:
+        if runs and runs[-1][-1][1] == one[0] and len(runs[-1]) < AT_ONCE:
+            runs[-1].append(one)
+        else:
+            runs.append([one])
+    return runs
+
+
+def _read_whole(descriptor: int, buffers: Sequence[memoryview], offset: int) -> None:
+    """Fill buffers with the bytes from `offset`.
+
+    Raises:
+        EOFError: the file ends before.
+    """
+    left = [buffer for buffer in buffers if buffer.nbytes]
+    while left:
+        count = os.preadv(descriptor, left, offset)
+        if count == 0:
+            raise EOFError("it is shorter than it was")
+        offset += count
+        while left and count >= left[0].nbytes:
+            count -= left.pop(0).nbytes
+        if count:
+            left[0] = left[0][count:]

@@ -16,66 +16,33 @@ from torch import Tensor
 from fairseq_tutel.inference.expert_buffers import Buffer, BufferPool
 from fairseq_tutel.inference.expert_cache import ExpertCache, Key
 from fairseq_tutel.inference.expert_fetcher import Fetch, Fetcher, Source
-from fairseq_tutel.inference.expert_files import ShardFiles
-from fairseq_tutel.inference.expert_sources import source_of
+from fairseq_tutel.inference.expert_sources import ShardFiles, source_of
 from fairseq_tutel.kernels import backend_for
 from fairseq_tutel.kernels.groups import Groups
-from fairseq_tutel.kernels.weights import Apart
+from fairseq_tutel.kernels.weights import ExpertTensorList
 from fairseq_tutel.moe.expert_stack import ExpertStack, Tensors, Weights
-from fairseq_tutel.moe.store_options import EVICTIONS, STORE_POLICIES, STORE_TIERS, cache_limits
+from fairseq_tutel.moe.option_table import EVICTIONS, STORE_POLICIES, STORE_TIERS, cache_limits
 
 
 @dataclass
 class Counters:
-    """Statistics of a store.
+    """Statistics of a store."""
 
-    Attributes:
-        calls: of blocks.
-        asked: experts with rows, summed over calls.
-        fetches: experts that were read, ahead or on demand.
-        hits: experts with rows that were in memory from an earlier use.
-        cancelled: fetches ahead that were cancelled before they began.
-        bytes: that were read.
-        waits: calls that waited for an expert.
-        seconds_waited: by these calls.
-        peak_experts: the largest number in memory, with the cache.
-        peak_bytes: of these, in their stored format.
-    """
-
-    calls: int = 0
-    asked: int = 0
-    fetches: int = 0
-    hits: int = 0
-    cancelled: int = 0
-    bytes: int = 0
-    waits: int = 0
+    calls: int = 0  # of blocks
+    asked: int = 0  # experts with rows, summed over calls
+    fetches: int = 0  # experts that were read, ahead or on demand
+    hits: int = 0  # experts with rows that were in memory from an earlier use
+    cancelled: int = 0  # fetches ahead that were cancelled before they began
+    bytes: int = 0  # that were read
+    waits: int = 0  # calls that waited for an expert
     seconds_waited: float = 0.0
-    peak_experts: int = 0
-    peak_bytes: int = 0
+    peak_experts: int = 0  # the largest number in memory, with the cache
+    peak_bytes: int = 0  # of these, in their stored format
 
-    def note_call(self, asked: int, hits: int) -> None:
-        """Record a block's call."""
-        self.calls += 1
-        self.asked += asked
-        self.hits += hits
-
-    def note_fetch(self, num_bytes: int, resident: int, resident_bytes: int) -> None:
-        """Record a read expert, and the experts in memory with it."""
-        self.fetches += 1
-        self.bytes += num_bytes
-        self.peak_experts = max(self.peak_experts, resident)
-        self.peak_bytes = max(self.peak_bytes, resident_bytes)
-
-    def note_cancelled(self, num_bytes: int) -> None:
-        """Record that a fetch was cancelled."""
-        self.cancelled += 1
-        self.fetches -= 1
-        self.bytes -= num_bytes
-
-    def note_wait(self, seconds: float) -> None:
-        """Record that a call waited."""
-        self.waits += 1
-        self.seconds_waited += seconds
+    def add(self, **amounts: float) -> None:
+        """Add amounts to counters by name."""
+        for name, amount in amounts.items():
+            setattr(self, name, getattr(self, name) + amount)
 
 
 class ExpertStore:
@@ -91,68 +58,56 @@ class ExpertStore:
             y, _ = layer(torch.randn(1, 512))
             print(store.counters)
 
-    Experts in memory at the same time, in addition to the cache:
+    One thread reads. It ends with `close`, with the process, or with an error, which the next use raises. A
+    deep copy of a model shares its store. A forked process or a second thread needs its own store. A model
+    in a store can be neither saved nor loaded.
 
-    ==============  ===========================================================================
-    on-demand       the n experts of one call
-    pregated        those of two calls: of this block and of the prefetched one (of N + 1 calls if
-                    blocks are prefetched N ahead)
-    prefetch-all    2 E: while a block computes, all experts of the next block are fetched
-    ==============  ===========================================================================
-
-    One thread reads. It ends with `close`, with the process, or with an error, which the next use raises.
-    A deep copy of a model shares its store. A forked process or a second thread needs its own store. A
-    model in a store can be neither saved nor loaded.
-
-    Args:
-        policy: `on-demand` fetches the experts of a call; `pregated` also those of `prefetch`;
-            `prefetch-all` all experts of the next block, which is the one that followed the last time, at
-            first the one that was added next.
-        tier: `disk` for the shard files of a checkpoint, or `host` for memory (pinned if there is a GPU).
-        cache: the cache size in experts or, with a unit (`"2GiB"`), in bytes.
-        eviction: of the cache; see `ExpertCache`.
+    Policies: `on-demand` fetches the experts of a call; `pregated` also those of `prefetch`; `prefetch-all`
+    all experts of the next block, which is the one that followed the last time, at first the one that was
+    added next. Tiers: `disk` for the shard files of a checkpoint, `host` for memory (pinned if there is a
+    GPU). The cache size is in experts or, with a unit (`"2GiB"`), in bytes; eviction: see `ExpertCache`.
+    Memory of each policy: docs/inference.md.
 
     Raises:
         ValueError: an unknown policy, tier or eviction.
     """
 
     def __init__(
-        self,
-        policy: str = "on-demand",
-        tier: str = "disk",
-        cache: int | str = 0,
-        eviction: str = "lfu",
+        self, policy: str = "on-demand", tier: str = "disk", cache: int | str = 0, eviction: str = "lfu"
     ) -> None:
-        _refuse_unknown("policy", policy, STORE_POLICIES)
-        _refuse_unknown("tier", tier, STORE_TIERS)
-        _refuse_unknown("eviction", eviction, EVICTIONS)
+        for argument, value, known in (
+            ("policy", policy, STORE_POLICIES),
+            ("tier", tier, STORE_TIERS),
+            ("eviction", eviction, EVICTIONS),
+        ):
+            if value not in known:
+                choices = ", ".join(known)
+                raise ValueError(f"{argument} of an expert store is {value!r}; choose from {choices}.")
         self.policy, self.tier = policy, tier
         self.counters = Counters()
         self._cache = ExpertCache(eviction, *cache_limits(cache))
         self._stacks: list[tuple[ExpertStack, Source]] = []
-        self._followers: dict[int, int] = {}
+        self._followers: dict[int, int] = {}  # the block that followed each block the last time
         self._last = -1
-        self._fetches: dict[Key, Fetch] = {}
-        self._used: set[Key] = set()
+        self._fetches: dict[Key, Fetch] = {}  # of all experts in memory, with the cache
+        self._used: set[Key] = set()  # by the current call
         self._prefetched: dict[int, set[Key]] = {}
-        self._bytes = 0
+        self._bytes = 0  # of `_fetches`
         self._buffers, self._files, self._fetcher = BufferPool(), ShardFiles(), Fetcher()
         self._close = weakref.finalize(self, _end, self._fetcher, self._files)
 
     def add(self, stack: ExpertStack, tensors: Mapping[str, Any] | None = None) -> None:
         """Offload a layer's experts to the store, and free the stack's parameters.
 
-        Args:
-            stack: `layer.experts`.
-            tensors: by name, of all E experts or of this rank's: `ShardedTensor`s of a checkpoint or, on
-                tier `host`, tensors. None for the stack's own, on tier `host`.
+        `tensors` by name have all E experts or this rank's: `ShardedTensor`s of a checkpoint or, on tier
+        `host`, tensors (default: the stack's own).
 
         Raises:
             ValueError: the tensors do not fit the stack or the tier, or a file cannot be read.
         """
         self._fetcher.refuse_ended()
         own = {name: getattr(stack, name) for name in stack.names}
-        source = self.source_of(stack, own if tensors is None else tensors)
+        source = source_of(stack, own if tensors is None else tensors, self.tier, self._files)
         limit, size = self._cache.most_bytes, source.layout.num_bytes
         if limit is not None and 0 < limit < size:
             raise ValueError(
@@ -186,18 +141,12 @@ class ExpertStore:
             "checkpoint there."
         )
 
-    def source_of(self, stack: ExpertStack, tensors: Mapping[str, Any]) -> Source:
-        """Return the source of a stack's experts; see `add`."""
-        return source_of(stack, tensors, self.tier, self._files)
-
     def prefetch(self, index: int, experts: Iterable[int]) -> None:
         """Begin to fetch experts of a stack."""
         with self._closed_on_error():
             self._release(self._used)
             self._used = set()
             self._prefetch(index, experts)
-
-    expect = prefetch  # the former name
 
     def take(self, index: int, experts: Sequence[int]) -> list[Buffer]:
         """Return the buffers of experts of a stack; they are valid until the next call of any block.
@@ -206,17 +155,16 @@ class ExpertStore:
             ValueError: an expert cannot be fetched.
         """
         with self._closed_on_error():
-            wanted, was_prefetched = (
-                {(index, e) for e in experts},
-                self._prefetched.pop(index, set()),
-            )
-            self._release((self._used | was_prefetched) - wanted)
+            wanted = {(index, e) for e in experts}
+            self._release((self._used | self._prefetched.pop(index, set())) - wanted)
             self._used = wanted
             fetches = [self._hold((index, e)) for e in experts]
             if self.policy == "prefetch-all":
                 self._prefetch_next(index)
-            self._wait(fetches)
-            self.counters.note_call(len(fetches), sum([fetch.use() for fetch in fetches]))
+            begin = time.perf_counter()
+            if self._fetcher.wait(fetches):
+                self.counters.add(waits=1, seconds_waited=time.perf_counter() - begin)
+            self.counters.add(calls=1, asked=len(fetches), hits=sum([fetch.use() for fetch in fetches]))
             for expert in experts:
                 self._cache.note_use((index, expert))
         return [fetch.buffer for fetch in fetches]
@@ -230,11 +178,6 @@ class ExpertStore:
         except BaseException:
             self.close()
             raise
-
-    def _wait(self, fetches: Sequence[Fetch]) -> None:
-        begin = time.perf_counter()
-        if self._fetcher.wait(fetches):
-            self.counters.note_wait(time.perf_counter() - begin)
 
     def _prefetch_next(self, index: int) -> None:
         """Fetch all experts of the block that followed this one the last time."""
@@ -262,8 +205,11 @@ class ExpertStore:
             buffer = self._buffers.take(source.layout, stack.device)
             self._fetches[key] = Fetch(source, key[1], buffer)
             self._cache.note_fetch(key)
-            self._bytes += source.layout.num_bytes
-            self.counters.note_fetch(source.layout.num_bytes, len(self._fetches), self._bytes)
+            num_bytes, counters = source.layout.num_bytes, self.counters
+            self._bytes += num_bytes
+            counters.add(fetches=1, bytes=num_bytes)
+            counters.peak_experts = max(counters.peak_experts, len(self._fetches))
+            counters.peak_bytes = max(counters.peak_bytes, self._bytes)
             self._fetcher.request(self._fetches[key], ahead)
         return self._fetches[key]
 
@@ -273,7 +219,7 @@ class ExpertStore:
             fetch = self._fetches[key]
             num_bytes = fetch.buffer.layout.num_bytes
             if not fetch.is_here and self._fetcher.cancel(fetch):
-                self.counters.note_cancelled(num_bytes)
+                self.counters.add(cancelled=1, fetches=-1, bytes=-num_bytes)
                 self._free(key)
                 continue
             for leaving in self._cache.put(key, num_bytes):
@@ -323,19 +269,11 @@ def _tensors(stack: ExpertStack, name: str, buffers: Sequence[Buffer]) -> Any:
     like: Tensor = getattr(stack, name)
     if not buffers:  # one expert without rows, for its shapes
         return torch.zeros((), dtype=like.dtype, device=stack.device).expand(1, *like.shape[1:])
-    apart = Apart(
-        lambda index: buffers[index].tensor(name, like.dtype),
-        (len(buffers), *like.shape[1:]),
-        like.dtype,
-    )
+    shape = (len(buffers), *like.shape[1:])
+    tensors = ExpertTensorList(lambda index: buffers[index].tensor(name, like.dtype), shape, like.dtype)
     if backend_for(stack.config.backend, stack.device)[0] == "reference":
-        return apart
-    return torch.stack([apart[index] for index in range(len(buffers))])
-
-
-def _refuse_unknown(argument: str, value: str, known: Sequence[str]) -> None:
-    if value not in known:
-        raise ValueError(f"{argument} of an expert store is {value!r}; choose from {', '.join(known)}.")
+        return tensors
+    return torch.stack([tensors[index] for index in range(len(buffers))])
 
 
 def _end(fetcher: Fetcher, files: ShardFiles) -> None:

@@ -27,21 +27,16 @@ def next_layer(requests: Sequence[int]) -> int | None:
 class Lockstep:
     """One rank's side of the lockstep.
 
-    A rank that fails sends no message: its connections break, so that the others' next agreement fails.
-
-    Args:
-        group: the ranks that share experts, None for all. Each must `add` the same layers in the same
-            order, and call `end`.
-
-    Attributes:
-        calls: this rank's own calls.
-        served: calls of other ranks that this rank joined without tokens.
+    `group` has the ranks that share experts, None for all. Each must `add` the same layers in the same
+    order, and call `end`. A rank that fails sends no message: its connections break, so that the others'
+    next agreement fails.
     """
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self.group = group
         self.layers: list[Callable[[], None]] = []
-        self.calls = self.served = 0
+        self.calls = 0  # of this rank
+        self.served = 0  # calls of other ranks that this rank joined without tokens
 
     def add(self, run_without_tokens: Callable[[], None]) -> int:
         """Return the index of a new layer; `run_without_tokens` joins the collectives of a call."""
@@ -69,7 +64,6 @@ class Lockstep:
             self._join(requests)
 
     def _requests(self, own: int) -> list[int]:
-        """Return the requests of all ranks, given this rank's own."""
         device = "cuda" if dist.get_backend(self.group) == "nccl" else "cpu"
         request = torch.tensor(own, device=device)
         return all_gather(request, "the agreement on the next layer", self.group).tolist()

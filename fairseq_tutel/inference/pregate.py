@@ -8,8 +8,7 @@ T tokens, D model_dim. Source: Pre-gated MoE (Hwang et al. 2024).
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,11 +20,9 @@ from fairseq_tutel.options.option import is_whole
 
 
 def pregate(layers: Sequence[MoELayer], ahead: int) -> None:
-    """Give the gate of each layer the input of the layer `ahead` before it.
+    """Give the gate of each layer the input of the layer `ahead` (N) before it; 0 disables pre-gating.
 
-    Args:
-        layers: the MoE layers of one stack, in the order in which every forward calls them.
-        ahead: N; 0 disables pre-gating.
+    `layers` are the MoE layers of one stack, in the order in which every forward calls them.
 
     Raises:
         ValueError: an invalid N, a repeated layer, or layers of different model_dim.
@@ -56,8 +53,7 @@ def refuse_too_far(ahead: int, blocks: Mapping[str, int]) -> None:
         raise ValueError(f"pregate (--moe-pregate) is {ahead!r} but {has}; {fix}.")
 
 
-@dataclass(frozen=True)
-class _Ahead:
+class _Ahead(NamedTuple):
     """A routing for a later layer, with its call and whether it has gradients."""
 
     routing: Routing

@@ -10,7 +10,6 @@ register()
 
 from fairseq_tutel.models import (  # noqa: E402
     ensemble,  # noqa: F401
-    moe_transformer_lm,  # noqa: F401
     swin_v2,  # noqa: F401
     variants,  # noqa: F401
 )

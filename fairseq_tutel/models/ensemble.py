@@ -2,8 +2,7 @@
 
 Members are in the state dict under `members.0.`, `members.1.`, …. They are built in order, so that each
 draws other weights, and the first draws those of a single model. They run in order, too: a batched forward
-(torch.func's functional_call and vmap over stacked weights) took from 1.2 to 3.1 times as long on a CPU,
-for forward and backward of 5 members, from a network of 32 hidden units to transformers.
+is slower (docs/ensembles.md).
 
 M members, C classes.
 """
@@ -79,13 +78,14 @@ class EnsembleModel(BaseFairseqModel):
         """Build the members, each with its own experts, if any."""
         config = read(EnsembleConfig, args)
         refuse_bad_values(config)
-        training, seed = is_training(task, args), _seed(task)
-        members = []
+        root, members = root_of(task), []
+        seed = int(root.common.seed) if root is not None else 1
+        seeds_layers = is_training(task, args)
         for m in range(config.ensemble_size):
             with _logging_once(is_first=m == 0):
                 member = build_model(_member_options(args, task), task)
             for layer in moe_layers(member):
-                layer.become_member(m, seed if training else None)
+                layer.become_member(m, seed if seeds_layers else None)
             members.append(member)
         if getattr(task, "moe_tuner", None) is not None:
             raise ValueError(
@@ -102,10 +102,9 @@ class EnsembleModel(BaseFairseqModel):
     def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, dict[str, Tensor]]:
         """Return (log of the mean of members' probabilities [..., C], {"member_logits": [M, ..., C]})."""
         runs = [partial(member, *args, **kwargs) for member in self.members]
-        name = self.config.ensemble_share_after
-        if name:
+        if self.config.ensemble_share_after:
             share = partial(shared, keep=self.config.ensemble_share_keep, training=self.training)
-            layers = [member.get_submodule(name) for member in self.members]
+            layers = [member.get_submodule(self.config.ensemble_share_after) for member in self.members]
             outputs = run_and_share(runs, layers, share)
         else:
             outputs = [run() for run in runs]
@@ -163,7 +162,6 @@ class EnsembleModel(BaseFairseqModel):
 
 
 def _class_of(arch: str) -> Any:
-    """Return the model class of the members' architecture."""
     if not arch:
         raise ValueError(
             "--arch ensemble_of needs the architecture of its members; name it in --ensemble-arch."
@@ -177,7 +175,7 @@ def _class_of(arch: str) -> Any:
 
 
 def _member_options(args: Any, task: Any) -> Any:
-    """Return a member's configuration: a namespace or its dataclass, as its architecture expects."""
+    """Return a namespace or its dataclass, as the members' architecture expects."""
     arch = args.ensemble_arch
     options = getattr(_class_of(arch), "__dataclass", None)
     flat: Any = OmegaConf.to_container(args, resolve=True) if OmegaConf.is_config(args) else vars(args)
@@ -196,14 +194,8 @@ def _member_options(args: Any, task: Any) -> Any:
     return member
 
 
-def _seed(task: Any) -> int:
-    root = root_of(task)
-    return int(root.common.seed) if root is not None else 1
-
-
 @contextmanager
 def _logging_once(is_first: bool) -> Iterator[None]:
-    """Suppress info messages of all members but the first."""
     before = logging.root.manager.disable
     logging.disable(before if is_first else max(before, logging.INFO))
     try:

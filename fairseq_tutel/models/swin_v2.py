@@ -10,8 +10,7 @@ from typing import Any
 from fairseq.models import BaseFairseqModel, register_model
 from torch import nn
 
-from fairseq_tutel.moe.model_options import SidesConfig
-from fairseq_tutel.moe.option_table import options_of
+from fairseq_tutel.moe.option_table import SidesConfig, options_of
 from fairseq_tutel.options.option import options_in, read, refuse_bad_values
 from fairseq_tutel.plugin.install import MoEModelMixin, install_experts
 from fairseq_tutel.plugin.registration.flags import made

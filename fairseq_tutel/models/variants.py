@@ -3,9 +3,12 @@
 Like the stock models, most have no dataclass: fairseq-train cannot build a nested one.
 """
 
+import argparse
 import dataclasses
+import logging
 from collections.abc import Callable
 from contextvars import ContextVar
+from functools import partial
 from typing import Any, ClassVar
 
 from fairseq.dataclass.utils import gen_parser_from_dataclass
@@ -32,53 +35,34 @@ from fairseq.models.speech_to_text import ConvTransformerModel, S2TTransformerMo
 from fairseq.models.speech_to_text.s2t_conformer import S2TConformerModel
 from fairseq.models.text_to_speech import TTSTransformerModel
 from fairseq.models.transformer import TransformerModel
+from fairseq.models.transformer_lm import TransformerLanguageModel, TransformerLanguageModelConfig
 from fairseq.models.transformer_ulm import TransformerUnitLanguageModel
 from fairseq.models.wav2vec import Wav2Vec2Model, Wav2Vec2Seq2SeqModel, Wav2VecCtc
 from fairseq.models.wav2vec.wav2vec2_classification import Wav2VecClassification
-from omegaconf import open_dict
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import OmegaConf, open_dict
 
 from fairseq_tutel.plugin.feed_forward import moe_layers, watch_padding
 from fairseq_tutel.plugin.install import MoEModelMixin, install_experts, refuse_options
-from fairseq_tutel.plugin.registration.flags import (
-    EncoderDecoderOptions,
-    ModelOptions,
-    defaults,
-    fill_in,
-)
+from fairseq_tutel.plugin.registration.flags import EncoderDecoderOptions, ModelOptions, defaults, fill_in
 from fairseq_tutel.plugin.registration.variants import change_class, variant_of
 from fairseq_tutel.plugin.run_state import is_opened, root_of
 
+logger = logging.getLogger(__name__)
+
 BOTH = ("encoder", "decoder")
-# Sides of a model whose layers have an fc1, by stock class, for its subclasses, too.
-SIDES = {
-    RobertaModel: ("encoder",),
-    MaskedLMModel: ("encoder",),
-    Wav2Vec2Model: ("encoder",),
-    HubertModel: ("encoder",),
-    LightConvLanguageModel: ("decoder",),
-    TransformerUnitLanguageModel: ("decoder",),
-    SpeechDLM: ("decoder",),
-    TransformerModel: BOTH,
-    MultilingualTransformerModel: BOTH,
-    RobertaEncDecModel: BOTH,
-    LightConvModel: BOTH,
-    S2TTransformerModel: BOTH,
-    ConvTransformerModel: BOTH,
-    TTSTransformerModel: BOTH,
-    S2STransformerMultitaskModelBase: BOTH,
+# Sides of a model whose layers have an fc1, for its subclasses, too.
+SIDES = (
+    (("encoder",), (RobertaModel, MaskedLMModel, Wav2Vec2Model, HubertModel)),
+    (("decoder",), (LightConvLanguageModel, TransformerUnitLanguageModel, SpeechDLM)),
     # Conformer layers have two FFNs with other names.
-    S2TConformerModel: ("decoder",),
-    S2UTConformerModel: ("decoder",),
-    S2SpecTConformerModel: ("decoder",),
-}
-# Models around the one that --w2v-path names.
-FINE_TUNED = (
-    Wav2VecCtc,
-    Wav2Vec2Seq2SeqModel,
-    Wav2VecClassification,
-    HubertCtc,
-    HubertSeq2SeqModel,
+    (("decoder",), (S2TConformerModel, S2UTConformerModel, S2SpecTConformerModel)),
+    (BOTH, (TransformerModel, MultilingualTransformerModel, RobertaEncDecModel, LightConvModel)),
+    (BOTH, (S2TTransformerModel, ConvTransformerModel, TTSTransformerModel)),
+    (BOTH, (S2STransformerMultitaskModelBase,)),
 )
+# Models around the one that --w2v-path names.
+FINE_TUNED = (Wav2VecCtc, Wav2Vec2Seq2SeqModel, Wav2VecClassification, HubertCtc, HubertSeq2SeqModel)
 # Sides whose linear layers fairseq always initializes by init_bert_params; others need --apply-bert-init.
 BERT_SIDES = {
     RobertaModel: {"encoder"},
@@ -169,42 +153,84 @@ class FineTunedMixin(MoEModelMixin):
 def _refuse_within_a_dense_model(root: Any) -> None:
     """Refuse to train a stock model around one with experts, which would not be distributed."""
     model: Any = getattr(root, "model", None)
-    if not getattr(model, "w2v_path", None):
-        return
-    if not getattr(ARCH_MODEL_REGISTRY.get(model._name), "has_experts", False):
+    has_experts = getattr(ARCH_MODEL_REGISTRY.get(getattr(model, "_name", "")), "has_experts", False)
+    if getattr(model, "w2v_path", None) and not has_experts:
         raise ValueError(
             f"--arch {model._name} is dense, and --w2v-path {model.w2v_path} has experts; choose --arch "
             f"moe_{model._name}."
         )
 
 
-def moe_architecture(stock: Callable[[Any], None], options: type) -> Callable[[Any], None]:
-    """Return the stock architecture function with defaults of the experts' options."""
-
-    def architecture(args: Any) -> None:
-        fill_in(args, options)
-        stock(args)
-
-    return architecture
+@dataclasses.dataclass
+class MoETransformerLanguageModelConfig(ModelOptions, TransformerLanguageModelConfig):  # type: ignore[valid-type,misc]
+    """The stock model's options, then the experts'."""
 
 
-def register_architectures(model: str, options: type) -> None:
+@register_model("moe_transformer_lm", dataclass=MoETransformerLanguageModelConfig)
+class MoETransformerLanguageModel(MoEModelMixin, TransformerLanguageModel):
+    """TransformerLanguageModel with experts in every --moe-freq-th layer."""
+
+    @classmethod
+    def build_model(cls, args: Any, task: Any) -> "MoETransformerLanguageModel":
+        """Build the stock model, then replace the chosen FFNs."""
+        _warn_of_hydra(args)
+        _fill_in(args)
+        stock_args = _with_scales(args)
+        refuse_options(args)
+        model = super().build_model(stock_args, task)
+        install_experts(model, args, task, {"decoder": args.moe_freq})
+        return model
+
+
+def _warn_of_hydra(args: Any) -> None:
+    """Warn if an architecture's name sets no sizes, as for fairseq's language models under hydra."""
+    name = getattr(args, "_name", None)
+    if HydraConfig.initialized() and name in ARCH_CONFIG_REGISTRY and name != "moe_transformer_lm":
+        logger.warning(
+            "fairseq-hydra-train takes no sizes from the architecture's name %s; give model.decoder_layers "
+            "and the like, or train by fairseq-train --arch %s",
+            name,
+            name,
+        )
+
+
+def _fill_in(args: Any) -> None:
+    """Add the dataclass's defaults that a hydra file with an architecture's name lacks."""
+    if not OmegaConf.is_config(args):
+        return
+    with open_dict(args):
+        for item in dataclasses.fields(MoETransformerLanguageModelConfig):
+            if item.name not in args and not str(item.default).startswith("${"):
+                args[item.name] = item.default
+
+
+def _with_scales(args: Any) -> Any:
+    """Return a Namespace, from which fairseq's TransformerConfig reads --scale-fc and similar options."""
+    scales = ("scale_fc", "scale_attn", "scale_heads", "scale_resids")
+    if not OmegaConf.is_config(args) or not any(args[key] for key in scales):
+        return args
+    plain: Any = OmegaConf.to_container(args, resolve=True)
+    return argparse.Namespace(**plain)
+
+
+def _architecture(stock: Callable[[Any], None], options: type, args: Any) -> None:
+    """Set the experts' options and the stock architecture's, if they are not given."""
+    fill_in(args, options)
+    stock(args)
+
+
+def _register_architectures(model: str, options: type) -> None:
     """Register a moe_ variant of every architecture that fairseq has for `model`."""
     for arch in list(ARCH_MODEL_INV_REGISTRY[model]):
-        if f"moe_{arch}" in ARCH_CONFIG_REGISTRY:
-            continue
-        stock = ARCH_CONFIG_REGISTRY[arch]
-        register_model_architecture(f"moe_{model}", f"moe_{arch}")(moe_architecture(stock, options))
-
-
-def _sides_of(stock: type) -> tuple[str, ...] | None:
-    """Return the sides of a stock model that can have experts; None for none."""
-    return next((SIDES[base] for base in stock.__mro__ if base in SIDES), None)
+        if f"moe_{arch}" not in ARCH_CONFIG_REGISTRY:
+            architecture = partial(_architecture, ARCH_CONFIG_REGISTRY[arch], options)
+            register_model_architecture(f"moe_{model}", f"moe_{arch}")(architecture)
 
 
 def _register_variants() -> None:
     for name, stock in list(MODEL_REGISTRY.items()):
-        sides = _sides_of(stock)
+        found = (sides for base in stock.__mro__ for sides, models in SIDES if base in models)
+        sides = next(found, None)
         if (
             not (sides or issubclass(stock, FINE_TUNED))
             or issubclass(stock, MoEModelMixin)
@@ -224,7 +250,8 @@ def _register_variants() -> None:
                 f"MoE{dataclass.__name__}", [], bases=(variant.options(), dataclass)
             )
         register_model(f"moe_{name}", dataclass=dataclass)(variant)
-        register_architectures(name, variant.options())
+        _register_architectures(name, variant.options())
 
 
 _register_variants()
+_register_architectures("transformer_lm", ModelOptions)

@@ -1,7 +1,9 @@
-"""Adaptive parallelism: several ways to divide the work of sliced experts, with the same stored weights.
+"""Adaptive parallelism: the strategy of a layer, and the weights that it gathers for one forward.
 
-P ranks, E experts, s slices of an expert (P = E * s, or s = 1), r ranks that receive a row; H hidden_dim.
-Rank (e, q) of expert e stores slice q for every r, so that a change of r moves no weights:
+There are several ways to divide the work of sliced experts, with the same stored weights.
+
+T tokens, P ranks, E experts, s slices of an expert (P = E * s, or s = 1), r ranks that receive a row,
+H hidden_dim. Rank (e, q) of expert e stores slice q for every r, so that a change of r moves no weights:
 
     r = 0  every rank gathers all experts; no row is sent
     r = 1  an expert's ranks gather it whole; each gets a part of its rows (expert + data)
@@ -13,6 +15,7 @@ The source rank of a row sums the partial outputs of r ranks.
 Source: Tutel (Hwang et al. 2023), section 3.2.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,10 +26,18 @@ from torch import Tensor
 from fairseq_tutel.comm.call_id import NO_CALL_ID, CallId, compare_later
 from fairseq_tutel.comm.collectives import all_to_all, start_all_gather, start_reduce_scatter
 from fairseq_tutel.kernels.first_order import first_order
-from fairseq_tutel.moe.expert_stack import ExpertStack, MadeWeights, Weights
+from fairseq_tutel.moe.config import MoEConfig, label_of
+from fairseq_tutel.moe.expert_stack import ExpertStack, Weights
+from fairseq_tutel.options.option import require
+from fairseq_tutel.planning.cost import Cluster, Work, step_seconds
+from fairseq_tutel.planning.links import faster_algorithm
+from fairseq_tutel.planning.machine import Machine, typical
+from fairseq_tutel.planning.strategy import Strategy, degree_of
 from fairseq_tutel.ranks.groups import Topology, slice_of
 
 OPERATION = "the gathering of experts' weights"
+TOKENS = 4096  # default for a rank's micro-batch
+WIRE_BYTES = {"bf16": 2, "fp8": 1}  # bytes of an element by transfer dtype
 
 
 def allowed_degrees(slices: int, whole_hidden: bool = False) -> tuple[int, ...]:
@@ -47,61 +58,39 @@ def weights_of(
     device: torch.device,
     call_id: CallId = NO_CALL_ID,
 ) -> Weights:
-    """Return the weights of one forward, gathered if other ranks hold parts of them. Collective.
+    """Return the weights that this rank computes with in one forward if r = `degree`. Collective.
 
-    If r = `degree` is 0, ranks compare the call ID here, since they exchange no counts then.
-
-    Raises:
-        ValueError: the experts were pruned or parametrized, which other ranks cannot gather.
-    """
-    if topology.expert_parallel_size == 1:
-        return experts.weights
-    gone = sorted(set(experts.names) - set(experts.expert_parameters()))
-    if gone:
-        raise ValueError(
-            f"the experts' {', '.join(gone)} are no longer parameters, but other ranks must gather them; "
-            "undo the torch.nn.utils.prune or parametrize call."
-        )
-    gathered = gather_weights(experts, topology, degree, call_id)
-    return MadeWeights(experts.prepared(gathered, device), of_all=degree == 0)
-
-
-def gather_weights(
-    experts: ExpertStack, topology: Topology, degree: int, call_id: CallId = NO_CALL_ID
-) -> dict[str, Any]:
-    """Return the tensors that this rank computes with if r = `degree`. Collective, with autograd.
-
-    Backward sums the gradients of all ranks that gathered and keeps those of this rank's slice.
+    Backward sums the gradients of all ranks that gathered and keeps those of this rank's slice. If r is 0,
+    ranks compare the call ID here, since they exchange no counts then.
 
     Raises:
-        ValueError: the topology has no groups for this r.
+        ValueError: the experts were pruned or parametrized, so that other ranks cannot gather them, or the
+            topology has no groups for this r.
     """
-    named = experts.expert_parameters()
-    slices = experts.part.slices
+    named, slices = experts.expert_parameters(), experts.part.slices
+    gone = sorted(set(experts.names) - set(named))
+    require(
+        not gone,
+        f"the experts' {', '.join(gone)} are no longer parameters, but other ranks must gather them; undo "
+        "the torch.nn.utils.prune or parametrize call.",
+    )
     joined = slices if degree == 0 else slices // degree
     group = topology.expert_group if degree == 0 else topology.share_group(slices, degree)
+    tensors: dict[str, Any] = dict(named)
     if degree == 0 and group is not None:
-        _compare(call_id, group, next(iter(named.values())).device)
-    if group is None:
-        tensors: dict[str, Any] = dict(named)
-    else:
-        stacked = _Gather.apply(group, *named.values())
-        tensors = {
-            name: _merge(stack, joined, slice_of(parameter).dim)
-            for (name, parameter), stack in zip(named.items(), stacked, strict=True)
-        }
+        nothing_P0 = torch.empty(dist.get_world_size(group), 0, dtype=torch.int64, device=experts.device)
+        received_PX = all_to_all(call_id.prepended_to(nothing_P0), OPERATION, group)
+        compare_later(received_PX[:, 0], OPERATION, group)
+    if group is not None:
+        for name, stack in zip(named, _Gather.apply(group, *named.values()), strict=True):
+            tensors[name] = _merge(stack, joined, slice_of(named[name]).dim)
     if degree > 1:
         part = experts.part.index // joined
-        for name in experts.added:
-            if name in tensors:
-                tensors[name] = _in_place(tensors[name], part, degree)
-    return tensors
-
-
-def _compare(call_id: CallId, group: dist.ProcessGroup, device: torch.device) -> None:
-    nothing_P0 = torch.empty(dist.get_world_size(group), 0, dtype=torch.int64, device=device)
-    received_PX = all_to_all(call_id.prepended_to(nothing_P0), OPERATION, group)
-    compare_later(received_PX[:, 0], OPERATION, group)
+        for name in filter(tensors.__contains__, experts.added):
+            # At its position in the whole last dimension, with zeros elsewhere.
+            width = tensors[name].shape[-1]
+            tensors[name] = F.pad(tensors[name], (part * width, (degree - 1 - part) * width))
+    return Weights(experts.prepared(tensors, device), of_all=degree == 0)
 
 
 def _merge(stack: Tensor, slices: int, dim: int) -> Tensor:
@@ -111,12 +100,6 @@ def _merge(stack: Tensor, slices: int, dim: int) -> Tensor:
         return flat
     by_expert = flat.unflatten(0, (-1, slices))
     return by_expert.movedim(1, dim).flatten(dim, dim + 1)
-
-
-def _in_place(tensor: Tensor, part: int, number: int) -> Tensor:
-    """Return part `part` of `number` at its position in the whole last dimension, with zeros elsewhere."""
-    width = tensor.shape[-1]
-    return F.pad(tensor, (part * width, (number - 1 - part) * width))
 
 
 class _Gather(torch.autograd.Function):
@@ -147,3 +130,85 @@ class _Gather(torch.autograd.Function):
         for one in started:
             one.wait()
         return None, *outs
+
+
+def static_strategy(
+    config: MoEConfig,
+    topology: Topology,
+    tokens: int = TOKENS,
+    machine: Machine | None = None,
+    element_bytes: int = 4,
+) -> Strategy:
+    """Return the configured strategy of a layer.
+
+    An algorithm `auto` is chosen for T = `tokens` of a rank by a hardware profile (None: a typical one of
+    this device) and the bytes of an element of a row.
+
+    Raises:
+        ValueError: r does not fit the shards, or the topology has no groups for it.
+    """
+    algorithm, grid = config.a2a_algorithm, topology.grid
+    slices, overlap = topology.slices(config.num_experts), config.a2a_ffn_overlap_degree
+    degree = static_degree(config, slices)
+    if degree > 0:
+        topology.share_group(slices, degree)
+    if algorithm == "auto":
+        algorithm = "linear"
+        if grid is not None:
+            width = min(WIRE_BYTES.get(config.a2a_dtype, element_bytes), element_bytes)
+            num_bytes = max(degree, 1) * tokens * config.top_k * config.model_dim * width / overlap
+            gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+            algorithm = faster_algorithm(machine or typical(gpu), grid.nodes, grid.local, num_bytes)
+    return Strategy(adaptive_r=degree, overlap=overlap, algorithm=algorithm)
+
+
+def static_degree(config: MoEConfig, slices: int) -> int:
+    """Return the configured r of a layer with `slices` shards of an expert, at most s.
+
+    Raises:
+        ValueError: r is neither 0 nor a divisor of s, or experts need their whole hidden dimension.
+    """
+    degree = config.adaptive_r
+    name, value = "adaptive_r", str(degree)
+    if degree < 0:
+        name, value = "parallel_type", config.parallel_type
+        degree = degree_of(config.parallel_type, slices) or 0  # MoEConfig has checked it
+    degree = min(degree, slices)
+    if degree not in allowed_degrees(slices):
+        raise ValueError(
+            f"{label_of(name)} is {value}, but {slices} ranks hold one expert; give 0 or a divisor of "
+            f"{slices}."
+        )
+    if degree > 1 and config.hidden_layer_norm:
+        raise ValueError(
+            f"{label_of(name)} is {value}, which splits the hidden dimension, but the layer norm of "
+            "--scale-fc needs the whole; give 0 or 1."
+        )
+    return degree
+
+
+def predicted_seconds(
+    config: MoEConfig,
+    topology: Topology,
+    strategy: Strategy,
+    tokens: int,
+    machine: Machine,
+    element_bytes: int,
+) -> float:
+    """Return the seconds of a layer's forward and backward by the cost model; plans count as linear."""
+    grid, size = topology.grid, topology.expert_parallel_size
+    nodes, local = (grid.nodes, grid.local) if grid else (1, size)
+    slices = topology.slices(config.num_experts)
+    degree = nearest_degree(strategy.adaptive_r, slices, config.hidden_layer_norm)
+    algorithm = "linear" if strategy.plan else strategy.algorithm
+    work = Work(
+        tokens=tokens, model_dim=config.model_dim, hidden_dim=config.hidden_dim, experts=config.num_experts,
+        top_k=config.top_k, bytes_per_element=element_bytes, glu=config.expert_type == "glu",
+    )  # fmt: skip
+    cluster = Cluster(nodes=nodes, local=local, expert_parallel_size=size)
+    return step_seconds(work, machine, cluster, replace(strategy, adaptive_r=degree, algorithm=algorithm))
+
+
+def is_tuned(config: MoEConfig) -> bool:
+    """Whether the tuner chooses any part of the strategy."""
+    return "auto" in (config.adaptive, config.parallel_type)

@@ -23,17 +23,12 @@ def gshard_loss(routing: Routing, gate: GateOutput | None = None) -> Tensor:
 
     Source: GShard (Lepikhin et al. 2020), equation 4 and algorithm 1, scaled by E as Tutel does.
     """
-    assigned_E = routing.assigned_KE[0]
-    return _load_times_probability(routing, assigned_E, assigned_E.sum())
+    return _load_times_probability(routing, routing.assigned_KE[0])
 
 
 def gshard_all_loss(routing: Routing, gate: GateOutput | None = None) -> Tensor:
-    """The gshard loss with f_e the fraction of all assignments instead of first choices.
-
-    1 for uniform load and uniform probabilities, for every K.
-    """
-    assigned_E = routing.assigned_KE.sum(dim=0)
-    return _load_times_probability(routing, assigned_E, assigned_E.sum())
+    """The gshard loss with f_e the fraction of all assignments instead of first choices."""
+    return _load_times_probability(routing, routing.assigned_KE.sum(dim=0))
 
 
 def gshard_global_loss(routing: Routing, gate: GateOutput) -> Tensor:
@@ -46,7 +41,7 @@ def gshard_global_loss(routing: Routing, gate: GateOutput) -> Tensor:
     assigned_E = routing.assigned_KE.sum(dim=0)
     if gate.num_ranks > 1:
         all_reduce(assigned_E, "the sum of all ranks' loads")
-    return _load_times_probability(routing, assigned_E, assigned_E.sum())
+    return _load_times_probability(routing, assigned_E)
 
 
 def gshard_sequence_loss(routing: Routing, gate: GateOutput) -> Tensor:
@@ -97,8 +92,7 @@ def load_importance_loss(routing: Routing, gate: GateOutput) -> Tensor:
 def load_importance_tutel_loss(routing: Routing, gate: GateOutput) -> Tensor:
     """The load_importance loss in Tutel's form, to resume a training run that began with it.
 
-    It subtracts the K-th largest noisy logit of all experts, and subtracts it from a probability instead of
-    a logit.
+    It subtracts the K-th largest noisy logit of all experts, from a probability instead of a logit.
     """
     top_k = min(routing.assigned_KE.shape[0], routing.probs_TE.shape[1])
     probs_TE = torch.softmax(_wide(gate.clean_TE), dim=1)
@@ -117,10 +111,10 @@ def z_loss(routing: Routing, gate: GateOutput) -> Tensor:
     return square_T.sum() / routing.num_tokens.clamp_min(1)
 
 
-def _load_times_probability(routing: Routing, load_E: Tensor, total: Tensor) -> Tensor:
-    """E * sum_e (load_e / total) * (mean probability of e)."""
+def _load_times_probability(routing: Routing, load_E: Tensor) -> Tensor:
+    """E * sum_e (share of e in the load) * (mean probability of e)."""
     probs_TE = _real_probs(routing)
-    share_E = load_E.to(probs_TE.dtype) / total.clamp_min(1).to(probs_TE.dtype)
+    share_E = load_E.to(probs_TE.dtype) / load_E.sum().clamp_min(1).to(probs_TE.dtype)
     tokens = routing.num_tokens.clamp_min(1).to(probs_TE.dtype)
     return probs_TE.shape[1] * (share_E * probs_TE.sum(dim=0)).sum() / tokens
 

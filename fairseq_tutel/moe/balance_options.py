@@ -16,7 +16,7 @@ BALANCE_LOSSES = {
     "z": "squared logarithm of the sum of the logits' exponentials",
 }
 # Their load is the probability that a token chooses an expert if the gate's noise is drawn again.
-NEED_GATE_NOISE = ("load_importance", "load_importance_tutel")
+NEED_GATE_NOISE = {"load_importance", "load_importance_tutel"}
 NO_BALANCE_LOSS = because(
     lambda f: f.layer.balance_loss.strip() in ("", "none"), "--moe-balance-loss is none"
 )
@@ -26,36 +26,27 @@ NO_BALANCE_LOSS = because(
 class CriterionConfig:
     """How a criterion uses the balance losses; the model's options choose the losses."""
 
+    # fmt: off
     moe_gate_loss_wt: float = balance(
-        0.01,
-        "weight of the balance loss per unit of sample size; 0 trains without it",
-        of="criterion",
-        rule=(
-            NOT_NEGATIVE[0],
-            "give a finite number, at least 0, which is for no balance loss",
-        ),
+        0.01, of="criterion",
+        rule=(NOT_NEGATIVE[0], "give a finite number, at least 0, which is for no balance loss"),
         no_effect=(NO_BALANCE_LOSS,),
+        help="weight of the balance loss per unit of sample size; 0 trains without it",
     )
     moe_gate_loss_combine_method: str = balance(
-        "average",
-        "how the balance losses of the layers are combined",
-        of="criterion",
-        choices=("average", "sum"),
-        no_effect=(NO_BALANCE_LOSS,),
+        "average", of="criterion", choices=("average", "sum"), no_effect=(NO_BALANCE_LOSS,),
+        help="how the balance losses of the layers are combined",
     )
     moe_gate_loss_transform: str = balance(
-        "none",
-        "function applied to the combined balance loss: none, or neg_log for -log",
-        of="criterion",
-        choices=("none", "neg_log"),
-        no_effect=(NO_BALANCE_LOSS,),
+        "none", of="criterion", choices=("none", "neg_log"), no_effect=(NO_BALANCE_LOSS,),
+        help="function applied to the combined balance loss: none, or neg_log for -log",
     )
     moe_log_layers: bool = logging(
-        False,
-        "log every MoE layer's metrics and every expert's load as scalars for TensorBoard and Weights & "
-        "Biases",
-        of="criterion",
+        False, of="criterion",
+        help="log every MoE layer's metrics and every expert's load as scalars for TensorBoard and Weights "
+        "& Biases",
     )
+    # fmt: on
 
 
 def parse_balance_loss(text: str) -> dict[str, float]:

@@ -13,11 +13,7 @@ from torch import Tensor, nn
 
 
 def load_class(label: str, name: str) -> type:
-    """Import the class that an option names.
-
-    Raises:
-        ValueError: there is no such module or class.
-    """
+    """Import the class that an option names; raise ValueError if there is none."""
     module_name, _, class_name = name.rpartition(".")
     try:
         found = getattr(importlib.import_module(module_name), class_name)
@@ -41,11 +37,7 @@ def build_custom(label: str, name: str, config: Any) -> nn.Module:
 
 
 def construct(label: str, kind: type, config: Any) -> Any:
-    """Return kind(config).
-
-    Raises:
-        ValueError: the class has other arguments than one configuration.
-    """
+    """Return kind(config); raise ValueError for a class with other arguments."""
     try:
         return kind(config)
     except TypeError as error:
@@ -86,12 +78,7 @@ def draw_linear(
 ) -> None:
     """Fill a weight or bias in place as nn.Linear does, or, by `init_std`, normal with zero biases.
 
-    Args:
-        target: any device and float dtype; drawn in fp32 on CPU.
-        fan_in: the linear map's input dimension.
-        kind: "weight" or "bias".
-        init_std: standard deviation of weights; 0 for nn.Linear's own rule.
-        generator: on CPU.
+    `kind` is "weight" or "bias". Numbers are drawn in fp32 on the CPU for every device and float dtype.
     """
     values = torch.zeros(target.shape, dtype=torch.float32)
     if init_std == 0:

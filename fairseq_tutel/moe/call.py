@@ -17,27 +17,16 @@ from fairseq_tutel.moe.slots import Capacity
 
 @dataclass(frozen=True, kw_only=True)
 class Call:
-    """The arguments of one forward, except the tokens.
+    """The arguments of one forward, except the tokens. None does not override the configured value."""
 
-    Attributes:
-        shape: of x without D; T is its product.
-        time_first: x is [time, batch, D], as in fairseq: token t is (t // S, t % S).
-        padding_T: [T] bool, True for padding; None without padding.
-        token_ids_T: [T] int64, for a hash gate.
-        capacity_factor: replaces the configured rule; 0 drops nothing. A number or a whole rule.
-        top_k: replaces the configured one.
-        gate_index: replaces the configured one.
-        is_new: whether the forward is a new micro-batch, not a recompute in backward.
-    """
-
-    shape: tuple[int, ...]
-    time_first: bool = False
-    padding_T: Tensor | None = None
-    token_ids_T: Tensor | None = None
-    capacity_factor: float | Capacity | None = None
+    shape: tuple[int, ...]  # of x without D; T is its product
+    time_first: bool = False  # x is [time, batch, D], as in fairseq: token t is (t // S, t % S)
+    padding_T: Tensor | None = None  # bool, True for padding; None without padding
+    token_ids_T: Tensor | None = None  # int64, for a hash gate
+    capacity_factor: float | Capacity | None = None  # 0 drops nothing; a number or a whole rule
     top_k: int | None = None
     gate_index: int | None = None
-    is_new: bool = True
+    is_new: bool = True  # whether the forward is a new micro-batch, not a recomputation in backward
 
     @classmethod
     def of(
@@ -80,7 +69,7 @@ class Call:
         )
 
     def top_k_of(self, config: MoEConfig) -> int:
-        """Return the top_k of this call: its own, or the configured one."""
+        """Return the call's own top_k, or the configured one."""
         return config.top_k if self.top_k is None else self.top_k
 
     @property
@@ -95,7 +84,6 @@ class Call:
 
 
 def _check_tokens(x: Tensor, model_dim: int, time_first: bool) -> None:
-    """Raise ValueError unless x is a batch of tokens."""
     if not x.is_floating_point():
         raise ValueError(f"x is {x.dtype}; give tokens of a floating-point dtype.")
     if x.shape[-1:] != (model_dim,):
@@ -113,7 +101,7 @@ def _check_tokens(x: Tensor, model_dim: int, time_first: bool) -> None:
 def _flat(
     values: Tensor | None, name: str, dtype: torch.dtype, x: Tensor, time_first: bool
 ) -> Tensor | None:
-    """Return one value per token [T], in the tokens' order; raise ValueError for another shape or dtype."""
+    """Return one value per token [T], in the tokens' order."""
     if values is None:
         return None
     expected = (x.shape[1], x.shape[0]) if time_first else tuple(x.shape[:-1])

@@ -1,10 +1,13 @@
 """Choice: logits -> scores -> the experts that tokens choose, or the tokens that experts choose.
 
+A way to choose experts is a function here that is named after its flag. `sinkhorn_keys`, for example,
+belongs to --moe-sinkhorn, tests/moe/test_choice.py::test_sinkhorn_… and a row of docs/routing.md.
+
 T tokens, E experts, K top_k, G groups of experts. Only scores and weights have a gradient.
 """
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,88 +22,76 @@ from fairseq_tutel.options.option import is_whole
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rules:
-    """How experts are chosen, weighed and filled; each field is the MoEConfig field of its name."""
+class MicroBatch:
+    """Padding, order and mode of the tokens that are routed."""
 
-    score_function: str = "softmax"
-    normalize_gate: str = "before"
-    routed_scaling_factor: float = 1.0
-    choice: str = "tokens"
-    drop_policy: str = "position"
-    expert_groups: int = 1
-    groups_per_token: int = 1
-    second_expert_policy: str = "all"
-    rsample: bool = False
-    sinkhorn: bool = False
-    backend: str = "auto"
-
-    @classmethod
-    def of(cls, config: MoEConfig) -> "Rules":
-        """Return the rules of a layer's configuration."""
-        return cls(**{item.name: getattr(config, item.name) for item in fields(cls)})
+    real_T: Tensor | None = None  # bool, False for padding; None without padding
+    # (time, batch) if token t is (t // batch, t % batch), as in fairseq. Slots are assigned in (sentence,
+    # time) order in both layouts.
+    time_first: tuple[int, int] | None = None
+    training: bool = False  # whether random numbers may be drawn
 
 
 @dataclass(frozen=True, kw_only=True)
-class MicroBatch:
-    """Padding, order and mode of the tokens that are routed.
+class Chosen:
+    """The experts that tokens choose, before slots are assigned."""
 
-    Attributes:
-        real_T: [T] bool, False for padding; None without padding.
-        time_first: (time, batch) if token t is (t // batch, t % batch), as in fairseq; slots are assigned
-            in (sentence, time) order in both layouts.
-        training: whether random numbers may be drawn.
-    """
-
-    real_T: Tensor | None = None
-    time_first: tuple[int, int] | None = None
-    training: bool = False
+    scores_TE: Tensor  # detached
+    probs_TE: Tensor  # see `Routing`
+    expert_ids_TK: Tensor  # int64, best first
+    weights_TK: Tensor  # before any assignment is left out
 
 
 def choose(
-    logits_TE: Tensor,
-    top_k: int,
-    rules: Rules,
-    batch: MicroBatch,
-    bias_E: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Choose the experts of every token; every rule of choice has its line here.
+    logits_TE: Tensor, top_k: int, config: MoEConfig, batch: MicroBatch, bias_E: Tensor | None = None
+) -> Chosen:
+    """Choose and weigh the experts of every token: those with the K largest keys.
 
-    `bias_E` is added to the scores for the choice alone.
-
-    Returns:
-        (scores_TE, probs_TE) of `scores_of`, expert_ids_TK [T, K] int64, best first, and weights_TK [T, K],
-        the scores of these experts; all but the IDs are differentiable.
+    Every way to choose has its line here. `bias_E` is added to the scores for the choice alone.
     """
-    sampling = rules.second_expert_policy == "sampling" and top_k > 1
-    is_sampled = batch.training and (rules.rsample or sampling)
-    is_evened = batch.training and rules.sinkhorn
-    in_groups = rules.groups_per_token < rules.expert_groups
+    check_top_k(top_k, logits_TE.shape[1], config)
+    sampling = config.second_expert_policy == "sampling" and top_k > 1
+    is_sampled = batch.training and (config.rsample or sampling)
+    is_evened = batch.training and config.sinkhorn
+    in_groups = config.groups_per_token < config.expert_groups
     as_scored = bias_E is None and not (is_sampled or is_evened or in_groups)
-    ops = kernels.ops(rules.backend, logits_TE.device)
-    if as_scored and rules.score_function == "softmax" and ops is not kernels.reference:
+    ops = kernels.ops(config.backend, logits_TE.device)
+    if as_scored and config.score_function == "softmax" and ops is not kernels.reference:
         probs_TE, expert_ids_TK, weights_TK = softmax_top_k(logits_TE, top_k, ops)
-        return probs_TE, probs_TE, expert_ids_TK, weights_TK
-    scores_TE, probs_TE = scores_of(logits_TE, rules.score_function)
-    best_TE = scores_TE.detach() if bias_E is None else scores_TE.detach() + bias_E
-    groups, kept = rules.expert_groups, rules.groups_per_token
-    keys_TE = best_TE
-    if is_sampled:
-        keys_TE = sampling_keys(logits_TE.detach(), rules.score_function)
-        if not rules.rsample:  # the first choice is not sampled
-            first_T1 = choose_experts(mask_groups(best_TE, best_TE, groups, kept, top_k), 1)
-            keys_TE.scatter_(1, first_T1, math.inf)
-    elif is_evened:
-        keys_TE = sinkhorn_keys(logits_TE.detach(), batch.real_T)
-    keys_TE = mask_groups(keys_TE, best_TE, groups, kept, top_k)
-    expert_ids_TK = choose_experts(keys_TE, top_k)
-    return scores_TE, probs_TE, expert_ids_TK, scores_TE.gather(1, expert_ids_TK)
+        scores_TE = probs_TE
+    else:
+        scores_TE, probs_TE = scores_of(logits_TE, config.score_function)
+        best_TE = scores_TE.detach() if bias_E is None else scores_TE.detach() + bias_E
+        groups, kept = config.expert_groups, config.groups_per_token
+        keys_TE = best_TE
+        if is_sampled:
+            keys_TE = rsample_keys(logits_TE.detach(), config.score_function)
+            if not config.rsample:  # the first choice is not sampled
+                first_T1 = choose_experts(mask_expert_groups(best_TE, best_TE, groups, kept, top_k), 1)
+                keys_TE.scatter_(1, first_T1, math.inf)
+        elif is_evened:
+            keys_TE = sinkhorn_keys(logits_TE.detach(), batch.real_T)
+        keys_TE = mask_expert_groups(keys_TE, best_TE, groups, kept, top_k)
+        expert_ids_TK = choose_experts(keys_TE, top_k)
+        weights_TK = scores_TE.gather(1, expert_ids_TK)
+    if config.normalize_gate == "before" and top_k > 1:
+        weights_TK = normalized(weights_TK)
+    return Chosen(
+        scores_TE=scores_TE.detach(), probs_TE=probs_TE, expert_ids_TK=expert_ids_TK, weights_TK=weights_TK
+    )
 
 
-def check_top_k(top_k: int, num_experts: int, rules: Rules) -> None:
+def normalized(weights_TK: Tensor) -> Tensor:
+    """Return the weights divided by their sum for each token."""
+    total_T1 = weights_TK.sum(dim=1, keepdim=True)
+    return weights_TK / total_T1.clamp_min(torch.finfo(weights_TK.dtype).tiny)
+
+
+def check_top_k(top_k: int, num_experts: int, config: MoEConfig) -> None:
     """Raise ValueError if top_k exceeds the experts, or those in a token's groups."""
-    most = num_experts // rules.expert_groups * rules.groups_per_token
+    most = num_experts // config.expert_groups * config.groups_per_token
     if not (is_whole(top_k) and 1 <= top_k <= most):
-        groups = f" in {rules.groups_per_token} group(s)" if rules.expert_groups > 1 else ""
+        groups = f" in {config.groups_per_token} group(s)" if config.expert_groups > 1 else ""
         raise ValueError(
             f"top_k is {top_k!r} but there are {most} experts{groups}; choose a value from 1 to {most}."
         )
@@ -112,16 +103,11 @@ def scores_of(logits_TE: Tensor, score_function: str) -> tuple[Tensor, Tensor]:
         probs_TE = torch.softmax(logits_TE, dim=1)
         return probs_TE, probs_TE
     scores_TE = torch.sigmoid(logits_TE)
-    total_T1 = scores_TE.sum(dim=1, keepdim=True)
-    return scores_TE, scores_TE / total_T1.clamp_min(torch.finfo(scores_TE.dtype).tiny)
+    return scores_TE, normalized(scores_TE)
 
 
 def softmax_top_k(logits_TE: Tensor, top_k: int, ops: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """The most common choice as one autograd node and kernel: softmax over the experts, then top K.
-
-    Returns:
-        probs_TE, ids_TK int64, and the chosen experts' probabilities weights_TK.
-    """
+    """The most common choice as one autograd node and kernel; returns probs_TE, ids_TK and weights_TK."""
     if torch.is_autocast_enabled(logits_TE.device.type):  # as torch.softmax does
         logits_TE = logits_TE.to(torch.promote_types(logits_TE.dtype, torch.float32))
     return _SoftmaxTopK.apply(logits_TE, top_k, ops)
@@ -148,7 +134,7 @@ class _SoftmaxTopK(torch.autograd.Function):
         return ctx.ops.softmax_top_k_backward(probs_TE, ids_TK, dprobs_TE, dweights_TK), None, None
 
 
-def sampling_keys(logits_TE: Tensor, score_function: str) -> Tensor:
+def rsample_keys(logits_TE: Tensor, score_function: str) -> Tensor:
     """Return keys whose K largest are K experts drawn without replacement, in proportion to their scores.
 
     Source: the Gumbel-top-k trick (Kool et al. 2019); for K = 1 DeepSpeed-MoE's RSample.
@@ -188,15 +174,10 @@ def sinkhorn_keys(logits_TE: Tensor, real_T: Tensor | None) -> Tensor:
     return (logits_TE + shift_E).clamp_min(torch.finfo(logits_TE.dtype).min)
 
 
-def mask_groups(keys_TE: Tensor, scores_TE: Tensor, groups: int, kept: int, top_k: int) -> Tensor:
-    """Return the keys, -inf outside each token's best groups of neighbouring experts.
+def mask_expert_groups(keys_TE: Tensor, scores_TE: Tensor, groups: int, kept: int, top_k: int) -> Tensor:
+    """Return the keys, -inf outside each token's `kept` best groups of neighbouring experts.
 
-    Args:
-        keys_TE: the experts with the largest keys will be chosen.
-        scores_TE: a group's score is the sum of its max(K / kept, 1) largest.
-        groups: G, a divisor of E.
-        kept: groups that a token can choose from.
-        top_k: K.
+    A group's score is the sum of the max(K / kept, 1) largest of its `scores_TE`.
 
     Source: DeepSeek-V3 (2024), section 2.1.2: two scores of a group for K = 8 and 4 groups.
     """
@@ -230,11 +211,7 @@ def experts_choose(
 ) -> Tensor:
     """Return slots_TE int64: the slot of each token in each expert, -1 if the expert does not choose it.
 
-    Args:
-        scores_TE: [T, E], detached.
-        capacity: [] int64, the most tokens of an expert.
-        position_T: [T] int64, the tokens in the order in which ties are broken.
-        real_T: [T] bool, False for padding, which no expert chooses.
+    Each expert chooses `capacity` tokens and no padding; ties go to the first in `position_T`.
 
     Source: Zhou et al. 2022, Mixture-of-Experts with Expert Choice Routing, section 3.2.
     """

@@ -1,17 +1,16 @@
-"""The options of a MoE layer: `MoEConfig`.
+"""The options of a MoE layer: `MoEConfig`, a table from which flags, hydra keys and docs/flags.md are made.
 
-Flags and hydra keys (plugin), refusals, `python -m fairseq_tutel flags` and docs/flags.md are made from
-this table; options.py defines an entry. A model's options change the result and are saved with it. A
-task's options change how the result is computed, and may differ between runs from one checkpoint.
+A model's options change the result and are saved with it. A task's options change how the result is
+computed, and may differ between runs from one checkpoint.
 """
 
 import math
 from dataclasses import MISSING, dataclass
 from typing import ClassVar
 
+from fairseq_tutel.kernels.activations import ACTIVATIONS
 from fairseq_tutel.kernels.autotune import SECONDS
-from fairseq_tutel.moe.balance_options import BALANCE_LOSSES
-from fairseq_tutel.moe.contradictions import refuse_contradictions
+from fairseq_tutel.moe.balance_options import BALANCE_LOSSES, NEED_GATE_NOISE, parse_balance_loss
 from fairseq_tutel.options.option import (
     AT_LEAST_0,
     AT_LEAST_1,
@@ -35,26 +34,27 @@ from fairseq_tutel.options.option import (
     parallelism,
     refuse_bad_values,
     refuse_excluded,
+    require,
     routing,
     whole,
 )
 from fairseq_tutel.planning.strategy import ALGORITHMS, degree_of, is_algorithm
 
-ACTIVATIONS = (
-    "relu",
-    "relu_squared",
-    "gelu",
-    "gelu_fast",
-    "gelu_accurate",
-    "tanh",
-    "linear",
-    "swish",
-)
 GATE_TYPES = ("linear", "cosine", "hash")
 EXPERT_TYPES = ("ffn", "glu")
 
 OVERLAP = whole(1, 32)
 MILLION = 1_000_000
+GATE = one_of(GATE_TYPES, or_class=True)
+GATES: Rule = (lambda v: all(GATE[0](name.strip()) for name in v.split(",")), GATE[1])
+ALGORITHM: Rule = (
+    lambda v: v == "auto" or is_algorithm(v),
+    f"choose one of {', '.join(ALGORITHMS)}, auto, or plan:NAME",
+)
+PARALLEL_TYPE: Rule = (
+    lambda v: (r := degree_of(v, slices=1)) is not None and r >= 0,
+    "give adaptive:r with r a whole number, data, model or auto",
+)
 TEMPERATURE: Rule = (lambda v: 0.01 <= v < math.inf, "give at least 0.01, the gate's lower limit")
 
 # Conditions under which an option has no effect. f: plugin's Facts; f.layer: the first layer's MoEConfig.
@@ -69,6 +69,14 @@ ONE_CHOICE = needs(lambda f: f.layer.top_k > 1, "--moe-top-k 2 or more")
 ONE_RANK = because(lambda f: f.ranks == 1, "there is one rank")
 ALL_LOCAL = because(lambda f: f.expert_parallel_size == 1, "every rank has all experts")
 NO_ROWS = because(lambda f: f.adaptive_r == 0 and not f.tuned, "with adaptive_r 0 no row is sent")
+ONE_NODE = because(
+    lambda f: f.layer.a2a_algorithm == "2dh" and not f.over_nodes,
+    "the expert-parallel group of {f.expert_parallel_size} ranks does not span several whole nodes of "
+    "{f.ranks_per_node} ranks",
+)
+HALF_ALREADY = because(
+    lambda f: f.layer.a2a_dtype == "bf16" and f.half, "rows are in half precision already"
+)
 NOT_TUNED = needs(lambda f: f.tuned, "--moe-adaptive auto")
 TUNED = "the tuner chooses; this value is the baseline of its reported gain"
 
@@ -92,6 +100,7 @@ class MoEConfig:
         ValueError: a value is invalid; names the option, the value and the fix.
     """
 
+    # fmt: off
     prefix: ClassVar[str] = "moe_"  # of the keys
     # Fields without `of` are set from the stock model's options, or from ModelConfig.
     model_dim: int = option(MISSING, rule=AT_LEAST_1, flag="--decoder-embed-dim / --encoder-embed-dim")
@@ -99,274 +108,196 @@ class MoEConfig:
     num_experts: int = option(MISSING, rule=AT_LEAST_1, flag="--moe-expert-count")
     top_k: int = routing(2, "experts per token, from 1 to the number of experts", rule=AT_LEAST_1)
     capacity_factor: float = capacity(
-        0.0,
-        "expert capacity in training: with f > 0 every expert has top_k * ceil(f * tokens / experts) "
+        0.0, rule=CAPACITY,
+        help="expert capacity in training: with f > 0 every expert has top_k * ceil(f * tokens / experts) "
         "slots; 0 drops no token; with f < 0 an expert has as many slots as needed, at most those of |f|",
-        rule=CAPACITY,
     )
     eval_capacity_factor: float = capacity(
-        0.0,
-        "capacity factor in evaluation and generation; 0 drops no token, so that an output does not depend "
-        "on the rest of the batch (with --moe-choice experts, 0 means as in training)",
-        rule=CAPACITY,
+        0.0, rule=CAPACITY,
+        help="capacity factor in evaluation and generation; 0 drops no token, so that an output does not "
+        "depend on the rest of the batch (with --moe-choice experts, 0 means as in training)",
     )
     eval_capacity_token_fraction: float = capacity(
-        0.0,
-        "slots per expert in evaluation as a fraction of the micro-batch's tokens, rounded up; below 0: "
-        "capacity as in training; 0: use --moe-eval-capacity-factor",
-        rule=CAPACITY,
+        0.0, rule=CAPACITY,
+        help="slots per expert in evaluation as a fraction of the micro-batch's tokens, rounded up; below "
+        "0: capacity as in training; 0: use --moe-eval-capacity-factor",
     )
     min_capacity: int = capacity(
-        0,
-        "minimum slots per expert if the capacity is limited",
-        unit="tokens",
-        rule=whole(0, MILLION),
-        no_effect=(NO_CAPACITY,),
+        0, unit="tokens", rule=whole(0, MILLION), no_effect=(NO_CAPACITY,),
+        help="minimum slots per expert if the capacity is limited",
     )
     capacity_multiple: int = capacity(
-        1,
-        "round a limited capacity up to a multiple of this",
-        unit="tokens",
-        rule=whole(1, MILLION),
-        no_effect=(NO_CAPACITY,),
+        1, unit="tokens", rule=whole(1, MILLION), no_effect=(NO_CAPACITY,),
+        help="round a limited capacity up to a multiple of this",
     )
     drop_policy: str = capacity(
-        "position",
-        "which assignments a full expert keeps: position, the earliest tokens; bpr (batch-prioritized "
+        "position", choices=("position", "bpr", "rts", "probability"), no_effect=(NO_CAPACITY,),
+        excluded=(EXPERTS_CHOOSE,),
+        help="which assignments a full expert keeps: position, the earliest tokens; bpr (batch-prioritized "
         "routing), tokens with the largest probability; rts (random token selection), random tokens in "
         "training and the earliest in evaluation; probability, the assignments with the largest "
         "probability, first or later choice alike",
-        choices=("position", "bpr", "rts", "probability"),
-        no_effect=(NO_CAPACITY,),
-        excluded=(EXPERTS_CHOOSE,),
     )
     choice: str = routing(
-        "tokens",
-        "tokens: each token chooses its experts; experts: each expert chooses the top_k * ceil(f * tokens "
-        "/ experts) tokens with the highest scores, with f = 1 if the capacity factor is 0 (expert "
+        "tokens", choices=("tokens", "experts"), excluded=(HASHED,),
+        help="tokens: each token chooses its experts; experts: each expert chooses the top_k * ceil(f * "
+        "tokens / experts) tokens with the highest scores, with f = 1 if the capacity factor is 0 (expert "
         "choice; a token's experts then depend on later tokens, so do not use it in causal models)",
-        choices=("tokens", "experts"),
-        excluded=(HASHED,),
     )
     gate_type: str = routing(
-        "linear",
-        "how the gate scores tokens: linear, cosine (similarity of a projection and one vector per "
+        "linear", rule=GATES,
+        help="how the gate scores tokens: linear, cosine (similarity of a projection and one vector per "
         "expert), hash (of the token ID, without parameters), or your own package.module.Class; several "
         "names separated by commas give several gates for the same experts",
     )
     gate_index: int = routing(0, "index of the gate to use if there are several", rule=AT_LEAST_0)
     gate_projection_dim: int = routing(
-        256, "dimension of the cosine gate's projection", rule=AT_LEAST_1, no_effect=(NOT_COSINE,)
+        256, rule=AT_LEAST_1, no_effect=(NOT_COSINE,),
+        help="dimension of the cosine gate's projection",
     )
     gate_temperature: float = routing(
-        0.5,
-        "initial value of the cosine gate's learned temperature, at least 0.01",
-        rule=TEMPERATURE,
-        no_effect=(NOT_COSINE,),
+        0.5, rule=TEMPERATURE, no_effect=(NOT_COSINE,),
+        help="initial value of the cosine gate's learned temperature, at least 0.01",
     )
     score_function: str = routing(
-        "softmax",
-        "how logits become scores: softmax over the experts, or sigmoid of each logit",
-        choices=("softmax", "sigmoid"),
-        excluded=(HASHED,),
+        "softmax", choices=("softmax", "sigmoid"), excluded=(HASHED,),
+        help="how logits become scores: softmax over the experts, or sigmoid of each logit",
     )
     normalize_gate: str = routing(
-        "before",
-        "divide the weights of a token's experts by their sum if top_k > 1: before dropping, after "
+        "before", choices=("before", "after", "none"), no_effect=(ONE_CHOICE,),
+        help="divide the weights of a token's experts by their sum if top_k > 1: before dropping, after "
         "dropping (over the kept assignments), or none",
-        choices=("before", "after", "none"),
-        no_effect=(ONE_CHOICE,),
     )
-    routed_scaling_factor: float = routing(
-        1.0,
-        "factor for all weights, applied last",
-        rule=POSITIVE,
-    )
-    prescore: bool = routing(
-        False,
-        "multiply the experts' inputs by the weights, instead of their outputs",
-    )
+    routed_scaling_factor: float = routing(1.0, "factor for all weights, applied last", rule=POSITIVE)
+    prescore: bool = routing(False, "multiply the experts' inputs by the weights, instead of their outputs")
     expert_groups: int = routing(
-        1,
-        "groups of consecutive experts; a token first chooses groups (by the sum of the best "
-        "top_k / groups-per-token scores in each), then experts within them",
-        rule=AT_LEAST_1,
-        excluded=(EXPERTS_CHOOSE, HASHED),
+        1, rule=AT_LEAST_1, excluded=(EXPERTS_CHOOSE, HASHED),
+        help="groups of consecutive experts; a token first chooses groups (by the sum of the best top_k / "
+        "groups-per-token scores in each), then experts within them",
     )
     groups_per_token: int = routing(
-        1,
-        "groups that a token may choose experts from",
-        rule=AT_LEAST_1,
+        1, rule=AT_LEAST_1,
         no_effect=(
             needs(
                 lambda f: f.layer.groups_per_token < f.layer.expert_groups,
                 "more --moe-expert-groups than that",
             ),
         ),
+        help="groups that a token may choose experts from",
     )
     second_expert_policy: str = routing(
-        "all",
-        "each choice after the first: all, by score; sampling, sampled from the other experts' scores in "
-        "training; random, kept in training with probability top_k times its weight",
-        choices=("all", "sampling", "random"),
-        no_effect=(ONE_CHOICE,),
+        "all", choices=("all", "sampling", "random"), no_effect=(ONE_CHOICE,),
         excluded=(EXPERTS_CHOOSE, HASHED),
+        help="each choice after the first: all, by score; sampling, sampled from the other experts' scores "
+        "in training; random, kept in training with probability top_k times its weight",
     )
     rsample: bool = routing(
-        False,
-        "choose experts by sampling in training (Gumbel noise on the choice); the weights have no noise",
-        excluded=(EXPERTS_CHOOSE, HASHED),
+        False, excluded=(EXPERTS_CHOOSE, HASHED),
+        help="choose experts by sampling in training (Gumbel noise on the choice); the weights have no "
+        "noise",
     )
     sinkhorn: bool = routing(
-        False,
-        "choose experts in training by scores that Sinkhorn iterations balance over the micro-batch; the "
-        "weights are the original scores",
-        excluded=(EXPERTS_CHOOSE, HASHED),
+        False, excluded=(EXPERTS_CHOOSE, HASHED),
+        help="choose experts in training by scores that Sinkhorn iterations balance over the micro-batch; "
+        "the weights are the original scores",
     )
     gate_noise: float = routing(
-        0.0,
-        "Gaussian noise on the logits in training (perturb, jitter): standard deviation times the number "
-        "of experts",
-        rule=NOT_NEGATIVE,
-        excluded=(HASHED,),
+        0.0, rule=NOT_NEGATIVE, excluded=(HASHED,),
+        help="Gaussian noise on the logits in training (perturb, jitter): standard deviation times the "
+        "number of experts",
     )
     input_jitter: float = routing(
-        0.0,
-        "noise on the gate's input in training: factor uniform in 1 - j to 1 + j per element",
-        rule=PROBABILITY,
-        excluded=(HASHED,),
+        0.0, rule=PROBABILITY, excluded=(HASHED,),
+        help="noise on the gate's input in training: factor uniform in 1 - j to 1 + j per element",
     )
     input_dropout: float = routing(
-        0.0,
-        "dropout probability of the gate's input",
-        rule=PROBABILITY,
-        excluded=(HASHED,),
+        0.0, rule=PROBABILITY, excluded=(HASHED,),
+        help="dropout probability of the gate's input",
     )
     gate_fp32: bool = option(True)
     balance_loss: str = balance(
         "gshard:1",
-        "balance losses of a layer and their relative weights, as name:weight separated by commas, or "
+        help="balance losses of a layer and their relative weights, as name:weight separated by commas, or "
         "none; " + ", ".join(f"{name} ({what})" for name, what in BALANCE_LOSSES.items()),
     )
     balance_bias: bool = balance(
-        False,
-        "balance by a bias that is added to scores for the choice only; after every update it rises for "
-        "experts below the mean load and falls for experts above",
-        excluded=(EXPERTS_CHOOSE, HASHED),
+        False, excluded=(EXPERTS_CHOOSE, HASHED),
+        help="balance by a bias that is added to scores for the choice only; after every update it rises "
+        "for experts below the mean load and falls for experts above",
     )
     bias_update_rate: float = balance(
-        0.001,
-        "change of the balance bias per update, in units of scores; 0 freezes it",
-        rule=NOT_NEGATIVE,
-        no_effect=(needs(lambda f: f.layer.balance_bias, "--moe-balance-bias"),),
+        0.001, rule=NOT_NEGATIVE, no_effect=(needs(lambda f: f.layer.balance_bias, "--moe-balance-bias"),),
+        help="change of the balance bias per update, in units of scores; 0 freezes it",
     )
     expert_type: str = experts(
-        "ffn",
-        "ffn: two linear layers with an activation between them; glu: SwiGLU, silu(x W1) * (x W3), then "
-        "W2; or your own package.module.Class, a torch module that is one expert",
-        rule=one_of(EXPERT_TYPES, or_class=True),
+        "ffn", rule=one_of(EXPERT_TYPES, or_class=True),
+        help="ffn: two linear layers with an activation between them; glu: SwiGLU, silu(x W1) * (x W3), "
+        "then W2; or your own package.module.Class, a torch module that is one expert",
     )
     shared_experts: int = experts(
-        0,
-        "shared experts, which process every token; their output is added",
-        rule=AT_LEAST_0,
+        0, rule=AT_LEAST_0,
+        help="shared experts, which process every token; their output is added",
     )
     residual: bool = experts(
         False,
-        "residual MoE: a dense FFN of an expert's size in parallel to the experts; a learned softmax mixes "
-        "the two outputs",
+        help="residual MoE: a dense FFN of an expert's size in parallel to the experts; a learned softmax "
+        "mixes the two outputs",
     )
     expert_grad_norm: str = experts(
-        "world_size",
-        "divisor of the experts' summed gradients on several ranks: world_size, as for other parameters, "
-        "or sqrt_world_size",
-        flag="--moe-normalize-expert-grad",
-        choices=("world_size", "sqrt_world_size"),
+        "world_size", flag="--moe-normalize-expert-grad", choices=("world_size", "sqrt_world_size"),
         no_effect=(ONE_RANK,),
+        help="divisor of the experts' summed gradients on several ranks: world_size, as for other "
+        "parameters, or sqrt_world_size",
     )
-    activation: str = option("relu", rule=one_of(ACTIVATIONS), flag="--activation-fn")
+    activation: str = option("relu", rule=one_of(tuple(ACTIVATIONS)), flag="--activation-fn")
     expert_bias: bool = option(True)
     activation_dropout: float = option(0.0, rule=PROBABILITY, flag="--activation-dropout")
     hidden_layer_norm: bool = option(False)
     # Standard deviation of the experts' initial weights (biases are zero); 0 initializes as nn.Linear.
     init_std: float = option(0.0, rule=NOT_NEGATIVE)
     backend: str = kernels(
-        "auto",
-        "kernels for routing, dispatch, experts and combine: auto uses triton on a GPU if it is installed, "
-        "otherwise the plain torch reference",
-        choices=("auto", "reference", "triton"),
+        "auto", choices=("auto", "reference", "triton"),
+        help="kernels for routing, dispatch, experts and combine: auto uses triton on a GPU if it is "
+        "installed, otherwise the plain torch reference",
     )
     recompute_experts: bool = memory(
         False,
-        "recompute the experts' hidden layer in the backward pass: less memory, more computation; the "
+        help="recompute the experts' hidden layer in the backward pass: less memory, more computation; the "
         "result is the same",
     )
     kernel_tuning_seconds: float = kernels(
-        SECONDS,
-        "time limit for measuring which kernel configurations are fastest on this GPU, compilation "
+        SECONDS, unit="seconds", rule=NOT_NEGATIVE,
+        no_effect=(because(lambda f: not f.gpu, "kernels are timed on GPUs only"),),
+        help="time limit for measuring which kernel configurations are fastest on this GPU, compilation "
         "included; the results are cached for later processes; 0 uses the defaults; results are equal to "
         "rounding; the environment variable FAIRSEQ_TUTEL_TUNE_SECONDS overrides it",
-        unit="seconds",
-        rule=NOT_NEGATIVE,
-        no_effect=(because(lambda f: not f.gpu, "kernels are timed on GPUs only"),),
     )
     exchange: str = communication(
-        "ragged",
-        "all-to-all buffers: ragged sends the kept rows only; padded sends buffers of equal size; the "
+        "ragged", choices=("ragged", "padded"), no_effect=(ALL_LOCAL, NO_ROWS),
+        help="all-to-all buffers: ragged sends the kept rows only; padded sends buffers of equal size; the "
         "result is the same",
-        choices=("ragged", "padded"),
-        no_effect=(ALL_LOCAL, NO_ROWS),
     )
     a2a_algorithm: str = communication(
-        "linear",
-        "all-to-all algorithm: linear, every rank sends to every other; 2dh, 2-D hierarchical, first "
+        "linear", rule=ALGORITHM,
+        no_effect=(ALL_LOCAL, ONE_NODE, NO_ROWS),
+        help="all-to-all algorithm: linear, every rank sends to every other; 2dh, 2-D hierarchical, first "
         "within the node (fewer, larger messages, for experts on several whole nodes); auto, the faster "
         "one by the cluster's cost model; plan:NAME, the collective plan of that name in "
         "--moe-collective-plans; the result is the same",
-        rule=(
-            lambda v: v == "auto" or is_algorithm(v),
-            f"choose one of {', '.join(ALGORITHMS)}, auto, or plan:NAME",
-        ),
-        no_effect=(
-            ALL_LOCAL,
-            because(
-                lambda f: f.layer.a2a_algorithm == "2dh" and not f.over_nodes,
-                "the expert-parallel group of {f.expert_parallel_size} ranks does not span several whole "
-                "nodes of {f.ranks_per_node} ranks",
-            ),
-            NO_ROWS,
-        ),
     )
     a2a_dtype: str = communication(
-        "same",
-        "transfer dtype of rows in the all-to-all: same, bf16, or fp8 with one scale per row; bf16 and fp8 "
-        "lose precision",
-        choices=("same", "bf16", "fp8"),
-        no_effect=(
-            ALL_LOCAL,
-            NO_ROWS,
-            because(
-                lambda f: f.layer.a2a_dtype == "bf16" and f.half,
-                "rows are in half precision already",
-            ),
-        ),
+        "same", choices=("same", "bf16", "fp8"),
+        no_effect=(ALL_LOCAL, NO_ROWS, HALF_ALREADY),
+        help="transfer dtype of rows in the all-to-all: same, bf16, or fp8 with one scale per row; bf16 "
+        "and fp8 lose precision",
     )
     a2a_ffn_overlap_degree: int = communication(
-        1,
-        "number of row chunks whose all-to-all overlaps with the experts' computation; the result is the "
-        "same",
-        rule=OVERLAP,
-        no_effect=(ALL_LOCAL, NO_ROWS),
+        1, rule=OVERLAP, no_effect=(ALL_LOCAL, NO_ROWS),
+        help="number of row chunks whose all-to-all overlaps with the experts' computation; the result is "
+        "the same",
     )
     parallel_type: str = parallelism(
-        "adaptive:1",
-        "parallelism of the experts: adaptive:r with r as in --moe-adaptive-r; data, the same as "
-        "adaptive:1; model, the largest possible r; auto, the r that measures fastest; the result is the "
-        "same",
-        rule=(
-            lambda v: (r := degree_of(v, slices=1)) is not None and r >= 0,
-            "give adaptive:r with r a whole number, data, model or auto",
-        ),
+        "adaptive:1", rule=PARALLEL_TYPE,
         no_effect=(
             ALL_LOCAL,
             because(
@@ -375,14 +306,12 @@ class MoEConfig:
             ),
             because(lambda f: f.layer.parallel_type != "auto" and f.tuned, TUNED),
         ),
+        help="parallelism of the experts: adaptive:r with r as in --moe-adaptive-r; data, the same as "
+        "adaptive:1; model, the largest possible r; auto, the r that measures fastest; the result is the "
+        "same",
     )
     adaptive_r: int = parallelism(
-        -1,
-        "if there are more ranks than experts, number of expert shards (parts of the hidden dimension, "
-        "one per rank) that each row is sent to: 0 gathers all experts on every rank and sends no row; "
-        "otherwise a divisor of the ranks per expert, which is also the maximum; -1 uses "
-        "--moe-parallel-type; the result is the same",
-        rule=whole(-1, MILLION),
+        -1, rule=whole(-1, MILLION),
         no_effect=(
             ALL_LOCAL,
             because(
@@ -391,14 +320,17 @@ class MoEConfig:
             ),
             because(lambda f: f.tuned, TUNED),
         ),
+        help="if there are more ranks than experts, number of expert shards (parts of the hidden "
+        "dimension, one per rank) that each row is sent to: 0 gathers all experts on every rank and sends "
+        "no row; otherwise a divisor of the ranks per expert, which is also the maximum; -1 uses "
+        "--moe-parallel-type; the result is the same",
     )
     adaptive: str = parallelism(
-        "off",
-        "auto: choose --moe-adaptive-r, --moe-a2a-ffn-overlap-degree and --moe-a2a-algorithm by measuring "
-        "updates; off: use the given values",
-        choices=("off", "auto"),
-        no_effect=(ALL_LOCAL,),
+        "off", choices=("off", "auto"), no_effect=(ALL_LOCAL,),
+        help="auto: choose --moe-adaptive-r, --moe-a2a-ffn-overlap-degree and --moe-a2a-algorithm by "
+        "measuring updates; off: use the given values",
     )
+    # fmt: on
 
     def __post_init__(self) -> None:
         refuse_bad_values(self)
@@ -406,10 +338,7 @@ class MoEConfig:
             value = getattr(self, item.name)
             if item.type in (int, float) and not isinstance(value, int | float):  # a NumPy number
                 object.__setattr__(self, item.name, item.type(value))
-        holds, otherwise = one_of(GATE_TYPES, or_class=True)
-        if not all(map(holds, self.gate_types)):
-            raise ValueError(f"{label_of('gate_type')} is {self.gate_type!r}; {otherwise}.")
-        refuse_contradictions(self)
+        _refuse_contradictions(self)
         refuse_excluded(self)
 
     @property
@@ -424,3 +353,48 @@ LAYER = {item.name: item for item in options_in(MoEConfig)}
 def label_of(name: str) -> str:
     """Return the name of a field of MoEConfig in messages: the field, and its flag if it has one."""
     return LAYER[name].label
+
+
+def _refuse_contradictions(config: MoEConfig) -> None:
+    """Refuse options that are valid each but contradict each other."""
+    experts, groups, kept = config.num_experts, config.expert_groups, config.groups_per_token
+    require(
+        config.top_k <= experts,
+        f"{label_of('top_k')} is {config.top_k} but there are {experts} experts; choose a value from 1 to "
+        f"{experts}.",
+    )
+    require(
+        experts % groups == 0,
+        f"{label_of('expert_groups')} is {groups}, which does not divide the {experts} experts; give a "
+        "divisor.",
+    )
+    require(
+        kept <= groups and kept * (experts // groups) >= config.top_k,
+        f"{label_of('groups_per_token')} is {kept} of {groups} groups of {experts // groups} experts; give "
+        f"at most {groups}, and enough for {config.top_k} experts per token.",
+    )
+    gates = len(config.gate_types)
+    require(
+        config.gate_index < gates,
+        f"{label_of('gate_index')} is {config.gate_index}, but the number of gates is {gates}; choose from "
+        f"0 to {gates - 1}.",
+    )
+    fraction = config.eval_capacity_token_fraction
+    require(
+        fraction == 0 or config.eval_capacity_factor == 0,
+        f"{label_of('eval_capacity_token_fraction')} is {fraction} together with "
+        "--moe-eval-capacity-factor; give one of them.",
+    )
+    choosers = [name for name in ("balance_bias", "rsample", "sinkhorn") if getattr(config, name)]
+    if config.second_expert_policy == "sampling":
+        choosers.append("second_expert_policy")
+    ways = [f"{label_of(name)} is {getattr(config, name)}" for name in choosers]
+    require(len(ways) < 2, f"{' and '.join(ways[:2])}, two ways to choose experts; keep one.")
+    if not NEED_GATE_NOISE.isdisjoint(parse_balance_loss(config.balance_loss)):
+        loss = f"{label_of('balance_loss')} is {config.balance_loss!r}"
+        require(config.gate_noise > 0, f"{loss}, which needs gate noise; set --moe-gate-noise, such as 1.")
+        require(
+            config.choice == "tokens",
+            f"{loss} but experts choose their tokens (--moe-choice experts), all the same number; give z "
+            "or none.",
+        )

@@ -14,10 +14,11 @@ from torch import Tensor
 
 from fairseq_tutel.kernels.few_rows import ffn_of_few
 from fairseq_tutel.kernels.groups import Groups
-from fairseq_tutel.moe.choice import MicroBatch, Rules
-from fairseq_tutel.moe.deferred import Deferred, deferred_field
+from fairseq_tutel.moe.choice import MicroBatch, choose
+from fairseq_tutel.moe.config import MoEConfig
+from fairseq_tutel.moe.deferred import Deferred
 from fairseq_tutel.moe.expert_stack import ExpertStack, Tensors, Weights
-from fairseq_tutel.moe.routing import GateOutput, Routing, chosen_by, placed, scaled
+from fairseq_tutel.moe.routing import GateOutput, Routing, placed, scaled
 from fairseq_tutel.moe.slots import Capacity
 
 # Up to this number of assignments the decode path is faster.
@@ -26,14 +27,6 @@ MOST_ASSIGNMENTS = 256
 
 class DecodeRouting(Deferred, Routing):
     """The routing of few tokens, whose slots and rows are computed at their first access."""
-
-    slots_TK = deferred_field("slots_TK")
-    counts_E = deferred_field("counts_E")
-    assigned_KE = deferred_field("assigned_KE")
-    dropped_K = deferred_field("dropped_K")
-    num_tokens = deferred_field("num_tokens")
-    row_of_TK = deferred_field("row_of_TK")
-    source_of_R = deferred_field("source_of_R")
 
     @cached_property
     def assignments(self) -> dict[int, list[int]]:
@@ -57,14 +50,14 @@ class DecodeRouting(Deferred, Routing):
         return Groups.of_host(counts, self.expert_ids_TK.device)
 
 
-def are_few(logits_TE: Tensor, top_k: int, capacity: Capacity, rules: Rules) -> bool:
+def are_few(logits_TE: Tensor, top_k: int, capacity: Capacity, config: MoEConfig) -> bool:
     """Whether tokens may take the decode path, if their experts do."""
     return (
         0 < len(logits_TE) * top_k <= MOST_ASSIGNMENTS
         and logits_TE.device.type == "cpu"
-        and rules.backend != "triton"
-        and rules.choice == "tokens"
-        and rules.normalize_gate != "after"
+        and config.backend != "triton"
+        and config.choice == "tokens"
+        and config.normalize_gate != "after"
         and not capacity.is_limited
     )
 
@@ -73,17 +66,17 @@ def decide_few(
     logits_TE: Tensor,
     top_k: int,
     capacity: Capacity,
-    rules: Rules,
+    config: MoEConfig,
     batch: MicroBatch,
     bias_E: Tensor | None,
     gate: GateOutput,
 ) -> DecodeRouting:
     """Choose experts for few tokens; see `routing.decide`."""
-    chosen = chosen_by(logits_TE, top_k, rules, batch, bias_E)
+    chosen = choose(logits_TE, top_k, config, batch, bias_E)
     return DecodeRouting(
-        partial(placed, chosen, capacity, rules, batch),
+        partial(placed, chosen, capacity, config, batch),
         expert_ids_TK=chosen.expert_ids_TK,
-        weights_TK=scaled(chosen.weights_TK, rules),
+        weights_TK=scaled(chosen.weights_TK, config),
         probs_TE=chosen.probs_TE,
         real_T=batch.real_T,
         capacity=None,
@@ -91,27 +84,20 @@ def decide_few(
     )
 
 
-class Decode:
-    """The dispatcher of the decode path: runs every expert that has rows by itself."""
+def run_few(experts: ExpertStack, x_TD: Tensor, routing: DecodeRouting, weights: Weights) -> Tensor:
+    """Return every token's weighted sum over its experts [T, D]; runs the experts with rows one by one."""
+    run = partial(_run_expert, experts)
+    # `map` holds the tensors of one expert at a time.
+    outs = list(map(run, weights.of_each(experts, routing.groups), _dispatch(x_TD, routing)))
+    if not outs:
+        return experts.prepared({"y": x_TD.new_zeros(x_TD.shape)}, x_TD.device)["y"]
+    return _combine(outs, routing)
 
-    def __init__(self, experts: ExpertStack) -> None:
-        self.experts = experts
 
-    def apply(self, x_TD: Tensor, routing: DecodeRouting, weights: Weights) -> Tensor:
-        """Return every token's weighted sum over its experts [T, D]; see `dispatchers.Dispatcher`."""
-        experts = self.experts
-        tensors_of_each = weights.of_each(experts, routing.groups)
-        # `map` holds the tensors of one expert at a time.
-        outs = list(map(self._run_expert, tensors_of_each, _dispatch(x_TD, routing)))
-        if not outs:
-            return experts.prepared({"y": x_TD.new_zeros(x_TD.shape)}, x_TD.device)["y"]
-        return _combine(outs, routing)
-
-    def _run_expert(self, tensors: Tensors, rows_nD: Tensor) -> Tensor:
-        experts = self.experts
-        tensors = experts.prepared(tensors, rows_nD.device)
-        rows_nD = rows_nD.to(tensors["fc1_weight"].dtype)
-        return ffn_of_few(rows_nD, tensors, experts.config.activation)
+def _run_expert(experts: ExpertStack, tensors: Tensors, rows_nD: Tensor) -> Tensor:
+    tensors = experts.prepared(tensors, rows_nD.device)
+    rows_nD = rows_nD.to(tensors["fc1_weight"].dtype)
+    return ffn_of_few(rows_nD, tensors, experts.config.activation)
 
 
 def _dispatch(x_TD: Tensor, routing: DecodeRouting) -> Sequence[Tensor]:

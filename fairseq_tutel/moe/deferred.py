@@ -1,7 +1,6 @@
 """Results that are computed at their first access: most results of an evaluation are never read."""
 
 from collections.abc import Callable
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -13,10 +12,10 @@ def can_defer(training: bool) -> bool:
 
 
 class Deferred:
-    """A mixin before a dataclass, some fields of which are `deferred_field`.
+    """A mixin before a dataclass: missing fields are computed together, at the first access to one of them.
 
     Args:
-        compute: returns an object with these fields; None if `known` has all of them.
+        compute: returns an object with the missing fields; None if `known` has all fields.
         known: the other fields, by name.
     """
 
@@ -25,14 +24,12 @@ class Deferred:
 
     @property
     def is_deferred(self) -> bool:
-        """Whether the deferred fields follow from the others; False if a caller gave them."""
+        """Whether the missing fields follow from the known ones; False if a caller gave all."""
         return self.__dict__["_compute"] is not None
 
-    @cached_property
-    def _computed(self) -> Any:
-        return self.__dict__["_compute"]()
-
-
-def deferred_field(name: str) -> Any:
-    """Return a property that reads a field of the computed object; a value in `known` replaces it."""
-    return cached_property(lambda self: getattr(self._computed, name))
+    def __getattr__(self, name: str) -> Any:
+        if name not in type(self).__dataclass_fields__:  # type: ignore[attr-defined]
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        computed = vars(self.__dict__["_compute"]())
+        self.__dict__.update({**computed, **self.__dict__})
+        return self.__dict__[name]

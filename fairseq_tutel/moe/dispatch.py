@@ -15,20 +15,16 @@ from fairseq_tutel.moe.routing import Routing
 
 
 def dispatch(x_TD: Tensor, routing: Routing, backend: str = "auto", prescore: bool = False) -> Tensor:
-    """Return rows_RD, expert-major: every row is the token of its assignment, or zeros.
-
-    With `prescore` a row is the token times the assignment's weight.
-    """
+    """Return rows_RD, expert-major: tokens, with `prescore` times their assignments' weights, or zeros."""
     ops = kernels.ops(backend, x_TD.device)
     weights_TK = routing.weights_TK if prescore else None
     return _Dispatch.apply(x_TD, weights_TK, routing.row_of_TK, routing.source_of_R, ops)
 
 
 def combine(rows_RD: Tensor, routing: Routing, backend: str = "auto", prescore: bool = False) -> Tensor:
-    """Return y_TD, each token's weighted sum of its experts' outputs.
+    """Return y_TD, each token's sum of its experts' outputs, weighted unless `prescore`.
 
     `rows_RD` may be shorter than R: the unused tail of the compact layout can be cut.
-    With `prescore` the sum is unweighted, since dispatch applied the weights.
     """
     ops = kernels.ops(backend, rows_RD.device)
     source_of_R = routing.source_of_R[: rows_RD.shape[0]]
@@ -41,12 +37,7 @@ class _Dispatch(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        x_TD: Tensor,
-        weights_TK: Tensor | None,
-        row_of_TK: Tensor,
-        source_of_R: Tensor,
-        ops: Any,
+        ctx: Any, x_TD: Tensor, weights_TK: Tensor | None, row_of_TK: Tensor, source_of_R: Tensor, ops: Any
     ) -> Tensor:
         ctx.ops, token_of_R = ops, token_of(source_of_R, row_of_TK.shape[1])
         if weights_TK is None:

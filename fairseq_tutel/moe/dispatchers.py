@@ -3,14 +3,16 @@
 - `Local`: all experts are on this rank.
 - `Gathering`: the same with weights that are gathered for one forward (adaptive_r = 0).
 - `Exchange`: rows are sent to the ranks that own their experts.
-- `decode.Decode`: few tokens and all experts on this rank, without gradients; `Local` chooses it.
+
+Each has `apply(x_TD, routing, weights)`, which returns every token's weighted sum over its experts [T, D],
+and `run_without_tokens`, which joins the collectives of other ranks' `apply` with zero tokens. `decodes` is
+whether few tokens take the decode path in the current mode.
 
 T tokens, D model_dim, R rows.
 """
 
 import dataclasses
 from functools import partial
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -20,7 +22,7 @@ from fairseq_tutel.comm.call_id import CallCounter, CallId
 from fairseq_tutel.comm.transfer import ExchangeTimer
 from fairseq_tutel.moe.adaptive import nearest_degree, weights_of
 from fairseq_tutel.moe.config import MoEConfig
-from fairseq_tutel.moe.decode import Decode, DecodeRouting
+from fairseq_tutel.moe.decode import DecodeRouting, run_few
 from fairseq_tutel.moe.deferred import can_defer
 from fairseq_tutel.moe.dispatch import combine, dispatch
 from fairseq_tutel.moe.expert_stack import ExpertStack, Weights
@@ -29,26 +31,11 @@ from fairseq_tutel.planning.strategy import Strategy
 from fairseq_tutel.ranks.groups import Topology
 
 
-class Dispatcher(Protocol):
-    """Sends tokens through their experts."""
-
-    @property
-    def decodes(self) -> bool:
-        """Whether few tokens take the decode path in the current mode."""
-
-    def apply(self, x_TD: Tensor, routing: Routing, weights: Weights) -> Tensor:
-        """Return every token's weighted sum over its experts [T, D]. Collective if experts are split."""
-
-    def run_without_tokens(self, weights: Weights) -> None:
-        """Join the collectives of `apply` with zero tokens."""
-
-
 class Local:
     """All experts are on this rank, and no row is sent."""
 
     def __init__(self, experts: ExpertStack, config: MoEConfig) -> None:
         self.experts, self.config = experts, config
-        self._decode = Decode(experts)
 
     @property
     def decodes(self) -> bool:
@@ -57,10 +44,10 @@ class Local:
         return can_defer(experts.training) and not self.config.prescore and experts.can_fuse
 
     def apply(self, x_TD: Tensor, routing: Routing, weights: Weights) -> Tensor:
-        """Return every token's weighted sum over its experts [T, D]; see `Dispatcher`."""
+        """Return y_TD; see the module."""
         experts, config = self.experts, self.config
         if isinstance(routing, DecodeRouting) and routing.is_deferred and self.decodes:
-            return self._decode.apply(x_TD, routing, weights)
+            return run_few(experts, x_TD, routing, weights)
         if not config.prescore and experts.can_fuse:
             return experts.run_fused(x_TD, routing, weights)
         rows_RD = dispatch(x_TD, routing, config.backend, config.prescore)
@@ -83,7 +70,7 @@ class Gathering(Local):
         self.topology, self.calls = topology, calls
 
     def apply(self, x_TD: Tensor, routing: Routing, weights: Weights) -> Tensor:
-        """Return every token's weighted sum over its experts [T, D]; see `Dispatcher`."""
+        """Return y_TD; see the module."""
         return super().apply(x_TD, routing, self._gathered(x_TD.device))
 
     def run_without_tokens(self, weights: Weights) -> None:
@@ -112,7 +99,7 @@ class Exchange:
         self.calls, self.options = calls, options
 
     def apply(self, x_TD: Tensor, routing: Routing, weights: Weights) -> Tensor:
-        """Return every token's weighted sum over its experts [T, D]; see `Dispatcher`."""
+        """Return y_TD; see the module."""
         config, options = self.config, self.options
         call_id = CallId(self.calls, self.experts.training)
         if options.padded:
@@ -120,9 +107,8 @@ class Exchange:
             routing = padded(routing, capacity)
         weights = self._gathered(weights, x_TD.device)
         rows_RD = dispatch(x_TD, routing, config.backend, config.prescore)
-        prepared = exchange.prepare(len(rows_RD), routing.counts_E, options, call_id)
         expert_fn = partial(self.experts.call, weights=weights)
-        rows_RD = prepared.run(rows_RD, expert_fn)
+        rows_RD = exchange.exchange_rows(rows_RD, routing.counts_E, options, expert_fn, call_id)
         return combine(rows_RD, routing, config.backend, config.prescore)
 
     def run_without_tokens(self, weights: Weights) -> None:
@@ -135,8 +121,8 @@ class Exchange:
         shape = len(counts_E) * capacity, self.config.model_dim
         rows_RD = torch.zeros(shape, device=device, dtype=self.experts.dtype)
         weights = self._gathered(weights, device)
-        prepared = exchange.prepare(len(rows_RD), counts_E, options, call_id)
-        prepared.run(rows_RD, partial(self.experts.call, weights=weights))
+        expert_fn = partial(self.experts.call, weights=weights)
+        exchange.exchange_rows(rows_RD, counts_E, options, expert_fn, call_id)
 
     def _gathered(self, weights: Weights, device: torch.device) -> Weights:
         """Return the weights, gathered from the ranks that hold slices of the same expert."""
@@ -144,6 +130,9 @@ class Exchange:
             return weights
         degree = self.options.strategy.adaptive_r
         return weights_of(self.experts, self.topology, degree, device)
+
+
+Dispatcher = Local | Exchange
 
 
 def choose_dispatcher(

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fairseq_tutel.kernels.first_order import first_order
 from fairseq_tutel.kernels.groups import Groups
-from fairseq_tutel.kernels.weights import NAMES, FFNWeights, Kept
+from fairseq_tutel.kernels.weights import NAMES, FFNWeights, SavedActivations
 from fairseq_tutel.moe.dispatch import read_assignments, token_of
 from fairseq_tutel.moe.expert_stack import Tensors
 from fairseq_tutel.moe.routing import Routing
@@ -22,29 +22,19 @@ from fairseq_tutel.moe.routing import Routing
 
 @dataclass(frozen=True, kw_only=True)
 class FFNCall:
-    """Arguments of a feed-forward that are no tensors.
+    """Arguments of a feed-forward that are no tensors."""
 
-    Attributes:
-        ops: the kernels.
-        groups: rows of each expert.
-        activation: between the two maps; ignored for `glu`.
-        recompute: compute h again in backward instead of saving it.
-    """
-
-    ops: Any
+    ops: Any  # the kernels
     groups: Groups
-    activation: str
-    recompute: bool = False
+    activation: str  # between the two maps; ignored for `glu`
+    recompute: bool = False  # compute h again in backward instead of saving it
 
 
 def ffn(x_ND: Tensor, tensors: Tensors, call: FFNCall, routing: Routing | None = None) -> Tensor:
-    """Return the experts' outputs: of every row [R, D], or every token's weighted sum [T, D].
+    """Return the experts' outputs of every row [R, D], or with a routing every token's weighted sum [T, D].
 
-    Args:
-        x_ND: expert-major rows, where a tail behind the groups gives 0; with a routing the tokens.
-        tensors: of the experts, by name.
-        call: the other arguments.
-        routing: of these tokens, in the compact layout, with all rows on this rank.
+    `x_ND` are expert-major rows, where a tail behind the groups gives 0. With a routing, in the compact
+    layout and with all rows on this rank, they are its tokens.
     """
     named = [tensors.get(name) for name in NAMES]
     maps: tuple[Tensor | None, ...] = None, None, None
@@ -78,11 +68,11 @@ class _FFN(torch.autograd.Function):
     ) -> Tensor:
         ctx.call, keep = call, not call.recompute and any(ctx.needs_input_grad)
         index_R, of_call = _index(row_of_TK, source_of_R), _arguments(call, named)
-        y, kept = call.ops.ffn_forward(x_ND, index_R, *of_call, keep=keep)
+        y, saved = call.ops.ffn_forward(x_ND, index_R, *of_call, keep=keep)
         if row_of_TK is not None:
             y = call.ops.gather_sum(y, row_of_TK, weights_TK)
         ctx.save_for_backward(
-            x_ND, weights_TK, row_of_TK, source_of_R, kept.a_RH, kept.h_RH, kept.g_RH, *named
+            x_ND, weights_TK, row_of_TK, source_of_R, saved.a_RH, saved.h_RH, saved.g_RH, *named
         )
         return y
 
@@ -92,9 +82,9 @@ class _FFN(torch.autograd.Function):
         x_ND, weights_TK, row_of_TK, source_of_R, a_RH, h_RH, g_RH, *named = ctx.saved_tensors
         call, ops, needs = ctx.call, ctx.call.ops, ctx.needs_input_grad
         index_R, of_call = _index(row_of_TK, source_of_R), _arguments(call, named)
-        kept = Kept(a_RH, h_RH, g_RH)
+        saved = SavedActivations(a_RH, h_RH, g_RH)
         if call.recompute:
-            kept = ops.ffn_kept(x_ND, index_R, *of_call)
+            saved = ops.ffn_activations(x_ND, index_R, *of_call)
         gate_R = None
         if weights_TK is not None:
             gate_R = read_assignments(weights_TK.reshape(-1), source_of_R)
@@ -104,7 +94,7 @@ class _FFN(torch.autograd.Function):
             index_R,
             gate_R,
             of_call[0],
-            kept,
+            saved,
             *of_call[1:],
             needs_dx=needs[1],
             needs_weights=any(needs[5:]),

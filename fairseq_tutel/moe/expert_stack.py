@@ -17,6 +17,7 @@ from fairseq_tutel.comm.gradients import mark_expert, mark_root_scaled
 from fairseq_tutel.kernels.groups import Groups
 from fairseq_tutel.moe.config import MoEConfig
 from fairseq_tutel.moe.routing import Routing
+from fairseq_tutel.options.option import require
 from fairseq_tutel.ranks.groups import Part, Slice, cut, mark_slice
 
 logger = logging.getLogger(__name__)
@@ -25,12 +26,14 @@ Tensors = Mapping[str, Any]
 
 
 class Weights:
-    """The source of the tensors that experts compute with: here their own parameters."""
+    """The source of the tensors that experts compute with: given ones, or the stack's own parameters."""
 
-    # Whether other ranks can gather these tensors.
-    are_own: bool = True
-    # Whether all experts are included, so that no row needs to be sent.
-    of_all: bool = False
+    are_own: bool = True  # whether other ranks can gather these tensors
+    of_all: bool = False  # whether all experts are included, so that no row needs to be sent
+    _tensors: Tensors | None = None
+
+    def __init__(self, tensors: Tensors | None = None, of_all: bool = False) -> None:
+        self._tensors, self.are_own, self.of_all = tensors, tensors is None, of_all
 
     def of_groups(self, stack: "ExpertStack", groups: Groups) -> tuple[Tensors, Groups]:
         """Return the tensors by name, and the groups of these experts.
@@ -39,6 +42,8 @@ class Weights:
         others, in ascending order. Called within the experts' forward, since hooks, such as those of
         torch.nn.utils.prune, compute tensors just before.
         """
+        if self._tensors is not None:
+            return self._tensors, groups
         return {name: getattr(stack, name) for name in stack.names}, groups
 
     def of_each(self, stack: "ExpertStack", groups: Groups) -> Iterator[Tensors]:
@@ -50,19 +55,6 @@ class Weights:
 
     def prefetch(self, stack: "ExpertStack", groups: Groups) -> None:
         """Begin to fetch the experts with rows, if they are offloaded; `groups` are of all E experts."""
-
-
-class MadeWeights(Weights):
-    """Existing tensors: gathered for one forward, or copies of all experts."""
-
-    are_own = False
-
-    def __init__(self, tensors: Tensors, of_all: bool = False) -> None:
-        self._tensors, self.of_all = tensors, of_all
-
-    def of_groups(self, stack: "ExpertStack", groups: Groups) -> tuple[Tensors, Groups]:
-        """Return the tensors and all groups."""
-        return self._tensors, groups
 
 
 OWN = Weights()
@@ -80,13 +72,11 @@ class StoredStack(Protocol):
 class ExpertStack(nn.Module):
     """A rank's part of a layer's experts, with parameters that are stacked by expert in dimension 0.
 
-    `load_state_dict` takes the local part of a state dict with all E experts. `state_dict` contains all
-    experts after `checkpoint.experts` has gathered them, records of the written files after it has saved
-    them in shards, and the local part otherwise.
+    `load_state_dict` takes the local part of a state dict with all E experts. `state_dict` contains the
+    local part, or what `save_as` has set: all experts, or records of the files that have them.
     """
 
-    # The dimension in which a stacked tensor is sliced if an expert has several ranks; empty if this kind
-    # of experts cannot be sliced.
+    # The dimension in which a stacked tensor is sliced if an expert has several ranks; empty: it cannot be.
     slice_dims: ClassVar[dict[str, int]] = {}
     # Tensors that are added to the output, in its last dimension: a slice of them is padded with zeros.
     added: ClassVar[tuple[str, ...]] = ()
@@ -124,11 +114,8 @@ class ExpertStack(nn.Module):
     def load_later(self, keep_sources: bool = False) -> None:
         """Let `load_state_dict` replace the parameters of a stack that was built on the meta device.
 
-        A loaded tensor is not copied if it uses its whole storage.
-
-        Args:
-            keep_sources: only keep the loaded tensors for `take_sources`; the parameters stay on the meta
-                device.
+        A loaded tensor is not copied if it uses its whole storage. With `keep_sources` it is only kept for
+        `take_sources`, and the parameters stay on the meta device.
         """
         self._loads_later, self._sources = True, {} if keep_sources else None
         self._compute_device = torch.device("cpu")
@@ -147,15 +134,10 @@ class ExpertStack(nn.Module):
         self._saved_by_rank = True
 
     def forward(self, rows_RD: Tensor, groups: Groups, weights: Weights = OWN) -> Tensor:
-        """Run expert i on its group of rows.
+        """Run expert i on its group of the expert-major rows; rows behind the last group are unused.
 
-        Args:
-            rows_RD: [R, D] expert-major; rows behind the last group are unused.
-            groups: rows of each local expert, or of each expert if `weights` include all.
-            weights: the source of the tensors.
-
-        Returns:
-            [R, D], or without the rows behind the last group.
+        `groups` are the rows of each local expert, or of each expert if `weights` include all. The result
+        is [R, D], or without the rows behind the last group.
         """
         tensors, groups = weights.of_groups(self, groups)
         if self.checkpoints and torch.is_grad_enabled():
@@ -169,12 +151,8 @@ class ExpertStack(nn.Module):
     @property
     def is_hooked(self) -> bool:
         """Whether the module has hooks, as torch.nn.utils.prune installs them."""
-        return bool(
-            self._forward_pre_hooks
-            or self._forward_hooks
-            or self._backward_pre_hooks
-            or self._backward_hooks
-        )
+        before, after = self._forward_pre_hooks, self._forward_hooks
+        return bool(before or after or self._backward_pre_hooks or self._backward_hooks)
 
     @property
     def call(self) -> Callable[..., Tensor]:
@@ -231,7 +209,7 @@ class ExpertStack(nn.Module):
         return Slice(slices, self.slice_dims[name]) if slices > 1 else Slice()
 
     def mark(self) -> None:
-        """Mark every parameter for gradient reduction and gathering, which see parameters alone."""
+        """Mark every parameter for gradient reduction and gathering, which see only parameters."""
         names = self.names  # cached at the first call
         is_cut = self.part.slices > 1
         for name, parameter in self.expert_parameters().items():
@@ -286,11 +264,11 @@ class ExpertStack(nn.Module):
         return cut(whole, self.slice_of(name), self.part.index)
 
     def _refuse_offloaded(self, prefix: str) -> None:
-        if self._is_offloaded:
-            raise ValueError(
-                f"{prefix}* are in an expert store and can be neither saved nor loaded; open the "
-                "checkpoint without a store to save it."
-            )
+        require(
+            not self._is_offloaded,
+            f"{prefix}* are in an expert store and can be neither saved nor loaded; open the checkpoint "
+            "without a store to save it.",
+        )
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         self._refuse_offloaded(prefix)
@@ -345,7 +323,6 @@ class ExpertStack(nn.Module):
             )
 
     def _is_own_part(self, name: str, tensor: Tensor | StoredStack) -> bool:
-        """Whether a tensor has the shape of this rank's part, which is not all experts."""
         own = tuple(self.expert_parameters()[name].shape)
         return own == tuple(tensor.shape) != (self.config.num_experts, *self.whole_shape(name))
 
@@ -360,8 +337,7 @@ class ExpertStack(nn.Module):
 
     def _local_part(self, key: str, tensor: Tensor | StoredStack) -> Tensor:
         name = key.rpartition(".")[2]
-        by_rank = self._saved_by_rank and self._is_own_part(name, tensor)
-        if isinstance(tensor, Tensor) and by_rank:
+        if isinstance(tensor, Tensor) and self._saved_by_rank and self._is_own_part(name, tensor):
             return tensor
         self._check_shape(key, tensor)
         if not isinstance(tensor, Tensor):
@@ -370,20 +346,17 @@ class ExpertStack(nn.Module):
 
     def _check_shape(self, key: str, tensor: Tensor | StoredStack) -> None:
         expected = (self.config.num_experts, *self.whole_shape(key.rpartition(".")[2]))
-        if tuple(tensor.shape) != expected:
-            raise ValueError(
-                f"the checkpoint's {key} has shape {tuple(tensor.shape)} but this model needs "
-                f"{expected}; {self._fitting()}."
-            )
-
-    def _fitting(self) -> str:
-        """Return the fix for a checkpoint with other shapes."""
+        fix = (
+            "give the --moe-expert-count and --moe-expert-ffn-dim it was saved with (a first number below "
+            "the expert count is a crash file that holds one rank's part)"
+        )
         if self._saved_by_rank:
-            return (
+            fix = (
                 f"or {self.num_local} of them in a rank's own file; build the layer with the arguments and "
                 "the number of ranks that it was saved with"
             )
-        return (
-            "give the --moe-expert-count and --moe-expert-ffn-dim it was saved with "
-            "(a first number below the expert count is a crash file that holds one rank's part)"
+        require(
+            tuple(tensor.shape) == expected,
+            f"the checkpoint's {key} has shape {tuple(tensor.shape)} but this model needs {expected}; "
+            f"{fix}.",
         )

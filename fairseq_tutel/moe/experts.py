@@ -15,14 +15,7 @@ from fairseq_tutel import kernels
 from fairseq_tutel.kernels.activations import ACTIVATIONS
 from fairseq_tutel.kernels.first_order import first_order
 from fairseq_tutel.kernels.groups import Groups
-from fairseq_tutel.moe.build import (
-    construct,
-    draw,
-    draw_linear,
-    hashed_seed,
-    load_class,
-    seeded_generator,
-)
+from fairseq_tutel.moe.build import construct, draw, draw_linear, hashed_seed, load_class, seeded_generator
 from fairseq_tutel.moe.config import MoEConfig, label_of
 from fairseq_tutel.moe.expert_ffn import FFNCall, ffn
 from fairseq_tutel.moe.expert_stack import OWN, ExpertStack, Tensors, Weights
@@ -64,11 +57,7 @@ class Experts(ExpertStack):
 
     @torch.no_grad()
     def reset_parameters(self, seed: int, name: str) -> None:
-        """Draw every expert as nn.Linear does, or normal by `init_std`.
-
-        The generator's seed is a hash of (seed, name, global expert ID, tensor), so that a model has the
-        same experts for every number of ranks, and layers differ.
-        """
+        """Draw every expert as nn.Linear does, or normal by `init_std`."""
         for tensor, parameter in self.expert_parameters().items():
             if parameter.is_meta:
                 continue
@@ -129,14 +118,12 @@ class Experts(ExpertStack):
         )
 
     def _by_parts(self, rows_RD: Tensor, groups: Groups, tensors: Tensors) -> Tensor:
-        return feed_forward(
-            rows_RD,
-            lambda name, rows: apply_map(name, rows, groups, tensors, self.config.backend),
-            self.config,
-            self.activate,
-            self.hidden_layer_norm,
-            self.training,
-        )
+        def linear(name: str, rows: Tensor) -> Tensor:
+            weight, bias = tensors[f"{name}_weight"], tensors.get(f"{name}_bias")
+            return grouped_linear(rows, groups, weight, bias, self.config.backend)
+
+        norm = self.hidden_layer_norm
+        return feed_forward(rows_RD, linear, self.config, self.activate, norm, self.training)
 
     def activate(self, hidden_RH: Tensor) -> Tensor:
         """Apply the activation between the maps, in a glu before fc3's product."""
@@ -151,16 +138,7 @@ def feed_forward(
     norm: nn.Module | None,
     training: bool,
 ) -> Tensor:
-    """Return the feed-forward of x, map by map.
-
-    Args:
-        x: [..., D].
-        linear: applies the map with this name: fc1, fc2 or a glu's fc3.
-        config: expert_type and activation_dropout.
-        activate: applied to fc1's output.
-        norm: of the hidden layer, or None.
-        training: whether dropout is on.
-    """
+    """Return the feed-forward of x [..., D]; `linear` applies the map fc1, fc2 or a glu's fc3 by name."""
     hidden = activate(linear("fc1", x))
     if config.expert_type == "glu":
         hidden = hidden * linear("fc3", x)
@@ -264,25 +242,12 @@ def build_experts(config: MoEConfig, part: Part, device: str | None = None) -> E
     return Experts(config, part, device)
 
 
-def apply_map(name: str, rows: Tensor, groups: Groups, tensors: Tensors, backend: str = "auto") -> Tensor:
-    """Apply the named map of every expert to its rows."""
-    weight, bias = tensors[f"{name}_weight"], tensors.get(f"{name}_bias")
-    return grouped_linear(rows, groups, weight, bias, backend)
-
-
 def grouped_linear(
-    rows: Tensor,
-    groups: Groups,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    backend: str = "auto",
+    rows: Tensor, groups: Groups, weight: Tensor, bias: Tensor | None = None, backend: str = "auto"
 ) -> Tensor:
     """Return rows[r] @ weight[i].T + bias[i] for the rows r of group i; 0 behind the last group.
 
-    rows are [R, I], weight is [e, O, I] and bias [e, O].
-
-    Returns:
-        [R, O] in rows' dtype, or in autocast's.
+    rows are [R, I], weight is [e, O, I] and bias [e, O]; [R, O] has rows' dtype, or autocast's.
     """
     if torch.is_autocast_enabled(rows.device.type):
         dtype = torch.get_autocast_dtype(rows.device.type)
@@ -299,12 +264,7 @@ class _GroupedLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        rows: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        groups: Groups,
-        ops: Any,
+        ctx: Any, rows: Tensor, weight: Tensor, bias: Tensor | None, groups: Groups, ops: Any
     ) -> Tensor:
         ctx.save_for_backward(rows, weight)
         ctx.groups, ctx.ops, ctx.has_bias = groups, ops, bias is not None

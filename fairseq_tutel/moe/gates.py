@@ -34,7 +34,7 @@ class LinearGate(nn.Module):
         self.weight = nn.Parameter(torch.empty(num_scores(config), config.model_dim))
 
     def reset_parameters(self, generator: torch.Generator) -> None:
-        """Draw the weight as nn.Linear does: uniform within 1 / sqrt(D)."""
+        """Draw the weight as nn.Linear does."""
         bound = 1 / math.sqrt(self.weight.shape[1])
         nn.init.uniform_(self.weight, -bound, bound, generator=generator)
 
@@ -54,7 +54,6 @@ class CosineGate(nn.Module):
     """Score tokens by the cosine between a projection of them and one direction per expert.
 
     logits = exp(min(t, ln 100)) * normalize(W x + b) . normalize(s_e), with a learned temperature t.
-    Computed in fp32 (fp64 for fp64 input) if `gate_fp32`.
 
     Source: Chi et al. 2022 (X-MoE), section 3.2; initialisation as in Tutel's cosine_top.
     """
@@ -70,7 +69,7 @@ class CosineGate(nn.Module):
         self.log_scale = nn.Parameter(torch.empty(()))
 
     def reset_parameters(self, generator: torch.Generator) -> None:
-        """Draw the projection as nn.Linear does, the directions normal by 0.01."""
+        """Draw the projection as nn.Linear does, the directions normal."""
         bound = 1 / math.sqrt(self.projection_weight.shape[1])
         nn.init.uniform_(self.projection_weight, -bound, bound, generator=generator)
         nn.init.uniform_(self.projection_bias, -bound, bound, generator=generator)
@@ -135,11 +134,7 @@ def _shifted(x: Tensor, bits: int) -> Tensor:
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
-GATES = {
-    "linear": LinearGate,
-    "cosine": CosineGate,
-    "hash": HashGate,
-}
+GATES = {"linear": LinearGate, "cosine": CosineGate, "hash": HashGate}
 
 
 def build_gate(config: MoEConfig, kind: str) -> nn.Module:
@@ -151,16 +146,14 @@ def build_gate(config: MoEConfig, kind: str) -> nn.Module:
 
 def reset_gate(gate: Any, seed: int, name: str, tensor: str) -> None:
     """Draw a gate of `build_gate` from a generator of (seed, name, tensor), the same on every rank."""
-    if any(isinstance(gate, kind) for kind in GATES.values()):
+    if isinstance(gate, tuple(GATES.values())):
         gate.reset_parameters(seeded_generator(seed, name, -1, tensor))
     elif hasattr(gate, "moe_config"):
         redraw(gate, hashed_seed(seed, name, -1, tensor))
 
 
 def gate_input(x_TD: Tensor, config: MoEConfig, training: bool) -> Tensor:
-    """Return the gate's input: x with multiplicative jitter and dropout. The experts get x itself.
-
-    Jitter multiplies every element by a number uniform in [1 - j, 1 + j].
+    """Return the gate's input: in training x times 1 ± j (jitter), with dropout. The experts get x itself.
 
     Source: Switch Transformer (Fedus et al. 2021), section 2.4, for both.
     """
@@ -175,11 +168,7 @@ def gate_input(x_TD: Tensor, config: MoEConfig, training: bool) -> Tensor:
 
 
 def gate_logits(gate: nn.Module, x_TD: Tensor, call: Call, config: MoEConfig) -> Tensor:
-    """Return a gate's logits_TE.
-
-    Raises:
-        ValueError: a hash gate has no token IDs, or a custom gate returned another shape.
-    """
+    """Return a gate's logits_TE; raise ValueError for another shape, or a hash gate without token IDs."""
     if not isinstance(gate, HashGate):
         logits_TE = gate(x_TD)
         expected = x_TD.shape[0], num_scores(config)
@@ -204,10 +193,7 @@ def noise_std(config: MoEConfig) -> float:
 
 
 def noisy_logits(logits_TE: Tensor, config: MoEConfig, training: bool) -> Tensor:
-    """Add gaussian noise of `noise_std`, in training.
-
-    Choice, weights and balance losses all use the noisy logits, as in Tutel.
-    """
+    """Add Gaussian noise in training, for choice, weights and balance losses alike, as in Tutel."""
     if not training or config.gate_noise == 0:
         return logits_TE
     return logits_TE + torch.randn_like(logits_TE) * noise_std(config)

@@ -15,25 +15,17 @@ from torch import Tensor, nn
 from fairseq_tutel.comm.call_id import CallCounter
 from fairseq_tutel.comm.transfer import ExchangeTimer
 from fairseq_tutel.kernels import autotune
+from fairseq_tutel.moe.adaptive import static_strategy
 from fairseq_tutel.moe.balance import BalanceBias, balance_losses
 from fairseq_tutel.moe.balance_options import parse_balance_loss
 from fairseq_tutel.moe.call import Call
-from fairseq_tutel.moe.choice import Rules
 from fairseq_tutel.moe.config import MoEConfig
 from fairseq_tutel.moe.decode import are_few, decide_few
-from fairseq_tutel.moe.deferred import Deferred, can_defer, deferred_field
+from fairseq_tutel.moe.deferred import Deferred, can_defer
 from fairseq_tutel.moe.dispatchers import Dispatcher, choose_dispatcher
 from fairseq_tutel.moe.expert_stack import ExpertStack, Weights
 from fairseq_tutel.moe.experts import build_experts
-from fairseq_tutel.moe.gates import (
-    build_gate,
-    gate_input,
-    gate_logits,
-    noise_std,
-    noisy_logits,
-    reset_gate,
-)
-from fairseq_tutel.moe.initial_strategy import static_strategy
+from fairseq_tutel.moe.gates import build_gate, gate_input, gate_logits, noise_std, noisy_logits, reset_gate
 from fairseq_tutel.moe.routing import GateOutput, Routing, decide
 from fairseq_tutel.moe.shared_experts import SharedResidualExperts
 from fairseq_tutel.moe.slots import Capacity, capacity_of
@@ -44,24 +36,15 @@ from fairseq_tutel.ranks.groups import Topology
 
 @dataclass(frozen=True, kw_only=True)
 class MoEOutput:
-    """Balance losses and routing of a forward.
+    """Balance losses and routing of a forward."""
 
-    Attributes:
-        balance_loss: [] differentiable scalar, the weighted sum of `losses`; 0 if there are none.
-        losses: every balance loss by name, unweighted.
-        routing: of this forward.
-    """
-
-    balance_loss: Tensor
-    losses: dict[str, Tensor]
+    balance_loss: Tensor  # [] differentiable, the weighted sum of `losses`; 0 if there are none
+    losses: dict[str, Tensor]  # every balance loss by name, unweighted
     routing: Routing
 
 
 class DeferredOutput(Deferred, MoEOutput):
     """A MoEOutput whose losses are computed at their first access."""
-
-    balance_loss = deferred_field("balance_loss")
-    losses = deferred_field("losses")
 
 
 class Router(Protocol):
@@ -72,13 +55,7 @@ class Router(Protocol):
 
 
 class MoELayer(nn.Module):
-    """A mixture of experts in place of a feed-forward layer.
-
-    1. `route`: x_TD -> logits_TE by the gate -> Routing (experts, slots, drops, row maps)
-    2. `apply_routing`: x_TD -> y_TD by the layer's dispatcher (`moe/dispatchers.py`): dispatch tokens to
-       expert-major rows, run the experts on the ranks that own them, and combine the outputs by weight.
-       Then add shared and residual experts, if there are any.
-    3. `balance`: Routing -> losses
+    """A mixture of experts in place of a feed-forward layer: `route`, `apply_routing`, then `balance`.
 
     Args:
         config: of the layer.
@@ -125,7 +102,7 @@ class MoELayer(nn.Module):
         self.other_gates = nn.ModuleList(gates[1:])
         self.experts = experts or build_experts(config, self.topology.part(config.num_experts))
         self.experts.mark()
-        self._strategy = static_strategy(config, self.topology)
+        self.strategy = static_strategy(config, self.topology)
         has_beside = config.shared_experts > 0 or config.residual
         self.beside = SharedResidualExperts(config) if has_beside else None
         self.balance_bias = (
@@ -146,7 +123,6 @@ class MoELayer(nn.Module):
             dataclasses.replace(c, balance_loss=config.balance_loss)
             for c in gate_configs
         ]
-        self.rules = [Rules.of(c) for c in self.gate_configs]
         self.balance_weights = parse_balance_loss(config.balance_loss)
 
     def reset_parameters(self, seed: int, name: str) -> None:
@@ -177,9 +153,9 @@ class MoELayer(nn.Module):
                 [batch, time] with `time_first`.
             time_first: x is [time, batch, D], as in fairseq; dropping goes by (sentence, time) in both
                 layouts.
-            capacity_factor: overrides the configured rule; 0 drops nothing. A number or a whole rule.
-            top_k: overrides the configured one.
-            gate_index: overrides the configured one.
+            capacity_factor: a number or a whole rule, replaces the configured one; 0 drops nothing.
+            top_k: replaces the configured one.
+            gate_index: replaces the configured one.
             token_ids: int64 of padding_mask's shape, for a hash gate.
 
         Returns:
@@ -221,30 +197,28 @@ class MoELayer(nn.Module):
         Raises:
             ValueError: an override in `call` is invalid.
         """
-        gate, config, rules = self.gate_at(
-            self.config.gate_index if call.gate_index is None else call.gate_index
-        )
+        index = self.config.gate_index if call.gate_index is None else call.gate_index
+        gate, config = self.gate_at(index)
         top_k = call.top_k_of(config)
         seen_TD = gate_input(x_TD, config, self.training)
         clean_TE = gate_logits(gate, seen_TD, call, config)
         logits_TE = noisy_logits(clean_TE, config, self.training)
-        bias = self.balance_bias
         gate_output = GateOutput(
             logits_TE=logits_TE,
             clean_TE=clean_TE,
             noise=noise_std(config),
-            score_function=rules.score_function,
+            score_function=config.score_function,
             sentences=call.sentences,
             time_first=call.time_first,
             num_ranks=self.topology.world_size if self.training else 1,
         )
         capacity = capacity_of(config, self.training, call.capacity_factor)
         batch = call.micro_batch(self.training)
-        bias_E = None if bias is None else bias.bias
+        bias_E = None if self.balance_bias is None else self.balance_bias.bias
         is_deferred = can_defer(self.training) and self.dispatcher.decodes
-        if is_deferred and are_few(logits_TE, top_k, capacity, rules):
-            return decide_few(logits_TE, top_k, capacity, rules, batch, bias_E, gate_output)
-        routing = decide(logits_TE, top_k, capacity, rules, batch, bias_E, gate_output)
+        if is_deferred and are_few(logits_TE, top_k, capacity, config):
+            return decide_few(logits_TE, top_k, capacity, config, batch, bias_E, gate_output)
+        routing = decide(logits_TE, top_k, capacity, config, batch, bias_E, gate_output)
         if self.training and call.is_new:
             self._count(routing)
         return routing
@@ -262,10 +236,9 @@ class MoELayer(nn.Module):
 
         In evaluation without gradients they are computed at their first access.
         """
-        make = partial(self._balance, routing)
         if can_defer(self.training):
-            return DeferredOutput(make, routing=routing)
-        return make()
+            return DeferredOutput(partial(self._balance, routing), routing=routing)
+        return self._balance(routing)
 
     def _balance(self, routing: Routing) -> MoEOutput:
         assert routing.gate is not None
@@ -275,20 +248,9 @@ class MoELayer(nn.Module):
             total = total + self.balance_weights[name] * loss
         return MoEOutput(balance_loss=total, losses=named, routing=routing)
 
-    @property
-    def strategy(self) -> Strategy:
-        """The execution strategy of the next forwards; results do not depend on it."""
-        return self._strategy
-
-    @strategy.setter
-    def strategy(self, strategy: Strategy) -> None:
-        self._strategy, self._dispatcher = strategy, None
-
     def follow(self, strategy: Strategy) -> None:
-        """Use this strategy in the next forwards. All ranks must use the same one."""
-        self.strategy = strategy
-
-    how = strategy  # the former name
+        """Use this execution strategy in the next forwards. All ranks must use the same one."""
+        self.strategy, self._dispatcher = strategy, None
 
     @property
     def dispatcher(self) -> Dispatcher:
@@ -296,13 +258,7 @@ class MoELayer(nn.Module):
         basis = self.experts, self.experts.weights
         if self._dispatcher is None or self._dispatcher_for != basis:
             self._dispatcher = choose_dispatcher(
-                self.experts,
-                self.config,
-                self.topology,
-                self._strategy,
-                self.calls,
-                self.timer,
-                self.name,
+                self.experts, self.config, self.topology, self.strategy, self.calls, self.timer, self.name
             )
             self._dispatcher_for = basis
         return self._dispatcher
@@ -328,22 +284,17 @@ class MoELayer(nn.Module):
         """Join the collectives of a forward of other ranks with zero tokens. Changes no state."""
         self.dispatcher.run_without_tokens(self.experts.weights)
 
-    def gate_at(self, index: int) -> tuple[nn.Module, MoEConfig, Rules]:
-        """Return a gate with its configuration and rules.
-
-        Raises:
-            ValueError: there is no such gate.
-        """
+    def gate_at(self, index: int) -> tuple[nn.Module, MoEConfig]:
+        """Return a gate with its configuration; raise ValueError if there is no such gate."""
         if not (is_whole(index) and 0 <= index < len(self.gate_configs)):
+            count = len(self.gate_configs)
             raise ValueError(
-                f"gate_index is {index!r} but there are {len(self.gate_configs)} gates; choose from 0 to "
-                f"{len(self.gate_configs) - 1}."
+                f"gate_index is {index!r} but there are {count} gates; choose from 0 to {count - 1}."
             )
         gate = self.gate if index == 0 else self.other_gates[index - 1]
-        return gate, self.gate_configs[index], self.rules[index]
+        return gate, self.gate_configs[index]
 
     def _count(self, routing: Routing) -> None:
-        """Count the load of a micro-batch in training."""
         if self.balance_bias is not None:
             self.balance_bias.count(routing.assigned_KE)
         if self._watches_load:

@@ -1,8 +1,7 @@
 """The metrics of routing: one table, `METRICS`, from which logs, charts and docs are made.
 
-To add a metric, add one entry. A metric is either a mean over tokens, whose sum each layer computes in its
-forward, or a function of the counts of assignments, computed once per micro-batch for all layers. Nothing
-is read on the host.
+A metric is either a mean over tokens, whose sum each layer computes in its forward, or a function of the
+counts of assignments, computed once per micro-batch for all layers. Nothing is read on the host.
 
 T tokens, E experts, K top_k, L layers, S sums of a layer, N metrics of a layer.
 """
@@ -192,12 +191,7 @@ def metric_names(top_k: int) -> list[str]:
 
 
 def metric_rows(counted: Sequence[RoutingCounts]) -> tuple[Tensor, Tensor]:
-    """Return the metrics of layers with the same K, and their real tokens.
-
-    Returns:
-        rows_LN: [L, N] fp32, the columns named by `metric_names`.
-        tokens_L1: [L, 1] fp32.
-    """
+    """Return the metrics of layers with the same K, rows_LN in fp32, and their real tokens, tokens_L1."""
     same = groupby(counted, key=lambda counts: counts.assigned_KE.shape)
     parts = [_rows(list(layers)) for _, layers in same]
     if len(parts) == 1:

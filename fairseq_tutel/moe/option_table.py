@@ -1,11 +1,224 @@
-"""Collects the options of models, tasks and criterions from the modules that define them."""
+"""All options of a MoE model, its task and its criterion; those of its layers are in config.py.
+
+`options_of` returns them as one table.
+"""
+
+from dataclasses import dataclass
+from typing import Any
 
 from fairseq_tutel.moe.balance_options import CriterionConfig
-from fairseq_tutel.moe.config import LAYER
-from fairseq_tutel.moe.model_options import ModelConfig, SidesConfig
-from fairseq_tutel.moe.run_options import TaskConfig
-from fairseq_tutel.moe.store_options import StoreConfig
-from fairseq_tutel.options.option import Option, options_in
+from fairseq_tutel.moe.config import ALL_LOCAL, LAYER, NOT_TUNED, ONE_RANK
+from fairseq_tutel.options.option import (
+    AT_LEAST_0,
+    UNITS,
+    Option,
+    Rule,
+    because,
+    bytes_of,
+    checkpoints,
+    communication,
+    experts,
+    logging,
+    memory,
+    needs,
+    option,
+    options_in,
+    parallelism,
+    routing,
+    whole,
+)
+
+STORE_POLICIES = ("on-demand", "pregated", "prefetch-all")
+STORE_TIERS = ("host", "disk")
+EVICTIONS = ("lfu", "lru", "fifo")
+CACHE_SIZES = (
+    f"give a number of experts, such as 64, or of bytes with a unit, such as 512MiB ({', '.join(UNITS)})"
+)
+NO_STORE = needs(lambda f: f.store.moe_expert_store != "resident", "--moe-expert-store")
+SIDE_FREQ: Rule = (whole(-1)[0], "give a whole number of layers, at least 0, or -1 for --moe-freq")
+ZERO_STAGE: Rule = (
+    lambda v: v in (0, 1, 2),
+    "give 0 (nothing is partitioned), 1 (optimizer state) or 2 (gradients too)",
+)
+BOTH_SIDES = because(
+    lambda f: -1 not in (f.sides.encoder_moe_freq, f.sides.decoder_moe_freq),
+    "--encoder-moe-freq and --decoder-moe-freq are given",
+)
+NO_NODES = needs(
+    lambda f: f.plans or f.layer.a2a_algorithm != "linear" or f.layer.adaptive == "auto",
+    "--moe-a2a-algorithm 2dh or auto, --moe-collective-plans or --moe-adaptive auto",
+)
+NOT_PREDICTED = needs(
+    lambda f: f.layer.a2a_algorithm == "auto" or f.tuned, "--moe-a2a-algorithm auto or --moe-adaptive auto"
+)
+
+
+def older(name: str, value: Any, of: str = "model") -> Any:
+    """Return the option of an older flag that sets a field of MoEConfig to a value."""
+    flag = f"--moe-{name.replace('_', '-')}"
+    help = f"the same as {flag} {value}"
+    return option(False, help, theme="Older names", of=of, same_as=(name, value))
+
+
+def accepted(default: Any, reason: str, **parts: Any) -> Any:
+    """Return an option without effect that older command lines may contain."""
+    help = f"accepted for older command lines: {reason}"
+    return option(default, help, theme="Older names", of="model", **parts)
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The options of a model in addition to the MoEConfig of its layers: MoE layers and older names."""
+
+    # fmt: off
+    moe_freq: int = experts(
+        2, unit="layers", rule=whole(0, unit="layers"), no_effect=(BOTH_SIDES,),
+        help="layer i (from 0) is a MoE layer if (i + 1) % moe_freq == 0; 0: no MoE layer",
+    )
+    moe_expert_count: str = experts(
+        "8",
+        help='experts per MoE layer, over all ranks: one number, or one per MoE layer, such as "8,8,16" '
+        "(encoder layers first)",
+    )
+    moe_expert_ffn_dim: int = experts(
+        0, rule=(AT_LEAST_0[0], "give the experts' hidden dimension, or 0 for the layer's FFN dimension"),
+        help="hidden dimension of an expert; 0 uses the FFN dimension of the layer",
+    )
+    moe_pregate: int = routing(
+        0, unit="MoE layers", rule=whole(0, unit="MoE layers"),
+        help="pre-gating: a MoE layer's gate reads the input of the MoE layer this many before it in its "
+        "stack, so that its experts can be fetched ahead; gates without such a layer read their own input; "
+        "0: off",
+    )
+    moe_top1_expert: bool = older("top_k", 1)
+    moe_gating_use_fp32: bool = accepted(False, "the gate and its softmax are in fp32 by default")
+    no_moe_gating_use_fp32: bool = routing(False, "compute the gate and its softmax in the model's dtype")
+    moe_batch_prioritized_routing: bool = older("drop_policy", "bpr")
+    moe_normalize_gate_prob_before_dropping: bool = older("normalize_gate", "before")
+    use_moe_pad_mask: bool = accepted(False, "padding is never routed")
+    num_workers_valid: int = accepted(
+        -1, "validation uses --num-workers processes",
+        no_effect=(because(lambda f: True, "validation uses --num-workers processes"),),
+    )
+    # fmt: on
+
+
+@dataclass(frozen=True)
+class SidesConfig:
+    """The options of an encoder-decoder model in addition to ModelConfig."""
+
+    # fmt: off
+    encoder_moe_freq: int = experts(
+        -1, unit="layers", rule=SIDE_FREQ,
+        help="--moe-freq for the encoder; 0: no MoE layer in it; -1: as --moe-freq",
+    )
+    decoder_moe_freq: int = experts(
+        -1, unit="layers", rule=SIDE_FREQ,
+        help="--moe-freq for the decoder; 0: no MoE layer in it; -1: as --moe-freq",
+    )
+    # fmt: on
+
+
+@dataclass(frozen=True)
+class TaskConfig:
+    """The options of a run in addition to the MoEConfig of its layers; every task has them."""
+
+    # fmt: off
+    # ranks/groups.py checks it against the number of ranks.
+    moe_expert_parallel_size: int = parallelism(
+        0, unit="ranks",
+        help="size of an expert-parallel (EP) group, whose ranks hold one set of experts and exchange "
+        "tokens; it must divide the number of ranks, and divide or be a multiple of every layer's experts; "
+        "0 uses the greatest common divisor in training and 1 (all experts on every rank) in inference",
+    )
+    moe_local_size: int = communication(
+        0, unit="ranks", rule=(AT_LEAST_0[0], "give the ranks per node, or 0 for the launcher's value"),
+        no_effect=(NO_NODES,),
+        help="ranks per node, for --moe-a2a-algorithm and --moe-collective-plans; 0 uses the value of "
+        "torchrun, OpenMPI or Slurm",
+    )
+    moe_use_2dh: bool = older("a2a_algorithm", "2dh", of="task")
+    moe_machine_file: str = communication(
+        "", no_effect=(NOT_PREDICTED,),
+        help="hardware profile written by `python -m fairseq_tutel tune`, for --moe-a2a-algorithm auto and "
+        "--moe-adaptive auto; empty: typical values of the device",
+    )
+    moe_collective_plans: str = communication(
+        "", no_effect=(ONE_RANK,),
+        help="collective plans, a FILE.json or a folder of them (`python -m fairseq_tutel plans` and "
+        "`schedule` write some), for gradients, ZeRO, gathered experts and --moe-a2a-algorithm plan:NAME; "
+        "other collectives run in torch; empty: no plan",
+    )
+    moe_adaptive_file: str = parallelism(
+        "", no_effect=(NOT_TUNED,),
+        help="file in which --moe-adaptive auto keeps its measurements for the next run; empty: "
+        "moe_adaptive.json in --save-dir",
+    )
+    moe_adaptive_window: int = parallelism(
+        128, unit="slots per expert", rule=whole(1, unit="slots"), no_effect=(NOT_TUNED,),
+        help="--moe-adaptive auto chooses separately for each range of capacities; a range's width is at "
+        "least this and at least a quarter of its start",
+    )
+    moe_checkpoint: str = checkpoints(
+        "full", choices=("full", "sharded"),
+        help="full: rank 0 gathers all experts into one file; sharded: every rank writes its experts into "
+        "the folder experts of --save-dir, and the checkpoint refers to them; every run reads both",
+    )
+    moe_zero_stage: int = memory(
+        0, rule=ZERO_STAGE, no_effect=(ONE_RANK,),
+        help="what is partitioned over the ranks that hold the same parameters: 0 nothing, 1 the optimizer "
+        "state and fp32 masters, 2 gradients too, which are reduced during the backward pass; experts over "
+        "their EP replicas, everything else over all ranks; the result is the same",
+    )
+    moe_offload_optimizer: bool = memory(
+        False,
+        help="keep the optimizer state and fp32 masters in host memory and update there; the result is the "
+        "same",
+    )
+    # ranks/guard.py checks the bounds before the other options are read.
+    moe_comm_timeout: int = communication(
+        1800, unit="seconds", of_any_training=True,
+        help="how long a collective waits for another rank before the job ends with an error that names "
+        "that rank; 0 uses torch's limits",
+    )
+    record_a2a_perf_stats: bool = logging(
+        False, unit="milliseconds", no_effect=(ALL_LOCAL,),
+        help="log the all-to-all time of an update as all_to_all_cpu_time_ms and, on a GPU, "
+        "all_to_all_cuda_time_ms; synchronizes with the GPU once per micro-batch",
+    )
+    # fmt: on
+
+
+@dataclass(frozen=True)
+class StoreConfig:
+    """Where experts are stored during inference, and when they are loaded; every task has these options."""
+
+    # fmt: off
+    moe_expert_store: str = memory(
+        "resident", choices=("resident", *STORE_POLICIES),
+        help="when experts are loaded into memory in inference (training ignores it): resident, all when "
+        "the model is opened; on-demand, experts with tokens when their layer runs; pregated, these while "
+        "the layer before runs, for models with --moe-pregate; prefetch-all, all experts of the next "
+        "layer; the result is the same",
+    )
+    moe_expert_tier: str = memory(
+        "auto", choices=("auto", *STORE_TIERS), no_effect=(NO_STORE,),
+        help="where --moe-expert-store loads experts from: host, host memory; disk, the files of a sharded "
+        "checkpoint; auto, host on a GPU, otherwise disk",
+    )
+    moe_expert_cache: str = memory(
+        "0", rule=(lambda v: _limits_of(v) is not None, CACHE_SIZES), no_effect=(NO_STORE,),
+        help="experts that stay in memory after their use, over all layers: a number of experts, or bytes "
+        "with a unit, such as 2GiB",
+    )
+    moe_expert_cache_policy: str = memory(
+        "lfu", choices=EVICTIONS,
+        no_effect=(NO_STORE, needs(lambda f: f.store.moe_expert_cache != "0", "--moe-expert-cache")),
+        help="which expert a full cache evicts: lfu, the least frequently used; lru, the least recently "
+        "used; fifo, the first fetched",
+    )
+    # fmt: on
+
 
 BY_OWNER = {
     "model": (*options_in(ModelConfig), *LAYER.values(), *options_in(SidesConfig)),
@@ -17,3 +230,22 @@ BY_OWNER = {
 def options_of(owner: str) -> list[Option]:
     """Return all options of the model, the task or the criterion, in order."""
     return [item for item in BY_OWNER[owner] if item.of == owner]
+
+
+def cache_limits(cache: int | str) -> tuple[int | None, int | None]:
+    """Return (largest number of bytes, largest number of experts) of a cache; one of them is None.
+
+    Raises:
+        ValueError: `cache` is neither a number of experts nor of bytes with a unit.
+    """
+    limits = _limits_of(str(cache))
+    if limits is None:
+        raise ValueError(f"cache (--moe-expert-cache) is {cache!r}; {CACHE_SIZES}.")
+    return limits
+
+
+def _limits_of(text: str) -> tuple[int | None, int | None] | None:
+    if text.strip().isdecimal():
+        return None, int(text)
+    size = bytes_of(text)
+    return None if size is None else (size, None)

@@ -13,38 +13,30 @@ from torch import Tensor
 
 from fairseq_tutel.kernels.groups import Groups
 from fairseq_tutel.moe.choice import (
+    Chosen,
     MicroBatch,
-    Rules,
     check_top_k,
     choose,
     experts_choose,
+    normalized,
     sampled_choices,
     scores_of,
 )
+from fairseq_tutel.moe.config import MoEConfig
 from fairseq_tutel.moe.slots import Capacity, keep, sentence_order, take_slots
 
 
 @dataclass(frozen=True, kw_only=True)
 class GateOutput:
-    """Gate values that balance losses need in addition to the routing.
+    """Gate values that balance losses need in addition to the routing."""
 
-    Attributes:
-        logits_TE: [T, E], the logits that experts were chosen by; in training with noise.
-        clean_TE: [T, E], before the noise; the same tensor if there is none.
-        noise: standard deviation of the noise on a logit.
-        score_function: converts logits to scores.
-        sentences: (S, time) of the micro-batch, or None for one sentence.
-        time_first: whether token t is (t // S, t % S) instead of (t // time, t % time).
-        num_ranks: ranks whose load `gshard_global` sums; 1 in evaluation.
-    """
-
-    logits_TE: Tensor
-    clean_TE: Tensor
-    noise: float = 0.0
+    logits_TE: Tensor  # that experts were chosen by; in training with noise
+    clean_TE: Tensor  # before the noise; the same tensor if there is none
+    noise: float = 0.0  # standard deviation of the noise on a logit
     score_function: str = "softmax"
-    sentences: tuple[int, int] | None = None
-    time_first: bool = False
-    num_ranks: int = 1
+    sentences: tuple[int, int] | None = None  # (S, time) of the micro-batch; None for one sentence
+    time_first: bool = False  # whether token t is (t // S, t % S) instead of (t // time, t % time)
+    num_ranks: int = 1  # whose load `gshard_global` sums; 1 in evaluation
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,37 +53,22 @@ class Routing:
     - counts_E counts the assignments with a row, assigned_KE those with a slot. dropped_K counts those with
       a slot but no row, unless experts choose; see `_decide_by_experts`.
     - num_tokens counts tokens, and depends on no assignment.
-
-    Attributes:
-        expert_ids_TK: [T, K] int64, the experts of each token, best first.
-        weights_TK: [T, K], the factors of the experts' outputs; differentiable.
-        slots_TK: [T, K] int64, the position within the expert, before dropping; -1: left out.
-        counts_E: [E] int64, rows of each expert.
-        assigned_KE: [K, E] int64, assignments of each choice before dropping.
-        dropped_K: [K] int64, assignments of each choice whose expert was full.
-        num_tokens: [] int64, tokens that are not padding.
-        probs_TE: [T, E], the scores of every expert, summing to 1 for a token; differentiable.
-        real_T: [T] bool, False for padding tokens; None without padding.
-        row_of_TK: [T, K] int64, the row of each assignment; -1: none.
-        source_of_R: [R] int64, the assignment of each row; -1: an empty row.
-        capacity: rows per expert in the padded layout (row = e * C + slot); None in the compact
-            layout (row = offset of e + slot).
-        gate: values for balance losses; None if there was no gate.
     """
 
-    expert_ids_TK: Tensor
-    weights_TK: Tensor
-    slots_TK: Tensor
-    counts_E: Tensor
-    assigned_KE: Tensor
-    dropped_K: Tensor
-    num_tokens: Tensor
-    probs_TE: Tensor
-    real_T: Tensor | None
-    row_of_TK: Tensor
-    source_of_R: Tensor
+    expert_ids_TK: Tensor  # int64, the experts of each token, best first
+    weights_TK: Tensor  # factors of the experts' outputs; differentiable
+    slots_TK: Tensor  # int64, the position within the expert, before dropping; -1: left out
+    counts_E: Tensor  # int64, rows of each expert
+    assigned_KE: Tensor  # int64, assignments of each choice before dropping
+    dropped_K: Tensor  # int64, assignments of each choice whose expert was full
+    num_tokens: Tensor  # [] int64, tokens that are not padding
+    probs_TE: Tensor  # the scores of every expert, summing to 1 for a token; differentiable
+    real_T: Tensor | None  # bool, False for padding tokens; None without padding
+    row_of_TK: Tensor  # int64, the row of each assignment; -1: none
+    source_of_R: Tensor  # int64, the assignment of each row; -1: an empty row
+    # Rows per expert in the padded layout (row = e * C + slot); None: compact (row = offset of e + slot).
     capacity: int | None
-    gate: GateOutput | None = None
+    gate: GateOutput | None = None  # values for balance losses; None if there was no gate
 
     @cached_property
     def groups(self) -> Groups:
@@ -99,96 +76,51 @@ class Routing:
         return Groups.of_tensor(self.counts_E)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Chosen:
-    """The experts that tokens choose, before slots are assigned.
-
-    Attributes:
-        scores_TE: [T, E], detached.
-        probs_TE: see `Routing`.
-        expert_ids_TK: [T, K] int64; see `Routing`.
-        weights_TK: [T, K], before any assignment is left out.
-    """
-
-    scores_TE: Tensor
-    probs_TE: Tensor
-    expert_ids_TK: Tensor
-    weights_TK: Tensor
-
-
 def decide(
     logits_TE: Tensor,
     top_k: int,
     capacity: Capacity,
-    rules: Rules,
+    config: MoEConfig,
     batch: MicroBatch,
     bias_E: Tensor | None = None,
     gate: GateOutput | None = None,
 ) -> Routing:
     """Choose experts, slots and rows, in the compact layout, for every token.
 
-    Args:
-        logits_TE: [T, E] gate logits.
-        top_k: experts per token, 1 to E.
-        capacity: the number of slots of an expert.
-        rules: how experts are chosen, weighed and filled.
-        batch: padding and order of the tokens.
-        bias_E: [E], added to the scores for the choice alone.
-        gate: see `Routing`.
+    `bias_E` is added to the scores for the choice alone; `gate` becomes part of the routing.
 
     Raises:
         ValueError: `top_k` is not in 1 .. E, or exceeds the experts in a token's groups.
 
     Source: GShard (Lepikhin et al. 2020) section 2.2 for capacity and order; Tutel for any k.
     """
-    if rules.choice == "experts":
-        check_top_k(top_k, logits_TE.shape[1], rules)
-        return _decide_by_experts(logits_TE, top_k, capacity, rules, batch, gate)
-    chosen = chosen_by(logits_TE, top_k, rules, batch, bias_E)
-    return placed(chosen, capacity, rules, batch, gate)
-
-
-def chosen_by(
-    logits_TE: Tensor, top_k: int, rules: Rules, batch: MicroBatch, bias_E: Tensor | None = None
-) -> Chosen:
-    """Choose and weigh the experts of every token; see `decide`."""
-    check_top_k(top_k, logits_TE.shape[1], rules)
-    scores_TE, probs_TE, expert_ids_TK, weights_TK = choose(logits_TE, top_k, rules, batch, bias_E)
-    if rules.normalize_gate == "before" and top_k > 1:
-        weights_TK = _normalized(weights_TK)
-    return Chosen(
-        scores_TE=scores_TE.detach(),
-        probs_TE=probs_TE,
-        expert_ids_TK=expert_ids_TK,
-        weights_TK=weights_TK,
-    )
+    if config.choice == "experts":
+        check_top_k(top_k, logits_TE.shape[1], config)
+        return _decide_by_experts(logits_TE, top_k, capacity, config, batch, gate)
+    return placed(choose(logits_TE, top_k, config, batch, bias_E), capacity, config, batch, gate)
 
 
 def placed(
-    chosen: Chosen,
-    capacity: Capacity,
-    rules: Rules,
-    batch: MicroBatch,
-    gate: GateOutput | None = None,
+    chosen: Chosen, capacity: Capacity, config: MoEConfig, batch: MicroBatch, gate: GateOutput | None = None
 ) -> Routing:
     """Assign slots and rows; see `decide`."""
     expert_ids_TK, weights_TK = chosen.expert_ids_TK, chosen.weights_TK
     top_k = expert_ids_TK.shape[1]
     requested_TK = None
-    if rules.second_expert_policy == "random" and batch.training and top_k > 1:
+    if config.second_expert_policy == "random" and batch.training and top_k > 1:
         requested_TK = sampled_choices(weights_TK)
     slots_TK, assigned_KE = take_slots(
-        expert_ids_TK, chosen.scores_TE, requested_TK, capacity, rules, batch
+        expert_ids_TK, chosen.scores_TE, requested_TK, capacity, config, batch
     )
-    num_tokens = count_tokens(expert_ids_TK, batch.real_T)
+    num_tokens = _count_tokens(expert_ids_TK, batch.real_T)
     kept_TK, dropped_K, counts_E = keep(slots_TK, assigned_KE, capacity, num_tokens)
-    if rules.normalize_gate == "after" and top_k > 1:
-        weights_TK = _normalized(weights_TK.masked_fill(~kept_TK, 0.0))
+    if config.normalize_gate == "after" and top_k > 1:
+        weights_TK = normalized(weights_TK.masked_fill(~kept_TK, 0.0))
     return _laid_out(
         kept_TK,
         expert_ids_TK.numel(),
         expert_ids_TK=expert_ids_TK,
-        weights_TK=scaled(weights_TK, rules),
+        weights_TK=scaled(weights_TK, config),
         slots_TK=slots_TK,
         counts_E=counts_E,
         assigned_KE=assigned_KE,
@@ -204,7 +136,7 @@ def _decide_by_experts(
     logits_TE: Tensor,
     top_k: int,
     capacity: Capacity,
-    rules: Rules,
+    config: MoEConfig,
     batch: MicroBatch,
     gate: GateOutput | None,
 ) -> Routing:
@@ -215,11 +147,11 @@ def _decide_by_experts(
     assignments, and the real tokens that no expert chose.
     """
     length, num_experts = logits_TE.shape
-    scores_TE, probs_TE = scores_of(logits_TE, rules.score_function)
+    scores_TE, probs_TE = scores_of(logits_TE, config.score_function)
     if not capacity.is_limited:
         capacity = replace(capacity, factor=1.0)
     real_T = batch.real_T
-    num_tokens = count_tokens(scores_TE, real_T)
+    num_tokens = _count_tokens(scores_TE, real_T)
     limit = capacity.slots(top_k, num_experts, num_tokens)
     position_T = sentence_order(length, batch.time_first, scores_TE.device)
     slots_TE = experts_choose(scores_TE.detach(), limit, position_T, real_T)
@@ -232,8 +164,8 @@ def _decide_by_experts(
     slots_TK = slots_TE.gather(1, expert_ids_TK)
     kept_TK = slots_TK >= 0
     weights_TK = scores_TE.gather(1, expert_ids_TK).masked_fill(~kept_TK, 0.0)
-    if rules.normalize_gate == "after":
-        weights_TK = _normalized(weights_TK)
+    if config.normalize_gate == "after":
+        weights_TK = normalized(weights_TK)
     counts_E = taken_TE.sum(dim=0)
     assigned_KE = counts_E.new_zeros(top_k, num_experts)
     assigned_KE[0] = counts_E
@@ -244,7 +176,7 @@ def _decide_by_experts(
         kept_TK,
         most * num_experts,
         expert_ids_TK=expert_ids_TK,
-        weights_TK=scaled(weights_TK, rules),
+        weights_TK=scaled(weights_TK, config),
         slots_TK=slots_TK,
         counts_E=counts_E,
         assigned_KE=assigned_KE,
@@ -256,7 +188,7 @@ def _decide_by_experts(
     )
 
 
-def count_tokens(values_TX: Tensor, real_T: Tensor | None) -> Tensor:
+def _count_tokens(values_TX: Tensor, real_T: Tensor | None) -> Tensor:
     """Return [] int64, the tokens that are not padding: all T rows of `values_TX` if `real_T` is None."""
     if real_T is not None:
         return real_T.sum()
@@ -266,42 +198,27 @@ def count_tokens(values_TX: Tensor, real_T: Tensor | None) -> Tensor:
 
 def _laid_out(kept_TK: Tensor, most_rows: int, **decided: Any) -> Routing:
     """Return the Routing of these fields, with rows for the kept assignments."""
-    row_of_TK, source_of_R = row_maps(
-        decided["expert_ids_TK"],
-        decided["slots_TK"],
-        kept_TK,
-        decided["counts_E"],
-        None,
-        most_rows,
+    row_of_TK, source_of_R = _row_maps(
+        decided["expert_ids_TK"], decided["slots_TK"], kept_TK, decided["counts_E"], None, most_rows
     )
     return Routing(row_of_TK=row_of_TK, source_of_R=source_of_R, capacity=None, **decided)
 
 
 def padded(routing: Routing, capacity: int) -> Routing:
     """Return a compact routing with its rows in the padded layout."""
-    row_of_TK, source_of_R = row_maps(
-        routing.expert_ids_TK,
-        routing.slots_TK,
-        routing.row_of_TK >= 0,
-        routing.counts_E,
-        capacity,
-        0,
+    row_of_TK, source_of_R = _row_maps(
+        routing.expert_ids_TK, routing.slots_TK, routing.row_of_TK >= 0, routing.counts_E, capacity, 0
     )
     return replace(routing, row_of_TK=row_of_TK, source_of_R=source_of_R, capacity=capacity)
 
 
-def _normalized(weights_TK: Tensor) -> Tensor:
-    total_T1 = weights_TK.sum(dim=1, keepdim=True)
-    return weights_TK / total_T1.clamp_min(torch.finfo(weights_TK.dtype).tiny)
-
-
-def scaled(weights_TK: Tensor, rules: Rules) -> Tensor:
-    """Return the weights times the rules' factor."""
-    factor = rules.routed_scaling_factor
+def scaled(weights_TK: Tensor, config: MoEConfig) -> Tensor:
+    """Return the weights times the configured factor."""
+    factor = config.routed_scaling_factor
     return weights_TK if factor == 1 else weights_TK * factor
 
 
-def row_maps(
+def _row_maps(
     expert_ids_TK: Tensor,
     slots_TK: Tensor,
     kept_TK: Tensor,
@@ -309,16 +226,10 @@ def row_maps(
     capacity: int | None,
     most_rows: int,
 ) -> tuple[Tensor, Tensor]:
-    """Return both maps between assignments and rows, (row_of_TK, source_of_R).
+    """Return both maps between assignments and rows, (row_of_TK, source_of_R), for those in `kept_TK`.
 
-    Args:
-        expert_ids_TK: [T, K] int64.
-        slots_TK: [T, K] int64.
-        kept_TK: [T, K] bool, whether an assignment gets a row.
-        counts_E: [E] int64, rows of each expert.
-        capacity: rows per expert of the padded layout; None for the compact layout.
-        most_rows: rows of the compact layout on devices, with an unused tail of -1: the exact number, which
-            is used on CPU, would need a device-to-host read.
+    On devices, the compact layout has `most_rows` rows with an unused tail of -1: the exact number, which
+    is used on CPU, would need a device-to-host read.
     """
     if capacity is None:
         offsets_E = counts_E.cumsum(0) - counts_E
@@ -348,4 +259,5 @@ def route(
     """Return `decide`'s routing, with the fields of its objects as arguments."""
     batch = MicroBatch(real_T=real_T, time_first=time_first, training=training)
     capacity = Capacity(factor=capacity_factor)
-    return decide(logits_TE, top_k, capacity, Rules(**rules), batch, bias_E)
+    config = MoEConfig(model_dim=1, hidden_dim=1, num_experts=logits_TE.shape[1], top_k=1, **rules)
+    return decide(logits_TE, top_k, capacity, config, batch, bias_E)

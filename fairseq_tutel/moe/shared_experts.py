@@ -1,18 +1,9 @@
-"""Shared experts, which every token uses, and the residual expert.
-
-T tokens, D model_dim, H hidden_dim.
-"""
+"""Shared experts, which every token uses, and the residual expert. T tokens, D model_dim, H hidden_dim."""
 
 import torch
 from torch import Tensor, nn
 
-from fairseq_tutel.moe.build import (
-    build_custom,
-    draw_linear,
-    hashed_seed,
-    redraw,
-    seeded_generator,
-)
+from fairseq_tutel.moe.build import build_custom, draw_linear, hashed_seed, redraw, seeded_generator
 from fairseq_tutel.moe.config import MoEConfig, label_of
 from fairseq_tutel.moe.experts import activation_of, feed_forward
 from fairseq_tutel.options.option import is_custom
@@ -47,14 +38,10 @@ class DenseExpert(nn.Module):
             draw_linear(parameter.data, fan_in, kind, self.config.init_std, generator)
 
     def forward(self, x_TD: Tensor) -> Tensor:
-        """Return the expert's output for every token."""
+        """Return the output for every token."""
+        activate, norm = activation_of(self.config), self.hidden_layer_norm
         return feed_forward(
-            x_TD,
-            lambda name, rows: getattr(self, name)(rows),
-            self.config,
-            activation_of(self.config),
-            self.hidden_layer_norm,
-            self.training,
+            x_TD, lambda name, x: getattr(self, name)(x), self.config, activate, norm, self.training
         )
 
 

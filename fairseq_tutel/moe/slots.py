@@ -12,28 +12,20 @@ import torch
 from torch import Tensor
 
 from fairseq_tutel import kernels
-from fairseq_tutel.moe.choice import MicroBatch, Rules
+from fairseq_tutel.moe.choice import MicroBatch
 from fairseq_tutel.moe.config import MoEConfig
 from fairseq_tutel.options.option import CAPACITY, is_number
 
 
 @dataclass(frozen=True, kw_only=True)
 class Capacity:
-    """The rule for an expert's number of slots in one forward.
+    """The rule for an expert's number of slots in one forward."""
 
-    Attributes:
-        factor: f > 0: K * ceil(f * T / E) slots; 0: no limit; f < 0: the same as |f|.
-        token_fraction: above 0: ceil(token_fraction * T) slots; replaces the factor.
-        minimum: of a limit.
-        multiple: a limit is rounded up to a multiple of this.
-        fixed: above 0: the number of slots; replaces all other fields.
-    """
-
-    factor: float = 0.0
-    token_fraction: float = 0.0
-    minimum: int = 0
-    multiple: int = 1
-    fixed: int = 0
+    factor: float = 0.0  # f > 0: K * ceil(f * T / E) slots; 0: no limit; f < 0: the same as |f|
+    token_fraction: float = 0.0  # above 0: ceil(token_fraction * T) slots; replaces the factor
+    minimum: int = 0  # of a limit
+    multiple: int = 1  # a limit is rounded up to a multiple of this
+    fixed: int = 0  # above 0: the number of slots; replaces all other fields
 
     @property
     def is_limited(self) -> bool:
@@ -71,12 +63,7 @@ def evaluates_as_in_training(config: MoEConfig) -> bool:
 
 
 def capacity_of(config: MoEConfig, training: bool, factor: float | Capacity | None = None) -> Capacity:
-    """Return the rule of a forward.
-
-    Args:
-        config: the layer's.
-        training: evaluation has its own capacity options, without a limit by default.
-        factor: replaces the configured rule in this call; a number or a whole rule.
+    """Return the rule of a forward: `factor`, a number or a whole rule, or else the configured one.
 
     Raises:
         ValueError: `factor` is not a valid capacity factor.
@@ -166,22 +153,15 @@ def take_slots(
     scores_TE: Tensor,
     requested_TK: Tensor | None,
     capacity: Capacity,
-    rules: Rules,
+    config: MoEConfig,
     batch: MicroBatch,
 ) -> tuple[Tensor, Tensor]:
     """Number the assignments of every expert, in the order of the drop policy if any can be dropped.
 
-    Args:
-        expert_ids_TK: [T, K] int64, the experts of each token, best first.
-        scores_TE: [T, E], detached.
-        requested_TK: [T, K] bool, False for assignments that are left out; None if none is.
-        capacity: of this forward.
-        rules: contain the drop policy and the backend.
-        batch: padding and order of the tokens.
+    `requested_TK` is False for assignments that are left out, or None.
 
     Returns:
-        slots_TK [T, K] int64, -1 for assignments that are left out; assigned_KE [K, E] int64, the other
-        assignments of each choice.
+        slots_TK int64, -1 for assignments that are left out; assigned_KE int64, the other assignments.
     """
     num_tokens, num_experts = scores_TE.shape
     ids_KT = expert_ids_TK.t()  # for the kernels, E marks an assignment that is left out
@@ -189,11 +169,11 @@ def take_slots(
         ids_KT = torch.where(batch.real_T, ids_KT, num_experts)
     if requested_TK is not None:
         ids_KT = torch.where(requested_TK.t(), ids_KT, num_experts)
-    ids_KT, ops = ids_KT.contiguous(), kernels.ops(rules.backend, scores_TE.device)
-    if rules.drop_policy == "position" or not capacity.is_limited:
+    ids_KT, ops = ids_KT.contiguous(), kernels.ops(config.backend, scores_TE.device)
+    if config.drop_policy == "position" or not capacity.is_limited:
         return ops.assign_slots(ids_KT, num_experts, batch.time_first)
     position_T = sentence_order(num_tokens, batch.time_first, scores_TE.device)
-    order = DROP_POLICIES[rules.drop_policy]
+    order = DROP_POLICIES[config.drop_policy]
     order_N = order(scores_TE, expert_ids_TK, position_T, batch.training)
     return ops.assign_slots_by(order_N, ids_KT, num_experts)
 

@@ -3,7 +3,6 @@
 T tokens, E experts, K top_k, C capacity. Source of the key: Tutel (Hwang et al. 2023), section 3.3.
 """
 
-import contextlib
 import json
 import logging
 import math
@@ -18,11 +17,11 @@ import torch
 import torch.distributed as dist
 
 from fairseq_tutel.comm.collectives import all_reduce
-from fairseq_tutel.files.small import json_of
-from fairseq_tutel.moe.adaptive import allowed_degrees
-from fairseq_tutel.moe.initial_strategy import predicted_seconds
+from fairseq_tutel.files.small import json_of, renamed_when_whole
+from fairseq_tutel.moe.adaptive import allowed_degrees, predicted_seconds
 from fairseq_tutel.moe.layer import MoELayer
-from fairseq_tutel.moe.run_options import TaskConfig
+from fairseq_tutel.moe.option_table import TaskConfig
+from fairseq_tutel.options.option import require
 from fairseq_tutel.planning.cost import OVERLAPS
 from fairseq_tutel.planning.machine import Machine, typical
 from fairseq_tutel.planning.strategy import ALGORITHMS, Strategy
@@ -33,9 +32,7 @@ from fairseq_tutel.ranks.rendezvous import ranks_per_node
 logger = logging.getLogger(__name__)
 
 WIDENING = 0.25  # least width of a bucket, relative to its lower end: dropless loads have a long tail
-WARM_UPDATES = (
-    2  # the first allocates the optimizer state; the peak of the second determines the free memory
-)
+WARM_UPDATES = 2  # the first allocates the optimizer state; the second's peak determines the free memory
 WATCH_EVERY = 10  # every tenth update of a settled bucket is timed
 SAVE_EVERY = 10  # recorded costs
 FORMAT = 3
@@ -50,8 +47,7 @@ class UpdateTuner:
 
     Args:
         layers: all MoE layers of one model, on ranks that exchange tokens.
-        window: width of a capacity bucket (R in the paper), in slots of an expert. Large buckets are a
-            quarter of their lower end wide.
+        window: least width of a capacity bucket (R in the paper), in slots of an expert.
         path: file of the dictionary. It is read at the first `begin`, and written when a bucket is settled.
         overlaps: numbers of chunks to choose from.
         algorithms: all-to-all algorithms to choose from; None: all that the layers' ranks allow.
@@ -72,13 +68,17 @@ class UpdateTuner:
         conditions: Mapping[str, Any] | None = None,
         machine: Machine | None = None,
     ) -> None:
-        self.layers, self.window, self.path = _checked(layers), window, path
+        require(
+            isinstance(layers, Sequence) and len(layers) > 0,
+            "UpdateTuner takes a list of at least one MoELayer, all of one model.",
+        )
+        self.layers, self.window, self.path = list(layers), window, path
         first = self.layers[0]
-        if first.topology.expert_parallel_size == 1:
-            raise ValueError(
-                "UpdateTuner has nothing to choose: every rank has all experts; give layers whose topology "
-                "has an expert_parallel_size above 1."
-            )
+        require(
+            first.topology.expert_parallel_size > 1,
+            "UpdateTuner has nothing to choose: every rank has all experts; give layers whose topology has "
+            "an expert_parallel_size above 1.",
+        )
         if algorithms is None:
             algorithms = ALGORITHMS if first.topology.grid is not None else ALGORITHMS[:1]
         self.static, self.conditions = first.strategy, dict(conditions or {})
@@ -111,8 +111,7 @@ class UpdateTuner:
 
         Collective over all ranks. The last update does not count unless it called `end` on every rank.
         """
-        if num_tokens < 0:
-            raise ValueError(f"num_tokens is {num_tokens}; give the tokens of a micro-batch.")
+        require(num_tokens >= 0, f"num_tokens is {num_tokens}; give the tokens of a micro-batch.")
         tokens, milliseconds, busiest, of_update, of_last = self._agreed(num_tokens)
         if math.isfinite(milliseconds):
             self._warm += 1
@@ -152,11 +151,9 @@ class UpdateTuner:
             self._milliseconds = 1000 * (time.perf_counter() - self._started)
 
     def key(self, tokens: float, busiest: float) -> str:
-        """Return the name of an update's bucket.
+        """Return the name of the bucket of an update with so many tokens in the busiest rank's micro-batch.
 
-        Args:
-            tokens: tokens of a micro-batch on the busiest rank.
-            busiest: expected assignments of the busiest expert in such a micro-batch; 0: unknown.
+        `busiest` is the expected number of assignments of its busiest expert; 0: unknown.
         """
         slots = max(_capacity(layer, tokens, busiest) for layer in self.layers)
         low, above = 0, self.window
@@ -168,17 +165,13 @@ class UpdateTuner:
     def _predicted(self, tokens: int, strategy: Strategy) -> float:
         """Return the seconds of all layers' forward and backward that the cost model predicts."""
         assert self._machine is not None
-        return sum(
-            predicted_seconds(
-                layer.config,
-                layer.topology,
-                strategy,
-                tokens,
-                self._machine,
-                _weights(layer)[0].element_size(),
+        seconds = 0.0
+        for layer in self.layers:
+            width = _weights(layer)[0].element_size()
+            seconds += predicted_seconds(
+                layer.config, layer.topology, strategy, tokens, self._machine, width
             )
-            for layer in self.layers
-        )
+        return seconds
 
     def _record(self, milliseconds: float, tokens: float) -> None:
         assert self._last is not None
@@ -211,13 +204,10 @@ class UpdateTuner:
         )  # fmt: skip
 
     def _agreed(self, num_tokens: int) -> tuple[float, ...]:
-        """Return the maximum over all ranks of five numbers.
+        """Return five maxima over all ranks.
 
-        - tokens of this micro-batch
-        - milliseconds of the last update; infinite if any rank did not measure it
-        - assignments of the busiest expert in the last micro-batch
-        - tokens of all micro-batches of the last update
-        - tokens of its last micro-batch
+        They are the tokens of this micro-batch, and of the last update: its milliseconds (infinite if any
+        rank did not measure it), the busiest expert's assignments, all tokens, the last micro-batch's.
         """
         milliseconds = self._milliseconds if math.isfinite(self._milliseconds) else math.inf
         own = [num_tokens, milliseconds, 0.0, sum(self._micro_batches), self._micro_batches[-1]]
@@ -234,11 +224,9 @@ class UpdateTuner:
         Compared with the given r, gathered weights and their gradients may take half of the free memory
         of the rank that has least.
         """
-        every = {
-            r
-            for layer in self.layers
-            for r in allowed_degrees(layer.experts.part.slices, layer.config.hidden_layer_norm)
-        }
+        every: set[int] = set()
+        for layer in self.layers:
+            every.update(allowed_degrees(layer.experts.part.slices, layer.config.hidden_layer_norm))
         free = _free_bytes(self._device()) if self._free is None else self._free
         limit = torch.tensor(free / 2, device=self._device())
         all_reduce(limit, "the tuner's agreement on memory", op=dist.ReduceOp.MIN)
@@ -288,19 +276,15 @@ class UpdateTuner:
         """Read the dictionary on rank 0 and broadcast it."""
         if self.path is None:
             return
-        found = None
-        if world.is_first():
-            found = _read(self.path, self.signature())
+        found = _read(self.path, self.signature()) if world.is_first() else {}
         found = world.broadcast_object(found, "the reading of the tuner's dictionary")
-        if found is None:
-            return
         try:
             skipped = self.tuner.load(found)
         except ValueError as error:
             _warn_unreadable(self.path, error)
             self._tuner = Tuner(self.tuner.rs, *self._pairs, self.static)
             return
-        if world.is_first():
+        if world.is_first() and found:
             settled, all_of_them = len(self.tuner.best), len(self.tuner.costs)
             logger.info(
                 "adaptive: loaded %s: %d buckets settled, %d unfinished, %d skipped, since their best "
@@ -313,15 +297,11 @@ class UpdateTuner:
         if self.path is None or not world.is_first():
             return
         content = {"format": FORMAT, "signature": self.signature(), "buckets": self.tuner.state()}
-        temporary = self.path + ".tmp"
         try:
             os.makedirs(os.path.dirname(os.path.abspath(self.path)), exist_ok=True)
-            with open(temporary, "w") as file:
+            with renamed_when_whole(self.path) as temporary, open(temporary, "w") as file:
                 json.dump(content, file, indent=1)
-            os.replace(temporary, self.path)
         except OSError as error:
-            with contextlib.suppress(OSError):
-                os.remove(temporary)
             if not self._warned:
                 self._warned = True
                 logger.warning("adaptive: %s was not written: %s", self.path, error)
@@ -354,29 +334,23 @@ def _capacity(layer: MoELayer, tokens: float, busiest: float) -> float:
     return min(need, limit) if factor < 0 else need
 
 
-def _checked(layers: Sequence[MoELayer]) -> list[MoELayer]:
-    if not isinstance(layers, Sequence) or not layers:
-        raise ValueError("UpdateTuner takes a list of at least one MoELayer, all of one model.")
-    return list(layers)
-
-
-def _read(path: str, signature: dict[str, Any]) -> dict[str, Any] | None:
-    """Return the buckets of a dictionary, or None if it is missing, unreadable or of another signature."""
+def _read(path: str, signature: dict[str, Any]) -> dict[str, Any]:
+    """Return the buckets of a dictionary; none if it is missing, unreadable or of another signature."""
     try:
         content = json_of(path)
         saved = {"format": content["format"], **content["signature"]}
         buckets = content["buckets"]
     except FileNotFoundError:
-        return None
+        return {}
     except (OSError, ValueError, KeyError, TypeError) as error:
         _warn_unreadable(path, error)
-        return None
+        return {}
     here = {"format": FORMAT, **signature}
     names = [name for name in here if saved.get(name) != here[name]]
     if names:
         differing = ", ".join(f"{n} is {saved.get(n)} there and {here[n]} here" for n in names)
         logger.info("adaptive: %s is of another setup; measuring again: %s", path, differing)
-        return None
+        return {}
     return buckets
 
 

@@ -1,8 +1,4 @@
-"""moe_adam: fairseq's Adam, with torch's fused kernel for fp32 parameters and optional fp16 moments.
-
-An MoE model has E times the expert parameters of a dense one for the same FLOPs, so that a Python loop of
-eight passes per tensor, and two fp32 moments, cost relatively more.
-"""
+"""moe_adam: fairseq's Adam, with torch's fused kernel for fp32 parameters and optional fp16 moments."""
 
 import math
 from collections import defaultdict
@@ -14,7 +10,7 @@ from fairseq.optim.adam import Adam, FairseqAdam, FairseqAdamConfig
 from torch import Tensor
 
 from fairseq_tutel.comm.gradients import is_expert
-from fairseq_tutel.optim.zero import ZeroOptimizerMixin
+from fairseq_tutel.optim.moe_optimizer import MoEOptimizerMixin
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 FLOAT16_MAX = torch.finfo(torch.float16).max
@@ -141,7 +137,8 @@ def _widened(state: dict[str, Any], key: str, device: torch.device) -> Tensor:
     return state[key].to(device, torch.float32) * scale
 
 
-class MoEFairseqAdam(ZeroOptimizerMixin, FairseqAdam):
+@register_optimizer("moe_adam", dataclass=FairseqAdamConfig)
+class MoEFairseqAdam(MoEOptimizerMixin, FairseqAdam):
     """fairseq's Adam (decoupled weight decay) for experts on several ranks, fused for fp32.
 
     On a GPU with apex, fairseq's choice of apex's fused class is kept, except with --fp16-adam-stats, for
@@ -156,8 +153,3 @@ class MoEFairseqAdam(ZeroOptimizerMixin, FairseqAdam):
         super().__init__(cfg, params)
         if type(self._optimizer) is Adam or self.zero is not None:
             self._optimizer = FusedAdam(list(self.params), **self.optimizer_config)
-
-
-def register() -> None:
-    """Register moe_adam before the generic variants, which skip registered names."""
-    register_optimizer("moe_adam", dataclass=FairseqAdamConfig)(MoEFairseqAdam)

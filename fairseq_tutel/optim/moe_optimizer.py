@@ -1,9 +1,11 @@
-"""A mixin for fairseq's optimizers: gradients and state of experts on different ranks.
+"""A mixin for fairseq's optimizers: gradients and state of experts on different ranks, ZeRO and offload.
 
-E experts (e local), P expert_parallel_size. fairseq's fp16, memory-efficient and amp wrappers call these
-methods, so that every rank clips by, and overflows on, the same norm.
+fairseq's fp16, memory-efficient and amp wrappers call its methods, so that every rank clips by, and
+overflows on, the same norm. To them it is an ordinary optimizer of the model's parameters, and a checkpoint
+has an ordinary state.
 """
 
+import logging
 from typing import Any
 
 from fairseq.distributed import LegacyDistributedDataParallel
@@ -27,21 +29,29 @@ from fairseq_tutel.comm.gradients import (
     rescale_expert_gradients,
     spread_overflow,
 )
+from fairseq_tutel.optim import zero
 from fairseq_tutel.plugin.run_state import RUN
 from fairseq_tutel.ranks.groups import Slice, Topology, cut, slice_of
-from fairseq_tutel.zero.state import MASTER
+from fairseq_tutel.zero.state import MASTER, ZeroState
+
+logger = logging.getLogger(__name__)
 
 # Key of an optimizer state that lacks the parts of other ranks.
 ONLY_OF_RANK = "only_of_rank"
 
 
 class MoEOptimizerMixin:
-    """Precedes a FairseqOptimizer class; on one rank, or without experts, it changes nothing."""
+    """Precedes a FairseqOptimizer class.
+
+    On one rank, or without experts, it changes nothing; so do ZeRO and offload unless they are configured.
+    """
 
     optimizer: Any  # torch's
     params: Any
     cfg: Any
     args: Any
+    # The partitions that the optimizer updates in place of the parameters, under ZeRO or offload.
+    zero: ZeroState | None = None
     _gathered_state: dict[int, dict[str, Any]] | None = None
     # Whether the parameters are fp32 masters of half ones.
     holds_masters: bool = False
@@ -53,12 +63,65 @@ class MoEOptimizerMixin:
     # GradScaler.step, which would unscale them again. With this attribute it sets found_inf here instead.
     _step_supports_amp_scaling: bool = True
 
+    def __init__(self, cfg: Any, params: Any) -> None:
+        options = zero.zero_options(cfg)
+        if options is not None:
+            params = list(params)
+            self.zero = ZeroState(params, RUN.topology, options.stage, options.offload)
+            logger.info(
+                "%s: this rank keeps the state of %d of %d parameters' elements%s",
+                options.flags,
+                sum(own.numel() for own in self.zero.parameters),
+                sum(parameter.numel() for parameter in params),
+                ", in host memory" if options.offload else "",
+            )
+            params = self.zero.parameters
+        super().__init__(cfg, params)  # type: ignore[call-arg]
+
+    @property
+    def supports_memory_efficient_fp16(self) -> bool:
+        """Whether half parameters are accepted: their partitions are fp32."""
+        return self.zero is not None or super().supports_memory_efficient_fp16  # type: ignore[misc]
+
+    @property
+    def is_apart(self) -> bool:
+        """Whether a rank has only a part of its parameters' state."""
+        return self.zero is not None and self.zero.are_apart
+
+    def model_params(self) -> list[nn.Parameter]:
+        """Return the model's parameters, in the order of the state's indices."""
+        if self.zero is None:
+            return list(self.params)
+        return [partition.parameter for partition in self.zero.partitions]
+
     def save_masters(self) -> None:
         """Include the parameters, which are fp32 masters, in later states."""
         self.holds_masters = True
 
+    def zero_grad(self) -> None:
+        """Reset the gradients of the model's parameters and partitions."""
+        super().zero_grad()  # type: ignore[misc]
+        if self.zero is not None:
+            self.zero.zero_grad()
+
+    def backward(self, loss: Tensor) -> None:
+        """Run the backward pass; under stage 2 gradients are reduced during it."""
+        super().backward(loss)  # type: ignore[misc]
+        self.finish_backward()
+
+    def finish_backward(self) -> None:
+        """Reduce the remaining gradients of a backward pass, for a wrapper that runs it itself."""
+        if self.zero is not None:
+            self.zero.finish_backward()
+
     def all_reduce_grads(self, module: Any) -> None:
-        """Reduce dense gradients as the data-parallel wrapper or a collective plan does, then experts'."""
+        """Reduce gradients: to their owners under ZeRO, a criterion's included.
+
+        Otherwise dense ones as the data-parallel wrapper or a collective plan does, then those of experts.
+        """
+        if self.zero is not None and self.zero.stage > 0:
+            self.zero.reduce()
+            return
         topology = RUN.topology
         if _reduces_here(module):
             reduce_dense_gradients(module.parameters(), topology.world_size)
@@ -71,9 +134,18 @@ class MoEOptimizerMixin:
         if topology.expert_parallel_size > 1 and self._is_scaled_by_torch():
             spread_overflow(module.parameters())
 
+    def multiply_grads(self, c: float | Tensor) -> None:
+        """Multiply the gradients; those of partitions when the step converts them to fp32."""
+        if self.zero is None:
+            super().multiply_grads(c)  # type: ignore[misc]
+        else:
+            self.zero.multiply(c)
+
     def clip_grad_norm(self, max_norm: float, aggregate_norm_fn: Any = None) -> Tensor:
-        """Clip by the norm over dense parameters and all ranks' experts; return it."""
+        """Clip by the norm over dense parameters and all ranks' experts, or all partitions; return it."""
         self.times_clipped += 1
+        if self.zero is not None:
+            return self.zero.clip(max_norm)
         if RUN.topology.expert_parallel_size == 1:
             return super().clip_grad_norm(max_norm, aggregate_norm_fn)  # type: ignore[misc]
         params = list(self.params)
@@ -90,28 +162,34 @@ class MoEOptimizerMixin:
         return "common" in root and root.common.amp
 
     def step(self, *args: Any, **kwargs: Any) -> None:
-        """Take the step; free the state that was gathered for the last checkpoint."""
+        """Take the step, under ZeRO bucket by bucket; free the state gathered for the last checkpoint."""
+        if self.zero is None:
+            self._step(*args, **kwargs)
+        else:
+            self.zero.step(self.optimizer, lambda: self._step(*args, **kwargs))
+
+    def _step(self, *args: Any, **kwargs: Any) -> None:
         self._gathered_state = None
         found_inf = getattr(self, "found_inf", None)  # torch's GradScaler, see above
         self.took_step = found_inf is None or found_inf.item() == 0
-        if not self.took_step:
-            return
-        super().step(*args, **kwargs)  # type: ignore[misc]
-
-    def model_params(self) -> list[nn.Parameter]:
-        """Return the parameters in the order of the state's indices."""
-        return list(self.params)
+        if self.took_step:
+            super().step(*args, **kwargs)  # type: ignore[misc]
 
     def expert_state(self, index: int) -> dict[str, Tensor]:
         """Return the state of this rank's experts [e, ...], with masters; all ranks call it."""
         parameter = self.model_params()[index]
-        state = dict(self.optimizer.state.get(parameter, {}))
-        if self.holds_masters:
-            state[MASTER] = parameter.data
-        own = [k for k in sorted(state) if _is_per_expert(state[k], parameter, len(parameter))]
-        # Until the first step, fairseq's memory-efficient wrapper keeps a file's tensors in host memory,
-        # which a GPU's collectives cannot read.
-        return {key: state[key].to(parameter.device) for key in own}
+        if self.zero is not None:
+            state = self._whole_tensors(index)
+        else:
+            state = dict(self.optimizer.state.get(parameter, {}))
+            if self.holds_masters:
+                state[MASTER] = parameter.data
+            state = {
+                k: state[k] for k in sorted(state) if _is_per_expert(state[k], parameter, len(parameter))
+            }
+        # A GPU's collectives cannot read host memory. Until the first step, fairseq's memory-efficient
+        # wrapper keeps a file's tensors there.
+        return {key: value.to(parameter.device) for key, value in state.items()}
 
     def gather_state(self, topology: Topology) -> None:
         """Gather the experts' state (and masters) to rank 0, for its next `state_dict`. Collective."""
@@ -127,12 +205,27 @@ class MoEOptimizerMixin:
     def save_state(self, state: dict[int, dict[str, Any]], topology: Topology) -> None:
         """Put these in place of the local values, by parameter and key, into rank 0's next `state_dict`.
 
-        Collective where the state of other parameters is apart, which comes along.
+        Collective under ZeRO, where the state of the other parameters is gathered, too.
         """
         self._gathered_state = state if topology.rank == 0 else None
+        if not self.is_apart:
+            return
+        for index in range(len(self.model_params())):
+            if index in state:
+                continue
+            whole = self._whole_tensors(index)
+            if self._gathered_state is not None:
+                self._gathered_state[index] = {key: value.cpu() for key, value in whole.items()}
+
+    def _whole_tensors(self, index: int) -> dict[str, Tensor]:
+        assert self.zero is not None
+        state = self.optimizer.state.get(self.zero.parameters[index], {})
+        whole = self.zero.whole_state(index, state)
+        shape = self.zero.partitions[index].parameter.shape
+        return {key: whole[key] for key in sorted(whole) if getattr(whole[key], "shape", None) == shape}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the optimizer's state, the experts' gathered where `gather_state` was called.
+        """Return the optimizer's state, with what was gathered; a part that was not gathered is marked.
 
         It includes masters; fairseq saves half weights only, from which a run could not resume exactly.
         """
@@ -141,16 +234,15 @@ class MoEOptimizerMixin:
         if self.holds_masters and "state" in state_dict:
             for index, parameter in enumerate(self.params):
                 state[index] = {**state.get(index, {}), MASTER: parameter.data}
-        self._complete_state(state)
+        if self.zero is not None:
+            for index, partition in enumerate(self.zero.partitions):
+                if partition.share.size == 1 and (index in state or partition.is_master):
+                    state[index] = self.zero.whole_state(index, state.get(index, {}))
         for index, tensors in (self._gathered_state or {}).items():
             state[index] = {**state.get(index, {}), **tensors}
+        if self.is_apart and self._gathered_state is None:
+            state_dict[ONLY_OF_RANK] = RUN.topology.rank
         return state_dict
-
-    def _complete_state(self, state: dict[int, dict[str, Any]]) -> None:
-        """Convert a state to its saved form, in place."""
-
-    def _cut_state(self, state: dict[int, dict[str, Any]]) -> None:
-        """Convert a saved state of this rank's experts to the optimizer's form, in place."""
 
     def load_state_dict(self, state_dict: dict[str, Any], optimizer_overrides: dict | None = None) -> None:
         """Load a state of all experts and keep this rank's part; masters are copied to the parameters."""
@@ -167,7 +259,9 @@ class MoEOptimizerMixin:
             if topology.expert_parallel_size > 1 and is_expert(parameter) and index in state:
                 state[index] = own_part(state[index], parameter, topology)
         unbind(state)  # reads the other tensors
-        self._cut_state(state)
+        if self.zero is not None:
+            for index in state.keys() & range(len(self.zero.partitions)):
+                state[index] = self.zero.own_state(index, state[index])
         masters = {i: state[i].pop(MASTER) for i in list(state) if MASTER in state[i]}
         super().load_state_dict(state_dict, optimizer_overrides)  # type: ignore[misc]
         params = list(self.params)
@@ -227,11 +321,11 @@ def variant_name(name: str) -> str:
     return name if name.startswith("moe_") else f"moe_{name}"
 
 
-def register_variants(mixin: type) -> None:
-    """Register an MoE variant of every optimizer that has none yet, with `mixin` before its class."""
+def register_variants() -> None:
+    """Register an MoE variant of every optimizer that has none yet."""
     for name, stock in list(OPTIMIZER_REGISTRY.items()):
         if name.startswith("moe_") or variant_name(name) in OPTIMIZER_REGISTRY:
             continue
-        variant = type(f"MoE{stock.__name__}", (mixin, stock), {"__doc__": stock.__doc__})
+        variant = type(f"MoE{stock.__name__}", (MoEOptimizerMixin, stock), {"__doc__": stock.__doc__})
         dataclass = OPTIMIZER_DATACLASS_REGISTRY.get(name)
         register_optimizer(variant_name(name), dataclass=dataclass)(variant)

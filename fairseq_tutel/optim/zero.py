@@ -1,26 +1,16 @@
-"""ZeRO and optimizer offload for fairseq's optimizers: options, checks, the mixin, and its fp16 wrapper.
+"""ZeRO and optimizer offload for fairseq's optimizers: options, checks, and the fp16 wrapper."""
 
-An optimizer with the mixin updates partitions of the parameters. It keeps fp32 masters itself, so that
-fairseq's loss scaling needs another wrapper.
-"""
-
-import logging
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from fairseq.optim import MemoryEfficientFP16Optimizer
-from torch import Tensor, nn
+from torch import Tensor
 
-from fairseq_tutel.moe.run_options import TaskConfig
-from fairseq_tutel.optim.moe_optimizer import ONLY_OF_RANK, MoEOptimizerMixin
+from fairseq_tutel.moe.option_table import TaskConfig
 from fairseq_tutel.options.option import read, refuse_bad_values
 from fairseq_tutel.plugin.run_state import RUN
 from fairseq_tutel.ranks import world
-from fairseq_tutel.ranks.groups import Topology
-from fairseq_tutel.zero.state import ZeroState
-
-logger = logging.getLogger(__name__)
 
 # Optimizers whose update of an element depends on others; a rank with a part of them would diverge.
 NOT_ELEMENTWISE = ("adafactor", "lamb", "composite")
@@ -28,12 +18,7 @@ NOT_ELEMENTWISE = ("adafactor", "lamb", "composite")
 
 @dataclass(frozen=True)
 class ZeroOptions:
-    """Where optimizer state is kept.
-
-    Attributes:
-        stage: 0: whole on every rank; 1: sharded; 2: with sharded gradients.
-        offload: in host memory.
-    """
+    """Where optimizer state is kept; see `ZeroState`."""
 
     stage: int
     offload: bool
@@ -46,12 +31,9 @@ class ZeroOptions:
 
 
 def zero_options(cfg: Any) -> ZeroOptions | None:
-    """Return the given options; None for ordinary optimizers, and for a model without experts.
+    """Return the options of a FairseqConfig, an optimizer's section or an old optimizer's command line.
 
-    On one rank the stage is 0.
-
-    Args:
-        cfg: the FairseqConfig, or an optimizer's section; fairseq's older optimizers have the command line.
+    None is for ordinary optimizers, and for a model without experts. On one rank the stage is 0.
     """
     if hasattr(cfg, "_get_root"):
         root = cfg._get_root()
@@ -106,144 +88,6 @@ def refuse_first(rules: Iterable[tuple[Any, str]]) -> None:
     for condition, message in rules:
         if condition:
             raise ValueError(message)
-
-
-class ZeroOptimizerMixin(MoEOptimizerMixin):
-    """Precedes a FairseqOptimizer class; without ZeRO and offload it changes nothing.
-
-    The stock optimizer updates the partitions. To wrappers this is an ordinary optimizer of the model's
-    parameters, and a checkpoint has an ordinary state.
-    """
-
-    zero: ZeroState | None = None
-
-    def __init__(self, cfg: Any, params: Any) -> None:
-        options = zero_options(cfg)
-        if options is not None:
-            topology = RUN.topology
-            params = list(params)
-            self.zero = ZeroState(params, topology, options.stage, options.offload)
-            logger.info(
-                "%s: this rank keeps the state of %d of %d parameters' elements%s",
-                options.flags,
-                sum(own.numel() for own in self.zero.parameters),
-                sum(parameter.numel() for parameter in params),
-                ", in host memory" if options.offload else "",
-            )
-            params = self.zero.parameters
-        super().__init__(cfg, params)  # type: ignore[call-arg]
-
-    @property
-    def supports_memory_efficient_fp16(self) -> bool:
-        """Whether half parameters are accepted: their partitions are fp32."""
-        return self.zero is not None or super().supports_memory_efficient_fp16  # type: ignore[misc]
-
-    @property
-    def is_apart(self) -> bool:
-        """Whether a rank has only a part of its parameters' state."""
-        return self.zero is not None and self.zero.are_apart
-
-    def model_params(self) -> list[nn.Parameter]:
-        """Return the model's parameters, in the order of the state's indices."""
-        if self.zero is None:
-            return super().model_params()
-        return [partition.parameter for partition in self.zero.partitions]
-
-    def zero_grad(self) -> None:
-        """Reset the gradients of the model's parameters and partitions."""
-        super().zero_grad()  # type: ignore[misc]
-        if self.zero is not None:
-            self.zero.zero_grad()
-
-    def backward(self, loss: Tensor) -> None:
-        """Run the backward pass; under stage 2 gradients are reduced during it."""
-        super().backward(loss)  # type: ignore[misc]
-        self.finish_backward()
-
-    def finish_backward(self) -> None:
-        """Reduce the remaining gradients of a backward pass, for a wrapper that runs it itself."""
-        if self.zero is not None:
-            self.zero.finish_backward()
-
-    def all_reduce_grads(self, module: Any) -> None:
-        """Reduce the gradients of all parameters, a criterion's included, to their owners."""
-        if self.zero is None or self.zero.stage == 0:
-            super().all_reduce_grads(module)
-        else:
-            self.zero.reduce()
-
-    def multiply_grads(self, c: float | Tensor) -> None:
-        """Multiply the gradients, when the step converts them to fp32."""
-        if self.zero is None:
-            super().multiply_grads(c)  # type: ignore[misc]
-        else:
-            self.zero.multiply(c)
-
-    def clip_grad_norm(self, max_norm: float, aggregate_norm_fn: Any = None) -> Tensor:
-        """Clip by the norm over all ranks' partitions; return it."""
-        if self.zero is None:
-            return super().clip_grad_norm(max_norm, aggregate_norm_fn)
-        self.times_clipped += 1
-        return self.zero.clip(max_norm)
-
-    def step(self, *args: Any, **kwargs: Any) -> None:
-        """Update the partitions, then the weights of all ranks."""
-        update = super().step
-        if self.zero is None:
-            update(*args, **kwargs)
-        else:
-            self.zero.step(self.optimizer, lambda: update(*args, **kwargs))
-
-    def expert_state(self, index: int) -> dict[str, Tensor]:
-        """Return the state of this rank's experts. Collective over their replicas, which share it."""
-        if self.zero is None:
-            return super().expert_state(index)
-        # A GPU's collectives cannot read host memory.
-        device = self.zero.partitions[index].parameter.device
-        return {key: value.to(device) for key, value in self._whole_tensors(index).items()}
-
-    def save_state(self, state: dict[int, dict[str, Any]], topology: Topology) -> None:
-        """Include these, and other sharded state, in rank 0's next `state_dict`. Collective."""
-        super().save_state(state, topology)
-        if not self.is_apart:
-            return
-        for index in range(len(self.model_params())):
-            if index in state:
-                continue
-            whole = self._whole_tensors(index)
-            if self._gathered_state is not None:
-                self._gathered_state[index] = {key: value.cpu() for key, value in whole.items()}
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the optimizer's state; a part that was not gathered is marked."""
-        state_dict = super().state_dict()
-        if self.is_apart and self._gathered_state is None:
-            state_dict[ONLY_OF_RANK] = RUN.topology.rank
-        return state_dict
-
-    def _whole_tensors(self, index: int) -> dict[str, Tensor]:
-        assert self.zero is not None
-        state = self.optimizer.state.get(self.zero.parameters[index], {})
-        whole = self.zero.whole_state(index, state)
-        shape = self.zero.partitions[index].parameter.shape
-        return {key: whole[key] for key in sorted(whole) if getattr(whole[key], "shape", None) == shape}
-
-    def _complete_state(self, state: dict[int, dict[str, Any]]) -> None:
-        """Give state that is whole on this rank its parameter's shape, in place."""
-        if self.zero is None:
-            return
-        for index, partition in enumerate(self.zero.partitions):
-            if partition.share.size == 1:
-                whole = self.zero.whole_state(index, state.get(index, {}))
-                if whole:
-                    state[index] = whole
-
-    def _cut_state(self, state: dict[int, dict[str, Any]]) -> None:
-        """Keep this rank's part of a loaded state, in place."""
-        if self.zero is None:
-            return
-        for index in state.keys() & range(len(self.zero.partitions)):
-            state[index] = self.zero.own_state(index, state[index])
 
 
 class ZeroFP16Optimizer(MemoryEfficientFP16Optimizer):

@@ -1,42 +1,32 @@
-"""Defines an option: its entry in a table, its key and flag, its rules and its conditions.
+"""Defines an option: its entry in a table, its key (moe_top_k), its flag (--moe-top-k) and its rules.
 
-An option's key is its name in a configuration (moe_top_k). Its flag is the name on a command line
-(--moe-top-k). Each table of options is in the package that it configures. moe/option_table.py collects the
-tables of a MoE model.
+Each table of options is in the package that it configures; moe/option_table.py has those of a MoE model.
 """
 
 import math
 import numbers
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
-from functools import partial
+from functools import cache, partial
 from typing import Any, TypeVar
 
 from fairseq_tutel.files.small import shown
 
 T = TypeVar("T")
-# A rule: a test of a value, and the end of the error message if the test fails.
+# A test of a value, and the end of the error message if it fails.
 Rule = tuple[Callable[[Any], bool], str]
-# The description of each type in error messages.
-KINDS: dict[Any, str] = {
-    int: "a whole number",
-    float: "a number",
-    bool: "true or false",
-    str: "a word",
-}
+KINDS: dict[Any, str] = {int: "a whole number", float: "a number", bool: "true or false", str: "a word"}
+UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
+_SIZE = re.compile(r"(\d+(?:\.\d+)?) *([KMG]i?B)")
 
 
 @dataclass(frozen=True)
 class Condition:
-    """A condition under which an option has no effect, or is refused.
+    """A condition under which an option has no effect, or is refused."""
 
-    Attributes:
-        holds: tests the facts; see `Option`.
-        words: the text after the option's name and value in the message; `{f.…}` inserts a fact.
-    """
-
-    holds: Callable[[Any], bool]
-    words: str
+    holds: Callable[[Any], bool]  # of the facts; see `Option`
+    words: str  # after the option's name and value in the message; {f.…} inserts a fact
 
 
 def because(holds: Callable[[Any], bool], reason: str) -> Condition:
@@ -51,41 +41,25 @@ def needs(holds: Callable[[Any], bool], what: str) -> Condition:
 
 @dataclass(frozen=True, kw_only=True)
 class Option:
-    """An option: one entry of a table.
-
-    Attributes:
-        default: the value if none is given.
-        help: describes the effect, without unit and default.
-        of: the configuration that has the key: model, task or criterion; empty if the option has no flag.
-        theme: the heading in docs/flags.md.
-        unit: the unit of a number.
-        choices: the valid values, if they are words.
-        rule: an additional test of a value.
-        no_effect: conditions on `Facts` under which a value other than the default has no effect in a
-            training run; the first condition that holds is logged.
-        excluded: conditions on a MoEConfig under which a value other than the default is refused.
-        of_any_training: whether a task's option also affects models without experts.
-        same_as: the field of MoEConfig and the value that an older name sets.
-        flag: the flag, if it does not follow from the key.
-        name: the field's name.
-        key: the name in fairseq's configuration.
-        type: the type of its values.
-    """
+    """An option: one entry of a table."""
 
     default: Any
-    help: str
-    of: str = ""
-    theme: str = ""
+    help: str  # without unit and default
+    of: str = ""  # the configuration that has the key: model, task or criterion; empty: it has no flag
+    theme: str = ""  # heading in docs/flags.md
     unit: str = ""
-    choices: tuple[str, ...] = ()
-    rule: Rule | None = None
+    choices: tuple[str, ...] = ()  # the valid values, if they are words
+    rule: Rule | None = None  # an additional test of a value
+    # Conditions on `Facts` under which a value other than the default has no effect in a training run; the
+    # first that holds is logged.
     no_effect: tuple[Condition, ...] = ()
+    # Conditions on a MoEConfig under which a value other than the default is refused.
     excluded: tuple[Condition, ...] = ()
-    of_any_training: bool = False
-    same_as: tuple[str, Any] | None = None
-    flag: str = ""
-    name: str = ""
-    key: str = ""
+    of_any_training: bool = False  # whether a task's option also affects models without experts
+    same_as: tuple[str, Any] | None = None  # the field of MoEConfig and the value that an older name sets
+    flag: str = ""  # if it does not follow from the key
+    name: str = ""  # of the field
+    key: str = ""  # the name in fairseq's configuration
     type: Any = None
 
     @property
@@ -123,20 +97,16 @@ def option(default: Any, help: str = "", **parts: Any) -> Any:
     return field(default=default, metadata={"option": Option(default=default, help=help, **parts)})
 
 
-_made: dict[type, tuple[Option, ...]] = {}
-
-
+@cache
 def options_in(config: type) -> tuple[Option, ...]:
     """Return the options of a dataclass; an option's key is the class's `prefix` plus the field's name."""
-    if config not in _made:
-        prefix = getattr(config, "prefix", "")
-        entries = [(item, item.metadata["option"]) for item in fields(config)]
-        flags = [o.flag or (flag_of(prefix + item.name) if o.of else "") for item, o in entries]
-        _made[config] = tuple(
-            replace(o, name=item.name, key=key_of(flag) if o.of else "", flag=flag, type=item.type)
-            for (item, o), flag in zip(entries, flags, strict=True)
-        )
-    return _made[config]
+    return tuple(_named(item, getattr(config, "prefix", "")) for item in fields(config))
+
+
+def _named(item: Any, prefix: str) -> Option:
+    entry: Option = item.metadata["option"]
+    flag = entry.flag or (flag_of(prefix + item.name) if entry.of else "")
+    return replace(entry, name=item.name, key=key_of(flag) if entry.of else "", flag=flag, type=item.type)
 
 
 def plain(value: Any) -> Any:
@@ -145,11 +115,9 @@ def plain(value: Any) -> Any:
 
 
 def read(config: type[T], cfg: Any) -> T:
-    """Return the options of a dataclass with the values of a configuration; missing keys get defaults.
+    """Return an options dataclass with the values of a section of a FairseqConfig, a namespace, or None.
 
-    Args:
-        config: the dataclass.
-        cfg: a section of a FairseqConfig, a command line's namespace, or None.
+    Missing keys get defaults.
     """
     values = {}
     for item in options_in(config):
@@ -160,11 +128,7 @@ def read(config: type[T], cfg: Any) -> T:
 
 
 def refuse_bad_values(config: Any) -> None:
-    """Refuse a value that has the wrong type, is not one of the choices, or fails the option's rule.
-
-    Raises:
-        ValueError: the message contains the option, the value and the fix.
-    """
+    """Raise ValueError for a value of the wrong type, outside of the choices, or against its rule."""
     for entry in options_in(type(config)):
         value = getattr(config, entry.name)
         rule = one_of(entry.choices) if entry.choices else entry.rule
@@ -176,11 +140,7 @@ def refuse_bad_values(config: Any) -> None:
 
 
 def refuse_excluded(config: Any) -> None:
-    """Refuse an option that another option excludes, unless it has its default value.
-
-    Raises:
-        ValueError: the message contains both options.
-    """
+    """Raise ValueError for an option that another one excludes, unless it has its default value."""
     for entry in options_in(type(config)):
         value = getattr(config, entry.name)
         for condition in entry.excluded if value != entry.default else ():
@@ -227,6 +187,18 @@ def whole(least: int, most: int | None = None, unit: str = "") -> Rule:
         lambda v: is_whole(v) and least <= v <= high,
         f"give a whole number{unit and f' of {unit}'}{bounds}",
     )
+
+
+def bytes_of(text: str) -> int | None:
+    """Return the bytes of a size such as 512MiB, a number with one of UNITS; None for any other text."""
+    found = _SIZE.fullmatch(text.strip())
+    return int(float(found[1]) * UNITS[found[2]]) if found else None
+
+
+def require(condition: bool, message: str) -> None:
+    """Raise ValueError with a message unless the condition holds."""
+    if not condition:
+        raise ValueError(message)
 
 
 AT_LEAST_0, AT_LEAST_1 = whole(0), whole(1)

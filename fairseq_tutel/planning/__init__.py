@@ -1,6 +1,5 @@
 """Ways to run a layer and their costs, without torch.
 
 `strategy`: what may change from update to update. `machine` and `links`: hardware profiles and times of
-collectives. `network` and `traffic`: links of a cluster and their loads. `cost` and `memory`: formulas for
-a step. `tuner`: choice by measuring.
+collectives. `cost`: time and memory of a step. `tuner`: choice by measuring.
 """

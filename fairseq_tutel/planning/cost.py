@@ -6,12 +6,11 @@ and links have no other traffic. Times of collectives: `links`. Formulas and sou
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from fairseq_tutel.planning.links import all_gather_seconds, all_reduce_seconds, exchange_seconds
 from fairseq_tutel.planning.machine import Machine
-from fairseq_tutel.planning.memory import Held, held_bytes
 from fairseq_tutel.planning.strategy import ALGORITHMS, Strategy
 
 OVERLAPS = (1, 2, 4, 8)
@@ -46,7 +45,7 @@ class Work:
 
     @property
     def expert_parameters(self) -> int:
-        """Number of weights of one expert."""
+        """Weights of an expert, without biases."""
         return self.matrices * self.model_dim * self.hidden_dim
 
 
@@ -54,18 +53,13 @@ class Work:
 class Cluster:
     """Nodes, ranks and EP groups.
 
-    Attributes:
-        nodes: number of nodes.
-        local: L, ranks of a node.
-        expert_parallel_size: P, consecutive ranks: a part of a node, or whole nodes.
-
     Raises:
         ValueError: P is neither a divisor of L nor whole nodes that divide W.
     """
 
     nodes: int
-    local: int
-    expert_parallel_size: int
+    local: int  # L, ranks of a node
+    expert_parallel_size: int  # P consecutive ranks: a part of a node, or whole nodes
 
     def __post_init__(self) -> None:
         size, part = self.expert_parallel_size, min(self.expert_parallel_size, self.local)
@@ -90,27 +84,93 @@ class Cluster:
         """Nodes of an EP group."""
         return self.expert_parallel_size // self.group_local
 
-    def slices(self, experts: int) -> int:
-        """Return s, the ranks that share an expert's hidden dimension."""
-        return max(1, self.expert_parallel_size // experts)
+
+@dataclass(frozen=True)
+class Held:
+    """Bytes of one rank between two collectives, without activations."""
+
+    weights: int = 0
+    gradients: int = 0  # after backward, at their maximum
+    state: int = 0  # optimizer state on the device, with fp32 masters
+    host: int = 0  # optimizer state in host memory
+
+    @property
+    def device(self) -> int:
+        """All bytes on the device."""
+        return self.weights + self.gradients + self.state
 
 
-def experts_seconds(
-    work: Work, machine: Machine, cluster: Cluster, strategy: Strategy, *, backward: bool = False
-) -> float:
-    """Return the seconds of one row chunk in a layer's experts.
+def held_bytes(
+    dense: Iterable[int],  # elements of each dense parameter
+    experts: Iterable[int],  # elements of this rank's part of each expert parameter
+    world_size: int,
+    expert_parallel_size: int,
+    stage: int = 0,
+    offload: bool = False,
+    weight_bytes: int = 2,
+    moments: int = 2,  # fp32 numbers of an element in the optimizer: 2 for Adam, 1 for SGD with momentum
+) -> Held:
+    """Return the bytes of weights, gradients and optimizer state of a rank.
 
-    The maximum of arithmetic and of memory traffic of weights and rows. Backward takes twice as long.
+    With 2-byte weights, Adam and ZeRO stage 2, a parameter takes 2 + (2 + 12) / D bytes: D is W for dense
+    parameters, and the W / P replicas for experts.
     """
-    chunk = work.rows / strategy.overlap
-    copies = max(1, strategy.adaptive_r)  # of a row, each with hidden_dim / copies
-    flops = 2 * chunk * work.expert_parameters
-    width = 2 * copies * work.model_dim + 2 * (work.matrices - 1) * work.hidden_dim
-    num_bytes = _computed_parameters(work, cluster, strategy) + chunk * width
-    seconds = max(
-        flops / machine.flops_per_s, num_bytes * work.bytes_per_element / machine.memory_bytes_per_s
+    half, weights, gradients, state = weight_bytes < 4, 0, 0, 0
+    for sizes, ranks in ((dense, world_size), (experts, world_size // expert_parallel_size)):
+        for numel in sizes:
+            own = -(-numel // ranks) if stage > 0 else numel
+            weights += weight_bytes * numel
+            gradients += weight_bytes * (own if stage == 2 else numel)
+            if half and stage == 0 and not offload:
+                gradients += 4 * numel  # fairseq's optimizer keeps a whole fp32 copy
+            # fp32 weights need no masters, except in host memory.
+            state += 4 * own * (moments + (half or offload))
+    on_device, on_host = (0, state) if offload else (state, 0)
+    return Held(weights, gradients, on_device, on_host)
+
+
+def held(work: Work, cluster: Cluster) -> Held:
+    """Return a rank's bytes of parameters, gradients and optimizer state."""
+    stored = work.experts * work.expert_parameters / cluster.expert_parallel_size
+    return held_bytes(
+        [work.dense_parameters],
+        [math.ceil(work.layers * stored)],
+        cluster.world,
+        cluster.expert_parallel_size,
+        work.zero_stage if cluster.world > 1 else 0,
+        work.offload,
+        work.bytes_per_element,
     )
-    return 2 * seconds if backward else seconds
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """Sizes of one layer on a rank."""
+
+    sends_rows: bool  # to other ranks
+    copies: int  # of a row, each with hidden_dim / copies
+    stored: float  # weights
+    computed: float  # weights that the rank computes with, including gathered ones
+    gathering: int  # ranks that gather weights together
+
+
+def _layer_of(work: Work, cluster: Cluster, strategy: Strategy) -> _Layer:
+    experts, size, r = work.experts, cluster.expert_parallel_size, strategy.adaptive_r
+    if experts % size and size % experts:
+        raise ValueError(
+            f"expert_parallel_size is {size} for {experts} experts; one must divide the other."
+        )
+    slices = max(1, size // experts)
+    if r and slices % r:
+        raise ValueError(
+            f"adaptive_r is {r}, which is neither 0 nor a divisor of the {slices} "
+            "rank(s) that share an expert; give one that is."
+        )
+    weights = experts * work.expert_parameters
+    stored = weights / size
+    if r == 0:
+        return _Layer(False, 1, stored, weights, size)
+    return _Layer(size > 1, r, stored, stored * slices / r, slices // r)
 
 
 def step_parts(work: Work, machine: Machine, cluster: Cluster, strategy: Strategy) -> dict[str, float]:
@@ -119,35 +179,49 @@ def step_parts(work: Work, machine: Machine, cluster: Cluster, strategy: Strateg
     "exchange" is the part of all-to-alls that is not overlapped with the experts.
 
     Raises:
-        ValueError: the experts do not fit the ranks; see `refuse`.
+        ValueError: neither of E and P divides the other, or r is not 0 or a divisor of s.
     """
-    refuse(work, cluster, strategy)
+    layer, chunks, dense = _layer_of(work, cluster, strategy), strategy.overlap, work.dense_parameters
+
+    def exchange(num_bytes: float) -> float:
+        if not layer.sends_rows:
+            return 0.0
+        shape = cluster.group_nodes, cluster.group_local
+        return exchange_seconds(num_bytes, machine, *shape, strategy.algorithm)
+
     # Forward exchanges the counts of rows and reads them on the host; backward reuses them.
     counts_bytes = _COUNT_BYTES * max(work.experts, cluster.expert_parallel_size)
-    host_read_s = machine.launch_s if _sends_rows(cluster, strategy) else 0.0
-    layer = {
-        "gate": _gate_seconds(work, machine),
-        "dispatch and combine": _local_seconds(work, machine, cluster, strategy),
-        "counts": _exchange_seconds(counts_bytes, machine, cluster, strategy) + host_read_s,
+    parts = {
+        "gate": 6 * work.tokens * work.model_dim * work.experts / machine.gate_flops_per_s,
+        "dispatch and combine": _local_seconds(work, machine, layer),
+        "counts": exchange(counts_bytes) + (machine.launch_s if layer.sends_rows else 0.0),
         "exchange": 0.0,
         "experts": 0.0,
-        "gather weights": _gather_seconds(work, machine, cluster, strategy),
+        "gather weights": _gather_seconds(work, machine, cluster, layer),
     }
     row_bytes = work.model_dim * work.bytes_per_element
-    chunk_bytes = strategy.adaptive_r * work.rows * row_bytes / strategy.overlap
-    exchange = _exchange_seconds(chunk_bytes, machine, cluster, strategy)
-    for backward in (False, True):
-        chunk = experts_seconds(work, machine, cluster, strategy, backward=backward)
-        layer["experts"] += strategy.overlap * chunk
-        layer["exchange"] += _pipelined(exchange, chunk, strategy.overlap) - strategy.overlap * chunk
-    dense = work.dense_parameters
-    return {
-        **{part: work.layers * seconds for part, seconds in layer.items()},
+    chunk_exchange = exchange(strategy.adaptive_r * work.rows * row_bytes / chunks)
+    forward = _experts_seconds(work, machine, layer, chunks)
+    for chunk_experts in (forward, 2 * forward):
+        # One all-to-all at a time.
+        longest = max(chunk_exchange, chunk_experts)
+        pipelined = max(
+            2 * chunks * chunk_exchange, 2 * chunk_exchange + chunk_experts + (chunks - 1) * longest
+        )
+        parts["experts"] += chunks * chunk_experts
+        parts["exchange"] += pipelined - chunks * chunk_experts
+    parts = {part: work.layers * seconds for part, seconds in parts.items()}
+    # All EP groups of a node sum over their replicas at once.
+    replicas = cluster.world // cluster.expert_parallel_size
+    local = cluster.local // cluster.group_local
+    expert_s = _gradients_seconds(
+        layer.stored, work, machine, replicas // local, local, on_link=cluster.local
+    )
+    dense_s = _gradients_seconds(dense, work, machine, cluster.nodes, cluster.local) if dense else 0.0
+    return parts | {
         "dense layers": 6 * dense * work.tokens / machine.flops_per_s,
-        "expert gradients": work.layers * _replica_seconds(work, machine, cluster),
-        "dense gradients": _gradients_seconds(dense, work, machine, cluster.nodes, cluster.local)
-        if dense
-        else 0.0,
+        "expert gradients": work.layers * expert_s,
+        "dense gradients": dense_s,
     }
 
 
@@ -161,45 +235,21 @@ def memory_bytes(work: Work, cluster: Cluster, strategy: Strategy) -> dict[str, 
 
     Activations are those of the MoE layers. The optimizer is Adam.
     """
-    refuse(work, cluster, strategy)
-    size = work.bytes_per_element
-    stored = _stored_parameters(work, cluster)
-    bytes_held = held(work, cluster)
-    gathered = _computed_parameters(work, cluster, strategy) - stored
-    copies = max(1, strategy.adaptive_r)
-    rows_bytes = copies * work.rows * work.model_dim * size
-    saved = work.tokens * work.model_dim + work.rows * (
-        (copies + 1) * work.model_dim + 2 * (work.matrices - 1) * work.hidden_dim
+    layer, bytes_held = _layer_of(work, cluster, strategy), held(work, cluster)
+    size, dim, rows = work.bytes_per_element, work.model_dim, work.rows
+    saved = work.tokens * dim + rows * (
+        (layer.copies + 1) * dim + 2 * (work.matrices - 1) * work.hidden_dim
     )
-    buffers = (2 if strategy.algorithm == "linear" else 3) if _sends_rows(cluster, strategy) else 0
+    buffers = (2 if strategy.algorithm == "linear" else 3) if layer.sends_rows else 0
     return {
         "parameters": bytes_held.weights,
         "gradients": bytes_held.gradients,
         "optimizer state": bytes_held.state,
         "activations": work.layers * saved * size,
-        "row buffers": buffers * rows_bytes,
+        "row buffers": buffers * layer.copies * rows * dim * size,
         # Gathered weights of all layers are kept for backward, with the gradients of one layer.
-        "gathered weights": (work.layers + 1) * gathered * size,
+        "gathered weights": (work.layers + 1) * (layer.computed - layer.stored) * size,
     }
-
-
-def refuse(work: Work, cluster: Cluster, strategy: Strategy) -> None:
-    """Check that a layer can run like this.
-
-    Raises:
-        ValueError: neither of E and P divides the other, or r is not 0 or a divisor of s.
-    """
-    experts, size = work.experts, cluster.expert_parallel_size
-    if experts % size and size % experts:
-        raise ValueError(
-            f"expert_parallel_size is {size} for {experts} experts; one must divide the other."
-        )
-    slices = cluster.slices(experts)
-    if strategy.adaptive_r and slices % strategy.adaptive_r:
-        raise ValueError(
-            f"adaptive_r is {strategy.adaptive_r}, which is neither 0 nor a divisor of the {slices} "
-            "rank(s) that share an expert; give one that is."
-        )
 
 
 def candidates(work: Work, nodes: int, local: int) -> Iterator[tuple[Cluster, Strategy]]:
@@ -215,7 +265,7 @@ def candidates(work: Work, nodes: int, local: int) -> Iterator[tuple[Cluster, St
             continue
         yield cluster, Strategy(adaptive_r=0)
         two_levels = cluster.group_nodes > 1 and cluster.group_local > 1
-        for copies in _divisors(cluster.slices(work.experts)):
+        for copies in _divisors(max(1, size // work.experts)):
             for overlap in OVERLAPS:
                 for algorithm in ALGORITHMS if two_levels else ALGORITHMS[:1]:
                     yield cluster, Strategy(adaptive_r=copies, overlap=overlap, algorithm=algorithm)
@@ -223,125 +273,73 @@ def candidates(work: Work, nodes: int, local: int) -> Iterator[tuple[Cluster, St
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """A configuration with its seconds by part, its bytes by kind, and whether it fits in memory."""
+    """A configuration with its costs."""
 
     cluster: Cluster
     strategy: Strategy
-    parts: dict[str, float]
-    memory: dict[str, float]
-    host: int
-    fits: bool
-
-    @property
-    def seconds(self) -> float:
-        """Seconds of a step."""
-        return sum(self.parts.values())
-
-    @property
-    def bytes(self) -> float:
-        """Bytes of a rank's device memory."""
-        return sum(self.memory.values())
+    parts: dict[str, float]  # seconds by part of a step
+    seconds: float
+    memory: dict[str, float]  # bytes of a rank's device by kind
+    bytes: float
+    host: int  # bytes of optimizer state in host memory
+    fits: bool  # in device memory
 
 
 def best(work: Work, machine: Machine, nodes: int, local: int) -> list[Candidate]:
     """Return all candidates from fast to slow, those that fit in memory first."""
     found = []
     for cluster, strategy in candidates(work, nodes, local):
+        parts = step_parts(work, machine, cluster, strategy)
         memory = memory_bytes(work, cluster, strategy)
+        num_bytes = sum(memory.values())
         found.append(
             Candidate(
                 cluster=cluster,
                 strategy=strategy,
-                parts=step_parts(work, machine, cluster, strategy),
+                parts=parts,
+                seconds=sum(parts.values()),
                 memory=memory,
+                bytes=num_bytes,
                 host=held(work, cluster).host,
-                fits=sum(memory.values()) <= machine.memory_bytes,
+                fits=num_bytes <= machine.memory_bytes,
             )
         )
     return sorted(found, key=lambda candidate: (not candidate.fits, candidate.seconds))
 
 
-def _stored_parameters(work: Work, cluster: Cluster) -> float:
-    """Return the number of weights of one layer that a rank stores; it does not depend on r."""
-    return work.experts * work.expert_parameters / cluster.expert_parallel_size
+def _experts_seconds(work: Work, machine: Machine, layer: _Layer, chunks: int) -> float:
+    """Return the seconds of one row chunk: the maximum of arithmetic and of traffic of weights and rows."""
+    rows = work.rows / chunks
+    flops = 2 * rows * work.expert_parameters
+    width = 2 * layer.copies * work.model_dim + 2 * (work.matrices - 1) * work.hidden_dim
+    num_bytes = (layer.computed + rows * width) * work.bytes_per_element
+    return max(flops / machine.flops_per_s, num_bytes / machine.memory_bytes_per_s)
 
 
-def _computed_parameters(work: Work, cluster: Cluster, strategy: Strategy) -> float:
-    """Return the number of weights of one layer that a rank computes with, including gathered ones."""
-    if strategy.adaptive_r == 0:
-        return work.experts * work.expert_parameters
-    slices = cluster.slices(work.experts)
-    return _stored_parameters(work, cluster) * slices / strategy.adaptive_r
-
-
-def _gate_seconds(work: Work, machine: Machine) -> float:
-    flops = 2 * work.tokens * work.model_dim * work.experts
-    return 3 * flops / machine.gate_flops_per_s
-
-
-def _sends_rows(cluster: Cluster, strategy: Strategy) -> bool:
-    """Whether rows are sent to other ranks."""
-    return strategy.adaptive_r > 0 and cluster.expert_parallel_size > 1
-
-
-def _local_seconds(work: Work, machine: Machine, cluster: Cluster, strategy: Strategy) -> float:
+def _local_seconds(work: Work, machine: Machine, layer: _Layer) -> float:
     """Return the seconds to read and write rows in dispatch, regroup and combine."""
-    copies = max(1, strategy.adaptive_r)
-    dispatch = (1 + copies) * work.rows
-    regroup = 4 * copies * work.rows if _sends_rows(cluster, strategy) else 0
-    combine = copies * work.rows + work.tokens
+    dispatch = (1 + layer.copies) * work.rows
+    regroup = 4 * layer.copies * work.rows if layer.sends_rows else 0
+    combine = layer.copies * work.rows + work.tokens
     # Backward mirrors them, and reads the rows twice more for the gate's gradient.
     touched = 2 * (dispatch + regroup + combine) + 2 * work.rows
     return touched * work.model_dim * work.bytes_per_element / machine.memory_bytes_per_s
 
 
-def _exchange_seconds(num_bytes: float, machine: Machine, cluster: Cluster, strategy: Strategy) -> float:
-    """Return the seconds of one all-to-all of the EP group, 0 if no rows are sent."""
-    if not _sends_rows(cluster, strategy):
-        return 0.0
-    nodes, local = cluster.group_nodes, cluster.group_local
-    return exchange_seconds(num_bytes, machine, nodes, local, strategy.algorithm)
-
-
-def _pipelined(exchange: float, experts: float, chunks: int) -> float:
-    """Return the seconds of dispatch, experts and combine of all chunks, with one all-to-all at a time."""
-    by_link = 2 * chunks * exchange
-    return max(by_link, 2 * exchange + experts + (chunks - 1) * max(exchange, experts))
-
-
-def _gather_seconds(work: Work, machine: Machine, cluster: Cluster, strategy: Strategy) -> float:
+def _gather_seconds(work: Work, machine: Machine, cluster: Cluster, layer: _Layer) -> float:
     """Return the seconds to gather one layer's weights and to reduce-scatter their gradients.
 
     Each matrix and each bias is a collective of its own.
     """
-    slices = cluster.slices(work.experts)
-    ranks = slices // strategy.adaptive_r if strategy.adaptive_r else cluster.expert_parallel_size
     tensors = 2 * work.matrices
-    size = _stored_parameters(work, cluster) * work.bytes_per_element / tensors
-    local = min(ranks, cluster.local)
-    nodes = math.ceil(ranks / local)
-    gather = all_gather_seconds(size, machine, nodes, local)
+    size = layer.stored * work.bytes_per_element / tensors
+    local = min(layer.gathering, cluster.local)
+    gather = all_gather_seconds(size, machine, math.ceil(layer.gathering / local), local)
     return _gathers_of_both(machine) * tensors * gather
 
 
-def _replica_seconds(work: Work, machine: Machine, cluster: Cluster) -> float:
-    """Return the seconds to sum one layer's expert gradients over EP replicas.
-
-    All ranks of a node do so at once.
-    """
-    replicas = cluster.world // cluster.expert_parallel_size
-    local = cluster.local // cluster.group_local
-    stored = _stored_parameters(work, cluster)
-    return _gradients_seconds(stored, work, machine, replicas // local, local, cluster.local)
-
-
 def _gradients_seconds(
-    parameters: float,
-    work: Work,
-    machine: Machine,
-    nodes: int,
-    local: int,
-    on_link: int | None = None,
+    parameters: float, work: Work, machine: Machine, nodes: int, local: int, on_link: int | None = None
 ) -> float:
     """Return the seconds to sum gradients over ranks and, with ZeRO, to gather updated weights."""
     num_bytes = parameters * work.bytes_per_element
@@ -354,19 +352,6 @@ def _gradients_seconds(
 def _gathers_of_both(machine: Machine) -> int:
     """Return the cost of an all-gather and a reduce-scatter, in all-gathers."""
     return 3 if machine.reduce_scatter_as_all_reduce else 2
-
-
-def held(work: Work, cluster: Cluster) -> Held:
-    """Return a rank's bytes of parameters, gradients and optimizer state."""
-    return held_bytes(
-        [work.dense_parameters],
-        [math.ceil(work.layers * _stored_parameters(work, cluster))],
-        cluster.world,
-        cluster.expert_parallel_size,
-        work.zero_stage if cluster.world > 1 else 0,
-        work.offload,
-        work.bytes_per_element,
-    )
 
 
 def _divisors(number: int) -> list[int]:

@@ -5,7 +5,7 @@ N nodes of L ranks. The fit minimizes the squared relative error.
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import NotRequired, TypedDict
@@ -14,9 +14,10 @@ import numpy as np
 
 from fairseq_tutel.planning.machine import PRESETS, Link, Machine
 from fairseq_tutel.planning.strategy import ALGORITHMS
-from fairseq_tutel.planning.traffic import Load
 
 _ROUNDS = 30
+# Amounts by (source, target).
+Load = Mapping[tuple[int, int], Fraction | int]
 
 
 def exchange_seconds(
@@ -31,23 +32,35 @@ def exchange_seconds(
 
     `bytes_per_rank` is the input of a rank, including its own share.
     """
-    ranks = nodes * local
-    if ranks == 1:
+    if nodes * local == 1:
         return 0.0
-    share = bytes_per_rank / ranks
-    within, across = local - 1, ranks - local
-    sent_across = _on_link(machine, on_link or local) * across * share
-    if algorithm == "linear":  # both kinds of link work at once
-        return machine.launch_s + max(
-            machine.intra.seconds(within, within * share),
-            machine.inter.seconds(across, sent_across),
-        )
+    launches, *of_links = _terms(bytes_per_rank, machine, nodes, local, algorithm, on_link)
     return (
-        2 * machine.launch_s
-        + machine.intra.seconds(within, within * nodes * share)
-        + machine.inter.seconds(nodes - 1, sent_across)
-        + 2 * regroup_seconds(bytes_per_rank, machine)
+        launches * machine.launch_s
+        + machine.intra.seconds(*of_links[:2])
+        + machine.inter.seconds(*of_links[2:])
+        + _regroup_seconds(bytes_per_rank, machine, algorithm)
     )
+
+
+def _terms(
+    bytes_per_rank: float, machine: Machine, nodes: int, local: int, algorithm: str, on_link: int | None
+) -> list[float]:
+    """Return an all-to-all's launches, messages and bytes within nodes, messages and bytes across."""
+    share = bytes_per_rank / (nodes * local)
+    within, across = local - 1, (nodes - 1) * local
+    sent_across = _on_link(machine, on_link or local) * across * share
+    if algorithm == "2dh":
+        return [2, within, within * nodes * share, nodes - 1, sent_across]
+    # Linear: both kinds of link work at once, and the slower one counts.
+    if machine.intra.seconds(within, within * share) > machine.inter.seconds(across, sent_across):
+        return [1, within, within * share, 0, 0]
+    return [1, 0, 0, across, sent_across]
+
+
+def _regroup_seconds(bytes_per_rank: float, machine: Machine, algorithm: str) -> float:
+    """Return the seconds of 2DH to copy rows into another order, twice: each byte is read and written."""
+    return 4 * bytes_per_rank / machine.memory_bytes_per_s if algorithm == "2dh" else 0.0
 
 
 def plan_seconds(loads: Iterable[Load], bytes_per_rank: float, machine: Machine, local: int) -> float:
@@ -71,11 +84,6 @@ def plan_seconds(loads: Iterable[Load], bytes_per_rank: float, machine: Machine,
     return total
 
 
-def regroup_seconds(bytes_per_rank: float, machine: Machine) -> float:
-    """Return the seconds to copy rows into another order: each byte is read and written."""
-    return 2 * bytes_per_rank / machine.memory_bytes_per_s
-
-
 def faster_algorithm(machine: Machine | None, nodes: int, local: int, bytes_per_rank: float) -> str:
     """Return the faster all-to-all algorithm; linear if both are equal. Machine None: an A100 cluster."""
     known = machine or PRESETS["a100"]
@@ -87,13 +95,8 @@ def all_gather_seconds(
 ) -> float:
     """Return the seconds of a ring all-gather, or of a ring reduce-scatter.
 
-    Args:
-        num_bytes: bytes of one rank's input.
-        machine: the hardware profile.
-        nodes: N of the group.
-        local: L, ranks of the group in a node.
-        on_link: ranks of a node, of this group or others, that gather at once; None: `local`. Their bytes
-            add up if a node has one link.
+    `num_bytes` is the input of a rank. `on_link` is the number of ranks of a node, of this group or others,
+    that gather at once (default: L). Their bytes add up if a node has one link.
     """
     ranks = nodes * local
     if ranks == 1:
@@ -136,19 +139,14 @@ def _on_link(machine: Machine, at_once: int) -> int:
 
 
 class Row(TypedDict):
-    """One measured all-to-all.
-
-    Attributes:
-        bytes_per_rank: bytes of a rank's input, including its own share.
-        on_link: ranks of a node that did the same at once; default: `local`.
-    """
+    """One measured all-to-all."""
 
     nodes: int
     local: int
     algorithm: str
-    bytes_per_rank: float
+    bytes_per_rank: float  # of the input, including the rank's own share
     seconds: float
-    on_link: NotRequired[int]
+    on_link: NotRequired[int]  # ranks of a node that did the same at once; default: `local`
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,21 +156,6 @@ class Errors:
     median: float
     p90: float
     largest: float
-
-
-def fit(points: Iterable[tuple[float, float, float]]) -> Link:
-    """Return the link that fits points of (messages, bytes, seconds) best.
-
-    Raises:
-        ValueError: the points do not determine the seconds of a byte.
-    """
-    table = np.array(list(points), dtype=float).reshape(-1, 3)
-    alpha, per_byte = _solve(table[:, :2], table[:, 2]) if len(table) else (0.0, 0.0)
-    if per_byte <= 0:
-        raise ValueError(
-            f"{len(table)} measurement(s) do not take longer with more bytes; measure larger messages."
-        )
-    return Link(alpha, 1 / per_byte)
 
 
 def fit_machine(rows: Sequence[Row], start: Machine) -> Machine:
@@ -188,10 +171,10 @@ def fit_machine(rows: Sequence[Row], start: Machine) -> Machine:
     if not rows:
         raise ValueError("there is no measured all-to-all to fit; measure one.")
     seconds = np.array([row["seconds"] for row in rows])
-    regroup = [_regroup(row, start) for row in rows]
+    regroup = [_regroup_seconds(row["bytes_per_rank"], start, row["algorithm"]) for row in rows]
     machine, guess = start, None
     for _ in range(_ROUNDS):
-        columns = np.array([_columns(row, machine) for row in rows])
+        columns = np.array([_terms(*_arguments(row, machine)) for row in rows])
         if guess is not None and np.array_equal(columns, guess):
             break
         guess = columns
@@ -201,14 +184,7 @@ def fit_machine(rows: Sequence[Row], start: Machine) -> Machine:
 
 def predicted(row: Row, machine: Machine) -> float:
     """Return the predicted seconds of a row."""
-    return exchange_seconds(
-        row["bytes_per_rank"],
-        machine,
-        row["nodes"],
-        row["local"],
-        row["algorithm"],
-        row.get("on_link"),
-    )
+    return exchange_seconds(*_arguments(row, machine))
 
 
 def relative_errors(rows: Sequence[Row], machine: Machine) -> Errors:
@@ -222,36 +198,17 @@ def errors_of(pairs: Iterable[tuple[float, float]]) -> Errors:
     return Errors(median=float(np.median(errors)), p90=float(np.quantile(errors, 0.9)), largest=max(errors))
 
 
-def _columns(row: Row, machine: Machine) -> list[float]:
-    """Return a row's launches, messages and bytes within nodes, messages and bytes across."""
-    nodes, local, size = row["nodes"], row["local"], row["bytes_per_rank"]
-    ranks = nodes * local
-    share = size / ranks
-    on_link = row.get("on_link", local) if machine.inter_shared else 1
-    across = on_link * (ranks - local) * share
-    if row["algorithm"] == "2dh":
-        return [2, local - 1, (local - 1) * nodes * share, nodes - 1, across]
-    within = [local - 1, (local - 1) * share]
-    beyond = [ranks - local, across]
-    if machine.intra.seconds(*within) > machine.inter.seconds(*beyond):
-        return [1, *within, 0, 0]
-    return [1, 0, 0, *beyond]
-
-
-def _regroup(row: Row, machine: Machine) -> float:
-    """Return the seconds of a row outside of links."""
-    if row["algorithm"] == "linear":
-        return 0.0
-    return 2 * regroup_seconds(row["bytes_per_rank"], machine)
+def _arguments(row: Row, machine: Machine) -> tuple[float, Machine, int, int, str, int | None]:
+    shape = row["nodes"], row["local"], row["algorithm"], row.get("on_link")
+    return row["bytes_per_rank"], machine, *shape
 
 
 def _machine_of(columns: np.ndarray, on_links: np.ndarray, seconds: np.ndarray, start: Machine) -> Machine:
-    seen = [bool(columns[:, 2].any()), bool(columns[:, 4].any())]
-    used = [i for i, told in zip((1, 2, 3, 4), np.repeat(seen, 2), strict=True) if told]
+    used = [i for kind in ((1, 2), (3, 4)) if columns[:, kind[1]].any() for i in kind]
     with_launch = columns[:, [0, *used]]
     scaled = with_launch / np.maximum(np.abs(with_launch).max(axis=0), 1e-300)
-    told_apart = np.linalg.matrix_rank(scaled, tol=1e-6) == scaled.shape[1]
-    chosen = [0, *used] if told_apart else used
+    has_full_rank = np.linalg.matrix_rank(scaled, tol=1e-6) == scaled.shape[1]
+    chosen = [0, *used] if has_full_rank else used
     found = dict(zip(chosen, _solve(columns[:, chosen], on_links, seconds), strict=True))
     if max(found.get(2, 0.0), found.get(4, 0.0)) <= 0:
         raise ValueError(
@@ -266,16 +223,16 @@ def _machine_of(columns: np.ndarray, on_links: np.ndarray, seconds: np.ndarray, 
 
 
 def _link(alpha: float | None, per_byte: float | None, start: Link) -> Link:
-    """Return the fitted link, with the numbers of `start` for those that were not determined."""
+    """Return the fitted link; numbers that were not determined are those of `start`."""
     return Link(start.alpha_s if alpha is None else alpha, 1 / per_byte if per_byte else start.bytes_per_s)
 
 
-def _solve(columns: np.ndarray, targets: np.ndarray, seconds: np.ndarray | None = None) -> list[float]:
+def _solve(columns: np.ndarray, targets: np.ndarray, seconds: np.ndarray) -> list[float]:
     """Return the coefficients of the least relative errors, none below 0.
 
     Columns with negative coefficients are left out, the most negative first.
     """
-    weights = 1 / (targets if seconds is None else seconds)
+    weights = 1 / seconds
     scale = np.maximum(np.abs(columns).max(axis=0), 1e-300)
     kept = list(range(columns.shape[1]))
     result = [0.0] * columns.shape[1]

@@ -44,11 +44,7 @@ class Machine:
 
     @classmethod
     def from_json(cls, path: Path) -> "Machine":
-        """Read a hardware profile.
-
-        Raises:
-            ValueError: the file is missing or no JSON, or a key is missing, unknown or has a wrong value.
-        """
+        """Read a hardware profile; raise ValueError if it is not a file of `to_json`."""
         fix = "give a file of `tune --json`"
         try:
             values = json_of(path)
@@ -56,8 +52,8 @@ class Machine:
             raise ValueError(f"{path} cannot be read as a hardware profile ({error}); {fix}.") from error
         known = {field.name for field in fields(cls)}
         optional = {"launch_s", *_FLAGS}
-        if not isinstance(values, dict) or not known - optional <= set(values) <= known:
-            found = set(values) if isinstance(values, dict) else set()
+        found = set(values) if isinstance(values, dict) else set()
+        if not known - optional <= found <= known:
             wrong = sorted((known - optional - found) | (found - known))
             raise ValueError(
                 f"{path} is no hardware profile: {', '.join(wrong)} missing or unknown; {fix}."
@@ -66,45 +62,35 @@ class Machine:
             link = values[key]
             if not isinstance(link, dict) or set(link) != {"alpha_s", "bytes_per_s"}:
                 raise ValueError(f"{path} has {key} {link!r}; it needs alpha_s and bytes_per_s.")
-            _check_number(path, f"{key}.bytes_per_s", link["bytes_per_s"])
-            _check_number(path, f"{key}.alpha_s", link["alpha_s"], may_be_0=True)
+            _check_numbers(path, {f"{key}.{part}": number for part, number in link.items()})
             values[key] = Link(**link)
-        for key in known - optional - {"name", "intra", "inter"}:
-            _check_number(path, key, values[key])
-        _check_number(path, "launch_s", values.get("launch_s", 0), may_be_0=True)
-        for key in _FLAGS & set(values):
+        _check_numbers(path, {key: values[key] for key in found - _FLAGS - {"name", "intra", "inter"}})
+        for key in _FLAGS & found:
             if not isinstance(values[key], bool):
                 raise ValueError(f"{path} has {key} {values[key]!r}; give true or false.")
         return cls(**values)
 
 
-def _check_number(path: Path, key: str, value: Any, may_be_0: bool = False) -> None:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not (value >= 0 if may_be_0 else value > 0):
-        fix = "seconds, from 0" if may_be_0 else "a number above 0"
-        raise ValueError(f"{path} has {key} {value!r}; give {fix}.")
+def _check_numbers(path: Path, numbers: dict[str, Any]) -> None:
+    for key, value in numbers.items():
+        may_be_0 = key.endswith(("alpha_s", "launch_s"))
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not is_number or not (value >= 0 if may_be_0 else value > 0):
+            fix = "seconds, from 0" if may_be_0 else "a number above 0"
+            raise ValueError(f"{path} has {key} {value!r}; give {fix}.")
 
 
-# Achieved parts of datasheet numbers, from measurements; docs/scaling.md lists the sources.
-# NVLink: 370 of 450 GB/s on H100, "protocol overhead (~20%)" (NVIDIA/nccl-tests issue 212).
-_NVLINK = 370 / 450
-# InfiniBand: 46 to 48 of 50 GB/s per NDR adapter (NVIDIA/nccl-tests issue 290).
-_INFINIBAND = 47 / 50
-# bf16: forward and backward of a Triton MoE layer, 413 of 989 TFLOP/s on H100 (Liger-Kernel PR 1294).
-_EXPERTS = 413 / 989
-# A collective of the smallest size on 8 GPUs takes 10.5 us (deepseek-ai/DeepEP issue 303).
-_LAUNCH_S = 10e-6
-# NCCL's own model of an NVLink step, LL protocol (NVIDIA/nccl issue 1334, src/graph/tuning.cc).
-_INTRA_ALPHA_S = 0.6e-6
-# Cost of a message among many in flight. No source gives it: with this value 2DH overtakes linear between
-# 128 and 256 A100s at 32 MiB a rank, close to Tutel's maintainer ("at least over 256", microsoft/Tutel
-# issue 214).
+# Achieved parts of datasheet numbers; docs/scaling.md lists the sources.
+_NVLINK, _INFINIBAND = 370 / 450, 47 / 50
+_EXPERTS = 413 / 989  # bf16, forward and backward of a Triton MoE layer on H100
+_LAUNCH_S = 10e-6  # of a collective
+_INTRA_ALPHA_S = 0.6e-6  # NCCL's own model of an NVLink step, LL protocol
+# A message among many in flight: with this value 2DH overtakes linear between 128 and 256 A100s.
 _INTER_ALPHA_S = 1.0e-6
 
 
 def _preset(
     name: str,
-    *,
     intra_gb_s: float,
     inter_gb_s: float,
     memory_gb_s: float,
@@ -124,31 +110,13 @@ def _preset(
     )
 
 
-# Datasheet numbers of one GPU, in one direction.
+# Datasheet numbers of one GPU (an MI250 is one of its two dies), links in one direction.
 PRESETS = {
-    # NDm A100 v4: 8 x A100-80GB, NVLink 3 at 300 GB/s, one 200 Gb/s HDR adapter a GPU.
-    "a100": _preset(
-        "A100", intra_gb_s=300, inter_gb_s=25, memory_gb_s=2039, tflops=312, fp32_tflops=19.5,
-        memory_gb=80,
-    ),
-    # DGX H100: NVLink 4 at 450 GB/s, one 400 Gb/s NDR adapter a GPU.
-    "h100": _preset(
-        "H100", intra_gb_s=450, inter_gb_s=50, memory_gb_s=3350, tflops=989, fp32_tflops=67,
-        memory_gb=80,
-    ),
-    # The H100's processor and links with HBM3e.
-    "h200": _preset(
-        "H200", intra_gb_s=450, inter_gb_s=50, memory_gb_s=4800, tflops=989, fp32_tflops=67,
-        memory_gb=141,
-    ),
-    # One of the two dies (GCD) of a module, 16 a node. xGMI has seven links of 50 GB/s and no switch: an
-    # even all-to-all of 16 reaches at most 15 * 75 / 16 GB/s (a linear program over the links). 16 GB/s of
-    # InfiniBand a die, as in the ForestColl paper.
-    "mi250": _preset(
-        "MI250 (one die)", intra_gb_s=15 * 75 / 16, inter_gb_s=16, memory_gb_s=3276.8 / 2,
-        tflops=362.1 / 2, fp32_tflops=45.3 / 2, memory_gb=64,
-    ),
-}  # fmt: skip
+    "a100": _preset("A100", 300, 25, 2039, 312, 19.5, 80),  # NDm A100 v4: NVLink 3, one HDR adapter a GPU
+    "h100": _preset("H100", 450, 50, 3350, 989, 67, 80),  # DGX H100: NVLink 4, one NDR adapter a GPU
+    "h200": _preset("H200", 450, 50, 4800, 989, 67, 141),
+    "mi250": _preset("MI250 (one die)", 15 * 75 / 16, 16, 3276.8 / 2, 362.1 / 2, 45.3 / 2, 64),
+}
 
 # A rank on a CPU, by orders of magnitude: loopback, 10 Gb/s Ethernet of a node, FLOP/s of a core.
 CPU = Machine(

@@ -11,19 +11,16 @@ PLAN = "plan:"  # prefix of the name of a collective plan
 class Strategy:
     """One way to execute a layer. Results of all strategies are equal up to rounding.
 
-    Attributes:
-        adaptive_r: 0: every rank gathers all experts' weights, and no row is sent. Else every row is sent
-            to this many ranks of its expert, each with that part of the hidden dimension.
-        overlap: row chunks whose all-to-alls overlap with the experts.
-        algorithm: all-to-all algorithm: linear, 2dh or plan:NAME.
+    With `adaptive_r` 0, every rank gathers all experts' weights, and no row is sent. Else every row is sent
+    to this many ranks of its expert, each with that part of the hidden dimension.
 
     Raises:
         ValueError: an attribute has a wrong value.
     """
 
     adaptive_r: int = 1
-    overlap: int = 1
-    algorithm: str = "linear"
+    overlap: int = 1  # row chunks whose all-to-alls overlap with the experts
+    algorithm: str = "linear"  # of the all-to-all: linear, 2dh or plan:NAME
 
     def __post_init__(self) -> None:
         for name, least in (("adaptive_r", 0), ("overlap", 1)):

@@ -34,11 +34,7 @@ Predict = Callable[[Strategy], float]
 class Tuner:
     """Chooses the strategy of the next update of a bucket.
 
-    Args:
-        rs: degrees of adaptive parallelism to choose from.
-        overlaps: numbers of chunks to choose from.
-        algorithms: all-to-all algorithms to choose from.
-        given: the strategy that the options give; it is always a candidate.
+    `given` is the strategy of the options; it is always a candidate.
     """
 
     def __init__(
@@ -60,9 +56,7 @@ class Tuner:
     def choose(self, key: str, predict: Predict | None = None) -> Strategy:
         """Return the best strategy of a bucket or, during its search, the next candidate.
 
-        Args:
-            key: name of the bucket.
-            predict: returns the predicted seconds of a strategy. Without it, all strategies are candidates.
+        `predict` returns the predicted seconds of a strategy. Without it, all strategies are candidates.
         """
         if key not in self.best and key not in self._next:
             self._candidates[key] = self._pruned(predict)
@@ -99,10 +93,9 @@ class Tuner:
         }
 
     def load(self, state: dict[str, Any]) -> int:
-        """Load a saved state. Unfinished searches continue with the costs that they have.
+        """Load a saved state, with unfinished searches.
 
-        Returns:
-            The number of buckets whose best strategy is not available here. They are skipped.
+        Return the number of skipped buckets, whose best strategy is not available here.
 
         Raises:
             ValueError: the state is malformed.
@@ -110,12 +103,10 @@ class Tuner:
         skipped = 0
         try:
             for key, entry in state.items():
-                costs = {
-                    Strategy(**{k: v for k, v in row.items() if k != "costs"}): list(
-                        map(float, row["costs"])
-                    )
-                    for row in entry["costs"]
-                }
+                costs = {}
+                for row in entry["costs"]:
+                    strategy = Strategy(**{k: v for k, v in row.items() if k != "costs"})
+                    costs[strategy] = [float(cost) for cost in row["costs"]]
                 best = None if entry["best"] is None else Strategy(**entry["best"])
                 if best is not None and not self._is_available(best):
                     skipped += 1

@@ -2,7 +2,8 @@
 
 - `format`: a plan, its JSON form and the meaning of each step. `files`: plans by file or name.
 - `checker`: proof that a plan ends, has no races and gives its collective's result.
-- `generators`: well-known plans by name. `forestcoll`: trees for any network. `msccl`: MSCCL's XML.
+- `generators`: well-known plans by name. `msccl`: MSCCL's XML.
+- `network`: the links of a cluster. `forestcoll`: trees for any network.
 - `executors`: run plans on tensors. Only this folder imports torch.
 - `placed`: the plans of a training run and the groups that can run them.
 """

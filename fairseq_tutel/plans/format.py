@@ -8,14 +8,12 @@ plans that could hang, race or give another result (`plans.checker`), and execut
 divide it, the last chunks are short or empty, so one plan serves any number of elements, even 0. Each rank
 begins and ends with these chunks (a shard is C chunks, and so is all data of an all_reduce):
 
-| collective     | in            | out              | final content                                       |
-|----------------|---------------|------------------|-----------------------------------------------------|
-| all_gather     | C             | N * C            | out[g, c] = in of rank g [c]                        |
-| reduce_scatter | N * C         | C                | out[c] of rank r = sum over g of in of rank g [r, c]|
-| all_reduce     | C             | C                | out[c] = sum over g of in of rank g [c]             |
-| all_to_all     | N * C         | N * C            | out[s, c] of rank r = in of rank s [r, c]           |
-| broadcast      | C of the root | C                | out[c] = in of the root [c]                         |
-| reduce         | C             | C on the root    | out[c] of the root = sum over g of in of rank g [c] |
+| collective     | in    | out   | final content                                       |
+|----------------|-------|-------|-----------------------------------------------------|
+| all_gather     | C     | N * C | out[g, c] = in of rank g [c]                        |
+| reduce_scatter | N * C | C     | out[c] of rank r = sum over g of in of rank g [r, c]|
+| all_reduce     | C     | C     | out[c] = sum over g of in of rank g [c]             |
+| all_to_all     | N * C | N * C | out[s, c] of rank r = in of rank s [r, c]           |
 
 `in` is never written. Between calls the caller of each rank owns its `in` and `out`. `tmp`, of S chunks,
 alternates between two buffers, so that a rank that is one call ahead does not overwrite data that a slower
@@ -42,16 +40,14 @@ Source: MSCCL++ (Shah et al. 2025), its channels and plans, here small enough fo
 
 import hashlib
 import json
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from fractions import Fraction
 from functools import cached_property
 from typing import Any, NamedTuple
 
 FORMAT = 1
-COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast", "reduce")
-REDUCING = ("reduce_scatter", "all_reduce", "reduce")
+COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
+REDUCING = ("reduce_scatter", "all_reduce")
 BUFFERS = ("in", "out", "tmp")
 KINDS = ("simple", "ll")
 # The fields of each operation.
@@ -123,7 +119,6 @@ class Plan:
         temporary: S.
         channels: all channels.
         programs: the lanes of each rank.
-        root: of broadcast and reduce.
         min_bytes: the least bytes of a rank's `in` for which the plan is meant.
         max_bytes: the most; None: any.
         network: digest of the network for which it was made; empty: any.
@@ -137,7 +132,6 @@ class Plan:
     temporary: int = 0
     channels: tuple[Channel, ...] = ()
     programs: tuple[tuple[Lane, ...], ...] = ()
-    root: int | None = None
     min_bytes: int = 0
     max_bytes: int | None = None
     network: str = ""
@@ -169,21 +163,15 @@ class Plan:
         text = json.dumps(to_json(self), sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
-    @property
-    def bytes_sent(self) -> dict[tuple[int, int], Fraction]:
-        """By (source, target), the bytes sent, as a fraction of a rank's `in`."""
-        total: Counter[tuple[int, int]] = Counter()
-        for rank, _, _, step in self.steps():
-            if step.op == "put" and step.n is not None:
-                total[rank, self.target_of(rank, step)] += step.n
-        return {pair: Fraction(n, self.in_chunks) for pair, n in total.items()}
-
     def steps(self) -> Iterator[tuple[int, int, int, Step]]:
         """Yield (rank, lane, index, step) of every step."""
         for rank, lanes in enumerate(self.programs):
             for lane, steps in enumerate(lanes):
                 for index, step in enumerate(steps):
                     yield rank, lane, index, step
+
+
+Chunk = tuple[str, int]
 
 
 class Writer:
@@ -204,19 +192,18 @@ class Writer:
         return self.channels.setdefault((source, target, tag), len(self.channels))
 
     def put(
-        self,
-        rank: int,
-        target: int,
-        src: tuple[str, int],
-        dst: tuple[str, int],
-        n: int = 1,
-        *,
-        lane: int = 0,
-        tag: Any = 0,
+        self, rank: int, target: int, src: Chunk, dst: Chunk, n: int = 1, *, lane: int = 0, tag: Any = 0
     ) -> None:
         """Put n chunks to another rank."""
         step = Step("put", self._channel(rank, target, tag), (Place(*src),), Place(*dst), n)
         self._add(rank, lane, step)
+
+    def send(
+        self, rank: int, target: int, src: Chunk, dst: Chunk, n: int = 1, *, lane: int = 0, tag: Any = 0
+    ) -> None:
+        """Put n chunks to another rank, and signal."""
+        self.put(rank, target, src, dst, n, lane=lane, tag=tag)
+        self.signal(rank, target, lane=lane, tag=tag)
 
     def signal(self, rank: int, target: int, *, lane: int = 0, tag: Any = 0) -> None:
         """Signal to another rank."""
@@ -230,21 +217,11 @@ class Writer:
         """Wait until the puts to another rank have read their sources."""
         self._add(rank, lane, Step("flush", self._channel(rank, target, tag)))
 
-    def copy(
-        self, rank: int, src: tuple[str, int], dst: tuple[str, int], n: int = 1, *, lane: int = 0
-    ) -> None:
+    def copy(self, rank: int, src: Chunk, dst: Chunk, n: int = 1, *, lane: int = 0) -> None:
         """Copy n chunks."""
         self.reduce(rank, [src], dst, n, lane=lane)
 
-    def reduce(
-        self,
-        rank: int,
-        sources: Iterable[tuple[str, int]],
-        dst: tuple[str, int],
-        n: int = 1,
-        *,
-        lane: int = 0,
-    ) -> None:
+    def reduce(self, rank: int, sources: Iterable[Chunk], dst: Chunk, n: int = 1, *, lane: int = 0) -> None:
         """Sum n chunks of several places, or copy those of one."""
         places = tuple(Place(*source) for source in sources)
         op = "reduce" if len(places) > 1 else "copy"
@@ -260,17 +237,10 @@ class Writer:
 
     def plan(self, name: str, collective: str, chunks: int, **others: Any) -> Plan:
         """Return the plan; `others` are further fields of it."""
-        channels = (Channel(source, target, self.kind) for source, target, _ in self.channels)
-        programs = (tuple(tuple(lanes[lane]) for lane in sorted(lanes)) for lanes in self.lanes)
-        return Plan(
-            name=name,
-            collective=collective,
-            ranks=self.ranks,
-            chunks=chunks,
-            channels=tuple(channels),
-            programs=tuple(programs),
-            **others,
-        )
+        channels = tuple(Channel(source, target, self.kind) for source, target, _ in self.channels)
+        programs = tuple(tuple(tuple(lanes[lane]) for lane in sorted(lanes)) for lanes in self.lanes)
+        fields = {"channels": channels, "programs": programs, **others}
+        return Plan(name=name, collective=collective, ranks=self.ranks, chunks=chunks, **fields)
 
 
 def to_json(plan: Plan) -> dict[str, Any]:
@@ -282,7 +252,6 @@ def to_json(plan: Plan) -> dict[str, Any]:
         "ranks": plan.ranks,
         "chunks": plan.chunks,
         "temporary": plan.temporary,
-        "root": plan.root,
         "bytes": [plan.min_bytes, plan.max_bytes],
         "network": plan.network,
         "cut": plan.cut,
@@ -306,17 +275,18 @@ def from_json(data: Any) -> Plan:
     """
     _demand(isinstance(data, Mapping), "the plan is no JSON object")
     _demand(data.get("format") == FORMAT, f"its format is {data.get('format')!r}, not {FORMAT}")
+    # A file may have a root of null.
     known = {
         "format", "name", "collective", "ranks", "chunks", "temporary", "root", "bytes", "network", "cut",
         "channels", "programs",
     }  # fmt: skip
     _demand(data.keys() <= known, f"it has unknown fields: {sorted(data.keys() - known)}")
+    _demand(data.get("root") is None, f"it has the root {data.get('root')!r}, but its collective has none")
     _demand(data.get("collective") in COLLECTIVES, f"collective is {data.get('collective')!r}")
     sizes = data.get("bytes", [0, None])
     _demand(_is_list(sizes) and len(sizes) == 2, "bytes is no pair of numbers")
     _demand(_is_list(data.get("channels")), "it has no list of channels")
     _demand(_is_list(data.get("programs")), "it has no list of programs")
-    root = data.get("root")
     return Plan(
         name=str(data.get("name", "")),
         collective=data["collective"],
@@ -325,7 +295,6 @@ def from_json(data: Any) -> Plan:
         temporary=_number(data.get("temporary", 0), "temporary"),
         channels=tuple(_channel_of(each, i) for i, each in enumerate(data["channels"])),
         programs=tuple(_program_of(each, rank) for rank, each in enumerate(data["programs"])),
-        root=None if root is None else _number(root, "root"),
         min_bytes=_number(sizes[0], "bytes"),
         max_bytes=None if sizes[1] is None else _number(sizes[1], "bytes"),
         network=str(data.get("network", "")),

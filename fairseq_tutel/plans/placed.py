@@ -1,6 +1,6 @@
 """The plans of a training run: read from a file or folder, checked, and matched with the run's groups.
 
-A plan may be made for a network, whose file (`planning.network`) is in the same folder. A run is compared
+A plan may be made for a network, whose file (`plans.network`) is in the same folder. A run is compared
 with it by the number of ranks on each host.
 """
 
@@ -10,15 +10,12 @@ from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 
-from fairseq_tutel.planning import network
-from fairseq_tutel.planning.network import Network
-from fairseq_tutel.plans import files
+from fairseq_tutel.plans import files, network
 from fairseq_tutel.plans.checker import Report, check
 from fairseq_tutel.plans.format import Plan
+from fairseq_tutel.plans.network import Network
 
 OPTION = "--moe-collective-plans"
-# The collectives of a training run.
-USED = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all")
 
 
 @dataclass(frozen=True)
@@ -113,11 +110,6 @@ def refuse_unused(plans: Sequence[PlacedPlan], groups: Sequence[Sequence[int]], 
     """
     for placed in plans:
         plan = placed.plan
-        if plan.collective not in USED:
-            raise ValueError(
-                f"{OPTION}: {placed.name} is a plan of {plan.collective}, which no training run uses; "
-                "remove it."
-            )
         if any(placed.fits(ranks, local) for ranks in groups):
             continue
         sizes = " and ".join(map(str, sorted({len(ranks) for ranks in groups}))) or "1"

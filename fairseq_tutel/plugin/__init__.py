@@ -9,26 +9,28 @@ The folders follow a run's life cycle:
 - run_state.py: shared state.
 """
 
+import ctypes
+import functools
 import importlib
 import sys
 
-from fairseq_tutel.plugin.registration import command_line
-from fairseq_tutel.plugin.registration.memory import keep_freed_memory
+import torch
 
-__all__ = ["keep_freed_memory", "register"]
+# Parameters of mallopt, from glibc's malloc.h, and their values.
+M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD = -1, -2, -3
+GIB, MIB = 2**30, 2**20
+THRESHOLDS = {M_MMAP_THRESHOLD: GIB, M_TRIM_THRESHOLD: 2 * GIB - 1, M_TOP_PAD: 64 * MIB}
 
-_registered = False
 
-
+@functools.cache
 def register() -> None:
     """Register models, criterions, tasks and optimizers with fairseq and wrap a few of its functions.
+
+    The import of the models folder calls this function again, which changes nothing.
 
     Raises:
         ImportError: fairseq is missing or has an unsupported version.
     """
-    global _registered
-    if _registered:
-        return
     _check_fairseq()
     from fairseq.data import Dictionary  # checkpoints of speech tasks contain it
 
@@ -36,15 +38,11 @@ def register() -> None:
 
     let_checkpoints_load(Dictionary)
     keep_freed_memory()
-    _registered = True  # the models folder calls this function, too
-    try:
-        for module in ("plugin.registration.wrapped", "optim", "criterions", "tasks", "models"):
-            importlib.import_module(f"fairseq_tutel.{module}")
-    except ImportError:
-        _registered = False
-        raise
-    if command_line.has_user_dir(sys.argv):  # else it is another program's command line
-        command_line.check(sys.argv)
+    for module in ("plugin.registration.wrapped", "optim", "criterions", "tasks", "models"):
+        importlib.import_module(f"fairseq_tutel.{module}")
+    from fairseq_tutel.plugin.registration.flags import check_command_line
+
+    check_command_line(sys.argv)
 
 
 def _check_fairseq() -> None:
@@ -54,13 +52,21 @@ def _check_fairseq() -> None:
         raise ImportError(
             "fairseq is not installed; `pip install fairseq-fixed 'numpy<2'` (it imports as fairseq)."
         ) from error
-    if hasattr(fairseq, "modules") and hasattr(fairseq.modules, "moe"):
-        raise ImportError(
-            "this fairseq is Meta's moe branch, whose MoE layers clash with the plugin's; install the "
-            "main line: `pip install fairseq-fixed`."
-        )
     found = fairseq.__version__
     if not found.startswith("0.12."):
         raise ImportError(
             f"fairseq is version {found}; fairseq_tutel needs 0.12 (PyPI package fairseq-fixed)."
         )
+
+
+def keep_freed_memory() -> bool:
+    """Keep freed host memory in the process, under glibc without a GPU; return whether it worked.
+
+    By default glibc returns a large tensor's memory to the system when it is freed. The next tensor of that
+    size is then mapped and zeroed page by page, in every step. Stacked gradients of experts are so large.
+    """
+    if torch.cuda.is_available() or not sys.platform.startswith("linux"):
+        return False
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", lambda *_: 0)  # only glibc has it
+    done = [mallopt(parameter, value) == 1 for parameter, value in THRESHOLDS.items()]
+    return all(done)

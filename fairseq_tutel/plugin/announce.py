@@ -1,4 +1,4 @@
-"""Log lines about a model's experts when it is built: their settings, and options without effect."""
+"""Logs a model's experts when it is built: their settings, their size, and options without effect."""
 
 import logging
 import math
@@ -9,55 +9,33 @@ from typing import Any
 import torch
 from torch import nn
 
-from fairseq_tutel.moe.config import LAYER, MoEConfig
+from fairseq_tutel.moe.adaptive import is_tuned
+from fairseq_tutel.moe.config import MoEConfig
 from fairseq_tutel.moe.expert_stack import ExpertStack
-from fairseq_tutel.moe.initial_strategy import is_tuned
 from fairseq_tutel.moe.layer import MoELayer
-from fairseq_tutel.moe.model_options import ModelConfig, SidesConfig
-from fairseq_tutel.moe.run_options import TaskConfig
+from fairseq_tutel.moe.option_table import ModelConfig, SidesConfig, StoreConfig, TaskConfig
 from fairseq_tutel.moe.slots import evaluates_as_in_training
-from fairseq_tutel.moe.store_options import StoreConfig
 from fairseq_tutel.options.option import options_in, read
-from fairseq_tutel.ranks.groups import Topology
 
 logger = logging.getLogger(__name__)
-
-# Logged in the first line of `announce`.
-SHOWN = ("top_k", "capacity_factor", "eval_capacity_factor", "eval_capacity_token_fraction")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """Properties of a run that decide which options have an effect.
+    """Properties of a run that decide which options have an effect."""
 
-    Attributes:
-        layer: of the first MoE layer.
-        sides: options of an encoder-decoder.
-        ranks: W.
-        expert_parallel_size: P.
-        slices: the largest number of shards of an expert in any layer.
-        adaptive_r: of the first layer.
-        over_nodes: the P ranks are several whole nodes.
-        ranks_per_node: 0 if unknown.
-        half: the model computes in fp16 or bf16.
-        gpu: a GPU is available.
-        plans: collective plans are given.
-        tuned: the tuner chooses how layers run.
-        store: options of the expert store.
-    """
-
-    layer: MoEConfig
+    layer: MoEConfig  # of the first MoE layer
     sides: SidesConfig
     ranks: int = 1
     expert_parallel_size: int = 1
-    slices: int = 1
-    adaptive_r: int = 1
-    over_nodes: bool = False
-    ranks_per_node: int = 0
-    half: bool = False
+    slices: int = 1  # the largest number of shards of an expert in any layer
+    adaptive_r: int = 1  # of the first layer
+    over_nodes: bool = False  # an EP group is several whole nodes
+    ranks_per_node: int = 0  # 0 if unknown
+    half: bool = False  # the model computes in fp16 or bf16
     gpu: bool = False
-    plans: bool = False
-    tuned: bool = False
+    plans: bool = False  # collective plans are given
+    tuned: bool = False  # the tuner chooses how layers run
     store: StoreConfig = field(default_factory=StoreConfig)
 
 
@@ -72,35 +50,28 @@ def warn_of_no_effect(config: Any, facts: Facts) -> None:
             logger.warning("%s%s has no effect%s", option.flag, shown, words)
 
 
-def announce(configs: Sequence[MoEConfig], topology: Topology, kernels: tuple[str, str]) -> None:
+def log_experts(layers: Sequence[MoELayer], kernels: tuple[str, str]) -> None:
     """Log the experts of all MoE layers in one line; `kernels` is the backend and the reason for it."""
-    first = configs[0]
+    config, topology = layers[0].config, layers[0].topology
+    fraction = config.eval_capacity_token_fraction
+    evaluation = f"{fraction:g} of the tokens" if fraction else f"{config.eval_capacity_factor:g}"
     logger.info(
         "experts: %d MoE layers, %s experts, top-%d, hidden %d, capacity factor %g (evaluation %s), "
         "expert parallel size %d, replicas %d, %s kernels (%s)%s",
-        len(configs),
-        _counts([config.num_experts for config in configs]),
-        first.top_k,
-        first.hidden_dim,
-        first.capacity_factor,
-        _evaluation_capacity(first),
+        len(layers),
+        _counts([layer.config.num_experts for layer in layers]),
+        config.top_k,
+        config.hidden_dim,
+        config.capacity_factor,
+        "as in training" if evaluates_as_in_training(config) else evaluation,
         topology.expert_parallel_size,
         topology.num_replicas,
         *kernels,
-        ", hidden layers made again in backward" if first.recompute_experts else "",
+        ", hidden layers made again in backward" if config.recompute_experts else "",
     )
-    changed = [
-        f"{option.name} {getattr(first, option.name)}"
-        for option in LAYER.values()
-        if option.of == "model"
-        and option.name not in SHOWN
-        and getattr(first, option.name) != option.default
-    ]
-    if changed:
-        logger.info("experts, not by default: %s", ", ".join(changed))
 
 
-def announce_size(model: nn.Module) -> None:
+def log_size(model: nn.Module) -> None:
     """Log a model's parameters on all ranks; fairseq counts one rank's, without some experts."""
     total, active, flops, experts = sizes(model)
     logger.info(
@@ -132,30 +103,32 @@ def sizes(model: nn.Module) -> tuple[int, int, int, int]:
     return total, active, 2 * products, experts
 
 
-def announce_exchange(layers: Sequence[MoELayer]) -> None:
+def log_exchange(layers: Sequence[MoELayer]) -> None:
     """Log how the layers exchange rows, if they do."""
-    first = layers[0]
-    strategy, config = first.strategy, first.config
-    if first.topology.expert_parallel_size > 1:
-        logger.info(
-            "experts across ranks: slices of an expert %s, adaptive_r %s, overlap %d, %s all-to-all, %s "
-            "buffers, %s wire, tuned: %s",
-            _counts([layer.experts.part.slices for layer in layers]),
-            _counts([layer.strategy.adaptive_r for layer in layers]),
-            strategy.overlap,
-            strategy.algorithm if strategy.plan or first.topology.grid is not None else "linear",
-            config.exchange,
-            config.a2a_dtype,
-            {"auto": "all but the last two"}.get(config.adaptive)
-            or {"auto": "adaptive_r"}.get(config.parallel_type, "nothing"),
-        )
+    config, strategy, topology = layers[0].config, layers[0].strategy, layers[0].topology
+    if topology.expert_parallel_size == 1:
+        return
+    tuned = {"auto": "adaptive_r"}.get(config.parallel_type, "nothing")
+    logger.info(
+        "experts across ranks: shards of an expert %s, adaptive_r %s, overlap %d, %s all-to-all, %s "
+        "buffers, transfer dtype %s, tuned: %s",
+        _counts([layer.experts.part.slices for layer in layers]),
+        _counts([layer.strategy.adaptive_r for layer in layers]),
+        strategy.overlap,
+        strategy.algorithm if strategy.plan or topology.grid is not None else "linear",
+        config.exchange,
+        config.a2a_dtype,
+        "all but the last two" if config.adaptive == "auto" else tuned,
+    )
 
 
-def announce_no_effect(
-    layers: Sequence[MoELayer], model_cfg: Any, task_cfg: Any, local: int, half: bool
+def warn_of_options(
+    layers: Sequence[MoELayer], model_cfg: Any, options: TaskConfig, local: int, half: bool
 ) -> None:
     """Warn of options without effect in training; the criterion, built later, warns of its own."""
     first, sides = layers[0], read(SidesConfig, model_cfg)
+    if first.topology.rank != 0:
+        return
     facts = Facts(
         layer=first.config,
         sides=sides,
@@ -167,20 +140,14 @@ def announce_no_effect(
         ranks_per_node=local,
         half=half,
         gpu=torch.cuda.is_available(),
-        plans=bool(read(TaskConfig, task_cfg).moe_collective_plans),
+        plans=bool(options.moe_collective_plans),
         tuned=is_tuned(first.config),
     )
-    if first.topology.rank == 0:
-        for config in (
-            first.config,
-            read(ModelConfig, model_cfg),
-            sides,
-            read(TaskConfig, task_cfg),
-        ):
-            warn_of_no_effect(config, facts)
+    for config in (first.config, read(ModelConfig, model_cfg), sides, options):
+        warn_of_no_effect(config, facts)
 
 
-def warn(config: MoEConfig, has_decoder: bool) -> None:
+def warn_of_surprises(config: MoEConfig, has_decoder: bool) -> None:
     """Warn of options with a surprising effect."""
     if config.choice == "experts" and has_decoder:
         logger.warning(
@@ -192,21 +159,7 @@ def warn(config: MoEConfig, has_decoder: bool) -> None:
             "--moe-expert-type glu gates with SiLU; --activation-fn %s holds for the dense layers only",
             config.activation,
         )
-    untrainable = config.gate_types == ["hash"] or config.choice == "experts"
-    if untrainable and "gshard" in config.balance_loss:
-        logger.info(
-            "--moe-balance-loss %s is logged but trains nothing: a hash gate has no parameters, and under "
-            "--moe-choice experts the load is even",
-            config.balance_loss,
-        )
 
 
 def _counts(counts: list[int]) -> str:
     return "/".join(map(str, counts if len(set(counts)) > 1 else counts[:1]))
-
-
-def _evaluation_capacity(config: MoEConfig) -> str:
-    fraction = config.eval_capacity_token_fraction
-    if evaluates_as_in_training(config):
-        return "as in training"
-    return f"{fraction:g} of the tokens" if fraction else f"{config.eval_capacity_factor:g}"

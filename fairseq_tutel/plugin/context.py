@@ -19,12 +19,6 @@ class Context:
         trains: the model is trained, not opened for use.
         gather: loads all experts on this rank, for generation during training, if ranks share them.
         wait_for_turn: returns when all ranks agree on a layer's call, where ranks call at their own pace.
-
-    Attributes:
-        is_dummy: the micro-batch only keeps ranks in step; it routes and counts nothing.
-        token_ids: [batch, time], the last input of an embedding, for hash gates.
-        padding_mask: [batch, time] bool of the last input, for decoders that pass no mask to their layers.
-        coefficients: factors of layers' balance losses in the current backward pass.
     """
 
     def __init__(
@@ -34,22 +28,26 @@ class Context:
         wait_for_turn: Callable[[Layer], None] | None = None,
     ) -> None:
         self.trains, self.gather, self.wait_for_turn = trains, gather, wait_for_turn
+        # The micro-batch only keeps ranks in step: it routes and counts nothing.
         self.is_dummy = False
+        # [batch, time], the last input of an embedding, for hash gates.
         self.token_ids: Tensor | None = None
+        # [batch, time] bool of that input, for decoders that pass no mask to their layers.
         self.padding_mask: Tensor | None = None
+        # Factors of layers' balance losses in the current backward pass.
         self.coefficients: Mapping[Layer, Tensor] = {}
 
     def begin_step(self, is_dummy: bool = False) -> None:
         """Set whether the next batches are dummies."""
         self.is_dummy = is_dummy
 
-    def see_tokens(self, token_ids: Tensor) -> None:
-        """Keep the input of an embedding."""
-        self.token_ids = token_ids
+    def see_tokens(self, embedding: Any, args: tuple) -> None:
+        """Keep the input of an embedding; a pre-hook."""
+        self.token_ids = args[0]
 
-    def see_padding(self, mask: Tensor) -> None:
-        """Keep the padding mask of an embedding's input."""
-        self.padding_mask = mask
+    def see_padding(self, embedding: Any, args: tuple) -> None:
+        """Keep the padding mask of an embedding's input; a pre-hook."""
+        self.padding_mask = args[0].eq(embedding.padding_idx)
 
     def begin_backward(self, coefficients: Mapping[Layer, Tensor]) -> None:
         """Set factors of balance losses until `end_backward`."""

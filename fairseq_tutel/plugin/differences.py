@@ -2,7 +2,7 @@
 
 import logging
 import sys
-from typing import Any, NoReturn
+from typing import Any
 
 from torch import nn
 
@@ -11,30 +11,22 @@ from fairseq_tutel.plugin.feed_forward import MoEFeedForward
 logger = logging.getLogger(__name__)
 
 
-def end(error: ValueError) -> NoReturn:
-    """Exit training whose checkpoint cannot be loaded; fairseq would blame the architecture."""
-    sys.exit(f"error: {error}")
-
-
 def end_where_it_differs(model: nn.Module, state_dict: Any, prefix: str = "", *_: Any) -> None:
     """Exit training whose checkpoint is of another model; fairseq does not name the difference."""
-    own = _below(state_dict, prefix)
-    difference = _difference_of_experts(model, own) or _difference(model, own)
+    state = _without(prefix, state_dict)
+    difference = _difference_of_experts(model, state) or _difference(model, state)
     if difference:
-        end(ValueError(difference))
+        sys.exit(f"error: {difference}")
 
 
 def log_difference(model: nn.Module, state_dict: Any, prefix: str = "", *_: Any) -> None:
     """Log one sentence if a checkpoint has other experts; loading it for use may be intended."""
-    difference = _difference_of_experts(model, _below(state_dict, prefix))
+    difference = _difference_of_experts(model, _without(prefix, state_dict))
     if difference:
         logger.error(difference)
 
 
-def _below(state_dict: Any, prefix: str) -> Any:
-    """Return the entries of one of several models, by its own names."""
-    if not prefix:
-        return state_dict
+def _without(prefix: str, state_dict: Any) -> Any:
     return {key.removeprefix(prefix): state_dict[key] for key in state_dict if key.startswith(prefix)}
 
 
@@ -50,17 +42,15 @@ def _difference_of_experts(model: nn.Module, state_dict: Any) -> str | None:
                 "--moe-freq it was saved with, or for a dense model the output of `python -m fairseq_tutel "
                 "convert upcycle`"
             )
-        if needed - state_dict.keys():
-            missing = sorted(needed - state_dict.keys())
-            return f"the checkpoint lacks {missing}; give the --moe-expert-type it was saved with"
         own = {f"{layer_name}.{key}" for key in layer.state_dict() if "balance_bias" not in key}
         saved = {key for key in state_dict if key.startswith(f"{layer_name}.")}
         saved -= {f"{layer_name}.balance_bias.bias"} if layer.balance_bias is not None else set()
         if own != saved:
             return (
                 f"the checkpoint lacks {sorted(own - saved) or 'nothing'} and has "
-                f"{sorted(saved - own) or 'nothing'} too many; give the --moe-gate-type, "
-                "--moe-balance-bias, --moe-shared-experts and --moe-residual it was saved with"
+                f"{sorted(saved - own) or 'nothing'} too many; give the --moe-expert-type, "
+                "--moe-gate-type, --moe-balance-bias, --moe-shared-experts and --moe-residual it was "
+                "saved with"
             )
     return None
 

@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fairseq_tutel.checkpoint.saved import label_of
+from fairseq_tutel.checkpoint.saved import layer_label
 from fairseq_tutel.inference.pregate import pregate, refuse_too_far
 from fairseq_tutel.kernels.first_order import first_order
 from fairseq_tutel.moe.call import Call
 from fairseq_tutel.moe.config import MoEConfig
-from fairseq_tutel.moe.deferred import Deferred, can_defer, deferred_field
+from fairseq_tutel.moe.deferred import Deferred, can_defer
 from fairseq_tutel.moe.expert_stack import OWN, ExpertStack
 from fairseq_tutel.moe.layer import MoELayer, MoEOutput
 from fairseq_tutel.moe.metrics import RoutingCounts, count_routing
@@ -54,10 +54,6 @@ class MoERecord:
 class DeferredRecord(Deferred, MoERecord):
     """A MoERecord that is computed at its first access."""
 
-    balance_loss = deferred_field("balance_loss")
-    losses = deferred_field("losses")
-    tally = deferred_field("tally")
-
 
 class MoEFeedForward(MoELayer):
     """A MoELayer in the place of fc1: input and output are [time, batch, D], or batch first.
@@ -83,7 +79,7 @@ class MoEFeedForward(MoELayer):
         batch_first: bool = False,
     ) -> None:
         super().__init__(config, topology, seed=seed, name=name, experts=experts)
-        self.label = label_of(name)
+        self.label = layer_label(name)
         self.batch_first = batch_first
         # All calls use the same gate. Data parallel would wait for gradients of the others, and weight
         # decay would shrink them.
@@ -96,12 +92,7 @@ class MoEFeedForward(MoELayer):
         self._generates = False
 
     def become_member(self, number: int, seed: int | None) -> None:
-        """Become part of an ensemble's member: change the name, and draw the experts by it.
-
-        Args:
-            number: of the member, from 0.
-            seed: fairseq's --seed; None if a state dict will set the experts.
-        """
+        """Become part of an ensemble's member; draw the experts by its name unless `seed` is None."""
         self.name, self.label = f"members.{number}.{self.name}", f"member{number}_{self.label}"
         if seed is not None:
             self.reset_parameters(seed, self.name)
@@ -112,10 +103,7 @@ class MoEFeedForward(MoELayer):
         self.experts.save_as(None)
 
     def begin_call(self, padding_mask: Tensor | None = None, generates: bool = False) -> None:
-        """Keep the arguments of the stock layer's call.
-
-        Token ids are kept here, since a recomputation may follow the other side's embedding.
-        """
+        """Keep the arguments of the stock layer's call for a recomputation after other calls."""
         self._padding_mask, self._generates = padding_mask, generates
         self._token_ids = self.context.token_ids
 
@@ -202,12 +190,7 @@ def contexts_of(layers: Iterable[MoEFeedForward]) -> set[Context]:
 
 
 def chosen_layers(numbers: Sequence[int], freq: int) -> list[int]:
-    """Return the indices of MoE layers by Meta's rule: number i where (i + 1) % freq == 0, none for freq 0.
-
-    Args:
-        numbers: of the layers, from 0, before pruning.
-        freq: --moe-freq.
-    """
+    """Return the indices of MoE layers by Meta's rule: (i + 1) % freq == 0 for number i, none for 0."""
     return [index for index, i in enumerate(numbers) if freq and (i + 1) % freq == 0]
 
 
@@ -227,16 +210,9 @@ def replace_ffn(
 ) -> None:
     """Replace the FFN of one stock layer by experts, in place.
 
-    Args:
-        layer: a layer with fc1, fc2 and a dropout between them. The weights of one that has experts
-            already, such as a pretrained model's, are kept. One that calls fc1 with [batch, time, D] has
-            `batch_first`.
-        config: of the experts, including activation, activation dropout and ffn_layernorm.
-        topology: of this rank.
-        seed: fairseq's --seed.
-        name: the qualified name of fc1, part of the experts' seeds.
-        context: of the model.
-        experts: built before; None builds and draws them.
+    The layer has fc1, fc2 and a dropout between them, and `batch_first` if it calls fc1 with
+    [batch, time, D]. Experts that it has already, such as a pretrained model's, are kept. `name` is the
+    qualified name of fc1, part of the experts' seeds. Without `experts`, they are built and drawn.
     """
     batch_first = getattr(layer, "batch_first", False)
     moe = MoEFeedForward(config, topology, seed, name, context, experts, batch_first)
@@ -261,25 +237,15 @@ def replace_ffn(
 
 def pregate_stacks(model: nn.Module, ahead: int) -> None:
     """Let each gate of a stack read the input of the MoE layer `ahead` layers before (--moe-pregate)."""
-    chains = {
-        side: [layer.fc1 for layer in children_of(layers) if isinstance(layer.fc1, MoEFeedForward)]
-        for side, _, layers in named_stacks(model)
-    }
-    counts = {side: len(chain) for side, chain in chains.items() if chain}
-    refuse_too_far(ahead, counts)
-    for side, count in counts.items():
-        if count <= ahead:
-            logger.warning(
-                "--moe-pregate %d has no effect in the %s, which has %d MoE layers",
-                ahead,
-                side,
-                count,
-            )
-            continue
-        pregate(chains[side], ahead)
+    stacks = {side: moe_layers(layers) for side, _, layers in named_stacks(model) if moe_layers(layers)}
+    refuse_too_far(ahead, {side: len(layers) for side, layers in stacks.items()})
+    for side, layers in stacks.items():
+        others = max(0, len(layers) - ahead)
+        if others:
+            pregate(layers, ahead)
         logger.info(
             "--moe-pregate %d: the gates of %d of %d MoE layers of the %s see an earlier layer's input",
-            *(ahead, count - ahead, count, side),
+            *(ahead, others, len(layers), side),
         )
 
 
@@ -333,13 +299,10 @@ def _keep_arguments(layer: Any, args: tuple, kwargs: dict) -> None:
 
 
 def watch_token_ids(model: nn.Module, context: Context) -> None:
-    """Register hooks on embeddings that keep token ids for hash gates.
-
-    Generation calls `forward` of encoder and decoder directly, without their hooks.
-    """
+    """Register hooks on embeddings that keep token ids; generation calls no hooks of encoders."""
     for side_name, name, layers in named_stacks(model):
         side: Any = model.get_submodule(name.rpartition(".")[0])
-        if not any(isinstance(layer.fc1, MoEFeedForward) for layer in children_of(layers)):
+        if not moe_layers(layers):
             continue
         if not hasattr(side, "embed_tokens"):
             fix = f", or add --{side_name}-moe-freq 0" if side_name in SIDES else ""
@@ -347,28 +310,19 @@ def watch_token_ids(model: nn.Module, context: Context) -> None:
                 f"--moe-gate-type hash chooses by token ids, and the {side_name} of this model sees none; "
                 f"choose another gate{fix}."
             )
-        # A copied model copies the bound context, too.
-        side.embed_tokens.register_forward_pre_hook(partial(_see_tokens, context))
-
-
-def _see_tokens(context: Context, embedding: nn.Module, args: tuple) -> None:
-    context.see_tokens(args[0])
+        side.embed_tokens.register_forward_pre_hook(context.see_tokens)  # a copied model copies the context
 
 
 def watch_padding(decoder: Any) -> None:
     """Register a hook that keeps the padding mask of a decoder whose layers get none (lightconv)."""
     for context in contexts_of(moe_layers(decoder)):
-        decoder.embed_tokens.register_forward_pre_hook(partial(_see_padding, context))
-
-
-def _see_padding(context: Context, embedding: Any, args: tuple) -> None:
-    context.see_padding(args[0].eq(embedding.padding_idx))
+        decoder.embed_tokens.register_forward_pre_hook(context.see_padding)
 
 
 def watch_micro_batches(model: nn.Module) -> None:
     """Register hooks that mark a model's call as a new micro-batch; later forwards are recomputations."""
     # A copied model copies the bound layers, too.
-    for part in models_of(model).values():
+    for part in _models_of(model).values():
         part.register_forward_pre_hook(partial(_begin_micro_batch, moe_layers(part)))
 
 
@@ -377,7 +331,7 @@ def _begin_micro_batch(layers: Sequence[MoEFeedForward], *_: Any) -> None:
         layer.begin_micro_batch()
 
 
-def models_of(model: nn.Module) -> dict[str, nn.Module]:
+def _models_of(model: nn.Module) -> dict[str, nn.Module]:
     """Return the models inside a model by prefix, such as fairseq's for several language pairs."""
     parts = getattr(model, "models", None)
     if not isinstance(parts, nn.ModuleDict):
@@ -386,17 +340,14 @@ def models_of(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def named_stacks(model: Any) -> Iterable[tuple[str, str, nn.Module]]:
-    """Return (side, qualified name, layers) for the stacks of layers that may have experts.
-
-    A model whose stacks have other names than fairseq's encoders and decoders defines `moe_stacks`.
-    """
+    """Return (side, qualified name, layers) of stacks that may have experts, or a model's `moe_stacks`."""
     return model.moe_stacks() if hasattr(model, "moe_stacks") else _stock_stacks(model)
 
 
 def _stock_stacks(model: nn.Module) -> Iterator[tuple[str, str, nn.Module]]:
     """Yield the stacks of a stock model, each once."""
     modules = dict(model.named_modules())  # layers that models share have the first one's name
-    for prefix in models_of(model):
+    for prefix in _models_of(model):
         for side, name in STACKS:
             if f"{prefix}{name}" in modules:
                 yield side, f"{prefix}{name}", modules[f"{prefix}{name}"]

@@ -1,9 +1,7 @@
 """Interfaces for models in Python, based on fairseq's hub interfaces, one for each kind of model."""
 
-import re
-import reprlib
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -23,29 +21,33 @@ GENERATION = {
     *(field.name for field in fields(GenerationConfig)),
     *("skip_invalid_size_inputs", "inference_step_args", "prefix_allowed_tokens_fn"),
 }
-TOO_LONG = re.compile(r"Size of sample #(\d+) is invalid \(=\(?(\d+).*max_positions=\(?(\d+)")
-
-
-def _refused(method: str) -> Callable[..., Any]:
-    """Return a method whose error names the methods that the model has."""
-
-    def refuse(self: Any, *args: Any, **kwargs: Any) -> Any:
-        raise ValueError(f"{self.kind} has no {method}; call {self.offers}.")
-
-    return refuse
+METHODS = ("translate", "sample", "score", "fill_mask", "classify")
 
 
 class Interface:
-    """Base class of all interfaces: methods of other kinds of models raise an error.
+    """Base class of all interfaces, with a lock, since an expert store and some gates keep state of a call.
 
-    Attributes:
-        kind: the kind of model.
-        offers: its methods.
+    A subclass names its kind of model and its methods; the methods of other kinds raise an error.
     """
 
-    kind, offers = "", ""
-    translate, sample, score = map(_refused, ("translate", "sample", "score"))
-    fill_mask, classify = map(_refused, ("fill_mask", "classify"))
+    kind = ""
+    offers: tuple[str, ...] = ()
+
+    def __init_subclass__(cls) -> None:
+        for method in METHODS:
+            if cls.offers and method not in cls.offers:
+                setattr(cls, method, _refused(method))
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.lock = threading.RLock()
+
+
+def _refused(method: str) -> Callable[..., Any]:
+    def refuse(self: Any, *args: Any, **kwargs: Any) -> Any:
+        raise ValueError(f"{self.kind} has no {method}; call {' or '.join(self.offers)}.")
+
+    return refuse
 
 
 class Words:
@@ -58,30 +60,10 @@ class Words:
     decode = encode
 
 
-class Locked:
-    """Mixin with a lock for several threads, since an expert store and some gates keep state of a call."""
-
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self.lock = threading.RLock()
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """Refuse copy and pickle, which fail in fairseq's models."""
-        raise TypeError("this model cannot be copied or pickled; open its checkpoint again.")
-
-
-class Generating(Locked):
-    """Mixin of interfaces that generate: checks arguments."""
+class Generating(Interface):
+    """Base class of interfaces that generate: checks options and sets the beam."""
 
     models: Any
-
-    def sample(self, sentences: Any, *args: Any, **options: Any) -> Any:
-        """Check the arguments and call fairseq's method."""
-        return super().sample(_texts("sentences", sentences), *args, **options)  # type: ignore[misc]
-
-    def score(self, sentences: Any, *args: Any, **options: Any) -> Any:
-        """Check the arguments and call fairseq's method."""
-        return super().score(_texts("sentences", sentences), *args, **options)  # type: ignore[misc]
 
     def generate(
         self, tokens: Any, beam: int = 5, verbose: bool = False, *args: Any, **options: Any
@@ -89,7 +71,7 @@ class Generating(Locked):
         """Return fairseq's hypotheses of each sentence.
 
         Raises:
-            ValueError: an option is unknown, the beam is invalid, or a sentence is too long.
+            ValueError: an option is unknown, or the beam is invalid.
         """
         unknown = sorted(options.keys() - GENERATION)
         if unknown:
@@ -106,24 +88,14 @@ class Generating(Locked):
                 # bart's attention keeps the largest beam so far.
                 if hasattr(model, "set_beam_size"):
                     model.set_beam_size(beam)
-            try:
-                return super().generate(tokens, beam, verbose, *args, **options)  # type: ignore[misc]
-            except Exception as error:  # fairseq raises a plain Exception
-                found = TOO_LONG.match(str(error))
-                if found is None:
-                    raise
-                raise ValueError(
-                    f"sentence {found[1]} has {found[2]} tokens, and the model takes {found[3]}; give a "
-                    "shorter one, or skip_invalid_size_inputs=True, which leaves it out of the results."
-                ) from error
+            return super().generate(tokens, beam, verbose, *args, **options)  # type: ignore[misc]
 
 
-class Translation(Generating, hub_utils.GeneratorHubInterface, Interface):
+class Translation(Generating, hub_utils.GeneratorHubInterface):
     """An encoder-decoder with `translate`, for one sentence or several, and fairseq's `generate`."""
 
-    kind, offers = "a translation model", "translate"
-    score = Interface.score  # fairseq's ignores the source
-    sample = Interface.sample  # fairseq's translates
+    kind = "a translation model"
+    offers = ("translate",)  # fairseq's score ignores the source, and its sample translates
 
     def __init__(self, cfg: Any, task: Any, models: Sequence[nn.Module]) -> None:
         super().__init__(cfg, task, models)
@@ -134,25 +106,23 @@ class Translation(Generating, hub_utils.GeneratorHubInterface, Interface):
         """Return the translation of one sentence or of each; `options` are those of `generate`."""
         if isinstance(sentences, str):
             return self.translate([sentences], beam, verbose, **options)[0]
-        texts = _texts("sentences", sentences)
-        return hub_utils.GeneratorHubInterface.sample(self, texts, beam, verbose, **options)
+        return hub_utils.GeneratorHubInterface.sample(self, sentences, beam, verbose, **options)
 
     def string(self, tokens: torch.Tensor) -> str:
         """Return tokens as text, as fairseq-generate prints them."""
         return self.tgt_dict.string(tokens, extra_symbols_to_ignore=self._stripped)
 
 
-class LanguageModel(Generating, hub_utils.GeneratorHubInterface, Interface):
+class LanguageModel(Generating, hub_utils.GeneratorHubInterface):
     """A decoder: `sample` continues a text, `score` returns its log-probabilities."""
 
-    kind, offers = "a language model", "sample or score"
-    translate = Interface.translate
+    kind, offers = "a language model", ("sample", "score")
 
 
-class MaskedLanguageModel(Locked, RobertaHubInterface, Interface):
+class MaskedLanguageModel(Interface, RobertaHubInterface):
     """An encoder with `fill_mask`, `extract_features`, and `predict` for classification heads."""
 
-    kind, offers = "a masked language model", "fill_mask, extract_features or predict"
+    kind, offers = "a masked language model", ("fill_mask", "extract_features", "predict")
     bpe: Any
 
     def __init__(self, cfg: Any, task: Any, models: Sequence[nn.Module]) -> None:
@@ -165,8 +135,6 @@ class MaskedLanguageModel(Locked, RobertaHubInterface, Interface):
         Raises:
             ValueError: the text has no <mask> or several, or is too long.
         """
-        if not isinstance(masked_input, str):
-            raise ValueError(f"masked_input is {reprlib.repr(masked_input)}; give a text.")
         _refuse_masks(masked_input, masked_input.count("<mask>") == 1, "one <mask>")
         # fairseq's method drops special symbols, and then assigns probabilities to the wrong words.
         dictionary = self.task.source_dictionary
@@ -193,7 +161,7 @@ class MaskedLanguageModel(Locked, RobertaHubInterface, Interface):
         return found
 
     def extract_features(self, *args: Any, **kwargs: Any) -> Any:
-        """Check the arguments and call fairseq's method."""
+        """Call fairseq's method."""
         with self.lock:
             return super().extract_features(*args, **kwargs)
 
@@ -204,12 +172,11 @@ class MaskedLanguageModel(Locked, RobertaHubInterface, Interface):
         return text.strip(), begins
 
 
-class Denoising(Generating, BARTHubInterface, Interface):
+class Denoising(Generating, BARTHubInterface):
     """An encoder-decoder that restores text, with `fill_mask`, and fairseq's `sample` and `generate`."""
 
-    kind, offers = "a denoising model", "fill_mask or sample"
+    kind, offers = "a denoising model", ("fill_mask", "sample")
     bpe: Any
-    translate, score = Interface.translate, Interface.score
 
     def __init__(self, cfg: Any, task: Any, models: Sequence[nn.Module]) -> None:
         super().__init__(cfg, task, _only(models, self.kind))
@@ -230,20 +197,19 @@ class Denoising(Generating, BARTHubInterface, Interface):
         """Return the `topk` restored texts, (text, score), of one text with <mask> or of each.
 
         Raises:
-            ValueError: an input has no <mask>, or is no text.
+            ValueError: an input has no <mask>.
         """
         if isinstance(masked_inputs, str):
             return self.fill_mask([masked_inputs], topk, **options)[0]
-        masked_inputs = _texts("masked_inputs", masked_inputs)
         for text in masked_inputs:
             _refuse_masks(text, "<mask>" in text, "a <mask>")
         return super().fill_mask(masked_inputs, topk, **options)
 
 
-class ImageClassification(Locked, nn.Module, Interface):
+class ImageClassification(Interface, nn.Module):
     """An image classifier, or an ensemble of them, with `classify`."""
 
-    kind, offers = "an image classifier", "classify"
+    kind, offers = "an image classifier", ("classify",)
 
     def __init__(self, cfg: Any, task: Any, models: Sequence[nn.Module]) -> None:
         super().__init__()
@@ -267,7 +233,7 @@ class ImageClassification(Locked, nn.Module, Interface):
         """
         shape = tuple(getattr(images, "shape", ()))
         is_image = len(shape) == 2 or (len(shape) == 3 and shape[2] == self.task.channels)
-        if is_image or isinstance(images, str | Path) or not isinstance(images, Iterable):
+        if is_image or isinstance(images, str | Path):
             return self.classify([images], topk)[0]
         names, like = self.task.class_names, next(self.parameters())
         found = []
@@ -289,19 +255,14 @@ class ImageClassification(Locked, nn.Module, Interface):
             except UnreadableImageError as error:
                 raise ValueError(f"{error}; give another file.") from error
         else:
-            shape = tuple(getattr(image, "shape", ()))
-            if len(shape) not in (2, 3):
+            array = torch.as_tensor(image)
+            array = array[..., None] if array.ndim == 2 else array
+            if array.dtype != torch.uint8 or array.ndim != 3 or array.shape[2] != channels:
                 raise ValueError(
-                    f"images has {reprlib.repr(image)}; give a file, or an array of uint8 "
+                    f"classify got an array of {array.dtype} {list(array.shape)}; give uint8 "
                     f"[height, width, {channels}]."
                 )
-            pixels = torch.as_tensor(image)
-            pixels = (pixels[..., None] if pixels.ndim == 2 else pixels).permute(2, 0, 1)
-            if pixels.dtype != torch.uint8 or len(pixels) != channels:
-                raise ValueError(
-                    f"classify got an array of {pixels.dtype} with {len(pixels)} channels; give uint8 "
-                    f"[height, width, {channels}]."
-                )
+            pixels = array.permute(2, 0, 1)
         mean, std = normalisation(self.task.image_config, channels)
         return (fitted(pixels, height, width) - mean) / std
 
@@ -313,21 +274,6 @@ def _only(models: Sequence[nn.Module], kind: str) -> nn.Module:
             f"path names {len(models)} checkpoints, and {kind} cannot be an ensemble; give one of them."
         )
     return models[0]
-
-
-def _texts(argument: str, given: Any) -> Any:
-    """Return one text unchanged, or several as a list.
-
-    Raises:
-        ValueError: an item is no text.
-    """
-    if isinstance(given, str):
-        return given
-    texts = list(given) if isinstance(given, Iterable) else [given]
-    for text in texts:
-        if not isinstance(text, str):
-            raise ValueError(f"{argument} has {reprlib.repr(text)}; give a text, or a list of texts.")
-    return texts
 
 
 def _refuse_masks(text: str, is_right: bool, wanted: str) -> None:

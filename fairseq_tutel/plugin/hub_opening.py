@@ -18,19 +18,10 @@ from fairseq_tutel.files.small import printable
 from fairseq_tutel.moe.option_table import options_of
 from fairseq_tutel.plugin.feed_forward import moe_layers
 from fairseq_tutel.plugin.hub_interfaces import Interface, interface_of
-from fairseq_tutel.plugin.registration.process import is_refusal
-from fairseq_tutel.plugin.registration.stock_errors import REASON, is_machine_error, sentence_of
+from fairseq_tutel.plugin.registration.process import REASON, is_machine_error, is_refusal, sentence_of
 from fairseq_tutel.plugin.training.task import InferenceMixin, give_mixin
 
 ENCODERS = {"bpe": BPE_REGISTRY, "tokenizer": TOKENIZER_REGISTRY}
-# Arguments of fairseq's hub that have another name in from_checkpoint.
-ELSEWHERE = {
-    "cpu": "device",
-    "checkpoint_file": "path",
-    "model_name_or_path": "path",
-    "data_name_or_path": "data",
-    "archive_map": "path",
-}
 # Minimum size of a batch, as in fairseq-generate; that of a training run may be less than a sentence.
 MAX_TOKENS = 12000
 
@@ -43,21 +34,7 @@ def open_interface(
     options: Mapping[str, Any],
     known: Collection[str],
 ) -> Interface:
-    """Open checkpoints, several as an ensemble, and return their interface.
-
-    Args:
-        files: absolute paths.
-        data: the folder of the dictionaries.
-        device: device of the weights.
-        dtype: dtype of the weights.
-        options: replacements for saved options.
-        known: keys of the saved options.
-
-    Raises:
-        ValueError: see `hub.from_checkpoint`.
-    """
-    for key in options.keys() & ELSEWHERE:
-        raise ValueError(f"{key} is no argument of from_checkpoint; give {ELSEWHERE[key]}.")
+    """Open checkpoints, several as an ensemble; `options` replace saved ones, whose keys are `known`."""
     try:
         opened = hub_utils.from_pretrained(
             str(files[0].parent),
@@ -84,9 +61,23 @@ def open_interface(
 
 def _text_of(error: Exception, files: Sequence[Path], data: Path) -> str | None:
     """Return one sentence for an error; None if its own text is one, or if the machine caused it."""
-    found = _sentence(error, files, data)
-    if found is not None:
-        return str(found)
+    text = str(error)
+    if isinstance(error, FileNotFoundError) and error.filename:
+        return (
+            f"{error.filename} does not exist, which the task of {files[0]} reads; give `data`, the "
+            "folder with the dictionaries of the training run."
+        )
+    # A model of several languages looks up the language None.
+    if "infer language pair" in text or (isinstance(error, KeyError) and error.args == (None,)):
+        return (
+            f"{data} does not contain the languages of {files[0]}; add source_lang=… and target_lang=…, or "
+            "give `data`, the folder of the training run."
+        )
+    if isinstance(error, OmegaConfBaseException):
+        if missing := re.search(r"'(\w+)': '\?\?\?'", text):
+            return f"{error.full_key} needs {missing[1]}; give it too."
+        reason = text.partition("\n")[0]
+        return f"{error.full_key or 'an option'}: {reason[:1].lower()}{reason[1:]}."
     if is_refusal(error) or is_machine_error(error) or isinstance(error, ImportError | OSError):
         return None
     reason = f"{type(error).__name__}: {error}"[:REASON]
@@ -114,46 +105,6 @@ def _settle(cfg: Any, options: Mapping[str, Any]) -> None:
             cfg[key] = OmegaConf.merge(now, given, {"_name": name})
         if "max_tokens" not in options and cfg.dataset.max_tokens:
             cfg.dataset.max_tokens = max(cfg.dataset.max_tokens, MAX_TOKENS)
-
-
-def _sentence(error: Exception, files: Sequence[Path], data: Path) -> ValueError | None:
-    """Return a ValueError with a better message for an error of fairseq, or None."""
-    text = str(error)
-    if type(error) is FileNotFoundError and not error.filename:
-        return ValueError(f"user_dir is {text}, which does not exist; give another folder.")
-    if isinstance(error, FileNotFoundError) and error.filename:
-        return ValueError(
-            f"{error.filename} does not exist, which the task of {files[0]} reads; give `data`, the "
-            "folder with the dictionaries of the training run."
-        )
-    if type(error) is OSError and re.fullmatch("file .* not found", text):  # from a bpe
-        return ValueError(
-            f"{text}, which {files[0]} or an option names for bpe or tokenizer; give another file."
-        )
-    if isinstance(error, OSError) and "Model file not found" in text:
-        return ValueError(f"path names {text.rpartition(': ')[2]}, which does not exist.")
-    # A model of several languages looks up the language None.
-    if "infer language pair" in text or (isinstance(error, KeyError) and error.args == (None,)):
-        return ValueError(
-            f"{data} does not contain the languages of {files[0]}; add source_lang=… and target_lang=…, or "
-            "give `data`, the folder of the training run."
-        )
-    missing = re.search(r"'(\w+)': '\?\?\?'", text)
-    if isinstance(error, OmegaConfBaseException) and missing:
-        return ValueError(f"{error.full_key} needs {missing[1]}; give it too.")
-    if isinstance(error, OmegaConfBaseException):
-        reason = text.partition("\n")[0]
-        return ValueError(f"{error.full_key or 'an option'}: {reason[:1].lower()}{reason[1:]}.")
-    if isinstance(error, RuntimeError) and "size mismatch" in text:
-        return ValueError(
-            f"the weights of {files[0]} do not fit the dictionaries in {data}; give `data`, the folder "
-            "with those of the training run."
-        )
-    if isinstance(error, RuntimeError) and "loading state_dict" in text:
-        return ValueError(
-            f"the layers of {files[0]} do not fit the options; leave out those of the model's size."
-        )
-    return None
 
 
 def _refuse_unknown(options: Mapping[str, Any], known: Collection[str], has_experts: bool) -> None:

@@ -3,10 +3,11 @@
 import functools
 import logging
 import os
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -14,21 +15,14 @@ from torch import nn
 from fairseq_tutel.checkpoint.experts import gather_everywhere
 from fairseq_tutel.comm.gradients import is_expert
 from fairseq_tutel.kernels import backend_for
+from fairseq_tutel.moe.adaptive import is_tuned, static_degree
 from fairseq_tutel.moe.balance_options import parse_balance_loss
 from fairseq_tutel.moe.config import MoEConfig
-from fairseq_tutel.moe.initial_strategy import is_tuned, static_degree
-from fairseq_tutel.moe.model_options import ModelConfig, SidesConfig
-from fairseq_tutel.moe.run_options import TaskConfig
+from fairseq_tutel.moe.option_table import ModelConfig, SidesConfig, TaskConfig
 from fairseq_tutel.options.option import flag_of, is_custom, read, refuse_bad_values
-from fairseq_tutel.plugin.announce import (
-    announce,
-    announce_exchange,
-    announce_no_effect,
-    announce_size,
-    warn,
-)
+from fairseq_tutel.plugin import announce
 from fairseq_tutel.plugin.context import Context
-from fairseq_tutel.plugin.differences import end, end_where_it_differs, log_difference
+from fairseq_tutel.plugin.differences import end_where_it_differs, log_difference
 from fairseq_tutel.plugin.feed_forward import (
     SIDES,
     children_of,
@@ -41,28 +35,15 @@ from fairseq_tutel.plugin.feed_forward import (
     watch_micro_batches,
     watch_token_ids,
 )
-from fairseq_tutel.plugin.opening.offload import (
-    fetch_when_loaded,
-    is_offloaded,
-    meta_experts,
-    store_options,
-)
+from fairseq_tutel.plugin.opening import offload
 from fairseq_tutel.plugin.opening.several_ranks import topology_of_opened
 from fairseq_tutel.plugin.plans import use_plans
 from fairseq_tutel.plugin.registration.flags import expert_counts, layer_config
-from fairseq_tutel.plugin.registration.task_options import give_system_options
-from fairseq_tutel.plugin.run_state import (
-    RUN,
-    config_of,
-    device_of,
-    is_opened,
-    is_training,
-    root_of,
-)
-from fairseq_tutel.plugin.training.checks import complete, refuse_run
+from fairseq_tutel.plugin.registration.variants import give_system_options
+from fairseq_tutel.plugin.run_state import RUN, config_of, device_of, is_opened, is_training, root_of
 from fairseq_tutel.plugin.training.resume import warn_of_changed_options
-from fairseq_tutel.plugin.training.startup import start_together
-from fairseq_tutel.plugin.training.task import attach
+from fairseq_tutel.plugin.training.startup import complete, refuse_run, start_together
+from fairseq_tutel.plugin.training.task import give_mixin
 from fairseq_tutel.plugin.training.tuning import choose_algorithm, option, tuner_of
 from fairseq_tutel.ranks.groups import Topology, make_topology
 from fairseq_tutel.ranks.rendezvous import ranks_per_node
@@ -95,7 +76,7 @@ class MoEModelMixin:
             return super().load_state_dict(*args, **kwargs)  # type: ignore[misc]
         except ValueError as error:
             if any(layer.context.trains for layer in moe_layers(self)):  # type: ignore[arg-type]
-                end(error)
+                sys.exit(f"error: {error}")
             raise
 
 
@@ -108,13 +89,10 @@ def install_experts(
 ) -> nn.Module:
     """Replace the FFNs of the chosen layers by experts, in place, and return the model.
 
-    The task gets what training and evaluation need of it.
-
     Args:
         model: one with stacks of layers for `named_stacks`, whose FFNs are like fairseq's.
         cfg: its configuration, with ModelOptions' keys.
-        task: the fairseq task, whose configuration may have SystemOptions' keys; None for a pretrained
-            model inside another one.
+        task: gets what training and evaluation need; None for a pretrained model inside another one.
         freqs: --moe-freq of each side.
         of_sides: fields of the MoEConfig of a side's layers that depend on the kind of model.
     """
@@ -127,8 +105,7 @@ def install_experts(
     return model
 
 
-@dataclass(frozen=True)
-class _Chosen:
+class _Chosen(NamedTuple):
     """A layer that gets experts: its side, the qualified name of its fc1, and the layer."""
 
     side: str
@@ -137,14 +114,7 @@ class _Chosen:
 
 
 class _Installation:
-    """One model that gets experts; its methods are called in their order here.
-
-    Attributes:
-        chosen: the MoE layers, in the order of the stacks.
-        configs: of these layers.
-        local: ranks per node; 0 if unknown or irrelevant.
-        ahead: --moe-pregate.
-    """
+    """One model that gets experts; its methods are called in their order here."""
 
     def __init__(self, model: Any, cfg: Any, task: Any) -> None:
         self.model, self.cfg, self.task = model, cfg, task
@@ -153,19 +123,18 @@ class _Installation:
         self.device = device_of(self.root)
         if self.training:
             start_together(self.root, model, task)
-        for kind, part in ((TaskConfig, self.task_cfg), (ModelConfig, cfg), (SidesConfig, cfg)):
-            refuse_bad_values(read(kind, part))
+        self.options = read(TaskConfig, self.task_cfg)
+        for options in (self.options, read(ModelConfig, cfg), read(SidesConfig, cfg)):
+            refuse_bad_values(options)
         self.ahead = read(ModelConfig, cfg).moe_pregate
 
     def choose(self, freqs: Mapping[str, int]) -> None:
-        """Choose the MoE layers."""
-        self.chosen: list[_Chosen] = []
+        self.chosen: list[_Chosen] = []  # in the order of the stacks
         stacks = []
         for side, name, layers in named_stacks(self.model):
-            freq = freqs[side]
+            freq, stack = freqs[side], children_of(layers)
             has_own = side in SIDES and len(freqs) > 1
             flag = f"--{side}-moe-freq / --moe-freq" if has_own else "--moe-freq"
-            stack = children_of(layers)
             stacks.append(f"{len(stack)} {side} layers, {flag} {freq}")
             # In a model that was pruned to some of its layers, those that had experts before.
             kept = option(self.cfg, f"{side}_layers_to_keep")
@@ -181,42 +150,47 @@ class _Installation:
             )
 
     def configure(self, of_sides: Mapping[str, dict[str, Any]]) -> None:
-        """Read the configuration of each layer and of the expert store."""
         activation = option(self.cfg, "activation_fn") or "relu"
         counts = expert_counts(self.cfg.moe_expert_count, len(self.chosen))
         self.configs: list[MoEConfig] = []
         for count, chosen in zip(counts, self.chosen, strict=True):
             facts = layer_facts(chosen.layer, activation) | of_sides.get(chosen.side, {})
             self.configs.append(layer_config(self.cfg, self.task_cfg, count, **facts))
-        self.local = node_size(self.configs[0], self.task_cfg)
-        self.store = store_options(self.task_cfg, self.configs[0], self.opened, self.ahead > 0, self.device)
+        first = self.configs[0]
+        crosses_nodes = first.a2a_algorithm != "linear" or first.adaptive != "off"
+        # Ranks per node; 0 if unknown or irrelevant.
+        self.local = (self.options.moe_local_size or ranks_per_node()) if crosses_nodes else 0
+        self.store = offload.store_options(self.task_cfg, first, self.opened, self.ahead > 0, self.device)
 
     def place(self) -> None:
         """Choose which rank holds which experts. Collective where ranks share them."""
         first, counts = self.configs[0], [config.num_experts for config in self.configs]
-        requested = read(TaskConfig, self.task_cfg).moe_expert_parallel_size
+        requested = self.options.moe_expert_parallel_size
         degree_of = None if is_tuned(first) else functools.partial(static_degree, first)
         if self.training:
-            topology = make_topology(counts, requested, self.local, degree_of)
-            RUN.update(topology=topology)
+            self.topology = make_topology(counts, requested, self.local, degree_of)
+            RUN.update(topology=self.topology)
             talks = any("gshard_global" in parse_balance_loss(c.balance_loss) for c in self.configs)
-            sliced = any(topology.slices(count) > 1 for count in counts)
-            refuse_run(self.root, self.model, topology, talks, sliced, self.ahead)
-            use_plans(self.task_cfg, topology, first)
+            sliced = any(self.topology.slices(count) > 1 for count in counts)
+            refuse_run(self.root, self.model, self.topology, talks, sliced, self.ahead)
+            use_plans(self.task_cfg, self.topology, first)
             complete(self.root)
             warn_of_changed_options(RUN.checkpoint, self.cfg)
         else:
-            topology = topology_of_opened(requested, counts, self.local, degree_of)
-        self.topology = topology
-        if not is_offloaded(self.store):
-            refuse_sizes(self.configs, topology)
+            self.topology = topology_of_opened(requested, counts, self.local, degree_of)
+        if not offload.is_offloaded(self.store):
+            _refuse_sizes(self.configs, self.topology)
 
     def build(self) -> None:
         """Replace the layers' FFNs, and register hooks on the model."""
         model, seed = self.model, int(self.root.common.seed) if self.root is not None else 1
-        context = self._context()
+        if self.training:
+            shared = self.topology.expert_parallel_size > 1
+            context = Context(True, _Gather(model, self.topology) if shared else None)
+        else:
+            context = Context(wait_for_turn=RUN.command.wait_for_turn if RUN.command else None)
         for config, chosen in zip(self.configs, self.chosen, strict=True):
-            experts = meta_experts(config, self.topology, self.store) if self.opened else None
+            experts = offload.meta_experts(config, self.topology, self.store) if self.opened else None
             replace_ffn(chosen.layer, config, self.topology, seed, chosen.name, context, experts)
         if "hash" in self.configs[0].gate_types:
             watch_token_ids(model, context)
@@ -234,35 +208,30 @@ class _Installation:
             tuner = tuner_of(model, self.cfg, self.task_cfg, self.root)
         elif RUN.command is not None:
             RUN.command.keep_in_step(moe_layers(model))
-        if is_offloaded(self.store):
-            fetch_when_loaded(model, self.store)
+        if offload.is_offloaded(self.store):
+            offload.fetch_when_loaded(model, self.store)
         if self.task is not None:
-            attach(self.task, moe_layers(model), tuner)
-
-    def _context(self) -> Context:
-        if self.training:
-            shared = self.topology.expert_parallel_size > 1
-            return Context(True, _Gather(self.model, self.topology) if shared else None)
-        return Context(wait_for_turn=RUN.command.wait_for_turn if RUN.command else None)
+            give_mixin(self.task)
+            self.task.take_experts(moe_layers(model), tuner)
 
     def log(self) -> None:
-        """Log the experts' settings, and options that have no effect or a surprising one."""
-        kernels = backend_for(self.configs[0].backend, self.device)
-        announce(self.configs, self.topology, kernels)
-        announce_size(self.model)
+        first, layers = self.configs[0], moe_layers(self.model)
+        announce.log_experts(layers, backend_for(first.backend, self.device))
+        announce.log_size(self.model)
         if self.training:
-            layers = moe_layers(self.model)
+            announce.log_exchange(layers)
             half = self.root.common.fp16 or self.root.common.bf16
-            announce_exchange(layers)
-            announce_no_effect(layers, self.cfg, self.task_cfg, self.local, half)
-        warn(self.configs[0], has_decoder=any("decoder" in each.name for each in self.chosen))
+            announce.warn_of_options(layers, self.cfg, self.options, self.local, half)
+        announce.warn_of_surprises(first, has_decoder=any("decoder" in each.name for each in self.chosen))
 
 
+@dataclass
 class _Gather:
     """Gathers all experts on every rank, for generation by each alone; logs their size once."""
 
-    def __init__(self, model: nn.Module, topology: Topology) -> None:
-        self.model, self.topology, self.is_logged = model, topology, False
+    model: nn.Module
+    topology: Topology
+    is_logged: bool = False
 
     def __call__(self) -> None:
         num_bytes = gather_everywhere(self.model, self.topology)
@@ -275,14 +244,7 @@ class _Gather:
             )
 
 
-def node_size(config: MoEConfig, task_cfg: Any) -> int:
-    """Return the ranks of a node if rows may cross nodes, else 0."""
-    if config.a2a_algorithm == "linear" and config.adaptive == "off":
-        return 0
-    return read(TaskConfig, task_cfg).moe_local_size or ranks_per_node()
-
-
-def refuse_sizes(configs: Sequence[MoEConfig], topology: Topology) -> None:
+def _refuse_sizes(configs: Sequence[MoEConfig], topology: Topology) -> None:
     """Refuse experts whose fp32 weights alone exceed this machine's memory."""
     if torch.get_default_device().type == "meta":
         return

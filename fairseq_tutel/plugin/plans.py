@@ -9,7 +9,7 @@ import torch.distributed as dist
 from fairseq_tutel.comm import collectives
 from fairseq_tutel.moe.config import MoEConfig
 from fairseq_tutel.moe.layer import MoELayer
-from fairseq_tutel.moe.run_options import TaskConfig
+from fairseq_tutel.moe.option_table import TaskConfig
 from fairseq_tutel.options.option import read
 from fairseq_tutel.planning.links import exchange_seconds, plan_seconds
 from fairseq_tutel.planning.machine import Machine

@@ -1,7 +1,7 @@
 """State of the run in this process: its configuration, topology, checkpoint and open models.
 
 fairseq passes no object from a command's main function on to models, tasks, optimizers and checkpoint
-functions. `RUN` is what they share. It is the only file of this folder that optim/ imports.
+functions, so these share `RUN`. It is the only file of this folder that optim/ imports.
 """
 
 from collections.abc import Callable, Iterator
@@ -13,7 +13,7 @@ from weakref import WeakValueDictionary
 import torch
 from omegaconf import OmegaConf
 
-from fairseq_tutel.moe.store_options import StoreConfig
+from fairseq_tutel.moe.option_table import StoreConfig
 from fairseq_tutel.ranks.groups import Topology
 
 if TYPE_CHECKING:
@@ -25,30 +25,20 @@ if TYPE_CHECKING:
 
 @dataclass
 class RunState:
-    """What the parts of the integration share during a run.
+    """What the parts of the integration share during a run."""
 
-    Attributes:
-        cfg: FairseqConfig of the main function that runs.
-        topology: process groups of the model that was built last; teachers are excluded.
-        checkpoint: path that training resumes from.
-        lease: of --save-dir, on the rank that writes there.
-        is_saving: a checkpoint of all ranks is being written.
-        command: a command that uses models on several ranks.
-        opens_teacher: a model is being opened that is called in step with training.
-        stores: expert stores of open models.
-        plans: collective plans by path; a file may change after it was checked.
-        at_exit: functions to call before the last error line.
-    """
-
-    cfg: Any = None
+    cfg: Any = None  # FairseqConfig of the main function that runs
+    # Process groups of the model that was built last; teachers are excluded.
     topology: Topology = field(default_factory=Topology)
-    checkpoint: str | None = None
-    lease: "Lease | None" = None
-    is_saving: bool = False
-    command: "Command | None" = None
-    opens_teacher: bool = False
+    checkpoint: str | None = None  # path that training resumes from
+    lease: "Lease | None" = None  # of --save-dir, on the rank that writes there
+    is_saving: bool = False  # a checkpoint of all ranks is being written
+    command: "Command | None" = None  # that uses models on several ranks
+    opens_teacher: bool = False  # a model is being opened that is called in step with training
     stores: "WeakValueDictionary[StoreConfig, ExpertStore]" = field(default_factory=WeakValueDictionary)
+    # Collective plans by path; a file may change after it was checked.
     plans: "dict[str, tuple[PlacedPlan, ...]]" = field(default_factory=dict)
+    # Functions to call before the last error line.
     at_exit: list[Callable[[], None]] = field(default_factory=list)
 
     def update(self, **values: Any) -> None:
@@ -79,21 +69,14 @@ def config_of(task: Any) -> Any:
 
 
 def root_of(task: Any) -> Any:
-    """Return the run's FairseqConfig, or None where the task was built outside of a run.
-
-    A task without a dataclass has the command line in place of a configuration with a root.
-    """
-    cfg = config_of(task)
+    """Return the run's FairseqConfig, or None where the task was built outside of a run."""
+    cfg = config_of(task)  # the command line, without a root, for a task without a dataclass
     root = cfg._get_root() if hasattr(cfg, "_get_root") else None
     return RUN.cfg if root is None or "distributed_training" not in root else root
 
 
 def is_training(task: Any, model_cfg: Any) -> bool:
-    """Whether the model that is being built will be trained.
-
-    Models that are opened from a checkpoint keep all experts on every rank by default, since ranks process
-    different numbers of batches.
-    """
+    """Whether the model that is being built will be trained, and is not opened from a checkpoint."""
     return not is_opened(model_cfg) and root_of(task) is not None
 
 

@@ -8,7 +8,7 @@ import hashlib
 import itertools
 import json
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -42,10 +42,8 @@ _numbers: WeakKeyDictionary[dist.ProcessGroup, Iterator[int]] = WeakKeyDictionar
 def agree(facts: Mapping[str, Any]) -> None:
     """Compare the facts of all ranks, and return if they are the same. No collective.
 
-    Every rank must call it equally often. With one rank it does nothing.
-
-    Args:
-        facts: by a name for users, such as an option; values that are no JSON are compared as str().
+    Every rank must call it equally often. With one rank it does nothing. Facts have names for users, such
+    as an option; values that are no JSON are compared as str().
 
     Raises:
         ValueError: ranks differ; the same message on every rank names option, values and fix.
@@ -128,7 +126,7 @@ def _text(value: Any) -> str:
     return value if isinstance(value, str) and value else json.dumps(value)
 
 
-def _alike(texts: Sequence[str]) -> int:
+def _alike(texts: list[str]) -> int:
     """Return the length of the texts' common prefix."""
     columns = zip(*texts, strict=False)
     return len(list(itertools.takewhile(lambda column: len(set(column)) == 1, columns)))

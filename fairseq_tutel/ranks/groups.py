@@ -2,9 +2,10 @@
 
 W world_size, P expert_parallel_size, E experts (e local). P consecutive ranks exchange tokens (an EP
 group). Ranks equal modulo P hold the same experts (EP replicas). Where P exceeds a layer's E, s = P / E
-consecutive ranks hold one shard each of an expert. No other module creates groups.
+consecutive ranks hold one shard each of an expert.
 """
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -30,13 +31,9 @@ class Slice:
 
 @dataclass(frozen=True)
 class Part:
-    """Which of a layer's experts a rank holds.
+    """Which of a layer's experts a rank holds: `num_local` from the global ID `first`.
 
-    Attributes:
-        num_local: e, whole experts or shards.
-        first: global ID of the first of them.
-        slices: s, the number of ranks that share an expert's hidden dimension.
-        index: of this rank's shard.
+    If s = `slices` ranks share an expert's hidden dimension, this rank holds shard `index`.
     """
 
     num_local: int
@@ -54,13 +51,9 @@ class Part:
 
 @dataclass(frozen=True, kw_only=True)
 class Grid:
-    """The expert group's ranks by node: rank n * L + l is local index l of node n.
+    """The expert group's ranks by node: rank n * L + l is local index l of N nodes of L ranks.
 
-    Attributes:
-        nodes: N.
-        local: L, ranks of each node.
-        node_group: this rank's node, L ranks.
-        rail_group: the ranks of this local index, one in each node.
+    node_group is this rank's node, rail_group the ranks of this local index, one in each node.
     """
 
     nodes: int
@@ -71,10 +64,7 @@ class Grid:
 
 @dataclass(frozen=True, kw_only=True)
 class Topology:
-    """One rank's groups. A group of this rank alone is None.
-
-    `share_groups` has, by size, the groups of consecutive ranks that gather shards of an expert.
-    """
+    """One rank's groups, None for this rank alone; `share_groups`, by size, gather shards of an expert."""
 
     world_size: int = 1
     rank: int = 0
@@ -154,10 +144,7 @@ def share_sizes(
 ) -> tuple[int, ...]:
     """Return the sizes s / r > 1 of groups that may gather an expert's shards.
 
-    Args:
-        size: P.
-        expert_counts: experts of every layer.
-        degree_of: the r of a layer with s shards; None for any divisor of s.
+    degree_of(s) is the r of a layer with s shards; None for any divisor of s.
     """
     sizes: set[int] = set()
     for slices in {size // n for n in expert_counts if size > n}:
@@ -166,10 +153,12 @@ def share_sizes(
     return tuple(sorted(sizes - {1}))
 
 
-# Creating a group is collective, and groups live as long as the job: all models share them.
-_topologies: dict[tuple[int, int, int, tuple[int, ...]], Topology] = {}
-# Arguments on which all ranks have agreed.
-_agreed: set[tuple[tuple[int, ...], int, int]] = set()
+# Creating a group is collective, and groups live as long as the one that they were split from: all layers
+# and models share them. By group, the arguments on which its ranks have agreed, and its topologies.
+_agreed: WeakKeyDictionary[dist.ProcessGroup, set[tuple[Any, ...]]] = WeakKeyDictionary()
+_topologies: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[Any, ...], Topology]] = WeakKeyDictionary()
+# Creates those of several groups that this rank is in, and returns it.
+NewGroup = Callable[[Sequence[range]], dist.ProcessGroup]
 
 
 def make_topology(
@@ -180,8 +169,7 @@ def make_topology(
 ) -> Topology:
     """Return this rank's topology, creating its groups in the same order on every rank.
 
-    Collective: every rank must call it with the same arguments, which are compared the first time. Without
-    torch.distributed: one rank.
+    Collective: every rank must call it with the same arguments, which are compared the first time.
 
     Args:
         expert_counts: experts of every layer.
@@ -194,133 +182,107 @@ def make_topology(
         ValueError: `requested` does not divide W and every expert count, or ranks gave other arguments.
         CommunicationError: a rank did not arrive.
     """
-    count, rank = world.size(), world.rank()
-    _agree(tuple(expert_counts), requested, ranks_per_node)
+    count, whole = world.size(), dist.group.WORLD
+    if whole is not None and count > 1:
+        _agree(whole, tuple(expert_counts), requested, ranks_per_node)
     size = expert_parallel_size(count, expert_counts, requested)
+    if whole is None:
+        return Topology()
     shares = share_sizes(size, expert_counts, degree_of)
-    key = (count, size, ranks_per_node, shares)
-    if key not in _topologies:
-        _topologies[key] = _create(count, rank, size, ranks_per_node, shares)
-    return _topologies[key]
+    made = _topologies.setdefault(whole, {})
+    key = (size, ranks_per_node, shares)
+    if key not in made:
+        made[key] = _create(count, world.rank(), *key, _new_in_world)
+    return made[key]
 
 
-def destroy() -> None:
-    """Forget every group, after dist.destroy_process_group."""
-    _topologies.clear()
-    _agreed.clear()
-    _parts.clear()
+def topology_within(group: dist.ProcessGroup, num_experts: int, sliced: bool = False) -> Topology:
+    """Return this rank's topology in a group; collective over the group when subgroups are created.
+
+    If `sliced`, all its ranks hold shards of fewer experts; otherwise P is the greatest common divisor of
+    the ranks and the experts.
+    """
+    rank, count = dist.get_rank(group), dist.get_world_size(group)
+    size = count if sliced else math.gcd(count, num_experts)
+    shares = share_sizes(size, [num_experts])
+    made = _topologies.setdefault(group, {})
+    key = (size, 0, shares)
+    if key not in made:
+        made[key] = _create(count, rank, *key, functools.partial(_new_in_group, group))
+    return made[key]
 
 
-def _agree(expert_counts: tuple[int, ...], requested: int, ranks_per_node: int) -> None:
+def _agree(
+    whole: dist.ProcessGroup, expert_counts: tuple[int, ...], requested: int, ranks_per_node: int
+) -> None:
     """Compare all ranks' arguments before a group is created: different ones would deadlock."""
-    arguments = (expert_counts, requested, ranks_per_node)
-    if world.size() > 1 and arguments not in _agreed:
-        agree(
-            {
-                "--moe-expert-parallel-size": requested,
-                "the number of experts of each layer": expert_counts,
-                "the number of ranks of a node": ranks_per_node,
-            }
-        )
-        _agreed.add(arguments)
+    arguments = {
+        "--moe-expert-parallel-size": requested,
+        "the number of experts of each layer": expert_counts,
+        "the number of ranks of a node": ranks_per_node,
+    }
+    agreed = _agreed.setdefault(whole, set())
+    key = tuple(arguments.values())
+    if key not in agreed:
+        agree(arguments)
+        agreed.add(key)
 
 
-def _create(world: int, rank: int, size: int, local: int, shares: tuple[int, ...]) -> Topology:
-    expert_group = replica_group = None
-    if size > 1:
-        # Also for P = W: data-parallel buckets do not share this communicator's order.
-        expert_group = _consecutive(world, rank, size)
-        for first in range(size if size < world else 0):
-            group = _new(range(first, world, size))
-            replica_group = group if rank % size == first else replica_group
+def _create(
+    world: int, rank: int, size: int, local: int, shares: tuple[int, ...], new_group: NewGroup
+) -> Topology:
+    def consecutive(number: int) -> dist.ProcessGroup:
+        return new_group([range(first, first + number) for first in range(0, world, number)])
+
+    # Also for P = W: data-parallel buckets do not share this communicator's order.
+    expert_group = consecutive(size) if size > 1 else None
+    replica_group = grid = None
+    if 1 < size < world:
+        replica_group = new_group([range(first, world, size) for first in range(size)])
+    if 1 < local < size and size % local == 0:
+        node_group = consecutive(local)
+        rails = [
+            range(first + index, first + size, local)
+            for first in range(0, world, size)
+            for index in range(local)
+        ]
+        rail_group = new_group(rails)
+        grid = Grid(nodes=size // local, local=local, node_group=node_group, rail_group=rail_group)
     return Topology(
         world_size=world,
         rank=rank,
         expert_parallel_size=size,
         expert_group=expert_group,
         replica_group=replica_group,
-        grid=_create_grid(world, rank, size, local),
+        grid=grid,
         share_groups={
-            number: expert_group
-            if number == size and expert_group is not None
-            else _consecutive(world, rank, number)
+            number: expert_group if number == size and expert_group is not None else consecutive(number)
             for number in shares
         },
     )
 
 
-def _consecutive(world: int, rank: int, number: int) -> dist.ProcessGroup:
-    """Create groups of `number` consecutive ranks, and return this rank's."""
-    mine = None
-    for first in range(0, world, number):
-        group = _new(range(first, first + number))
-        mine = group if first <= rank < first + number else mine
-    assert mine is not None, "every rank is in one"
-    return mine
+def _new_in_world(groups: Sequence[range]) -> dist.ProcessGroup:
+    """Create all groups, as all ranks do, and return this rank's."""
+    made = [_new(ranks, None) for ranks in groups]
+    return made[_of_rank(dist.get_rank(), groups)]
 
 
-def _create_grid(world: int, rank: int, size: int, local: int) -> Grid | None:
-    if local < 2 or size <= local or size % local:
-        return None
-    node_group, rail_group = _consecutive(world, rank, local), None
-    for first in range(0, world, size):
-        for index in range(local):
-            rail = range(first + index, first + size, local)
-            group = _new(rail)
-            rail_group = group if rank in rail else rail_group
-    assert rail_group is not None, "every rank is on one"
-    return Grid(nodes=size // local, local=local, node_group=node_group, rail_group=rail_group)
-
-
-# Subgroups live as long as the group that they were split from; all layers share them.
-_parts: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, tuple[int, ...]], Topology]] = (
-    WeakKeyDictionary()
-)
-
-
-def topology_within(group: dist.ProcessGroup, num_experts: int, sliced: bool = False) -> Topology:
-    """Return this rank's topology in a group; collective over the group when subgroups are created.
-
-    Args:
-        group: the ranks.
-        num_experts: E.
-        sliced: W ranks hold shards of fewer experts; otherwise P is the greatest common divisor of W and E.
-    """
-    rank, world = dist.get_rank(group), dist.get_world_size(group)
-    size = world if sliced else math.gcd(world, num_experts)
-    shares = share_sizes(size, [num_experts])
-    made = _parts.setdefault(group, {})
-    if (size, shares) not in made:
-        made[size, shares] = _split(group, world, rank, size, shares)
-    return made[size, shares]
-
-
-def _split(group: dist.ProcessGroup, world: int, rank: int, size: int, shares: tuple[int, ...]) -> Topology:
-    def around(number: int) -> dist.ProcessGroup:
-        first = rank - rank % number
-        return group if number == world else _new_group(group, range(first, first + number))
-
-    replicas = range(rank % size, world, size)
-    return Topology(
-        world_size=world,
-        rank=rank,
-        expert_parallel_size=size,
-        expert_group=around(size) if size > 1 else None,
-        replica_group=_new_group(group, replicas) if 1 < size < world else None,
-        share_groups={number: around(number) for number in shares},
-    )
-
-
-def _new_group(group: dist.ProcessGroup, ranks: range) -> dist.ProcessGroup:
-    # Local synchronization: ranks outside of the group make no call.
+def _new_in_group(group: dist.ProcessGroup, groups: Sequence[range]) -> dist.ProcessGroup:
+    """Create this rank's group alone: ranks outside of `group` make no call."""
+    ranks = groups[_of_rank(dist.get_rank(group), groups)]
+    if len(ranks) == dist.get_world_size(group):
+        return group
     everywhere = [dist.get_global_rank(group, rank) for rank in ranks]
     backend = dist.get_backend(group)
     return _new(everywhere, group, backend=backend, use_local_synchronization=True)
 
 
-def _new(
-    ranks: Sequence[int], callers: dist.ProcessGroup | None = None, **options: Any
-) -> dist.ProcessGroup:
+def _of_rank(rank: int, groups: Sequence[range]) -> int:
+    return next(i for i, ranks in enumerate(groups) if rank in ranks)
+
+
+def _new(ranks: Sequence[int], callers: dist.ProcessGroup | None, **options: Any) -> dist.ProcessGroup:
     operation = f"the creation of the group of {name_ranks(ranks)}"
     with watched(operation), guarded(operation, callers):
         return dist.new_group(ranks, timeout=timeout_of_groups(), **options)
@@ -328,8 +290,7 @@ def _new(
 
 def mark_slice(parameter: nn.Parameter, slicing: Slice) -> None:
     """Attach its sharding to a parameter, and to fairseq's fp32 copy of it."""
-    # fairseq copies only this attribute with its value. It reads it in its composite optimizer, which is
-    # refused for experts on several ranks.
+    # fairseq copies only this attribute. Its composite optimizer reads it, but is refused for experts.
     parameter.param_group = slicing  # type: ignore[attr-defined]
 
 

@@ -2,12 +2,7 @@
 
 torch's error names a socket at most. After one, every rank that got it runs a health check over the
 rendezvous store, and names the ranks that did not answer. Where torch would wait for that store for ever, a
-timer ends the process.
-
-A rank's failure ends the job: it ends, or does not arrive within `set_timeout` (--moe-comm-timeout). torch
-raises an error in a collective of the others, inside `guarded`: in `comm.collectives` and `world`, and for
-fairseq's collectives in `plugin.registration.commands` and `plugin.training.task`. No code catches the
-CommunicationError, so that the process ends. `rendezvous` and `agreement` watch ranks that start.
+timer ends the process. No code catches the CommunicationError, so that the process ends.
 """
 
 import contextlib
@@ -42,7 +37,7 @@ class CommunicationError(RuntimeError):
     """A collective failed; the message names the rank, the operation and missing ranks."""
 
 
-_timeout: list[timedelta] = []
+_timeout: timedelta | None = None
 
 
 def is_time(seconds: Any) -> bool:
@@ -60,30 +55,27 @@ def set_timeout(seconds: int) -> None:
             f"--moe-comm-timeout is {seconds!r}; give whole seconds from 1 to {LONGEST_SECONDS} (a "
             "year), or 0 for torch's own limits."
         )
-    _timeout[:] = [timedelta(seconds=seconds)] if seconds else []
+    global _timeout
+    _timeout = timedelta(seconds=seconds) if seconds else None
 
 
 def timeout_of_groups() -> timedelta | None:
     """Return the time-out of `set_timeout` for new_group; None for torch's default."""
-    return _timeout[0] if _timeout else None
+    return _timeout
 
 
 def limit(group: dist.ProcessGroup | None) -> None:
     """Set the time-out of an existing group (None: the default one) to that of `set_timeout`."""
     if _timeout:
-        distributed_c10d._set_pg_timeout(_timeout[0], group)
+        distributed_c10d._set_pg_timeout(_timeout, group)
 
 
 class guarded:  # noqa: N801 - a context manager
     """`with guarded("the exchange of …", group): collective`: a failure names missing ranks.
 
     It costs a microsecond without a failure. Other errors, and those that an inner guard has explained, are
-    not changed.
-
-    Args:
-        operation: the end of the sentence "rank 1 could not finish …".
-        group: the ranks that are checked; None for all.
-        timed: include the duration in the message; False if the block also does other work.
+    not changed. `operation` ends the sentence "rank 1 could not finish …". `timed` includes the duration in
+    the message; it is False if the block also does other work.
 
     Raises:
         CommunicationError: the collective failed because of another rank.
@@ -109,11 +101,7 @@ def watched(operation: str, rank: int | None = None) -> Iterator[None]:
     """End this process with one sentence if torch waits for a store in the block for ever.
 
     A store's client has a time-out for missing keys, but none for a store whose process is stopped. No
-    exception reaches a thread that waits there.
-
-    Args:
-        operation: as for `guarded`.
-        rank: of this process, if it is in no group yet.
+    exception reaches a thread that waits there. `rank` is needed where this process is in no group yet.
     """
     timeout = timeout_of_groups() or distributed_c10d.default_pg_timeout
     seconds = timeout.total_seconds() + WATCH_SECONDS
@@ -184,10 +172,9 @@ def how_to_wait_longer(seconds: float) -> str:
 
 
 def keeps_the_store(environment: Mapping[str, str] = os.environ) -> bool:
-    """Whether the launcher has the rendezvous store, not rank 0.
+    """Whether the launcher has the rendezvous store, not rank 0; it may restart ranks with the same store.
 
-    The launcher may then restart ranks with the same store, even if it allows no restart after a failure:
-    torchrun restarts all ranks when a node joins.
+    torchrun restarts all ranks when a node joins, even if it allows no restart after a failure.
     """
     return environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
@@ -203,12 +190,13 @@ def _no_store() -> str:
 def _explain(what: str, group: dist.ProcessGroup | None) -> str:
     rank = dist.get_rank()
     members = range(dist.get_world_size()) if group is None else dist.get_process_group_ranks(group)
-    wait = min(_timeout[0].total_seconds() if _timeout else LONGEST_CHECK, LONGEST_CHECK)
+    seconds = _timeout.total_seconds() if _timeout else 0
+    wait = min(seconds or LONGEST_CHECK, LONGEST_CHECK)
     start = f"rank {rank} {what}: "
     # A launcher may end this rank before the health check ends.
     logger.error("%shealth check of all ranks for up to %g s", start, wait)
     missing = _check_health(rank, sorted(members), wait)
-    longer = how_to_wait_longer(_timeout[0].total_seconds() if _timeout else 0)
+    longer = how_to_wait_longer(seconds)
     if missing is None:
         return start + _no_store()
     if not missing:
@@ -246,11 +234,8 @@ def _missing(store: dist.Store, rank: int, ranks: list[int], seconds: float) -> 
     """Answer, wait, and return missing ranks.
 
     The first rank checks all and publishes missing ones, which the others check again: W ranks must not
-    request W keys each. If the first rank ends before it publishes, a second one checks. A failed job does
-    not continue, so that one set of keys suffices.
-
-    Raises:
-        DistStoreError: no rank published.
+    request W keys each. If it ends before that, a second one checks. If that ends, too, this raises a
+    DistStoreError. A failed job does not continue, so that one set of keys suffices.
     """
     deadline, answers = time.monotonic() + seconds, f"{PRESENT}/of/{hash(tuple(ranks))}"
     store.set(f"{PRESENT}/{rank}", "here")

@@ -17,14 +17,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-from torch.distributed import (
-    DistStoreError,
-    PrefixStore,
-    Store,
-    constants,
-    distributed_c10d,
-    rendezvous,
-)
+from torch.distributed import DistStoreError, PrefixStore, Store, constants, distributed_c10d, rendezvous
 from torch.distributed.rendezvous import register_rendezvous_handler
 
 from fairseq_tutel.ranks.guard import (
@@ -66,12 +59,7 @@ def own_gpu(environment: Mapping[str, str] = os.environ) -> int:
 def meeting(rank: int, world_size: int, seconds: int) -> Iterator[Callable[[], None]]:
     """Explain errors of the rendezvous in the block, which calls the yielded function after it.
 
-    Until then the default time-out of groups is `seconds`.
-
-    Args:
-        rank: of this process.
-        world_size: W.
-        seconds: the time-out; 0 for torch's default.
+    Until then the default time-out of groups is `seconds`, or torch's for 0.
 
     Raises:
         CommunicationError: a rank did not arrive.
@@ -98,13 +86,7 @@ def meeting(rank: int, world_size: int, seconds: int) -> Iterator[Callable[[], N
 
 
 def fresh(store: Store, rank: int, world_size: int, timeout: timedelta) -> Store:
-    """Return the part of a store for this start of the ranks. Every rank calls it.
-
-    Args:
-        store: may contain keys of earlier starts.
-        rank: of this process.
-        world_size: W.
-        timeout: for the other ranks.
+    """Return the part of a store, without keys of earlier starts, for this start. Every rank calls it.
 
     Raises:
         DistStoreError: a rank did not arrive.

@@ -1,7 +1,6 @@
-"""All ranks of the job: their number, this rank, and collectives of Python objects.
+"""All ranks of the job: their number, this rank, and collectives of Python objects, which are pickled.
 
-Without torch.distributed there is one rank. `run_on_rank_zero` is for work that rank 0 does for all, such
-as work on a folder; all ranks get its result or its error.
+Without torch.distributed there is one rank. `operation` is that of `guarded`.
 """
 
 import threading
@@ -16,9 +15,9 @@ from fairseq_tutel.ranks.guard import guarded
 PAUSE_SECONDS = 0.5
 
 
-def size() -> int:
-    """Return W."""
-    return dist.get_world_size() if dist.is_initialized() else 1
+def size(group: dist.ProcessGroup | None = None) -> int:
+    """Return the number of ranks of a group, W for None."""
+    return dist.get_world_size(group) if dist.is_initialized() else 1
 
 
 def rank() -> int:
@@ -37,14 +36,8 @@ def rank_in_job(rank: int, group: dist.ProcessGroup | None) -> int:
 
 
 def all_gather_object(own: Any, operation: str, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """Return the objects of all ranks of a group, by rank. Collective.
-
-    Args:
-        own: this rank's object, which can be pickled.
-        operation: for the error message of `guarded`.
-        group: None for all ranks.
-    """
-    objects: list[Any] = [own] * (size() if group is None else dist.get_world_size(group))
+    """Return the objects of all ranks of a group (None: of the job), by rank. Collective."""
+    objects: list[Any] = [own] * size(group)
     if len(objects) > 1:
         with guarded(operation, group):
             dist.all_gather_object(objects, own, group=group)
@@ -52,7 +45,7 @@ def all_gather_object(own: Any, operation: str, group: dist.ProcessGroup | None 
 
 
 def broadcast_object(own: Any, operation: str, group: dist.ProcessGroup | None = None) -> Any:
-    """Return the object of a group's first rank. Collective; arguments are those of `all_gather_object`."""
+    """Return the object of a group's first rank. Collective."""
     objects = [own]
     if size() > 1:
         with guarded(operation, group):
@@ -61,13 +54,9 @@ def broadcast_object(own: Any, operation: str, group: dist.ProcessGroup | None =
 
 
 def run_on_rank_zero(action: Callable[[], Any], operation: str) -> Any:
-    """Call a function on rank 0 and return its result on all ranks. Collective.
+    """Call a function on rank 0 and return its result, or raise its error, on all ranks. Collective.
 
     It may take longer than the time-out of collectives, for example to read a large file.
-
-    Args:
-        action: its result can be pickled.
-        operation: for the error message of `guarded`.
     """
     work = Work(action) if is_first() else None
     ended = False

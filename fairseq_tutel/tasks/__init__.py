@@ -7,8 +7,7 @@ import inspect
 
 from fairseq.tasks import TASK_DATACLASS_REGISTRY, TASK_REGISTRY, register_task
 
-from fairseq_tutel.plugin.registration.task_options import give_system_options
-from fairseq_tutel.plugin.registration.variants import variant_of
+from fairseq_tutel.plugin.registration.variants import give_system_options, variant_of
 from fairseq_tutel.plugin.training.task import MoETaskMixin
 from fairseq_tutel.tasks import image_classification  # noqa: F401 - registered before its variant
 

@@ -14,14 +14,14 @@ from fairseq.models import (
 )
 from fairseq.tasks import FairseqTask, register_task
 
+from fairseq_tutel.checkpoint.files import mapped
 from fairseq_tutel.options.option import options_in, read, refuse_bad_values
 from fairseq_tutel.plugin.registration.flags import made
 from fairseq_tutel.plugin.run_state import is_training, root_of
-from fairseq_tutel.plugin.training.resume import flag_and_path, mapped
+from fairseq_tutel.plugin.training.resume import flag_and_path
 from fairseq_tutel.plugin.training.task import InferenceMixin
 from fairseq_tutel.ranks import world
 from fairseq_tutel.tasks.image_dataset import ImageDataset
-from fairseq_tutel.vision.image_options import ImageConfig
 from fairseq_tutel.vision.images import (
     Images,
     UnreadableImageError,
@@ -30,6 +30,7 @@ from fairseq_tutel.vision.images import (
     open_images,
     refusal,
 )
+from fairseq_tutel.vision.options import ImageConfig
 
 logger = logging.getLogger(__name__)
 
@@ -41,18 +42,13 @@ class ImageClassificationConfig(ImageOptions):  # type: ignore[valid-type,misc]
     """The folder of the data, then the options of images."""
 
     data: str = field(
-        default="",
-        metadata={"help": "folder with train, valid, …: folders of classes, or .npz files"},
+        default="", metadata={"help": "folder with train, valid, …: folders of classes, or .npz files"}
     )
 
 
 @register_task("image_classification", dataclass=ImageClassificationConfig)
 class ImageClassificationTask(InferenceMixin, FairseqTask):
-    """Classify images.
-
-    Classes and the shape of images are read from the training set and saved in checkpoints, so that a
-    checkpoint can be opened without this data.
-    """
+    """Reads classes and the shape of images from the training set, and saves them in checkpoints."""
 
     def __init__(self, cfg: Any, **kwargs: Any) -> None:
         super().__init__(cfg, **kwargs)
@@ -92,7 +88,7 @@ class ImageClassificationTask(InferenceMixin, FairseqTask):
         return model
 
     def _compare_classes(self, model: Any) -> None:
-        """Keep a new head in finetuning on other classes; refuse to resume with other classes."""
+        """Keep a new head in finetuning on other classes; refuse to resume with them."""
         flag, path = flag_and_path(root_of(self).checkpoint)
         other = different_class(_classes_in(path), self.class_names)
         if other is None:
@@ -120,10 +116,8 @@ class ImageClassificationTask(InferenceMixin, FairseqTask):
             self._augmented = dataset_of(root.common.seed)
 
     def get_batch_iterator(self, dataset: Any, *args: Any, **kwargs: Any) -> Any:
-        """Return the stock iterator, with augmentation for training only.
-
-        The training set may also be validated under the same name; only training passes one argument.
-        """
+        """Return the stock iterator, with augmentation for training only."""
+        # The training set may also be validated under the same name; only training passes this argument.
         if self._augmented is not None and "update_epoch_batch_itr" in kwargs:
             dataset = self._augmented
         return super().get_batch_iterator(dataset, *args, **kwargs)
@@ -150,7 +144,6 @@ class ImageClassificationTask(InferenceMixin, FairseqTask):
         return super().valid_step(sample, *args, **kwargs)
 
     def _read_training_set(self) -> dict[str, Any]:
-        """Return names of classes and (C, H, W) by the options and the first readable image."""
         root, config = root_of(self), self.image_config
         images = self._opened(self.cfg.data, "train" if root is None else root.dataset.train_subset)
         channels, pixels = _first(images, config)
@@ -159,7 +152,6 @@ class ImageClassificationTask(InferenceMixin, FairseqTask):
 
 
 def _first(images: Images, config: ImageConfig) -> tuple[int, torch.Tensor]:
-    """Return channels, by the option or the image, and pixels of the first readable image."""
     for i in range(len(images)):
         try:
             channels = config.channels or images.channels(i)

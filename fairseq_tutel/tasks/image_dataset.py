@@ -11,7 +11,6 @@ import torch
 from fairseq.data import FairseqDataset
 
 from fairseq_tutel.vision.augment import augmented, draw_mixing, draws_of, erased, mixed, order_of
-from fairseq_tutel.vision.image_options import ImageConfig
 from fairseq_tutel.vision.images import (
     Images,
     UnreadableImageError,
@@ -20,6 +19,7 @@ from fairseq_tutel.vision.images import (
     normalisation,
     refusal,
 )
+from fairseq_tutel.vision.options import ImageConfig
 
 logger = logging.getLogger(__name__)
 
@@ -28,21 +28,14 @@ class ImageDataset(FairseqDataset):
     """Images of one split with their labels, decoded on access.
 
     In training an index includes the epoch: epoch * N + image. An item depends on its index alone, in any
-    process, also after the next epoch has started.
-
-    Args:
-        images: the source.
-        classes: names of the classes, in the order of their numbers.
-        shape: (C, H, W) of the model's input.
-        config: of augmentation and reading.
-        seed: --seed in training; None for evaluation, which is not random.
+    process, also after the next epoch has started. The seed is None in evaluation, which is not random.
     """
 
     def __init__(
         self,
         images: Images,
         classes: list[str],
-        shape: tuple[int, int, int],
+        shape: tuple[int, int, int],  # (C, H, W) of the model's input
         config: ImageConfig,
         seed: int | None = None,
     ) -> None:
@@ -100,43 +93,35 @@ class ImageDataset(FairseqDataset):
     def __getitem__(self, index: int) -> dict[str, Any]:
         """Return an image with its label, or the reason why it is unreadable."""
         epoch, i = divmod(int(index), len(self))
-        channels, height, width = self.shape
+        (channels, *sides), mixing = self.shape, None
         try:
-            image = fitted(self.images.read(i, channels), height, width)
+            image = fitted(self.images.read(i, channels), *sides)
         except UnreadableImageError as error:
             return {"index": int(index), "unreadable": str(error)}
-        mixing = None
-        if self.seed is not None:
+        if self.seed is None:
+            image = (image - self.mean) / self.std
+        else:
             draws = draws_of(self.seed, epoch, i)
-            image = augmented(image, self.config, draws)
-        image = (image - self.mean) / self.std
-        if self.seed is not None:
+            image = (augmented(image, self.config, draws) - self.mean) / self.std
             image = erased(image, self.config.erase, draws)
-            mixing = draw_mixing(self.config, height, width, draws)
+            mixing = draw_mixing(self.config, *sides, draws)
         return {"id": i, "image": image, "target": int(self.labels_N[i]), "mixing": mixing}
 
     def collater(self, samples: list[dict[str, Any]]) -> dict[str, Any]:
-        """Return a batch.
+        """Return a batch: images [B, C, H, W] float32, normalized, their ids and target [B] int64.
 
-        Returns:
-            id: [B] int64, of the images.
-            nsentences, ntokens: B.
-            net_input: images, [B, C, H, W] float32, normalised.
-            target: [B] int64, classes.
-            mixed: if images are mixed, target [B] int64 of the second image, and share [B] of the first.
-
-            Without samples it is empty, a dummy batch for fairseq. With an unreadable image it is
-            {"refused": a sentence}, unless such images are left out.
+        If images are mixed: target [B] of the second image, and share [B] of the first. Without samples the
+        batch is empty, a dummy batch for fairseq. With an unreadable image it is {"refused": a sentence},
+        unless such images are left out.
         """
         kept = [sample for sample in samples if "image" in sample]
-        if len(kept) < len(samples):
-            bad = [sample for sample in samples if "image" not in sample]
-            if self.config.errors == "refuse":
-                return {"refused": refusal(bad[0]["unreadable"])}
-            for sample in bad:
-                self._leave_out(sample)
-            # An empty batch would have no loss; another image keeps the ranks in step.
-            kept = kept or [self._next_readable(bad[-1]["index"])]
+        bad = [sample for sample in samples if "image" not in sample]
+        if bad and self.config.errors == "refuse":
+            return {"refused": refusal(bad[0]["unreadable"])}
+        for sample in bad:
+            self._leave_out(sample)
+        if bad and not kept:  # it would have no loss; another image keeps the ranks in step
+            kept = [self._next_readable(bad[-1]["index"])]
         if not kept:
             return {}
         images_BCHW = torch.stack([sample["image"] for sample in kept])

@@ -8,13 +8,11 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from fairseq_tutel.checkpoint.files import TEMPORARY
+from fairseq_tutel.files.small import TEMPORARY
 from fairseq_tutel.options.option import flag_of
 
-# Key, default, help.
-Number = tuple[str, int, str]
-# Bytes of an element.
-DTYPES = {"fp32": 4, "fp16": 2, "bf16": 2}
+Number = tuple[str, int, str]  # key, default, help
+DTYPES = {"fp32": 4, "fp16": 2, "bf16": 2}  # bytes of an element
 
 
 def add_numbers(parser: argparse.ArgumentParser, numbers: Sequence[Number]) -> None:
@@ -43,48 +41,6 @@ def add_overwrite(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--overwrite", action="store_true", help="replace --output if it exists")
 
 
-def add_files(
-    parser: argparse.ArgumentParser,
-    source: str,
-    output: str = "the file to write",
-    kind: str = "FILE",
-) -> None:
-    """Add --input (`source` is its help), --output (of the metavar `kind`) and --overwrite."""
-    parser.add_argument("--input", required=True, metavar="FILE", help=source)
-    parser.add_argument("--output", required=True, metavar=kind, help=output)
-    add_overwrite(parser)
-
-
-def add_conversion(
-    kinds: Any,
-    name: str,
-    convert: Callable[[argparse.Namespace, Path, Path], None],
-    help: str,
-    description: str | None,
-    source: str,
-) -> "LateParser":
-    """Add a conversion of one file to another; return its parser, for further options.
-
-    Args:
-        kinds: subparsers of all conversions.
-        name: name of the conversion.
-        convert: function of the arguments, the input and the checked output.
-        help: one-line help.
-        description: full help.
-        source: help of --input.
-    """
-    parser: LateParser = kinds.add_parser(name, help=help, description=description)
-    add_files(parser, source)
-
-    def run(arguments: argparse.Namespace) -> None:
-        source, output = Path(arguments.input), output_path(arguments.output)
-        refuse_output(output, [source], arguments.overwrite)
-        convert(arguments, source, output)
-
-    parser.set_defaults(convert=run)
-    return parser
-
-
 def output_path(text: str) -> Path:
     """Return --output as a path."""
     if text.endswith("/"):
@@ -97,11 +53,8 @@ def refuse_output(
 ) -> None:
     """Check before any work that an output can be written.
 
-    Args:
-        output: the file to write.
-        inputs: files that are never replaced. With any, the output must be an ordinary file.
-        overwrite: whether another file may be replaced.
-        flag: option of the output.
+    `inputs` are never replaced, another file only with `overwrite`. With inputs, the output must be an
+    ordinary file.
     """
     if output.is_dir() or not output.parent.is_dir():
         raise ValueError(f"{flag} is {output}; give the name of a file in an existing folder.")
@@ -137,18 +90,13 @@ def writing(path: Path, flag: str = "--output") -> Iterator[Path]:
 
 @contextlib.contextmanager
 def needing(what: str, extra: str = "") -> Iterator[None]:
-    """Turn a failed import in the block into a message that names the package to install.
-
-    Args:
-        what: the option or tool that needs the import.
-        extra: the extra of this package that installs it; else it is installed by its own name.
-    """
+    """Turn a failed import in the block into a message that names the package, or the extra, to install."""
     try:
         yield
     except ModuleNotFoundError as error:
-        install = f"'fairseq-tutel[{extra}]'" if extra else error.name
+        package = f"'fairseq-tutel[{extra}]'" if extra else error.name
         raise ValueError(
-            f"{what} needs {error.name}, which is not installed; pip install {install}."
+            f"{what} needs {error.name}, which is not installed; pip install {package}."
         ) from error
 
 

@@ -19,10 +19,7 @@ from fairseq_tutel.tools.arguments import add_overwrite, output_path, refuse_out
 NAMES = {
     "num_epoch_checkpoints": ("checkpointEPOCH.pt", r"checkpoint(\d+)\.pt"),
     "num_update_checkpoints": ("checkpoint_EPOCH_UPDATE.pt", r"checkpoint_\d+_(\d+)\.pt"),
-    "num_best_checkpoints": (
-        "checkpoint.best_METRIC_VALUE.pt",
-        r"checkpoint\.best_(.+)_(\d+\.?\d*)\.pt",
-    ),
+    "num_best_checkpoints": ("checkpoint.best_METRIC_VALUE.pt", r"checkpoint\.best_(.+)_(\d+\.?\d*)\.pt"),
 }
 
 
@@ -55,11 +52,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def chosen_inputs(arguments: argparse.Namespace) -> list[Path]:
-    """Return the checkpoints to average, in order.
-
-    Raises:
-        ValueError: flags conflict, or there are too few checkpoints.
-    """
+    """Return the checkpoints to average, in order; conflicting flags or too few files are errors."""
     paths = [Path(name) for name in arguments.inputs]
     bound = arguments.checkpoint_upper_bound
     given = {flag: count for flag in NAMES if (count := getattr(arguments, flag)) is not None}
@@ -86,8 +79,6 @@ def chosen_inputs(arguments: argparse.Namespace) -> list[Path]:
 
 def _last(paths: list[Path], flag: str, count: int, bound: int | None) -> list[Path]:
     """Return the `count` files of the folder with the largest numbers, largest first."""
-    if len(paths) == 1 and not paths[0].exists():
-        raise ValueError(f"--inputs is {paths[0]}, which does not exist; give a folder.")
     if len(paths) != 1 or not paths[0].is_dir():
         raise ValueError(
             f"{flag_of(flag)} needs --inputs to be one folder; it is {' '.join(map(str, paths))}."

@@ -35,19 +35,14 @@ def add_to(tools: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     """Print all sections."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    for title, lines in (
-        ("versions", versions()),
-        ("devices", devices()),
-        ("chosen here", choices(device)),
-    ):
+    sections = {"versions": _versions(), "devices": _devices(), "chosen here": _choices()}
+    for title, lines in sections.items():
         print(title)
         for name, value in lines:
             print(f"  {name}: {value}")
 
 
-def versions() -> Iterator[tuple[str, str]]:
-    """Yield (package, version) of Python and of installed packages."""
+def _versions() -> Iterator[tuple[str, str]]:
     yield "python", platform.python_version()
     yield "system", platform.platform()
     for package in PACKAGES:
@@ -59,8 +54,7 @@ def versions() -> Iterator[tuple[str, str]]:
     yield "apex", _apex()
 
 
-def devices() -> Iterator[tuple[str, str]]:
-    """Yield (name, description) of the CPU and of every GPU."""
+def _devices() -> Iterator[tuple[str, str]]:
     capability = torch.backends.cpu.get_cpu_capability()
     yield "cpu", f"{torch.get_num_threads()} threads, {capability}"
     kind = f"ROCm {torch.version.hip}" if torch.version.hip else f"CUDA {torch.version.cuda}"
@@ -75,11 +69,16 @@ def devices() -> Iterator[tuple[str, str]]:
     yield "torch.distributed", ", ".join(backends)
 
 
-def choices(device: torch.device) -> Iterator[tuple[str, str]]:
-    """Yield (choice, its value and reason) for a run on `device` without further flags."""
-    on_gpu = device.type == "cuda"
+def _choices() -> Iterator[tuple[str, str]]:
+    """Yield (choice, its value and reason) for a run without further flags."""
+    on_gpu = torch.cuda.is_available()
+    device = torch.device("cuda" if on_gpu else "cpu")
     for requested in LAYER["backend"].choices:
-        yield f"kernels (--moe-backend {requested})", _backend(requested, device)
+        try:
+            choice = "{}, since: {}".format(*backend_for(requested, device))
+        except ValueError as error:
+            choice = f"not available: {error}"
+        yield f"kernels (--moe-backend {requested})", choice
     at_once = backend_for("auto", device)[0] == "triton"
     products = "one launch for all experts, but in fp64" if at_once else "expert by expert"
     yield "products of experts", products
@@ -89,24 +88,17 @@ def choices(device: torch.device) -> Iterator[tuple[str, str]]:
         yield "kernel tuning", f"{seconds_allowed():g} s a process, on a GPU"
     except ValueError as error:
         yield "kernel tuning", f"refused: {error}"
-    talk = "nccl, since there is a GPU"
-    precisions = "fp32, --fp16, --bf16 and their memory-efficient forms, --amp"
-    if not on_gpu:
-        talk = "gloo, with --ddp-backend legacy_ddp, since there is no GPU"
-        precisions = "fp32, --bf16, --memory-efficient-bf16; not --fp16 and --amp, which need a GPU"
-    yield "ranks talk by", talk
+    if on_gpu:
+        yield "backend of torch.distributed", "nccl, since there is a GPU"
+        yield "precisions", "fp32, --fp16, --bf16 and their memory-efficient forms, --amp"
+    else:
+        gloo = "gloo, with --ddp-backend legacy_ddp, since there is no GPU"
+        yield "backend of torch.distributed", gloo
+        halves = "fp32, --bf16, --memory-efficient-bf16; not --fp16 and --amp, which need a GPU"
+        yield "precisions", halves
     adam, norm = _fairseq_classes(on_gpu)
     yield "moe_adam", adam
     yield "LayerNorm", norm
-    yield "precisions", precisions
-
-
-def _backend(requested: str, device: torch.device) -> str:
-    try:
-        backend, reason = backend_for(requested, device)
-    except ValueError as error:
-        return f"not available: {error}"
-    return f"{backend}, since: {reason}"
 
 
 def _apex() -> str:

@@ -1,7 +1,4 @@
-"""flags: prints the plugin's flags with their help.
-
-`fairseq-train --help` omits those of architectures.
-"""
+"""flags: prints the plugin's flags with their help; `fairseq-train --help` omits those of architectures."""
 
 import argparse
 import sys
@@ -12,8 +9,7 @@ from fairseq_tutel.distillation.options import DistillationConfig
 from fairseq_tutel.ensemble.options import CMCLConfig, EnsembleConfig
 from fairseq_tutel.moe.option_table import options_of
 from fairseq_tutel.options.option import Option, options_in
-from fairseq_tutel.vision.image_options import ImageConfig
-from fairseq_tutel.vision.options import SwinConfig, SwinExpertsConfig
+from fairseq_tutel.vision.options import ImageConfig, SwinConfig, SwinExpertsConfig
 
 # Options outside of moe/: (title, dataclasses).
 OTHER_TABLES: tuple[tuple[str, tuple[type, ...]], ...] = (

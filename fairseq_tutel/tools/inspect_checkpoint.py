@@ -10,11 +10,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from fairseq_tutel.checkpoint.description import OURS, Facts, describe, moe_layers
-from fairseq_tutel.checkpoint.reading import read_file
+from fairseq_tutel.checkpoint.description import OURS, Facts, describe
+from fairseq_tutel.checkpoint.files import read_file
 from fairseq_tutel.checkpoint.saved import Layer
 from fairseq_tutel.files.small import printable
-from fairseq_tutel.tools.convert.selection import LAST, of_log
+from fairseq_tutel.tools.convert.selection import of_log
 
 UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB")
 
@@ -38,10 +38,9 @@ def add_to(tools: Any) -> None:
 def run(arguments: argparse.Namespace) -> None:
     """Print the content of the file."""
     path = Path(arguments.file)
-    content = read_file(path, "FILE", verify=False)
-    facts = describe(content, path, arguments.check)
+    facts, layers = describe(read_file(path, "FILE", verify=False), path, arguments.check)
     if arguments.log is not None:
-        _add_loads(facts, moe_layers(content), Path(arguments.log))
+        _add_loads(facts, layers, Path(arguments.log))
     if arguments.json:
         print(json.dumps(facts, indent=2))
     else:
@@ -54,7 +53,7 @@ def _add_loads(facts: Facts, layers: list[Layer], log: Path) -> None:
         raise ValueError(
             f"--log is given, but FILE names {facts['file']}, which has no experts; leave it out."
         )
-    loads = of_log(log, layers, LAST)
+    loads = of_log(log, layers)
     for layer, entry in zip(layers, facts.get("layers", []), strict=True):
         if len(loads[layer]) != entry["experts"]:
             raise ValueError(
@@ -65,7 +64,6 @@ def _add_loads(facts: Facts, layers: list[Layer], log: Path) -> None:
 
 
 def _lines(facts: Facts, with_tensors: bool) -> list[str]:
-    """Return the facts as text; tensors of our files only `with_tensors`."""
     lines = [f"{facts['file']}: {facts['kind']}, {_size(facts['bytes_of_file'])}"]
     names = [f"{part} {name}" for part, name in facts.get("names", {}).items()]
     lines += [", ".join(names)] if names else []
@@ -77,11 +75,8 @@ def _lines(facts: Facts, with_tensors: bool) -> list[str]:
         where = ", ".join(shards["folders"])
         lines.append(f"sharded: experts in {shards['files']} files, {_size(shards['bytes'])}, of {where}")
     if "checked" in facts:
-        lines.append(
-            "checked: all bytes match their checksums"
-            if facts["checked"]
-            else "not checked: a file from before torch 1.6 has no checksums"
-        )
+        why_not = "not checked: a file from before torch 1.6 has no checksums"
+        lines.append("checked: all bytes match their checksums" if facts["checked"] else why_not)
     if "options" in facts:
         options = [f"{flag} {value}" for flag, value in facts["options"].items()]
         lines.append(f"MoE options other than the defaults: {', '.join(options) or 'none'}")
@@ -105,14 +100,8 @@ def _table_of_layers(layers: Sequence[Facts]) -> list[str]:
     header = ["layer", "experts", "one expert", "dtype", "size", "beside the experts"]
     rows = [header + ["load: least, most, below 0.1"] * has_load]
     for layer in layers:
-        row = [
-            layer["layer"],
-            str(layer["experts"]),
-            " ".join(f"{name} {_shape(shape)}" for name, shape in layer["shapes"].items()),
-            _stored(layer),
-            _size(layer["bytes"]),
-            " ".join(f"{name} {_shape(shape)}" for name, shape in layer["beside"].items()) or "-",
-        ]
+        row = [layer["layer"], str(layer["experts"]), _shapes(layer["shapes"])]
+        row += [_stored(layer), _size(layer["bytes"]), _shapes(layer["beside"]) or "-"]
         if has_load:
             load = layer["load"]
             row.append(f"{min(load):.2f}, {max(load):.2f}, {sum(x < 0.1 for x in load)}")
@@ -141,13 +130,15 @@ def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
     ]
 
 
+def _shapes(named: dict[str, Sequence[int]]) -> str:
+    return " ".join(f"{name} {_shape(shape)}" for name, shape in named.items())
+
+
 def _shape(shape: Sequence[int]) -> str:
     return "x".join(map(str, shape)) or "number"
 
 
-def _size(count: float) -> str:
+def _size(count: int) -> str:
     """Return bytes with a unit, as a number below 1024."""
-    unit = 0
-    while count >= 1024 and unit < len(UNITS) - 1:
-        count, unit = count / 1024, unit + 1
-    return f"{count:.{1 if unit else 0}f} {UNITS[unit]}"
+    unit = min(max(count.bit_length() - 1, 0) // 10, len(UNITS) - 1)
+    return f"{count / 1024**unit:.{1 if unit else 0}f} {UNITS[unit]}"

@@ -6,14 +6,13 @@ sources and errors: docs/scaling.md.
 
 import argparse
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from fairseq_tutel.options.option import flag_of
 from fairseq_tutel.planning.cost import Candidate, Work, best
-from fairseq_tutel.planning.machine import PRESETS, Link, Machine
+from fairseq_tutel.planning.machine import PRESETS, Machine
 from fairseq_tutel.tools.arguments import (
     DTYPES,
     add_numbers,
@@ -23,9 +22,7 @@ from fairseq_tutel.tools.arguments import (
     writing,
 )
 
-PLOTS = (".png", ".svg", ".pdf")
-# Candidates whose parts are shown side by side.
-DETAILED = 3
+DETAILED = 3  # candidates whose parts are shown side by side
 
 NUMBERS = (
     ("nodes", 1, "nodes of the cluster"),
@@ -46,25 +43,21 @@ def add_to(tools: Any) -> None:
         "plan", help="rank configurations of a model's experts on a cluster", description=__doc__
     )
     add_numbers(parser, NUMBERS)
-    for flag, kind, metavar, default, text in (
-        ("--gpu", str, None, "a100", f"one of {', '.join(PRESETS)} [a100]"),
-        ("--machine", Path, "FILE", None, "hardware profile of tune --json, instead of --gpu"),
-        ("--intra-gb-s", float, "X", None, "link of a rank within its node, GB/s"),
-        ("--inter-gb-s", float, "X", None, "link of a rank to other nodes, GB/s"),
-        ("--alpha-us", float, "X", None, "latency of a message to another node, microseconds"),
-        ("--dtype", str, None, "bf16", f"one of {', '.join(DTYPES)} [bf16]"),
-        (
-            *("--dense-parameters", int, "N", None),
-            "parameters outside of experts [attention: 4 x layers x model-dim squared]",
-        ),
-        (
-            *("--zero-stage", int, "N", 0),
-            "--moe-zero-stage: 1 shards the optimizer state, 2 gradients too [0]",
-        ),
-        ("--json", Path, "FILE", None, "write the candidates as JSON"),
-        ("--plot", Path, "FILE", None, f"draw the candidates: {', '.join(PLOTS)}"),
+    known, dtypes = ", ".join(PRESETS), ", ".join(DTYPES)
+    zero = "--moe-zero-stage: 1 shards the optimizer state, 2 gradients too [0]"
+    dense = "parameters outside of experts [attention: 4 x layers x model-dim squared]"
+    for flag, kind, metavar, text in (
+        ("--machine", Path, "FILE", "hardware profile of tune --json, instead of --gpu"),
+        ("--intra-gb-s", float, "X", "link of a rank within its node, GB/s"),
+        ("--inter-gb-s", float, "X", "link of a rank to other nodes, GB/s"),
+        ("--alpha-us", float, "X", "latency of a message to another node, microseconds"),
+        ("--dense-parameters", int, "N", dense),
+        ("--json", Path, "FILE", "write the candidates as JSON"),
     ):
-        parser.add_argument(flag, type=kind, metavar=metavar, default=default, help=text)
+        parser.add_argument(flag, type=kind, metavar=metavar, help=text)
+    parser.add_argument("--gpu", default="a100", help=f"one of {known} [a100]")
+    parser.add_argument("--dtype", default="bf16", help=f"one of {dtypes} [bf16]")
+    parser.add_argument("--zero-stage", type=int, default=0, metavar="N", help=zero)
     parser.add_argument("--glu", action="store_true", help="experts have three matrices")
     text = "--moe-offload-optimizer: optimizer state is in host memory"
     parser.add_argument("--offload-optimizer", action="store_true", help=text)
@@ -73,31 +66,29 @@ def add_to(tools: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     """Rank the candidates and print them."""
-    for path, flag in ((arguments.json, "--json"), (arguments.plot, "--plot")):
-        if path:
-            refuse_output(path, flag=flag)
-    if arguments.plot and arguments.plot.suffix not in PLOTS:
-        raise ValueError(f"--plot is {arguments.plot}; end it in one of {', '.join(PLOTS)}.")
+    if arguments.json:
+        refuse_output(arguments.json, flag="--json")
     work = _work(arguments)
     machine = _machine(arguments)
-    candidates = _best_by_degree(best(work, machine, arguments.nodes, arguments.gpus_per_node))
-    shown = candidates[: arguments.top]
-    text = _page(shown, work, machine)
-    if arguments.plot:
-        title = f"{candidates[0].cluster.world} x {machine.name}, {work.tokens} tokens a rank (predicted)"
-        with needing("--plot", "report"), writing(arguments.plot, "--plot") as file:
-            _draw({_name(candidate): candidate for candidate in shown}, title, file)
+    best_of: dict[tuple[int, int], Candidate] = {}  # by P and r
+    for candidate in best(work, machine, arguments.nodes, arguments.gpus_per_node):
+        key = candidate.cluster.expert_parallel_size, candidate.strategy.adaptive_r
+        best_of.setdefault(key, candidate)
+    shown = list(best_of.values())[: arguments.top]
+    page = _page(shown, work, machine)
     if arguments.json:
+        listed = {
+            "work": asdict(work),
+            "machine": asdict(machine),
+            "plans": [asdict(candidate) for candidate in shown],
+        }
         with writing(arguments.json, "--json") as file:
-            file.write_text(_json(shown, work, machine), encoding="utf-8")
-    print(text)
-    for path in (arguments.json, arguments.plot):
-        if path:
-            print(f"wrote {path}")
+            file.write_text(json.dumps(listed, indent=2) + "\n", encoding="utf-8")
+        page += f"\nwrote {arguments.json}"
+    print(page)
 
 
 def _work(arguments: argparse.Namespace) -> Work:
-    """Return the model of the arguments."""
     refuse_numbers(arguments, NUMBERS)
     dense = arguments.dense_parameters
     if dense is None:
@@ -122,14 +113,6 @@ def _work(arguments: argparse.Namespace) -> Work:
 
 
 def _machine(arguments: argparse.Namespace) -> Machine:
-    """Return the hardware profile of the arguments."""
-    for key in ("intra_gb_s", "inter_gb_s"):
-        value = getattr(arguments, key)
-        if value is not None and not value > 0:
-            raise ValueError(f"{flag_of(key)} is {value:g}; give GB/s above 0.")
-    alpha = arguments.alpha_us
-    if alpha is not None and not alpha >= 0:
-        raise ValueError(f"--alpha-us is {alpha:g}; give microseconds from 0.")
     if arguments.machine:
         machine = Machine.from_json(arguments.machine)
     elif arguments.gpu in PRESETS:
@@ -140,22 +123,18 @@ def _machine(arguments: argparse.Namespace) -> Machine:
         raise ValueError(
             f"--gpu is {arguments.gpu}; give one of {', '.join(PRESETS)}, or a --machine FILE."
         )
-    intra, inter = machine.intra, machine.inter
-    if arguments.intra_gb_s is not None:
-        intra = Link(intra.alpha_s, arguments.intra_gb_s * 1e9)
-    if arguments.inter_gb_s is not None:
-        inter = Link(inter.alpha_s, arguments.inter_gb_s * 1e9)
+    for name, gb_s in (("intra", arguments.intra_gb_s), ("inter", arguments.inter_gb_s)):
+        if gb_s is not None:
+            if not gb_s > 0:
+                raise ValueError(f"--{name}-gb-s is {gb_s:g}; give GB/s above 0.")
+            link = replace(getattr(machine, name), bytes_per_s=gb_s * 1e9)
+            machine = replace(machine, **{name: link})
+    alpha = arguments.alpha_us
     if alpha is not None:
-        inter = Link(alpha * 1e-6, inter.bytes_per_s)
-    return replace(machine, intra=intra, inter=inter)
-
-
-def _best_by_degree(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """Return the first, so the best, candidate of every (P, r)."""
-    first: dict[tuple[int, int], Candidate] = {}
-    for candidate in candidates:
-        first.setdefault((candidate.cluster.expert_parallel_size, candidate.strategy.adaptive_r), candidate)
-    return list(first.values())
+        if not alpha >= 0:
+            raise ValueError(f"--alpha-us is {alpha:g}; give microseconds from 0.")
+        machine = replace(machine, inter=replace(machine.inter, alpha_s=alpha * 1e-6))
+    return machine
 
 
 def _page(candidates: Sequence[Candidate], work: Work, machine: Machine) -> str:
@@ -172,90 +151,36 @@ def _page(candidates: Sequence[Candidate], work: Work, machine: Machine) -> str:
         f"{work.experts} experts, {parameters / 1e9:.2f} billion parameters{stage}{host}; predicted, for "
         f"{work.tokens} tokens a rank"
     )
-    ranked = [_line(candidate, work) for candidate in candidates]
     detailed = candidates[:DETAILED]
-    names = [_name(candidate) for candidate in detailed]
-    parts = [
-        [part, *(f"{1e3 * candidate.parts[part]:.2f}" for candidate in detailed)]
-        for part in candidates[0].parts
-    ]
-    memory = [
-        [kind, *(f"{candidate.memory[kind] / 1e9:.2f}" for candidate in detailed)]
-        for kind in candidates[0].memory
-    ]
+    parts = [[part, *(f"{1e3 * c.parts[part]:.2f}" for c in detailed)] for part in candidates[0].parts]
+    memory = [[kind, *(f"{c.memory[kind] / 1e9:.2f}" for c in detailed)] for kind in candidates[0].memory]
     if work.offload:
-        in_host = (f"{candidate.host / 1e9:.2f}" for candidate in detailed)
-        memory.append(["optimizer state, in host memory", *in_host])
+        memory.append(["optimizer state, in host memory", *(f"{c.host / 1e9:.2f}" for c in detailed)])
 
     def table(rows: list, header: list[str]) -> str:
         aligned = ("left", *("right",) * (len(header) - 1))
         return tabulate(rows, header, tablefmt="github", colalign=aligned, disable_numparse=True)
 
-    ranking = table(ranked, [*"Prd", "all-to-all", "step, ms", "tokens/s", "memory, GB", "fits"])
-    by_part = table(parts, ["part of the step, ms", *names])
-    by_kind = table(memory, ["memory of a rank, GB", *names])
-    return "\n\n".join((head, ranking, by_part, by_kind))
-
-
-def _name(candidate: Candidate) -> str:
-    """Return a short name of a candidate."""
-    strategy, size = candidate.strategy, candidate.cluster.expert_parallel_size
-    if strategy.adaptive_r == 0 or size == 1:
-        return f"P={size} r={strategy.adaptive_r}"
-    return f"P={size} r={strategy.adaptive_r} d={strategy.overlap} {strategy.algorithm}"
-
-
-def _line(candidate: Candidate, work: Work) -> list[str]:
-    strategy, size = candidate.strategy, candidate.cluster.expert_parallel_size
-    sends_rows = strategy.adaptive_r > 0 and size > 1
-    return [
-        str(size),
-        str(strategy.adaptive_r),
-        str(strategy.overlap) if sends_rows else "-",
-        strategy.algorithm if sends_rows else "-",
-        f"{1e3 * candidate.seconds:.2f}",
-        f"{candidate.cluster.world * work.tokens / candidate.seconds:,.0f}",
-        f"{candidate.bytes / 1e9:.2f}",
-        "yes" if candidate.fits else "no",
-    ]
-
-
-def _json(candidates: Sequence[Candidate], work: Work, machine: Machine) -> str:
-    listed = [
-        {**asdict(candidate), "seconds": candidate.seconds, "bytes": candidate.bytes}
+    header = [*"Prd", "all-to-all", "step, ms", "tokens/s", "memory, GB", "fits"]
+    rows = [
+        [
+            *_choice(candidate),
+            f"{1e3 * candidate.seconds:.2f}",
+            f"{candidate.cluster.world * work.tokens / candidate.seconds:,.0f}",
+            f"{candidate.bytes / 1e9:.2f}",
+            "yes" if candidate.fits else "no",
+        ]
         for candidate in candidates
     ]
-    made = {"work": asdict(work), "machine": asdict(machine), "plans": listed}
-    return json.dumps(made, indent=2) + "\n"
+    names = ["P={} r={} d={} {}".format(*_choice(candidate)) for candidate in detailed]
+    by_part = table(parts, ["part of the step, ms", *names])
+    by_kind = table(memory, ["memory of a rank, GB", *names])
+    return "\n\n".join((head, table(rows, header), by_part, by_kind))
 
 
-def _draw(candidates: Mapping[str, Candidate], title: str, path: Path) -> None:
-    """Draw each candidate as a bar of its parts, the first on top."""
-    import matplotlib
-    from matplotlib.figure import Figure
-
-    style: Any = {"font.size": 9, "axes.spines.top": False, "axes.spines.right": False}
-    parts = list(next(iter(candidates.values())).parts)
-    colors = matplotlib.colormaps["tab10"].colors  # type: ignore[attr-defined]
-    with matplotlib.rc_context(style):
-        figure = Figure(figsize=(7, 1.6 + 0.32 * len(candidates)), layout="constrained")
-        axes = figure.add_subplot(xlabel="milliseconds of a step", title=title)
-        names = list(candidates)
-        left = [0.0] * len(names)
-        for part, color in zip(parts, colors, strict=False):
-            widths = [1e3 * candidates[name].parts[part] for name in names]
-            axes.barh(names, widths, left=left, color=color, label=part, height=0.7)
-            left = [sum(pair) for pair in zip(left, widths, strict=True)]
-        for index, name in enumerate(names):
-            note = "" if candidates[name].fits else ", does not fit"
-            axes.annotate(
-                f"{left[index]:.1f} ms, {candidates[name].bytes / 1e9:.1f} GB{note}",
-                (left[index], index),
-                xytext=(4, 0),
-                textcoords="offset points",
-                va="center",
-            )
-        axes.set_xlim(right=1.35 * max(left))
-        axes.invert_yaxis()
-        figure.legend(loc="outside lower center", ncols=4, frameon=False)
-        figure.savefig(path, dpi=110)
+def _choice(candidate: Candidate) -> tuple[str, str, str, str]:
+    """Return P, r, d and the all-to-all; the last two have no effect if no rows are sent."""
+    strategy, size = candidate.strategy, candidate.cluster.expert_parallel_size
+    sends_rows = strategy.adaptive_r > 0 and size > 1
+    d, algorithm = (str(strategy.overlap), strategy.algorithm) if sends_rows else ("-", "-")
+    return str(size), str(strategy.adaptive_r), d, algorithm

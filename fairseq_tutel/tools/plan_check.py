@@ -12,13 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from fairseq_tutel.files.small import printable
-from fairseq_tutel.planning.network import Network
-from fairseq_tutel.planning.network import find as network_of
-from fairseq_tutel.planning.traffic import routed
 from fairseq_tutel.plans.checker import Report, check
 from fairseq_tutel.plans.files import NAMED, find, write
 from fairseq_tutel.plans.format import Plan
 from fairseq_tutel.plans.generators import GENERATORS
+from fairseq_tutel.plans.network import Network, routed
+from fairseq_tutel.plans.network import find as network_of
 from fairseq_tutel.tools.arguments import refuse_output, writing
 
 # How many links with equal bytes are named.
@@ -65,16 +64,19 @@ def run(arguments: argparse.Namespace) -> None:
     except ValueError as error:
         raise ValueError(f"{arguments.plan}: {error}") from error
     names: Mapping[int, str] = {rank: f"rank {rank}" for rank in range(plan.ranks)}
-    slowness: float | dict[tuple[int, int], float] = 1e-9 / (arguments.gb_s or 10.0)
     unit = f"{arguments.gb_s or 10:g} GB/s a link"
     if network:
         report = _routed(report, plan, network)
         names, unit = dict(enumerate(network.vertices)), network.name
         if network.unit != "GB/s":
             unit += f", 1 GB/s for 1 of its {network.unit}"
-        slowness = {link[:2]: 1e-9 / link.bandwidth for link in network.links}
+
+    def seconds_per_byte(link: tuple[int, int]) -> float:
+        width = network.matrix[link[0]][link[1]] if network else arguments.gb_s or 10.0
+        return 1e-9 / width
+
     print(printable("\n".join(_lines(plan, report, names, arguments.bytes))))
-    seconds = report.predicted(arguments.bytes, arguments.alpha_us * 1e-6, slowness)
+    seconds = report.predicted(arguments.bytes, arguments.alpha_us * 1e-6, seconds_per_byte)
     conditions = f"{arguments.bytes} bytes, {arguments.alpha_us:g} us a hop, {unit}"
     print(f"predicted: {seconds * 1e6:.1f} us ({conditions})")
     if arguments.output:

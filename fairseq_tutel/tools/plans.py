@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from fairseq_tutel.plans.files import MOST, write
+from fairseq_tutel.plans.format import COLLECTIVES
 from fairseq_tutel.plans.generators import usual
-from fairseq_tutel.plans.placed import USED
 from fairseq_tutel.tools.arguments import writing
 
 
@@ -34,7 +34,7 @@ def run(arguments: argparse.Namespace) -> None:
         raise ValueError(f"--output is {folder}, which is no empty folder; give a new folder.")
     folder.mkdir(parents=True, exist_ok=True)
     for ranks in sorted(set(arguments.ranks)):
-        for plan in (plan for collective in USED for plan in usual(collective, ranks)):
+        for plan in (plan for collective in COLLECTIVES for plan in usual(collective, ranks)):
             path = folder / f"{plan.name.replace(' ', '_')}_{ranks}.json"
             with writing(path) as file:
                 write(plan, file)

@@ -11,14 +11,12 @@ import os
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from itertools import groupby, pairwise
+from itertools import pairwise
 from pathlib import Path
 
 from fairseq_tutel.files.small import open_ordinary, parse_json
 
-# Names of logs in a folder, and of TensorBoard's event files.
-LOG_NAMES = ("*.log", "*.json", "*.txt")
-EVENT_NAMES = "*tfevents*"
+LOG_NAMES = ("*.log", "*.json", "*.txt")  # in a folder
 
 # Tags of training records: since the previous record, and over an epoch. Other tags are data subsets.
 SINCE_LAST, EPOCH = "train_inner", "train"
@@ -28,26 +26,21 @@ LOAD, DROPPED = "moe_load_", "moe_dropped_"
 # Prefix of lists over MoE layers, before the name of the metric.
 LAYERS = "moe_layers_"
 
+UNKNOWN = -1  # the update of a record without one
+LONGEST_LINE = 2**24  # characters; longer lines, in files that are no logs, are read in parts
 _UPDATES = "num_updates"
-# The update of a record without one.
-UNKNOWN = -1
-# Characters of a line; longer ones, in files that are no logs, are read in parts.
-LONGEST_LINE = 2**24
 _PROCESS_STARTS = re.compile(r"training on (\d+) devices")
 
 
 @dataclass(frozen=True)
 class Record:
-    """The numbers and lists that were logged after an update.
-
-    `seconds`: training time until then, over all processes; nan if unknown.
-    """
+    """The numbers and lists that were logged after an update."""
 
     tag: str
     update: int
     values: dict[str, float]
     lists: dict[str, list[float]] = field(default_factory=dict)
-    seconds: float = math.nan
+    seconds: float = math.nan  # training time until then, over all processes; nan if unknown
 
 
 @dataclass
@@ -63,15 +56,12 @@ class Log:
 
 @dataclass(frozen=True)
 class Run:
-    """A training run: its records by tag, in order of updates, and evaluations by data subset.
+    """A training run."""
 
-    `ranks` are the numbers of ranks, `notes` are sentences for the reader.
-    """
-
-    records: dict[str, list[Record]]
-    ranks: list[int]
-    notes: list[str]
-    evaluations: dict[str, Record] = field(default_factory=dict)
+    records: dict[str, list[Record]]  # by tag, in order of updates
+    ranks: list[int]  # numbers of ranks, one after the other
+    notes: list[str]  # sentences for the reader
+    evaluations: dict[str, Record] = field(default_factory=dict)  # by data subset
 
     @property
     def training(self) -> list[Record]:
@@ -109,8 +99,8 @@ class Run:
     @property
     def balance_losses(self) -> set[str]:
         """The names of the balance losses, as in --moe-balance-loss."""
-        found = {re.fullmatch(r"moe_(.+)_loss", key) for r in self._all for key in r.values}
-        return {match[1] for match in found if match} - {"gate"}
+        keys = {key for record in self._all for key in record.values}
+        return {match[1] for key in keys if (match := re.fullmatch(r"moe_(.+)_loss", key))} - {"gate"}
 
     @property
     def _all(self) -> list[Record]:
@@ -146,21 +136,19 @@ def read_log(lines: Iterable[str]) -> Log:
             continue
         last = text
         try:
-            entry = read_entry(parse_json(text))
+            entry = _read_entry(parse_json(text))
         except ValueError:
+            entry = None
             if text.startswith('{"epoch"'):
                 log.damaged.append(number)
-            continue
-        if entry is None:
-            continue
-        if entry.update == UNKNOWN:
+        if entry is not None and entry.update == UNKNOWN:
             log.evaluations[entry.tag] = entry
-        else:
+        elif entry is not None:
             log.entries.append(entry)
     return log
 
 
-def read_entry(stats: object) -> Record | None:
+def _read_entry(stats: object) -> Record | None:
     """Return the record of a JSON value, or None if it is none."""
     if not isinstance(stats, dict):
         return None
@@ -189,8 +177,8 @@ def join(log: Log) -> Run:
     """Join the records of all processes to one run.
 
     A process that resumes repeats the updates since its checkpoint, so earlier records of these are left
-    out. fairseq's `wall` begins at 0 in every process; here it is added up. If it stays 0, time is computed
-    from the speed of updates.
+    out. fairseq's `wall` begins at 0 in every process; here it is added up. If it stays 0, as after a
+    resume within an epoch, time is computed from the speed of updates.
     """
     notes = []
     kept: list[Record] = []
@@ -205,7 +193,7 @@ def join(log: Log) -> Run:
             kept = lasting
         before, now = seconds, math.nan
         walls = [entry.values["wall"] for entry in entries if "wall" in entry.values]
-        stopped = walls and not any(walls)  # as after a resume within an epoch
+        stopped = walls and not any(walls)
         last = kept[-1].update if kept else 0
         for entry in entries:
             if stopped:
@@ -280,21 +268,17 @@ def _lines_of(path: Path) -> Iterator[str]:
 
 
 def find_log(path: Path) -> tuple[Log, list[Path]]:
-    """Return the log of a training run, and its files.
-
-    A folder is searched for fairseq's JSON lines, then for TensorBoard's event files. Outputs of
-    fairseq-validate in it are named by their files.
+    """Return the log of a training run, and its files; see docs/report.md for the files of a folder.
 
     Raises:
         ValueError: the path cannot be read, or has records of no run or of several.
     """
     if not path.exists():
         raise ValueError(f"{path} does not exist; give a log of fairseq-train, or its --save-dir.")
-    texts = _matches(path, *LOG_NAMES) if path.is_dir() else [path]
-    events = _matches(path, EVENT_NAMES) if path.is_dir() or "tfevents" in path.name else []
-    logs = {}
-    for text in (text for text in texts if text not in events):
-        logs[text] = read_log(_lines_of(text))
+    texts = [path]
+    if path.is_dir():
+        texts = sorted({p for pattern in LOG_NAMES for p in path.rglob(pattern) if p.is_file()})
+    logs = {text: read_log(_lines_of(text)) for text in texts}
     found = _without_copies({text: log for text, log in logs.items() if log.entries})
     if len(found) > 1:
         names = ", ".join(map(str, sorted(found)[:3])) + ", …" * (len(found) > 3)
@@ -302,20 +286,17 @@ def find_log(path: Path) -> tuple[Log, list[Path]]:
             f"{path} holds the logs of several runs ({names}); name one of them, or several to "
             "overlay them; if they are parts of one run, join them in one file first."
         )
-    if found:
-        ((text, log),) = found.items()
-        evaluated = [other for other, of in logs.items() if of.evaluations]
-        log.evaluations = _by_name({path: logs[path].evaluations for path in evaluated})
-        return log, [text, *(other for other in evaluated if other != text)]
-    log = _read_events(events, path)
-    if log.entries:
-        return log, events
-    searched = f"{len(logs)} file(s) named {', '.join(LOG_NAMES)}" if path.is_dir() else "it"
-    folder = path if path.is_dir() else path.parent
-    raise ValueError(
-        f"{path} has no training record: looked for fairseq's JSON lines in {searched}, and for "
-        f"TensorBoard's event files; train with --log-format json --log-file {folder}/train.log."
-    )
+    if not found:
+        searched = f"{len(logs)} file(s) named {', '.join(LOG_NAMES)}" if path.is_dir() else "it"
+        folder = path if path.is_dir() else path.parent
+        raise ValueError(
+            f"{path} has no training record: looked for fairseq's JSON lines in {searched}; train with "
+            f"--log-format json --log-file {folder}/train.log."
+        )
+    ((text, log),) = found.items()
+    evaluated = {other: of.evaluations for other, of in logs.items() if of.evaluations}
+    log.evaluations = _by_name(evaluated)
+    return log, [text, *(other for other in evaluated if other != text)]
 
 
 def _by_name(evaluations: dict[Path, dict[str, Record]]) -> dict[str, Record]:
@@ -330,19 +311,13 @@ def _by_name(evaluations: dict[Path, dict[str, Record]]) -> dict[str, Record]:
 
 def default_names(paths: list[Path]) -> list[str]:
     """Return names of runs: their paths without common first and last parts."""
-    parts = [
-        list((path.with_suffix("") if path.is_file() else path).parts)
-        for path in (Path(os.path.abspath(path)) for path in paths)
-    ]
+    absolute = [Path(os.path.abspath(path)) for path in paths]
+    parts = [list((path.with_suffix("") if path.is_file() else path).parts) for path in absolute]
     for end in (0, -1):
         while all(len(p) > 1 for p in parts) and len({p[end] for p in parts}) == 1:
             for p in parts:
                 p.pop(end)
     return ["/".join(p) for p in parts]
-
-
-def _matches(folder: Path, *patterns: str) -> list[Path]:
-    return sorted({p for pattern in patterns for p in folder.rglob(pattern) if p.is_file()})
 
 
 def _without_copies(logs: dict[Path, Log]) -> dict[Path, Log]:
@@ -353,36 +328,3 @@ def _without_copies(logs: dict[Path, Log]) -> dict[Path, Log]:
         if not any(records <= more for more in kept.values()):
             kept[path] = records
     return {path: logs[path] for path in kept}
-
-
-def _read_events(files: list[Path], given: Path) -> Log:
-    """Return the records of event files, which are in a folder for each tag; `given` is for messages.
-
-    They have scalars only. Lists, such as the loads of experts, are only in fairseq's JSON log.
-    """
-    if not files:
-        return Log()
-    folders = {file.parent.name: file.parent for file in files}
-    for file in files:
-        if folders[file.parent.name] != file.parent:
-            raise ValueError(
-                f"{given} holds the TensorBoard files of several runs ({file.parent}, "
-                f"{folders[file.parent.name]}); name the folder of one of them."
-            )
-    try:
-        from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-    except ImportError:
-        raise ValueError(
-            f"{given} holds TensorBoard event files, which need TensorBoard to be read; "
-            "pip install tensorboard."
-        ) from None
-    events = []
-    for file in files:
-        reader = EventAccumulator(str(file), size_guidance={"scalars": 0})  # 0: all of them
-        reader.Reload()
-        for key in reader.Tags()["scalars"]:
-            for event in reader.Scalars(key):
-                events.append((event.wall_time, file.parent.name, event.step, key, event.value))
-    # Keys of the same tag and update form one record. Records are sorted by time.
-    records = groupby(sorted(events), key=lambda event: event[1:3])
-    return Log([Record(tag, step, {e[3]: e[4] for e in of}) for (tag, step), of in records])

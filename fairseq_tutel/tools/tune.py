@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fairseq_tutel.comm.all_to_all import AllToAll, HierarchicalAllToAll, LinearAllToAll
+from fairseq_tutel.comm.all_to_all import Hop, HopAllToAll, hierarchical_all_to_all
 from fairseq_tutel.comm.collectives import all_reduce, barrier
 from fairseq_tutel.comm.counts import exchange_counts_in_two_hops
 from fairseq_tutel.kernels.groups import Groups
@@ -59,7 +59,6 @@ def add_to(tools: Any) -> None:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--measure", action="store_true", help=argparse.SUPPRESS)  # always done
     add_numbers(parser, NUMBERS)
     parser.add_argument(
         "--dtype", help="dtype of the experts: fp32, fp16 or bf16 [bf16 on a GPU, else fp32]"
@@ -70,43 +69,39 @@ def add_to(tools: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     """Measure and print."""
-    machine, rows = _measured(arguments)
-    if machine is None:  # another rank prints
-        return
+    if arguments.json:
+        refuse_output(arguments.json, flag="--json")
+    refuse_numbers(arguments, NUMBERS)
+    with needing("tune"):
+        import tabulate  # noqa: F401 - before the work
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    rows: list[Row] = []
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        machine = _machine(arguments, device, Topology())
+    else:
+        if device.type == "cuda":
+            device = torch.device("cuda", own_gpu())
+            torch.cuda.set_device(device)
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+        try:
+            topology = make_topology([arguments.experts], ranks_per_node=ranks_per_node())
+            if topology.expert_group is None:
+                raise ValueError(
+                    f"--experts is {arguments.experts}, which has no divisor in common with the "
+                    f"{topology.world_size} ranks, so no row would be sent; give a multiple of the ranks."
+                )
+            machine = _machine(arguments, device, topology)
+            rows = list(_exchanges(arguments, device, topology))
+        finally:
+            dist.destroy_process_group()
+        if topology.rank > 0:
+            return
+        machine = fit_machine(rows, machine)
     print(_page(machine, rows))
     if arguments.json:
         with writing(arguments.json, "--json") as file:
             machine.to_json(file)
         print(f"\nwrote {arguments.json}")
-
-
-def _measured(arguments: argparse.Namespace) -> tuple[Machine | None, list[Row]]:
-    """Return the profile, on rank 0 only, and the all-to-alls to which its links were fitted."""
-    if arguments.json:
-        refuse_output(arguments.json, flag="--json")
-    refuse_numbers(arguments, NUMBERS)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    dtype = _DTYPES[arguments.dtype or ("bf16" if device.type == "cuda" else "fp32")]
-    with needing("tune"):
-        import tabulate  # noqa: F401
-    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
-        return _machine(arguments, device, dtype, Topology()), []
-    if device.type == "cuda":
-        device = torch.device("cuda", own_gpu())
-        torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
-    try:
-        topology = make_topology([arguments.experts], ranks_per_node=ranks_per_node())
-        if topology.expert_group is None:
-            raise ValueError(
-                f"--experts is {arguments.experts}, which has no divisor in common with the "
-                f"{topology.world_size} ranks, so no row would be sent; give a multiple of the ranks."
-            )
-        machine = _machine(arguments, device, dtype, topology)
-        rows = list(_exchanges(arguments, device, topology))
-        return (fit_machine(rows, machine) if topology.rank == 0 else None), rows
-    finally:
-        dist.destroy_process_group()
 
 
 def _page(machine: Machine, rows: list[Row]) -> str:
@@ -125,19 +120,12 @@ def _page(machine: Machine, rows: list[Row]) -> str:
         facts.append([f"link {name}, GB/s", f"{link.bytes_per_s / 1e9:.3f}"])
     tables = [tabulate(facts, [machine.name, ""], tablefmt="github", disable_numparse=True)]
     if not rows:
-        note = "One rank measures no links: those above are typical ones."
-        return "\n\n".join((*tables, note))
+        return f"{tables[0]}\n\nOne rank measures no links: those above are typical ones."
     if all(row["nodes"] == 1 for row in rows):
         tables.append("One node measures no link between nodes: the one above is typical.")
     shown = [
-        [
-            row["nodes"],
-            row["local"],
-            row["algorithm"],
-            f"{row['bytes_per_rank'] / 1024:g}",
-            f"{1e3 * row['seconds']:.3f}",
-            f"{1e3 * predicted(row, machine):.3f}",
-        ]
+        [row["nodes"], row["local"], row["algorithm"], f"{row['bytes_per_rank'] / 1024:g}"]
+        + [f"{1e3 * seconds:.3f}" for seconds in (row["seconds"], predicted(row, machine))]
         for row in rows
     ]
     header = ["nodes", "ranks of each", "all-to-all", "KiB of a rank", "measured, ms", "model, ms"]
@@ -150,37 +138,33 @@ def _page(machine: Machine, rows: list[Row]) -> str:
     return "\n\n".join(tables)
 
 
-def _machine(
-    arguments: argparse.Namespace, device: torch.device, dtype: torch.dtype, topology: Topology
-) -> Machine:
+def _machine(arguments: argparse.Namespace, device: torch.device, topology: Topology) -> Machine:
     """Measure memory, experts and gate. The links are typical ones, until they are fitted."""
     if device.type == "cuda":
-        name = torch.cuda.get_device_name(device)
-        start = typical(name)
+        name = gpu = torch.cuda.get_device_name(device)
         memory = float(torch.cuda.get_device_properties(device).total_memory)
     else:
-        name, start = platform.machine(), typical(None)
+        name, gpu = platform.machine(), None
         pages = os.sysconf("SC_PHYS_PAGES")
         memory = os.sysconf("SC_PAGE_SIZE") * pages / (ranks_per_node() or 1)
+    dtype = _DTYPES[arguments.dtype or ("bf16" if device.type == "cuda" else "fp32")]
     rows, weights = arguments.tokens * arguments.top_k, arguments.model_dim * arguments.hidden_dim
-    copy_s = _time(_copy(device), arguments, device)
+    source = torch.ones(_COPIED_BYTES // 4096, 1024, device=device)
+    order = torch.randperm(len(source), device=device)
+    copy_s = _time(lambda: source.index_select(0, order), arguments, device)
     experts_s = _time(_experts(arguments, device, dtype, topology), arguments, device)
-    gate_s = _time(_gate(arguments, device), arguments, device)
+    # An fp32 product as wide as an expert: the gate's own would measure launches.
+    x = torch.randn(arguments.tokens, arguments.model_dim, device=device)
+    weight = torch.randn(arguments.model_dim, arguments.hidden_dim, device=device)
+    gate_s = _time(lambda: x @ weight, arguments, device)
     return replace(
-        start,
+        typical(gpu),
         name=name,
         memory_bytes_per_s=2 * _COPIED_BYTES / copy_s,
         flops_per_s=6 * rows * weights / experts_s,
         gate_flops_per_s=2 * arguments.tokens * weights / gate_s,
         memory_bytes=memory,
     )
-
-
-def _copy(device: torch.device) -> Callable[[], object]:
-    """Return a function that copies rows into another order, as dispatch and regroup do."""
-    rows = torch.ones(_COPIED_BYTES // 4096, 1024, device=device)
-    order = torch.randperm(len(rows), device=device)
-    return lambda: rows.index_select(0, order)
 
 
 def _experts(
@@ -202,57 +186,38 @@ def _experts(
     return step
 
 
-def _gate(arguments: argparse.Namespace, device: torch.device) -> Callable[[], object]:
-    """Return an fp32 matrix product, as wide as an expert: a narrow one would measure launches."""
-    x = torch.randn(arguments.tokens, arguments.model_dim, device=device)
-    weight = torch.randn(arguments.model_dim, arguments.hidden_dim, device=device)
-    return lambda: x @ weight
-
-
 def _exchanges(arguments: argparse.Namespace, device: torch.device, topology: Topology) -> Iterator[Row]:
     """Time all-to-alls of all sizes: of the EP group and, on a grid, of nodes, of rails and by 2DH."""
-    grid, group, size = topology.grid, topology.expert_group, topology.expert_parallel_size
+    grid, group, ranks_of_group = topology.grid, topology.expert_group, topology.expert_parallel_size
     # A group over several nodes that is no grid has one rank in each.
-    local = ranks_per_node() or topology.world_size
-    shape = (grid.nodes, grid.local) if grid else (size, 1) if local == 1 else (1, size)
-    linear: list[tuple[int, int, int, Any]] = [(*shape, shape[1], group)]
+    one_each = (ranks_per_node() or topology.world_size) == 1
+    shape = (grid.nodes, grid.local) if grid else (ranks_of_group, 1) if one_each else (1, ranks_of_group)
+    # Nodes, ranks of each, algorithm, ranks of a node that send at once, group.
+    cases: list[tuple[int, int, str, int, Any]] = [(*shape, "linear", shape[1], group)]
     if grid:
-        linear += [
-            (1, grid.local, grid.local, grid.node_group),
-            # All rails of a node use its links at once.
-            (grid.nodes, 1, grid.local, grid.rail_group),
-        ]
-    for nodes, within, on_link, ranks in linear:
-        for rows_RD in _buffers(arguments, device, nodes * within):
-            even = (len(rows_RD) // (nodes * within),) * (nodes * within)
-            exchange: AllToAll = LinearAllToAll(group=ranks, send=even, receive=even)
-            seconds = _time(partial(exchange.dispatch, rows_RD), arguments, device)
-            yield {**_row(nodes, within, "linear", rows_RD, seconds), "on_link": on_link}
-    for rows_RD in _buffers(arguments, device, size) if grid else ():
-        assert grid is not None
-        each = torch.full((size, 1), len(rows_RD) // size, device=device)
-        counts = exchange_counts_in_two_hops(each, grid)
-        exchange = HierarchicalAllToAll.of(counts, counts.to_host(), grid)
-        seconds = _time(partial(exchange.dispatch, rows_RD), arguments, device)
-        yield _row(*shape, "2dh", rows_RD, seconds)
-
-
-def _buffers(arguments: argparse.Namespace, device: torch.device, ranks: int) -> Iterator[torch.Tensor]:
-    """Yield rows to exchange, from one for each rank, four times as many each time."""
-    count = ranks
-    while 4 * _ROW_FLOATS * count <= arguments.max_mib * 2**20:
-        yield torch.zeros(count, _ROW_FLOATS, device=device)
-        count *= 4
-
-
-def _row(nodes: int, local: int, algorithm: str, rows_RD: torch.Tensor, seconds: float) -> Row:
-    return {
-        "nodes": nodes,
-        "local": local,
-        "algorithm": algorithm,
-        "bytes_per_rank": rows_RD.nbytes,
-        "seconds": seconds,
-    }
+        cases.append((1, grid.local, "linear", grid.local, grid.node_group))
+        cases.append((grid.nodes, 1, "linear", grid.local, grid.rail_group))
+        cases.append((*shape, "2dh", grid.local, group))
+    for nodes, local, algorithm, on_link, ranks in cases:
+        count = size = nodes * local  # rows: one for each rank, then four times as many each time
+        while 4 * _ROW_FLOATS * count <= arguments.max_mib * 2**20:
+            rows_RD = torch.zeros(count, _ROW_FLOATS, device=device)
+            if algorithm == "2dh" and grid:
+                each = torch.full((size, 1), count // size, device=device)
+                counts = exchange_counts_in_two_hops(each, grid)
+                exchange = hierarchical_all_to_all(counts, counts.to_host(), grid)
+            else:
+                even = (count // size,) * size
+                exchange = HopAllToAll(hops=(Hop(ranks, even, even),))
+            yield {
+                "nodes": nodes,
+                "local": local,
+                "algorithm": algorithm,
+                "bytes_per_rank": rows_RD.nbytes,
+                "seconds": _time(partial(exchange.dispatch, rows_RD), arguments, device),
+                "on_link": on_link,
+            }
+            count *= 4
 
 
 def _time(step: Callable[[], object], arguments: argparse.Namespace, device: torch.device) -> float:

@@ -6,8 +6,7 @@ T tokens, E experts, K top_k, s ranks that hold one expert.
 import dataclasses
 import functools
 import logging
-import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -16,7 +15,6 @@ from torch import Tensor, nn
 
 from fairseq_tutel.comm.collectives import all_reduce
 from fairseq_tutel.moe.config import OVERLAP, TEMPERATURE, MoEConfig
-from fairseq_tutel.moe.contradictions import require
 from fairseq_tutel.moe.slots import Capacity
 from fairseq_tutel.options.option import (
     AT_LEAST_0,
@@ -25,14 +23,21 @@ from fairseq_tutel.options.option import (
     NOT_NEGATIVE,
     Rule,
     is_whole,
+    require,
 )
 from fairseq_tutel.planning.strategy import Strategy, degree_of
 from fairseq_tutel.ranks import world
-from fairseq_tutel.ranks.groups import Topology
 
 logger = logging.getLogger(__name__)
 
 TRUE_OR_FALSE: Rule = (lambda v: v in (True, False), "give True or False")
+
+CALL_RULES: dict[str, Rule] = {
+    "top_k": AT_LEAST_1,
+    "capacity_factor": CAPACITY,
+    "megablocks_size": AT_LEAST_0,
+    "inequivalent_tokens": TRUE_OR_FALSE,
+}
 
 # Tutel's key of a gate -> (field of MoEConfig, Tutel's default, rule).
 COMMON: dict[str, tuple[str, Any, Rule]] = {
@@ -61,6 +66,13 @@ def check(name: str, value: Any, rule: Rule) -> None:
     require(holds, f"{name} is {value!r}; {rule[1]}.")
 
 
+def check_given(values: Mapping[str, Any], rules: Mapping[str, Rule]) -> None:
+    """Check the values, by name, that are not None."""
+    for name, value in values.items():
+        if value is not None:
+            check(name, value, rules[name])
+
+
 def check_switch(name: str, value: Any) -> bool:
     """Return a boolean; 0 and 1 are allowed, as in Tutel."""
     check(name, value, TRUE_OR_FALSE)
@@ -79,17 +91,6 @@ def log_no_effect(name: str, value: Any) -> None:
     logger.warning("%s is %r, which has no effect; results are the same without it.", name, value)
 
 
-def log_replicas(ranks: int) -> None:
-    """Warn if several ranks hold the same experts, whose gradients must be reduced."""
-    if ranks > 1:
-        logger.warning(
-            "%d ranks hold a replica of each expert; reduce its gradients over them, by "
-            "fairseq_tutel.comm.gradients.reduce_expert_gradients as in docs/tutel.md: otherwise the "
-            "replicas diverge.",
-            ranks,
-        )
-
-
 def check_seeds(seeds: Any) -> tuple[int | None, int | None, int | None]:
     """Return (gate, experts, afterwards), with None for omitted ones."""
     given = (None, None, None) if seeds is None else seeds
@@ -102,20 +103,10 @@ def check_seeds(seeds: Any) -> tuple[int | None, int | None, int | None]:
     return gate, experts, after
 
 
-def count_ranks(group: dist.ProcessGroup | None = None) -> int:
-    """Return the ranks of a group, None for all; 1 without torch.distributed."""
-    return world.size() if group is None else dist.get_world_size(group)
-
-
 def count_experts(per_device: Any, group: dist.ProcessGroup | None = None) -> int:
-    """Return E from `num_experts_per_device`.
+    """Return E from `num_experts_per_device` and the ranks of a group, None for all.
 
-    Args:
-        per_device: n > 0 experts on each rank; -n or 1/n for one expert on every n ranks; -1 is 1.
-        group: the ranks to count; None for all.
-
-    Raises:
-        ValueError: another number, or n does not divide the ranks.
+    n > 0 is n experts on each rank; -n or 1/n is one expert on every n ranks; -1 is 1.
     """
     per_rank = per_device
     if isinstance(per_device, float) and 0 < per_device < 1:
@@ -131,7 +122,7 @@ def count_experts(per_device: Any, group: dist.ProcessGroup | None = None) -> in
         group is None or isinstance(group, dist.ProcessGroup),
         f"group is {group!r}; give a process group that this rank is in, or None for all ranks.",
     )
-    ranks = count_ranks(group)
+    ranks = world.size(group)
     if per_rank > 0 or per_rank == -1:
         return abs(per_rank) * ranks
     require(
@@ -158,22 +149,34 @@ def split_shape(x: Tensor, reserve_dims: int, model_dim: int) -> tuple[torch.Siz
     return outer, features
 
 
-def check_overlap(degree: Any) -> int:
-    """Return `a2a_ffn_overlap_degree`: the number of chunks of an overlapped exchange."""
-    check("a2a_ffn_overlap_degree", degree, OVERLAP)
-    return degree
+def changed(
+    strategy: Strategy,
+    shared_by: int,
+    slices: int,
+    overlap: Any = None,
+    adaptive_r: Any = None,
+    parallel_type: Any = None,
+) -> Strategy:
+    """Return a strategy with another overlap and r, None for no change.
 
-
-def check_degree(name: str, value: Any, degree: int, shared_by: int, slices: int) -> int:
-    """Return r.
-
-    Args:
-        name: of the argument, for the message.
-        value: of the argument, for the message.
-        degree: the requested r, clamped to 0 .. s as in Tutel.
-        shared_by: s.
-        slices: of an expert; 1 if each of its ranks has the whole expert.
+    r is clamped to 0 .. s as in Tutel, for the s = `shared_by` ranks of an expert. `slices` is 1 if each of
+    them has the whole expert.
     """
+    if overlap is not None:
+        check("a2a_ffn_overlap_degree", overlap, OVERLAP)
+        strategy = dataclasses.replace(strategy, overlap=overlap)
+    name, value, degree = "adaptive_r", adaptive_r, adaptive_r
+    if parallel_type is not None:
+        name, value = "parallel_type", parallel_type
+        degree = degree_of(parallel_type, shared_by) if isinstance(parallel_type, str) else None
+        require(
+            degree is not None,
+            f"parallel_type is {parallel_type!r}; choose one of adaptive:r (r a whole number), data, "
+            "model, auto.",
+        )
+    if degree is None:
+        return strategy
+    require(is_whole(degree), f"{name} is {value!r}; give a whole number, or None.")
     degree = min(max(degree, 0), shared_by)
     require(
         degree == 0 or shared_by % degree == 0,
@@ -181,50 +184,11 @@ def check_degree(name: str, value: Any, degree: int, shared_by: int, slices: int
     )
     if degree > slices:
         log_no_effect(name, value)
-    return min(degree, slices)
-
-
-def check_strategy(
-    overlap: Any, parallel_type: Any, use_2dh: Any, shared_by: int, topology: Topology, slices: int
-) -> Strategy:
-    """Return the strategy of Tutel's `a2a_ffn_overlap_degree`, `parallel_type` and `use_2dh`.
-
-    See `check_degree` for `shared_by` and `slices`.
-    """
-    if check_switch("use_2dh", use_2dh) and topology.grid is None:
-        log_no_effect("use_2dh", True)
-    degree = degree_of(parallel_type, shared_by) if isinstance(parallel_type, str) else None
-    if degree is None:
-        raise ValueError(
-            f"parallel_type is {parallel_type!r}; choose one of adaptive:r (r a whole number), data, "
-            "model, auto."
-        )
-    return Strategy(
-        adaptive_r=check_degree("parallel_type", parallel_type, degree, shared_by, slices),
-        overlap=check_overlap(overlap),
-        algorithm="2dh" if use_2dh else "linear",
-    )
-
-
-def changed(strategy: Strategy, overlap: Any, adaptive_r: Any, shared_by: int, slices: int) -> Strategy:
-    """Return a strategy with the changes of one call, None for no change; see `check_degree`."""
-    if overlap is not None:
-        strategy = dataclasses.replace(strategy, overlap=check_overlap(overlap))
-    if adaptive_r is not None:
-        require(is_whole(adaptive_r), f"adaptive_r is {adaptive_r!r}; give a whole number, or None.")
-        degree = check_degree("adaptive_r", adaptive_r, adaptive_r, shared_by, slices)
-        strategy = dataclasses.replace(strategy, adaptive_r=degree)
-    return strategy
+    return dataclasses.replace(strategy, adaptive_r=min(degree, slices))
 
 
 def gate_dicts(gate_type: Any) -> list[Mapping[str, Any]]:
-    """Return one dict per gate from a dict, a list of them, or the deprecated 'Top2Gate'."""
-    if isinstance(gate_type, str):
-        found = re.fullmatch(r"Top([0-9]+)Gate", gate_type)
-        if found is not None:
-            gate = {"type": "top", "k": int(found[1])}
-            logger.warning("gate_type %r is deprecated; give %r.", gate_type, gate)
-            return [gate]
+    """Return one dict per gate from a dict, or a list of them."""
     gates = list(gate_type) if isinstance(gate_type, list | tuple) else [gate_type]
     for gate in gates:
         require(
@@ -237,15 +201,9 @@ def gate_dicts(gate_type: Any) -> list[Mapping[str, Any]]:
 
 
 def gate_fields(gate: Mapping[str, Any], num_experts: int, module: nn.Module | None) -> dict[str, Any]:
-    """Return the fields of MoEConfig that a gate sets.
+    """Return the fields of MoEConfig that a gate's dict sets; k is at most E, as in Tutel.
 
-    Args:
-        gate: its dict.
-        num_experts: E, the upper limit of k, as in Tutel.
-        module: of a custom gate: its `top_k`, `capacity_factor` and `gate_noise` override the dict's.
-
-    Raises:
-        ValueError: an unknown key or an invalid value.
+    `top_k`, `capacity_factor` and `gate_noise` of a custom gate's module override the dict's.
     """
     kind, known = GATES.get(gate["type"], ("linear", COMMON))
     values = {key: gate.get(key, default) for key, (_, default, _) in known.items()}
@@ -273,11 +231,7 @@ def show_fields(gate: nn.Module, config: MoEConfig) -> None:
 
 
 def set_fields(gate: nn.Module, index: int, config: MoEConfig) -> dict[str, Any]:
-    """Return the current fields of MoEConfig that are attributes of a gate.
-
-    Raises:
-        ValueError: an invalid value.
-    """
+    """Return the current fields of MoEConfig that are attributes of a gate."""
     fields = {}
     for name, _, rule in COMMON.values():
         fields[name] = getattr(gate, name)
@@ -288,11 +242,7 @@ def set_fields(gate: nn.Module, index: int, config: MoEConfig) -> dict[str, Any]
 
 
 def custom_gate(gate: Mapping[str, Any], model_dim: int, num_experts: int) -> nn.Module | None:
-    """Build module=cls(model_dim, num_global_experts, **rest) of a custom gate; None for another.
-
-    Raises:
-        ValueError: there is no class, or it does not build a torch module.
-    """
+    """Build module=cls(model_dim, num_global_experts, **rest) of a custom gate; None for another."""
     if gate["type"] != "custom":
         return None
     require(
@@ -308,22 +258,17 @@ def custom_gate(gate: Mapping[str, Any], model_dim: int, num_experts: int) -> nn
     return module
 
 
-def check_noise(fields: Sequence[Mapping[str, Any]]) -> None:
-    """Raise ValueError if the load loss has no gate noise; `fields` are those of every gate."""
-    for i, gate in enumerate(fields):
-        require(
-            gate["balance_loss"] == "gshard" or gate["gate_noise"] > 0,
-            f"is_gshard_loss is False, but gate {i} has no gate_noise, which the load loss needs; set it, "
-            "for example to 1.0.",
-        )
+def check_noise(index: int, fields: Mapping[str, Any]) -> None:
+    """Raise ValueError if the load loss has no gate noise; `fields` are those of a gate's MoEConfig."""
+    require(
+        fields["balance_loss"] == "gshard" or fields["gate_noise"] > 0,
+        f"is_gshard_loss is False, but gate {index} has no gate_noise, which the load loss needs; set it, "
+        "for example to 1.0.",
+    )
 
 
 def tutel_capacity(factor: float, top_k: int, num_experts: int, num_tokens: int, multiple: int) -> Capacity:
-    """Return K * int(|factor| * ceil(T / E)) slots, rounded up to a multiple; no limit if factor is 0.
-
-    Raises:
-        ValueError: there is no slot; Tutel fails, too.
-    """
+    """Return K * int(|factor| * ceil(T / E)) slots, rounded up to a multiple; no limit if factor is 0."""
     if factor == 0:
         return Capacity()
     slots = top_k * int(abs(factor) * -(-num_tokens // num_experts))
@@ -333,8 +278,8 @@ def tutel_capacity(factor: float, top_k: int, num_experts: int, num_tokens: int,
         f"on {num_experts} experts; give a larger one, or omit tutel_capacity.",
     )
     if multiple > LARGE:
-        multiple = _up(multiple, COARSE)
-    return Capacity(fixed=_up(slots, multiple))
+        multiple = -(-multiple // COARSE) * COARSE
+    return Capacity(fixed=-(-slots // multiple) * multiple)
 
 
 def most_tokens(num_tokens: int, device: torch.device, group: dist.ProcessGroup | None) -> int:
@@ -342,7 +287,3 @@ def most_tokens(num_tokens: int, device: torch.device, group: dist.ProcessGroup 
     most = torch.tensor(num_tokens, device=device)
     all_reduce(most, "the agreement on the number of tokens", group, dist.ReduceOp.MAX)
     return int(most)
-
-
-def _up(number: int, multiple: int) -> int:
-    return -(-number // multiple) * multiple

@@ -4,7 +4,6 @@ R rows, D model_dim, H hidden_dim, O output dimension, e local experts.
 """
 
 import functools
-import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,10 +19,9 @@ from torch.nn.utils.rnn import pad_sequence
 from fairseq_tutel.kernels.groups import Groups
 from fairseq_tutel.moe.build import hashed_seed
 from fairseq_tutel.moe.config import MoEConfig
-from fairseq_tutel.moe.contradictions import require
 from fairseq_tutel.moe.expert_stack import ExpertStack, Tensors
 from fairseq_tutel.moe.experts import Experts, build_experts
-from fairseq_tutel.options.option import AT_LEAST_1, Rule
+from fairseq_tutel.options.option import AT_LEAST_1, Rule, require
 from fairseq_tutel.ranks.groups import Part
 from fairseq_tutel.tutel.arguments import TRUE_OR_FALSE, check, check_keys
 
@@ -31,10 +29,7 @@ COUNTS = ("num_experts_per_device", "count_per_node")  # the second is the older
 FUNCTION: Rule = (lambda v: v is None or callable(v), "give a function of a tensor, or None")
 RULES: dict[str, Rule] = {
     "hidden_size_per_expert": AT_LEAST_1,
-    "output_dim": (
-        lambda v: v is None or AT_LEAST_1[0](v),
-        "give a whole number, at least 1, or None",
-    ),
+    "output_dim": (lambda v: v is None or AT_LEAST_1[0](v), "give a whole number, at least 1, or None"),
     "activation_fn": FUNCTION,
     "activation_fn_with_self": FUNCTION,
     "has_fc1_bias": TRUE_OR_FALSE,
@@ -46,10 +41,7 @@ NOT_PASSED = ("type", "module", *COUNTS)
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertContext:
-    """The second argument of a custom module, with Tutel's names.
-
-    A custom module is never sliced: `sharded_count` is 1, and every rank has whole experts.
-    """
+    """The second argument of a custom module, with Tutel's names. Custom experts are always whole."""
 
     model_dim: int
     num_global_experts: int
@@ -62,10 +54,7 @@ class ExpertContext:
 
 
 class FFNExperts(Experts):
-    """Experts with a custom activation, single biases, or another output dimension.
-
-    Parameters: as `Experts`, with fc2_weight [e, O, H] and fc2_bias [e, O]. `options` is the experts' dict.
-    """
+    """Experts with a custom activation, single biases, or another output dimension, from their dict."""
 
     def __init__(self, config: MoEConfig, part: Part, options: Mapping[str, Any]) -> None:
         super().__init__(config, part)
@@ -101,24 +90,11 @@ class ModuleExperts(ExpertStack):
     """One custom module for all local experts: it maps x [e, rows, D] and a context to [e, rows, O].
 
     Rows are padded with zeros to the largest number of an expert, at least 1. Parameters keep their own
-    names, with __ for a dot, and are exchanged, saved and resumed as those of built-in experts.
-
-    Args:
-        config: of the layer.
-        part: the experts of this rank.
-        build: returns the module with drawn weights.
-        context: the module's second argument.
-
-    Raises:
-        ValueError: a parameter whose dimension 0 is not the local experts.
+    names, with __ for a dot. `build` returns the module with drawn weights.
     """
 
     def __init__(
-        self,
-        config: MoEConfig,
-        part: Part,
-        build: Callable[[], nn.Module],
-        context: ExpertContext,
+        self, config: MoEConfig, part: Part, build: Callable[[], nn.Module], context: ExpertContext
     ) -> None:
         super().__init__(config, part)
         self.build, self.context = build, context
@@ -198,11 +174,7 @@ def drawn_from(seed: int) -> Iterator[None]:
 
 
 def check_experts(experts: Any, model_dim: int) -> tuple[Any, dict[str, Any]]:
-    """Return (num_experts_per_device, the fields of MoEConfig that experts set).
-
-    Raises:
-        ValueError: an unknown type or key, or an invalid value.
-    """
+    """Return (num_experts_per_device, the fields of MoEConfig that experts set)."""
     require(
         isinstance(experts, Mapping) and experts.get("type") in (*BUILT_IN, "custom"),
         f"experts is {experts!r}; give a dict with a type of {', '.join(BUILT_IN)} or custom, such as "
@@ -252,16 +224,6 @@ def can_slice(experts: Mapping[str, Any], model_dim: int, slices: int) -> bool:
     return not any(width % slices for width in widths)
 
 
-def _count_name(module: Callable[..., Any]) -> str:
-    """Return a custom class's name of the number of local experts; older classes have another one."""
-    try:
-        names = inspect.signature(module).parameters
-    except ValueError:  # of a class written in C
-        return COUNTS[0]
-    older = "local_experts"
-    return older if older in names and COUNTS[0] not in names else COUNTS[0]
-
-
 def build_from_dict(
     experts: Mapping[str, Any], config: MoEConfig, part: Part, context: ExpertContext
 ) -> ExpertStack:
@@ -271,7 +233,7 @@ def build_from_dict(
             experts["module"],
             model_dim=config.model_dim,
             sharded_count=context.sharded_count,
-            **{_count_name(experts["module"]): part.num_local},
+            num_experts_per_device=part.num_local,
             **{key: value for key, value in experts.items() if key not in NOT_PASSED},
         )
         return ModuleExperts(config, part, build, context)

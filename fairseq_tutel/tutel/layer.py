@@ -1,9 +1,7 @@
-"""Tutel's constructor on this package's layer: `moe_layer(gate_type={...}, model_dim=..., experts={...})`.
-
-docs/tutel.md lists every argument and the differences to Tutel.
-"""
+"""Tutel's constructor on this package's layer; docs/tutel.md lists all arguments and differences."""
 
 import dataclasses
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -14,12 +12,11 @@ from torch import Tensor, nn
 from fairseq_tutel.moe.adaptive import allowed_degrees
 from fairseq_tutel.moe.build import hashed_seed
 from fairseq_tutel.moe.config import MoEConfig
-from fairseq_tutel.moe.contradictions import require
 from fairseq_tutel.moe.expert_stack import ExpertStack
 from fairseq_tutel.moe.gates import build_gate, reset_gate
 from fairseq_tutel.moe.layer import MoELayer
 from fairseq_tutel.moe.slots import Capacity
-from fairseq_tutel.options.option import AT_LEAST_0, AT_LEAST_1, CAPACITY
+from fairseq_tutel.options.option import AT_LEAST_1, require
 from fairseq_tutel.planning.strategy import Strategy
 from fairseq_tutel.ranks import world
 from fairseq_tutel.ranks.groups import Topology, make_topology, topology_within
@@ -34,6 +31,8 @@ from fairseq_tutel.tutel.experts import (
     drawn_from,
 )
 
+logger = logging.getLogger(__name__)
+
 
 def _part_of_strategy(name: str, meaning: str) -> Any:
     """Return a property that reads and sets this attribute of a layer's strategy."""
@@ -47,36 +46,12 @@ def _part_of_strategy(name: str, meaning: str) -> Any:
 class TutelMoELayer(nn.Module):
     """A MoELayer built from Tutel's arguments and called with Tutel's keywords, both in Tutel's order.
 
-    The dicts are not changed. Arguments of a call apply to that call alone.
-
-    Args:
-        gate_type: a dict, or a list of dicts for several gates on the same experts.
-        model_dim: features of a token.
-        experts: a dict; `num_experts_per_device` counts the experts of a rank.
-        scan_expert_func: called as (name, parameter) for every expert parameter of this rank.
-        result_func: applied to y before it is returned.
-        group: ranks that exchange tokens; None for all.
-        seeds: (gate, experts, afterwards); the last seeds torch's global generator at the end. None for
-            gate or experts draws a seed from this generator, which must then have the same seed on every
-            rank.
-        a2a_ffn_overlap_degree: the number of chunks of an overlapped exchange; 1 for no overlap.
-        is_postscore: weights multiply the experts' output, otherwise their input.
-        batch_prioritized_routing: full experts keep the tokens with the largest probability.
-        normalize_gate: for k > 1 a token's weights sum to 1 before dropping.
-        is_gshard_loss: the GShard loss, otherwise Tutel's load and importance.
-        parallel_type: how ranks share an expert: adaptive:r, data (r = 1), model (the largest r) or auto
-            (as data; `ft.UpdateTuner` measures the alternatives).
-        use_2dh: use the 2-D hierarchical all-to-all if experts are on several whole nodes.
-        pad_samples: has no effect, as in Tutel.
-        tutel_capacity: use Tutel's capacity, otherwise that of `ft.MoELayer`.
-
-    Raises:
-        ValueError: an invalid argument.
+    The dicts are not changed. Arguments of a call apply to that call alone. docs/tutel.md describes all.
     """
 
     def __init__(
         self,
-        gate_type: Mapping[str, Any] | Sequence[Mapping[str, Any]] | str,
+        gate_type: Mapping[str, Any] | Sequence[Mapping[str, Any]],
         model_dim: int,
         experts: Mapping[str, Any],
         scan_expert_func: Callable[[str, nn.Parameter], Any] | None = None,
@@ -105,30 +80,34 @@ class TutelMoELayer(nn.Module):
         self.group = group
         self.tutel_capacity = arguments.check_switch("tutel_capacity", tutel_capacity)
         gate_seed, expert_seed, seed_after = arguments.check_seeds(seeds)
-        per_device, expert_fields = check_experts(experts, model_dim)
-        self.num_global_experts = arguments.count_experts(per_device, group)
-        self.sharded_count = max(1, arguments.count_ranks(group) // self.num_global_experts)
+        per_device, fields = check_experts(experts, model_dim)
+        num_experts = arguments.count_experts(per_device, group)
+        self.num_global_experts = num_experts
+        self.sharded_count = max(1, world.size(group) // num_experts)
         self.valid_rs = list(allowed_degrees(self.sharded_count))
         sliced = self.sharded_count > 1 and can_slice(experts, model_dim, self.sharded_count)
-        topology = _topology(group, self.num_global_experts, sliced, use_2dh)
-        strategy = arguments.check_strategy(
-            a2a_ffn_overlap_degree,
-            parallel_type,
-            use_2dh,
+        topology = _topology(group, num_experts, sliced, use_2dh)
+        if arguments.check_switch("use_2dh", use_2dh) and topology.grid is None:
+            arguments.log_no_effect("use_2dh", True)
+        strategy = arguments.changed(
+            Strategy(algorithm="2dh" if use_2dh else "linear"),
             self.sharded_count,
-            topology,
-            topology.slices(self.num_global_experts),
+            topology.slices(num_experts),
+            overlap=a2a_ffn_overlap_degree,
+            parallel_type=parallel_type,
         )
-        fields = {
-            **expert_fields,
-            "num_experts": self.num_global_experts,
-            **self._fields(),
-        }
         agreed = _agreed_seeds(gate_seed, expert_seed, self.sharded_count, group)
+        fields = {**fields, "num_experts": num_experts, **self._fields()}
         self.moe = _build(arguments.gate_dicts(gate_type), experts, fields, topology, group, agreed)
         self.moe.follow(strategy)
         self.experts.save_by_rank()
-        arguments.log_replicas(topology.num_replicas)
+        if topology.num_replicas > 1:
+            logger.warning(
+                "%d ranks hold a replica of each expert; reduce its gradients over them, by "
+                "fairseq_tutel.comm.gradients.reduce_expert_gradients as in docs/tutel.md: otherwise the "
+                "replicas diverge.",
+                topology.num_replicas,
+            )
         self.result_func = result_func
         if scan_expert_func is not None:
             for name, parameter in self.experts.expert_parameters().items():
@@ -148,52 +127,34 @@ class TutelMoELayer(nn.Module):
         adaptive_r: int | None = None,
         megablocks_size: int = 0,
     ) -> Any:
-        """Route every token of the input through its experts.
+        """Route every token of the input [..., model_dim] through its experts; see docs/tutel.md.
 
-        Args:
-            input: [..., model_dim]; with `reserve_dims` r its last r dimensions together are a token.
-            gate_index: of the gate to use.
-            capacity_factor: overrides the gate's; 0 drops nothing.
-            top_k: overrides the gate's.
-            a2a_ffn_overlap_degree: overrides the layer's.
-            reserve_dims: see `input`.
-            inequivalent_tokens: with `tutel_capacity`, the capacity of all ranks follows from the largest
-                number of tokens. Otherwise without effect: ranks may always have different numbers.
-            adaptive_r: overrides `parallel_type`.
-            megablocks_size: has no effect.
-
-        Returns:
-            y: the shape and dtype of `input`, unless experts have another output dimension. The
-            balance loss is `y.l_aux`, a differentiable scalar. `result_func` is applied to both.
-
-        Raises:
-            ValueError: an invalid shape or number.
+        Return `result_func` of y, which has the shape and dtype of the input, unless experts have another
+        output dimension. The balance loss is `y.l_aux`, a differentiable scalar.
         """
-        together = arguments.check_switch("inequivalent_tokens", inequivalent_tokens)
-        arguments.check("megablocks_size", megablocks_size, AT_LEAST_0)
+        given = {"megablocks_size": megablocks_size, "inequivalent_tokens": inequivalent_tokens}
+        call: dict[str, Any] = {"capacity_factor": capacity_factor, "top_k": top_k}
+        arguments.check_given({**given, **call}, arguments.CALL_RULES)
         if megablocks_size > 0:
             arguments.log_no_effect("megablocks_size", megablocks_size)
-        if together and not self.tutel_capacity:
+        if inequivalent_tokens and not self.tutel_capacity:
             arguments.log_no_effect("inequivalent_tokens", True)
         self._update_config()
         strategy = self._strategy(a2a_ffn_overlap_degree, adaptive_r)
         if top_k is not None:
-            arguments.check("top_k", top_k, AT_LEAST_1)
-            top_k = min(top_k, self.num_global_experts)
-        if capacity_factor is not None:
-            arguments.check("capacity_factor", capacity_factor, CAPACITY)
+            call["top_k"] = min(top_k, self.num_global_experts)
+        call["gate_index"] = gate_index
         outer, token = arguments.split_shape(input, reserve_dims, self.moe.config.model_dim)
         x_TD = input.reshape(outer.numel(), token.numel())
         weight = next(self.experts.parameters(), None)
         if weight is not None and not torch.is_autocast_enabled(input.device.type):
             x_TD = x_TD.to(weight.dtype)
-        call: dict[str, Any] = {
-            "gate_index": gate_index,
-            "capacity_factor": capacity_factor,
-            "top_k": top_k,
-        }
         if self.tutel_capacity:
-            call["capacity_factor"] = self._capacity(x_TD, together, strategy.overlap, **call)
+            num_tokens = len(x_TD)
+            if inequivalent_tokens and self.topology.world_size > 1:
+                num_tokens = arguments.most_tokens(num_tokens, x_TD.device, self.group)
+            multiple = self.sharded_count * strategy.overlap
+            call["capacity_factor"] = self._capacity(num_tokens, multiple, **call)
         kept = self.moe.strategy
         self.moe.follow(strategy)
         try:
@@ -236,41 +197,31 @@ class TutelMoELayer(nn.Module):
             {**of_layer, **arguments.set_fields(gate, i, config)}
             for i, (gate, config) in enumerate(zip(self.gates, configs, strict=True))
         ]
-        if any(
-            getattr(config, name) != value
-            for config, own in zip(configs, fields, strict=True)
-            for name, value in own.items()
+        if not all(
+            own.items() <= vars(config).items() for config, own in zip(configs, fields, strict=True)
         ):
-            arguments.check_noise(fields)
+            for i, own in enumerate(fields):
+                arguments.check_noise(i, own)
             configs = [dataclasses.replace(c, **own) for c, own in zip(configs, fields, strict=True)]
             self.moe.configure(configs[0], configs)
 
     def _strategy(self, overlap: int | None = None, adaptive_r: int | None = None) -> Strategy:
         """Return the strategy of one call; None for the layer's values."""
-        strategy, slices = self.moe.strategy, self.experts.part.slices
-        return arguments.changed(strategy, overlap, adaptive_r, self.sharded_count, slices)
+        slices = self.experts.part.slices
+        return arguments.changed(self.moe.strategy, self.sharded_count, slices, overlap, adaptive_r)
 
     def _capacity(
         self,
-        x_TD: Tensor,
-        together: bool,
-        overlap: int,
+        num_tokens: int,
+        multiple: int,
         gate_index: int,
         capacity_factor: float | None,
         top_k: int | None,
     ) -> Capacity:
-        """Return Tutel's capacity in one call, by the largest number of tokens if `together`."""
-        _, config, _ = self.moe.gate_at(gate_index)
-        num_tokens = len(x_TD)
-        if together and self.topology.world_size > 1:
-            num_tokens = arguments.most_tokens(num_tokens, x_TD.device, self.group)
-        return arguments.tutel_capacity(
-            config.capacity_factor if capacity_factor is None else capacity_factor,
-            config.top_k if top_k is None else top_k,
-            self.num_global_experts,
-            num_tokens,
-            self.sharded_count * overlap,
-        )
+        _, config = self.moe.gate_at(gate_index)
+        factor = config.capacity_factor if capacity_factor is None else capacity_factor
+        top_k = config.top_k if top_k is None else top_k
+        return arguments.tutel_capacity(factor, top_k, self.num_global_experts, num_tokens, multiple)
 
     a2a_ffn_overlap_degree = _part_of_strategy(
         "overlap", "The number of chunks of an overlapped exchange; can be set."
@@ -300,11 +251,7 @@ class TutelMoELayer(nn.Module):
         return self.moe.topology
 
     def get_parameter_iterator(self, param_type: str) -> Iterator[tuple[str, nn.Parameter]]:
-        """Return (name, parameter) of the 'gate', or of the 'local_experts'.
-
-        Raises:
-            ValueError: another type.
-        """
+        """Return (name, parameter) of the 'gate', or of the 'local_experts'."""
         require(
             param_type in ("gate", "local_experts"),
             f"param_type is {param_type!r}; choose gate or local_experts.",
@@ -333,18 +280,14 @@ def _build(
     """Return the layer of these gates and experts; `fields` are common to the MoEConfigs of all gates."""
     gate_seed, expert_seed = seeds
     model_dim, num_experts = fields["model_dim"], fields["num_experts"]
-    own, modules = [], []
+    configs, gates = [], []
     for i, gate in enumerate(gate_type):
         with drawn_from(hashed_seed(gate_seed, "", -1, _gate_name(i))):
             module = arguments.custom_gate(gate, model_dim, num_experts)
-        own.append({**fields, **arguments.gate_fields(gate, num_experts, module)})
-        modules.append(module)
-    arguments.check_noise(own)
-    configs = [MoEConfig(**gate) for gate in own]
-    gates = [
-        build_gate(config, config.gate_type) if module is None else module
-        for config, module in zip(configs, modules, strict=True)
-    ]
+        own = {**fields, **arguments.gate_fields(gate, num_experts, module)}
+        arguments.check_noise(i, own)
+        configs.append(MoEConfig(**own))
+        gates.append(build_gate(configs[i], configs[i].gate_type) if module is None else module)
     part = topology.part(num_experts)
     context = ExpertContext(
         model_dim=model_dim,
@@ -371,8 +314,7 @@ def _topology(group: dist.ProcessGroup | None, num_experts: int, sliced: bool, u
     """Return the topology of the experts; if `sliced`, each rank has a slice of one expert."""
     if group is not None:
         return topology_within(group, num_experts, sliced)
-    requested = arguments.count_ranks() if sliced else 0
-    return make_topology([num_experts], requested, ranks_per_node() if use_2dh else 0)
+    return make_topology([num_experts], world.size() if sliced else 0, ranks_per_node() if use_2dh else 0)
 
 
 def _agreed_seeds(

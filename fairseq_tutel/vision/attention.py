@@ -1,20 +1,56 @@
 """Attention within windows, as in Swin V2 or as in the released SwinV2-MoE.
 
 B images, D model_dim, M heads of d; G windows of N positions each, P = G * N.
+
+Source: Liu et al. 2022 (Swin Transformer V2), sections 3.2 and 3.3, and its released code.
 """
 
 import math
+from functools import lru_cache
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fairseq_tutel.vision.position_bias import PositionBias
-from fairseq_tutel.vision.windows import Windows
+from fairseq_tutel.vision.windows import Size, Windows
 
 # First and largest scale of the cosine.
 FIRST_SCALE, MAX_SCALE = 10.0, 100.0
 MAX_BIAS = 16.0
+HIDDEN_DIM = 512
+# From the released code: the largest offset is 8 before the logarithm, and 1 after it.
+SPAN = 8
+
+
+class PositionBias(nn.Sequential):
+    """A network of the log-spaced offset between query and key: (down, right) -> 512 -> M.
+
+    `trained_window` is the side of the window that scales its offsets; 0: that of the current window.
+    """
+
+    def __init__(self, heads: int, trained_window: int = 0) -> None:
+        super().__init__(nn.Linear(2, HIDDEN_DIM), nn.ReLU(), nn.Linear(HIDDEN_DIM, heads, bias=False))
+        self.trained_window = trained_window
+
+    def forward(self, window: Size) -> Tensor:  # type: ignore[override]
+        """Return the bias [M, N, N] of each query (first) and key in a window of h x w."""
+        weight: Any = self[0].weight
+        offsets, index_NN = _offsets(*window, self.trained_window, weight.device)
+        return super().forward(offsets.to(weight.dtype)).t()[:, index_NN]
+
+
+@lru_cache(maxsize=128)
+def _offsets(h: int, w: int, trained: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return the offsets [(2h-1)(2w-1), 2] in a window, and the index [N, N] of each pair's offset."""
+    # Tensors created in inference mode cannot be used in training.
+    with torch.inference_mode(False), torch.no_grad():
+        lines = [torch.arange(1 - side, side) * (SPAN / max((trained or side) - 1, 1)) for side in (h, w)]
+        table = torch.cartesian_prod(*lines)
+        table = table.sign() * torch.log2(table.abs() + 1) / math.log2(SPAN)
+        at_N2 = torch.cartesian_prod(torch.arange(h), torch.arange(w))
+        down_NN, right_NN = (at_N2.unsqueeze(1) - at_N2 + torch.tensor([h - 1, w - 1])).unbind(2)
+        return table.to(device), (down_NN * (2 * w - 1) + right_NN).to(device)
 
 
 class WindowAttention(nn.Module):
@@ -22,18 +58,10 @@ class WindowAttention(nn.Module):
 
     Form v2: scores are cosines times a learned scale of the head, position biases are within 0 to 16, and
     keys have no bias. Form moe: scaled dot products, and position biases without bounds.
-
-    Source: Liu et al. 2022 (Swin Transformer V2), sections 3.2 and 3.3, and its released code.
     """
 
     def __init__(
-        self,
-        dim: int,
-        heads: int,
-        form: str,
-        *,
-        attention_dropout: float = 0.0,
-        position_window: int = 0,
+        self, dim: int, heads: int, form: str, *, attention_dropout: float = 0.0, position_window: int = 0
     ) -> None:
         super().__init__()
         self.heads, self.attention_dropout = heads, attention_dropout
@@ -83,11 +111,8 @@ class WindowAttention(nn.Module):
 
 
 def _inverse_norm(x: Tensor) -> Tensor:
-    """Return 1 / |x| of the last dimension, [..., 1], in at least fp32: in fp16 the bound is 0."""
-    norm = torch.linalg.vector_norm(
-        x, dim=-1, keepdim=True, dtype=torch.promote_types(x.dtype, torch.float32)
-    )
-    return norm.clamp_min(1e-12).reciprocal()
+    wide = torch.promote_types(x.dtype, torch.float32)  # in fp16 the bound is 0
+    return torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=wide).clamp_min(1e-12).reciprocal()
 
 
 def _attention(

@@ -7,14 +7,14 @@ B images, C channels, H and W of an image.
 """
 
 import math
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fairseq_tutel.vision.image_options import ImageConfig
+from fairseq_tutel.vision.options import ImageConfig
 
 # Weights of red, green and blue in brightness (ITU-R BT.601).
 LUMA = (0.299, 0.587, 0.114)
@@ -22,17 +22,14 @@ LUMA = (0.299, 0.587, 0.114)
 ERASED, ASPECT = (0.02, 1 / 3), 10 / 3
 
 
-@dataclass(frozen=True)
-class Mixing:
-    """Mixing of an image with the next one of its batch.
+Box = tuple[int, int, int, int]  # top, bottom, left, right
 
-    Attributes:
-        share: weight of the image itself, from 0 to 1.
-        box: (top, bottom, left, right) of the part from the next image; None: both are blended.
-    """
 
-    share: float
-    box: tuple[int, int, int, int] | None = None
+class Mixing(NamedTuple):
+    """Mixing of an image with the next one of its batch."""
+
+    share: float  # weight of the image itself, from 0 to 1
+    box: Box | None = None  # the part from the next image; None: both are blended
 
 
 def draws_of(seed: int, epoch: int, index: int) -> np.random.Generator:
@@ -47,15 +44,11 @@ def order_of(seed: int, epoch: int, num_images: int) -> np.ndarray:
 
 
 def augmented(image: Tensor, config: ImageConfig, draws: np.random.Generator) -> Tensor:
-    """Crop, mirror and recolour an image [C, H, W] of values from 0 to 1, as enabled by options.
-
-    Disabled options draw no random numbers.
-    """
+    """Crop, mirror and recolor an image [C, H, W] of 0 to 1; disabled options draw no random numbers."""
     if config.crop_padding:
         height, width = image.shape[1:]
         top, left = draws.integers(0, 2 * config.crop_padding, size=2, endpoint=True).tolist()
-        padded = F.pad(image, [config.crop_padding] * 4)
-        image = padded[:, top : top + height, left : left + width]
+        image = F.pad(image, [config.crop_padding] * 4)[:, top : top + height, left : left + width]
     if config.flip and draws.random() < config.flip:
         image = image.flip(2)
     if config.jitter:
@@ -67,12 +60,10 @@ def erased(image: Tensor, probability: float, draws: np.random.Generator) -> Ten
     """Set a random rectangle of a normalised image [C, H, W] to the mean, 0, with a probability."""
     if not probability or draws.random() >= probability:
         return image
-    height, width = image.shape[1:]
     area = draws.uniform(*ERASED)
     aspect = math.exp(draws.uniform(-math.log(ASPECT), math.log(ASPECT)))
-    top, bottom, left, right = _box(
-        math.sqrt(area / aspect), math.sqrt(area * aspect), height, width, draws
-    )
+    sides = math.sqrt(area / aspect), math.sqrt(area * aspect)
+    top, bottom, left, right = _box(*sides, *image.shape[1:], draws)
     image = image.clone()
     image[:, top:bottom, left:right] = 0
     return image
@@ -111,11 +102,8 @@ def mixed(images_BCHW: Tensor, mixings: list[Mixing]) -> Tensor:
 
 def _recoloured(image: Tensor, brightness: float, contrast: float, saturation: float) -> Tensor:
     image = (image * brightness).clamp(0, 1)
-    grey = _grey(image)
-    image = grey.mean().lerp(image, contrast).clamp(0, 1)
-    if len(image) == 3:
-        image = _grey(image).lerp(image, saturation).clamp(0, 1)
-    return image
+    image = _grey(image).mean().lerp(image, contrast).clamp(0, 1)
+    return _grey(image).lerp(image, saturation).clamp(0, 1) if len(image) == 3 else image
 
 
 def _grey(image: Tensor) -> Tensor:
@@ -124,14 +112,9 @@ def _grey(image: Tensor) -> Tensor:
 
 
 def _box(
-    share_of_height: float,
-    share_of_width: float,
-    height: int,
-    width: int,
-    draws: np.random.Generator,
-) -> tuple[int, int, int, int]:
-    """Return top, bottom, left, right of a rectangle around a random pixel, clipped to the image."""
-    rows, columns = round(share_of_height * height), round(share_of_width * width)
-    top = int(draws.integers(height)) - rows // 2
-    left = int(draws.integers(width)) - columns // 2
+    height_share: float, width_share: float, height: int, width: int, draws: np.random.Generator
+) -> Box:
+    """Return a rectangle of these shares around a random pixel, clipped to the image."""
+    rows, columns = round(height_share * height), round(width_share * width)
+    top, left = int(draws.integers(height)) - rows // 2, int(draws.integers(width)) - columns // 2
     return max(top, 0), min(top + rows, height), max(left, 0), min(left + columns, width)

@@ -5,7 +5,8 @@ N images, C channels, h and w of the stored image, H and W of the model's input.
 
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fairseq_tutel.vision.image_options import IMAGENET_MEAN, IMAGENET_STD, ImageConfig, numbers_of
+from fairseq_tutel.vision.options import IMAGENET_MEAN, IMAGENET_STD, ImageConfig, numbers_of
 
 EXTENSIONS = (".png", ".jpg", ".jpeg")
 MODES = {1: "L", 3: "RGB"}
@@ -34,13 +35,7 @@ def refusal(reason: str) -> str:
 
 
 class ImageFolder:
-    """Images in a folder CLASS/*.png, *.jpg, *.jpeg, classes and files sorted by name.
-
-    Attributes:
-        origin: the folder.
-        class_names: names of the classes, by their numbers.
-        labels_N: [N] int64, the class of each image.
-    """
+    """Images in a folder CLASS/*.png, *.jpg, *.jpeg, classes and files sorted by name."""
 
     def __init__(self, folder: Path) -> None:
         _pillow()  # checked before workers start
@@ -75,31 +70,17 @@ class ImageFolder:
         return str(self.origin / self._files[i])
 
     def channels(self, i: int) -> int:
-        """Return the channels of a stored image: 1 if it is grey, else 3.
-
-        Raises:
-            UnreadableImageError: it cannot be opened.
-        """
+        """Return the channels of a stored image: 1 if it is grey, else 3."""
         with _opened(self.name(i)) as image:
             return 1 if image.mode in ("1", "L", "LA", "F") or image.mode[0] == "I" else 3
 
     def read(self, i: int, channels: int) -> Tensor:
-        """Return image i, uint8 [C, h, w], grey (C = 1) or RGB (C = 3).
-
-        Raises:
-            UnreadableImageError: it cannot be decoded.
-        """
+        """Return image i, uint8 [C, h, w]; see `decoded`."""
         return decoded(self.name(i), channels)
 
 
 class ImageArrays:
-    """An .npz file: `images`, uint8 [N, h, w] or [N, h, w, C]; `labels`, int [N]; optional `classes`.
-
-    Attributes:
-        origin: the file.
-        class_names: names of the classes, or None.
-        labels_N: [N] int64.
-    """
+    """An .npz file: `images`, uint8 [N, h, w] or [N, h, w, C]; `labels`, int [N]; optional `classes`."""
 
     def __init__(self, path: Path) -> None:
         self.origin = path
@@ -112,7 +93,10 @@ class ImageArrays:
             raise ValueError(
                 f"{path} is no .npz file of plain arrays ({_reason(error)}); save it with numpy.savez."
             ) from None
-        images, labels = (_array(found, name, path) for name in ("images", "labels"))
+        for name in ("images", "labels"):
+            if name not in found:
+                raise ValueError(f"{path} has no array named {name}; give images and labels.")
+        images, labels = found["images"], found["labels"]
         if images.dtype != np.uint8 or images.ndim not in (3, 4) or 0 in images.shape:
             raise ValueError(
                 f"images of {path} is {images.dtype} {list(images.shape)}; give uint8 of the shape "
@@ -155,11 +139,7 @@ class ImageArrays:
         return self._images.shape[3]
 
     def read(self, i: int, channels: int) -> Tensor:
-        """Return image i, uint8 [C, h, w].
-
-        Raises:
-            ValueError: the array has another number of channels.
-        """
+        """Return image i, uint8 [C, h, w]."""
         if channels != self._images.shape[3]:
             raise ValueError(
                 f"images of {self.origin} has {self._images.shape[3]} channels, but the model takes "
@@ -172,11 +152,7 @@ Images = ImageFolder | ImageArrays
 
 
 def open_images(data: str, split: str) -> Images:
-    """Return the images of a split: the folder DATA/SPLIT or the file DATA/SPLIT.npz.
-
-    Raises:
-        ValueError: neither or both exist, or there are no images and labels.
-    """
+    """Return the images of a split: the folder DATA/SPLIT or the file DATA/SPLIT.npz."""
     if not data:
         raise ValueError("no data folder is given; name the folder that contains train and valid.")
     folder = Path(data) / split
@@ -195,25 +171,15 @@ def open_images(data: str, split: str) -> Images:
 
 
 def classes_of(images: Images) -> list[str]:
-    """Return the names of a training set's classes; without names, the numbers up to the largest label.
-
-    Raises:
-        ValueError: there is only one class.
-    """
-    names = images.class_names
-    if names is None:
-        names = tuple(map(str, range(int(images.labels_N.max()) + 1)))
+    """Return the names of a training set's classes; without names, the numbers up to the largest label."""
+    names = list(images.class_names or map(str, range(int(images.labels_N.max()) + 1)))
     if len(names) < 2:
         raise ValueError(f"{images.origin} has one class, {names[0]}; give two or more.")
-    return list(names)
+    return names
 
 
 def labels_among(images: Images, classes: Sequence[str]) -> np.ndarray:
-    """Return [N] int64, the labels of images as numbers in `classes`, matched by name if they have names.
-
-    Raises:
-        ValueError: a class is not among them.
-    """
+    """Return the labels of images as numbers in `classes` [N], matched by name if they have names."""
     if images.class_names is None:
         if images.labels_N.max() >= len(classes):
             raise ValueError(
@@ -223,9 +189,9 @@ def labels_among(images: Images, classes: Sequence[str]) -> np.ndarray:
         return images.labels_N
     number_of = {name: number for number, name in enumerate(classes)}
     unknown = [name for name in images.class_names if name not in number_of]
-    if unknown and _same_by_number(classes, images.class_names):
-        return images.labels_N
     if unknown:
+        if _same_by_number(classes, images.class_names):
+            return images.labels_N
         raise ValueError(
             f"{images.origin} has the class {unknown[0]}, which is not among the training set's "
             f"{len(classes)}, {classes[0]} to {classes[-1]}; remove it, or train with it."
@@ -234,15 +200,11 @@ def labels_among(images: Images, classes: Sequence[str]) -> np.ndarray:
 
 
 def different_class(before: Sequence[str], now: Sequence[str]) -> tuple[int, str, str] | None:
-    """Return the number and both names of the first class that differs, or None.
-
-    Classes without names, which have numbers instead, equal any classes of the same count.
-    """
-    if _same_by_number(before, now):
+    """Return the number and names of the first class that differs; numbers equal any names, by count."""
+    if not before or _same_by_number(before, now):
         return None
-    pairs = zip_longest(before, now, fillvalue="none")
-    found = ((i, *names) for i, names in enumerate(pairs) if names[0] != names[1])
-    return next(found, None) if before else None
+    pairs = enumerate(zip_longest(before, now, fillvalue="none"))
+    return next(((i, old, new) for i, (old, new) in pairs if old != new), None)
 
 
 def _same_by_number(before: Sequence[str], now: Sequence[str]) -> bool:
@@ -259,14 +221,9 @@ def decoded(path: str, channels: int) -> Tensor:
         UnreadableImageError: it cannot be decoded.
     """
     with _opened(path) as image:
-        try:
-            if image.mode[0] == "I":  # 16-bit grey, which Pillow would clip at 255
-                image = _pillow().fromarray((np.asarray(image) >> 8).astype(np.uint8))
-            pixels = np.array(image.convert(MODES[channels]))
-        except MemoryError:
-            raise
-        except Exception as error:  # Pillow raises many types
-            raise UnreadableImageError(f"{path}: {_reason(error)}") from None
+        if image.mode[0] == "I":  # 16-bit grey, which Pillow would clip at 255
+            image = _pillow().fromarray((np.asarray(image) >> 8).astype(np.uint8))
+        pixels = np.array(image.convert(MODES[channels]))
     return torch.from_numpy(pixels.reshape(*pixels.shape[:2], channels)).permute(2, 0, 1)
 
 
@@ -285,11 +242,7 @@ def fitted(pixels: Tensor, height: int, width: int) -> Tensor:
 
 
 def normalisation(config: ImageConfig, channels: int) -> tuple[Tensor, Tensor]:
-    """Return the mean and standard deviation of normalization, [C, 1, 1] each.
-
-    Raises:
-        ValueError: an option has neither one number nor one per channel.
-    """
+    """Return the mean and standard deviation of normalization, [C, 1, 1] each."""
     found = []
     for name, default in (("mean", IMAGENET_MEAN), ("std", IMAGENET_STD)):
         text = getattr(config, name)
@@ -301,12 +254,6 @@ def normalisation(config: ImageConfig, channels: int) -> tuple[Tensor, Tensor]:
             )
         found.append(torch.tensor(numbers).expand(channels).view(-1, 1, 1))
     return found[0], found[1]
-
-
-def _array(found: dict[str, np.ndarray], name: str, path: Path) -> np.ndarray:
-    if name not in found:
-        raise ValueError(f"{path} has no array named {name}; give images and labels.")
-    return found[name]
 
 
 def _names(classes: np.ndarray, path: Path) -> tuple[str, ...]:
@@ -330,27 +277,25 @@ def _pillow() -> Any:
     return Image
 
 
-def _opened(path: str) -> Any:
-    """Return Pillow's image, of which only the header was read."""
+@contextmanager
+def _opened(path: str) -> Iterator[Any]:
+    """Yield Pillow's image, of which only the header was read; errors in the block name the file."""
     pillow = _pillow()
     try:
         if not os.path.isfile(path) and os.path.exists(path):  # opening a pipe would block
             raise ValueError("no regular file")
-        image = pillow.open(path)
-        sides = image.width, image.height
-        pixels = math.prod(sides)
-        # Resized to cover a square, it would fill the memory.
-        if max(sides) > LONGEST * min(sides):
-            raise ValueError(
-                f"{sides[0]} x {sides[1]} pixels, one side more than {LONGEST} times the other"
-            )
-        if pixels > pillow.MAX_IMAGE_PIXELS:  # Pillow itself only warns
-            raise ValueError(f"{pixels:,} pixels, more than {pillow.MAX_IMAGE_PIXELS:,}")
+        with pillow.open(path) as image:
+            (width, height), pixels = image.size, math.prod(image.size)
+            # Resized to cover a square, it would fill the memory.
+            if max(image.size) > LONGEST * min(image.size):
+                raise ValueError(f"{width} x {height} pixels, one side more than {LONGEST} times the other")
+            if pixels > pillow.MAX_IMAGE_PIXELS:  # Pillow itself only warns
+                raise ValueError(f"{pixels:,} pixels, more than {pillow.MAX_IMAGE_PIXELS:,}")
+            yield image
     except MemoryError:
         raise
     except Exception as error:  # Pillow raises many types
         raise UnreadableImageError(f"{path}: {_reason(error)}") from None
-    return image
 
 
 def _reason(error: Exception) -> str:

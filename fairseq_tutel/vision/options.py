@@ -1,11 +1,14 @@
-"""The table of options of Swin V2 and its experts."""
+"""The options of images (task image_classification), of Swin V2, and of its experts."""
 
+import math
 from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar
 
 from fairseq_tutel.options.option import (
+    AT_LEAST_0,
     AT_LEAST_1,
+    NOT_NEGATIVE,
     POSITIVE,
     PROBABILITY,
     Rule,
@@ -13,7 +16,102 @@ from fairseq_tutel.options.option import (
     whole,
 )
 
+image_option = partial(option, of="task", theme="Images")
 vision = partial(option, theme="Vision", of="model")
+SHARE: Rule = (lambda v: 0 <= v <= 1, "give a number from 0 to 1")
+# Mean and standard deviation of ImageNet's photos, from 0 to 1; red, green, blue.
+IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+
+
+def numbers_of(text: str) -> tuple[float, ...]:
+    """Return the numbers of a list with commas, or () if any is missing or not finite."""
+    try:
+        numbers = tuple(float(part) for part in text.split(","))
+    except ValueError:
+        return ()
+    return numbers if all(map(math.isfinite, numbers)) else ()
+
+
+NUMBERS: Rule = (
+    lambda v: v == "" or bool(numbers_of(v)),
+    "give a number, or numbers of all channels such as 0.5,0.5,0.5",
+)
+POSITIVE_NUMBERS: Rule = (
+    lambda v: v == "" or min(numbers_of(v), default=0) > 0,
+    "give a number above 0, or numbers of all channels such as 0.5,0.5,0.5",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageConfig:
+    """Options of the task image_classification."""
+
+    prefix: ClassVar[str] = "image_"
+
+    size: int = image_option(
+        0,
+        "height and width to which images are resized and center-cropped; 0: those of the first training "
+        "image",
+        unit="pixels",
+        rule=(lambda v: 0 <= v <= 16384, "give a whole number from 0 to 16384"),
+    )
+    channels: int = image_option(
+        0,
+        "channels of images from files: 1 grey, 3 RGB; 0: those of the first training image",
+        rule=(lambda v: v in (0, 1, 3), "give 0, 1 or 3"),
+    )
+    mean: str = image_option(
+        "",
+        "mean that normalization subtracts from values of 0 to 1: one number, or one per channel; "
+        f"empty: {', '.join(map(str, IMAGENET_MEAN))} (ImageNet's) for 3 channels, else 0.5",
+        rule=NUMBERS,
+    )
+    std: str = image_option(
+        "",
+        "standard deviation by which normalization divides: one number, or one per channel; "
+        f"empty: {', '.join(map(str, IMAGENET_STD))} for 3 channels, else 0.5",
+        rule=POSITIVE_NUMBERS,
+    )
+    errors: str = image_option(
+        "refuse",
+        "action for images that cannot be decoded: end the command, or log, count and skip them",
+        choices=("refuse", "skip"),
+    )
+    crop_padding: int = image_option(
+        0,
+        "random crop in training: width of the black border that is added before the crop",
+        unit="pixels",
+        rule=AT_LEAST_0,
+    )
+    flip: float = image_option(0.0, "probability of a horizontal flip in training", rule=SHARE)
+    jitter: float = image_option(
+        0.0,
+        "color jitter in training: random factors of brightness, contrast and saturation, from 1 minus "
+        "this to 1 plus this",
+        rule=SHARE,
+    )
+    erase: float = image_option(
+        0.0,
+        "random erasing in training: probability that a rectangle (2 to 33 % of the area) becomes the mean",
+        rule=SHARE,
+    )
+    mixup: float = image_option(
+        0.0,
+        "mixup in training: blend each image with the next one of its batch, by a share drawn from "
+        "Beta(a, a) for this a; 0: off",
+        rule=NOT_NEGATIVE,
+    )
+    cutmix: float = image_option(
+        0.0,
+        "cutmix in training: replace a rectangle of each image by the next one of its batch, its area "
+        "drawn from Beta(a, a) for this a; 0: off; with --image-mixup, each image gets one of both",
+        rule=NOT_NEGATIVE,
+    )
+
+    @property
+    def mixes(self) -> bool:
+        """Whether mixup or cutmix is enabled."""
+        return self.mixup > 0 or self.cutmix > 0
 
 
 def numbers(text: str) -> list[int]:
@@ -42,9 +140,7 @@ class SwinConfig:
         96, "model dimension of the first stage; every stage doubles it", rule=AT_LEAST_1
     )
     depths: str = vision(
-        "2,2,18,2",
-        "blocks of each stage",
-        rule=_each(1, 'one number per stage, such as "2,2,18,2"'),
+        "2,2,18,2", "blocks of each stage", rule=_each(1, 'one number per stage, such as "2,2,18,2"')
     )
     heads: str = vision(
         "3,6,12,24",
@@ -52,10 +148,7 @@ class SwinConfig:
         rule=_each(1, 'one number per stage, such as "3,6,12,24"'),
     )
     window: int = vision(
-        12,
-        "side of an attention window; a smaller image is one window",
-        unit="tokens",
-        rule=AT_LEAST_1,
+        12, "side of an attention window; a smaller image is one window", unit="tokens", rule=AT_LEAST_1
     )
     position_windows: str = vision(
         "0",
@@ -84,9 +177,7 @@ class SwinExpertsConfig:
 
     prefix: ClassVar[str] = "swin_"
     expert_stages: int = vision(
-        2,
-        "number of last stages with experts; --moe-freq counts blocks within a stage",
-        rule=whole(1),
+        2, "number of last stages with experts; --moe-freq counts blocks within a stage", rule=whole(1)
     )
     expert_dropout: float = vision(
         0.1, "dropout probability of the experts' hidden layer", rule=PROBABILITY
@@ -94,11 +185,7 @@ class SwinExpertsConfig:
 
 
 def of_stages(config: SwinConfig) -> list[tuple[int, int, int, int]]:
-    """Return (blocks, model dimension, heads, position window or 0) of each stage.
-
-    Raises:
-        ValueError: lists have different lengths, or heads do not divide a dimension.
-    """
+    """Return (blocks, model dimension, heads, position window or 0) of each stage."""
     depths, heads = numbers(config.depths), numbers(config.heads)
     windows = numbers(config.position_windows)
     windows = windows * len(depths) if len(windows) == 1 else windows

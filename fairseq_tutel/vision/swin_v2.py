@@ -8,12 +8,101 @@ Source: Liu et al. 2022 (Swin Transformer V2); with experts Hwang et al. 2023 (T
 from functools import partial
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from fairseq_tutel.vision.blocks import Block, PatchEmbedding, PatchMerging, Size
+from fairseq_tutel.vision.attention import WindowAttention
 from fairseq_tutel.vision.options import SwinConfig, of_stages
-from fairseq_tutel.vision.windows import windows_of
+from fairseq_tutel.vision.windows import Size, Windows, windows_of
+
+
+class PatchEmbedding(nn.Module):
+    """Images [B, channels, height, width] -> one token for each patch, with zero padding."""
+
+    def __init__(self, channels: int, dim: int, patch_size: int) -> None:
+        super().__init__()
+        self.patch_size = patch_size
+        self.proj = nn.Conv2d(channels, dim, patch_size, stride=patch_size)
+        self.norm = nn.LayerNorm(dim)
+
+    def forward(self, images: Tensor) -> tuple[Tensor, Size]:
+        """Return x_BLD, and the numbers of patches by height and width."""
+        height, width = images.shape[-2:]
+        rest = -width % self.patch_size, -height % self.patch_size
+        x = self.proj(F.pad(images, (0, rest[0], 0, rest[1])) if any(rest) else images)
+        return self.norm(x.flatten(2).transpose(1, 2)), (x.shape[2], x.shape[3])
+
+
+class PatchMerging(nn.Module):
+    """Merges four neighbours to one token of twice the dimension, with zero padding."""
+
+    def __init__(self, dim: int, form: str) -> None:
+        super().__init__()
+        self.norms_first = form == "moe"
+        self.reduction = nn.Linear(4 * dim, 2 * dim, bias=False)
+        self.norm = nn.LayerNorm(4 * dim if self.norms_first else 2 * dim)
+
+    def forward(self, x_BLD: Tensor, size: Size) -> tuple[Tensor, Size]:
+        """Return the tokens, and the size of the image in tokens."""
+        B, _, D = x_BLD.shape
+        (height, width), x = size, x_BLD.unflatten(1, size)
+        if height % 2 or width % 2:
+            x = F.pad(x, (0, 0, 0, width % 2, 0, height % 2))
+        h, w = (height + 1) // 2, (width + 1) // 2
+        # The lower neighbour comes second, the right one third, as in the released weights.
+        x = x.view(B, h, 2, w, 2, D).permute(0, 1, 3, 4, 2, 5).reshape(B, h * w, 4 * D)
+        x = self.reduction(self.norm(x)) if self.norms_first else self.norm(self.reduction(x))
+        return x, (h, w)
+
+
+class Block(nn.Module):
+    """Attention and FFN with residual connections; the FFN has the attributes of fairseq's, for experts."""
+
+    batch_first = True  # layout of fc1's input
+
+    def __init__(
+        self, dim: int, heads: int, config: SwinConfig, drop_path: float, position_window: int
+    ) -> None:
+        super().__init__()
+        self.norms_first, self.drop_path = config.form == "moe", drop_path
+        self.checkpoints = config.checkpoint_activations
+        self.attn = WindowAttention(
+            dim,
+            heads,
+            config.form,
+            attention_dropout=config.attention_dropout,
+            position_window=position_window,
+        )
+        hidden_dim = int(dim * config.mlp_ratio)
+        self.norm1, self.norm2 = nn.LayerNorm(dim), nn.LayerNorm(dim)
+        self.fc1, self.fc2 = nn.Linear(dim, hidden_dim), nn.Linear(hidden_dim, dim)
+        self.activation_fn = F.gelu
+        self.activation_dropout_module = nn.Dropout(config.dropout)
+        self.dropout_module = nn.Dropout(config.dropout)
+
+    def forward(self, x_BLD: Tensor, *, windows: Windows) -> Tensor:
+        """Return the tokens after the block."""
+        if self.norms_first:
+            x_BLD = self._added(x_BLD, self._attended(self.norm1(x_BLD), windows))
+            return self._added(x_BLD, self._fed_forward(self.norm2(x_BLD)))
+        x_BLD = self._added(x_BLD, self.norm1(self._attended(x_BLD, windows)))
+        return self._added(x_BLD, self.norm2(self._fed_forward(x_BLD)))
+
+    def _attended(self, x_BLD: Tensor, windows: Windows) -> Tensor:
+        return self.dropout_module(windows.merge(self.attn(windows.split(x_BLD), windows)))
+
+    def _fed_forward(self, x_BLD: Tensor) -> Tensor:
+        hidden = self.activation_dropout_module(self.activation_fn(self.fc1(x_BLD)))
+        return self.dropout_module(self.fc2(hidden))
+
+    def _added(self, x_BLD: Tensor, y_BLD: Tensor) -> Tensor:
+        """Return x + y, in training with stochastic depth (Huang et al. 2016), whose mean is x + y."""
+        if not self.training or self.drop_path == 0:
+            return x_BLD + y_BLD
+        kept = 1 - self.drop_path
+        factors_B11 = y_BLD.new_empty(len(y_BLD), 1, 1).bernoulli_(kept).div_(kept)
+        return torch.addcmul(x_BLD, y_BLD, factors_B11)
 
 
 class Stage(nn.Module):

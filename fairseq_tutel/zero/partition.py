@@ -7,7 +7,7 @@ dtype share buckets with one collective each: stacked [G, M], row g belongs to r
 Source: Rajbhandari et al. 2020, arXiv 1910.02054.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fairseq_tutel.comm.gradients import is_expert
-from fairseq_tutel.planning.memory import partition_length
+from fairseq_tutel.comm.collectives import Started, all_gather, start_all_gather, start_reduce_scatter
+from fairseq_tutel.comm.gradients import gradient_divisor, is_expert
 from fairseq_tutel.ranks.groups import Topology
 
 BUCKET_BYTES = 25 * 2**20
@@ -27,13 +27,9 @@ BUCKET_RANKS, MOST_TIMES = 64, 8
 
 @dataclass(frozen=True)
 class Share:
-    """The group of ranks among which a parameter's state is sharded.
+    """The group of G = `size` ranks among which a parameter's state is sharded; None is all ranks.
 
-    Attributes:
-        size: G; 1 if every rank has the whole state.
-        index: of this rank in the group.
-        group: None for all ranks.
-        divisor: of the sum of gradients.
+    `index` is this rank's in the group, `divisor` that of the sum of gradients.
     """
 
     size: int = 1
@@ -45,11 +41,16 @@ class Share:
 def share_of(parameter: nn.Parameter, topology: Topology) -> Share:
     """Return a parameter's group: the replicas of an expert, all ranks for others."""
     world = topology.world_size
-    divisor = world**0.5 if getattr(parameter, "root_scaled", False) else world
+    divisor = gradient_divisor(parameter, world)
     if is_expert(parameter):
         index = topology.rank // topology.expert_parallel_size
         return Share(topology.num_replicas, index, topology.replica_group, divisor)
     return Share(world, topology.rank, None, divisor)
+
+
+def partition_length(numel: int, size: int) -> int:
+    """Return m, the elements of a rank's part with padding."""
+    return -(-numel // size)
 
 
 def own_elements(tensor: Tensor, share: Share) -> Tensor:
@@ -68,7 +69,7 @@ class Partition:
     def __init__(self, parameter: nn.Parameter, share: Share, offload: bool) -> None:
         self.parameter, self.share = parameter, share
         self.length = partition_length(parameter.numel(), share.size)
-        self.start = 0  # in its bucket
+        self.start = 0
         # A view needs contiguous memory; other parameters are rare.
         parameter.data = parameter.data.contiguous()
         own = own_elements(parameter.data, share)
@@ -81,22 +82,27 @@ class Partition:
         self.own = nn.Parameter(own)
 
     def put_at(self, start: int) -> None:
-        """Set the position in the bucket."""
+        """Set the position in the partition's bucket."""
         self.start = start
 
-    @property
-    def is_padded(self) -> bool:
-        """Whether the partition is larger than the parameter."""
-        return self.length * self.share.size > self.parameter.numel()
+    @torch.no_grad()
+    def whole(self, value: Tensor) -> Tensor:
+        """Gather a state tensor of all of the parameter's owners. Collective over its group."""
+        share, parameter = self.share, self.parameter
+        if share.size == 1:
+            return value.view(parameter.shape)
+        # A GPU backend cannot read host memory.
+        own = value.new_zeros(self.length, device=parameter.device)
+        own[: value.numel()].copy_(value)
+        whole = all_gather(own, "the all-gather of the optimizer's state", share.group)
+        return whole.view(-1)[: parameter.numel()].view(parameter.shape)
 
 
 class Bucket:
     """Partitions that share collectives.
 
-    Attributes:
-        share: their common one.
-        gradient: [M], this rank's reduced gradients in the parameters' dtype; None before reduction, and if
-            G is 1, where parameters keep their gradients.
+    `gradient` [M] has this rank's reduced gradients in the parameters' dtype. It is None before reduction,
+    and if G is 1, where parameters keep their gradients.
     """
 
     def __init__(self, partitions: Sequence[Partition]) -> None:
@@ -106,18 +112,28 @@ class Bucket:
             partition.put_at(self.length)
             self.length += partition.length
         self.gradient: Tensor | None = None
+        # With the dtype and device of all.
+        self.first = self.partitions[0].parameter
+        # Without padding, the parameter and its gradient are sent and received as they are.
+        self.is_one_tensor = len(self.partitions) == 1 and (
+            self.length * self.share.size == self.first.numel()
+        )
 
-    @property
-    def first(self) -> nn.Parameter:
-        """The first parameter, with the bucket's dtype and device."""
-        return self.partitions[0].parameter
+    def reduce_gradients(self) -> Started:
+        """Reduce the gradients to their owners and free them; the result is added to `gradient`."""
+        share = self.share
+        stacked = self._take_gradients()
+        # Divide before the sum, as data parallel does: scaled fp16 gradients must not overflow.
+        stacked.div_(share.divisor)
+        reduced = stacked.new_empty(self.length)
+        started = start_reduce_scatter(reduced, stacked, "the reduce-scatter of gradients", share.group)
 
-    @property
-    def is_one_tensor(self) -> bool:
-        """Whether the bucket is one parameter without padding."""
-        return len(self.partitions) == 1 and not self.partitions[0].is_padded
+        def arrived() -> None:
+            self.gradient = reduced if self.gradient is None else self.gradient.add_(reduced)
 
-    def take_gradients(self) -> Tensor:
+        return started.then(arrived)
+
+    def _take_gradients(self) -> Tensor:
         """Return the parameters' stacked gradients [G * M], zeros for missing ones, and free them."""
         grads = [partition.parameter.grad for partition in self.partitions]
         for partition in self.partitions:
@@ -131,10 +147,6 @@ class Bucket:
                     row.copy_(run)
         return stacked.view(-1)
 
-    def set_gradient(self, gradient: Tensor) -> None:
-        """Set this rank's reduced gradients [M]."""
-        self.gradient = gradient
-
     def gradients(self) -> list[Tensor | None]:
         """Return this rank's gradient of every partition, flat, in the parameters' dtype."""
         flat = self.gradient
@@ -143,13 +155,32 @@ class Bucket:
         grads = [partition.parameter.grad for partition in self.partitions]
         return [None if grad is None else grad.reshape(-1) for grad in grads]
 
+    def convert_gradient(self, convert: Callable[[Tensor], Tensor]) -> bool:
+        """Replace a reduced gradient by its conversion; return whether there is one."""
+        if self.gradient is not None:
+            self.gradient = convert(self.gradient)
+        return self.gradient is not None
+
     def free_gradients(self) -> None:
         """Free the gradients."""
         self.gradient = None
         for partition in self.partitions:
             partition.parameter.grad = partition.own.grad = None
 
-    def own_weights(self) -> Tensor:
+    @torch.no_grad()
+    def gather_weights(self) -> Started | None:
+        """Gather every rank's updated weights on all; None if no communication is needed."""
+        share = self.share
+        if share.size == 1:
+            if not self.partitions[0].is_view:
+                self._set_weights(self._own_weights())
+            return None
+        own = self._own_weights()
+        whole = self.first.data.view(-1) if self.is_one_tensor else own.new_empty(share.size * self.length)
+        started = start_all_gather(whole, own, "the all-gather of updated weights", share.group)
+        return started if self.is_one_tensor else started.then(lambda: self._set_weights(whole))
+
+    def _own_weights(self) -> Tensor:
         """Return this rank's elements [M] in the parameters' dtype on their device."""
         device = self.partitions[0].own.device
         pinned = device.type == "cpu" and self.first.is_cuda
@@ -158,7 +189,8 @@ class Bucket:
             own[partition.start :][: partition.own.numel()].copy_(partition.own.data)
         return own.to(self.first.device, non_blocking=True)
 
-    def give_weights(self, stacked: Tensor) -> None:
+    @torch.no_grad()
+    def _set_weights(self, stacked: Tensor) -> None:
         """Copy weights [G * M] to the parameters."""
         stacked = stacked.view(self.share.size, self.length)
         for partition in self.partitions:
@@ -182,19 +214,10 @@ def partitions_of(
     offload: bool = False,
     bucket_bytes: int = BUCKET_BYTES,
 ) -> tuple[list[Partition], list[Bucket]]:
-    """Partition parameters.
+    """Return partitions in the order of the parameters, and buckets in the likely order of a backward pass.
 
-    Args:
-        parameters: in the same order on all ranks.
-        topology: of this rank.
-        cut: False keeps all whole, for offload only.
-        offload: keep this rank's elements in host memory.
-        bucket_bytes: approximate size of a bucket in a group of at most BUCKET_RANKS; larger parameters
-            have their own.
-
-    Returns:
-        The partitions in the order of the parameters, and the buckets in the order in which a backward pass
-        probably completes them.
+    Without `cut` all parameters stay whole, for `offload` to host memory. A bucket has about `bucket_bytes`
+    in a group of at most BUCKET_RANKS; larger parameters have their own.
     """
     partitions = [Partition(p, share_of(p, topology) if cut else Share(), offload) for p in parameters]
     buckets: list[Bucket] = []

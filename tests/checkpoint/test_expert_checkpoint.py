@@ -1,10 +1,6 @@
-"""Checkpoints of split experts: one format for every number of ranks.
+"""Checkpoints of split experts: one format for every number of ranks."""
 
-Covered: gathering to rank 0 with and without replicas, the state dict of the others, dropping what was
-gathered, saving on W ranks and loading on another W, tensors of an optimizer, bf16; in pieces of
-few bytes, whole experts and slices.
-"""
-
+import dataclasses
 from typing import Any
 
 import pytest
@@ -14,12 +10,7 @@ from torch import Tensor, nn
 
 from fairseq_tutel import MoEConfig, MoELayer, make_topology
 from fairseq_tutel.checkpoint import experts as checkpoint
-from fairseq_tutel.checkpoint.experts import (
-    drop_gathered,
-    expert_modules,
-    gather_experts,
-    gather_to_first,
-)
+from fairseq_tutel.checkpoint.experts import expert_modules, gather_experts, gather_to_first
 from fairseq_tutel.ranks.groups import Topology
 
 CONFIG = MoEConfig(model_dim=4, hidden_dim=6, num_experts=4, hidden_layer_norm=True)
@@ -35,7 +26,8 @@ def save(parallel: int, dtype: torch.dtype) -> dict[str, Tensor]:
     split = model(topology, dtype=dtype)
     gather_experts(split, topology)
     state = {name: tensor.clone() for name, tensor in split.state_dict().items()}
-    drop_gathered(split)
+    for experts in expert_modules(split):
+        experts.save_as(None)
     local = 4 // topology.expert_parallel_size
     assert split.state_dict()["0.experts.fc1_bias"].shape[0] == local
     return state
@@ -48,15 +40,15 @@ def same(got: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
         assert torch.equal(got[name], tensor), name
 
 
-@pytest.mark.parametrize("world_size, parallel", [(2, 0), (4, 2), (4, 1)])
-def test_rank_0_saves_what_one_rank_would_save(ranks, world_size, parallel):
-    first, *_ = ranks(world_size).run(save, parallel, torch.float32)
-    same(first, model(None).state_dict())
+F32, BF16 = torch.float32, torch.bfloat16
 
 
-def test_bf16_is_gathered_as_it_is(ranks):
-    first, *_ = ranks(4).run(save, 2, torch.bfloat16)
-    same(first, model(None, dtype=torch.bfloat16).state_dict())
+@pytest.mark.parametrize(
+    "world_size, parallel, dtype", [(2, 0, F32), (4, 2, F32), (4, 1, F32), (4, 2, BF16)]
+)
+def test_rank_0_saves_what_one_rank_would_save(ranks, world_size, parallel, dtype):
+    first, *_ = ranks(world_size).run(save, parallel, dtype)
+    same(first, model(None, dtype=dtype).state_dict())
 
 
 def load(parallel: int, saved: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -137,26 +129,19 @@ def test_one_rank_gathers_nothing():
         assert state[name].data_ptr() == parameter.data_ptr(), name
 
 
+def states(parameter):
+    return {"moment": torch.zeros_like(parameter), "scale": torch.ones(len(parameter), 1, 1)}
+
+
 def test_a_state_of_another_shape_is_the_same_for_all_slices(tmp_path):
     config, written = MoEConfig(model_dim=4, hidden_dim=8, num_experts=2), []
     for rank in range(4):
         place = Topology(world_size=4, rank=rank, expert_parallel_size=4, share_groups={2: None})
         split = MoELayer(config, place, seed=1)
-        own, _, failed, _ = checkpoint._write_own(
-            split,
-            place,
-            lambda p: {"moment": torch.zeros_like(p), "scale": torch.ones(len(p), 1, 1)},
-            tmp_path,
-        )
-        assert failed is None
-        written.append(own)
-    joined = checkpoint._joined(written)
-    shapes = {
-        "fc1_weight": (2, 8, 4),
-        "fc1_weight.moment": (2, 8, 4),
-        "fc1_weight.scale": (2, 1, 1),
-    }
-    assert {name: joined["experts", name][0] for name in shapes} == shapes
+        written.append(checkpoint._write_own(split, place, states, tmp_path))
+    found = {stack.name: stack.shape for stack in checkpoint._joined(written, tmp_path)}
+    shapes = {"fc1_weight": (2, 8, 4), "fc1_weight.moment": (2, 8, 4), "fc1_weight.scale": (2, 1, 1)}
+    assert found == found | shapes
 
 
 @pytest.mark.parametrize("content", [b"ab", None])
@@ -169,7 +154,7 @@ def test_a_file_that_is_not_there_as_written_is_refused(tmp_path, content):
 
 def test_a_rank_with_other_tensors_is_refused(tmp_path, monkeypatch):
     def with_another_rank(own: Any, operation: str) -> list[Any]:
-        return [own, ({}, {}, None, own[-1] + 1)]
+        return [own, dataclasses.replace(own, num_stacks=own.num_stacks + 1)]
 
     monkeypatch.setattr(checkpoint.world, "all_gather_object", with_another_rank)
     with pytest.raises(ValueError, match="ranks wrote different tensors"):

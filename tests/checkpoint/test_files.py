@@ -1,8 +1,4 @@
-"""Files of torch.save: every bit that is no longer what it was is seen, and a failed write says why.
-
-Covered: whole, cut off anywhere, flipped bits, empty, no file of torch's, the format from before torch
-1.6; a disk that fails for a while, and one that goes on failing.
-"""
+"""Files of torch.save: every bit that is no longer what it was is seen, and a failed write says why."""
 
 import errno
 import os
@@ -11,6 +7,7 @@ import pytest
 import torch
 
 from fairseq_tutel.checkpoint import files
+from fairseq_tutel.files.small import is_temporary
 
 CONTENT = {"weight": torch.arange(12.0), "step": 3}
 
@@ -127,17 +124,14 @@ def test_a_full_disk_is_named_with_the_file_and_its_bytes_are_given_back(failing
 
 
 def test_two_that_write_the_same_file_do_not_meet(path):
-    with (
-        files.replacing(str(path)) as first,
-        files.replacing(str(path)) as second,
-    ):
+    with files.replacing(str(path)) as first, files.replacing(str(path)) as second:
         assert first != second
         for name in (first, second):
-            assert files.is_temporary(os.path.basename(name))
+            assert is_temporary(os.path.basename(name))
             files.write(CONTENT, name)
     assert os.listdir(path.parent) == [path.name]
-    assert not files.is_temporary(path.name)
-    assert not files.is_temporary(f"{path.name}.tmp")  # another program's
+    assert not is_temporary(path.name)
+    assert not is_temporary(f"{path.name}.tmp")  # another program's
 
 
 def test_what_is_written_is_on_the_disk(tmp_path, monkeypatch):

@@ -1,10 +1,4 @@
-"""A lease on a folder: one writer; who ended is known here by its process, elsewhere by its silence.
-
-Covered: taken, released, taken again; a living writer of this machine, by every way to see it; one that
-ended, also where another process got its number; one of another machine that renews, falls silent, or was
-silent; leases that are none; two that find the same one; a lease that was lost before a write; renewal;
-a disk without links.
-"""
+"""A lease on a folder: one writer; who ended is known here by its process, elsewhere by its silence."""
 
 import contextlib
 import os
@@ -16,7 +10,7 @@ from dataclasses import replace
 import pytest
 from leases import ELSEWHERE, leave
 
-from fairseq_tutel.checkpoint import files, lease
+from fairseq_tutel.checkpoint import lease
 from fairseq_tutel.checkpoint.lease import NAME, read, take, this_process
 
 
@@ -105,17 +99,20 @@ def test_a_writer_that_ended_here_is_followed_at_once(folder):
     held.release()
 
 
-def test_a_number_that_another_process_has_by_now_is_no_writer(folder, process):
-    leave(folder, replace(here(process.pid), started="1"))
+@pytest.mark.parametrize(
+    ("change", "seconds", "followed"),
+    [
+        ({}, 0, False),  # this process may train again
+        ({"started": "1"}, 0, True),  # another process has the number by now
+        ({"machine": "another"}, lease.STALE_SECONDS + 5, True),
+        *(({"pid": pid}, 0, False) for pid in (-1, 0, 2**40, "12", 1.5, True)),
+    ],
+)
+def test_a_lease_that_nobody_renews_is_taken_at_once(folder, change, seconds, followed):
+    writer = replace(this_process(), **change)
+    leave(folder, writer, seconds)
     held, waits = taken(folder)
-    assert waits == 0
-    held.release()
-
-
-def test_the_same_process_may_train_again(folder):
-    leave(folder, this_process())
-    held, waits = taken(folder)
-    assert (held.after, waits) == (None, 0)
+    assert (held.after, waits) == (writer if followed else None, 0)
     held.release()
 
 
@@ -143,26 +140,11 @@ def test_a_writer_elsewhere_that_falls_silent_is_followed(folder, monkeypatch):
     held.release()
 
 
-def test_a_writer_elsewhere_that_was_silent_for_long_is_followed_at_once(folder):
-    leave(folder, ELSEWHERE, seconds=lease.STALE_SECONDS + 5)
-    held, waits = taken(folder)
-    assert (held.after, waits) == (ELSEWHERE, 0)
-    held.release()
-
-
 @pytest.mark.parametrize("content", ["", "{", "[1]", '{"pid": 3}', "null"])
 def test_a_file_that_is_no_lease_is_nobody_s(folder, content):
     os.makedirs(folder)
     with open(os.path.join(folder, NAME), "w") as file:
         file.write(content)
-    held, waits = taken(folder)
-    assert waits == 0
-    held.release()
-
-
-@pytest.mark.parametrize("pid", [-1, 0, 2**40, "12", 1.5, True])
-def test_an_absurd_process_is_nobody(folder, pid):
-    leave(folder, replace(this_process(), pid=pid))
     held, waits = taken(folder)
     assert waits == 0
     held.release()
@@ -243,8 +225,3 @@ def test_a_start_that_waits_has_no_file_to_leave(folder):
         patch.setattr(lease.time, "sleep", look)
         take(folder)
     assert seen == [[NAME]]
-
-
-def test_what_a_kill_leaves_of_a_lease_is_removed_by_its_name(tmp_path):
-    with lease._written(lease.this_process(), str(tmp_path / lease.NAME)) as written:
-        assert files.is_temporary(os.path.basename(written))

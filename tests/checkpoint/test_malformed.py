@@ -3,8 +3,8 @@ import math
 import pytest
 import torch
 
+from fairseq_tutel.checkpoint.files import walk
 from fairseq_tutel.checkpoint.malformed import refuse_malformed
-from fairseq_tutel.checkpoint.nested import walk
 
 NUMBER, WHOLE = "a number of at least 0", "a whole number of at least 0"
 
@@ -12,16 +12,8 @@ NUMBER, WHOLE = "a number of at least 0", "a whole number of at least 0"
 @pytest.mark.parametrize(
     ("state", "name", "expected"),
     [
-        (
-            {"extra_state": {"previous_training_time": "1"}},
-            "extra_state.previous_training_time",
-            NUMBER,
-        ),
-        (
-            {"extra_state": {"train_iterator": {"epoch": "two"}}},
-            "extra_state.train_iterator.epoch",
-            WHOLE,
-        ),
+        ({"extra_state": {"previous_training_time": "1"}}, "extra_state.previous_training_time", NUMBER),
+        ({"extra_state": {"train_iterator": {"epoch": "two"}}}, "extra_state.train_iterator.epoch", WHOLE),
         (
             {"extra_state": {"train_iterator": {"iterations_in_epoch": math.inf}}},
             "extra_state.train_iterator.iterations_in_epoch",
@@ -29,11 +21,7 @@ NUMBER, WHOLE = "a number of at least 0", "a whole number of at least 0"
         ),
         ({"optimizer_history": [{"num_updates": [4]}]}, "optimizer_history.-1.num_updates", WHOLE),
         ({"optimizer_history": [{"num_updates": -1}]}, "optimizer_history.-1.num_updates", WHOLE),
-        (
-            {"extra_state": {"train_iterator": {"epoch": 3.5}}},
-            "extra_state.train_iterator.epoch",
-            WHOLE,
-        ),
+        ({"extra_state": {"train_iterator": {"epoch": 3.5}}}, "extra_state.train_iterator.epoch", WHOLE),
         (
             {"optimizer_history": [{"num_updates": torch.tensor(10)}]},
             "optimizer_history.-1.num_updates",
@@ -54,22 +42,14 @@ NUMBER, WHOLE = "a number of at least 0", "a whole number of at least 0"
         ({"task_state": math.inf}, "task_state", "a dictionary"),
         ({"model": ()}, "model", "a dictionary"),
         ({"cfg": [1]}, "cfg", "a dictionary"),
-        (
-            {"optimizer_history": [{"num_updates": 10**400}]},
-            "optimizer_history.-1.num_updates",
-            WHOLE,
-        ),
+        ({"optimizer_history": [{"num_updates": 10**400}]}, "optimizer_history.-1.num_updates", WHOLE),
         (
             {"extra_state": {"previous_training_time": 10**400}},
             "extra_state.previous_training_time",
             NUMBER,
         ),
         ({"last_optimizer_state": {"state": {0: {"step": -1e30}}}}, "the optimizer's step", NUMBER),
-        (
-            {"last_optimizer_state": {"state": {0: {"step": math.inf}}}},
-            "the optimizer's step",
-            NUMBER,
-        ),
+        ({"last_optimizer_state": {"state": {0: {"step": math.inf}}}}, "the optimizer's step", NUMBER),
         (
             {"last_optimizer_state": {"adam": {"state": {0: {"step": torch.tensor(math.nan)}}}}},
             "the optimizer's step",
@@ -87,10 +67,7 @@ def test_an_entry_of_another_type_is_refused_by_its_name(state, name, expected):
     ("value", "problem"),
     [
         (lambda: None, "None"),
-        (
-            lambda: torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8),
-            "dtype torch.qint8",
-        ),
+        (lambda: torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8), "dtype torch.qint8"),
         (lambda: torch.empty(2, device="meta"), "without data"),
         (lambda: torch.ones(2, dtype=torch.int32), "dtype torch.int32"),
         (lambda: torch.ones(2, dtype=torch.complex64), "dtype torch.complex64"),
@@ -123,12 +100,7 @@ def test_experts_that_are_a_single_number_are_refused():
         {"extra_state": None, "last_optimizer_state": None, "optimizer_history": []},
         {"extra_state": {"previous_training_time": torch.tensor(0.2)}},
         {"last_optimizer_state": {"state": {0: {"step": 4}, 1: {"step": torch.tensor(4.0)}}}},
-        {
-            "last_optimizer_state": {
-                "state": {},
-                "param_groups": [{"amsgrad": True, "betas": (0.9, 1)}],
-            }
-        },
+        {"last_optimizer_state": {"state": {}, "param_groups": [{"amsgrad": True, "betas": (0.9, 1)}]}},
         {"model": {"attn.bias": torch.ones(2, dtype=torch.bool)}},
         {"model": {"w": torch.ones(2), "layer._extra_state": torch.empty(0, device="meta")}},
     ],

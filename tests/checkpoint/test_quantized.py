@@ -1,8 +1,4 @@
-"""Quantized experts: the rounding error is at most half a step, and every reader of shards reads them.
-
-Covered: every dtype with odd and even widths and rows of zeros; the errors in records, also by row blocks;
-slices; `convert sharded --expert-dtype` and back; `inspect`; refusals.
-"""
+"""Quantized experts: the rounding error is at most half a step, and every reader of shards reads them."""
 
 import json
 

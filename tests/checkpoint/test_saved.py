@@ -1,8 +1,4 @@
-"""SavedModel: a checkpoint is opened, looked at, edited and written, full or sharded.
-
-Covered: layers and experts by global ID; options in both forms; a restart; files that are written together
-or not at all.
-"""
+"""SavedModel: a checkpoint is opened, looked at, edited and written, full or sharded."""
 
 import argparse
 
@@ -11,7 +7,7 @@ import torch
 from moe_files import load, save
 from tool_in_process import convert
 
-from fairseq_tutel.checkpoint.saved import SavedModel, label_of, write_all
+from fairseq_tutel.checkpoint.saved import SavedModel, layer_label, write_all
 
 
 @pytest.fixture
@@ -60,8 +56,8 @@ def test_a_restart_drops_the_training_state_and_keeps_the_history(path):
 
 
 def test_labels_name_side_and_index():
-    assert label_of("stages.2.blocks.1.fc1") == "stages_2_1"
-    assert label_of("models.de-en.decoder.layers.3.fc1") == "de-en_decoder_3"
+    assert layer_label("stages.2.blocks.1.fc1") == "stages_2_1"
+    assert layer_label("models.de-en.decoder.layers.3.fc1") == "de-en_decoder_3"
 
 
 def test_several_files_are_written_together_or_not_at_all(tmp_path, monkeypatch):

@@ -1,9 +1,4 @@
-"""Shard files: any part of any cut is what a slice of the whole would be; damage and misuse are said.
-
-Covered: parts read from 1, 2, 4 slices by 1, 2, 4 slices; every dtype; no reading in advance; no
-file opened twice; records in a checkpoint; missing, truncated, damaged files; foreign records; folders that
-are begun, committed, kept and collected.
-"""
+"""Shard files: any part of any cut is what a slice of the whole would be; damage and misuse are said."""
 
 import dataclasses
 import itertools
@@ -135,13 +130,7 @@ def test_a_flipped_bit_is_found(tmp_path):
         tensor.whole()
 
 
-def test_a_piece_of_another_shape_is_refused_though_its_bytes_are_right(tmp_path):
-    tensor = write(tmp_path, torch.randn(4, 2), Slice())
-    with pytest.raises(ValueError, match=r"its 0\.0 is not what was saved"):
-        dataclasses.replace(tensor, shape=(4, 2, 1)).whole()
-
-
-@pytest.mark.parametrize("shape", [(4, 10**15), (4, 10**20), (4, 10**12, 10**12)])
+@pytest.mark.parametrize("shape", [(4, 2, 1), (4, 10**15), (4, 10**20), (4, 10**12, 10**12)])
 def test_no_memory_is_taken_by_sizes_that_no_file_has(tmp_path, shape):
     tensor = write(tmp_path, torch.randn(4, 2), Slice())
     with pytest.raises(ValueError, match=r"its 0\.0 is not what was saved"):
@@ -154,10 +143,7 @@ def test_no_memory_is_taken_by_sizes_that_no_file_has(tmp_path, shape):
         ({"expert_shards": 3}, "version 3"),
         ({"expert_shards": 2}, "no fairseq_tutel wrote"),
         ({"expert_shards": 2, "packing": "int3"}, "no fairseq_tutel wrote"),
-        (
-            {"expert_shards": 2, "packing": "int8"},
-            "no fairseq_tutel wrote",
-        ),  # rows of one dimension
+        ({"expert_shards": 2, "packing": "int8"}, "no fairseq_tutel wrote"),  # rows of one dimension
         ({"folder": "../../etc"}, "no fairseq_tutel wrote"),
         ({"pieces": [["../a.safetensors", "0", "00"]] * 4}, "no fairseq_tutel wrote"),
         ({"dtype": "load"}, "no fairseq_tutel wrote"),
@@ -253,26 +239,6 @@ def test_what_a_process_saw_a_checkpoint_name_goes_with_that(tmp_path, monkeypat
     assert held(tmp_path) == [second]
 
 
-def test_a_file_that_was_written_over_in_place_is_read_anew(tmp_path):
-    first = save(tmp_path, "checkpoint.pt", "one")
-    save(tmp_path, "new.pt", "two")
-    folders.mentions(tmp_path / "checkpoint.pt")
-    content = (tmp_path / "new.pt").read_bytes()
-    (tmp_path / "checkpoint.pt").write_bytes(content)
-    os.utime(tmp_path / "checkpoint.pt", (1, 1))
-    assert f"experts/{folders.mentions(tmp_path / 'checkpoint.pt').pop()}" != first
-
-
-def test_a_file_that_was_replaced_within_its_clock_tick_is_read_anew(tmp_path):
-    save(tmp_path, "checkpoint.pt", "one")
-    os.utime(tmp_path / "checkpoint.pt", (1, 1))
-    second = save(tmp_path, "new.pt", "two")
-    os.utime(tmp_path / "new.pt", (1, 1))
-    os.replace(tmp_path / "new.pt", tmp_path / "checkpoint.pt")
-    folders.collect(tmp_path)
-    assert held(tmp_path) == [second]
-
-
 def test_the_same_content_is_kept_once_and_mended(tmp_path):
     first = save(tmp_path, "checkpoint1.pt", "one")
     (tmp_path / first / "a.safetensors").write_text("damaged")
@@ -358,13 +324,3 @@ def test_a_link_to_a_checkpoint_finds_its_shards(tmp_path):
     state = torch.load(link, weights_only=True)
     bind(state, link)
     assert torch.equal(state["a"].whole(), whole)
-
-
-def test_a_checkpoint_that_is_written_over_names_what_it_names_now(tmp_path):
-    path = tmp_path / "checkpoint_last.pt"
-    for names in ({"a" * 16}, {"b" * 16, "c" * 16}):
-        inode = path.stat().st_ino if path.exists() else None
-        with path.open("wb") as file:  # in place, as a copy over it is
-            torch.save([f"experts/{name}" for name in names], file)
-        assert inode in (None, path.stat().st_ino)
-        assert folders.mentions(path) == names

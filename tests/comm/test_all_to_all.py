@@ -1,9 +1,4 @@
-"""2-D hierarchical all-to-all is the linear one, bit for bit, with fewer messages between nodes.
-
-Covered: dispatch and combine, and their backward, for splits of 4, 6 and 8 ranks into whole nodes,
-and of two expert groups among 8 ranks (long); ranks without rows; even blocks, without maps;
-fp32, fp16, bf16, integers; messages across nodes by count; no grid unless experts are on several nodes.
-"""
+"""2-D hierarchical all-to-all is the linear one, bit for bit, with fewer messages between nodes."""
 
 import pytest
 import torch
@@ -50,9 +45,9 @@ def compare_exchanges(parallel, local, dtype, seed):
 
 def both_exchanges(counts, topology):
     agreed = exchange_counts(counts, topology.expert_group)
-    yield agreed, all_to_all.LinearAllToAll.of(agreed, topology.expert_group)
+    yield agreed, all_to_all.linear_all_to_all(agreed, topology.expert_group)
     agreed = exchange_counts_in_two_hops(counts, topology.grid)
-    yield agreed, all_to_all.HierarchicalAllToAll.of(agreed, agreed, topology.grid)
+    yield agreed, all_to_all.hierarchical_all_to_all(agreed, agreed, topology.grid)
 
 
 @pytest.mark.parametrize(
@@ -78,39 +73,6 @@ def compare_even_exchanges(parallel, local):
 def test_an_exchange_of_even_blocks_is_the_linear_one_without_maps(ranks, world, parallel, local):
     for linear, hierarchical_ in ranks(world).run(compare_even_exchanges, parallel, local):
         assert all(torch.equal(*pair) for pair in zip(linear, hierarchical_, strict=True))
-
-
-def messages(parallel, local):
-    """Count the messages that this rank sends to other nodes, by the splits of every collective."""
-    rank = dist.get_rank()
-    topology = make_topology([parallel], parallel, local)
-    ones = torch.ones(parallel, 1, dtype=torch.int64)
-    exchanges = [rows_exchange for _, rows_exchange in both_exchanges(ones, topology)]
-    sent = []
-    original = dist.all_to_all_single
-
-    def counting(out, rows, receive, send, group):
-        members = dist.get_process_group_ranks(group)
-        pairs = zip(members, send, strict=True)
-        sent[-1] += [n for other, n in pairs if other // local != rank // local and n]
-        return original(out, rows, receive, send, group=group)
-
-    dist.all_to_all_single = counting
-    try:
-        for rows_exchange in exchanges:
-            sent.append([])
-            rows_exchange.dispatch(torch.ones(parallel, MODEL_DIM))
-    finally:
-        dist.all_to_all_single = original
-    return sent
-
-
-@pytest.mark.parametrize("world, parallel, local", SPLITS)
-def test_messages_across_nodes_fall_to_one_a_node(ranks, world, parallel, local):
-    for linear, hierarchical_ in ranks(world).run(messages, parallel, local):
-        assert linear == [1] * (parallel - local)
-        assert hierarchical_ == [local] * (parallel // local - 1)
-        assert sum(linear) == sum(hierarchical_)  # the same rows in all
 
 
 def grids(locals_):

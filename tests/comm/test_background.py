@@ -1,9 +1,4 @@
-"""Work beside the computation, on a GPU's stream and in a thread.
-
-Covered: the order of a start and its result, on streams that only write down what they are told; one
-stream a device; memory is kept for every stream that reads it. A process that fails in the middle of an
-exchange in chunks ends by its error, not by a signal.
-"""
+"""Work beside the computation, on a GPU's stream and in a thread."""
 
 import contextlib
 import os
@@ -17,49 +12,33 @@ from ports import free_port
 from fairseq_tutel.comm import background
 
 
-class Events(list):
-    """What was done, and the stack of current streams."""
-
-    current: list
-
-
-class Stream:
-    """A stream with a name; whatever is done with it is written to `said`."""
-
-    def __init__(self, events, name):
-        self.events, self.name = events, name
-
-    def wait_stream(self, other):
-        self.events.append(f"{self.name} waits for {other.name}")
-
-    def wait_event(self, event):
-        self.events.append(f"{self.name} waits for {event.recorded}")
-
-
-class Rows:
-    """A tensor of a GPU."""
+class OnGpu:
+    """A stream, or a tensor of a GPU; appends to `done` what is done with it."""
 
     is_cuda, device = True, torch.device("cuda:0")
 
-    def __init__(self, events, name):
-        self.events, self.name = events, name
+    def __init__(self, done, name):
+        self.done, self.name = done, name
+
+    def wait_stream(self, other):
+        self.done.append(f"{self.name} waits for {other.name}")
+
+    def wait_event(self, event):
+        self.done.append(f"{self.name} waits for {event.recorded}")
 
     def record_stream(self, stream):
-        self.events.append(f"{self.name} is kept for {stream.name}")
+        self.done.append(f"{self.name} is kept for {stream.name}")
 
 
-@pytest.fixture
-def events(monkeypatch):
-    """Return the list of what is done on stand-ins of torch's streams, of which "main" is current first."""
-    events = Events()
-    current = [Stream(events, "main")]
+def test_a_start_waits_for_what_came_before_and_what_follows_waits_for_it(monkeypatch):
+    done = []
+    current = [OnGpu(done, "main")]
+    made = iter(("side", "a second one"))
 
     class Event:
-        recorded = "nothing"
-
         def record(self, stream):
             self.recorded = f"what {stream.name} did till then"
-            events.append(f"{stream.name} is marked")
+            done.append(f"{stream.name} is marked")
 
     @contextlib.contextmanager
     def on(stream):
@@ -67,39 +46,24 @@ def events(monkeypatch):
         yield
         current.pop()
 
+    def travel(rows):
+        done.append(f"{rows.name} travels on {current[-1].name}, with gradients {torch.is_grad_enabled()}")
+        return OnGpu(done, "out")
+
     monkeypatch.setattr(background, "_streams", {})
-    made = iter(("side", "a second one"))
-    monkeypatch.setattr(torch.cuda, "Stream", lambda device: Stream(events, next(made)))
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: OnGpu(done, next(made)))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current[-1])
     monkeypatch.setattr(torch.cuda, "stream", on)
     monkeypatch.setattr(torch.cuda, "Event", Event)
-    events.current = current
-    return events
-
-
-def test_a_start_waits_for_what_came_before_and_what_follows_waits_for_it(events):
-    def travel(rows):
-        events.append(
-            f"{rows.name} travels on {events.current[-1].name}, with gradients {torch.is_grad_enabled()}"
-        )
-        return Rows(events, "out")
-
-    pending = [background.start(travel, Rows(events, "rows")) for _ in range(2)]
-    events.append("the experts run")
+    pending = [background.start(travel, OnGpu(done, "rows")) for _ in range(2)]
+    done.append("the experts run")
     assert pending[0].result().name == "out"
     one = [
-        "side waits for main",
-        "rows is kept for side",
-        "rows travels on side, with gradients False",
+        "side waits for main", "rows is kept for side", "rows travels on side, with gradients False",
         "side is marked",
-    ]
-    assert events == [
-        *one,
-        *one,
-        "the experts run",
-        "main waits for what side did till then",
-        "out is kept for main",
-    ]
+    ]  # fmt: skip
+    after = ["the experts run", "main waits for what side did till then", "out is kept for main"]
+    assert done == [*one, *one, *after]
 
 
 SCRIPT = """

@@ -1,10 +1,4 @@
-"""Ranks that make different calls of layers that fit each other end by a sentence, on every path.
-
-Covered: another layer, another mode, a call too many, layers of other sizes; linear and in two hops,
-padded, gathered (r = 0), slices (r = 1, r = s), in chunks, replicas; ranks without tokens; calls that
-need no other rank do not count; torch.compile; a GPU's call IDs are compared a call later; topologies made
-for other experts, or for another r.
-"""
+"""Ranks that make different calls of layers that fit each other end by a sentence, on every path."""
 
 import dataclasses
 
@@ -157,11 +151,7 @@ def test_call_ids_of_a_gpu_are_compared_at_the_next_call(monkeypatch):
     monkeypatch.setattr(call_id, "compare", lambda given, what, _: seen.append((given[0].item(), what)))
     for i in range(3):
         call_id.compare_later(OnGpu([i, i]), f"call {i}", None)
-    assert seen == [
-        "record",
-        *("wait", (0, "call 0"), "record"),
-        *("wait", (1, "call 1"), "record"),
-    ]
+    assert seen == ["record", *("wait", (0, "call 0"), "record"), *("wait", (1, "call 1"), "record")]
 
 
 @pytest.mark.parametrize("experts", (2, 6))

@@ -1,9 +1,4 @@
-"""Every tensor that a collective is given lies where the parameters are: NCCL sees no host memory.
-
-Covered: gradients of experts reduced, their norm and an overflow spread, with and without a gradient here;
-balance biases; ZeRO's gradients, norm, and state that is kept in host memory; experts gathered everywhere.
-Parameters are on the meta device and collectives are stand-ins that refuse all that is not.
-"""
+"""Every tensor that a collective is given lies where the parameters are: NCCL sees no host memory."""
 
 from types import SimpleNamespace
 
@@ -18,13 +13,7 @@ from fairseq_tutel.comm import collectives, gradients
 from fairseq_tutel.moe.balance import update_biases
 from fairseq_tutel.ranks import world
 from fairseq_tutel.ranks.groups import Topology
-from fairseq_tutel.zero.partition import Bucket, Partition, Share
-from fairseq_tutel.zero.reduce import (
-    GradientReducer,
-    gather_weights,
-    partitioned_grad_norm,
-    whole_of,
-)
+from fairseq_tutel.zero.state import ZeroState
 
 
 class Group:
@@ -50,11 +39,11 @@ def calls(monkeypatch):
 
         return collective
 
+    collectives.use(None)
     monkeypatch.setattr(dist, "all_reduce", stand_in("all_reduce"))
     for name in ("_all_gather", "_reduce_scatter"):
         monkeypatch.setattr(collectives, name, stand_in(name[1:]))
-    monkeypatch.setattr(world, "size", lambda: 4)
-    monkeypatch.setattr(dist, "get_world_size", lambda group: 2)
+    monkeypatch.setattr(world, "size", lambda group=None: 4 if group is None else 2)
     return called
 
 
@@ -84,11 +73,10 @@ def test_balance_biases_and_experts_gathered_everywhere(calls):
 
 def test_zero_s_gradients_and_norm_and_state_in_host_memory(calls):
     parameters = [nn.Parameter(torch.empty(5, device="meta")) for _ in range(2)]
-    share = Share(size=4, divisor=4)
-    bucket = Bucket([Partition(parameter, share, offload=False) for parameter in parameters])
+    zero = ZeroState(parameters, TOPOLOGY, stage=1)
     parameters[0].grad = torch.empty(5, device="meta")  # the other was not used
-    GradientReducer([bucket], 4, eager=False).reduce()
-    assert partitioned_grad_norm([bucket], TOPOLOGY).is_meta
-    gather_weights(bucket).wait()
-    assert whole_of(torch.ones(2), bucket.partitions[0]).is_meta
+    zero.reduce()
+    assert zero.norm().is_meta
+    zero.buckets[0].gather_weights().wait()
+    assert zero.partitions[0].whole(torch.ones(2)).is_meta
     assert calls == ["reduce_scatter", "all_reduce", "all_gather", "all_gather"]

@@ -1,8 +1,4 @@
-"""Gradients of experts after a backward: reduced over replicas, counted once, clipped alike.
-
-Covered: the sum over replicas divided by W, a missing gradient, dense gradients untouched, the norm
-against one rank that holds everything, NaN on one rank, clipping and its threshold; division by sqrt(W).
-"""
+"""Gradients of experts after a backward: reduced over replicas, counted once, clipped alike."""
 
 import math
 
@@ -107,11 +103,7 @@ def test_no_gradients_have_norm_zero():
 
 
 def clipped(max_norm: float) -> list[Tensor]:
-    parameters = [
-        with_gradient([3.0], False),
-        with_gradient([4.0], True),
-        nn.Parameter(torch.ones(1)),
-    ]
+    parameters = [with_gradient([3.0], False), with_gradient([4.0], True), nn.Parameter(torch.ones(1))]
     clip_gradients(parameters, max_norm, global_grad_norm(parameters, Topology()))
     return [p.grad for p in parameters]
 

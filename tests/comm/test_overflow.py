@@ -1,8 +1,4 @@
-"""An overflow in one rank's experts: every rank skips the step and lowers the loss scale alike.
-
-Covered: fairseq's FP16Optimizer and AMPOptimizer around the moe_ optimizers of both generations; an
-infinity, a NaN, none; the size of a step under amp.
-"""
+"""An overflow in one rank's experts: every rank skips the step and lowers the loss scale alike."""
 
 import math
 

@@ -1,11 +1,4 @@
-"""Rows in chunks: the same result as in one, whatever the number, with the exchange beside the experts.
-
-Covered: any d, more chunks than rows, unequal rows, ranks without rows; narrow transfer dtypes and their
-    error, for
-every way that rows go; the order of what is started and awaited, forward and backward; an error in the
-communication thread is raised where it is waited for, and one of an expert on one rank ends all others;
-bytes and messages by formula, of rows, of their copies and of gathered weights.
-"""
+"""Rows in chunks: the same result as in one, whatever the number, with the exchange beside the experts."""
 
 import dataclasses
 import threading
@@ -125,9 +118,7 @@ class Diary(AllToAll):
 def test_all_chunks_leave_before_the_first_expert_works_and_backward_runs_in_reverse(monkeypatch):
     lines = []
     monkeypatch.setattr(
-        background,
-        "start",
-        lambda f, rows: lines.append("start") or Later(lambda: f(rows), lines),
+        background, "start", lambda f, rows: lines.append("start") or Later(lambda: f(rows), lines)
     )
     x = torch.randn(4, 2, requires_grad=True)
     arriving_PE = torch.full((1, 1), 2)
@@ -143,13 +134,7 @@ def test_all_chunks_leave_before_the_first_expert_works_and_backward_runs_in_rev
         rows.register_hook(lambda _: lines.append(f"experts {i} backward"))
         return rows
 
-    prepared = exchange.PreparedExchange(
-        chunks=chunks,
-        counts_E=torch.tensor([4]),
-        num_rows=4,
-        chunk_blocks=torch.full((1, 2), 2),
-    )
-    y = prepared.run(x, expert_fn)
+    y = exchange.overlapped(chunks, torch.full((1, 2), 2), x, expert_fn)
     forward, lines[:] = list(lines), []
     assert forward == [
         "start", "start", "there 0", "experts 0", "start", "there 1", "experts 1", "start", "back 0",

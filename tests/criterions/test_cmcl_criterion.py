@@ -1,8 +1,4 @@
-"""The criterion around the confident loss: what it counts, what it logs, and what it refuses.
-
-Covered: padding; accuracies and the oracle's error by hand, over micro-batches; perplexity of the mean; a
-model that is no ensemble; more members to teach than there are.
-"""
+"""The criterion around the confident loss: what it counts, what it logs, and what it refuses."""
 
 import math
 from types import SimpleNamespace

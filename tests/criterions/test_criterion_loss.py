@@ -1,8 +1,4 @@
-"""Our criterions give stock's loss, by another way where the model has plain logits.
-
-Covered: both criterions against stock's own compute_loss; models that normalise something else, an adaptive
-softmax, losses by token, an ignored prefix.
-"""
+"""Our criterions give stock's loss, by another way where the model has plain logits."""
 
 from types import SimpleNamespace
 
@@ -77,21 +73,11 @@ def test_the_loss_is_stock_s(calls, ours, stock, options, model):
     assert bool(calls) == (model is not Tempered)
 
 
-@pytest.mark.parametrize("ours, stock, options", PAIRS)
-def test_an_adaptive_softmax_is_left_to_stock(calls, ours, stock, options):
-    net = FairseqLanguageModel(Decoder(None))
-    net.decoder.adaptive_softmax = Adaptive()
-    same(ours, stock, options, net)
-    assert not calls
-
-
-@pytest.mark.parametrize("ours, stock, options", PAIRS)
-def test_losses_by_token_are_left_to_stock(calls, ours, stock, options):
-    same(ours, stock, options, FairseqLanguageModel(Decoder(None)), reduce=False)
-    assert not calls
-
-
-def test_an_ignored_prefix_is_left_to_stock(calls):
-    ours, stock, options = PAIRS[1]
-    same(ours, stock, (*options, 1), FairseqLanguageModel(Decoder(None)))
+@pytest.mark.parametrize("kind", ("an adaptive softmax", "losses by token", "an ignored prefix"))
+def test_what_needs_a_table_is_left_to_stock(calls, kind):
+    net, (ours, stock, options) = FairseqLanguageModel(Decoder(None)), PAIRS[1]
+    if kind == "an adaptive softmax":
+        net.decoder.adaptive_softmax = Adaptive()
+    options = (*options, 1) if kind == "an ignored prefix" else options
+    same(ours, stock, options, net, **({"reduce": False} if kind == "losses by token" else {}))
     assert not calls

@@ -20,7 +20,6 @@ from fairseq_tutel.criterions import teacher
 from fairseq_tutel.criterions.distillation import WRAPPED
 from fairseq_tutel.criterions.teacher import Teacher, scores_of
 from fairseq_tutel.distillation.options import DistillationConfig
-from fairseq_tutel.options.option import options_in
 from fairseq_tutel.plugin import register
 from fairseq_tutel.ranks import world
 
@@ -102,22 +101,12 @@ class Student(BaseFairseqModel):
 def ready(monkeypatch, folder, prefix=0, **options):
     """Return a criterion, whose teacher's scores are all alike, and its arguments."""
     torch.save({}, folder / "t.pt")
-    options = {
-        "top_k": 2,
-        "logits": str(folder / "answers"),
-        "teacher": str(folder / "t.pt"),
-        **options,
-    }
+    options = {"top_k": 2, "logits": str(folder / "answers"), "teacher": str(folder / "t.pt"), **options}
     criterion = build(criterion="label_smoothed_cross_entropy", **options)
     criterion.ignore_prefix_size = prefix
     monkeypatch.setattr(Teacher, "scores", lambda *_: torch.zeros(6, 4))
     target = torch.tensor([[0, 2, 3], [0, 3, 1]])  # 1 is padding
-    sample = {
-        "id": torch.arange(2),
-        "net_input": {"src_tokens": target},
-        "target": target,
-        "ntokens": 5,
-    }
+    sample = {"id": torch.arange(2), "net_input": {"src_tokens": target}, "target": target, "ntokens": 5}
     return criterion, (Student(), sample)
 
 
@@ -159,20 +148,24 @@ def test_validation_asks_the_teacher_where_that_is_wanted(in_validation, monkeyp
     assert ("distill_loss" in log) == in_validation
 
 
-def test_a_teacher_is_opened_in_evaluation_without_its_own_task_s_state(monkeypatch, tmp_path):
+def test_a_teacher_is_opened_in_evaluation_without_its_task_s_state(monkeypatch, tmp_path):
+    """And leaves the training's random numbers alone."""
     torch.save({}, tmp_path / "t.pt")
     of_file, given = {"task_state": {"a": 1}, "model": {}}, []
     monkeypatch.setattr(checkpoint_utils, "load_checkpoint_to_cpu", lambda *_: of_file)
 
     def load_model_ensemble(paths, task, state):
         given.append(set(state))
+        torch.rand(())
         return [Student().train()], None
 
     monkeypatch.setattr(checkpoint_utils, "load_model_ensemble", load_model_ensemble)
     monkeypatch.setattr(teacher, "refuse_others", lambda *_: None)
     monkeypatch.setattr(Teacher, "_task_of", lambda _: None)
     options = DistillationConfig(distill_teacher=str(tmp_path / "t.pt"))
+    numbers = torch.get_rng_state()
     model = Teacher(options, None)._opened(torch.device("cpu"))
+    assert torch.equal(torch.get_rng_state(), numbers)
     assert given == [{"model"}]
     assert not model.training and not model.scores_BLV.requires_grad
 
@@ -207,9 +200,3 @@ def test_scores_of_an_adaptive_softmax_are_of_all_words_and_have_a_gradient():
     torch.testing.assert_close(scores_NV, expected_BLV.flatten(end_dim=-2))
     scores_NV[:, 15].sum().backward()
     assert (x_BLD.grad != 0).any()
-
-
-def test_every_option_has_a_flag_of_its_name():
-    keys = [option.key for option in options_in(DistillationConfig)]
-    cfg = SimpleNamespace(**vars(CRITERION_DATACLASS_REGISTRY["moe_distillation"]()))
-    assert all(key.startswith("distill_") and hasattr(cfg, key) for key in keys)

@@ -1,7 +1,4 @@
-"""The criterion of images against torch's cross entropy of probabilities; accuracies against a loop.
-
-Covered: smoothing, mixed targets, gradients, sums over micro-batches, fewer classes than five.
-"""
+"""The criterion of images against torch's cross entropy of probabilities; accuracies against a loop."""
 
 import math
 

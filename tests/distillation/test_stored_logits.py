@@ -1,9 +1,4 @@
-"""A folder of a teacher's answers: what is read is what was written, by whomever, or it is refused.
-
-Covered: two writers at once, a third that reads; a record that is cut off, one that was changed on the
-disk, beside a whole one to the same sample; answers of another text, teacher, dictionary or K; no answers
-and no teacher; a full disk.
-"""
+"""A folder of a teacher's answers: what is read is what was written, by whomever, or it is refused."""
 
 import os
 from pathlib import Path

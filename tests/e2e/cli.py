@@ -168,7 +168,7 @@ def _child(command, argv, env, log, stdin):
         sys.stdin = open(stdin)  # noqa: SIM115 - open as long as the process
     sys.argv = argv
     if "fairseq_tutel.plugin" in sys.modules:  # what registering says depends on the words
-        sys.modules["fairseq_tutel.plugin"]._registered = False
+        sys.modules["fairseq_tutel.plugin"].register.cache_clear()
     try:
         if command.startswith("tutel-"):
             importlib.import_module("fairseq_tutel." + command.removeprefix("tutel-")).main()

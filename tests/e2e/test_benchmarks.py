@@ -1,10 +1,4 @@
-"""The benchmarks that need fairseq, by their commands; nothing here asserts a time.
-
-Covered: file and table of small runs of a training step (language model and translation, one and two
-experts a token, with a profile), of Swin V2, of generation and of the store; what grows with ranks, by its
-counts; an einsum model that computes something else, and a decoder whose steps are not its whole, are
-reported; options that cannot work.
-"""
+"""Runs the benchmarks that need fairseq by their commands; asserts no time."""
 
 import json
 import os
@@ -151,8 +145,8 @@ def test_what_grows_with_ranks_is_counted(tmp_path):
     found = json.loads(path.read_text())
     rows = {(row["configuration"], row["variant"]): row for row in found["rows"]}
     assert found["complete"] and {row["status"] for row in rows.values()} == {"ok"}
-    roll_call = rows["roll call", "8 ranks"]
-    assert roll_call["accusers"] == 0 and roll_call["keys"] < 100
+    health_check = rows["health check", "8 ranks"]
+    assert health_check["accusers"] == 0 and health_check["keys"] < 100
     assert rows["restart", "8 ranks"]["wrong"] == 0
     assert rows["look before a resume", "8 nodes"]["reads"] == 1
     assert rows["shards", "written by 8 ranks"]["writers"] == 8

@@ -1,9 +1,4 @@
-"""Checkpoints through the command line: any number of ranks, whole or absent, whatever happens.
-
-Covered: 2 ranks -> 1 -> 3 in the middle of an epoch (the same bits for the same number of ranks:
-test_determinism); one process opens what several saved; --no-save-optimizer-state; a rank that fails; a
-full disk; torn and misshapen files; a folder that another training writes into.
-"""
+"""Checkpoints through the command line: any number of ranks, whole or absent, whatever happens."""
 
 import os
 import re
@@ -122,9 +117,8 @@ def trained(lm_data, tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("size", [0, 4096])
-def test_a_torn_file_is_refused_before_training(lm_data, trained, tmp_path, size):
-    torn = (trained / "checkpoint_last.pt").read_bytes()[:size]
+def test_a_torn_file_is_refused_before_training(lm_data, trained, tmp_path):
+    torn = (trained / "checkpoint_last.pt").read_bytes()[:4096]
     (tmp_path / "checkpoint_last.pt").write_bytes(torn)
     output = refused("train", *lm_args(lm_data, tmp_path))
     assert "checkpoint_last.pt, which is corrupt" in output

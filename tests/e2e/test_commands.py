@@ -1,33 +1,13 @@
-"""Every fairseq command around an MoE model, through its real command line.
-
-Covered: train, hydra-train, validate, eval-lm, generate, interactive for both models; stock tasks,
-criterions and optimizers; --eval-bleu on two ranks; exchange times; torchrun itself; the fairseq
-launch flags; a damaged file; the trap of N unrelated trainings; the package as --user-dir; a dense
-baseline.
-"""
+"""Every fairseq command around an MoE model, through its real command line."""
 
 import os
 import re
-import subprocess
-import sys
 import zipfile
-from pathlib import Path
 
 import forkserver
 import pytest
 import torch
-from cli import (
-    HYDRA,
-    ROOT,
-    USER_DIR,
-    _child,
-    fairseq,
-    refused,
-    start,
-    tail,
-    torchrun_environment,
-    wait,
-)
+from cli import HYDRA, ROOT, USER_DIR, _child, fairseq, refused, start, tail, torchrun_environment, wait
 from fairseq import checkpoint_utils
 from models import lm_args, mt_args
 from ports import free_port
@@ -101,15 +81,7 @@ def test_a_damaged_checkpoint_is_evaluated_by_the_user_s_word_alone(lm, lm_data,
         record = max(tensors, key=lambda entry: entry.file_size)
         content[content.index(archive.read(record))] ^= 1  # a bit of the largest tensor
     (tmp_path / "damaged.pt").write_bytes(content)
-    words = (
-        lm_data,
-        "--user-dir",
-        USER_DIR,
-        "--path",
-        tmp_path / "damaged.pt",
-        "--gen-subset",
-        "valid",
-    )
+    words = (lm_data, "--user-dir", USER_DIR, "--path", tmp_path / "damaged.pt", "--gen-subset", "valid")
     assert "damaged.pt is no checkpoint, or one that is corrupt (truncated" in refused("eval-lm", *words)
     assert "Perplexity" in fairseq("eval-lm", *words, env={"FAIRSEQ_TUTEL_OPEN_DAMAGED": "1"}).output
 
@@ -181,37 +153,23 @@ def test_generate_on_two_ranks_keeps_all_experts_on_each(mt, mt_data):
     assert found == {str(i) for i in range(21)}
 
 
-@pytest.mark.parametrize(
-    ("kind", "name", "options"),
-    [
-        ("lm", "tiny_lm", ["model.decoder_layers=2", "model._name=moe_transformer_lm_gpt"]),
-        pytest.param(
-            "mt",
-            "tiny_translation",
-            ["model.encoder_layers=2", "model.decoder_layers=2"],
-            marks=pytest.mark.long,
-        ),
-    ],
-)
-def test_hydra_trains_the_committed_configuration(kind, name, options, request, tmp_path):
-    data = request.getfixturevalue(f"{kind}_data")
+def test_hydra_trains_the_committed_configuration(lm_data, tmp_path):
     run = fairseq(
-        "hydra-train", "--config-dir", HYDRA, "--config-name", name, f"task.data={data}",
+        "hydra-train", "--config-dir", HYDRA, "--config-name", "tiny_lm", f"task.data={lm_data}",
         f"checkpoint.save_dir={tmp_path}", "optimization.max_update=3", "dataset.num_workers=0",
-        "common.log_interval=1", "dataset.required_batch_size_multiple=1", *options,
-        env={"PWD": str(ROOT)},
+        "common.log_interval=1", "dataset.required_batch_size_multiple=1", "model.decoder_layers=2",
+        "model._name=moe_transformer_lm_gpt", env={"PWD": str(ROOT)},
     )  # fmt: skip
     assert "done training" in run.output
     assert "expert1_balance_top" in run.output
-    assert ("takes no sizes from the architecture's name" in run.output) == (kind == "lm")
+    assert "takes no sizes from the architecture's name" in run.output
     saved = torch.load(tmp_path / "checkpoint_last.pt", weights_only=False)
     assert any("fc1.experts.fc1_weight" in key for key in saved["model"])
-    if kind == "lm":
-        found = fairseq(
-            "eval-lm", data, "--user-dir", USER_DIR, "--path", tmp_path / "checkpoint_last.pt",
-            "--tokens-per-sample", 64, "--batch-size", 8, *ALL,
-        )  # fmt: skip
-        assert "Perplexity" in found.output
+    found = fairseq(
+        "eval-lm", lm_data, "--user-dir", USER_DIR, "--path", tmp_path / "checkpoint_last.pt",
+        "--tokens-per-sample", 64, "--batch-size", 8, *ALL,
+    )  # fmt: skip
+    assert "Perplexity" in found.output
 
 
 def test_the_readme_s_first_lines_train(lm_data, tmp_path):
@@ -255,12 +213,7 @@ def _worker(folder):
 def test_torchrun_s_agent_runs_fairseq_train(lm_data, tmp_path):
     argv = ["fairseq-train", *lm_args(lm_data, tmp_path / "save", updates=2)]
     (tmp_path / "words").write_text("\n".join(map(str, argv)))
-    words = [
-        "--nproc-per-node=2",
-        f"--master-port={free_port()}",
-        "--start-method=fork",
-        "fairseq-train",
-    ]
+    words = ["--nproc-per-node=2", f"--master-port={free_port()}", "--start-method=fork", "fairseq-train"]
     process = forkserver.context().Process(target=_launch, args=(tmp_path, words))
     process.start()
     process.join(100)
@@ -270,35 +223,10 @@ def test_torchrun_s_agent_runs_fairseq_train(lm_data, tmp_path):
     assert (tmp_path / "save" / "checkpoint_last.pt").exists()
 
 
-@pytest.mark.long
-def test_torchrun_runs_plain_fairseq_train_and_the_module_trains_the_same(lm_data, tmp_path):
-    program = str(Path(sys.executable).parent / "fairseq-train")
-    args = lm_args(lm_data, tmp_path / "plain", updates=2)
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2"]
-    command = [*launcher, "--master_port", free_port(), program, *args]
-    done = subprocess.run(
-        [str(word) for word in command], capture_output=True, text=True, timeout=400, cwd=ROOT
-    )
-    assert done.returncode == 0, tail(done.stdout + done.stderr)
-    module = fairseq("tutel-train", *_module_args(lm_data, tmp_path / "module", 2), ranks=2)
-    for output in (done.stdout + done.stderr, module.output):
-        assert "expert parallel size 2" in output
-    a, b = (
-        torch.load(tmp_path / name / "checkpoint_last.pt", weights_only=False)["model"]
-        for name in ("module", "plain")
-    )
-    assert all(torch.equal(a[key], b[key]) for key in a)
-
-
-def _module_args(data, save_dir, updates):
-    """The module needs no --user-dir."""
-    args = lm_args(data, save_dir, updates=updates)
-    at = args.index("--user-dir")
-    return [*args[:at], *args[at + 2 :]]
-
-
 def test_the_module_without_torchrun_is_fairseq_train(lm_data, tmp_path):
-    run = fairseq("tutel-train", *_module_args(lm_data, tmp_path, 1))
+    words = lm_args(lm_data, tmp_path, updates=1)
+    at = words.index("--user-dir")  # which the module does not need
+    run = fairseq("tutel-train", *words[:at], *words[at + 2 :])
     assert "experts: 2 MoE layers" in run.output
     assert (tmp_path / "checkpoint_last.pt").exists()
 
@@ -349,9 +277,7 @@ def test_the_environment_of_torchrun_never_starts_unrelated_trainings(lm_data, t
     env = torchrun_environment(0, 1, free_port())
     assert fairseq("train", *args, env=env).ok
     run = fairseq(
-        "train",
-        *lm_args(lm_data, tmp_path / "two", "--distributed-world-size", 1, updates=1),
-        ranks=2,
+        "train", *lm_args(lm_data, tmp_path / "two", "--distributed-world-size", 1, updates=1), ranks=2
     )
     assert "expert parallel size 2" in run.logs[0]
     assert "Saving checkpoint" not in run.logs[1]

@@ -1,10 +1,4 @@
-"""How rows travel and experts are shared is the task's affair: every way trains the same model.
-
-Covered: on four ranks slices of experts with every r, two nodes, chunks, padded buffers, a tuner that
-changes the way from update to update until it has tried all, its dictionary and its resume; narrow wires,
-which err by their digits; bf16 with fp32 masters of slices; checkpoints between slices, whole experts and
-one rank; options that have nothing to do; refusals.
-"""
+"""How rows travel and experts are shared is the task's affair: every way trains the same model."""
 
 import dataclasses
 import json
@@ -56,7 +50,7 @@ def plain(lm_data, tmp_path_factory):
 )
 def test_every_way_trains_the_same_model(way, plain, lm_data, tmp_path):
     run = train(lm_data, tmp_path, *TWO_EXPERTS, *WAYS[way])
-    assert "experts across ranks: slices of an expert 2, adaptive_r " in run.output
+    assert "experts across ranks: shards of an expert 2, adaptive_r " in run.output
     got = loaded(tmp_path)
     assert facts_of(got) == pytest.approx(facts_of(plain), rel=1e-5, abs=1e-6)
     same_weights(plain["model"], got["model"], adam=False)
@@ -154,15 +148,9 @@ def test_masters_of_slices_survive_a_resume(lm_data, tmp_path):
 
 def test_options_with_nothing_to_do_say_so(lm_data, tmp_path):
     flags = (
-        "--moe-adaptive",
-        "auto",
-        "--moe-a2a-algorithm",
-        "2dh",
-        "--moe-expert-parallel-size",
-        1,
-        "--moe-kernel-tuning-seconds",
-        1,
-    )
+        "--moe-adaptive", "auto", "--moe-a2a-algorithm", "2dh", "--moe-expert-parallel-size", 1,
+        "--moe-kernel-tuning-seconds", 1,
+    )  # fmt: skip
     run = train(lm_data, tmp_path, *flags, ranks=2, updates=1)
     no_gpu = "--moe-kernel-tuning-seconds 1.0 has no effect: kernels are timed on GPUs only"
     assert no_gpu in run.output or torch.cuda.is_available()
@@ -187,8 +175,8 @@ def test_every_option_goes_through_hydra(lm_data, tmp_path):
         *(f"+task.{key}" for key in keys),
         env={"PWD": str(ROOT)}, ranks=2,
     )  # fmt: skip
-    said = "slices of an expert 2, adaptive_r 0, overlap 3, linear all-to-all, ragged buffers, bf16"
-    assert f"experts across ranks: {said} wire, tuned: all but the last two" in run.output
+    said = "shards of an expert 2, adaptive_r 0, overlap 3, linear all-to-all, ragged buffers, transfer"
+    assert f"experts across ranks: {said} dtype bf16, tuned: all but the last two" in run.output
     assert "--moe-a2a-algorithm auto: linear, by the numbers of this one" in run.output
     assert list((tmp_path / "experts").glob("*/*.slice-1-of-2.safetensors"))
 

@@ -1,10 +1,4 @@
-"""The same seed on the same ranks: the same bits, also over a resume in the middle of an epoch.
-
-Covered: all that draws random numbers at once (dropouts, gate noise, input jitter and dropout, random
-token selection, random second experts), with activation checkpointing and several micro-batches an update,
-on 1 and 2 ranks; with slices of experts, 2-D all-to-all and chunks on 4 (long). Weights, moments and logged
-numbers.
-"""
+"""The same seed on the same ranks: the same bits, also over a resume in the middle of an epoch."""
 
 import pytest
 import torch

@@ -1,9 +1,4 @@
-"""Ensembles and confident multiple choice learning through the real command lines.
-
-Covered: on 1 and 2 ranks alike, of dense members and of members with experts; a resume, bit for bit;
-validate and eval-lm open an ensemble as one model; each member as a checkpoint that stock opens without the
-plugin; features shared, under activation checkpointing; images; a router that is taught; hydra; refusals.
-"""
+"""Ensembles and confident multiple choice learning through the real command lines."""
 
 import subprocess
 import sys
@@ -96,10 +91,7 @@ def test_an_ensemble_opens_as_one_and_its_members_alone(trained, lm_data, tmp_pa
     alone = fairseq("eval-lm", *data, "--path", paths[1])
     # Members are unsure of what others have learned.
     assert 0 < loss_of(one) < loss_of(alone)
-    of_ensemble, of_member = (
-        load(folder)["model"],
-        torch.load(paths[1], weights_only=False)["model"],
-    )
+    of_ensemble, of_member = load(folder)["model"], torch.load(paths[1], weights_only=False)["model"]
     same_bits({key: of_ensemble[f"members.1.{key}"] for key in of_member}, of_member)
     validated = fairseq(
         "validate", lm_data, "--user-dir", USER_DIR, "--task", "moe_language_modeling", "--valid-subset",
@@ -176,16 +168,9 @@ def test_hydra_takes_a_member_s_keys(lm_data, tmp_path):
     fairseq("eval-lm", lm_data, "--path", tmp_path / "members" / "member0.pt", "--gen-subset", "valid")
 
 
-@pytest.mark.parametrize(
-    "extra, words",
-    {
-        ("--ensemble-arch", "nothing"): "--ensemble-arch is nothing, which members cannot have",
-        ("--ensemble-share-after", "decoder.layers.7"): "a member has no such layer; choose one of",
-    }.items(),
-)
-def test_what_cannot_be_is_refused_in_a_sentence(lm_data, tmp_path, extra, words):
-    said = refused("train", *lm_args(lm_data, tmp_path, *extra))
-    assert words in said.splitlines()[-1], said[-600:]
+def test_an_unknown_member_is_refused_in_a_sentence(lm_data, tmp_path):
+    said = refused("train", *lm_args(lm_data, tmp_path, "--ensemble-arch", "nothing"))
+    assert "--ensemble-arch is nothing, which members cannot have" in said.splitlines()[-1], said[-600:]
 
 
 def test_another_checkpoint_has_no_members(lm_data, tmp_path):

@@ -25,7 +25,7 @@ def test_env_prints_versions_devices_and_reasons():
         assert facts["gpu"].startswith("none found")
         assert facts["kernels (--moe-backend auto)"] == "reference, since: tensors on cpu"
         assert facts["kernels (--moe-backend triton)"].startswith("not available: backend (--moe-backend)")
-        assert facts["ranks talk by"].startswith("gloo")
+        assert facts["backend of torch.distributed"].startswith("gloo")
         assert facts["moe_adam"].startswith("torch's fused AdamW")
         assert "not --fp16" in facts["precisions"]
 

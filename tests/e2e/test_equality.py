@@ -1,10 +1,7 @@
 """One training, the same numbers on 1 rank and on 4, through fairseq-train's command line.
 
 Same micro-batches (ranks x --update-freq = 4), float32: loss, gradient norm, clipping, balance loss and
-expert metrics to 1e-5 relative, weights to 1e-5 with moe_sgd. Covered pairwise: capacity and
-dropless, P = W and P < W, top-1, 2 and 4, activation checkpointing, ragged and padded exchange,
-padding (translation), moe_adam; gates, choices, losses and experts beside experts; recomputed experts;
-pre-gating.
+expert metrics to 1e-5 relative, weights to 1e-5 with moe_sgd.
 """
 
 import pytest

@@ -1,9 +1,6 @@
 """A checkpoint that would run code or never end is refused by every command, in one sentence.
 
-Covered: code in options that fairseq evaluates, in all commands, Python, the teacher and safetensors;
-pipes, sockets and links that lead nowhere in the place of a checkpoint, of dense trainings too; NaN and
-infinity in what a training would go on from, full and in shards, with masters and ZeRO. Most are long, for
-tests/plugin has the same cases in one process.
+Most are long, since tests/plugin has the same cases in one process.
 """
 
 import os

@@ -1,8 +1,4 @@
-"""Kernels through the real command line: the same training by every backend, and what is said of them.
-
-Covered: Triton, interpreted on a CPU, against the reference, loss and weights; hidden layers made again in
-backward; what cannot run refused.
-"""
+"""Runs one training with each kernel backend through the command line and compares losses and logs."""
 
 import os
 import subprocess

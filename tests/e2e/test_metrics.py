@@ -1,10 +1,4 @@
-"""The numbers of every layer and expert in fairseq's logs, through its command line.
-
-Covered: lists in the JSON log and scalars by --moe-log-layers, in training and validation; they fit
-together; one rank with --update-freq 2 and two ranks agree, also on layers of different sizes; what a
-micro-batch weighs is its tokens; TensorBoard has the scalars; a layer that layerdrop leaves out weighs
-nothing; a dropless run logs no drops; other log formats get no lists.
-"""
+"""The numbers of every layer and expert in fairseq's logs, through its command line."""
 
 import re
 from statistics import mean
@@ -17,11 +11,7 @@ from fairseq_tutel.tools.training_log import find_log, join
 
 LAYERS = {"decoder_0": 4, "decoder_1": 6}
 QUANTITIES = ("entropy", "max_violation", "dropped", "dead_experts", "weight1", "weight2")
-AVERAGES = {
-    "entropy": "entropy_gating",
-    "weight1": "expert1_weight",
-    "weight2": "expert2_weight",
-}
+AVERAGES = {"entropy": "entropy_gating", "weight1": "expert1_weight", "weight2": "expert2_weight"}
 
 
 @pytest.fixture(scope="module")

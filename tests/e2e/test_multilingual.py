@@ -1,10 +1,4 @@
-"""multilingual_translation with experts: each pair has a sample of a batch, and a step of the criterion.
-
-Covered: a shared encoder, decoders of their own; ranks that share experts, with ZeRO, a capacity, dropping
-by priority, unequal batches and a resume are one training; the load of each pair's layers; validation. Of
-tasks that draw their sentences of several languages, a resume in the second epoch on more ranks is the same
-training, and what it made translates and restores text from Python.
-"""
+"""multilingual_translation with experts: each pair has a sample of a batch, and a step of the criterion."""
 
 import re
 import shutil

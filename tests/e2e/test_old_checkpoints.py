@@ -1,6 +1,6 @@
 """Checkpoints of an older tree train on: full, sharded on 2 ranks, ZeRO 2 whose masters are in shards.
 
-Covered: three updates of `lm_args` are in the archive; the fourth and fifth are those of the older tree.
+Three updates are in the archive; the fourth and fifth are compared with those of the older tree.
 """
 
 import tarfile

@@ -5,10 +5,11 @@ is built around it; a test holds that no option of TransformerConfig is left uns
 """
 
 import dataclasses
+import math
 
 import pytest
 import torch
-from cli import HYDRA, ROOT, fairseq, refused
+from cli import HYDRA, ROOT, fairseq
 from models import lm_args, mt_args
 
 WORK = "works"
@@ -147,35 +148,12 @@ def test_the_balance_loss_balances(lm_data, tmp_path):
     assert found[5.0] < found[0.0] - 0.05
 
 
-@pytest.mark.parametrize(("method", "transform"), [("average", "none"), ("sum", "neg_log")])
-def test_the_balance_loss_is_combined_and_transformed(method, transform, lm_data, tmp_path):
-    from math import log
-
-    flags = ("--moe-gate-loss-combine-method", method, "--moe-gate-loss-transform", transform)
+def test_the_balance_loss_is_combined_and_transformed(lm_data, tmp_path):
+    flags = ("--moe-gate-loss-combine-method", "sum", "--moe-gate-loss-transform", "neg_log")
     run = fairseq("train", *lm_args(lm_data, tmp_path, *flags, "--no-save", updates=1))
     record = run.stats("train_inner")[0]
-    expected = float(record["moe_gshard_loss"]) * (2 if method == "sum" else 1)
-    if transform == "neg_log":
-        expected = -log(expected)
+    expected = -math.log(2 * float(record["moe_gshard_loss"]))
     assert float(record["moe_gate_loss"]) == pytest.approx(expected, abs=2e-4)
-
-
-def test_expert_options_shape_the_model(lm_data, tmp_path):
-    flags = (
-        "--moe-freq", 1, "--moe-expert-count", "4,8", "--moe-expert-ffn-dim", 12,
-        "--moe-expert-type", "glu", "--moe-top1-expert", "--no-moe-gating-use-fp32",
-        "--moe-eval-capacity-factor", 0.5, "--moe-balance-loss", "none",
-    )  # fmt: skip
-    run = fairseq("train", *lm_args(lm_data, tmp_path, *flags))
-    model = torch.load(tmp_path / "checkpoint_last.pt", weights_only=False)["model"]
-    for layer, experts in ((0, 4), (1, 8)):
-        prefix = f"decoder.layers.{layer}.fc1"
-        assert model[f"{prefix}.gate.weight"].shape == (experts, 16)
-        assert model[f"{prefix}.experts.fc3_weight"].shape == (experts, 12, 16)
-    record = run.stats("train_inner")[0]
-    assert float(record["moe_gate_loss"]) == 0
-    assert "overflow_expert2" not in record
-    assert float(run.stats("valid")[-1]["valid_overflow_expert1"]) > 0
 
 
 def test_every_model_option_reaches_a_layer_through_hydra_too(lm_data, tmp_path):
@@ -204,10 +182,7 @@ def test_every_model_option_reaches_a_layer_through_hydra_too(lm_data, tmp_path)
 
 
 def test_several_kinds_of_optimizer_train_on_two_ranks(lm_data, tmp_path):
-    for name, flags in {
-        "moe_adadelta": (),
-        "moe_nag": ("--momentum", 0.9),
-    }.items():
+    for name, flags in {"moe_adadelta": (), "moe_nag": ("--momentum", 0.9)}.items():
         words = lm_args(lm_data, tmp_path / name, "--optimizer", name, *flags, updates=3)
         run = fairseq("train", *words, ranks=2)
         assert len(run.stats("train_inner")) == 3, name
@@ -219,8 +194,3 @@ def test_encoder_and_decoder_frequencies_choose_their_layers(mt_data, tmp_path):
     model = torch.load(tmp_path / "checkpoint_last.pt", weights_only=False)["model"]
     layers = {key.split(".fc1")[0] for key in model if ".fc1.experts." in key}
     assert layers == {"decoder.layers.1"}
-
-
-def test_unknown_optimizer_twin_is_an_ordinary_fairseq_error(lm_data, tmp_path):
-    output = refused("train", *lm_args(lm_data, tmp_path, "--optimizer", "moe_nothing"))
-    assert "invalid choice: 'moe_nothing'" in output

@@ -1,13 +1,8 @@
-"""moe_roberta and moe_bart: train, resume, validate and open, on one rank and on two; and some other twins.
-
-Covered: masked-LM and denoising tasks, the same bits after a resume (roberta), one process opens what
-two ranks saved, fairseq's hub interface, BERT's initialisation; twins that registries alone have made, of
-a task, a model and a criterion at once.
-"""
+"""moe_roberta, moe_bart and some others: train, resume, validate and open, on one rank and on two."""
 
 import pytest
 import torch
-from cli import USER_DIR, fairseq, refused
+from cli import USER_DIR, fairseq
 from equality import same_bits
 from models import mt_args
 
@@ -35,8 +30,8 @@ KINDS = {
 }  # fmt: skip
 
 
-def _train(kind, data, folder, updates, ranks=1, *extra, command=fairseq):
-    return command(
+def _train(kind, data, folder, updates, ranks=1, *extra):
+    return fairseq(
         "train", data, "--user-dir", USER_DIR, *KINDS[kind], "--tokens-per-sample", 32,
         "--batch-size", 4, "--optimizer", "moe_adam", "--lr", 0.01, "--clip-norm", 1,
         "--max-update", updates, "--save-dir", folder, "--no-epoch-checkpoints", "--num-workers", 0,
@@ -131,26 +126,9 @@ def test_roberta_and_bart_open_in_the_hub_interfaces(trained, lm_data):
     assert experts.fc1_weight.shape == (4, 32, 16)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_roberta_and_bart_experts_begin_as_bert_does(kind, lm_data, tmp_path):
-    _train(kind, lm_data, tmp_path, 1, 1, "--lr", 0.0)
-    weights = {k: v for k, v in _load(tmp_path)["model"].items() if ".experts." in k}
-    for name, weight in weights.items():
-        if name.endswith("bias"):
-            assert not weight.any()
-        else:
-            assert weight.std() == pytest.approx(0.02, rel=0.1)
-
-
-def test_roberta_with_layerdrop_is_refused_where_ranks_share_experts(lm_data, tmp_path):
-    extra = ("--encoder-layerdrop", 0.5)
-    output = _train("roberta", lm_data, tmp_path, 1, 2, *extra, command=refused)
-    assert "--encoder-layerdrop is 0.5: ranks would drop different layers" in output
-
-
 # Task, architecture, criterion, and what they ask for.
 SMOOTHED = "moe_label_smoothed_cross_entropy"
-TWINS = {
+VARIANTS = {
     "insertion": (
         "moe_translation_lev", "moe_insertion_transformer", "moe_nat_loss",
         "--noise", "random_delete", "--moe-pregate", 1,
@@ -162,10 +140,10 @@ TWINS = {
 
 
 @pytest.mark.parametrize(
-    "kind", [pytest.param(k, marks=[pytest.mark.long] * (k != "insertion")) for k in TWINS]
+    "kind", [pytest.param(k, marks=[pytest.mark.long] * (k != "insertion")) for k in VARIANTS]
 )
-def test_twins_by_registry_train_on_two_ranks(kind, mt_data, tmp_path):
-    task, arch, criterion, *extra = TWINS[kind]
+def test_variants_by_registry_train_on_two_ranks(kind, mt_data, tmp_path):
+    task, arch, criterion, *extra = VARIANTS[kind]
     words = mt_args(mt_data, tmp_path, "--task", task, "--arch", arch, "--criterion", criterion, *extra)
     run = fairseq("train", *words, ranks=2)
     first, *_, last = run.stats("train_inner")

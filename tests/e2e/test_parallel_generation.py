@@ -1,9 +1,4 @@
-"""Commands that use a model, on ranks that share its experts: what one process gives.
-
-Covered: fairseq-generate with unequal numbers of batches and with none on a rank, an ensemble, a file for
-each rank; -eval-lm, -validate, -interactive; pre-gated models; a rank that fails; a size
-that does not fit, ranks with different files, a launch without ranks.
-"""
+"""Commands that use a model, on ranks that share its experts: what one process gives."""
 
 import re
 
@@ -180,13 +175,6 @@ def test_a_failing_rank_ends_the_command(mt, mt_data):
     assert "a broken sample" in run.logs[1].splitlines()[-1]
     assert "rank 0 could not finish the agreement on the next layer" in run.logs[0]
     assert "rank 1 did not answer a health check" in run.logs[0], tail(run.logs[0])
-
-
-@pytest.mark.long
-def test_a_size_that_does_not_fit_is_refused(mt, mt_data):
-    words = _words("generate", mt_data, mt[0], "--moe-expert-parallel-size", 3)
-    output = refused("tutel-run", "generate", *words, ranks=2)
-    assert "--moe-expert-parallel-size is 3, which does not fit the number of ranks (2)" in output
 
 
 @pytest.mark.long

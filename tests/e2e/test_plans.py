@@ -1,8 +1,4 @@
-"""A training by plans is one whose sums are made in a fixed order, bit for bit, and torch's to its digits.
-
-Covered: gradients of replicas and dense ones, ZeRO's, rows by a plan of their own, on 2 and 4 ranks; what
-the log says; a refusal before the training begins.
-"""
+"""Training with collective plans: bit-identical to a fixed order of sums, close to torch's collectives."""
 
 import json
 from pathlib import Path

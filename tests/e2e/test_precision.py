@@ -1,9 +1,4 @@
-"""Half precision through the command line: --bf16, memory-efficient, fp16 Adam moments, fp16, amp.
-
-Covered on a CPU: what it can run, close to fp32, on two ranks and on one, the same bits after a resume
-(fp32 masters and fp16 moments included), from two ranks to one, a dense baseline, hydra. The fp16 and
-amp runs need a GPU; how ranks agree on an overflow is in tests/comm/test_overflow.py.
-"""
+"""Half precision through the command line: --bf16, memory-efficient, fp16 Adam moments, fp16, amp."""
 
 import pytest
 import torch

@@ -1,10 +1,4 @@
-"""`python -m fairseq_tutel report` over real trainings: a MoE model on two ranks and a dense one.
-
-Covered: the page is well-formed, accessible and needs nothing but itself; it names both runs, has the
-pictures of every section, lines for the MoE layers (a map where they are many) and heat maps of their
-experts; its numbers are the log's; what did not happen has no picture; a dense run alone; one log of a
-resumed, broken training; what is refused.
-"""
+"""`report` over real training runs: a MoE model on two ranks and a dense one."""
 
 import base64
 import contextlib
@@ -241,7 +235,7 @@ def test_a_broken_log_and_a_hostile_name_are_no_obstacle(runs, tmp_path):
     [
         (["nowhere"], "nowhere does not exist; give a log of fairseq-train, or its --save-dir."),
         (["empty"], "empty has no training record: looked for fairseq's JSON lines in 1 file(s) "
-                    "named *.log, *.json, *.txt, and for TensorBoard's event files; train with "
+                    "named *.log, *.json, *.txt; train with "
                     "--log-format json --log-file empty/train.log."),
         (["empty/a.txt"], "empty/a.txt has no training record"),
         (["run", "run"], "two runs are named run; give different names with --name, or drop"),

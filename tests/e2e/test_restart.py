@@ -1,9 +1,4 @@
-"""A launcher that starts ranks again: the training goes on from its newest checkpoint, to the same end.
-
-Covered: a rank kills itself in the middle and all are started again beside the same store; the same by
-torchrun itself, and two nodes of torchrun of which one is lost (both long); a finished training; a NaN on
-one rank after an update, which nobody saves.
-"""
+"""A launcher that starts ranks again: the training goes on from its newest checkpoint, to the same end."""
 
 import json
 import os

@@ -1,15 +1,10 @@
-"""Routing through the command line: every gate, choice, policy, loss and expert beside experts.
-
-Covered: everything that draws random numbers, on two ranks, the same bits after a resume; what each option
-does to the log or the checkpoint; hydra; incremental decoding gives the scores of a forward over the whole
-sentence; many small experts; a gate and an expert of one's own, opened again.
-"""
+"""Routing through the command line: every gate, choice, policy, loss and expert beside experts."""
 
 import re
 
 import pytest
 import torch
-from cli import HYDRA, ROOT, USER_DIR, fairseq, refused
+from cli import ROOT, USER_DIR, fairseq, refused
 from equality import same_bits
 from models import lm_args, mt_args
 
@@ -143,15 +138,7 @@ DECODING = {
 )
 def test_incremental_decoding_scores_as_a_forward_over_the_sentence(name, mt_data, tmp_path):
     fairseq("train", *mt_args(mt_data, tmp_path, *DECODING[name], updates=2), ranks=2)
-    words = (
-        mt_data,
-        "--user-dir",
-        USER_DIR,
-        "--path",
-        tmp_path / "checkpoint_last.pt",
-        "--beam",
-        1,
-    )
+    words = (mt_data, "--user-dir", USER_DIR, "--path", tmp_path / "checkpoint_last.pt", "--beam", 1)
     words += ("--gen-subset", "valid", "--num-workers", 0, "--required-batch-size-multiple", 1)
     scores = {}
     for extra in (("--prefix-size", 99), ("--score-reference",)):
@@ -163,31 +150,6 @@ def test_incremental_decoding_scores_as_a_forward_over_the_sentence(name, mt_dat
     for i, row in scores["--score-reference"].items():
         got = scores["--prefix-size"][i]
         assert got == pytest.approx(row, abs=2e-3), (name, i)
-
-
-def test_every_routing_option_is_a_key_of_hydra(lm_data, tmp_path):
-    keys = {
-        "capacity_factor": 0.5, "drop_policy": "bpr", "gate_type": "'linear,cosine'", "gate_index": 1,
-        "gate_projection_dim": 5, "gate_noise": 0.5, "input_jitter": 0.1, "score_function": "sigmoid",
-        "balance_loss": "'gshard_all:1,z:0.1'", "normalize_gate": "after", "routed_scaling_factor": 2,
-        "prescore": "true", "expert_groups": 2, "groups_per_token": 2, "second_expert_policy": "random",
-        "balance_bias": "true", "bias_update_rate": 0.01, "shared_experts": 1, "residual": "true",
-        "min_capacity": 2, "capacity_multiple": 4, "eval_capacity_token_fraction": 0.5,
-        "normalize_expert_grad": "sqrt_world_size", "choice": "tokens",
-    }  # fmt: skip
-    in_file = ("capacity_factor",)
-    words = [f"{'' if key in in_file else '+'}model.moe_{key}={keys[key]}" for key in keys]
-    fairseq(
-        "hydra-train", "--config-dir", HYDRA, "--config-name", "tiny_lm",
-        f"task.data={lm_data}", f"checkpoint.save_dir={tmp_path}", "model.decoder_layers=1", *words,
-        "optimization.max_update=1", "dataset.required_batch_size_multiple=1",
-        env={"PWD": str(ROOT)},
-    )  # fmt: skip
-    model = _load(tmp_path)["model"]
-    prefix = "decoder.layers.0.fc1"
-    assert model[f"{prefix}.other_gates.0.directions"].shape == (8, 5)
-    torch.testing.assert_close(model[f"{prefix}.balance_bias.bias"].abs().max(), torch.tensor(0.01))
-    assert f"{prefix}.beside.mix.weight" in model
 
 
 OWN = ("--moe-gate-type", "own_parts.CalmGate", "--moe-expert-type", "own_parts.TanhExpert")
@@ -211,37 +173,6 @@ def test_a_gate_and_an_expert_of_one_s_own_train_and_are_opened_again(lm_data, t
     named = "{'moe_gate_type': 'own_parts.CalmGate', 'moe_expert_type': 'own_parts.TanhExpert'}"
     run = fairseq("eval-lm", *words, "--model-overrides", named)
     assert "Perplexity" in run.output
-
-
-@pytest.mark.parametrize(
-    "flags, message",
-    [
-        (("--moe-gate-type", "no_such.Gate"), "gate_type (--moe-gate-type) is 'no_such.Gate'"),
-        (
-            ("--moe-choice", "experts", "--moe-rsample"),
-            "rsample (--moe-rsample) is True but experts",
-        ),
-    ],
-)
-def test_what_cannot_be_is_refused_by_one_sentence(flags, message, lm_data, tmp_path):
-    output = refused("train", *lm_args(lm_data, tmp_path, *flags))
-    assert message in output
-
-
-def test_what_has_no_effect_is_said(lm_data, tmp_path):
-    flags = (
-        "--moe-drop-policy", "bpr", "--moe-bias-update-rate", 0.1, "--moe-gate-temperature", 0.1,
-        "--moe-top-k", 1, "--moe-second-expert-policy", "random", "--no-save",
-    )  # fmt: skip
-    run = fairseq("train", *lm_args(lm_data, tmp_path, *flags, updates=1))
-    for option, needs in {
-        "--moe-drop-policy bpr": "a capacity, such as --moe-capacity-factor 1",
-        "--moe-bias-update-rate 0.1": "--moe-balance-bias",
-        "--moe-gate-temperature 0.1": "--moe-gate-type cosine",
-        "--moe-second-expert-policy random": "--moe-top-k 2 or more",
-    }.items():
-        assert f"{option} has no effect without {needs}" in run.output
-    assert "not by default: drop_policy bpr, gate_temperature 0.1, second_expert" in run.output
 
 
 def test_a_bias_can_be_switched_on_and_what_changed_is_said(lm_data, tmp_path):

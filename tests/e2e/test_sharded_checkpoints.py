@@ -1,10 +1,4 @@
-"""Sharded checkpoints through the command line: each rank writes its experts, any run reads them.
-
-Covered: saved on (W, P, format) x loaded on (W, P, format) with equal losses; the same bits as a full
-checkpoint and after a resume; bf16 with masters; slices of experts; --no-save-optimizer-state,
---finetune-from-model, --reset-optimizer; keep-last-epochs and best, and what is collected; one process
-and other commands open it; what is missing, torn or damaged; a kill, a full disk.
-"""
+"""Sharded checkpoints through the command line: each rank writes its experts, any run reads them."""
 
 import re
 import shutil
@@ -60,11 +54,7 @@ PLACES = {
     "4 sliced": (4, 4, SHARDED),
     "4 sliced full": (4, 4, ()),
 }
-QUICK = {
-    ("1 full", "4 sliced"),
-    ("4 sliced", "1 sharded"),
-    ("4 by 2", "2 full"),
-}
+QUICK = {("1 full", "4 sliced"), ("4 sliced", "1 sharded"), ("4 by 2", "2 full")}
 
 
 def matrix():
@@ -116,8 +106,7 @@ def test_saved_anywhere_goes_on_anywhere(lm_data, tmp_path, saved_at, straight, 
 
 
 @pytest.mark.parametrize(
-    "saved, form",
-    [("2 full", "sharded"), pytest.param("4 sliced", "full", marks=pytest.mark.long)],
+    "saved, form", [("2 full", "sharded"), pytest.param("4 sliced", "full", marks=pytest.mark.long)]
 )
 def test_a_converted_checkpoint_goes_on(lm_data, tmp_path, saved_at, straight, saved, form):
     source, target = saved_at(saved) / "checkpoint_last.pt", tmp_path / "checkpoint_last.pt"
@@ -178,36 +167,16 @@ def test_other_commands_open_it(lm_data, saved_at):
     assert perplexities[0] == perplexities[1]
 
 
-@pytest.fixture(scope="module")
-def small(lm_data, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("small")
-    train(lm_data, folder, 2, 1, 1, *SHARDED)
-    return folder
-
-
-@pytest.mark.parametrize(
-    ("damage", "sentence"),
-    [
-        (
-            "missing",
-            "2 files are missing, the first decoder.layers.0.fc1.experts.experts-0000-0003",
-        ),
-        ("torn", "safetensors, which is corrupt or missing"),
-        ("flipped", "is not what was saved"),
-    ],
-)
-def test_what_is_broken_is_said(lm_data, small, tmp_path, damage, sentence):
+def test_a_damaged_shard_is_refused(lm_data, tmp_path, saved_at):
     folder = tmp_path / "copy"
-    shutil.copytree(small, folder)
+    shutil.copytree(saved_at("1 sharded"), folder)
     (shards,) = (folder / "experts").iterdir()
     for file in shards.iterdir():
         data = bytearray(file.read_bytes())
         data[-1] ^= 1
-        file.unlink()
-        if damage != "missing":
-            file.write_bytes(data[:-100] if damage == "torn" else data)
-    output = refused("train", *lm_args(lm_data, folder, *SHARDED))
-    assert sentence in output.splitlines()[-1]
+        file.write_bytes(data)
+    output = refused("train", *lm_args(lm_data, folder, "--moe-expert-count", 2, *SHARDED))
+    assert "is not what was saved" in output.splitlines()[-1]
 
 
 def test_a_full_disk_names_the_rank_and_costs_no_checkpoint(lm_data, tmp_path):

@@ -1,7 +1,4 @@
-"""Tasks that are not ours, and have no dataclass, train experts as ours do: stock ones and a user's own.
-
-Covered: the same numbers on one rank and on two, a resume on two, --seed, system options as flags.
-"""
+"""Tasks that are not ours, and have no dataclass, train experts as ours do: stock ones and a user's own."""
 
 import shutil
 from pathlib import Path

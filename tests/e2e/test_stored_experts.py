@@ -1,9 +1,4 @@
-"""Commands that use a model whose experts are in a store: what they print with all experts in memory.
-
-Covered: every policy in fairseq-generate, and one each in -eval-lm, -validate and -interactive; a sharded
-checkpoint and a full one; an ensemble in one store; two ranks that share the experts; counters at a
-command's end; a file that is cut short; what is refused.
-"""
+"""Commands that use a model whose experts are in a store: what they print with all experts in memory."""
 
 import os
 import re
@@ -114,15 +109,7 @@ def test_interactive_prints_the_scores_of_resident(mt, mt_data, tmp_path, extra)
     assert runs[1].stats("expert_store")[0]["fetches"] > 0
 
 
-SCORED = (
-    "--gen-subset",
-    "valid",
-    "--tokens-per-sample",
-    16,
-    "--batch-size",
-    9,
-    "--output-word-probs",
-)
+SCORED = ("--gen-subset", "valid", "--tokens-per-sample", 16, "--batch-size", 9, "--output-word-probs")
 
 
 def test_eval_lm_takes_a_full_checkpoint_from_host_memory_and_shards_from_disk(lm, lm_data, tmp_path):
@@ -135,8 +122,7 @@ def test_eval_lm_takes_a_full_checkpoint_from_host_memory_and_shards_from_disk(l
         found.append(re.findall(r"eval_lm \| (\d+ .*|Loss.*)$", run.output, re.M))
     assert len(found[0]) > 20 and found[0] == found[1] == found[2]
     refusal = refused(
-        "eval-lm",
-        *words("language_modeling", lm_data, lm, *SCORED, "--moe-expert-store", "on-demand"),
+        "eval-lm", *words("language_modeling", lm_data, lm, *SCORED, "--moe-expert-store", "on-demand")
     )
     assert "error: tier (--moe-expert-tier) is disk, but these experts" in tail(refusal, 3)
     assert "python -m fairseq_tutel convert sharded" in refusal and "Traceback" not in refusal

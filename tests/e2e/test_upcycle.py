@@ -239,9 +239,9 @@ REFUSED = {
     "counts": (("--moe-expert-count", "2,2"), "2 numbers for 1 MoE layers"),
     "top-k": (("--moe-top-k", 9), "top_k (--moe-top-k) is 9 but there are 8 experts"),
     "pregate": (("--moe-pregate", 1), "is 1 but the decoder has 1 MoE layers; leave it out, or make more"),
-    "noise": (("--perturb", -1), "--perturb is -1; give a finite number, at least 0"),
-    "share": (("--reinitialize", 2), "--reinitialize is 2; give a number from 0 to 1"),
-    "scale": (("--gate-scale", 0), "--gate-scale is 0; give a number above 0"),
+    "noise": (("--perturb", -1), "--perturb is -1.0; give a finite number, at least 0"),
+    "share": (("--reinitialize", 2), "--reinitialize is 2.0; give a number from 0 to 1"),
+    "scale": (("--gate-scale", 0), "--gate-scale is 0.0; give a finite number above 0"),
     "folder": (("--output", "/none/moe.pt"), "--output is /none/moe.pt; give the name of a file"),
 }  # fmt: skip
 

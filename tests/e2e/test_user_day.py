@@ -1,10 +1,4 @@
-"""What a fairseq user does around a training, with experts, through the real command lines.
-
-Covered: finetuning and restarting on one and two ranks, dense to MoE; averaging and what is done with the
-average; ensembles of MoE, dense and differently many experts; which checkpoints are kept and which is
-best; when a training validates and stops; update-freq and shuffling by epoch; log file and
-W&B; overrides.
-"""
+"""The usual commands around a training run with experts, through the real command lines."""
 
 import json
 import math

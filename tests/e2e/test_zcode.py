@@ -1,8 +1,4 @@
-"""Several languages and tasks in one model, as Z-code trains: the recipe through the stock commands.
-
-Covered: language tokens, temperature sampling and denoising as further directions; what fairseq-validate
-says of each direction is in the report of the training: perplexity and load of every expert.
-"""
+"""Several languages and tasks in one model, as Z-code trains: the recipe through the stock commands."""
 
 import shlex
 import subprocess

@@ -1,9 +1,4 @@
-"""ZeRO, offload and the five forms of parallelism through fairseq-train, each against one plain process.
-
-Covered: stages 1 and 2, replicas, offload alone and with them, a stock optimizer; bf16 masters against
-fairseq's own; files of stage 2 on 4 ranks read by stage 0 on 1, and the other way; resumes of the same
-ranks, bit for bit; refusals; the recipes of configs/.
-"""
+"""ZeRO, offload and the five forms of parallelism through fairseq-train, each against one plain process."""
 
 import re
 import shlex
@@ -137,10 +132,7 @@ def test_zero_resumes_on_the_same_ranks_bit_for_bit(lm_data, tmp_path):
 @pytest.mark.parametrize(
     ("flags", "sentence"),
     [
-        (
-            ("--zero-sharding", "os"),
-            "were replicas; set it to none and give --moe-zero-stage instead.",
-        ),
+        (("--zero-sharding", "os"), "were replicas; set it to none and give --moe-zero-stage instead."),
         (
             (*OFFLOAD, "--fp16-adam-stats"),
             "--fp16-adam-stats is set, whose scales are of whole parameters, and",
@@ -215,6 +207,6 @@ LONG_FORMS = ("e", "e_d", "e_z")
 def test_a_form_of_parallelism_trains_what_one_process_does(form, lm_data, one_process, tmp_path):
     run = fairseq("train", lm_data, *_recipe(form), "--save-dir", tmp_path, ranks=4)
     assert ("this rank keeps the state of" in run.output) == ("z" in form)
-    slices = "slices of an expert 2, adaptive_r 2" in run.output
+    slices = "shards of an expert 2, adaptive_r 2" in run.output
     assert slices == ("m" in form), tail(run.output)
     _same_training(one_process(form), _load(tmp_path), adam=True)

@@ -1,8 +1,4 @@
-"""Members pause at a layer and share what it gives: the values, the gradients, the order, and failures.
-
-Covered: the mean in evaluation and masks in training; a forward in threads against one by hand; modes of
-the caller; a layer that is not called, that is called twice, that gives no tensor, a member that fails.
-"""
+"""Members pause at a layer and share what it gives: the values, the gradients, the order, and failures."""
 
 from functools import partial
 

@@ -62,10 +62,10 @@ def allowance(timeout: float, fault: Fault) -> float:
     A collective waits for --moe-comm-timeout, at start longer by a margin; then the roll is called, and
     the rank that keeps the store leaves last. A rank that sleeps has to wake up.
     """
-    roll_call = min(timeout, guard.LONGEST_CHECK) + 2 * guard.GRACE_SECONDS
+    health_check = min(timeout, guard.LONGEST_CHECK) + 2 * guard.GRACE_SECONDS
     at_start = agreement.MARGIN.total_seconds()
     asleep = fault.seconds if fault.what == "delay" else 0.0
-    return max(timeout + at_start, asleep) + roll_call + SLACK_SECONDS
+    return max(timeout + at_start, asleep) + health_check + SLACK_SECONDS
 
 
 def train(

@@ -1,8 +1,4 @@
-"""The trials themselves: the same from the same seed, of every kind, and able to fail.
-
-Covered: what is drawn; ranks that hang, end by a signal, with a bare error, without naming who is missing;
-files that are torn, lack experts or hold NaN.
-"""
+"""The fault trials are reproducible from their seed, of every kind, and able to fail."""
 
 import random
 from collections import Counter

@@ -48,3 +48,11 @@ def same_function(
     expected_grads = gradients((expected.double() * projection).sum(), named)
     for name, expected_grad in expected_grads.items():
         close(got_grads[name], expected_grad, f"gradient of {name}", tolerance)
+
+
+def saved_for_backward(function: Callable[[], object]) -> list[Tensor]:
+    """Return the tensors that autograd saves while `function` runs."""
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        function()
+    return kept

@@ -30,7 +30,6 @@ class Meta:
     moe_freq: int = 1
     options: dict = field(default_factory=dict)
     args_alone: bool = False  # as before fairseq had `cfg`
-    optimizer: bool = True
 
     @property
     def sides(self):
@@ -144,41 +143,15 @@ def weight(meta, name, shape, rank=0):
     return 1 + 0.1 * values if "layer_norm.weight" in name else values
 
 
-def is_parameter(name):
-    """Whether an optimizer of Meta's numbers it; tied ones are numbered once, the first."""
-    tied = name.endswith("output_projection.weight") or name == "decoder.embed_tokens.weight"
-    return not name.endswith(("version", "_float_tensor")) and not tied
-
-
-def trains_once(meta, name):
-    return is_parameter(name) or (name == "decoder.embed_tokens.weight" and not meta.translates)
-
-
 def write(meta, prefix):
     """Write the files of a checkpoint; returns {path: what was saved}."""
     prefix, written = Path(prefix), {}
     for rank in range(meta.ranks):
         tensors = {name: weight(meta, name, shape, rank) for name, shape in meta.names()}
-        trainable = [name for name in tensors if trains_once(meta, name)]
-        moments = {
-            i: {"step": 7, "exp_avg": tensors[name] * 2, "exp_avg_sq": tensors[name] ** 2}
-            for i, name in enumerate(trainable)
-        }
-        group = {
-            "lr": 0.001,
-            "betas": (0.9, 0.98),
-            "eps": 1e-8,
-            "weight_decay": 0.0,
-            "amsgrad": False,
-        }
-        group["params"] = list(range(len(trainable)))
         for kind in (f"rank-{rank}", *["shared"] * (rank == 0)):
             of_experts = kind != "shared"
             state = rest(meta)
             state["model"] = {k: v for k, v in tensors.items() if (".experts." in k) == of_experts}
-            if meta.optimizer:
-                own = {i: s for i, s in moments.items() if (".experts." in trainable[i]) == of_experts}
-                state["last_optimizer_state"] = {"state": own, "param_groups": [group]}
             path = prefix.with_name(f"{prefix.name}-{kind}.pt")
             torch.save(state, path)
             written[path] = state
@@ -218,13 +191,9 @@ def rest(meta):
             }
         ],
         "task_state": {},
+        "last_optimizer_state": {"state": {}, "param_groups": []},
         "extra_state": {
-            "metrics": {
-                "default": [
-                    (790, "wall", "TimeMeter", {"init": 1.0, "n": 0, "round": 0}),
-                    (10, "cmr_lang_gates_d", "GroupedAverageMeter", {}),  # stock fairseq has it not
-                ]
-            },
+            "metrics": {"default": [(10, "cmr_lang_gates_d", "GroupedAverageMeter", {})]},
             "train_iterator": {"version": 2, "epoch": 1, "iterations_in_epoch": 3, "shuffle": True},
             "val_loss": 1.0,
         },
@@ -245,7 +214,6 @@ def tutel_state(meta, rank):
     for key in [key for key in options if "moe" in key]:
         del options[key]
     state["cfg"]["criterion"] = {"_name": "cross_entropy", "sentence_avg": False}
-    state["last_optimizer_state"] = {"state": {}, "param_groups": []}
     weights = {}
     for name, shape in meta.names():
         tensor = weight(meta, name, shape, rank)

@@ -3,7 +3,7 @@
 from fractions import Fraction
 from itertools import combinations
 
-from fairseq_tutel.planning.network import Link, Network, checked
+from fairseq_tutel.plans.network import Link, Network, checked
 
 
 def network_of(ranks, links, hosts=1):
@@ -40,14 +40,14 @@ def random_network(random, most=10, both=False):
     return network_of(ranks, [(*pair, width) for pair, width in widths.items()])
 
 
-def widest_cut(network, roots):
+def widest_cut(network):
     """1/x by trying every set of vertices that does not hold all ranks."""
     ranks, size = range(network.ranks), len(network.vertices)
     best = Fraction(0)
     for number in range(1, size):
         for inside in map(set, combinations(range(size), number)):
-            shards = len(inside.intersection(roots))
-            if shards and not inside.issuperset(ranks):
+            shards = len(inside.intersection(ranks))
+            if 0 < shards < len(ranks):
                 leaving = sum(
                     x.bandwidth for x in network.links if x.source in inside and x.target not in inside
                 )

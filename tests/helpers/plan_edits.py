@@ -1,4 +1,4 @@
-"""Two small plans, one of several lanes, and edits of plans."""
+"""A small plan of several lanes, and edits of plans."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -8,36 +8,20 @@ from fairseq_tutel.plans.format import Place, Plan, Step, Writer
 
 
 def two_lanes() -> Plan:
-    """Return a broadcast on 2 ranks. The root's second lane copies after its first has an answer."""
+    """Return an all_gather on 2 ranks. Rank 0's second lane copies after its first has an answer."""
     w = Writer(2)
-    w.put(0, 1, ("in", 0), ("tmp", 0))
-    w.signal(0, 1)
+    w.send(0, 1, ("in", 0), ("tmp", 0))
     w.wait(0, 1)
     w.post(0, 0, lane=0)
-    w.pend(0, 0, lane=1)
     w.copy(0, ("in", 0), ("out", 0), lane=1)
+    w.pend(0, 0, lane=1)
+    w.copy(0, ("tmp", 0), ("out", 1), lane=1)
     w.wait(1, 0)
+    w.send(1, 0, ("in", 0), ("tmp", 0))
     w.copy(1, ("tmp", 0), ("out", 0))
-    w.signal(1, 0)
-    return w.plan("two lanes", "broadcast", 1, temporary=1, root=0)
-
-
-def relay() -> Plan:
-    """Return a broadcast on 3 ranks, from rank to rank. The last signals the end to the root."""
-    w = Writer(3)
-    w.put(0, 1, ("in", 0), ("tmp", 0))
-    w.signal(0, 1)
-    w.copy(0, ("in", 0), ("out", 0))
-    w.flush(0, 1)
-    w.wait(0, 2)
-    w.wait(1, 0)
-    w.copy(1, ("tmp", 0), ("out", 0))
-    w.put(1, 2, ("tmp", 0), ("tmp", 0))
-    w.signal(1, 2)
-    w.wait(2, 1)
-    w.copy(2, ("tmp", 0), ("out", 0))
-    w.signal(2, 0)
-    return w.plan("relay", "broadcast", 1, temporary=1, root=0)
+    w.copy(1, ("in", 0), ("out", 1))
+    w.flush(1, 0)
+    return w.plan("two lanes", "all_gather", 1, temporary=1)
 
 
 def with_steps(plan: Plan, rank: int, lane: int, start: int, stop: int, *steps: Step) -> Plan:

@@ -123,8 +123,7 @@ class Interleavings:
             if calls[rank]:
                 self.judge(rank, calls[rank] - 1, memory)
             for chunk in range(self.plan.in_chunks):
-                if self.plan.collective != "broadcast" or rank == self.plan.root:
-                    memory[rank, ("in",), chunk] = ("in", rank, chunk, calls[rank])
+                memory[rank, ("in",), chunk] = ("in", rank, chunk, calls[rank])
             for chunk in range(self.plan.out_chunks):
                 memory.pop((rank, ("out",), chunk), None)
             calls[rank] += 1
@@ -177,13 +176,10 @@ class Interleavings:
         """Refuse a rank's result that is not the collective's."""
         plan = self.plan
         for chunk in range(plan.out_chunks):
-            if plan.collective == "reduce" and rank != plan.root:
-                continue
             other, c = divmod(chunk, plan.chunks)
             block = rank * plan.chunks
             at = {"all_gather": c, "all_to_all": block + c, "reduce_scatter": block + chunk}
-            sources = {"all_gather": [other], "all_to_all": [other], "broadcast": [plan.root]}
-            from_ranks = range(plan.ranks) if plan.collective in REDUCING else sources[plan.collective]
+            from_ranks = range(plan.ranks) if plan.collective in REDUCING else [other]
             wanted = sorted(("in", r, at.get(plan.collective, chunk), call) for r in from_ranks)
             found = self.value(memory, (rank, ("out",), chunk))
             if sorted(leaves(found)) != wanted:

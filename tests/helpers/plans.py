@@ -16,10 +16,10 @@ from fairseq_tutel.plans.placed import PlacedPlan
 def of(ranks: int) -> list[Plan]:
     """Return plans of all generators for a number of ranks, on two nodes where nodes matter."""
     return [
-        make(name, collective, ranks, nodes=2 if "nodes" in generator.options else 1)
+        make(name, collective, ranks, nodes=2 if generator.has_nodes else 1)
         for name, generator in GENERATORS.items()
         for collective in generator.collectives
-        if not (ranks % 2 and "nodes" in generator.options)
+        if not (ranks % 2 and generator.has_nodes)
         and not (ranks & (ranks - 1) and name == "recursive_doubling")
     ]
 
@@ -34,31 +34,29 @@ def result(plan: Plan, sizes: Sizes, ins: Sequence[Tensor]) -> list[Tensor]:
     layout, like = Layout(walk(plan), sizes), ins[0]
     memory = [
         {"in": own}
-        | {b: like.new_full((layout.size(rank, b), *like.shape[1:]), -1) for b in ("out", "tmp")}
+        | {b: like.new_full((layout.starts(rank, b)[-1], *like.shape[1:]), -1) for b in ("out", "tmp")}
         for rank, own in enumerate(ins)
     ]
     for move in walk(plan).moves:
-        assert move.step.dst is not None
-        for src, dst, n in layout.pieces(move):
-            parts = [
-                memory[move.rank][place.buffer][at : at + n]
-                for place, at in zip(move.step.src, src, strict=True)
-            ]
-            add_up(parts, memory[move.target][move.step.dst.buffer][dst : dst + n])
+        ends = (*move.sources, move.target)
+        for starts, n in layout.runs(move.kinds, *ends):
+            *parts, out = (
+                memory[rank][place.buffer][at : at + n]
+                for (rank, place), at in zip(ends, starts, strict=True)
+            )
+            add_up(parts, out)
     return [each["out"] for each in memory]
 
 
 def wanted(plan: Plan, ins: Sequence[Tensor]) -> list[Tensor]:
     """Return the collective's result on each rank by its definition, with sums in rank order."""
-    n, root = plan.ranks, plan.root or 0
+    n = plan.ranks
     if plan.collective == "all_gather":
         return [torch.cat(list(ins))] * n
-    if plan.collective == "broadcast":
-        return [ins[root]] * n
-    if plan.collective in ("all_reduce", "reduce"):
+    if plan.collective == "all_reduce":
         total = torch.empty_like(ins[0])
         add_up(ins, total)
-        return [total if plan.collective == "all_reduce" or r == root else total[:0] for r in range(n)]
+        return [total] * n
     shards = [own.view(n, -1, *own.shape[1:]) for own in ins]
     if plan.collective == "all_to_all":
         return [torch.cat([shard[r] for shard in shards]) for r in range(n)]
@@ -73,8 +71,5 @@ def inputs(plan: Plan, m: int, *shape: int, dtype: torch.dtype = torch.float32) 
     generator = torch.Generator().manual_seed(m)
     shards = plan.in_chunks // plan.chunks
     return [
-        (100 * torch.randn(shards * m, *shape, generator=generator)).to(dtype)
-        if plan.collective != "broadcast" or rank == plan.root
-        else torch.empty(0, *shape, dtype=dtype)
-        for rank in range(plan.ranks)
+        (100 * torch.randn(shards * m, *shape, generator=generator)).to(dtype) for _ in range(plan.ranks)
     ]

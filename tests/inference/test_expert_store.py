@@ -1,8 +1,4 @@
-"""Experts in a store compute what they compute in memory, to the bit; what was read is what formulas say.
-
-Covered: every policy on every tier, with and without a cache, in three kinds of experts, on one rank and on
-two, where one may have no token; on a GPU; what is fetched, hit and resident by formula; what buffers take.
-"""
+"""Experts in a store give the bits of experts in memory, and fetches and memory are those of formulas."""
 
 import itertools
 
@@ -16,7 +12,7 @@ from fairseq_tutel import ExpertStore, make_topology
 from fairseq_tutel.checkpoint.quantized import EXPERT_DTYPES
 from fairseq_tutel.inference.expert_buffers import BufferLayout, buffers_on_host
 from fairseq_tutel.moe.call import Call
-from fairseq_tutel.moe.store_options import STORE_POLICIES, STORE_TIERS
+from fairseq_tutel.moe.option_table import STORE_POLICIES, STORE_TIERS
 
 CACHE = 2
 

@@ -1,9 +1,4 @@
-"""Ranks that call shared layers unequally often, in any order or not at all, compute what each would alone.
-
-Covered: 2 and 4 ranks, P = W and P < W, a rank without calls, layers of different sizes, every way for
-rows to travel, slices, hash gates; steps that end together; no trace of serving in a layer; a rank that
-fails or dies; the next layer; a loaded layer holds its own experts alone.
-"""
+"""Ranks that call shared layers at their own pace compute the outputs of one rank."""
 
 import dataclasses
 import gc
@@ -163,7 +158,7 @@ def joining_changes_no_state():
     layer = MoEFeedForward(config, topology, 1, "decoder.layers.0.fc1", context).eval()
     layer.time_exchanges()
     x = torch.randn(3, 2, config.model_dim)
-    layer.context.see_tokens(torch.arange(6).view(2, 3))
+    layer.context.see_tokens(None, (torch.arange(6).view(2, 3),))
     layer.begin_call(torch.zeros(2, 3, dtype=torch.bool))
     with torch.no_grad():
         layer(x)

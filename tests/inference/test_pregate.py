@@ -1,10 +1,6 @@
 """Pre-gating: a layer's gate gets the input of the layer N before it, and all else is unchanged.
 
-Covered: outputs, losses and every gradient against loops, N = 0, 1, 2, layers of different sizes,
-capacity, padding; every kind of gate, choice and policy against the two halves of a layer; what weights
-are told, and when; chains that were left in the middle, copied, pickled or (-m long) compiled; what is
-refused; ranks that generate at paces of their own, in buffers of agreed sizes. Trainings on several ranks:
-tests/moe/test_rank_equality.py.
+Training on several ranks: tests/moe/test_rank_equality.py.
 """
 
 import copy

@@ -1,11 +1,4 @@
-"""The tuner of kernels: what it picks, what it spends, and what it leaves for the next process.
-
-Covered: the fastest of the candidates; what is settled, for which sizes; the budget, spent and none;
-timings taken over from an earlier process, and the untried ones measured then; candidates that cannot
-compile, and errors that are no such thing; when nothing may be measured; a torn, foreign, unreadable and
-unwritable file; another version; two processes that write at once; where the cache lies; buckets; on a GPU
-(`-m gpu`) times that are real.
-"""
+"""The autotuner of kernels: its choice, its budget, and its cache for later processes."""
 
 import json
 import logging

@@ -1,9 +1,4 @@
-"""Kernels compiled ahead of time for GPUs that are not here, and what the compiled code needs.
-
-Covered: every op on both vendors' targets, on one in a type of 16 bits and on the other in fp32; default
-tiles spill nothing and fit into shared memory; tensor cores and descriptors where they are meant; the table
-that prints it. By `make test-long` every type and activation, on every kind of target.
-"""
+"""Kernels compiled ahead of time for GPUs that are not present, and the resources of the compiled code."""
 
 import re
 

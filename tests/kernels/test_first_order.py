@@ -1,10 +1,4 @@
-"""Second derivatives: none, said in a sentence, wherever a backward is written by hand.
-
-Covered: a layer in every form that has nodes of its own, by x and by its parameters, with activation
-checkpointing, under either form of `grad`; the token
-loss and the fused gate; a first derivative with a graph is the one without;
-where there is nothing to refuse nothing is; every backward of the package that is written by hand.
-"""
+"""Second derivatives raise an error wherever a backward is written by hand."""
 
 import ast
 import re

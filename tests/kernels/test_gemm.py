@@ -1,11 +1,4 @@
-"""The Triton products of experts, interpreted, against the reference and against a loop in fp64.
-
-Covered: every result and gradient by name; every activation and GLU; every dtype; T = 0, 1, 63, 200 rows;
-numbers of experts that are no power of two; empty experts and skew; rows of nobody; rows that are no
-multiple of a tile; tiles as large as a GPU's; with and without gather, gates, biases, kept activations;
-weights of any strides; tiles read by descriptor; the tile table; same bits in every run; fake CUDA tensors;
-torch.compile.
-"""
+"""The Triton matrix products of experts, interpreted, against the reference and a loop in fp64."""
 
 from dataclasses import replace
 

@@ -1,8 +1,7 @@
-"""An evaluation step on one rank asks a GPU for no number, so that a CUDA graph can hold it.
+"""An evaluation step on one rank reads nothing from the GPU on the host, so that a CUDA graph can hold it.
 
-Covered: k = 1 and 2, one token and several, with and without padding, through fairseq's FFN step; results
-are those of the CPU; the step of few tokens, which does read, is told apart. Tensors say that they are on a
-GPU, so every choice by device is a GPU's; what is computed with them runs on the CPU, kernels interpreted.
+Tensors pretend to be on a GPU, so every choice by device is a GPU's. The computation runs on the CPU with
+interpreted kernels.
 """
 
 from unittest import mock

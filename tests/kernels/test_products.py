@@ -1,9 +1,4 @@
-"""Products of few rows on a CPU, against one plain product.
-
-Covered: few rows of large weights, with a bias and into a place; a weight's gradient has the bits of one
-product, in parts, at once and over NaN; how experts share blocks, and that the bits are those of blocks of
-one expert, of threads, too; large pages.
-"""
+"""Matrix products of few rows on a CPU, against one plain product."""
 
 import pytest
 import torch

@@ -1,9 +1,4 @@
-"""The plain torch ops against direct indexing in fp64.
-
-Covered: gather_rows, gather_sum, gather_dot; every float dtype; K = 1 to 4 and above; holes (-1) that
-read as zero even over NaN; no tokens, no rows; optional scale and weights; the result's dtype and shape;
-which backend is chosen, and why.
-"""
+"""The plain torch ops against direct indexing in fp64."""
 
 import pytest
 import torch

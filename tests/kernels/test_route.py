@@ -1,10 +1,6 @@
 """The routing kernels: plain torch against brute force, Triton against both.
 
-Covered: softmax with top-k in every float dtype, E = 1 to 100 and above a tile, every K, ties, NaN and
-infinities, T = 0, 1, 63, 1000; slots and counts by position, time first, in any order, copies that ask for
-none, several blocks and tiles of the scan; regrouped blocks; gradients by name, alone and through a whole
-layer; when the fused gate is used; fake tensors and torch.compile, which see shapes alone. On a GPU
-(`-m gpu`) the compiled kernels, 100 000 tokens, and that nothing waits for the device.
+On a GPU (`-m gpu`): the compiled kernels with 100,000 tokens, without host synchronization.
 """
 
 import dataclasses
@@ -29,7 +25,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fairseq_tutel import MoEConfig, MoELayer, kernels
 from fairseq_tutel.kernels import reference
-from fairseq_tutel.moe.choice import MicroBatch, Rules, softmax_top_k
+from fairseq_tutel.moe.choice import MicroBatch, softmax_top_k
 from fairseq_tutel.moe.dispatch import combine, dispatch
 from fairseq_tutel.moe.routing import decide, padded
 from fairseq_tutel.moe.slots import Capacity
@@ -216,12 +212,14 @@ def compare_layer_gradients(options: dict, device: str):
             assert torch.equal(ours[name], expected), name
 
 
+FUSED = MoEConfig(1, 1, 4, backend="triton", drop_policy="bpr")
+
+
 def walk(logits_TE: Tensor, x_TD: Tensor) -> Tensor:
     """Route, dispatch and combine, in a layout whose size is known."""
-    rules = Rules(backend="triton", drop_policy="bpr")
     capacity = Capacity(factor=0.5)
     batch = MicroBatch(time_first=(3, 3))
-    decided = padded(decide(logits_TE, 2, capacity, rules, batch), 9)
+    decided = padded(decide(logits_TE, 2, capacity, FUSED, batch), 9)
     rows_RD = dispatch(x_TD, decided, "triton") * 2
     return combine(rows_RD, decided, "triton").square().sum() + decided.probs_TE.square().sum()
 
@@ -245,12 +243,12 @@ def uses_of_the_fused_gate(options: dict, biased: bool, training: bool) -> int:
     """Return how often the fused op was launched for one assignment."""
     ops = kernels.ops("triton", torch.device("cpu"))
     launched, launch = [], ops.softmax_top_k
-    rules = dataclasses.replace(Rules(**options), backend="triton")
+    config = dataclasses.replace(FUSED, drop_policy="position", **options)
     batch = MicroBatch(training=training)
     ops.softmax_top_k = lambda *given: launched.append(given) or launch(*given)
     try:
         bias_E = torch.zeros(4) if biased else None
-        decide(torch.eye(4), 2, Capacity(), rules, batch, bias_E)
+        decide(torch.eye(4), 2, Capacity(), config, batch, bias_E)
     finally:
         ops.softmax_top_k = launch
     return len(launched)

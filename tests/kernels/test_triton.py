@@ -1,10 +1,4 @@
-"""The Triton kernels: interpreted against the reference.
-
-Covered: every op, dtype, K, odd D, empty shapes, rows wider than a block, holes, non-contiguous
-inputs; a whole layer forward and backward, with weights on outputs or inputs, for tokens or experts that
-choose; determinism; on a GPU
-(`-m gpu`) the compiled kernels against the reference.
-"""
+"""The Triton kernels: interpreted against the reference."""
 
 import pytest
 import torch

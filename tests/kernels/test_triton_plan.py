@@ -1,7 +1,5 @@
 """Plans whose ranks share a device: their table, its execution in plain torch, and the Triton kernel.
 
-Covered: plans of all generators at sizes that do not divide, several calls in a row, blocks of different
-sizes, lanes that wait for each other; endless waits are named, and more lanes than a GPU holds are refused.
 On a GPU (`-m gpu`) all lanes run at once: 100 000 calls with different data, so that a stale read shows.
 Interpreted, lanes cannot wait for each other, so they run level by level, in separate launches. The
 interpreter truncates to bf16 and does not round.

@@ -185,10 +185,7 @@ def test_a_skewed_gate_is_balanced_after_some_hundred_updates(function):
 @pytest.mark.parametrize("reentrant", (False, True))
 def test_a_micro_batch_that_is_run_again_in_the_backward_counts_once(reentrant):
     name = "decoder.layers.0.fc1"
-    layer, reference = (
-        MoEFeedForward(CONFIG, Topology(), 1, name),
-        MoELayer(CONFIG, seed=1, name=name),
-    )
+    layer, reference = (MoEFeedForward(CONFIG, Topology(), 1, name), MoELayer(CONFIG, seed=1, name=name))
     expected = torch.zeros(4, dtype=torch.int64)
     for seed in (1, 2):  # two micro-batches of one update
         calls = []

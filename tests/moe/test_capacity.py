@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fairseq_tutel import MoEConfig, MoELayer
-from fairseq_tutel.moe.choice import MicroBatch, Rules
+from fairseq_tutel.moe.choice import MicroBatch
 from fairseq_tutel.moe.routing import decide
 from fairseq_tutel.moe.slots import DROP_POLICIES, Capacity, capacity_of
 
@@ -74,12 +74,7 @@ def test_without_a_factor_or_a_fraction_nothing_is_limited():
         ({"capacity_factor": 1.5, "eval_capacity_token_fraction": -1.0}, False, 1.5, 0.0),
         # Experts choose as many tokens as in training, unless an evaluation capacity is given.
         ({"capacity_factor": 1.5, "choice": "experts"}, False, 1.5, 0.0),
-        (
-            {"capacity_factor": 1.5, "choice": "experts", "eval_capacity_factor": 2.0},
-            False,
-            2.0,
-            0.0,
-        ),
+        ({"capacity_factor": 1.5, "choice": "experts", "eval_capacity_factor": 2.0}, False, 2.0, 0.0),
         ({"eval_capacity_token_fraction": -1.0}, False, 0.0, 0.0),
     ],
     ids=str,
@@ -117,7 +112,7 @@ def test_every_policy_conserves_tokens_under_every_rule(policy, name):
             real_T = torch.arange(num_tokens) % 5 != 1
             num_real = int(real_T.sum())
             batch = MicroBatch(real_T=real_T, training=True)
-            r = decide(logits_TE, top_k, rule, Rules(drop_policy=policy), batch)
+            r = decide(logits_TE, top_k, rule, MoEConfig(1, 1, num_experts, drop_policy=policy), batch)
             kept_TK = r.row_of_TK >= 0
             limit = math.inf
             if rule.is_limited:

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fairseq_tutel import route
-from fairseq_tutel.moe.choice import mask_groups, scores_of, sinkhorn_keys
+from fairseq_tutel.moe.choice import mask_expert_groups, scores_of, sinkhorn_keys
 
 E = 4
 # Of chi-square by degrees of freedom: one run in a thousand is above.
@@ -180,7 +180,7 @@ def test_more_experts_than_the_groups_of_a_token_hold_are_refused_by_a_sentence(
 
 def test_all_groups_are_no_groups():
     keys_TE = logits(3)
-    assert mask_groups(keys_TE, keys_TE, 2, 2, 1) is keys_TE
+    assert mask_expert_groups(keys_TE, keys_TE, 2, 2, 1) is keys_TE
 
 
 def test_a_bias_moves_the_choice_and_neither_weights_nor_probabilities():

@@ -16,11 +16,15 @@ from fairseq_tutel.moe.balance import LOSSES
 from fairseq_tutel.moe.balance_options import CriterionConfig, parse_balance_loss
 from fairseq_tutel.moe.config import LAYER, MoEConfig
 from fairseq_tutel.moe.gates import GATES
-from fairseq_tutel.moe.model_options import ModelConfig, SidesConfig
-from fairseq_tutel.moe.option_table import BY_OWNER, options_of
-from fairseq_tutel.moe.run_options import TaskConfig
+from fairseq_tutel.moe.option_table import (
+    BY_OWNER,
+    ModelConfig,
+    SidesConfig,
+    StoreConfig,
+    TaskConfig,
+    options_of,
+)
 from fairseq_tutel.moe.slots import DROP_POLICIES
-from fairseq_tutel.moe.store_options import StoreConfig
 from fairseq_tutel.options.option import flag_of, key_of, read, refuse_bad_values
 
 GOOD = {"model_dim": 8, "hidden_dim": 16, "num_experts": 4}
@@ -45,11 +49,7 @@ BAD = [
     ("capacity_factor", float("nan"), ("--moe-capacity-factor", "is nan", "finite number")),
     ("eval_capacity_factor", float("-inf"), ("--moe-eval-capacity-factor", "is -inf", "finite")),
     ("drop_policy", "luck", ("--moe-drop-policy", "'luck'", "choose one of position, bpr")),
-    (
-        "eval_capacity_token_fraction",
-        float("nan"),
-        ("--moe-eval-capacity-token-fraction", "finite"),
-    ),
+    ("eval_capacity_token_fraction", float("nan"), ("--moe-eval-capacity-token-fraction", "finite")),
     ("min_capacity", -1, ("--moe-min-capacity", "is -1", "to 1,000,000")),
     ("capacity_multiple", 0, ("--moe-capacity-multiple", "is 0", "from 1 to")),
     ("choice", "rows", ("--moe-choice", "'rows'", "choose one of tokens, experts")),
@@ -63,29 +63,17 @@ BAD = [
     ("expert_groups", 3, ("--moe-expert-groups", "is 3", "4 experts", "give a divisor")),
     ("groups_per_token", 2, ("--moe-groups-per-token", "is 2 of 1 groups", "at most 1")),
     ("second_expert_policy", "any", ("--moe-second-expert-policy", "'any'", "all, sampling")),
-    (
-        "balance_loss",
-        "load_importance",
-        ("--moe-balance-loss", "needs gate noise", "--moe-gate-noise"),
-    ),
+    ("balance_loss", "load_importance", ("--moe-balance-loss", "needs gate noise", "--moe-gate-noise")),
     ("bias_update_rate", -0.1, ("--moe-bias-update-rate", "is -0.1", "at least 0")),
     ("shared_experts", -1, ("--moe-shared-experts", "is -1", "at least 0")),
-    (
-        "expert_grad_norm",
-        "W",
-        ("--moe-normalize-expert-grad", "'W'", "world_size, sqrt_world_size"),
-    ),
+    ("expert_grad_norm", "W", ("--moe-normalize-expert-grad", "'W'", "world_size, sqrt_world_size")),
     ("gate_projection_dim", 0, ("--moe-gate-projection-dim", "is 0", "at least 1")),
     ("gate_temperature", 0.001, ("--moe-gate-temperature", "is 0.001", "at least 0.01")),
     ("gate_noise", -1.0, ("--moe-gate-noise", "is -1.0", "finite number")),
     ("gate_noise", float("inf"), ("--moe-gate-noise", "is inf", "finite number")),
     ("input_jitter", 1.0, ("--moe-input-jitter", "is 1.0", "from 0 to below 1")),
     ("input_dropout", -0.1, ("--moe-input-dropout", "is -0.1", "from 0 to below 1")),
-    (
-        "balance_loss",
-        "gshard:1,gshard:2",
-        ("--moe-balance-loss", "given twice", "such as gshard:1"),
-    ),
+    ("balance_loss", "gshard:1,gshard:2", ("--moe-balance-loss", "given twice", "such as gshard:1")),
     ("balance_loss", "fair:1", ("--moe-balance-loss", "'fair'", "unknown", "such as gshard:1")),
     ("balance_loss", "gshard:x", ("--moe-balance-loss", "'x'", "name:number")),
     ("balance_loss", "gshard:inf", ("--moe-balance-loss", "'inf'", "name:number")),
@@ -98,18 +86,10 @@ BAD = [
     ("activation_dropout", -0.1, ("--activation-dropout", "is -0.1", "from 0 to below 1")),
     ("init_std", -0.1, ("init_std is -0.1", "at least 0")),
     ("init_std", float("nan"), ("init_std is nan", "at least 0")),
-    (
-        "backend",
-        "cuda",
-        ("--moe-backend", "'cuda'", "choose one of auto, reference, triton."),
-    ),
+    ("backend", "cuda", ("--moe-backend", "'cuda'", "choose one of auto, reference, triton.")),
     ("kernel_tuning_seconds", -1.0, ("--moe-kernel-tuning-seconds", "is -1.0", "at least 0")),
     ("exchange", "even", ("--moe-exchange", "'even'", "choose one of ragged, padded")),
-    (
-        "a2a_algorithm",
-        "ring",
-        ("--moe-a2a-algorithm", "'ring'", "one of linear, 2dh, auto, or plan:"),
-    ),
+    ("a2a_algorithm", "ring", ("--moe-a2a-algorithm", "'ring'", "one of linear, 2dh, auto, or plan:")),
     ("a2a_algorithm", "plan:", ("--moe-a2a-algorithm", "'plan:'", "or plan:NAME")),
     ("a2a_dtype", "int8", ("--moe-a2a-dtype", "'int8'", "choose one of same, bf16, fp8")),
     ("a2a_ffn_overlap_degree", 0, ("--moe-a2a-ffn-overlap-degree", "is 0", "from 1 to 32")),
@@ -134,12 +114,7 @@ def test_a_bad_value_is_refused_by_one_sentence(option, value, parts):
 
 def test_numbers_of_numpy_are_taken_as_python_s():
     config = MoEConfig(
-        **{
-            **GOOD,
-            "top_k": np.int32(2),
-            "capacity_factor": np.float32(0.5),
-            "gate_noise": np.int64(1),
-        }
+        **{**GOOD, "top_k": np.int32(2), "capacity_factor": np.float32(0.5), "gate_noise": np.int64(1)}
     )
     assert [type(v) for v in (config.top_k, config.capacity_factor)] == [int, float]
     assert (config.top_k, config.capacity_factor, config.gate_noise) == (2, 0.5, 1)
@@ -173,24 +148,15 @@ CONTRADICTIONS = [
         ("--moe-balance-loss", "--moe-choice experts", "z or none"),
     ),
     ({"choice": "experts", "sinkhorn": True}, ("--moe-sinkhorn", "drop one")),
-    (
-        {"gate_type": "linear,hash", "balance_bias": True},
-        ("--moe-balance-bias", "a hash gate chooses"),
-    ),
+    ({"gate_type": "linear,hash", "balance_bias": True}, ("--moe-balance-bias", "a hash gate chooses")),
     ({"gate_type": "hash", "expert_groups": 2}, ("--moe-expert-groups", "a hash gate chooses")),
     ({"sinkhorn": True, "rsample": True}, ("--moe-sinkhorn", "--moe-rsample", "keep one")),
     ({"balance_bias": True, "rsample": True}, ("--moe-balance-bias", "--moe-rsample")),
-    (
-        {"balance_bias": True, "second_expert_policy": "sampling"},
-        ("--moe-balance-bias", "sampling"),
-    ),
+    ({"balance_bias": True, "second_expert_policy": "sampling"}, ("--moe-balance-bias", "sampling")),
     ({"gate_type": "hash", "score_function": "sigmoid"}, ("--moe-score-function", "hash")),
     ({"gate_type": "hash", "input_jitter": 0.1}, ("--moe-input-jitter", "is 0.1", "hash")),
     ({"gate_type": "hash", "input_dropout": 0.1}, ("--moe-input-dropout", "hash")),
-    (
-        {"gate_type": "hash", "second_expert_policy": "random"},
-        ("--moe-second-expert-policy", "hash"),
-    ),
+    ({"gate_type": "hash", "second_expert_policy": "random"}, ("--moe-second-expert-policy", "hash")),
     ({"gate_type": "linear,hash", "gate_noise": 1.0}, ("--moe-gate-noise", "hash", "drop one")),
 ]
 

@@ -8,7 +8,6 @@ weights, even frequencies, the same for the same id, a saved salt.
 
 import copy
 import dataclasses
-from types import SimpleNamespace
 
 import oracle
 import pytest
@@ -357,11 +356,7 @@ def test_fewer_experts_per_call_are_some_of_those_of_more():
 
 
 def test_layers_and_seeds_hash_differently_and_the_salt_is_saved():
-    layers = [
-        MoELayer(HASH, seed=1, name="a"),
-        MoELayer(HASH, seed=1, name="b"),
-        MoELayer(HASH, seed=2),
-    ]
+    layers = [MoELayer(HASH, seed=1, name="a"), MoELayer(HASH, seed=1, name="b"), MoELayer(HASH, seed=2)]
     chosen = [torch.isfinite(layer.gate(ids_of(200), 2)) for layer in layers]
     for i in range(3):
         for j in range(i):
@@ -411,8 +406,7 @@ def test_an_exchange_without_tokens_has_float_rows_whatever_the_first_parameter_
     layer = own_layer(expert_type="custom_parts.CountingExpert")
     assert next(layer.experts.parameters()).dtype == torch.int64
     dtypes = []
-    prepared = SimpleNamespace(run=lambda rows, _: dtypes.append(rows.dtype))
-    monkeypatch.setattr(exchange, "prepare", lambda *_: prepared)
+    monkeypatch.setattr(exchange, "exchange_rows", lambda rows, *_: dtypes.append(rows.dtype))
     options = exchange.ExchangeOptions(group=None)
     dispatcher = Exchange(layer.experts, layer.config, Topology(), None, options)
     dispatcher.run_without_tokens(layer.experts.weights)

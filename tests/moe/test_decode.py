@@ -151,10 +151,7 @@ def test_results_that_are_not_read_are_not_computed(monkeypatch):
         layer.begin_micro_batch()
         layer(x)
     assert not calls
-    record, copied, pickled = (
-        layer.record,
-        *(copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))),
-    )
+    record, copied, pickled = (layer.record, *(copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))))
     layer.begin_micro_batch()
     layer(x)  # with gradients, computed at once
     assert len(calls) == 2

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fairseq_tutel import MoEConfig, MoELayer, route
-from fairseq_tutel.moe.choice import MicroBatch, Rules
+from fairseq_tutel.moe.choice import MicroBatch
 from fairseq_tutel.moe.routing import decide, padded
 from fairseq_tutel.moe.slots import Capacity
 
@@ -124,10 +124,10 @@ def test_the_layout_of_tokens_changes_nothing(padded):
 )
 def test_an_expert_takes_as_many_tokens_as_it_has_slots(rule, num_real, places):
     real_T = torch.arange(14) < num_real
-    r = decide(logits(14), 2, rule, Rules(**EXPERTS), MicroBatch(real_T=real_T))
+    r = decide(logits(14), 2, rule, MoEConfig(1, 1, E, **EXPERTS), MicroBatch(real_T=real_T))
     assert r.counts_E.tolist() == [places] * E
     batch = MicroBatch(real_T=real_T.to("meta"))
-    elsewhere = decide(logits(14).to("meta"), 2, rule, Rules(**EXPERTS), batch)
+    elsewhere = decide(logits(14).to("meta"), 2, rule, MoEConfig(1, 1, E, **EXPERTS), batch)
     assert len(elsewhere.source_of_R) >= places * E
 
 
@@ -144,9 +144,9 @@ def test_an_expert_takes_as_many_tokens_as_it_has_slots(rule, num_real, places):
 def test_off_the_cpu_buffers_have_a_size_that_asks_no_device(rule, rows):
     """There the largest number of a token's experts is not known, nor how many rows are filled."""
     batch = MicroBatch(real_T=torch.ones(10, dtype=torch.bool))
-    on_cpu = decide(logits(10), 2, rule, Rules(**EXPERTS), batch)
+    on_cpu = decide(logits(10), 2, rule, MoEConfig(1, 1, E, **EXPERTS), batch)
     batch = MicroBatch(real_T=torch.ones(10, dtype=torch.bool, device="meta"))
-    r = decide(logits(10).to("meta"), 2, rule, Rules(**EXPERTS), batch)
+    r = decide(logits(10).to("meta"), 2, rule, MoEConfig(1, 1, E, **EXPERTS), batch)
     assert r.expert_ids_TK.shape == r.weights_TK.shape == r.row_of_TK.shape == (10, E)
     assert r.source_of_R.shape == (rows * E,)
     assert int(on_cpu.counts_E.max()) <= rows
@@ -154,7 +154,7 @@ def test_off_the_cpu_buffers_have_a_size_that_asks_no_device(rule, rows):
 
 
 def test_the_padded_layout_gives_every_expert_its_own_block():
-    given = logits(9), 1, Capacity(), Rules(**EXPERTS), MicroBatch()
+    given = logits(9), 1, Capacity(), MoEConfig(1, 1, E, **EXPERTS), MicroBatch()
     r = padded(decide(*given), 5)
     for e, tokens in enumerate(taken(r)):
         rows = [int(s) // r.row_of_TK.shape[1] for s in r.source_of_R[e * 5 : e * 5 + 3]]
@@ -219,11 +219,7 @@ def by_loop(layer: MoELayer, x_TD: Tensor, factor: float, real: list[bool]) -> T
 @pytest.mark.parametrize("padded", (False, True))
 @pytest.mark.parametrize(
     "options",
-    [
-        {},
-        {"score_function": "sigmoid", "normalize_gate": "after"},
-        {"prescore": True, "top_k": 2},
-    ],
+    [{}, {"score_function": "sigmoid", "normalize_gate": "after"}, {"prescore": True, "top_k": 2}],
     ids=str,
 )
 def test_the_layer_equals_a_loop_over_experts(factor, padded, options):

@@ -182,9 +182,7 @@ def test_nothing_is_kept_without_a_backward(monkeypatch):
     seen = []
     forward = reference.ffn_forward
     monkeypatch.setattr(
-        reference,
-        "ffn_forward",
-        lambda *args, keep: seen.append(keep) or forward(*args, keep=keep),
+        reference, "ffn_forward", lambda *args, keep: seen.append(keep) or forward(*args, keep=keep)
     )
     layer = build()
     with torch.no_grad():

@@ -37,9 +37,7 @@ def check(
     real = None if mask is None else (~mask).tolist()
     named = {"x": x, **dict(layer.named_parameters())}
     same_function(
-        lambda: layer(x, mask, **call)[0],
-        lambda: oracle.mixture(layer, x, top_k, factor, real)[0],
-        named,
+        lambda: layer(x, mask, **call)[0], lambda: oracle.mixture(layer, x, top_k, factor, real)[0], named
     )
     loss, expected = (
         layer(x, mask, **call)[1].balance_loss,
@@ -230,8 +228,7 @@ def test_autocast_computes_experts_in_bf16_and_the_gate_as_asked(gate_fp32):
 
 
 @pytest.mark.parametrize(
-    "expert_type, top_k, factor",
-    [("ffn", 1, 0.0), ("ffn", 3, 1.0), ("glu", 2, 0.0), ("glu", 2, 0.5)],
+    "expert_type, top_k, factor", [("ffn", 1, 0.0), ("ffn", 3, 1.0), ("glu", 2, 0.0), ("glu", 2, 0.5)]
 )
 def test_the_layer_has_the_gradients_of_finite_differences(top_k, factor, expert_type):
     shape = {"hidden_dim": 3, "num_experts": 3}

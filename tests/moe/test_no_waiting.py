@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
+from fairseq_tutel import MoEConfig
 from fairseq_tutel.moe import balance, metrics
-from fairseq_tutel.moe.choice import MicroBatch, Rules
+from fairseq_tutel.moe.choice import MicroBatch
 from fairseq_tutel.moe.routing import decide
 from fairseq_tutel.moe.slots import Capacity
 
@@ -43,7 +44,9 @@ def test_routing_losses_and_metrics_read_nothing_from_the_device(rules, padded, 
     real_T = torch.ones(12, dtype=torch.bool, device="meta") if padded else None
     batch = MicroBatch(real_T=real_T, time_first=(3, 4), training=True)
     with NoCopies():
-        decided = decide(logits_TE, 2, Capacity(factor=factor), Rules(**rules), batch)
+        decided = decide(
+            logits_TE, 2, Capacity(factor=factor), MoEConfig(1, 1, logits_TE.shape[1], **rules), batch
+        )
         gate = balance.GateOutput(
             logits_TE=logits_TE, clean_TE=logits_TE, noise=1.0, sentences=(4, 3), time_first=True
         )

@@ -248,13 +248,7 @@ def what_runs(layout: str, way: str) -> tuple:
     layer = Model(training, training.topology()).first
     strategy, place = layer.strategy, layer.topology
     hops = strategy.algorithm == "2dh" and place.grid is not None
-    return (
-        layer.experts.part.slices,
-        place.num_replicas,
-        strategy.adaptive_r,
-        strategy.overlap,
-        hops,
-    )
+    return (layer.experts.part.slices, place.num_replicas, strategy.adaptive_r, strategy.overlap, hops)
 
 
 def test_layouts_and_ways_have_an_effect_on_four_ranks(ranks):

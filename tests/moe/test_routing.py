@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from fairseq_tutel import Routing, route
-from fairseq_tutel.moe.choice import MicroBatch, Rules, choose_experts
+from fairseq_tutel import MoEConfig, Routing, route
+from fairseq_tutel.moe.choice import MicroBatch, choose_experts
 from fairseq_tutel.moe.routing import decide, padded
 from fairseq_tutel.moe.slots import Capacity
 
@@ -201,10 +201,7 @@ def test_time_first_drops_the_same_tokens_as_batch_first(top_k, padded):
     real_BT = torch.arange(time) < torch.tensor([[6], [3], [5], [4]]) if padded else None
     time_first = batch_first.transpose(0, 1)
     expected = route(
-        batch_first.reshape(-1, E),
-        top_k,
-        0.5,
-        real_T=None if real_BT is None else real_BT.flatten(),
+        batch_first.reshape(-1, E), top_k, 0.5, real_T=None if real_BT is None else real_BT.flatten()
     )
     got = route(
         time_first.reshape(-1, E),
@@ -226,7 +223,7 @@ def test_time_first_drops_the_same_tokens_as_batch_first(top_k, padded):
 @pytest.mark.parametrize("spare", (0, 3))
 def test_the_padded_layout_gives_every_expert_its_own_block(top_k, factor, spare):
     batch = MicroBatch(real_T=some_padding(17))
-    compact = decide(logits(17, seed=2), top_k, Capacity(factor=factor), Rules(), batch)
+    compact = decide(logits(17, seed=2), top_k, Capacity(factor=factor), MoEConfig(1, 1, E), batch)
     r = padded(compact, int(compact.counts_E.max()) + spare)
     assert r.capacity == int(r.counts_E.max()) + spare
     assert r.source_of_R.shape == (E * r.capacity,)

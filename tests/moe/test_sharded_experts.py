@@ -85,10 +85,7 @@ def test_what_some_ranks_save_all_others_load(ranks, tmp_path, saved):
         ((2, 1), ["experts-0000-0000", "experts-0001-0001"]),
         ((2, 2), ["experts-0000-0000", "experts-0001-0001"]),
         ((4, 2), ["experts-0000-0000", "experts-0001-0001"]),
-        (
-            (4, 4),
-            [f"experts-000{e}-000{e}.slice-{i}-of-2" for e, i in itertools.product((0, 1), (0, 1))],
-        ),
+        ((4, 4), [f"experts-000{e}-000{e}.slice-{i}-of-2" for e, i in itertools.product((0, 1), (0, 1))]),
     ],
 )
 def test_every_expert_is_written_once(ranks, tmp_path, topology, files):
@@ -105,9 +102,7 @@ def written(folder: str, layers: int) -> int:
     with pytest.MonkeyPatch.context() as patch:
         files: list[Path] = []
         patch.setattr(
-            experts,
-            "write_file",
-            lambda values, path: files.append(path) or write_file(values, path),
+            experts, "write_file", lambda values, path: files.append(path) or write_file(values, path)
         )
         records = save_in_shards(split, topology, states, Path(folder))
     assert len(records) == layers * 4 * 3

@@ -168,11 +168,7 @@ def test_init_std_is_that_of_the_experts():
 
 
 def test_dropout_is_of_training_alone():
-    layer, plain, x = (
-        build(shared_experts=1, activation_dropout=0.5),
-        build(shared_experts=1),
-        tokens(T),
-    )
+    layer, plain, x = (build(shared_experts=1, activation_dropout=0.5), build(shared_experts=1), tokens(T))
     assert not torch.equal(layer(x)[0], plain(x)[0])
     close(layer.eval()(x)[0], plain(x)[0], "y in evaluation")
 

@@ -133,6 +133,12 @@ def test_a_run_goes_on_with_moments_of_the_other_precision(fp16_first):
         assert b.state[x]["exp_avg"].dtype == (torch.float32 if fp16_first else torch.float16)
 
 
+def _mixed_into(*stock):
+    """Return an instance of the mixin before a class, without the construction of either."""
+    twin = type("Twin", (MoEOptimizerMixin, *stock), {})
+    return twin.__new__(twin)
+
+
 def test_a_state_of_a_composite_optimizer_passes_through():
     class Composite:
         """Has a state for each group, as fairseq's composite optimizer."""
@@ -145,10 +151,7 @@ def test_a_state_of_a_composite_optimizer_passes_through():
         def load_state_dict(self, state_dict, optimizer_overrides=None):
             self.loaded = state_dict
 
-    class Twin(MoEOptimizerMixin, Composite):
-        pass
-
-    twin = Twin()
+    twin = _mixed_into(Composite)
     twin.save_masters()
     twin.load_state_dict(twin.state_dict())
     assert twin.loaded == Composite().state_dict()
@@ -184,7 +187,7 @@ def test_a_scale_per_expert_is_the_same_for_all_its_slices():
 def test_a_state_that_a_wrapper_left_in_host_memory_is_gathered_from_the_device():
     """As after a resume with --memory-efficient-fp16 whose first update overflows."""
     parameter = torch.nn.Parameter(torch.empty(2, 3, 5, device="meta"))
-    twin = MoEOptimizerMixin()
+    twin = _mixed_into()
     twin.params, twin.optimizer = [parameter], FusedAdam([parameter], **SETTINGS)
     twin.optimizer.state[parameter] = {
         "step": 7, "exp_avg": torch.zeros(2, 3, 5), "exp_avg_scale": torch.ones(2, 1, 1),
@@ -203,16 +206,13 @@ def test_fp16_gradients_that_are_divided_by_a_root_do_not_overflow_on_the_way(mo
         def all_reduce_grads(self, module):
             """Reduce what is dense, of which there is nothing."""
 
-    class Twin(MoEOptimizerMixin, Stock):
-        pass
-
     place = Topology(world_size=64, expert_parallel_size=64)
     monkeypatch.setattr(RUN, "topology", place)
     parameter = torch.nn.Parameter(torch.zeros(1, dtype=torch.float16))
     mark_expert(parameter)
     mark_root_scaled(parameter)
     parameter.grad = torch.tensor([60000.0], dtype=torch.float16)
-    Twin().all_reduce_grads(torch.nn.ParameterList([parameter]))
+    _mixed_into(Stock).all_reduce_grads(torch.nn.ParameterList([parameter]))
     assert parameter.grad.item() == 7500  # eight times as large it would be infinite
 
 
@@ -238,10 +238,7 @@ def test_a_step_drops_the_state_gathered_for_a_checkpoint():
         def state_dict(self):
             return {"state": {}}
 
-    class Twin(MoEOptimizerMixin, Stock):
-        pass
-
-    twin = Twin()
+    twin = _mixed_into(Stock)
     twin.save_state({0: {"exp_avg": torch.ones(2)}}, Topology())
     assert 0 in twin.state_dict()["state"]
     twin.step()

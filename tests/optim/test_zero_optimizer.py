@@ -1,9 +1,4 @@
-"""Optimizers of shards in fairseq's wrappers, on one rank: the update, the state and the refusals.
-
-Covered: every elementwise optimizer that needs no other package, against itself on whole parameters; fp16
-with a loss scale and bf16 against fairseq's FP16Optimizer, its state read by each other; an overflow; the
-bytes that fairseq's own wrapper takes; options that do not go together.
-"""
+"""Optimizers of shards in fairseq's wrappers, on one rank: the update, the state and the refusals."""
 
 import argparse
 import copy
@@ -16,8 +11,9 @@ from fairseq.optim import FP16Optimizer
 from omegaconf import OmegaConf
 
 from fairseq_tutel.optim import zero
-from fairseq_tutel.optim.zero import ZeroOptimizerMixin, ZeroOptions, refuse_with_zero, zero_options
-from fairseq_tutel.planning.memory import held_bytes
+from fairseq_tutel.optim.moe_optimizer import MoEOptimizerMixin
+from fairseq_tutel.optim.zero import ZeroOptions, refuse_with_zero, zero_options
+from fairseq_tutel.planning.cost import held_bytes
 from fairseq_tutel.plugin import register
 from fairseq_tutel.plugin.run_state import RUN
 from fairseq_tutel.ranks.groups import Topology
@@ -84,7 +80,7 @@ def test_an_optimizer_in_host_memory_is_the_optimizer(name):
         parameters = parameters_of()
         root = root_of(name, offload)
         optimizer = optim.build_optimizer(root.optimizer, parameters)
-        assert isinstance(optimizer, ZeroOptimizerMixin)
+        assert isinstance(optimizer, MoEOptimizerMixin)
         assert (optimizer.zero is not None) == offload
         norms = [update(optimizer, parameters, number) for number in range(5)]
         assert max(norms) > 0.5  # clipped
@@ -115,8 +111,7 @@ def test_masters_in_shards_follow_fairseq_s_own(precision):
         assert type(optimizer).__name__ == "FP16Optimizer"  # which the Trainer compares
         norms = [update(optimizer, parameters, number) for number in range(4)]
         other = FP16Optimizer.build_optimizer(
-            root_of(offload=not offload, fp16_no_flatten_grads=True, **{precision: True}),
-            parameters,
+            root_of(offload=not offload, fp16_no_flatten_grads=True, **{precision: True}), parameters
         )
         inner = getattr(optimizer, "fp32_optimizer", None) or optimizer.wrapped_optimizer
         if not offload:

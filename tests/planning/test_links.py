@@ -1,8 +1,4 @@
-"""Links: the times of collectives by hand, what must hold of any such model, and its fit.
-
-Covered: both all-to-alls and which is faster; gathers, all-reduces; links that a node's ranks share; links
-from exact and from noisy measurements.
-"""
+"""Times of collectives by hand, and links fitted to exact and noisy measurements."""
 
 import random
 from dataclasses import replace
@@ -16,7 +12,6 @@ from fairseq_tutel.planning.links import (
     all_reduce_seconds,
     exchange_seconds,
     faster_algorithm,
-    fit,
     fit_machine,
     plan_seconds,
     predicted,
@@ -104,24 +99,6 @@ def test_the_bytes_of_all_ranks_that_share_a_node_s_link_add_up():
         assert seconds(400, shared, 4, 2) == seconds(400, shared, 4, 2, 2)
 
 
-def test_a_fit_recovers_alpha_and_beta():
-    link = Link(3e-6, 2e9)
-    points = [(m, b, link.seconds(m, b)) for m in (1, 7) for b in (1e3, 1e5, 1e7)]
-    found = fit(points)
-    assert found.alpha_s == pytest.approx(3e-6)
-    assert found.bytes_per_s == pytest.approx(2e9)
-    noise = random.Random(1)
-    noisy = fit((m, b, s * noise.uniform(0.95, 1.05)) for m, b, s in points * 8)
-    assert noisy.alpha_s == pytest.approx(3e-6, rel=0.05)
-    assert noisy.bytes_per_s == pytest.approx(2e9, rel=0.05)
-
-
-@pytest.mark.parametrize("points", [[], [(1, 10, 2.0), (1, 1000, 1.0)]])
-def test_what_tells_no_bandwidth_is_refused(points):
-    with pytest.raises(ValueError, match="do not take longer with more bytes; measure larger"):
-        fit(points)
-
-
 CLUSTER = Machine(
     name="emulated",
     intra=Link(3e-5, 2e9),
@@ -194,6 +171,10 @@ def test_one_shape_tells_no_launch_and_one_node_no_link_between_nodes():
     assert relative_errors(rows, found).largest < 1e-9
 
 
-def test_no_rows_are_refused():
+def test_rows_without_a_bandwidth_are_refused():
     with pytest.raises(ValueError, match="no measured all-to-all to fit; measure one"):
         fit_machine([], START)
+    row = {"nodes": 1, "local": 2, "algorithm": "linear"}
+    rows = [{**row, "bytes_per_rank": b, "seconds": s} for b, s in ((10, 2.0), (1000, 1.0))]
+    with pytest.raises(ValueError, match="take no longer with more bytes; measure larger"):
+        fit_machine(rows, START)

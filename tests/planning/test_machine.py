@@ -1,4 +1,4 @@
-"""Machines: a GPU by its name, a machine as a file, and files that are none."""
+"""Hardware profiles: of a GPU by its name, in files, and malformed files."""
 
 import json
 from dataclasses import replace

@@ -1,8 +1,4 @@
-"""Layouts of chunks: plans that run in one process, move by move, give their results.
-
-Covered: plans of all generators at sizes that the number of chunks does not divide; blocks of an all-to-all
-of different sizes, through other ranks; adjacent chunks are one piece.
-"""
+"""Layouts of chunks: plans that run in one process, move by move, give their results."""
 
 from types import SimpleNamespace
 
@@ -10,7 +6,7 @@ import plans
 import pytest
 import torch
 
-from fairseq_tutel.plans.checker.lengths import Kind
+from fairseq_tutel.plans.checker.data import Kind
 from fairseq_tutel.plans.executors.layout import Layout, walk
 from fairseq_tutel.plans.generators import make
 
@@ -34,12 +30,16 @@ def test_blocks_of_their_own_sizes_pass_through_other_ranks(name):
         assert torch.equal(out, torch.cat([row[d] for row in blocks]))
 
 
-def test_neighbours_are_one_piece():
+def runs(walked, move):
+    return Layout(walked, 10).runs(move.kinds, *move.sources, move.target)
+
+
+def test_neighbours_are_one_run():
     walked = walk(make("ring", "all_gather", 4))
-    assert all(len(Layout(walked, 10).pieces(move)) == 1 for move in walked.moves)
+    assert all(len(runs(walked, move)) == 1 for move in walked.moves)
     two_hops = walk(make("two_hops", "all_to_all", 4, nodes=2))
     across = [move for move in two_hops.moves if len(move.kinds) == 2]
-    assert across and all(len(Layout(two_hops, 10).pieces(move)) == 1 for move in across)
+    assert across and all(len(runs(two_hops, move)) == 1 for move in across)
 
 
 def test_a_slot_has_room_for_the_longest_chunk_it_ever_holds():

@@ -7,7 +7,7 @@ from test_generators import plans
 
 from fairseq_tutel.plans.checker import check
 from fairseq_tutel.plans.format import Plan, PlanError, Writer
-from fairseq_tutel.plans.generators import GENERATORS, make
+from fairseq_tutel.plans.generators import GENERATORS
 from fairseq_tutel.plans.msccl.reader import from_xml
 from fairseq_tutel.plans.msccl.writer import to_xml
 
@@ -170,9 +170,9 @@ def in_common(plan: Plan) -> tuple:
     return *sizes, sums, {channel.kind for channel in plan.channels}, check(plan).bytes_of_link
 
 
-@pytest.mark.parametrize("name", [name for name in GENERATORS if name != "tree"])
+@pytest.mark.parametrize("name", GENERATORS)
 def test_plans_come_back(name):
-    for plan in plans(name, counts=(1, 2, 3, 4, 6)):
+    for plan in plans(name, counts=(2, 3, 4, 6)):
         assert in_common(from_xml(to_xml(plan))) == in_common(plan)
 
 
@@ -215,11 +215,6 @@ BOMB = '<!DOCTYPE algo [<!ENTITY a "aaaaaaaaaa"><!ENTITY b "&a;&a;&a;&a;">]>'
 def test_a_file_that_is_wrong_is_refused(before, after, sentence):
     with pytest.raises(PlanError, match=sentence):
         from_xml(GATHER.replace(before, after, 1))
-
-
-def test_what_a_file_cannot_say_is_refused():
-    with pytest.raises(PlanError, match="cannot be of broadcast: it names no root"):
-        to_xml(make("tree", "broadcast", 2))
 
 
 def test_an_all_to_all_in_place_is_refused_since_blocks_need_not_be_alike():

@@ -1,39 +1,31 @@
-"""Plans in shared memory: the same bits as by messages, and only the plan's bytes.
-
-Covered: all generators; 0 to a million elements, and numbers that do not divide; memory with arbitrary
-content; rows; several lanes that wait for each other; blocks of unequal sizes, through other ranks; bytes
-by source and destination; memory that grows, or cannot; many calls with pauses; a killed and a stopped rank
-among them; tensors of wrong sizes are refused.
-"""
+"""Plans in shared memory: the same bits as by messages, and only the plan's bytes."""
 
 import errno
 import itertools
 import os
 import random
-import subprocess
-import sys
 import time
 from collections import Counter
 from datetime import timedelta
 from types import SimpleNamespace
 
 import mortal
+import plans
 import pytest
 import torch
 import torch.distributed as dist
 from plan_edits import in_packets
 
+from fairseq_tutel.plans.checker import check
 from fairseq_tutel.plans.executors import shared_memory
-from fairseq_tutel.plans.executors.one_sided import OneSided
-from fairseq_tutel.plans.executors.one_sided_steps import COPY
+from fairseq_tutel.plans.executors.one_sided import COPY, OneSided
 from fairseq_tutel.plans.executors.two_sided import TwoSided
 from fairseq_tutel.plans.format import Writer
-from fairseq_tutel.plans.generators import GENERATORS, make
+from fairseq_tutel.plans.generators import make
 from fairseq_tutel.ranks import guard
 from fairseq_tutel.ranks.guard import guarded
 
 DTYPES = (torch.float64, torch.float16, torch.uint8)
-OF_NODES = ("hierarchical", "two_hops")
 
 
 def in_lanes(ranks):
@@ -42,10 +34,10 @@ def in_lanes(ranks):
     for rank, lane in itertools.product(range(ranks), (1, 0)):
         others = [each for each in range(ranks) if each != rank]
         for other in others:
-            w.put(rank, other, ("in", lane), ("tmp", 2 * rank + lane), lane=lane, tag=lane)
-            w.signal(rank, other, lane=lane, tag=lane)
+            w.send(rank, other, ("in", lane), ("tmp", 2 * rank + lane), lane=lane, tag=lane)
         for other in others:
             w.wait(rank, other, lane=lane, tag=lane)
+            w.flush(rank, other, lane=lane, tag=lane)
         if lane == 0:
             w.pend(rank, 5, lane=lane)
         places = [("in" if r == rank else "tmp", lane + 2 * r * (r != rank)) for r in range(ranks)]
@@ -55,56 +47,39 @@ def in_lanes(ranks):
     return w.plan("lanes", "all_reduce", 2, temporary=2 * ranks)
 
 
-def plans_of(ranks):
-    """Yield plans of all generators, and one of several lanes with channels of kind ll."""
-    yield in_packets(in_lanes(ranks))
-    for name, generator in GENERATORS.items():
-        nodes = 2 if name in OF_NODES and ranks % 2 == 0 else 1
-        if name != "recursive_doubling" or ranks & (ranks - 1) == 0:
-            for collective in generator.collectives:
-                yield make(name, collective, ranks, nodes=nodes)
-
-
 def bytes_put(program, m, dtype):
     """Return the bytes that a call of a program copies to each other rank."""
     total = Counter()
     for each in program._compiled(m, 1, dtype)[0]:
-        steps = each.steps
-        for code, target, _ in (step for lane in steps.lanes for step in lane):
-            if code == COPY and (view := steps.views[target]).rank != program.rank:
-                total[program.rank, view.rank] += view.length * dtype.itemsize
+        views = dict(each.steps.regions)
+        for code, target, _ in (step for lane in each.steps.lanes for step in lane):
+            if code == COPY and target in views and views[target].rank != program.rank:
+                total[program.rank, views[target].rank] += views[target].length * dtype.itemsize
     return total
-
-
-def shards(plan, m):
-    return plan.in_chunks // plan.chunks * m, plan.out_chunks // plan.chunks * m
 
 
 def same(sizes, dtypes):
     """Return the plans with other results than by messages."""
-    rank, wrong = dist.get_rank(), []
-    for plan in plans_of(dist.get_world_size()):
+    rank, number, wrong = dist.get_rank(), dist.get_world_size(), []
+    for plan in (in_packets(in_lanes(number)), *plans.of(number)):
         two, one = TwoSided(plan, None), OneSided(plan, None)
-        has_out = plan.collective != "reduce" or rank == plan.root
         for m, dtype in itertools.product(sizes, dtypes):
-            generator = torch.Generator().manual_seed(rank)
-            before, after = shards(plan, m)
-            own = (100 * torch.randn(before, 2, generator=generator)).to(dtype)
-            wanted, kept = own.new_empty(after, 2), own.clone()
+            own = plans.inputs(plan, m, 2, dtype=dtype)[rank]
+            wanted, kept = own.new_empty(plan.out_chunks // plan.chunks * m, 2), own.clone()
             two.start(own, wanted, m).wait()
             one.memory.region(rank)[: one.memory.size] = 0xFF
             one.memory.barrier()
             for _ in range(2):
-                got = own.new_empty(after, 2)
+                got = torch.empty_like(wanted)
                 one.start(own, got, m).wait()
-                if not torch.equal(kept, own) or (has_out and not torch.equal(wanted, got)):
-                    wrong.append((plan, m, dtype))
+                if not (torch.equal(kept, own) and torch.equal(wanted, got)):
+                    wrong.append((plan.name, m, dtype))
         m = 8 * 9 * 5 * plan.chunks
-        planned = {ends: 8 * m * part for ends, part in plan.bytes_sent.items() if ends[0] == rank}
-        shard = plan.in_chunks // plan.chunks
-        if bytes_put(one, m, torch.float64) != {ends: n * shard for ends, n in planned.items()}:
-            wrong.append(plan)
-    return [str(each)[:200] for each in wrong]
+        size = 8 * m * plan.in_chunks // plan.chunks // (2 if plan.name == "lanes" else 1)
+        links = check(plan).bytes_of_link.items()
+        if bytes_put(one, m, torch.float64) != {ends: n * size for ends, n in links if ends[0] == rank}:
+            wrong.append(plan.name)
+    return wrong
 
 
 @pytest.mark.parametrize(
@@ -192,12 +167,8 @@ def test_memory_grows_and_a_call_needs_no_more_than_there_is(ranks):
 def many(calls, longest):
     """Call plans in turn, with random sizes and pauses; return the calls with other bits."""
     number, rank = dist.get_world_size(), dist.get_rank()
-    plans = [
-        make("two_phase", "all_reduce", number),
-        make("one_phase", "all_reduce", number),
-        make("ring", "all_reduce", number),
-    ]
-    programs = [OneSided(plan, None) for plan in plans]
+    names = ("two_phase", "one_phase", "ring")
+    programs = [OneSided(make(name, "all_reduce", number), None) for name in names]
     together, alone, wrong = random.Random(1), random.Random(rank), []
     for call in range(calls):
         program, m = together.choice(programs), together.choice((1, 9, 500, 70_000))
@@ -253,29 +224,3 @@ def limits_and_complex():
 
 def test_a_group_s_own_time_out_and_complex_numbers(ranks):
     assert ranks(2).run(limits_and_complex) == [(7.0, [0.0] * 3 + [1.0] * 3)] * 2
-
-
-def test_an_empty_file_that_a_killed_rank_left_goes_at_the_next_start(tmp_path, monkeypatch):
-    monkeypatch.setattr(shared_memory, "FOLDER", str(tmp_path))
-    names = ["left", "young", "full", "locked"]
-    files = {name: tmp_path / f"{shared_memory.PREFIX}{name}" for name in names}
-    for name, file in files.items():
-        file.write_bytes(b"x" if name == "full" else b"")
-        if name != "young":
-            os.utime(file, (1, 1))
-    hold = (
-        "import fcntl, sys; file = open(sys.argv[1], 'r+'); fcntl.lockf(file, fcntl.LOCK_EX, 1, 0); "
-        "print(flush=True); input()"
-    )
-    with subprocess.Popen(
-        [sys.executable, "-c", hold, str(files["locked"])],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-    ) as other:
-        other.stdout.readline()
-        path, descriptor, problem = shared_memory._create()
-        other.stdin.close()
-    os.close(descriptor)
-    assert not problem
-    assert not files["left"].exists()
-    assert all(files[name].exists() for name in names[1:]) and os.path.exists(path)

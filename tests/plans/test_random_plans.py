@@ -12,7 +12,7 @@ import torch.distributed as dist
 from plan_edits import drawn
 
 from fairseq_tutel.plans.checker import check
-from fairseq_tutel.plans.checker.order import order_of
+from fairseq_tutel.plans.checker.order import Order
 from fairseq_tutel.plans.executors.one_sided import OneSided
 from fairseq_tutel.plans.executors.two_sided import TwoSided, add_up
 from fairseq_tutel.plans.format import PlanError
@@ -44,21 +44,18 @@ def evaluated(plan, shards):
     for rank, own in enumerate(shards):
         pieces = [piece for shard in own for piece in cut(shard, plan.chunks)]
         held |= {(rank, "in", i): piece for i, piece in enumerate(pieces)}
-    order = order_of(plan)
+    order = Order(plan)
     for number in order.run:
-        step, rank = order.steps[number], order.ranks[number]
+        step, rank = order.steps[number], order.sites[number][0]
         if step.dst is None:
             continue
-        target = rank if step.channel is None else plan.channels[step.channel].target
+        target = plan.target_of(rank, step)
         for i in range(step.n):
             terms = [held[rank, place.buffer, place.chunk + i] for place in step.src]
             total = torch.empty_like(terms[0])
             add_up(terms, total)
             held[target, step.dst.buffer, step.dst.chunk + i] = total
-    return [
-        torch.cat([held.get((r, "out", i), torch.empty(0)) for i in range(plan.out_chunks)])
-        for r in range(plan.ranks)
-    ]
+    return [torch.cat([held[r, "out", i] for i in range(plan.out_chunks)]) for r in range(plan.ranks)]
 
 
 def run(seeds):
@@ -74,11 +71,9 @@ def run(seeds):
         count = plan.in_chunks // plan.chunks
         shards = [
             [torch.randn(m if sizes == m else sizes[r][d], generator=generator) for d in range(count)]
-            if plan.collective != "broadcast" or r == plan.root
-            else []
             for r in range(n)
         ]
-        own = torch.cat(shards[rank]) if shards[rank] else torch.empty(0)
+        own = torch.cat(shards[rank])
         wanted = evaluated(plan, shards)[rank]
         for program in (TwoSided(plan, None), OneSided(plan, None)):
             out = torch.full_like(wanted, -1.0)

@@ -1,7 +1,4 @@
-"""Freed memory stays in the process where it is asked for: pages are not faulted in again.
-
-Covered: by count of page faults, in a process of its own; an import alone changes nothing.
-"""
+"""Freed memory stays in the process where it is asked for: pages are not faulted in again."""
 
 import subprocess
 import sys

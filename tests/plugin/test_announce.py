@@ -1,18 +1,12 @@
-"""What the log says of a model when it is built.
-
-Covered: its size: all parameters, those that a token meets, FLOPs; every reason for which an option has no
-effect, and that it has one where the reason does not hold.
-"""
+"""What the log says of a model when it is built."""
 
 import pytest
 from torch import nn
 
 import fairseq_tutel as ft
 from fairseq_tutel import plugin
-from fairseq_tutel.moe.model_options import ModelConfig, SidesConfig
-from fairseq_tutel.moe.run_options import TaskConfig
-from fairseq_tutel.moe.store_options import StoreConfig
-from fairseq_tutel.plugin.announce import Facts, announce_size, sizes, warn_of_no_effect
+from fairseq_tutel.moe.option_table import ModelConfig, SidesConfig, StoreConfig, TaskConfig
+from fairseq_tutel.plugin.announce import Facts, log_size, sizes, warn_of_no_effect
 
 plugin.register()
 D, H, E, K, V = 4, 6, 8, 2, 10
@@ -35,7 +29,7 @@ def test_a_token_meets_its_own_experts_and_all_else_and_tied_weights_count_once(
 def test_the_log_has_the_number_of_experts_parameters_in_the_words_of_stock_s_line(caplog):
     model = nn.Sequential(ft.MoELayer(ft.MoEConfig(D, H, E)))
     with caplog.at_level("INFO", "fairseq_tutel"):
-        announce_size(model)
+        log_size(model)
     count = sum(p.numel() for p in model[0].experts.parameters())
     assert f"num. expert model params: {count:,} on all ranks (fairseq" in caplog.text
 

@@ -1,8 +1,4 @@
-"""Epochs are the same on every number of ranks.
-
-Covered: a resume in the middle on another number of ranks repeats and skips no batch; updates are of the
-same batches, and none ends with a batch that only fills up.
-"""
+"""Epochs are the same on every number of ranks."""
 
 import itertools
 
@@ -32,12 +28,7 @@ def _iterators(kind, ranks, **options):
 
     return [
         kind(
-            _Numbers(),
-            collate,
-            [[i] for i in range(NUM_BATCHES)],
-            num_shards=ranks,
-            shard_id=r,
-            **options,
+            _Numbers(), collate, [[i] for i in range(NUM_BATCHES)], num_shards=ranks, shard_id=r, **options
         )
         for r in range(ranks)
     ]
@@ -147,17 +138,7 @@ def _updates(ranks, update_freq, kind=ElasticEpochBatchIterator, consumed=0, **o
 
 @pytest.mark.parametrize(
     ("ranks", "update_freq", "updates_done"),
-    [
-        (2, 3, 0),
-        (2, 3, 1),
-        (3, 4, 0),
-        (3, 4, 1),
-        (4, 5, 0),
-        (4, 5, 1),
-        (2, 1, 5),
-        (24, 1, 0),
-        (5, 5, 0),
-    ],
+    [(2, 3, 0), (2, 3, 1), (3, 4, 0), (3, 4, 1), (4, 5, 0), (4, 5, 1), (2, 1, 5), (24, 1, 0), (5, 5, 0)],
 )
 def test_an_update_is_of_the_same_batches_and_ends_with_a_real_one(ranks, update_freq, updates_done):
     consumed = updates_done * ranks * update_freq

@@ -1,8 +1,4 @@
-"""A state that is saved, or trained on from, is finite; a training that reached its limit changes nothing.
-
-Covered: NaN and infinity in a weight, a master and the optimizer's state, a weight too large to square;
-buffers and frozen weights pass; the newest good checkpoint; what was loaded; limits.
-"""
+"""A state that is saved, or trained on from, is finite; a run that reached its limit changes nothing."""
 
 import logging
 import math
@@ -16,7 +12,7 @@ from fairseq.optim import FairseqOptimizer
 
 from fairseq_tutel import plugin
 from fairseq_tutel.plugin.training import finite, save
-from fairseq_tutel.plugin.training.loaded_optimizer import mismatch
+from fairseq_tutel.plugin.training.finite import mismatch
 
 plugin.register()
 

@@ -1,12 +1,8 @@
-"""From a stock model to its MoE twin, in this process.
-
-Covered: a model that is pruned to some of its layers takes those of a checkpoint that had all; what has no
-effect is said once; an opened model draws no experts and copies none; a copied model has hooks of its own;
-a pre-gated model decodes in steps; a model that is made of several; models share a store while it is open.
-"""
+"""From a stock model to its MoE variant, in this process."""
 
 import argparse
 import copy
+import re
 
 import pytest
 import torch
@@ -14,6 +10,7 @@ from fairseq import models, options, tasks
 from fairseq.data import Dictionary
 from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 from fairseq.models.lightconv import LightConvEncoderLayer
+from fairseq.models.transformer_lm import TransformerLanguageModel
 from torch import nn
 
 from fairseq_tutel.criterions.gate_loss import GateLossMixin
@@ -23,6 +20,7 @@ from fairseq_tutel.plugin.context import Context
 from fairseq_tutel.plugin.feed_forward import moe_layers, replace_ffn
 from fairseq_tutel.plugin.registration.flags import GateLossOptions, defaults
 from fairseq_tutel.plugin.run_state import OPENED
+from fairseq_tutel.plugin.training.startup import refuse_run
 from fairseq_tutel.plugin.training.task import MoETaskMixin
 from fairseq_tutel.ranks import guard
 from fairseq_tutel.ranks.groups import Topology
@@ -203,11 +201,17 @@ SAID = {
 }  # fmt: skip
 
 
-def said_by(caplog, side, criterion, **overrides):
-    """Build model and criterion as a training does; return what was logged."""
-    words = ["--criterion", criterion, "--optimizer", "moe_adam", "--save-dir", "nowhere", "--cpu"]
+def run_of(side, criterion, *words, **overrides):
+    """Return (configuration, task) of a training run."""
+    words = ["--criterion", criterion, "--optimizer", "moe_adam", "--save-dir", "x", "--cpu", *words]
     cfg = configuration(side, *words, **overrides)
     task = tasks.TASK_REGISTRY[cfg.task._name](cfg.task, *[Dictionary()] * (1 + (side == "encoder")))
+    return cfg, task
+
+
+def said_by(caplog, side, criterion, **overrides):
+    """Build model and criterion as a training does; return what was logged."""
+    cfg, task = run_of(side, criterion, **overrides)
     task.build_model(cfg.model)
     guard.set_timeout(0)  # a training's is the whole process's
     task.build_criterion(cfg.criterion)
@@ -217,25 +221,74 @@ def said_by(caplog, side, criterion, **overrides):
 def test_what_has_no_effect_is_said(caplog):
     caplog.set_level("INFO")
     given = {key: value for options in SAID.values() for key, value in options.items()}
-    given |= {"moe_top_k": 1, "moe_balance_loss": "none"}
+    given |= {"moe_top_k": 1, "moe_balance_loss": "none", "moe_drop_policy": "bpr"}
     said = said_by(caplog, "decoder", "moe_cross_entropy", **given)
     for sentence in SAID:
         assert said.count(sentence) == 1, (sentence, said)
     caplog.clear()
     said = said_by(caplog, "decoder", "moe_cross_entropy")
-    assert "has no effect" not in said and "not by default" not in said
+    assert "has no effect" not in said
 
 
 def test_options_that_others_replace_are_said(caplog):
-    both = {
-        "encoder_moe_freq": 2,
-        "decoder_moe_freq": 1,
-        "moe_freq": 1,
-        "record_a2a_perf_stats": True,
-    }
+    both = {"encoder_moe_freq": 2, "decoder_moe_freq": 1, "moe_freq": 1, "record_a2a_perf_stats": True}
     said = said_by(caplog, "encoder", "label_smoothed_cross_entropy", **both)
     assert "--moe-freq 1 has no effect: --encoder-moe-freq and --decoder-moe-freq are given" in said
     assert "--record-a2a-perf-stats has no effect without such a criterion" in said
+
+
+REFUSED = {
+    "--moe-expert-parallel-size 3": "is 3, which does not fit the number of ranks (1)",
+    "--moe-top-k 5": "top_k (--moe-top-k) is 5 but there are 3 experts; choose a value from 1 to 3",
+    "--moe-expert-count 0": "--moe-expert-count is '0'; give a number of experts",
+    "--moe-expert-count=-2": "--moe-expert-count is '-2'; give a number of experts",
+    "--moe-expert-count 1000000000000": " of --moe-expert-ffn-dim 16 makes 4,096,000 GB of weights on a",
+    "--moe-expert-count 4,4,4": "is '4,4,4', 3 numbers for 2 MoE layers; give one number or 2",
+    "--moe-freq 5": "no layer becomes a MoE layer (4 decoder layers, --moe-freq 5); set --moe-freq to at",
+    "--moe-freq 0": "no layer becomes a MoE layer (4 decoder layers, --moe-freq 0); set --moe-freq to at",
+    "--moe-top1-expert --moe-top-k 4": "--moe-top1-expert and --moe-top-k 4 are both given; drop one",
+    "--moe-gating-use-fp32 --no-moe-gating-use-fp32": "--no-moe-gating-use-fp32 are both given; drop one",
+    "--fp16": "--fp16 is set on a CPU, where fairseq's needs a GPU; drop it.",
+    "--amp": "--amp is set on a CPU, where fairseq's needs a GPU; drop it.",
+    "--quant-noise-pq 0.1": "--quant-noise-pq is 0.1: quantization noise does not reach experts; set it",
+    "--base-layers 1": "--base-layers is 1: BASE layers are another kind of experts; set it to 0",
+    "--moe-pregate 2": "pregate (--moe-pregate) is 2 but the decoder has 2 MoE layers; give 1 to 1",
+    "--moe-pregate 1 --checkpoint-activations": "is 1 and --checkpoint-activations is set, which recom",
+    "--moe-pregate 1 --decoder-layerdrop 0.1": "is 0.1: --moe-pregate 1 lets a layer's gate read the inp",
+}
+
+
+@pytest.mark.parametrize("words", REFUSED)
+def test_a_bad_option_is_refused_by_name(words):
+    cfg, task = run_of("decoder", "moe_cross_entropy", *words.split())
+    with pytest.raises(ValueError, match=re.escape(REFUSED[words])):
+        task.build_model(cfg.model)
+    guard.set_timeout(0)  # a training's is the whole process's
+
+
+@pytest.mark.parametrize("side", ["encoder", "decoder"])
+def test_a_frequency_of_one_side_is_refused_by_its_name(side):
+    cfg, task = run_of("encoder", "moe_label_smoothed_cross_entropy", f"--{side}-moe-freq=-3")
+    with pytest.raises(ValueError, match=f"^--{side}-moe-freq is -3; give a whole number of layers"):
+        task.build_model(cfg.model)
+
+
+REFUSED_ON_TWO_RANKS = {
+    "--decoder-layerdrop 0.2": "--decoder-layerdrop is 0.2: ranks would drop different layers",
+    "--optimizer moe_adafactor": "--optimizer is moe_adafactor, whose updates depend on all experts",
+    "--store-ema": "--store-ema is set on several ranks",
+    "--ddp-backend pytorch_ddp": "--ddp-backend is pytorch_ddp, which needs a GPU",
+}
+
+
+@pytest.mark.parametrize("words", REFUSED_ON_TWO_RANKS)
+def test_what_cannot_work_on_several_ranks_is_refused(words):
+    ranks = ("--distributed-world-size", "2", "--ddp-backend", "legacy_ddp")
+    cfg, task = run_of("decoder", "moe_cross_entropy", *ranks, *words.split())
+    model = TransformerLanguageModel.build_model(cfg.model, task)
+    two = Topology(world_size=2, expert_parallel_size=2)
+    with pytest.raises(ValueError, match=re.escape(REFUSED_ON_TWO_RANKS[words])):
+        refuse_run(cfg, model, two, in_step=False, sliced=False, ahead=0)
 
 
 def test_a_lightconv_layer_with_experts_has_a_repr():

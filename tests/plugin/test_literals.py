@@ -15,8 +15,8 @@ from omegaconf import OmegaConf
 from fairseq_tutel.plugin.opening.literals import (
     EVALUATED,
     is_literal,
-    refuse_bad_references,
     refuse_code,
+    refuse_unusable_options,
 )
 
 CODE = "[500+0*__import__('os').system('touch pwned'),1000]"
@@ -148,10 +148,7 @@ def test_code_in_any_field_at_any_depth_is_refused(key):
 
 
 def test_an_interpolation_may_only_name_what_is_looked_at_itself():
-    model = {
-        "adam_betas": "${optimizer.adam_betas}",
-        "feature_encoder_spec": "${a.feature_encoder_spec}",
-    }
+    model = {"adam_betas": "${optimizer.adam_betas}", "feature_encoder_spec": "${a.feature_encoder_spec}"}
     refuse_code({"cfg": OmegaConf.create({"model": model})}, "x.pt", {})
     for text in ("${name}", "${env:HOME}", "${${adam_betas}}", "${adam_betas}${adam_betas}"):
         with pytest.raises(ValueError, match="adam_betas"):
@@ -196,14 +193,14 @@ def test_many_containers_take_no_time_and_numbers_multiply():
 
 def test_a_reference_to_a_missing_option_is_refused():
     good = {"task": {"data": "${common.seed}"}, "common": {"seed": 1}}
-    refuse_bad_references({"cfg": OmegaConf.create(good)}, "x.pt")
+    refuse_unusable_options({"cfg": OmegaConf.create(good)}, "x.pt")
     # fairseq's conversion of an older file's command line leaves such references.
     broken = {"cfg": OmegaConf.create({"task": {"data": "${nowhere}"}})}
-    refuse_bad_references({**broken, "args": argparse.Namespace()}, "x.pt")
+    refuse_unusable_options({**broken, "args": argparse.Namespace()}, "x.pt")
     with pytest.raises(
         ValueError, match=r"^x\.pt has an option that refers .*nowhere.*; give a.*values\.$"
     ):
-        refuse_bad_references(broken, "x.pt")
+        refuse_unusable_options(broken, "x.pt")
 
 
 @pytest.mark.parametrize("part", ["task", "model", "bpe", "tokenizer"])
@@ -211,16 +208,16 @@ def test_an_option_that_names_a_device_is_refused(part, tmp_path):
     os.mkfifo(tmp_path / "pipe")
     for name in ("/dev/zero", str(tmp_path / "pipe")):
         with pytest.raises(ValueError, match=r"^x\.pt has '.* as its option vocabulary, which is a pipe"):
-            refuse_bad_references({"cfg": {part: {"vocabulary": name}}}, "x.pt")
+            refuse_unusable_options({"cfg": {part: {"vocabulary": name}}}, "x.pt")
     file = tmp_path / "file"
     file.touch()
     for name in (str(file), str(tmp_path), "nothing", "a\0b", ""):
-        refuse_bad_references({"cfg": {part: {"vocabulary": name}}}, "x.pt")
+        refuse_unusable_options({"cfg": {part: {"vocabulary": name}}}, "x.pt")
 
 
 def test_a_model_of_too_many_layers_is_refused_before_it_is_built():
-    refuse_bad_references({"cfg": {"model": {"decoder_layers": 10_000, "layers": "12"}}}, "x.pt")
+    refuse_unusable_options({"cfg": {"model": {"decoder_layers": 10_000, "layers": "12"}}}, "x.pt")
     with pytest.raises(
         ValueError, match=r"^x\.pt has 1000000000 as its option decoder_layers; give a .* 10,000"
     ):
-        refuse_bad_references({"cfg": {"model": {"decoder_layers": 10**9}}}, "x.pt")
+        refuse_unusable_options({"cfg": {"model": {"decoder_layers": 10**9}}}, "x.pt")

@@ -1,10 +1,4 @@
-"""A checkpoint's file at the doors by which it comes in: to be used, or to go on training from.
-
-Covered: flipped bytes, and the way past them; files that fairseq did not save; code within a file and in
-its options; pipes and folders; classes
-that a file names, which are imported already, of the --user-dir, allowed on the command line, or neither;
-a file of another model; experts in fewer bits; an expert store that the model cannot use.
-"""
+"""A checkpoint's file at the doors by which it comes in: to be used, or to go on training from."""
 
 import argparse
 import os
@@ -16,11 +10,11 @@ import torch
 from fairseq import checkpoint_utils, utils
 from torch import nn
 
-from fairseq_tutel import plugin
+from fairseq_tutel import MoEConfig, plugin
 from fairseq_tutel.checkpoint.saved import SavedModel
 from fairseq_tutel.convert.sharded import to_sharded
 from fairseq_tutel.plugin.differences import end_where_it_differs
-from fairseq_tutel.plugin.run_state import RUN
+from fairseq_tutel.plugin.opening.offload import store_options
 from fairseq_tutel.plugin.training.resume import warn_of_changed_options
 from fairseq_tutel.ranks.guard import CommunicationError
 
@@ -62,17 +56,13 @@ def test_a_file_with_a_flipped_byte_is_used_only_by_the_user_s_word(tmp_path, mo
 
 
 @pytest.mark.parametrize("kind", [dict, argparse.Namespace])
-def test_a_backend_that_is_no_more_is_read_as_auto(kind, tmp_path):
-    path = written(tmp_path, cfg={**STATE["cfg"], "task": kind(moe_backend="grouped_mm")})
-    task = checkpoint_utils.load_checkpoint_to_cpu(str(path), {})["cfg"]["task"]
-    assert task == kind(moe_backend="auto")
-
-
-@pytest.mark.parametrize("kind", [dict, argparse.Namespace])
-def test_a_file_whose_task_knows_no_experts_is_opened(kind, tmp_path):
-    path = written(tmp_path, cfg={**STATE["cfg"], "task": kind(data="x")})
-    task = checkpoint_utils.load_checkpoint_to_cpu(str(path), {})["cfg"]["task"]
-    assert task == kind(data="x")
+@pytest.mark.parametrize(
+    ("saved", "read"),
+    [({"moe_backend": "grouped_mm"}, {"moe_backend": "auto"}), ({"data": "x"}, {"data": "x"})],
+)
+def test_a_backend_that_is_no_more_is_read_as_auto(kind, saved, read, tmp_path):
+    path = written(tmp_path, cfg={**STATE["cfg"], "task": kind(**saved)})
+    assert checkpoint_utils.load_checkpoint_to_cpu(str(path), {})["cfg"]["task"] == kind(**read)
 
 
 def test_a_training_is_told_that_it_goes_on_from_rounded_experts(tmp_path, caplog):
@@ -92,31 +82,11 @@ def test_an_option_that_an_older_file_lacks_is_overridden_all_the_same(tmp_path)
     assert task == {"data": "x", "moe_expert_store": "on-demand"}
 
 
-@pytest.mark.parametrize("of_command", [False, True])
-def test_a_store_that_needs_pregating_is_refused_before_tensors_are_read(of_command, tmp_path, monkeypatch):
-    """The option comes as an override, or with the command's own task."""
-    task = argparse.Namespace(moe_expert_store="pregated")
-    command = argparse.Namespace(task=task, common_eval=argparse.Namespace(path="used.pt"))
-    monkeypatch.setattr(RUN, "cfg", command if of_command else None)
-    overrides = {} if of_command else vars(task)
-    experts = {"layer.experts.fc1_weight": torch.randn(2, 3, 4)}
-    plain, dense = written(tmp_path, model=experts), tmp_path / "dense.pt"
-    load, mapped = torch.load, []
-
-    def counted(*args, **kwargs):
-        mapped.append(kwargs.get("mmap"))
-        return load(*args, **kwargs)
-
-    monkeypatch.setattr(torch, "load", counted)
+def test_a_store_that_needs_pregating_is_refused_for_another_model():
+    task, layer = argparse.Namespace(moe_expert_store="pregated"), MoEConfig(4, 8, 2)
+    assert store_options(task, layer, True, True, torch.device("cpu")).moe_expert_tier == "disk"
     with pytest.raises(ValueError, match=r"^--moe-expert-store is pregated, but no block"):
-        checkpoint_utils.load_checkpoint_to_cpu(str(plain), overrides)
-    assert mapped == [True]
-    checkpoint_utils.load_checkpoint_to_cpu(str(plain), {**overrides, "moe_pregate": 1})
-    torch.save(STATE, dense)
-    checkpoint_utils.load_checkpoint_to_cpu(str(dense), overrides)
-    pregated = written(tmp_path, model=experts, cfg={"model": {"moe_pregate": 1}})
-    checkpoint_utils.load_checkpoint_to_cpu(str(pregated), overrides)
-    assert mapped == [True, *[True, None] * 3]
+        store_options(task, layer, True, False, torch.device("cpu"))
 
 
 FOREIGN = {

@@ -1,8 +1,4 @@
-"""What loading the plugin does to a process: it looks at fairseq first, and at fairseq's words alone.
-
-Covered: flags of experts with a dense architecture, with a user's own, misspelt, in another program; a
-fairseq of another version, at the first and at the second try.
-"""
+"""What loading the plugin does to a process: it looks at fairseq first, and at fairseq's words alone."""
 
 import sys
 
@@ -12,6 +8,7 @@ from fairseq.models import ARCH_MODEL_REGISTRY
 from fairseq_tutel import plugin
 
 plugin.register()
+from fairseq_tutel.plugin.registration.flags import drop_suggestions  # noqa: E402
 
 
 @pytest.fixture
@@ -19,14 +16,14 @@ def again(monkeypatch):
     """Return a function that registers in a process which did not, started by these words."""
 
     def register(*words):
-        monkeypatch.setattr(plugin, "_registered", False)
+        plugin.register.cache_clear()
         monkeypatch.setattr(sys, "argv", ["fairseq-train", *words])
         plugin.register()
 
     return register
 
 
-def test_flags_of_experts_with_a_dense_twin_are_refused(again):
+def test_flags_of_experts_with_a_dense_architecture_are_refused(again):
     with pytest.raises(SystemExit) as end:
         again("--user-dir", "user_dir", "--arch", "transformer_lm", "--moe-top-k=2")
     assert end.value.code == (
@@ -55,7 +52,7 @@ def test_a_misspelt_flag_is_told_after_argparse_did_not_know_it(again, monkeypat
     assert said == [f"--{a} is none of the flags here; --{b} is" for a, b in pairs.items()]
     taken_back = []
     monkeypatch.setattr("atexit.unregister", taken_back.append)
-    plugin.command_line.drop_suggestions()
+    drop_suggestions()
     assert {tell for tell, *_ in hints} == set(taken_back)
 
 

@@ -1,8 +1,4 @@
-"""What is registered: a twin of all stock architectures, tasks, criterions, optimizers, and each builds.
-
-Covered: every architecture runs forward and backward with experts in all its layers; every task takes the
-system options, every criterion those of the balance loss; what has no twin, and that nothing is made twice.
-"""
+"""All stock architectures, tasks, criterions and optimizers have a MoE variant, and each builds."""
 
 import argparse
 import pickle
@@ -32,7 +28,7 @@ from fairseq_tutel.criterions.gate_loss import GateLossMixin
 from fairseq_tutel.models.variants import MoEVariantMixin
 from fairseq_tutel.plugin import register
 from fairseq_tutel.plugin.feed_forward import moe_layers
-from fairseq_tutel.plugin.registration.flags import GateLossOptions, SystemOptions, defaults
+from fairseq_tutel.plugin.registration.flags import GateLossOptions, defaults
 from fairseq_tutel.plugin.training.task import MoETaskMixin
 
 register()
@@ -64,7 +60,7 @@ OF_TASK = {
     "ignore_duration_input": False, "ignore_f0_input": False,
 }  # fmt: skip
 MODELS = [name for name in ARCH_MODEL_INV_REGISTRY if name.startswith("moe_")]
-# Ask for the file of another model, or for a task of their own: tests/e2e/test_twins.py trains them.
+# Ask for the file of another model, or for a task of their own: tests/e2e/test_variants.py trains them.
 UNBUILT = {
     "moe_transformer_from_pretrained_xlm", "moe_multilingual_transformer", "moe_wav2vec_ctc",
     "moe_wav2vec_seq2seq", "moe_wav2vec2_laser", "moe_wav2vec_classification", "moe_hubert_ctc",
@@ -75,7 +71,7 @@ OF_SPEECH = {
     "moe_s2t_conformer", "moe_s2ut_conformer", "moe_s2spect_conformer",
 }  # fmt: skip
 OF_WAVES = {"moe_wav2vec2", "moe_hubert"}
-WITHOUT_TWIN = {"nacrf_transformer", "unity_conformer", "fastspeech2", "lstm"}
+WITHOUT_VARIANT = {"nacrf_transformer", "unity_conformer", "fastspeech2", "lstm"}
 
 
 class _Task:
@@ -154,7 +150,7 @@ def _sizes(layers):
 
 
 @pytest.mark.parametrize("name", sorted(set(MODELS) - UNBUILT))
-def test_every_twin_builds_and_runs_and_routes_no_padding(name):
+def test_every_variant_builds_and_runs_and_routes_no_padding(name):
     assert {f"moe_{arch}" for arch in ARCH_MODEL_INV_REGISTRY[name.removeprefix("moe_")]} == set(
         ARCH_MODEL_INV_REGISTRY[name]
     )
@@ -191,26 +187,18 @@ def test_a_hash_gate_is_refused_where_no_token_has_an_id():
     assert len(layers) == 2
 
 
-def test_what_experts_fit_has_a_twin_and_no_other():
+def test_what_experts_fit_has_a_variant_and_no_other():
     assert {f"moe_{name}" for name in ("transformer", "bart", "roberta", "transformer_lm")} <= {*MODELS}
-    assert not {f"moe_{name}" for name in WITHOUT_TWIN} & {*MODEL_REGISTRY}
+    assert not {f"moe_{name}" for name in WITHOUT_VARIANT} & {*MODEL_REGISTRY}
     assert not [name for name in MODELS if "parallel" in name]
 
 
 def test_a_pretrained_xlm_is_in_the_layers_without_experts(tmp_path):
     args = argparse.Namespace(arch="xlm_base", **{**SIZES, "tokens_per_sample": 32})
     weights = models.build_model(args, _Task(code=False)).state_dict()
-    history = {
-        "num_updates": 0,
-        "criterion_name": "",
-        "optimizer_name": "",
-        "lr_scheduler_state": {},
-    }
+    history = {"num_updates": 0, "criterion_name": "", "optimizer_name": "", "lr_scheduler_state": {}}
     state = {"model": weights, "args": args, "cfg": None, "optimizer_history": [history]}
-    state |= {
-        "extra_state": {"epoch": 1, "train_iterator": {"epoch": 1}},
-        "last_optimizer_state": None,
-    }
+    state |= {"extra_state": {"epoch": 1, "train_iterator": {"epoch": 1}}, "last_optimizer_state": None}
     torch.save(state, tmp_path / "xlm.pt")
     task, words = _Task(code=False), MaskedLMDictionary()
     while len(words) < len(task.src_dict):
@@ -236,14 +224,14 @@ def _rows(columns):
     return [row for row in rows if len(row) == columns and row[0].startswith("`")]
 
 
-def test_the_page_of_models_has_every_stock_model_with_its_twin_or_a_reason():
+def test_the_page_of_models_has_every_stock_model_with_its_variant_or_a_reason():
     stock = {name for name, of in MODEL_REGISTRY.items() if of.__module__.startswith("fairseq.")}
-    twins, others = {row[0].strip("`"): row[1:] for row in _rows(3)}, _rows(2)
+    variants, others = {row[0].strip("`"): row[1:] for row in _rows(3)}, _rows(2)
     without = [name for names, _ in others for name in re.findall(r"`(\w+)`", names)]
-    assert sorted([*twins, *without]) == sorted(stock)
-    assert twins.keys() == {name for name in stock if f"moe_{name}" in MODEL_REGISTRY}
+    assert sorted([*variants, *without]) == sorted(stock)
+    assert variants.keys() == {name for name in stock if f"moe_{name}" in MODEL_REGISTRY}
     assert all(reason for _, reason in others)
-    for name, (sides, shown) in twins.items():
+    for name, (sides, shown) in variants.items():
         if name != "transformer_lm":  # a module of its own
             assert sides.split(", ") == [*getattr(MODEL_REGISTRY[f"moe_{name}"], "sides", ["encoder"])]
         if "::" in shown:
@@ -253,43 +241,37 @@ def test_the_page_of_models_has_every_stock_model_with_its_twin_or_a_reason():
             assert f"moe_{name}" in UNBUILT
 
 
-def test_every_stock_optimizer_has_a_twin():
+def test_every_stock_optimizer_has_a_variant():
     stock = {name for name in OPTIMIZER_REGISTRY if not name.startswith("moe_")}
     assert {f"moe_{name}" for name in stock} <= set(OPTIMIZER_REGISTRY)
     assert "adam" in stock
 
 
 @pytest.mark.parametrize("name", sorted(n for n in TASK_REGISTRY if not n.startswith("moe_")))
-def test_every_stock_task_has_a_twin_with_the_system_options(name):
-    twin, stock = TASK_REGISTRY[f"moe_{name}"], TASK_REGISTRY[name]
-    assert issubclass(twin, MoETaskMixin) and issubclass(twin, stock)
-    assert twin.__name__ == f"MoE{stock.__name__}"
-    assert pickle.loads(pickle.dumps(twin)) is twin
+def test_every_stock_task_has_a_variant(name):  # tests/plugin/test_task_options.py has its options
+    variant, stock = TASK_REGISTRY[f"moe_{name}"], TASK_REGISTRY[name]
+    assert issubclass(variant, MoETaskMixin) and issubclass(variant, stock)
+    assert variant.__name__ == f"MoE{stock.__name__}"
+    assert pickle.loads(pickle.dumps(variant)) is variant
+    assert options_in(variant) == options_in(stock)
+
+
+def options_in(kind):
     parser = argparse.ArgumentParser(conflict_handler="error")
-    twin.add_args(parser)
-    keys = {action.dest for action in parser._actions}
-    assert {*defaults(SystemOptions)} <= keys
-    given = argparse.ArgumentParser()
-    stock.add_args(given)
-    assert keys == {action.dest for action in given._actions}
+    kind.add_args(parser)
+    return {action.dest for action in parser._actions}
 
 
 @pytest.mark.parametrize("name", sorted(n for n in CRITERION_REGISTRY if not n.startswith("moe_")))
-def test_every_stock_criterion_has_a_twin_with_the_balance_loss(name):
+def test_every_stock_criterion_has_a_variant_with_the_balance_loss(name):
     if name in ("composite_loss", "sentence_ranking", "vocab_parallel_cross_entropy"):
         assert f"moe_{name}" not in CRITERION_REGISTRY
         return
-    twin, stock = CRITERION_REGISTRY[f"moe_{name}"], CRITERION_REGISTRY[name]
-    assert issubclass(twin, GateLossMixin) and issubclass(twin, stock)
-    assert twin.__name__ == f"MoE{stock.__name__}"
-    assert pickle.loads(pickle.dumps(twin)) is twin
-    parser = argparse.ArgumentParser(conflict_handler="error")
-    twin.add_args(parser)
-    given = {action.dest for action in parser._actions}
-    assert {"moe_gate_loss_wt", "moe_gate_loss_combine_method"} <= given
-    of_stock = argparse.ArgumentParser()
-    stock.add_args(of_stock)
-    assert {action.dest for action in of_stock._actions} < given
+    variant, stock = CRITERION_REGISTRY[f"moe_{name}"], CRITERION_REGISTRY[name]
+    assert issubclass(variant, GateLossMixin) and issubclass(variant, stock)
+    assert variant.__name__ == f"MoE{stock.__name__}"
+    assert pickle.loads(pickle.dumps(variant)) is variant
+    assert {"moe_gate_loss_wt", "moe_gate_loss_combine_method"} <= options_in(variant) > options_in(stock)
 
 
 def test_a_criterion_without_a_dataclass_trains_the_balance_loss():
@@ -332,7 +314,7 @@ def test_adaptive_loss_which_is_no_scalar_trains_the_balance_loss():
     assert not any(torch.equal(*pair) for pair in zip(grads, without, strict=True))
 
 
-def test_twins_are_hydra_s_choices_too():
+def test_variants_are_hydra_s_choices_too():
     store = ConfigStore.instance().repo
     assert "moe_gate_loss_wt" in store["criterion"]["moe_nat_loss.yaml"].node
     assert "moe_zero_stage" in store["task"]["moe_translation_lev.yaml"].node

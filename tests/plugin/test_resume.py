@@ -1,9 +1,4 @@
-"""Which checkpoint a training goes on from where checkpoint_last.pt is not there: the newest whole one.
-
-Covered: the newest by its updates, not by its times or name; torn ones and ones without their shards are
-passed over; files of other names are not taken; a folder of torn ones alone; what else decides where a
-training begins; what is no file; dense models and experts.
-"""
+"""Which checkpoint a training goes on from where checkpoint_last.pt is not there: the newest whole one."""
 
 import os
 import re
@@ -13,7 +8,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from fairseq import checkpoint_utils
 
 from fairseq_tutel import plugin
 from fairseq_tutel.plugin.run_state import RUN
@@ -83,16 +77,6 @@ def test_a_checkpoint_that_is_put_in_the_place_of_the_last_is_taken(tmp_path, pu
     put(older, last)
     assert checkpoint_to_load(config(tmp_path)) == last
     assert "checkpoint_last.pt (update 10), which was put there after update 20" in caplog.text
-
-
-def test_a_torch_script_file_is_refused_by_its_kind(tmp_path):
-    path = str(tmp_path / "script.pt")
-    torch.jit.script(torch.nn.Linear(2, 2)).save(path)
-    sentence = r"^--restore-file is .*script\.pt, which is a TorchScript file; give a checkpoint file"
-    with pytest.raises(ValueError, match=sentence):
-        checkpoint_to_load(config(tmp_path, restore_file=path))
-    with pytest.raises(ValueError, match=r"script\.pt is a TorchScript file, not a checkpoint; give"):
-        checkpoint_utils.load_checkpoint_to_cpu(path, {})
 
 
 def test_a_folder_of_torn_checkpoints_is_refused(tmp_path):

@@ -1,8 +1,4 @@
-"""State of the integration: one object holds it, and one table has the changes of other objects.
-
-Covered: fields are restored after an error; attributes that are set on other objects; module-level lists
-and dictionaries that functions change.
-"""
+"""State of the integration: one object holds it, and one table has the changes of other objects."""
 
 import ast
 from pathlib import Path

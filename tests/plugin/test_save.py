@@ -1,22 +1,16 @@
-"""A training has its --save-dir to itself; whether a save will write is known before experts are gathered.
+"""A training has its --save-dir to itself. Of several ranks: tests/e2e/test_checkpoints.py."""
 
-Covered: main runs with the lease and leaves none; no lease where nothing is written; what was cut off; a
-save after the lease was lost; all that decides whether stock writes, against what it then does; a save of
-nothing. Of several ranks: tests/e2e/test_checkpoints.py.
-"""
-
-import itertools
 import os
 from types import SimpleNamespace
 
 import pytest
 import torch
 from fairseq import checkpoint_utils
-from fairseq.dataclass.configs import CheckpointConfig
 from leases import ELSEWHERE, leave
 
 from fairseq_tutel import plugin
-from fairseq_tutel.checkpoint import experts, files, folders, lease
+from fairseq_tutel.checkpoint import folders, lease
+from fairseq_tutel.files.small import temporary_of
 from fairseq_tutel.plugin.training import save
 
 plugin.register()
@@ -71,7 +65,7 @@ def test_what_was_cut_off_goes_when_its_writer_is_known_to_be_gone(tmp_path, mon
     if after_a_kill:
         leave(str(tmp_path), ELSEWHERE, seconds=1000)
     folders.begin(tmp_path)
-    for name in (files.temporary_of("checkpoint_last.pt"), "of_another.tmp", "a.pt"):
+    for name in (temporary_of("checkpoint_last.pt"), "of_another.tmp", "a.pt"):
         (tmp_path / name).write_text("half")
     with save.writing(str(tmp_path)):
         left = sorted(set(os.listdir(tmp_path)) - {"experts", lease.NAME})
@@ -91,96 +85,6 @@ def test_nothing_is_saved_over_another_training(tmp_path):
         with pytest.raises(ValueError, match="which process 12 on node7 has taken over"):
             saves(cfg, trainer, None, None)
     assert saved == [1]
-
-
-class Recorder:
-    """A trainer that notes what its save was said to write before it, and what it wrote."""
-
-    should_save_checkpoint_on_current_rank = True
-    data_parallel_rank = 0
-    checkpoint_suffix = ""
-    always_call_state_dict_during_save_checkpoint = False
-    optimizer = None
-    task = SimpleNamespace(args=None)
-
-    def __init__(self, cfg, updates):
-        self.cfg, self.updates, self.expected, self.saved = cfg, updates, None, False
-
-    def get_model(self):
-        return None
-
-    def get_num_updates(self):
-        return self.updates
-
-    def consolidate_optimizer(self):
-        pass
-
-    def save_checkpoint(self, path, extra_state):
-        self.saved = True
-
-    def save(self, end_of_epoch, val_loss):
-        epoch_itr = SimpleNamespace(epoch=3, end_of_epoch=lambda: end_of_epoch, state_dict=lambda: {})
-        arguments = (self.cfg, self, epoch_itr, val_loss)
-        self.expected = save.will_save(*arguments)
-        checkpoint_utils.save_checkpoint(*arguments)
-
-
-@pytest.mark.parametrize("maximize", [False, True])
-def test_what_stock_will_save_is_known_before(tmp_path, monkeypatch, maximize):
-    monkeypatch.setattr(checkpoint_utils.PathManager, "copy", lambda *_, **__: True)
-    monkeypatch.setattr(experts, "expert_modules", lambda model: [])
-    stock, outcomes = vars(CheckpointConfig()), set()
-    for no_last, no_epoch, interval, per_updates, keep, end, updates, loss in itertools.product(
-        (False, True),
-        (False, True),
-        (1, 2),
-        (0, 5),
-        (-1, 2),
-        (False, True),
-        (10, 11),
-        (None, 1.0, 2.0, 3.0, float("nan")),
-    ):
-        cfg = SimpleNamespace(**stock)
-        cfg.save_dir, cfg.maximize_best_checkpoint_metric = str(tmp_path), maximize
-        cfg.no_last_checkpoints, cfg.no_epoch_checkpoints = no_last, no_epoch
-        cfg.save_interval, cfg.save_interval_updates = interval, per_updates
-        cfg.keep_best_checkpoints = keep
-        monkeypatch.setattr(checkpoint_utils.save_checkpoint, "best", 2.0, raising=False)
-        trainer = Recorder(cfg, updates)
-        trainer.save(end, loss)
-        # One of several best ones is drawn among them by chance, and asks for the experts anyway.
-        if loss is None or keep < 0:
-            assert trainer.expected == trainer.saved, (cfg, end, updates, loss)
-        assert trainer.expected or not trainer.saved
-        outcomes.add(trainer.saved)
-    assert outcomes == {False, True}
-
-
-@pytest.mark.parametrize("no_last", [False, True])
-def test_experts_are_written_for_a_checkpoint_alone(tmp_path, monkeypatch, no_last):
-    cfg = SimpleNamespace(**vars(CheckpointConfig()))
-    cfg.save_dir, cfg.no_last_checkpoints = str(tmp_path), no_last
-    cfg.no_save_optimizer_state = True
-    written = []
-    monkeypatch.setattr(save, "saves_shards", lambda task: True)
-    monkeypatch.setattr(save, "write_in_shards", lambda *_: written.append(1))
-    monkeypatch.setattr(experts, "expert_modules", lambda model: [model])
-    trainer = Recorder(cfg, 10)
-    trainer.save(False, None)
-    assert trainer.saved == bool(written) == (not no_last)
-
-
-def test_a_checkpoint_among_the_best_holds_the_experts_too(tmp_path, monkeypatch):
-    monkeypatch.setattr(checkpoint_utils.PathManager, "copy", lambda *_, **__: True)
-    monkeypatch.setattr(experts, "expert_modules", lambda model: [])
-    monkeypatch.setattr(checkpoint_utils.save_checkpoint, "best", 1.0, raising=False)
-    cfg = SimpleNamespace(**vars(CheckpointConfig()))
-    cfg.save_dir, cfg.keep_best_checkpoints = str(tmp_path), 2
-    cfg.no_last_checkpoints = cfg.no_epoch_checkpoints = True
-    (tmp_path / "checkpoint.best_loss_3.0000.pt").write_text("worse")
-    trainer = Recorder(cfg, 10)
-    trainer.save(True, 2.0)
-    assert trainer.saved and trainer.expected
 
 
 def test_a_copy_goes_where_a_link_leads_and_is_on_the_disk(tmp_path, monkeypatch):

@@ -1,8 +1,4 @@
-"""Commands on several ranks: what is pickled for them, which are wrapped, and the tokens of a perplexity.
-
-Covered: a spawned rank's main; a training's is left alone; fairseq-eval-lm's count of tokens, of words in
-pieces, and without the first.
-"""
+"""Commands on several ranks: what is pickled for them, which are wrapped, the tokens of a perplexity."""
 
 import math
 import pickle

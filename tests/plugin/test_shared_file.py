@@ -1,6 +1,6 @@
 """The look at the checkpoint that a training goes on from: one rank reads a file that several share.
 
-Covered: one file for all ranks, copies of which one is damaged, one rank; who is told. Ranks are threads.
+Ranks are threads.
 """
 
 import os
@@ -30,7 +30,7 @@ class _Ranks:
     def is_initialized(self):
         return self.world_size > 1
 
-    def get_world_size(self):
+    def get_world_size(self, group=None):
         return self.world_size
 
     def get_rank(self):
@@ -51,9 +51,7 @@ def look(monkeypatch):
         ranks, read = _Ranks(len(paths)), []
         monkeypatch.setattr(world, "dist", ranks)
         monkeypatch.setattr(
-            resume,
-            "is_whole",
-            lambda path: read.append(os.path.basename(path)) or files.is_whole(path),
+            resume, "is_whole", lambda path: read.append(os.path.basename(path)) or files.is_whole(path)
         )
 
         def on(rank):
@@ -113,9 +111,7 @@ def test_ranks_wait_for_a_long_reading_no_longer_than_for_each_other(look, saved
     gathered = []
     gather = _Ranks.all_gather_object
     monkeypatch.setattr(
-        _Ranks,
-        "all_gather_object",
-        lambda *a, group: gathered.append(a[0].get_rank()) or gather(*a),
+        _Ranks, "all_gather_object", lambda *a, group: gathered.append(a[0].get_rank()) or gather(*a)
     )
     assert look([saved] * 2)[0] == ["a.pt"]
     assert gathered.count(0) == gathered.count(1) > 4

@@ -1,13 +1,7 @@
-"""What is done before fairseq's main, and how it ends.
-
-Covered: what a process reads of torchrun's environment on a GPU that is not here, for ranks that see all
-GPUs of their node, and for ranks that see their own alone, as under Slurm; who reads a checkpoint; a
-wrapper that experts do not survive; refusals and other errors; the format of the log; readers at the end.
-"""
+"""What is done before fairseq's main, and how it ends."""
 
 import contextlib
 import logging
-import subprocess
 import sys
 from types import FunctionType, SimpleNamespace
 
@@ -18,14 +12,10 @@ from omegaconf import OmegaConf
 
 from fairseq_tutel import train
 from fairseq_tutel.moe.config import MoEConfig
-from fairseq_tutel.moe.store_options import StoreConfig
+from fairseq_tutel.moe.option_table import StoreConfig
 from fairseq_tutel.plugin.opening import offload
 from fairseq_tutel.plugin.registration import commands
-from fairseq_tutel.plugin.registration.process import (
-    end_readers,
-    excepthook,
-    refusals_are_sentences,
-)
+from fairseq_tutel.plugin.registration.process import end_readers, excepthook, refusals_are_sentences
 from fairseq_tutel.plugin.run_state import RUN
 from fairseq_tutel.plugin.training.startup import join_torchrun
 
@@ -82,15 +72,6 @@ def test_every_rank_reads_the_checkpoint_of_a_dense_model_too():
     seen = []
     _called(_training(), lambda cfg, main: seen.append(cfg.checkpoint))
     assert seen[0].load_checkpoint_on_all_dp_ranks
-
-
-def test_a_sharding_wrapper_is_refused_for_experts_before_stock_looks_for_its_package():
-    cfg = _training(moe_freq=2)
-    cfg.distributed_training.ddp_backend = "fully_sharded"
-    with pytest.raises(SystemExit, match="error: --ddp-backend is fully_sharded, which would "):
-        _called(cfg, pytest.fail)
-    del cfg.model.moe_freq
-    assert _called(cfg, lambda *_: "stock's own affair") == "stock's own affair"
 
 
 def test_a_refusal_is_a_sentence_and_what_is_none_keeps_its_traceback():
@@ -186,13 +167,3 @@ def test_a_reader_of_batches_ends_although_its_buffer_is_full():
     next(batches)
     end_readers()
     assert not batches._consumer.is_alive()
-
-
-@pytest.mark.long
-def test_a_process_that_leaves_an_epoch_early_ends_well():
-    program = (
-        "import fairseq_tutel.models\nfrom tests.plugin.test_startup import BufferedIterator, Endless\n"
-        "next(BufferedIterator(9, Endless()))"
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr

@@ -1,8 +1,4 @@
-"""Any task has the system options and trains by the run's configuration, with a dataclass or without.
-
-Covered: flags, hydra keys and defaults of every registered task; --seed reaches the experts of a task that
-has the plain command line, and what opens a model in a training is none; dense models.
-"""
+"""Any task has the system options and trains by the run's configuration, with a dataclass or without."""
 
 import argparse
 
@@ -97,8 +93,7 @@ def test_the_configuration_is_kept_while_main_runs_also_in_a_process_that_fairse
 
 
 @pytest.mark.parametrize(
-    ("arch", "warned"),
-    [("roberta_base", ["--moe-zero-stage 1 has no effect"]), ("moe_roberta_base", [])],
+    ("arch", "warned"), [("roberta_base", ["--moe-zero-stage 1 has no effect"]), ("moe_roberta_base", [])]
 )
 def test_a_dense_model_s_training_says_what_has_no_effect(arch, warned, tmp_path, caplog):
     cfg = _ranking(tmp_path, "--moe-zero-stage", "1")

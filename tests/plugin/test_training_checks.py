@@ -1,11 +1,6 @@
-"""What is checked of any run's configuration.
-
-Covered: NaN in an option of any section, of a dense model too; system options where a dense checkpoint is
-opened for use, and where it is opened beside a training, has experts, or another program's words are given.
-"""
+"""What is checked of any run's configuration."""
 
 import argparse
-import math
 from types import SimpleNamespace
 
 import pytest
@@ -28,27 +23,12 @@ def config(**parts):
     return OmegaConf.merge(cfg, parts)
 
 
-@pytest.mark.parametrize(
-    ("section", "key", "value"),
-    [
-        ("optimization", "clip_norm", math.nan), ("optimization", "lr", [0.1, math.nan]),
-        ("common", "threshold_loss_scale", math.nan), ("optimizer", "weight_decay", math.nan),
-        ("criterion", "label_smoothing", math.nan),
-    ],
-)  # fmt: skip
-def test_nan_is_refused_as_any_option(section, key, value):
-    cfg = config(**{section: {key: value}})
-    with pytest.raises(ValueError, match=f"^--{key.replace('_', '-')} is nan; give a number"):
-        commands.run_with_root(lambda cfg: None, cfg)
-
-
-def test_nan_is_refused_of_a_model_without_a_dataclass_and_infinity_is_not():
-    cfg = config(optimization={"clip_norm": math.inf})
-    ran = []
+def test_a_sharding_wrapper_is_refused_for_experts_before_fairseq_looks_for_its_package():
+    cfg, ran = config(distributed_training={"ddp_backend": "fully_sharded"}), []
     commands.run_with_root(ran.append, cfg)
     assert ran == [cfg]
-    cfg.model.dropout = math.nan
-    with pytest.raises(ValueError, match=r"^--dropout is nan; give a number"):
+    cfg.model._name = "moe_transformer_lm"
+    with pytest.raises(ValueError, match=r"^--ddp-backend is fully_sharded, which would shard or average"):
         commands.run_with_root(ran.append, cfg)
 
 

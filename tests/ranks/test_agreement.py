@@ -1,9 +1,4 @@
-"""Ranks that were started differently are all told the same sentence before any collective.
-
-Covered: agreement and its repetition, one and several odd ranks, rank 0 the odd one, a fact that one rank
-lacks, many differences, long values; a rank that never comes, one that ends, a first rank that ends;
-make_topology with other arguments; a thousand ranks.
-"""
+"""Ranks that were started differently are all told the same sentence before any collective."""
 
 from datetime import timedelta
 

@@ -1,8 +1,4 @@
-"""Which ranks exchange tokens and which are replicas.
-
-Covered: the default size, refused sizes, groups on 4 ranks, local experts, sharing of groups, one rank,
-the topology in use.
-"""
+"""Which ranks exchange tokens and which are replicas."""
 
 import math
 
@@ -26,8 +22,7 @@ def test_a_size_that_divides_both_is_taken(requested):
 
 
 @pytest.mark.parametrize(
-    "world_size, counts, requested",
-    [(4, [6], 4), (4, [8], 3), (2, [8], 4), (4, [8, 6], 4), (4, [4], -1)],
+    "world_size, counts, requested", [(4, [6], 4), (4, [8], 3), (2, [8], 4), (4, [8, 6], 4), (4, [4], -1)]
 )
 def test_a_size_that_does_not_fit_both_is_refused_by_a_sentence(world_size, counts, requested):
     with pytest.raises(ValueError) as error:
@@ -94,20 +89,6 @@ def test_no_group_where_every_rank_holds_all_experts(ranks, counts, requested):
     for got in ranks(4).run(describe, counts, requested):
         assert got["size"] == 1
         assert got["expert_group"] is got["replica_group"] is None
-
-
-def refused() -> str:
-    try:
-        make_topology([6], 4)
-    except ValueError as error:
-        return str(error)
-    return "accepted"
-
-
-def test_every_rank_refuses_alike(ranks):
-    first, *others = ranks(4).run(refused)
-    assert "give a common divisor" in first
-    assert all(other == first for other in others)
 
 
 def test_without_torch_distributed_there_is_one_rank():

@@ -1,9 +1,4 @@
-"""A collective that fails names its rank, its operation and who is missing, in a bounded time.
-
-Covered: a killed, a stopped and a slow rank; the rank that keeps the store gone or stopped; nobody
-missing; errors of another kind; nested guards; the time-out of groups, new and old, and of expert
-gradients; names of ranks; many ranks; the cost where nothing fails.
-"""
+"""A collective that fails names its rank, its operation and who is missing, in a bounded time."""
 
 import re
 import time
@@ -19,7 +14,7 @@ from fairseq_tutel.ranks.groups import make_topology
 from fairseq_tutel.ranks.guard import CommunicationError, guarded
 
 OPERATION = "the all-reduce of a test"
-TIMEOUT = 1  # and of the roll call
+TIMEOUT = 1  # and of the health check
 
 
 def _reduce(rank, fate, victim):
@@ -62,18 +57,8 @@ def test_without_the_rank_that_keeps_the_store_the_sentence_says_so(fate):
     [
         (None, True, 0, "see the launcher's error above or in its log: it keeps the store"),
         (None, False, 0, "see rank 0's error above or in its log: it keeps the store"),
-        (
-            [1],
-            False,
-            0,
-            ", or give --moe-comm-timeout beyond torch's own limits where it is",
-        ),
-        (
-            [],
-            False,
-            0,
-            ", or give --moe-comm-timeout beyond torch's own limits where one is",
-        ),
+        ([1], False, 0, ", or give --moe-comm-timeout beyond torch's own limits where it is"),
+        ([], False, 0, ", or give --moe-comm-timeout beyond torch's own limits where one is"),
         ([1], False, 7, ", or raise --moe-comm-timeout (now 7) where it is only slow."),
     ],
 )
@@ -81,7 +66,7 @@ def test_the_sentence_names_who_keeps_the_store_and_the_limit_that_held(
     missing, agent, seconds, sentence, monkeypatch
 ):
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", str(agent))
-    monkeypatch.setattr(guard, "_timeout", [])
+    monkeypatch.setattr(guard, "_timeout", None)
     monkeypatch.setattr(guard, "_check_health", lambda *_: missing)
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
     monkeypatch.setattr(dist, "get_world_size", lambda: 2)
@@ -198,7 +183,7 @@ def test_few_requests_find_who_is_missing_among_thousands():
     assert store.checks < 64
 
 
-def _roll_call(store, world, ranks, seconds=0.1):
+def _health_check(store, world, ranks, seconds=0.1):
     """Let ranks answer in turns, as those of a slow store do; return what each was told."""
     return [guard._missing(store, rank, list(range(world)), seconds) for rank in ranks]
 
@@ -209,24 +194,24 @@ def test_one_rank_looks_for_all_others():
         if rank not in victims:
             store.set(f"{guard.PRESENT}/{rank}", "here")
     alive = [rank for rank in range(world) if rank not in victims]
-    assert _roll_call(store, world, alive[:9]) == [victims] * 9
+    assert _health_check(store, world, alive[:9]) == [victims] * 9
     assert store.keys < 9 * world  # each of them would look for all at least thrice
 
 
 def test_who_comes_late_is_accused_by_the_first_alone():
     store = dist.HashStore()
-    assert _roll_call(store, 3, [0, 1, 2]) == [[1, 2], [2], []]
+    assert _health_check(store, 3, [0, 1, 2]) == [[1, 2], [2], []]
 
 
 def test_the_first_to_come_may_end_before_it_tells():
     store = dist.HashStore()
     store.add(f"{guard.PRESENT}/of/{hash((0, 1, 2))}/first", 1)
-    assert _roll_call(store, 3, [0, 1]) == [[1, 2], [2]]
+    assert _health_check(store, 3, [0, 1]) == [[1, 2], [2]]
     store = dist.HashStore()
     for turn in ("first", "second"):
         store.add(f"{guard.PRESENT}/of/{hash((0, 1, 2))}/{turn}", 1)
     with pytest.raises(dist.DistStoreError):
-        _roll_call(store, 3, [0])
+        _health_check(store, 3, [0])
 
 
 def test_a_guard_costs_next_to_nothing():

@@ -1,9 +1,4 @@
-"""Ranks that never come, and a store that never answers, end a start-up in time and with a sentence.
-
-Covered: a rank, and the one that keeps the store, that does not come; torch's own time-outs before and
-after; an error after the meeting; a watch that ends its process, and one that need not. Ranks started again
-with the same store: as many, fewer, after a start that broke off, without some. What launchers say.
-"""
+"""Ranks that never come, and a store that never answers, end a start-up in time and with a sentence."""
 
 import os
 import sys

@@ -1,13 +1,4 @@
-"""The benchmarks of layers and ops, by their commands; nothing here asserts a time.
-
-Covered: file and table of a small run, with every variant or why it is left out, and of one of collectives,
-whose results are compared; variants that are wrong
-in their output, in one gradient or by dropping are reported and get no times; the reference
-itself, with and without drops, against loops over tokens; the loads that a case asks for, which every
-precision's gate finds; what a variant keeps for backward, and the formula of ours; summaries, and the order
-of turns; a row for every op, in every backend that has one of its own; an op that is wrong; options that
-cannot work.
-"""
+"""Runs the benchmarks of layers and ops by their commands; asserts no time."""
 
 import importlib
 import json

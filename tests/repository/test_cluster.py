@@ -1,8 +1,4 @@
-"""The emulated cluster, by its command: what it measures, and that it leaves nothing behind.
-
-Covered: no namespace after a run that loses a rank; which choices are compared last; no right to make
-namespaces, which also skips these tests, with the reason.
-"""
+"""The emulated cluster, by its command: its measurements, and that it leaves no files behind."""
 
 import os
 import re

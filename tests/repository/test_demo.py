@@ -1,8 +1,4 @@
-"""The demo shows how a training goes while it goes, of a dense and of a MoE model; and its pictures.
-
-Covered: the numbers of both records; a line reaches the reader before the command ends; every class has its
-share of every split of both sets, and no picture is in two; a wheel that cannot be had, in one sentence.
-"""
+"""The demo prints progress of a dense and a MoE model, and draws its pictures."""
 
 import gzip
 import importlib

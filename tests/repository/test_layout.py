@@ -1,19 +1,16 @@
-"""One direction between folders, and which module may import what from outside.
-
-Covered: a folder imports only those above it, and no import cycle exists; fairseq at the edge alone, Triton
-in kernels/ alone, no torch in planning/ and, but for executors, in plans/; collectives in three files
-alone; nobody imports `kernels` by itself; the package works where neither fairseq nor Triton can be
-imported; what else it imports, a user's installation brings; nobody assigns an attribute of a layer, of its
-experts or of what the edge tells them.
-"""
+"""Import direction between folders, and which module may import which library."""
 
 import ast
+import importlib
+import multiprocessing
 import re
 import subprocess
 import sys
 import tomllib
 from graphlib import TopologicalSorter
 from pathlib import Path
+
+import pytest
 
 PACKAGE = Path(__file__).parents[2] / "fairseq_tutel"
 
@@ -118,6 +115,20 @@ def test_no_import_cycle_exists():
     graph = {name: imported_modules(path, set(modules)) for name, path in modules.items()}
     assert graph["fairseq_tutel.comm.all_to_all"] > {"fairseq_tutel.comm.collectives"}
     TopologicalSorter(graph).prepare()  # raises a CycleError that names the cycle
+
+
+@pytest.mark.long
+def test_every_module_can_be_imported_first(monkeypatch):
+    """Each in a fork of this process, which has torch and fairseq but no module of the package."""
+    importlib.import_module("fairseq.trainer")
+    for name in [name for name in sys.modules if name.partition(".")[0] == "fairseq_tutel"]:
+        monkeypatch.delitem(sys.modules, name)
+    first = multiprocessing.get_context("fork")
+    for path in FILES:
+        process = first.Process(target=importlib.import_module, args=(module_of(path),))
+        process.start()
+        process.join()
+        assert process.exitcode == 0, path
 
 
 def test_the_core_never_imports_fairseq():

@@ -1,9 +1,4 @@
-"""docs/performance.md: its tables are those of the files in benchmarks/results.
-
-Covered: the page as it is; files as the benchmarks write them become lines, on CPU and GPU, with what is
-wrong or cut short; no file, a kernel that spills; places for tables that are
-missing or there twice; --check.
-"""
+"""The tables of docs/performance.md match the files in benchmarks/results."""
 
 import importlib
 import shutil

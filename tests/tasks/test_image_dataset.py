@@ -1,9 +1,4 @@
-"""What fairseq's iterators make of images: the same batches whatever workers, ranks and resumes.
-
-Covered: an epoch shuffles images; a batch is of the size asked for; workers 0, 1 and 2, one rank and two, a
-resume in the middle on another number of ranks; mixed targets; images that cannot be read, refused, left
-out, all of a batch, all of a set.
-"""
+"""What fairseq's iterators make of images: the same batches whatever workers, ranks and resumes."""
 
 import logging
 import multiprocessing
@@ -18,20 +13,13 @@ from fairseq_tutel.plugin import register
 from fairseq_tutel.plugin.training.epoch_iterator import ElasticEpochBatchIterator
 from fairseq_tutel.tasks import image_dataset
 from fairseq_tutel.tasks.image_dataset import ImageDataset
-from fairseq_tutel.vision.image_options import ImageConfig
 from fairseq_tutel.vision.images import UnreadableImageError, open_images
+from fairseq_tutel.vision.options import ImageConfig
 
 register()
 
 N, BATCH = 22, 4
-AUGMENTED = {
-    "crop_padding": 1,
-    "flip": 0.5,
-    "jitter": 0.2,
-    "erase": 0.5,
-    "mixup": 0.3,
-    "cutmix": 1.0,
-}
+AUGMENTED = {"crop_padding": 1, "flip": 0.5, "jitter": 0.2, "erase": 0.5, "mixup": 0.3, "cutmix": 1.0}
 
 
 @pytest.fixture
@@ -57,12 +45,7 @@ def iterator_of(dataset, epoch=1, ranks=1, rank=0, workers=0):
 
 def flat(batch):
     """Return all of a batch as text, to compare."""
-    tensors = [
-        batch["id"],
-        batch["net_input"]["images"],
-        batch["target"],
-        *batch.get("mixed", {}).values(),
-    ]
+    tensors = [batch["id"], batch["net_input"]["images"], batch["target"], *batch.get("mixed", {}).values()]
     return [tensor.numpy().tobytes() for tensor in tensors]
 
 

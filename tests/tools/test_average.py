@@ -1,8 +1,4 @@
-"""`python -m fairseq_tutel average`: which files it takes, their mean, what it keeps and refuses.
-
-Covered: bits of the mean in every dtype; epoch, update and best files with an upper bound; everything
-but the weights is the first file's; tied tensors; a write that fails; every refusal.
-"""
+"""`python -m fairseq_tutel average`: which files it takes, their mean, what it keeps and refuses."""
 
 import argparse
 import errno
@@ -139,15 +135,15 @@ REFUSED = {
     "no model": (("FOLDER/tensor.pt",), "FOLDER/tensor.pt, which holds no model"),
     "fewer weights": (
         ("GOOD", "FOLDER/fewer.pt"),
-        "GOOD holds the weight norm.weight and FOLDER/fewer.pt does not",
+        "the weight norm.weight is (4,) in GOOD and missing in FOLDER/fewer.pt; average checkpoints of one",
     ),
     "more weights": (
         ("FOLDER/fewer.pt", "GOOD"),
-        "GOOD holds the weight norm.weight and FOLDER/fewer.pt does not",
+        "the weight norm.weight is missing in FOLDER/fewer.pt and (4,) in GOOD; average checkpoints of one",
     ),
     "more experts": (
         ("GOOD", "FOLDER/wider.pt"),
-        "fc1.experts.fc1_weight has the shape (3, 6, 4) in GOOD and (8, 6, 4) in FOLDER/wider.pt",
+        "fc1.experts.fc1_weight is (3, 6, 4) in GOOD and (8, 6, 4) in FOLDER/wider.pt",
     ),
     "a folder alone": (("FOLDER",), "--inputs names the folder FOLDER; add --num-epoch-checkpoints"),
     "too few": (
@@ -191,10 +187,6 @@ REFUSED = {
     "output is a device": (
         ("GOOD", "--output", "/dev/null"),
         "--output is /dev/null, which is no ordinary file; give another name",
-    ),
-    "folder that is not there": (
-        ("FOLDER/nowhere", "--num-epoch-checkpoints", 2),
-        "--inputs is FOLDER/nowhere, which does not exist; give a folder",
     ),
     "output with a slash": (
         ("GOOD", "--output", "FOLDER/new/"),
@@ -274,18 +266,3 @@ def test_a_disk_to_read_from_alone_ends_in_one_sentence(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "remove", refuse)
     with pytest.raises(SystemExit, match=r"written \(Read-only file system\); give another place"):
         tool("average", "--inputs", good, good, "--output", tmp_path / "mean.pt")
-
-
-def test_a_write_that_fails_leaves_the_older_output(tmp_path, monkeypatch):
-    good, output = save(tmp_path / "good.pt"), tmp_path / "mean.pt"
-    output.write_text("older")
-
-    def fail(_, file):
-        file.write(b"half")
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(torch, "save", fail)
-    with pytest.raises(SystemExit, match=r"written \(No space left on device\); make room"):
-        tool("average", "--inputs", good, good, "--output", output, "--overwrite")
-    assert output.read_text() == "older"
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["good.pt", "mean.pt"]

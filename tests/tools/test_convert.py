@@ -12,10 +12,11 @@ from unittest import mock
 import pytest
 import torch
 from moe_files import save
+from safetensors.torch import save_file
 from tool_in_process import convert, refusal, refusal_of, tool
 
 from fairseq_tutel.checkpoint.files import is_whole
-from fairseq_tutel.checkpoint.shards import ShardedTensor, write_file, write_pieces
+from fairseq_tutel.checkpoint.shards import ShardedTensor, write_pieces
 
 
 class Hostile:
@@ -208,9 +209,10 @@ def test_pieces_are_written_as_safetensors_writes_them(tmp_path):
         "1.b": torch.ones(1),
     }
     layout = {key: (value.dtype, tuple(value.shape)) for key, value in values.items()}
-    write_pieces(layout, values.__getitem__, tmp_path / "ours")
-    write_file(values, tmp_path / "theirs")
-    assert (tmp_path / "ours").read_bytes() == (tmp_path / "theirs").read_bytes()
+    for metadata in (None, {"format": "pt"}):
+        write_pieces(layout, values.__getitem__, tmp_path / "ours", metadata)
+        save_file(values, tmp_path / "theirs", metadata)
+        assert (tmp_path / "ours").read_bytes() == (tmp_path / "theirs").read_bytes()
 
 
 def flat(tree):

@@ -1,10 +1,4 @@
-"""`convert tutel`: files of ranks with Tutel's moe_layer, in Tutel's own layout.
-
-Covered: ffn, llama_ffn and custom experts, whole and in slices, biases and an output of another width;
-linear, cosine, several and custom gates; every expert bit for bit, and what the layer computes, against
-Tutel's formula by loops; patterns and namespaces; what is missing, of another size, or differs between
-ranks.
-"""
+"""`convert tutel`: every expert bit for bit, and the layer's output against Tutel's formula by loops."""
 
 import meta_format
 import pytest
@@ -135,15 +129,7 @@ KINDS = {
 def test_convert_of_tutel_s_layer_keeps_every_weight_and_computes_tutel_s_formula(case, tmp_path):
     experts, ranks, whole, kind = KINDS[case]
     write(tmp_path, experts, ranks, whole, linear(experts))
-    convert(
-        "tutel",
-        "--input-prefix",
-        tmp_path / "m-",
-        "--input-size",
-        ranks,
-        "--output",
-        tmp_path / "o",
-    )
+    convert("tutel", "--input-prefix", tmp_path / "m-", "--input-size", ranks, "--output", tmp_path / "o")
     holder = model({"type": "top"}, num_experts_per_device=experts, **kind)
     holder.load_state_dict(load(tmp_path / "o"))
     assert torch.equal(holder.dense.weight, drawn(3, 3))
@@ -256,10 +242,9 @@ def test_convert_finds_files_by_a_pattern_and_weights_by_their_keys(tmp_path):
         "tutel", "--input-prefix", tmp_path / "{rank}-of{size}.ckpt", "--input-size", 2, "--namespace",
         "net/ema", "--output", tmp_path / "o",
     )  # fmt: skip
-    assert "note: optimizer is left out" in printed
+    assert "note: all but net/ema is left out" in printed
     found = load(tmp_path / "o")
-    assert (found["epoch"], found["net"]["step"]) == (4, 3)
-    assert "optimizer" not in found
+    assert found.keys() == {"net"} and found["net"].keys() == {"ema"}
     assert found["net"]["ema"]["moe.moe.experts.fc1_weight"].shape == (4, H, D)
 
 
@@ -290,18 +275,6 @@ def test_convert_of_the_files_of_tutel_s_scatter_to_more_ranks_than_experts(tmp_
     }.items():
         assert torch.equal(found[f"moe.moe.experts.{ours}"], whole[f"batched_{theirs}"])
     assert torch.equal(found["moe.moe.experts.fc2_weight"], whole["batched_fc2_w"].transpose(1, 2))
-
-
-def test_convert_of_files_that_do_not_say_the_number_of_experts(tmp_path):
-    def older(weights):
-        del weights["moe._num_global_experts"]
-        return weights
-
-    write(tmp_path, 4, 2, ffn(4), linear(4), wrapped=older)
-    words = ("--input-prefix", tmp_path / "m-", "--input-size", 2, "--output", tmp_path / "o")
-    assert "need --default-num-global-experts" in refusal("tutel", *words)
-    convert("tutel", *words, "--default-num-global-experts", 4)
-    assert load(tmp_path / "o")["moe.moe.experts.fc1_weight"].shape == (4, H, D)
 
 
 def test_convert_says_when_weights_differ_that_ranks_should_have_alike(tmp_path):
@@ -366,7 +339,7 @@ REFUSED = {
     ),
     "experts that so many ranks cannot hold": (
         all_changed(lambda s: s.update({"moe._num_global_experts": torch.tensor(3)})),
-        "--input-size is 2, but moe has 3 experts",
+        "--input-prefix has the layer moe that has 3 experts, which 2 ranks cannot hold; give",
     ),
 }  # fmt: skip
 

@@ -1,9 +1,4 @@
-"""`inspect` on files of every kind: what it says, as text and as JSON.
-
-Covered: layers, experts, shapes, dtypes and bytes of ours, in one file and in shards; options other than
-the defaults, of an encoder-decoder too; updates and epoch; loads by a log; dense files; files of Meta's
-moe branch and of Tutel, and others; what is refused; a reader that has read enough.
-"""
+"""`inspect` on files of every kind: what it says, as text and as JSON."""
 
 import json
 import os
@@ -121,8 +116,7 @@ def test_inspect_finds_a_changed_byte_of_the_file_itself_with_check(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("place", "said"),
-    [((7, 0), "6 epochs done"), ((7, 3), "in epoch 7"), ((1, 0), "0 epochs done")],
+    ("place", "said"), [((7, 0), "6 epochs done"), ((7, 3), "in epoch 7"), ((1, 0), "0 epochs done")]
 )
 def test_inspect_says_how_many_epochs_are_done(place, said, tmp_path):
     path = save(tmp_path / "a.pt")
@@ -160,12 +154,7 @@ def test_inspect_lists_no_default_of_an_encoder_decoder_whose_options_are_all_in
         "moe_exchange": "ragged", "moe_comm_timeout": 1800, "moe_normalize_gate": "before",
     }  # fmt: skip
     torch.save(state, path)
-    own = {
-        "--moe-top-k": 1,
-        "--moe-expert-ffn-dim": H,
-        "--moe-expert-count": str(E),
-        "--moe-freq": 1,
-    }
+    own = {"--moe-top-k": 1, "--moe-expert-ffn-dim": H, "--moe-expert-count": str(E), "--moe-freq": 1}
     assert inspect(path, "--json")["options"] == own
 
 
@@ -207,9 +196,7 @@ def test_a_reader_that_has_read_enough_is_no_error(tmp_path):
     read, written = os.pipe()
     os.close(read)
     done = subprocess.run(
-        [sys.executable, "-m", "fairseq_tutel", "inspect", path],
-        stdout=written,
-        stderr=subprocess.PIPE,
+        [sys.executable, "-m", "fairseq_tutel", "inspect", path], stdout=written, stderr=subprocess.PIPE
     )
     os.close(written)
     assert (done.returncode, done.stderr) == (0, b"")

@@ -1,17 +1,12 @@
-"""`python -m fairseq_tutel plan` and `tune`: what they print, write and refuse.
-
-Covered: the ranking and its parts against the model; presets, files and single links; files and pictures;
-tune on one rank, on two of a node, and on two nodes of two; what it writes is what plan reads; the tables
-of docs/scaling.md.
-"""
+"""`plan` and `tune`: what they print, write and refuse; the tables of docs/scaling.md."""
 
 import builtins
 import importlib.util
 import json
 import os
 import sys
-from contextlib import redirect_stdout
-from dataclasses import asdict, replace
+from contextlib import contextmanager, redirect_stdout
+from functools import partial
 from io import StringIO
 from pathlib import Path
 
@@ -23,23 +18,13 @@ from workers import Workers
 
 from fairseq_tutel.__main__ import main
 from fairseq_tutel.planning.cost import Cluster, Work, memory_bytes, step_seconds
-from fairseq_tutel.planning.links import exchange_seconds
-from fairseq_tutel.planning.machine import PRESETS, Link, Machine
+from fairseq_tutel.planning.machine import PRESETS, Machine
 from fairseq_tutel.planning.strategy import Strategy
 
 CLUSTER = ("--nodes", 32, "--gpus-per-node", 8, "--gpu", "h100")
 MODEL = (
-    "--layers",
-    6,
-    "--model-dim",
-    2048,
-    "--hidden-dim",
-    8192,
-    "--experts",
-    16,
-    "--tokens",
-    4096,
-)
+    "--layers", 6, "--model-dim", 2048, "--hidden-dim", 8192, "--experts", 16, "--tokens", 4096,
+)  # fmt: skip
 
 
 def tables(text):
@@ -118,17 +103,6 @@ def test_a_machine_s_file_gives_its_plans(tmp_path):
     assert from_file == tool("plan", *CLUSTER, *MODEL)
 
 
-@pytest.mark.parametrize("ending", ["png", "svg"])
-def test_the_plot_shows_every_plan_and_part(tmp_path, ending):
-    path = tmp_path / f"plans.{ending}"
-    text = tool("plan", *CLUSTER, *MODEL, "--top", 4, "--plot", path)
-    assert text.endswith(f"wrote {path}\n")
-    content = path.read_bytes()
-    assert 5_000 < len(content) < 150_000
-    if ending == "png":
-        assert content.startswith(b"\x89PNG")
-
-
 REFUSED = {
     "nodes": (("--nodes", 0), "--nodes is 0; give a number of at least 1."),
     "layers": (("--layers", -2), "--layers is -2; give a number of at least 1."),
@@ -148,8 +122,6 @@ REFUSED = {
         "FOLDER/none.json cannot be read as a hardware profile",
     ),
     "json": (("--json", "FOLDER/none/plan.json"), "--json is FOLDER/none/plan.json; give the name"),
-    "plot": (("--plot", "FOLDER/plan.txt"), "--plot is FOLDER/plan.txt; end it in one of .png, "),
-    "plot's folder": (("--plot", "FOLDER"), "--plot is FOLDER; give the name of a file in"),
     "device": (
         ("--json", "/dev/full"),
         "--json is /dev/full, which cannot be written: No space left on",
@@ -168,7 +140,7 @@ def test_bad_values_are_refused_in_one_sentence(tmp_path, case):
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("words", [("plan",), ("tune", "--measure")])
+@pytest.mark.parametrize("words", [("plan",), ("tune",)])
 def test_without_tabulate_it_says_what_to_install(monkeypatch, words):
     import_it = builtins.__import__
 
@@ -237,18 +209,20 @@ def tune(*words):
     return printed.getvalue(), None
 
 
-def run_ranks(world, local, *words):
-    """Return every rank's print and end."""
+@contextmanager
+def started(world, local):
+    """Yield ranks that run the tool as often as called, each by its print and end."""
     ranks = Workers(world, become_rank, lambda: (world, local, free_port()), forkserver.context())
     try:
-        return ranks.run(tune, *words)
+        yield partial(ranks.run, tune)
     finally:
         ranks.close()
 
 
 def test_two_nodes_of_two_measure_both_kinds_of_links(tmp_path):
     path = tmp_path / "machine.json"
-    (printed, ended), *others = run_ranks(4, 2, *SMALL, "--json", path)
+    with started(4, 2) as run:
+        (printed, ended), *others = run(*SMALL, "--json", path)
     assert ended is None
     assert others == [("", None)] * 3
     _, exchanges = tables(printed)
@@ -262,151 +236,21 @@ def test_two_nodes_of_two_measure_both_kinds_of_links(tmp_path):
 
 
 def test_one_node_says_that_links_between_nodes_are_not_measured():
-    (printed, ended), _ = run_ranks(2, 2, *SMALL)
+    with started(2, 2) as run:
+        (printed, ended), _ = run(*SMALL)
+        refused = run(*SMALL, "--experts", 3)
     assert ended is None
     assert "One node measures no link between nodes" in printed
     assert {tuple(row[:3]) for row in tables(printed)[1][2:]} == {("1", "2", "linear")}
-
-
-def test_experts_that_no_ranks_share_are_refused():
-    for printed, ended in run_ranks(2, 2, *SMALL, "--experts", 3):
+    for printed, ended in refused:
         assert printed == ""
         assert ended.startswith("error: --experts is 3, which has no divisor in common with the 2")
 
 
-@pytest.fixture(scope="module")
-def make_scaling():
-    """The script that writes docs/scaling.md."""
+def test_the_tables_of_the_page_are_those_of_the_model():
     path = Path(__file__).parents[2] / "docs" / "make_scaling.py"
     spec = importlib.util.spec_from_file_location("make_scaling", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def test_the_tables_of_the_page_are_those_of_the_model(make_scaling):
+    make_scaling = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(make_scaling)
     page = make_scaling.PAGE.read_text()
     assert make_scaling.filled_in(page) == page
-
-
-def test_measured_all_to_alls_become_a_row_of_the_page(make_scaling, tmp_path):
-    cluster = Machine(
-        name="emulated", intra=Link(1e-4, 1e9), inter=Link(1e-3, 25e6), memory_bytes_per_s=4e9,
-        flops_per_s=1e9, gate_flops_per_s=1e9, memory_bytes=1e9, launch_s=2e-4, inter_shared=True,
-    )  # fmt: skip
-    for nodes, local in ((2, 2), (3, 2), (2, 4)):
-        rows = [
-            {"nodes": nodes, "local": local, "algorithm": a, "bytes_per_rank": 1024 * kib,
-             "seconds": exchange_seconds(1024 * kib, cluster, nodes, local, a), "seconds_min": 0}
-            for a in ("linear", "2dh")
-            for kib in (16, 64, 256, 1024)
-        ]  # fmt: skip
-        content = {"config": {"rate_mbit": 200, "delay_us": 1000}, "a2a": rows, "links": [{}]}
-        (tmp_path / f"cluster_{nodes}x{local}.json").write_text(json.dumps(content))
-    ((_, _, row),) = tables(make_scaling.cluster_table(sorted(tmp_path.iterdir())))
-    assert row == [
-        "200", "200", "1000", "1000", "200", "2x2, 3x2, 2x4", "24", "0%, 0%, 0%", "0%, 0%, 0%",
-        "12 of 12", "1 of 12",
-    ]  # fmt: skip
-    assert make_scaling.cluster_table([]).startswith("Not measured yet")
-
-
-EMULATED = Machine(
-    name="emulated", intra=Link(1e-4, 1e9), inter=Link(1e-3, 25e6), memory_bytes_per_s=4e9,
-    flops_per_s=2e9, gate_flops_per_s=8e10, memory_bytes=1e9, inter_shared=True,
-    reduce_scatter_as_all_reduce=True,
-)  # fmt: skip
-# The experts' rate of EMULATED: 4 * 64 * 32 operations a row.
-CONFIG = {
-    "nodes": 2, "local": 2, "rate_mbit": 200, "delay_us": 0, "model_dim": 64, "hidden_dim": 32,
-    "overlap_hidden_dim": 64, "experts": 2, "expert_ms_per_row": 1e3 * 4 * 64 * 32 / 2e9,
-}  # fmt: skip
-
-
-def emulated_steps(slower, nodes=2):
-    """What an emulated cluster would have measured: all-to-alls, and steps of sleeping experts.
-
-    Args:
-        slower: factor on the steps of a choice.
-        nodes: of two ranks.
-    """
-    cluster = Cluster(nodes=nodes, local=2, expert_parallel_size=2 * nodes)
-    content = {"config": CONFIG | {"nodes": nodes}, "a2a": [], "static": []}
-    for algorithm in ("linear", "2dh"):
-        for size in (2**12, 2**16, 2**20):
-            seconds = exchange_seconds(size, EMULATED, nodes, 2, algorithm)
-            content["a2a"].append(
-                {"nodes": nodes, "local": 2, "algorithm": algorithm, "bytes_per_rank": size,
-                 "seconds": seconds}
-            )  # fmt: skip
-    choices = [
-        Strategy(adaptive_r=0),
-        Strategy(adaptive_r=1),
-        Strategy(adaptive_r=2),
-        Strategy(overlap=2),
-    ]
-    for tokens in (8, 512):
-        work = Work(tokens=tokens, model_dim=64, hidden_dim=32, experts=2, top_k=1, bytes_per_element=4)
-        for strategy in choices:
-            seconds = step_seconds(work, EMULATED, cluster, strategy) * slower(strategy)
-            row = {"form": "sleep", "tokens": tokens, **asdict(strategy), "seconds": seconds}
-            content["static"].append(row)
-    return content
-
-
-def test_measured_steps_are_held_against_the_model(make_scaling, tmp_path):
-    path = tmp_path / "cluster_2x2.json"
-    path.write_text(json.dumps(emulated_steps(lambda strategy: 1.0)))
-    steps = make_scaling.measured_steps([path])
-    ((_, _, none, others),) = tables(make_scaling.steps_table(steps))
-    assert none == ["r = 0", "2x2, 200 Mbit/s", "sleep", "2", "0%, 0%, 0%", "1.00", "-"]
-    assert others[3:] == ["6", "0%, 0%, 0%", "1.00", "-"]
-    ((_, _, choice),) = tables(make_scaling.choices_table(steps))
-    assert choice[:5] == ["2x2, 200 Mbit/s", "sleep", "2", "2, 2, 2; 0%", "-"]
-
-    best = min(steps, key=lambda step: step.seconds).strategy
-    path.write_text(json.dumps(emulated_steps(lambda strategy: 4.0 if strategy == best else 2.0)))
-    steps = make_scaling.measured_steps([path])
-    # Half of what was measured, and the model's choice of few tokens is no longer the best.
-    assert {step.strategy: step.own / step.seconds for step in steps if step.tokens == 8} == {
-        step.strategy: pytest.approx(0.25 if step.strategy == best else 0.5) for step in steps
-    }
-    ((_, _, choice),) = tables(make_scaling.choices_table(steps))
-    assert choice[3] != "2, 2, 2; 0%"
-
-
-def test_links_of_other_shapes_predict_a_step_too(make_scaling, tmp_path):
-    for nodes, slower in ((2, 1.0), (4, 2.0)):
-        content = emulated_steps(lambda strategy, slower=slower: slower, nodes)
-        (tmp_path / f"cluster_{nodes}x2.json").write_text(json.dumps(content))
-    steps = make_scaling.measured_steps(sorted(tmp_path.iterdir()))
-    _, _, *rows = tables(make_scaling.steps_table(steps))[0]
-    assert {(row[1], row[4], row[6]) for row in rows} == {
-        ("2x2, 200 Mbit/s", "0%, 0%, 0%", "0%, 0%, 0%"),
-        ("4x2, 200 Mbit/s", "50%, 50%, 50%", "50%, 50%, 50%"),
-    }
-    _, _, *rows = tables(make_scaling.choices_table(steps))[0]
-    assert [row[3:5] for row in rows] == [["2, 2, 2; 0%"] * 2] * 2
-
-
-def test_a_link_speed_without_all_to_alls_takes_those_of_another(make_scaling, tmp_path):
-    content = emulated_steps(lambda strategy: 1.0)
-    half = {"config": CONFIG | {"rate_mbit": 100}, "static": content["static"]}
-    for name, found in (
-        ("a", content),
-        ("b", half),
-        ("c", half | {"config": CONFIG | {"nodes": 4}}),
-    ):
-        (tmp_path / f"cluster_{name}.json").write_text(json.dumps(found))
-    by_cluster = {}
-    for step in make_scaling.measured_steps(sorted(tmp_path.iterdir())):
-        by_cluster.setdefault(step.cluster, []).append(step)
-    # The third has no all-to-alls of its own shape.
-    assert list(by_cluster) == ["2x2, 200 Mbit/s", "2x2, 100 Mbit/s"]
-    slow = replace(EMULATED, inter=Link(1e-3, 12.5e6))
-    work = Work(tokens=512, model_dim=64, hidden_dim=32, experts=2, top_k=1, bytes_per_element=4)
-    cluster = Cluster(nodes=2, local=2, expert_parallel_size=4)
-    (found,) = (s for s in by_cluster["2x2, 100 Mbit/s"] if s.tokens == 512 and s.strategy == Strategy())
-    assert found.own == pytest.approx(step_seconds(work, slow, cluster, Strategy()), rel=1e-3)
-    assert make_scaling.steps_table([]).startswith("Not measured yet")
-    assert make_scaling.choices_table([]).startswith("Not measured yet")

@@ -1,29 +1,16 @@
-"""What the report reads: fairseq's records in every form that they are logged in, and runs in parts.
-
-Covered: captured output, hydra's lines and the JSON alone; other lines; the copies that fairseq's file
-handlers make; cut-off lines; nan, infinity, lists, text; several processes in one log; which file
-of a folder is a run's log; TensorBoard's files; the names of runs; the summary; the unit of its speed.
-"""
+"""The reader of training logs, in every form in which fairseq writes them, and the report's summary."""
 
 # ruff: noqa: RUF001 - dashes and crosses are meant
 
 import json
 import math
 import os
-import sys
 
 import pytest
 
 from fairseq_tutel.tools import training_log
-from fairseq_tutel.tools.report.page import duration, qualities_of, summary_row
-from fairseq_tutel.tools.training_log import (
-    Record,
-    default_names,
-    find_log,
-    join,
-    read_log,
-    units_of,
-)
+from fairseq_tutel.tools.report.page import duration, summary
+from fairseq_tutel.tools.training_log import Record, default_names, find_log, join, read_log
 
 
 def inner(update, loss="3.5", wall=None, **stats):
@@ -181,12 +168,12 @@ def test_the_summary_of_a_run():
         "moe_load_decoder_0": [1.0] * 4,
         "moe_load_decoder_1": [1.0] * 4,
     }
-    row = summary_row("one", run_of(
+    (row,) = summary({"one": run_of(
         "training on 2 devices (GPUs/TPUs)",
         inner(1000, wps="1", ppl="70", wall="30"), valid(1000, ppl="20.126"),
         inner(2000, wps="500", ppl="60", **load), inner(3000, wps="700", ppl="50.5", wall="3661"),
         valid(3000, ppl="21"), inner(3000, wps="700", ppl="nan", wall="3661"),
-    ))  # fmt: skip
+    )})  # fmt: skip
     assert list(row.values()) == [
         "one", "3,000", "60.00", "21.00", "20.13 at update 1,000", "600", "1 h 01 min", "1 × 8, 2 × 4",
         "2",
@@ -194,12 +181,12 @@ def test_the_summary_of_a_run():
 
 
 def test_the_summary_of_a_dense_run_without_validation():
-    row = summary_row("one", run_of(inner(5)))
+    (row,) = summary({"one": run_of(inner(5))})
     assert list(row.values()) == ["one", "5", "–", "–", "–", "–", "–", "none", "–"]
 
 
 def test_the_summary_names_another_subset():
-    row = summary_row("one", run_of(inner(5, moe_gate_loss="1"), valid(5, subset="test")))
+    (row,) = summary({"one": run_of(inner(5, moe_gate_loss="1"), valid(5, subset="test"))})
     assert row["Validation perplexity, last"] == "9.50 (test)"
     assert row["MoE layers × experts"] == "not logged"
 
@@ -213,23 +200,19 @@ def test_the_summary_has_the_accuracy_beside_the_perplexity_where_runs_log_them(
         "images": run_of(inner(2, accuracy="12.5"), *log),
         "words": run_of(inner(2, ppl="9"), valid(4)),
     }
-    rows = [list(summary_row(n, run, qualities_of(runs)).values())[2:8] for n, run in runs.items()]
+    rows = [list(row.values())[2:8] for row in summary(runs)]
     assert rows[0] == ["–", "–", "–", "12.50", "80.00", "87.50 at update 3"]
     assert rows[1] == ["9.00", "9.50", "9.50 at update 4", "–", "–", "–"]
-    of_each = [[q.key for q in qualities_of({n: run})] for n, run in runs.items()]
-    assert of_each == [["accuracy"], ["ppl"]]
+    headings = [list(summary({"one": run})[0])[2] for run in runs.values()]
+    assert headings == ["Training accuracy (%), last", "Training perplexity, last"]
 
 
 def test_the_speed_of_images_is_not_called_tokens():
     images = run_of(inner(2, wps="80", wpb="16", bsz="16"), inner(4, wps="80", wpb="8", bsz="8"))
     words = run_of(inner(2, wps="900", wpb="300", bsz="16"))
-    units = {
-        "Images per second, median": (images,),
-        "Tokens per second, median": (words,),
-        "Images or tokens per second, median": (images, words),
-    }
-    for heading, runs in units.items():
-        assert summary_row("one", runs[0], units=units_of(runs))[heading] in ("80", "900")
+    for unit, runs in (("Images", [images]), ("Tokens", [words]), ("Images or tokens", [images, words])):
+        first, *_ = summary({str(i): run for i, run in enumerate(runs)})
+        assert first[f"{unit} per second, median"] == ("900" if unit == "Tokens" else "80")
 
 
 def test_durations():
@@ -269,42 +252,6 @@ def test_bytes_that_are_no_text_break_nothing(tmp_path):
     assert len(find_log(tmp_path / "train.log")[0].entries) == 1
 
 
-def events_in(folder, steps, gnorm=0.0):
-    writer = pytest.importorskip("tensorboardX", reason="it writes the files to read")
-    files = [writer.SummaryWriter(str(folder / tag)) for tag in ("train_inner", "valid")]
-    for step in steps:
-        for file in files:
-            file.add_scalar("loss", 1 / step, step)
-            file.add_scalar("gnorm", gnorm, step)
-    for file in files:
-        file.close()
-
-
-def test_tensorboard_files_are_read(tmp_path):
-    pytest.importorskip("tensorboard", reason="event files are read with TensorBoard")
-    events_in(tmp_path / "tb", (10, 20), gnorm=math.nan)
-    log, files = find_log(tmp_path)
-    assert {file.parent.name for file in files} == {"train_inner", "valid"}
-    run = join(log)
-    assert updates(run) == updates(run, "valid") == [10, 20]
-    assert run.training[1].values["loss"] == pytest.approx(0.05)
-    assert len(run.notes) == 2  # gnorm of both
-
-
-def test_a_log_is_preferred_to_tensorboard_files(tmp_path):
-    events_in(tmp_path / "tb", (10,))
-    (tmp_path / "train.log").write_text(inner(10))
-    assert find_log(tmp_path)[1] == [tmp_path / "train.log"]
-
-
-def test_without_tensorboard_one_sentence_says_what_to_install(tmp_path, monkeypatch):
-    events_in(tmp_path / "tb", (10,))
-    reader = "tensorboard.backend.event_processing.event_accumulator"
-    monkeypatch.setitem(sys.modules, reader, None)
-    with pytest.raises(ValueError, match=r"need TensorBoard to be read; pip install tensorboard\.$"):
-        find_log(tmp_path)
-
-
 def test_lines_that_no_training_wrote_are_counted_as_damaged(monkeypatch, tmp_path):
     """Too deep, numbers too large for Python or a float, and lines without an end."""
     monkeypatch.setattr(training_log, "LONGEST_LINE", 6000)
@@ -325,13 +272,6 @@ def test_what_is_no_ordinary_file_is_no_log(kind, tmp_path):
     os.mkfifo(path) if kind == "pipe" else path.symlink_to("/dev/zero")
     with pytest.raises(ValueError, match=r"log\.json cannot be read \(it is no ordinary file\); give"):
         find_log(path)
-
-
-def test_tensorboard_files_of_several_runs_are_refused(tmp_path):
-    for run in ("a", "b"):
-        events_in(tmp_path / run, (10,))
-    with pytest.raises(ValueError, match="TensorBoard files of several runs"):
-        find_log(tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -10,10 +10,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from fairseq_tutel import MoEConfig, MoELayer, plugin
+from fairseq_tutel import MoEConfig, MoELayer
 from fairseq_tutel.checkpoint.saved import SavedModel
-from fairseq_tutel.convert.upcycle import _use_moe_variants
-from fairseq_tutel.convert.upcycle_layer import Variation, differences, moe_tensors
+from fairseq_tutel.convert.configs import use_moe_variants
+from fairseq_tutel.convert.upcycle import Variation, differences, moe_tensors
 
 D, H, E = 8, 24, 6
 PLAIN = {"model_dim": D, "hidden_dim": H, "num_experts": E, "activation": "gelu"}
@@ -181,14 +181,14 @@ REFUSED = {
     "wider": ({"hidden_dim": 48}, "is 48, but the dense FFN is 24 wide; give a divisor"),
     "experts": (
         {"hidden_dim": 12, "num_experts": 5},
-        r"into 2 parts, but num_experts \(--moe-expert-count\) is 5; give a multiple of 2",
+        r"into 2 parts, which num_experts \(--moe-expert-count\) 5 would not .* multiples of 2",
     ),
-    "top-k": ({"hidden_dim": 12, "top_k": 3}, r"top_k \(--moe-top-k\) is 3; give a multiple of 2"),
-    "groups": ({"hidden_dim": 12, "expert_groups": 2}, "leaves groups of 3; give a multiple of 2"),
+    "top-k": ({"hidden_dim": 12, "top_k": 3}, r"top_k \(--moe-top-k\) 3 would not keep together"),
+    "groups": ({"hidden_dim": 12, "expert_groups": 2}, "expert-groups.* 2 would not keep together"),
     "hash": ({"hidden_dim": 12, "gate_type": "hash"}, "gate-type.* hash would not keep together"),
     "residual": ({"hidden_dim": 12, "residual": True}, "residual.* would not keep together"),
     "choice": ({"hidden_dim": 12, "choice": "experts"}, "choice.* would not keep together"),
-    "norm": ({"hidden_dim": 12, "hidden_layer_norm": True}, "--scale-fc normalizes the FFN"),
+    "norm": ({"hidden_dim": 12, "hidden_layer_norm": True}, "hidden_layer_norm True would not"),
     "gate": (
         {"gate_type": "cosine", "gate_scale": 0.5},
         r"--gate-scale is 0.5, which has no effect on gate_type \(--moe-gate-type\) cosine",
@@ -205,11 +205,10 @@ def test_upcycle_refuses_what_no_copies_can_be(name):
 
 
 def test_upcycle_names_the_moe_variant_of_each_part_that_has_one():
-    plugin.register()
     dense = {"model": "transformer_lm", "task": "language_modeling", "optimizer": "adam"}
     for criterion, renamed in (("cross_entropy", "moe_cross_entropy"), ("composite_loss",) * 2):
         names = {**dense, "criterion": criterion}
         saved = SavedModel({"cfg": {part: {"_name": name} for part, name in names.items()}})
-        _use_moe_variants(saved)
+        use_moe_variants(saved)
         expected = {**{part: f"moe_{name}" for part, name in dense.items()}, "criterion": renamed}
         assert {part: saved.name(part) for part in names} == expected

@@ -1,9 +1,4 @@
-"""`fairseq_tutel.moe_layer`, except its numbers: construction and the arguments of one call.
-
-Covered: counts, seeds, hooks; keywords of a call, and that none is sticky; attributes, which are; capacity
-where it is not Tutel's, and where it is; no tokens, dtypes, where the loss hangs; what has no
-effect.
-"""
+"""`fairseq_tutel.moe_layer`, except its numbers: construction and the arguments of one call."""
 
 import gc
 import logging
@@ -16,19 +11,7 @@ import pytest
 import torch
 from compare import close
 from torch import nn
-from tutel_case import (
-    FFN,
-    TOP,
-    D,
-    E,
-    H,
-    OwnGate,
-    T,
-    build,
-    custom,
-    equals_loop,
-    tokens,
-)
+from tutel_case import FFN, TOP, D, E, H, OwnGate, T, build, custom, equals_loop, tokens
 
 import fairseq_tutel as ft
 from fairseq_tutel.moe.layer import MoELayer
@@ -104,7 +87,7 @@ def test_what_is_given_to_a_call_holds_for_that_call():
 
 
 SET_LATER = [
-    ("is_postscore", False, {"prescore": True}),
+    ("is_postscore", 0, {"prescore": True}),
     ("normalize_gate", 0, {"normalize": False}),
     ("batch_prioritized_routing", 1, {"bpr": True}),
     ("top_k", 1, {"top_k": 1}),
@@ -177,7 +160,7 @@ def test_the_numbers_that_tutels_layer_shows():
     assert (layer.sharded_count, layer.valid_rs) == (1, [0, 1])
     assert (layer.a2a_ffn_overlap_degree, layer.adaptive_degree) == (2, 0)
     layer.a2a_ffn_overlap_degree, layer.adaptive_degree = 3, 1
-    assert layer.moe.strategy == layer.moe.how == ft.How(overlap=3, adaptive_r=1)
+    assert layer.moe.strategy == ft.How(overlap=3, adaptive_r=1)
     gate = layer.gates[0]
     assert (gate.top_k, gate.capacity_factor, gate.gate_noise) == (2, 0.0, 0.0)
     for r in layer.valid_rs:
@@ -195,29 +178,6 @@ def test_an_activation_finds_tutels_names_on_the_experts():
 
     build(experts={**FFN, "activation_fn_with_self": activation, "output_dim": 3})
     assert seen == [[D, H, H, 3, E, 1]]
-
-
-def test_numbers_for_booleans():
-    gate, ffn = {**TOP, "capacity_factor": 0.5}, {**FFN, "output_dim": 3}
-    names = ("is_postscore", "batch_prioritized_routing", "normalize_gate", "is_gshard_loss")
-    x = tokens(T)
-    for on in (True, False):
-        options = dict.fromkeys(names[:3], on) | {"use_2dh": False, "is_gshard_loss": True}
-        gates, experts = {**gate, "fp32_gate": on}, {**ffn, "has_fc1_bias": on}
-        layer = build(gates, experts, **options)
-        as_numbers = build(
-            {**gates, "fp32_gate": int(on)},
-            {**experts, "has_fc1_bias": int(on)},
-            **{name: int(value) for name, value in options.items()},
-        )
-        assert torch.equal(layer(x), as_numbers(x, inequivalent_tokens=0))
-
-
-def test_pad_samples_has_no_effect(caplog):
-    arguments.log_no_effect.cache_clear()
-    with caplog.at_level(logging.WARNING):
-        assert torch.equal(build(pad_samples=False)(tokens(T)), build()(tokens(T)))
-    assert "pad_samples is False, which has no effect" in caplog.text
 
 
 def test_our_capacity_and_where_tutels_is_another():
@@ -302,6 +262,7 @@ def test_the_loss_hangs_on_y_alone():
 
 NO_EFFECT = [
     ({"use_2dh": True}, {}),  # on one node
+    ({"pad_samples": False}, {}),
     ({}, {"inequivalent_tokens": True}),
     ({}, {"megablocks_size": 128}),
 ]

@@ -1,9 +1,4 @@
-"""`fairseq_tutel.moe_layer` in process groups: outputs and gradients of one process with all experts.
-
-Covered: a group of 2 in 4 ranks, which exchanges tokens within itself alone; uneven tokens, none, and
-experts that get none; ffn, another output dimension, custom modules; one expert over several ranks, in
-all ranks and in a group, with a seed that differs by rank.
-"""
+"""`fairseq_tutel.moe_layer` in process groups: outputs and gradients of one process with all experts."""
 
 import functools
 from dataclasses import dataclass
@@ -12,21 +7,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from tutel_case import OwnExperts, alone
 
 import fairseq_tutel as ft
 from fairseq_tutel.comm.gradients import is_expert, reduce_expert_gradients
 
 D = 6
 TOKENS = (9, 0, 7, 4)  # by rank
-
-
-class OwnExperts(nn.Module):
-    def __init__(self, model_dim, num_experts_per_device, sharded_count):
-        super().__init__()
-        self.W = nn.Parameter(torch.randn(num_experts_per_device, model_dim, model_dim))
-
-    def forward(self, x, ctx):
-        return torch.tanh(x @ self.W)
 
 
 FFN = {"type": "ffn", "hidden_size_per_expert": 8}
@@ -55,12 +42,6 @@ def group_of(ranks: tuple[int, ...]) -> dist.ProcessGroup:
     others = tuple(r for r in range(dist.get_world_size()) if r not in ranks)
     groups = [dist.new_group(part) for part in (ranks, others) if part]
     return groups[0 if dist.get_rank() in ranks else 1]
-
-
-@functools.cache
-def alone() -> dist.ProcessGroup:
-    """Return the group of this rank by itself."""
-    return [dist.new_group([r]) for r in range(dist.get_world_size())][dist.get_rank()]
 
 
 def build(case: Case, group, per_device: float, seed: int):

@@ -1,31 +1,13 @@
-"""`fairseq_tutel.moe_layer`, Tutel's constructor: gates and experts against loops.
-
-Covered: k, capacity, weights, order and losses; gates top, cosine_top, custom, several, the string form;
-experts ffn and its options, llama_ffn, custom modules. The dicts are left as they were (`build` compares).
-"""
+"""`fairseq_tutel.moe_layer`, Tutel's constructor: gates and experts against loops."""
 
 import copy
-import logging
 
 import pytest
 import torch
 import torch.nn.functional as F
 from compare import close
 from torch import nn
-from tutel_case import (
-    FFN,
-    TOP,
-    D,
-    E,
-    H,
-    OwnGate,
-    T,
-    build,
-    custom,
-    equals_loop,
-    linear_expert,
-    tokens,
-)
+from tutel_case import FFN, TOP, D, E, H, OwnGate, T, build, custom, equals_loop, linear_expert, tokens
 
 from fairseq_tutel.moe.experts import Experts
 
@@ -41,20 +23,10 @@ def test_k_and_capacity_factor(top_k, factor):
 def test_tutels_defaults():
     layer = build({"type": "top"}, {"type": "ffn", "hidden_size_per_expert": H})
     (config,) = layer.moe.gate_configs
-    assert (config.top_k, config.capacity_factor, config.gate_fp32, config.gate_noise) == (
-        1,
-        1.0,
-        False,
-        0,
-    )
+    assert (config.top_k, config.capacity_factor, config.gate_fp32, config.gate_noise) == (1, 1.0, False, 0)
     assert layer.num_global_experts == 1
     assert type(layer.experts) is Experts
-    assert set(layer.experts.expert_parameters()) == {
-        "fc1_weight",
-        "fc1_bias",
-        "fc2_weight",
-        "fc2_bias",
-    }
+    assert set(layer.experts.expert_parameters()) == {"fc1_weight", "fc1_bias", "fc2_weight", "fc2_bias"}
 
 
 def test_a_k_above_the_experts_is_taken_for_all_of_them():
@@ -157,20 +129,7 @@ def test_a_custom_gate():
 
 def test_a_custom_gate_that_gives_another_shape_is_refused():
     with pytest.raises(ValueError, match=r"gave logits of shape \(11, 1\) for 11 tokens and 4 experts"):
-        build(
-            {
-                "type": "custom",
-                "module": lambda model_dim, num_global_experts: nn.Linear(model_dim, 1),
-            }
-        )
-
-
-def test_the_deprecated_string_form(caplog):
-    with caplog.at_level(logging.WARNING):
-        old = build("Top3Gate")
-    assert "deprecated" in caplog.text
-    new = build({"type": "top", "k": 3})
-    assert torch.equal(old(tokens(T)), new(tokens(T)))
+        build({"type": "custom", "module": lambda model_dim, num_global_experts: nn.Linear(model_dim, 1)})
 
 
 @pytest.mark.parametrize(
@@ -180,11 +139,8 @@ def test_the_deprecated_string_form(caplog):
         ({"activation_fn": None}, F.relu),
         ({"activation_fn": lambda x: F.gelu(x) ** 2}, lambda x: F.gelu(x) ** 2),
         ({"activation_fn": F.relu_}, F.relu),
-        (
-            {"activation_fn_with_self": lambda x, own: torch.tanh(x) * own.num_local},
-            lambda x: 4 * x.tanh(),
-        ),
-        ({"has_fc1_bias": False}, F.relu),
+        ({"activation_fn_with_self": lambda x, own: torch.tanh(x) * own.num_local}, lambda x: 4 * x.tanh()),
+        ({"has_fc1_bias": 0}, F.relu),
         ({"has_fc2_bias": False}, F.relu),
         ({"has_fc1_bias": False, "has_fc2_bias": False}, F.relu),
         ({"output_dim": 3}, F.relu),
@@ -200,10 +156,7 @@ def test_the_options_of_ffn(options, activation):
             assert (f"{name}_bias" in own) == options.get(f"has_{name}_bias", True)
             assert all(p.abs().sum() > 0 and p.isfinite().all() for p in own.values())
         equals_loop(
-            layer,
-            2,
-            expert=lambda *a: linear_expert(*a, activation),
-            prescore="is_postscore" in more,
+            layer, 2, expert=lambda *a: linear_expert(*a, activation), prescore="is_postscore" in more
         )
         shape = layer(tokens(2, 3)).shape
         assert shape == (2, 3, options.get("output_dim", D))
@@ -236,12 +189,7 @@ def test_custom_experts(out):
     (module,) = layer.experts._module
     shape, ctx = module.seen[0]
     assert shape[0] == E and shape[2] == D
-    assert (ctx.num_global_experts, ctx.num_local_experts, ctx.sharded_count, ctx.model_dim) == (
-        E,
-        E,
-        1,
-        D,
-    )
+    assert (ctx.num_global_experts, ctx.num_local_experts, ctx.sharded_count, ctx.model_dim) == (E, E, 1, D)
     assert int(layer.experts.calls) == len(module.seen)
     layer.eval()(tokens(T))
     assert not module.training

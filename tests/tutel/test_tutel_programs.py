@@ -1,12 +1,7 @@
-"""Programs as Tutel's users write them, on `fairseq_tutel.moe_layer`, on one rank and on two.
+"""Programs as Tutel's users write them, on `fairseq_tutel.moe_layer`, on one rank and on two."""
 
-Covered: its example's loop, which reduces all but `skip_allreduce`; an optimizer that knows experts by
-`_tutel_expert`, against one process; a file of each rank by {rank}-of-{size}, whose training goes on, and
-what is not this rank's file; custom experts that cut themselves by `sharded_count`; Tutel's capacity.
-"""
-
+import contextlib
 import copy
-import functools
 import logging
 
 import pytest
@@ -14,30 +9,11 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from tutel_case import OwnExperts, alone
 
 import fairseq_tutel as ft
 
 D, BATCH, TIME = 6, 4, 5
-
-
-class OwnExperts(nn.Module):
-    """Cuts its matrix by `sharded_count`, as Tutel's example of sharded custom experts does."""
-
-    def __init__(self, model_dim, num_experts_per_device, sharded_count):
-        super().__init__()
-        self.sharded_count = sharded_count
-        self.W = nn.Parameter(torch.randn(num_experts_per_device, model_dim, model_dim // sharded_count))
-
-    def forward(self, x, ctx):
-        assert self.sharded_count == ctx.sharded_count == 1, "to be gathered by the module itself"
-        return torch.tanh(x @ self.W)
-
-
-class OlderExperts(OwnExperts):
-    """With the name that the argument had before."""
-
-    def __init__(self, model_dim, local_experts, sharded_count):
-        super().__init__(model_dim, local_experts, sharded_count)
 
 
 FFN = {"type": "ffn", "hidden_size_per_expert": 8, "activation_fn": lambda x: F.relu(x)}
@@ -46,17 +22,12 @@ KINDS = {
     "one expert a rank": {**FFN, "num_experts_per_device": 1},
     "one expert on all ranks": {**FFN, "num_experts_per_device": -2},
     "custom": {"type": "custom", "module": OwnExperts, "num_experts_per_device": 2},
-    "whole custom": {"type": "custom", "module": OlderExperts, "num_experts_per_device": -2},
+    "whole custom": {"type": "custom", "module": OwnExperts, "num_experts_per_device": -2},
 }
 
 
 def world_and_rank() -> tuple[int, int]:
     return (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
-
-
-@functools.cache  # groups outlive a test, as the ranks do
-def alone():
-    return [dist.new_group([r]) for r in range(dist.get_world_size())][dist.get_rank()]
 
 
 class Example(nn.Module):
@@ -147,11 +118,7 @@ def test_the_example_run_twice_goes_on_where_it_stopped(ranks, tmp_path, kind):
     pattern = str(tmp_path / "{rank}-of-{size}.ckpt")
     ranks(2).run(twice, kind, pattern)
     twice(kind, pattern)
-    assert sorted(path.name for path in tmp_path.iterdir()) == [
-        "0-of-1.ckpt",
-        "0-of-2.ckpt",
-        "1-of-2.ckpt",
-    ]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["0-of-1.ckpt", "0-of-2.ckpt", "1-of-2.ckpt"]
 
 
 def refused(kind: str, pattern: str, path: str) -> str:
@@ -173,10 +140,7 @@ def refused(kind: str, pattern: str, path: str) -> str:
     ("kind", "held"),
     [
         ("ffn", ("experts 0 to 1 of 4", "experts 2 to 3 of 4")),
-        (
-            "one expert on all ranks",
-            ("expert 0 of 1 in slice 0 of 2", "expert 0 of 1 in slice 1 of 2"),
-        ),
+        ("one expert on all ranks", ("expert 0 of 1 in slice 0 of 2", "expert 0 of 1 in slice 1 of 2")),
     ],
 )
 def test_another_ranks_file_is_refused(ranks, tmp_path, kind, held):
@@ -206,6 +170,17 @@ def test_each_rank_takes_its_part_of_a_file_that_one_process_saved(ranks, tmp_pa
     assert torch.equal(torch.cat(parts), one.model.moe.experts.fc1_weight)
 
 
+@contextlib.contextmanager
+def logged():
+    """Yield the list of messages that are logged in the context."""
+    records: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())
+    logging.getLogger("fairseq_tutel").addHandler(handler)
+    yield records
+    logging.getLogger("fairseq_tutel").removeHandler(handler)
+
+
 def other_forms(kind: str) -> list[str]:
     """Load a part that does not name its experts, and all experts; return what was logged."""
     program = Program(kind)
@@ -215,17 +190,13 @@ def other_forms(kind: str) -> list[str]:
     dist.all_gather_object(parts, dict(state))
     experts = [name for name in state if ".experts." in name]
     whole = {**state, **{name: torch.cat([part[name] for part in parts]) for name in experts}}
-    records: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: records.append(record.getMessage())
-    logging.getLogger("fairseq_tutel").addHandler(handler)
-    for form in (dict(state), whole):
-        with torch.no_grad():
-            for p in program.model.parameters():
-                p.zero_()
-        program.model.load_state_dict(form)
-        assert all(map(torch.equal, expected, program.model.parameters()))
-    logging.getLogger("fairseq_tutel").removeHandler(handler)
+    with logged() as records:
+        for form in (dict(state), whole):
+            with torch.no_grad():
+                for p in program.model.parameters():
+                    p.zero_()
+            program.model.load_state_dict(form)
+            assert all(map(torch.equal, expected, program.model.parameters()))
     return records
 
 
@@ -289,12 +260,8 @@ def test_an_optimizer_that_knows_experts_by_tutels_mark_trains_as_one_process(ra
 
 
 def assignments(kind: str, per_device: float) -> list[str]:
-    records: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: records.append(record.getMessage())
-    logging.getLogger("fairseq_tutel").addHandler(handler)
-    Example({**KINDS[kind], "num_experts_per_device": per_device}, 0)
-    logging.getLogger("fairseq_tutel").removeHandler(handler)
+    with logged() as records:
+        Example({**KINDS[kind], "num_experts_per_device": per_device}, 0)
     return records
 
 
@@ -318,8 +285,5 @@ def kept_rows(together: bool, per_device: int) -> int:
 def test_tutels_capacity_goes_by_the_ranks(ranks):
     assert ranks(2).run(kept_rows, False, 1) == [2, 1]  # int(0.5 * 10 / 2), and of 4 tokens
     assert ranks(2).run(kept_rows, True, 1) == [2, 2]
-    assert ranks(2).run(kept_rows, False, -2) == [
-        6,
-        2,
-    ]  # one expert: 5 and 2, up to a multiple of 2
+    assert ranks(2).run(kept_rows, False, -2) == [6, 2]  # one expert: 5 and 2, up to a multiple of 2
     assert ranks(2).run(kept_rows, True, -2) == [6, 4]

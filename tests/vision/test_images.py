@@ -1,8 +1,4 @@
-"""Images in files: what is read, how it is brought into shape, and what refuses what cannot be.
-
-Covered: folders and arrays hold the same; grey, colours, palette, alpha, CMYK, 16 bits; files that are cut
-off, empty, none, a bomb; sizes, against Pillow's bilinear; normalisation; classes by name; sentences.
-"""
+"""Images in files: what is read, how it is brought into shape, and what refuses what cannot be."""
 
 import os
 
@@ -11,7 +7,6 @@ import pytest
 import torch
 from PIL import Image
 
-from fairseq_tutel.vision.image_options import ImageConfig
 from fairseq_tutel.vision.images import (
     UnreadableImageError,
     classes_of,
@@ -21,6 +16,7 @@ from fairseq_tutel.vision.images import (
     normalisation,
     open_images,
 )
+from fairseq_tutel.vision.options import ImageConfig
 
 RAMP = np.arange(48, dtype=np.uint8).reshape(6, 8) * 5
 
@@ -104,12 +100,7 @@ def test_every_mode_becomes_what_is_asked_for(tmp_path):
 @pytest.mark.filterwarnings("ignore:Image size")
 def test_a_broken_image_is_named_with_its_reason(tmp_path, monkeypatch):
     whole = png(Image.effect_noise((64, 64), 50))
-    broken = {
-        "cut": whole[: len(whole) // 2],
-        "empty": b"",
-        "text": b"no image",
-        "torn": whole[:30],
-    }
+    broken = {"cut": whole[: len(whole) // 2], "empty": b"", "text": b"no image", "torn": whole[:30]}
     data = folder_of(tmp_path, {f"a/{name}.png": content for name, content in broken.items()})
     large = {"a/huge.png": Image.new("L", (90, 90)), "a/long.png": Image.new("L", (1, 300))}
     folder_of(tmp_path, large)

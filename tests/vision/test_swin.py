@@ -1,9 +1,4 @@
-"""Swin V2's parts in float64.
-
-Covered: attention, windows, shifts, empty places and both forms against a loop over all pairs of tokens,
-with every gradient; merging and patches; a tiny model against finite differences; drop path; members of one
-shape at once.
-"""
+"""Swin V2's parts in float64, against a loop over all pairs of tokens and finite differences."""
 
 import math
 from dataclasses import replace
@@ -16,11 +11,9 @@ from compare import same_function
 from torch import nn
 from torch.func import functional_call
 
-from fairseq_tutel.vision.attention import WindowAttention
-from fairseq_tutel.vision.blocks import Block, PatchEmbedding, PatchMerging
+from fairseq_tutel.vision.attention import WindowAttention, _offsets
 from fairseq_tutel.vision.options import SwinConfig
-from fairseq_tutel.vision.position_bias import _offsets
-from fairseq_tutel.vision.swin_v2 import SwinV2
+from fairseq_tutel.vision.swin_v2 import Block, PatchEmbedding, PatchMerging, SwinV2
 from fairseq_tutel.vision.windows import windows_of
 
 CPU = torch.device("cpu")
@@ -92,13 +85,7 @@ def attention_by_pairs(attn, x, window, shifted):
 @pytest.mark.parametrize("form", ["v2", "moe"])
 @pytest.mark.parametrize(
     ("size", "window", "shifted"),
-    [
-        ((4, 4), 2, True),
-        ((4, 4), 4, True),
-        ((5, 7), 3, False),
-        ((5, 7), 3, True),
-        ((2, 5), 4, True),
-    ],
+    [((4, 4), 2, True), ((4, 4), 4, True), ((5, 7), 3, False), ((5, 7), 3, True), ((2, 5), 4, True)],
 )
 def test_attention_is_that_of_all_pairs_in_a_window(form, size, window, shifted):
     attn = drawn(WindowAttention(8, 2, form))

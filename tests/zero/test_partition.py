@@ -5,9 +5,8 @@ import torch
 from torch import nn
 from uneven import some_parameters
 
-from fairseq_tutel.planning.memory import partition_length
 from fairseq_tutel.ranks.groups import Topology
-from fairseq_tutel.zero.partition import Share, own_elements, partitions_of
+from fairseq_tutel.zero.partition import Share, own_elements, partition_length, partitions_of
 
 
 @pytest.mark.parametrize("numel", [0, 1, 3, 4, 5, 8, 9])

@@ -1,8 +1,4 @@
-"""Gradients on their way to their owners: every stage, order and number of backwards.
-
-Covered: averages and norms, whatever parameters a rank did not use; NaN on one rank; an optimizer built
-anew; a gradient that comes in parts.
-"""
+"""Gradients on their way to their owners: every stage, order and number of backwards."""
 
 import math
 

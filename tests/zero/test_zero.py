@@ -1,10 +1,4 @@
-"""ZeRO and offload in the core: partitions train as whole parameters do, and hold the bytes of the formula.
-
-Covered: fp64 trainings of experts and dense layers against one rank, stages 0 to 2, with and without
-offload, experts over all ranks, with replicas, on each, in slices; collectives by plans; gradients
-scaled in fp16, fp32 masters of bf16; counts that an optimizer keeps for all; state whole, cut, and read
-from a file of any run; bytes of weights, gradients and state.
-"""
+"""ZeRO and offload in the core: partitions train as whole parameters do, in the bytes of the formula."""
 
 import dataclasses
 import functools
@@ -14,26 +8,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from training import (
-    CLIP_NORM,
-    OPTIMIZERS,
-    Model,
-    Training,
-    backward_update,
-    outcome,
-    place_in_world,
-    train,
-)
+from training import CLIP_NORM, OPTIMIZERS, Model, Training, backward_update, outcome, place_in_world, train
 from uneven import backward, gradient_of, some_parameters
 
 from fairseq_tutel import make_topology
-from fairseq_tutel.comm.gradients import (
-    mark_expert,
-    reduce_dense_gradients,
-    reduce_expert_gradients,
-)
+from fairseq_tutel.comm.gradients import mark_expert, reduce_dense_gradients, reduce_expert_gradients
 from fairseq_tutel.moe.balance import update_biases
-from fairseq_tutel.planning.memory import Held, held_bytes
+from fairseq_tutel.planning.cost import Held, held_bytes
 from fairseq_tutel.ranks.groups import Topology
 from fairseq_tutel.zero.state import MASTER, ZeroState
 

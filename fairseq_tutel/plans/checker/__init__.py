@@ -1,26 +1,22 @@
 """The checker: proves that a plan ends, has no races and gives its collective's result.
 
-The checks, in order: `shape`, `order` (deadlocks), `races`, `data`, `lengths`. A plan that passes gives its
-result in each interleaving of its lanes and transfers, for any sizes and any number of calls in a row. An
-all_reduce gives the same bits on all ranks. The `Report` predicts its time.
+The checks, in order: `shape`, `order` (deadlocks), `races`, `data`. A plan that passes gives its result in
+each interleaving of its lanes and transfers, for any sizes and any number of calls in a row. An all_reduce
+gives the same bits on all ranks. The `Report` predicts its time.
 """
 
-from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
 
-from fairseq_tutel.planning.traffic import Load
+from fairseq_tutel.planning.links import Load
 from fairseq_tutel.plans.checker.data import check_data
-from fairseq_tutel.plans.checker.lengths import kinds_of
-from fairseq_tutel.plans.checker.order import Order, order_of
+from fairseq_tutel.plans.checker.order import Order
 from fairseq_tutel.plans.checker.races import check_races
 from fairseq_tutel.plans.checker.shape import check_shape
 from fairseq_tutel.plans.format import Plan, PlanError
 
 __all__ = ["PlanError", "Report", "check"]
-
-Link = tuple[int, int]
 
 
 @dataclass(frozen=True)
@@ -41,28 +37,21 @@ class Report:
     @property
     def bytes_of_link(self) -> Load:
         """By (source, target), the bytes of all rounds as a fraction of a rank's `in`."""
-        total: dict[Link, Fraction] = defaultdict(Fraction)
-        for load in self.loads:
-            for link, part in load.items():
-                total[link] += part
-        return total
+        links = {link for load in self.loads for link in load}
+        return {link: sum(load.get(link, 0) for load in self.loads) for link in links}
 
-    def predicted(self, size: int, alpha: float, seconds_per_byte: float | Mapping[Link, float]) -> float:
+    def predicted(
+        self, size: int, alpha: float, seconds_per_byte: Callable[[tuple[int, int]], float]
+    ) -> float:
         """Return the predicted seconds: an alpha for each hop, and the slowest link of each round.
 
         Args:
-            size: bytes of a rank's `in`, of a broadcast the root's.
+            size: bytes of a rank's `in`.
             alpha: seconds of a hop.
-            seconds_per_byte: of all links, or by (source, target).
+            seconds_per_byte: of the link (source, target).
         """
-
-        def slowness(link: Link) -> float:
-            if isinstance(seconds_per_byte, Mapping):
-                return seconds_per_byte[link]
-            return seconds_per_byte
-
         slowest = (
-            max(float(part) * size * slowness(link) for link, part in load.items())
+            max(float(part) * size * seconds_per_byte(link) for link, part in load.items())
             for load in self.loads
             if load
         )
@@ -81,16 +70,15 @@ def check(plan: Plan, is_proved: bool = False) -> Report:
             rank, lane and step.
     """
     check_shape(plan)
-    order = order_of(plan)
+    order = Order(plan)
     if not is_proved:
         check_races(plan, order)
         check_data(plan, order)
-        kinds_of(plan, order)
     return Report(len(order.steps), order.depth, tuple(_loads(plan, order)))
 
 
-def _loads(plan: Plan, order: Order) -> list[dict[Link, Fraction]]:
-    loads: list[dict[Link, Fraction]] = []
+def _loads(plan: Plan, order: Order) -> list[dict[tuple[int, int], Fraction]]:
+    loads: list[dict[tuple[int, int], Fraction]] = []
     for step, level in zip(order.steps, order.rounds, strict=True):
         if step.op == "put" and step.channel is not None and step.n is not None:
             loads += [{} for _ in range(level + 1 - len(loads))]

@@ -1,110 +1,142 @@
-"""Check of data: refuses plans with another result than their collective's, by symbolic execution.
+"""Check of data: refuses wrong results and chunks of a wrong length, by symbolic execution.
 
 Each chunk of `in` is a leaf, and a sum is the list of its terms. Equal expressions have the same number, so
 sums of floats are compared bit for bit: the same terms in the same order and brackets. The first two terms
-may be exchanged, since a + b = b + a for floats, too.
+may be exchanged, since a + b = b + a for floats, too. Any order of steps gives the same reads, since the
+plan has passed `check_races`.
 
-Any order of steps gives the same reads, since the plan has passed `check_races`.
+The number of chunks need not divide a shard, and each block of an all_to_all has its own size. So the
+length of a chunk depends on its kind. A place of `out` has the length of its final chunk, and a chunk of
+another kind does not fit there. A slot of `tmp` is as long as its longest chunk.
 """
 
-from dataclasses import dataclass, field
-from typing import NoReturn
+from collections.abc import Sequence
+from typing import NamedTuple, NoReturn
 
 from fairseq_tutel.plans.checker.order import Order
-from fairseq_tutel.plans.checker.shape import size_on
-from fairseq_tutel.plans.format import Place, Plan, PlanError
+from fairseq_tutel.plans.format import REDUCING, Place, Plan, PlanError
 
 
-@dataclass
-class Expressions:
-    """Numbered expressions.
+class Kind(NamedTuple):
+    """All that a chunk's length depends on: its index, and its block's source and target.
 
-    Attributes:
-        meanings: by number, the chunk of `in` and, as bits, the ranks whose chunks are summed.
-        numbers: by the numbers of the terms, or by the leaf.
+    Source and target are -1 if all shards have the same length.
     """
 
-    meanings: list[tuple[int, int]] = field(default_factory=list)
-    numbers: dict[tuple[int | str, ...], int] = field(default_factory=dict)
-
-    def leaf(self, rank: int, chunk: int) -> int:
-        """Return the number of a rank's chunk of `in`."""
-        return self._number(("in", rank, chunk), (chunk, 1 << rank))
-
-    def sum(self, terms: list[int]) -> int:
-        """Return the number of the sum of terms in this order; a ValueError ends a sentence."""
-        chunk, ranks = self.meanings[terms[0]]
-        for term in terms[1:]:
-            other, more = self.meanings[term]
-            if other != chunk:
-                raise ValueError(f"adds in[{other}] to in[{chunk}]")
-            if ranks & more:
-                raise ValueError(f"adds in[{chunk}] of {_ranks(ranks & more)} twice")
-            ranks |= more
-        return self._number((*sorted(terms[:2]), *terms[2:]), (chunk, ranks))
-
-    def _number(self, key: tuple[int | str, ...], meaning: tuple[int, int]) -> int:
-        number = self.numbers.setdefault(key, len(self.meanings))
-        if number == len(self.meanings):
-            self.meanings.append(meaning)
-        return number
+    source: int
+    target: int
+    chunk: int
 
 
-def check_data(plan: Plan, order: Order) -> None:
-    """Refuse undefined reads, contributions that count twice, and wrong results by a `PlanError`."""
-    known = Expressions()
-    # By rank and buffer: for each chunk its expression and the step that wrote it, for `in` -1.
-    held: dict[tuple[int, str], list[tuple[int, int] | None]] = {}
+class _Value(NamedTuple):
+    """An expression: its number, its chunk of `in` and, as bits, the ranks whose chunks are summed."""
+
+    number: int
+    chunk: int
+    ranks: int
+
+
+Numbers = dict[tuple[int | str, ...], int]
+# By rank and buffer: for each chunk its value and the step that wrote it, for `in` -1.
+Held = dict[tuple[int, str], list[tuple[_Value, int] | None]]
+
+
+def kind_of(plan: Plan, rank: int, place: Place) -> Kind:
+    """Return the kind of a place of a rank's `in` or `out`."""
+    other, chunk = divmod(place.chunk, plan.chunks)
+    if plan.collective != "all_to_all":
+        return Kind(-1, -1, chunk)
+    return Kind(rank, other, chunk) if place.buffer == "in" else Kind(other, rank, chunk)
+
+
+def check_data(plan: Plan, order: Order) -> dict[int, tuple[Kind, ...]]:
+    """Return the kinds of the chunks that each put, copy and reduce moves, by step number.
+
+    Raises:
+        PlanError: undefined reads, contributions that count twice, wrong results, or mixed lengths.
+    """
+    numbers: Numbers = {}
+    held: Held = {}
     for rank in range(plan.ranks):
-        for buffer in ("out", "tmp"):
-            held[rank, buffer] = [None] * size_on(plan, rank, buffer)
-        own = range(size_on(plan, rank, "in"))
-        held[rank, "in"] = [(known.leaf(rank, chunk), -1) for chunk in own]
+        held[rank, "in"] = [(_leaf(numbers, rank, chunk), -1) for chunk in range(plan.in_chunks)]
+        held[rank, "out"] = [None] * plan.out_chunks
+        held[rank, "tmp"] = [None] * plan.temporary
+    kinds: dict[int, tuple[Kind, ...]] = {}
+    mixed = ""
     for number in order.run:
-        step, rank = order.steps[number], order.ranks[number]
+        step, rank = order.steps[number], order.sites[number][0]
         if step.dst is None or step.n is None:
             continue
-        target = plan.target_of(rank, step)
         columns = []
-        for place in step.src:
-            cells = held[rank, place.buffer][place.chunk : place.chunk + step.n]
+        for buffer, first in step.src:
+            cells = held[rank, buffer][first : first + step.n]
             if None in cells:
-                where = Place(place.buffer, place.chunk + cells.index(None))
-                what = f"reads {where.buffer}[{where.chunk}], which holds nothing"
+                what = f"reads {buffer}[{first + cells.index(None)}], which holds nothing"
                 _refuse(plan, f"{order.name(number)} {what}")
             columns.append([cell[0] for cell in cells if cell])
         try:
-            values = [
-                terms[0] if step.op != "reduce" else known.sum(list(terms))
-                for terms in zip(*columns, strict=True)
-            ]
+            values = [_sum(numbers, terms) for terms in zip(*columns, strict=True)]
         except ValueError as error:
             _refuse(plan, f"{order.name(number)} {error}")
-        first = step.dst.chunk
-        held[target, step.dst.buffer][first : first + step.n] = [(value, number) for value in values]
-    _check_results(plan, order, known, {rank: held[rank, "out"] for rank in range(plan.ranks)})
+        target, (buffer, first) = plan.target_of(rank, step), step.dst
+        held[target, buffer][first : first + step.n] = [(value, number) for value in values]
+        kinds[number] = tuple(_kind_of_value(plan, value) for value in values)
+        if step.op == "reduce" and plan.collective not in REDUCING:
+            mixed = mixed or f"{order.name(number)} adds chunks of different lengths"
+        if buffer == "out" and not mixed:
+            for chunk, kind in enumerate(kinds[number], first):
+                if kind_of(plan, target, Place(buffer, chunk)) != kind:
+                    where = f"out[{chunk}] of rank {target}"
+                    mixed = f"{order.name(number)} writes a chunk of another length to {where}"
+    _check_results(plan, order, held)
+    if mixed:
+        text = "which fails for sizes that the number of chunks does not divide; keep it in tmp instead"
+        raise PlanError(f"Plan {plan.name!r} mixes lengths: {mixed}, {text}.")
+    return kinds
 
 
-def _check_results(
-    plan: Plan,
-    order: Order,
-    known: Expressions,
-    results: dict[int, list[tuple[int, int] | None]],
-) -> None:
+def _leaf(numbers: Numbers, rank: int, chunk: int) -> _Value:
+    return _Value(numbers.setdefault(("in", rank, chunk), len(numbers)), chunk, 1 << rank)
+
+
+def _sum(numbers: Numbers, terms: Sequence[_Value]) -> _Value:
+    """Return the sum of terms in this order; a ValueError ends a sentence."""
+    first, *others = terms
+    if not others:
+        return first
+    ranks = first.ranks
+    for term in others:
+        if term.chunk != first.chunk:
+            raise ValueError(f"adds in[{term.chunk}] to in[{first.chunk}]")
+        if ranks & term.ranks:
+            raise ValueError(f"adds in[{first.chunk}] of {_ranks(ranks & term.ranks)} twice")
+        ranks |= term.ranks
+    each = [term.number for term in terms]
+    key = (*sorted(each[:2]), *each[2:])
+    return _Value(numbers.setdefault(key, len(numbers)), first.chunk, ranks)
+
+
+def _kind_of_value(plan: Plan, value: _Value) -> Kind:
+    block, chunk = divmod(value.chunk, plan.chunks)
+    if plan.collective != "all_to_all":
+        return Kind(-1, -1, chunk)
+    return Kind(value.ranks.bit_length() - 1, block, chunk)
+
+
+def _check_results(plan: Plan, order: Order, held: Held) -> None:
     """Refuse an `out` with another content than the collective's."""
-    for rank, cells in results.items():
-        for chunk, cell in enumerate(cells):
+    for rank in range(plan.ranks):
+        for chunk, cell in enumerate(held[rank, "out"]):
             wanted = _wanted(plan, rank, chunk)
             where = f"out[{chunk}] of rank {rank}"
             if cell is None:
                 end = f"rank {rank}, lane 0, at the end"
                 _refuse(plan, f"{end}: {where} holds nothing, not {_text(*wanted)}")
             value, writer = cell
-            meaning = known.meanings[value]
-            if meaning != wanted:
-                text = f"leaves {_text(*meaning)} in {where}, not {_text(*wanted)}"
+            if value[1:] != wanted:
+                text = f"leaves {_text(*value[1:])} in {where}, not {_text(*wanted)}"
                 _refuse(plan, f"{order.name(writer)} {text}")
-            first = results[0][chunk] if plan.collective == "all_reduce" else cell
+            first = held[0, "out"][chunk] if plan.collective == "all_reduce" else cell
             if first and first[0] != value:
                 text = f"adds up {where} in another order than out[{chunk}] of rank 0"
                 _refuse(plan, f"{order.name(writer)} {text} is, so that their bits may differ")
@@ -121,8 +153,6 @@ def _wanted(plan: Plan, rank: int, chunk: int) -> tuple[int, int]:
             return rank * plan.chunks + offset, 1 << other
         case "reduce_scatter":
             return rank * plan.chunks + chunk, everyone
-        case "broadcast":
-            return chunk, 1 << (plan.root or 0)
     return chunk, everyone
 
 

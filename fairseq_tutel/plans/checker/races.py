@@ -20,7 +20,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fairseq_tutel.plans.checker.order import Order
-from fairseq_tutel.plans.checker.shape import size_on
 from fairseq_tutel.plans.format import Plan, PlanError
 
 # The calls in which a buffer is the same one; a further call adds nothing.
@@ -114,12 +113,12 @@ def _accesses(plan: Plan, order: Order) -> Iterator[tuple[int, str, int, int, bo
             access = Access(((own[0], counts[own[0]]),), None, call)
             for buffer in ("in", "out"):
                 if call in CALLS[buffer]:
-                    yield rank, buffer, 0, size_on(plan, rank, buffer), True, access, begun
+                    yield rank, buffer, 0, plan.size_of(buffer), True, access, begun
             for lane in own:
                 known[lane] = joined
         sent: dict[int, Clock] = {}  # by signal or post, the clock after it
         for number in order.run:
-            step, rank, lane = order.steps[number], order.ranks[number], order.lanes[number]
+            step, rank, lane = order.steps[number], order.sites[number][0], order.lanes[number]
             if number in order.cause:
                 clock = Clock(lane, counts[lane], known[lane])
                 known[lane] = clock.joined(sent.pop(order.cause[number]))

@@ -32,12 +32,6 @@ def site(rank: int, lane: int, index: int) -> str:
     return f"rank {rank}, lane {lane}, step {index}"
 
 
-def size_on(plan: Plan, rank: int, buffer: str) -> int:
-    """Return a buffer's chunks on one rank; some buffers exist on the root alone."""
-    nowhere = {"broadcast": "in", "reduce": "out"}.get(plan.collective)
-    return 0 if buffer == nowhere and rank != plan.root else plan.size_of(buffer)
-
-
 def check_shape(plan: Plan) -> None:
     """Refuse a malformed plan by a `PlanError` with the field, or rank, lane and step."""
     _check_head(plan)
@@ -57,11 +51,6 @@ def _check_head(plan: Plan) -> None:
     cells = plan.ranks * sum(map(plan.size_of, BUFFERS))
     if cells > MOST:
         _refuse(plan, f"its ranks' buffers have {cells} chunks, more than {MOST}")
-    if plan.collective in ("broadcast", "reduce"):
-        if plan.root is None or not 0 <= plan.root < plan.ranks:
-            _refuse(plan, f"its root is {plan.root}, none of its {plan.ranks} ranks")
-    elif plan.root is not None:
-        _refuse(plan, f"it has the root {plan.root}, but {plan.collective} has none")
     if plan.max_bytes is not None and plan.max_bytes < plan.min_bytes:
         _refuse(plan, f"it is meant for {plan.min_bytes} to {plan.max_bytes} bytes, so for none")
     for index, channel in enumerate(plan.channels):
@@ -99,7 +88,7 @@ def _wrong_in(plan: Plan, rank: int, step: Step) -> Iterator[str]:
         yield f"reads {sources} places"
         return
     for owner, place in [*((rank, each) for each in step.src), (target, step.dst)]:
-        size = size_on(plan, owner, place.buffer)
+        size = plan.size_of(place.buffer)
         if place.chunk < 0 or place.chunk + step.n > size:
             yield f"goes beyond the {size} chunks of {place.buffer} on rank {owner}"
     if step.dst.buffer == "in":

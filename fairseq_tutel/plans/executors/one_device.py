@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fairseq_tutel import kernels
 from fairseq_tutel.kernels.reference_plan import COLUMNS, MOVE, SIGNAL, SPINS, WAIT, PlanTable
-from fairseq_tutel.plans.checker.order import Order, order_of
+from fairseq_tutel.plans.checker.order import Order
 from fairseq_tutel.plans.executors.layout import Layout, Sizes, walk
 from fairseq_tutel.plans.format import Plan
 
@@ -32,8 +32,8 @@ class OnOneDevice:
     def __init__(self, plan: Plan, sizes: Sizes, device: torch.device, backend: str = "auto") -> None:
         self.plan = plan
         self._is_triton = kernels.backend_for(backend, device)[0] == "triton"
-        layout, order = Layout(walk(plan), sizes), order_of(plan)
-        self.sizes = [layout.size(r, b) for b in ("in", "out") for r in range(plan.ranks)]
+        layout, order = Layout(walk(plan), sizes), Order(plan)
+        self.sizes = [layout.starts(r, b)[-1] for b in ("in", "out") for r in range(plan.ranks)]
         self._lanes = [(r, i) for r, own in enumerate(order.rank_lanes) for i in range(len(own))]
         self.table, self._names = _table(layout, order, self.sizes, device)
 
@@ -75,14 +75,14 @@ def _table(
     """Return the table, and the semaphores' names."""
     plan = layout.plan
     starts = [0, *accumulate(sizes)]
-    tmp_starts = [0, *accumulate(layout.size(rank, "tmp") for rank in range(plan.ranks))]
+    tmp_starts = [0, *accumulate(layout.starts(rank, "tmp")[-1] for rank in range(plan.ranks))]
 
     def place(rank: int, buffer: str, element: int) -> int:
         if buffer == "tmp":
             return -1 - tmp_starts[rank] - element
         return starts[rank + plan.ranks * (buffer == "out")] + element
 
-    moves = {(move.rank, move.lane, move.index): move for move in layout.walked.moves}
+    moves = {move.site: move for move in layout.walked.moves}
     levels = _levels(order)
     rows: list[tuple[int, ...]] = []
     sources: list[int] = []
@@ -96,12 +96,14 @@ def _table(
         before = len(rows)
         if step.dst is not None:
             move = moves[site]
-            for src, dst, length in layout.pieces(move):
-                to = place(move.target, move.dst.buffer, dst)
-                rows.append((MOVE, len(sources), to, length, len(src)))
-                sources += [
-                    place(move.rank, at.buffer, start) for at, start in zip(step.src, src, strict=True)
+            ends = (*move.sources, move.target)
+            for starts_there, length in layout.runs(move.kinds, *ends):
+                *own, to = [
+                    place(rank, at.buffer, start)
+                    for (rank, at), start in zip(ends, starts_there, strict=True)
                 ]
+                rows.append((MOVE, len(sources), to, length, len(own)))
+                sources += own
         elif number in order.cause:
             taken[name] += 1
             rows.append((WAIT, number_of[name], 0, per_call[name], taken[name]))
@@ -134,7 +136,7 @@ def _semaphore(order: Order, number: int) -> str:
     if step.op in ("signal", "wait"):
         return f"channel {step.channel}"
     if step.semaphore is not None:
-        return f"semaphore {step.semaphore} of rank {order.ranks[number]}"
+        return f"semaphore {step.semaphore} of rank {order.sites[number][0]}"
     return ""
 
 

@@ -2,8 +2,17 @@
 
 A call is cut into slices of each chunk, and the plan runs once per slice. So regions stay small and in the
 processor's caches. An element belongs to the same chunk in all slices, so the order of a sum does not
-depend on the size. `one_sided_steps` makes the steps of a slice, once per size. Lanes take turns: a lane
-that would wait lets the next one run.
+depend on the size. `Program` makes the steps of a slice, once per size. Lanes take turns: a lane that would
+wait lets the next one run.
+
+A rank has a memory region that the other ranks write to:
+
+- `tmp`, twice, for even and odd calls;
+- `staged`, which replaces `out` if the plan puts into another rank's `out`. It is copied to the caller's
+  `out` at the end.
+
+`in` and any other `out` are the caller's tensors. A put is a copy that finishes at once, so a flush needs
+no step. Channels of kind `ll` work as `simple` ones.
 """
 
 from collections import defaultdict
@@ -16,22 +25,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fairseq_tutel.plans.executors.layout import Layout, Sizes, walk
-from fairseq_tutel.plans.executors.one_sided_steps import (
-    COPY,
-    PEND,
-    POST,
-    REDUCE,
-    SIGNAL,
-    WAIT,
-    Program,
-    Step,
-    Steps,
-    View,
-)
+from fairseq_tutel.plans.checker.data import kind_of
+from fairseq_tutel.plans.executors.layout import End, Layout, Move, Sizes, Walked, walk
 from fairseq_tutel.plans.executors.shared_memory import Backoff, Channel, rendezvous
 from fairseq_tutel.plans.executors.two_sided import add_up
-from fairseq_tutel.plans.format import Plan
+from fairseq_tutel.plans.format import Place, Plan
+from fairseq_tutel.plans.format import Step as PlanStep
 
 # Bytes of a slot: at first, the factor by which it grows, and at most.
 # With slots of 256 KiB instead of 1 MiB, 64 MiB take 4 ranks on 2 cores 1.4 to 1.6 times as long.
@@ -49,18 +48,115 @@ INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 Array = np.ndarray[Any, Any]
 
 
+COPY, REDUCE, SIGNAL, WAIT, POST, PEND = range(6)
+CODES = {"signal": SIGNAL, "wait": WAIT, "post": POST, "pend": PEND}
+# Code; number of the target view, channel or semaphore; numbers of the source views.
+Step = tuple[int, Any, Any]
+
+
+class View(NamedTuple):
+    """A run of elements of the caller's `in` or `out`, or of a region's `tmp` or `staged`."""
+
+    buffer: str
+    rank: int
+    start: int
+    length: int
+
+
+class Steps(NamedTuple):
+    """The steps of a rank in one slice.
+
+    Attributes:
+        lanes: the steps of each lane.
+        last: steps after all lanes.
+        views: how many there are.
+        callers: by number, the views of the caller's buffers.
+        regions: by number, the views of regions.
+        summed: numbers of the views that take part in sums.
+    """
+
+    lanes: list[list[Step]]
+    last: list[Step]
+    views: int
+    callers: list[tuple[int, View]]
+    regions: list[tuple[int, View]]
+    summed: set[int]
+
+
+class Program:
+    """The program of one rank, for any size. `staged` is the number of its slots."""
+
+    def __init__(self, walked: Walked, rank: int) -> None:
+        plan, self.rank = walked.plan, rank
+        ours = [move for move in walked.moves if rank in move.ranks]
+        self.kinds = sorted({kind for move in ours for kind in move.kinds})
+        is_staged = any(move.op == "put" and move.target[1].buffer == "out" for move in walked.moves)
+        self.staged = plan.out_chunks if is_staged else 0
+
+        def home(end: End) -> End:
+            owner, (buffer, chunk) = end
+            return owner, Place("staged" if is_staged and buffer == "out" else buffer, chunk)
+
+        at = {
+            move.site: move._replace(sources=tuple(map(home, move.sources)), target=home(move.target))
+            for move in ours
+        }
+        self.lanes = [
+            [(step, at.get((rank, lane, index))) for index, step in enumerate(steps)]
+            for lane, steps in enumerate(plan.programs[rank])
+        ]
+        kinds = tuple(kind_of(plan, rank, Place("out", chunk)) for chunk in range(self.staged))
+        ends = (rank, Place("staged", 0)), (rank, Place("out", 0))
+        self.last = Move((rank, 0, 0), "copy", ends[:1], ends[1], kinds, 0)
+
+    def steps(self, layout: Layout) -> Steps:
+        """Return the steps of the layout's window."""
+        views: dict[View, int] = {}
+        summed: set[int] = set()
+
+        def moved(move: Move) -> Iterator[Step]:
+            ends = (*move.sources, move.target)
+            for starts, length in layout.runs(move.kinds, *ends):
+                *sources, target = [
+                    views.setdefault(View(place.buffer, rank, start, length), len(views))
+                    for (rank, place), start in zip(ends, starts, strict=True)
+                ]
+                if len(sources) == 1:
+                    yield COPY, target, sources[0]
+                else:
+                    summed.update(sources, [target])
+                    yield REDUCE, target, sources
+
+        def steps_of(step: PlanStep, move: Move | None) -> Iterator[Step]:
+            if move is not None:
+                yield from moved(move)
+            elif step.op in CODES:
+                yield CODES[step.op], step.semaphore if step.channel is None else step.channel, None
+
+        lanes = [[each for pair in lane for each in steps_of(*pair)] for lane in self.lanes]
+        last = list(moved(self.last))
+        callers, regions = [], []
+        for view, number in views.items():
+            (callers if view.buffer in ("in", "out") else regions).append((number, view))
+        return Steps(lanes, last, len(views), callers, regions, summed)
+
+
+# By number, views for numpy, and for torch those that take part in sums.
+Views = tuple[list[Any], list[Any]]
+
+
 class Slice(NamedTuple):
     """A slice of a call.
 
     Attributes:
         offset: distance from the first slice, in elements of each chunk.
         steps: this rank's steps.
-        regions: by parity of the call, the views of regions for numpy and for torch, made at the first use.
+        regions: by parity of the call, the views of regions, made at the first use.
     """
 
     offset: int
     steps: Steps
-    regions: dict[int, tuple[list[Array], list[Tensor | None]]]
+    regions: dict[int, Views]
 
 
 class Call:
@@ -145,21 +241,16 @@ class OneSided:
 
     def _run(self, each: Slice, flat: dict[str, Tensor], moved: dict[str, Array]) -> None:
         self._calls += 1
-        steps = each.steps
-        parity = self._calls % 2
+        steps, parity = each.steps, self._calls % 2
         if parity not in each.regions:
             each.regions[parity] = self._region(steps, parity, flat["in"].dtype)
-        inner_arrays, inner_tensors = each.regions[parity]
-        arrays, tensors = inner_arrays.copy(), inner_tensors.copy()
-        callers = steps.views[len(arrays) :]
-        for number, (buffer, _, start, length) in enumerate(callers, len(arrays)):
+        arrays, tensors = (views.copy() for views in each.regions[parity])
+        for number, (buffer, _, start, length) in steps.callers:
             first = start + each.offset
             whole = length == moved[buffer].size
-            arrays.append(moved[buffer] if whole else moved[buffer][first : first + length])
-            tensor = None
+            arrays[number] = moved[buffer] if whole else moved[buffer][first : first + length]
             if number in steps.summed:
-                tensor = flat[buffer] if whole else flat[buffer][first : first + length]
-            tensors.append(tensor)
+                tensors[number] = flat[buffer] if whole else flat[buffer][first : first + length]
         lanes, at = steps.lanes, [0] * len(steps.lanes)
         left = [lane for lane, its in enumerate(lanes) if its]
         backoff = None
@@ -179,7 +270,7 @@ class OneSided:
     def _awaited(self, steps: Iterable[Step]) -> Iterator[int]:
         return (self.plan.channels[number].source for code, number, _ in steps if code == WAIT)
 
-    def _advance(self, steps: list[Step], at: int, arrays: list[Array], tensors: list[Any]) -> int:
+    def _advance(self, steps: list[Step], at: int, arrays: list[Any], tensors: list[Any]) -> int:
         """Take steps from `at` until one would wait; return its index, or the number of steps."""
         channels = self._channels
         for code, target, source in steps[at:] if at else steps:
@@ -225,33 +316,27 @@ class OneSided:
 
     def _compiled(self, sizes: Sizes, width: int, dtype: torch.dtype) -> tuple[list[Slice], dict[str, int]]:
         """Return the slices of a call, and the elements of the caller's buffers."""
-        layout = Layout(self.walked, sizes)
-        lengths = {kind: layout.length(kind) * width for kind in self._program.kinds}
-        starts = {
-            buffer: [width * start for start in layout.starts(self.rank, buffer)]
-            for buffer in ("in", "out")
-        }
-        longest, window = self._longest(sizes) * width, self._slot // dtype.itemsize
+        longest = self._longest(sizes) * width
+        window = min(longest, self._slot // dtype.itemsize)
         made: dict[tuple[int, ...], Slice] = {}
         slices = []
-        for offset in range(0, longest, window):
-            cut = {kind: min(max(n - offset, 0), window) for kind, n in lengths.items()}
-            key = tuple(cut.values())
+        for offset in range(0, longest, window or 1):
+            layout = Layout(self.walked, sizes, width, range(offset, offset + window))
+            key = tuple(map(layout.length, self._program.kinds))
             if key not in made:
-                steps = self._program.steps(cut, starts, min(longest, window))
-                made[key] = Slice(0, steps, {})
+                made[key] = Slice(0, self._program.steps(layout), {})
             slices.append(made[key]._replace(offset=offset))
-        used = {view.buffer for each in slices for view in each.steps.views if view.is_callers}
-        return slices, {buffer: starts[buffer][-1] for buffer in sorted(used)}
+        whole = Layout(self.walked, sizes, width)
+        return slices, {buffer: whole.starts(self.rank, buffer)[-1] for buffer in ("in", "out")}
 
-    def _region(
-        self, steps: Steps, parity: int, dtype: torch.dtype
-    ) -> tuple[list[Array], list[Tensor | None]]:
-        arrays = [self._array(view, parity, dtype) for view in steps.views if not view.is_callers]
-        return arrays, [
-            torch.from_numpy(array).view(dtype) if number in steps.summed else None
-            for number, array in enumerate(arrays)
-        ]
+    def _region(self, steps: Steps, parity: int, dtype: torch.dtype) -> Views:
+        arrays: list[Any] = [None] * steps.views
+        tensors = arrays.copy()
+        for number, view in steps.regions:
+            arrays[number] = self._array(view, parity, dtype)
+            if number in steps.summed:
+                tensors[number] = torch.from_numpy(arrays[number]).view(dtype)
+        return arrays, tensors
 
 
 def _flat(tensor: Tensor) -> Tensor:

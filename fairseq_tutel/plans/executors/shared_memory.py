@@ -2,28 +2,24 @@
 
 N ranks. The file has int64 words, each written by one rank and in its own cache line, and a region of bytes
 for each rank, into which the other ranks put. The file has a name only while it is empty, until all ranks
-have opened it, so a killed rank leaves no memory. A killed rank 0 may leave an empty file, which a later
-start removes. The file is mapped at its largest possible size. Bytes are allocated before use, since a
-write to unallocated memory would end the process.
+have opened it, so killed ranks leave no memory, at most an empty file. It is mapped at its largest possible
+size. Bytes are allocated before use, since a write to unallocated memory would end the process.
 
 Words need no lock, since x86 shows one processor's writes to the others in order; other processors have no
 shared memory here. Each rank locks its byte of the file. The kernel releases the lock when the rank ends,
 so a waiting rank sees that at once. A stopped rank is seen after the timeout of groups.
 """
 
-import contextlib
 import fcntl
 import mmap
 import os
 import platform
-import stat
 import struct
 import time
 import uuid
 import weakref
 from collections.abc import Iterable, Sequence
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
@@ -37,8 +33,6 @@ FOLDER = "/dev/shm"
 # Not i686, which writes 64 bits by two stores.
 ORDERED = ("x86_64", "AMD64")
 PREFIX = "fairseq_tutel-"
-# An older empty file without a lock belongs to a killed rank.
-ABANDONED_SECONDS = 60
 WORDS_OF_LINE = 8
 # A wait yields the processor after each check, and later sleeps. More frequent checks make small
 # collectives 2 to 4 times as slow if there are more ranks than cores.
@@ -256,7 +250,6 @@ def _create() -> tuple[str, int, str]:
     """Return the path of a new empty file, its descriptor, and the problem, if any."""
     if problem := _unordered():
         return "", -1, problem
-    _remove_abandoned()
     path = f"{FOLDER}/{PREFIX}{uuid.uuid4().hex}"
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
@@ -264,26 +257,6 @@ def _create() -> tuple[str, int, str]:
         return "", -1, f"{FOLDER} takes no file ({error.strerror})"
     fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, 0)
     return path, descriptor, ""
-
-
-def _remove_abandoned() -> None:
-    """Remove empty files of this user that a killed rank 0 left."""
-    for file in Path(FOLDER).glob(f"{PREFIX}*"):
-        # Another start may remove it at the same time.
-        with contextlib.suppress(OSError):
-            status = file.lstat()
-            age = time.time() - status.st_mtime
-            is_ours = stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid()
-            if is_ours and status.st_size == 0 and age > ABANDONED_SECONDS and not _is_locked(file):
-                file.unlink()
-
-
-def _is_locked(file: Path) -> bool:
-    descriptor = os.open(file, os.O_RDWR | os.O_NOFOLLOW)
-    try:
-        return _locked(descriptor, 0, 0)  # a length of 0: all of the file
-    finally:
-        os.close(descriptor)
 
 
 def _locked(descriptor: int, start: int, length: int) -> bool:

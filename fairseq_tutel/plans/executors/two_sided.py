@@ -11,7 +11,7 @@ a GPU the host never waits.
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fairseq_tutel.plans.executors.layout import Layout, Move, Piece, Sizes, walk
+from fairseq_tutel.plans.executors.layout import Layout, Move, Sizes, walk
 from fairseq_tutel.plans.format import Plan
 from fairseq_tutel.ranks import world
 
@@ -28,29 +28,19 @@ HALF = (torch.float16, torch.bfloat16)
 Run = tuple[str, int, int]  # buffer, first element, length
 
 
-class Local(NamedTuple):
-    """A copy, or a sum of several runs, on this rank."""
-
-    src: tuple[Run, ...]
-    dst: Run
-
-
 class Round(NamedTuple):
-    """A round of one rank: messages by the other rank, then its own steps."""
+    """A round of one rank: messages by the other rank, then its own sums (sources, target)."""
 
     send: list[tuple[int, list[Run]]]
     receive: list[tuple[int, list[Run]]]
-    steps: list[Local]
+    sums: list[tuple[list[Run], Run]]
 
 
 class Call:
     """A plan that has started."""
 
     def __init__(
-        self,
-        rounds: Sequence[Round],
-        buffers: dict[str, Tensor],
-        group: dist.ProcessGroup | None,
+        self, rounds: Sequence[Round], buffers: dict[str, Tensor], group: dist.ProcessGroup | None
     ) -> None:
         self.rounds, self.buffers, self.group = rounds, buffers, group
         self.at = 0
@@ -71,14 +61,14 @@ class Call:
 
     @torch.no_grad()
     def _end_round(self) -> None:
-        """Wait for this round's messages, take this rank's steps, start the next round."""
+        """Wait for this round's messages, make this rank's sums, start the next round."""
         for work in self.works:
             work.wait()
         for message, runs in self.came:
             for part, run in zip(message.split([run[2] for run in runs]), runs, strict=True):
                 self._view(run).copy_(part)
-        for src, dst in self.rounds[self.at].steps:
-            add_up([self._view(run) for run in src], self._view(dst))
+        for sources, target in self.rounds[self.at].sums:
+            add_up([self._view(run) for run in sources], self._view(target))
         self.works, self.sent, self.came = [], [], []
         self.at += 1
         if self.at < len(self.rounds):
@@ -136,14 +126,14 @@ class TwoSided:
         self.walked, self.rank = walk(plan), dist.get_rank(group)
         self._for_sizes = lru_cache(MOST_SIZES)(self._compiled)
         last = max((move.round for move in self.walked.moves), default=0)
-        self._steps: list[list[Move]] = [[] for _ in range(last + 1)]
+        self._sums: list[list[Move]] = [[] for _ in range(last + 1)]
         self._messages: list[dict[tuple[int, int], list[Move]]]
         self._messages = [defaultdict(list) for _ in range(last + 1)]
         for move in self.walked.moves:
-            if move.step.op == "put" and self.rank in (move.rank, move.target):
-                self._messages[move.round][move.rank, move.target].append(move)
-            elif move.step.op != "put" and move.rank == self.rank:
-                self._steps[move.round].append(move)
+            if move.op == "put" and self.rank in move.ranks:
+                self._messages[move.round][move.ranks].append(move)
+            elif move.op != "put" and move.ranks[0] == self.rank:
+                self._sums[move.round].append(move)
 
     def start(self, own: Tensor, out: Tensor, sizes: Sizes) -> Call:
         """Start a call.
@@ -165,44 +155,37 @@ class TwoSided:
         """Return the rounds, and the elements of `tmp`."""
         layout = Layout(self.walked, sizes)
         rounds = []
-        for steps, messages in zip(self._steps, self._messages, strict=True):
-            send = [(to, _sent(m, layout)) for (of, to), m in messages.items() if of == self.rank]
-            receive = [(of, _received(m, layout)) for (of, to), m in messages.items() if to == self.rank]
-            local = [_local(move, piece) for move in steps for piece in layout.pieces(move)]
-            rounds.append(Round([m for m in send if m[1]], [m for m in receive if m[1]], local))
-        return rounds, layout.size(self.rank, "tmp")
+        for moves, messages in zip(self._sums, self._messages, strict=True):
+            send, receive = [], []
+            for (source, target), puts in messages.items():
+                runs = _joined(puts, layout, is_sent=source == self.rank)
+                if runs and source == self.rank:
+                    send.append((target, runs))
+                elif runs:
+                    receive.append((source, runs))
+            sums = [each for move in moves for each in _sums(move, layout)]
+            rounds.append(Round(send, receive, sums))
+        return rounds, layout.starts(self.rank, "tmp")[-1]
 
 
-def _sent(moves: Sequence[Move], layout: Layout) -> list[Run]:
-    return _joined(
-        (move.step.src[0].buffer, piece.src[0], piece.length)
-        for move in moves
-        for piece in layout.pieces(move, dst=False)
-    )
-
-
-def _received(moves: Sequence[Move], layout: Layout) -> list[Run]:
-    return _joined(
-        (move.dst.buffer, piece.dst, piece.length)
-        for move in moves
-        for piece in layout.pieces(move, src=False)
-    )
-
-
-def _joined(runs: Iterable[Run]) -> list[Run]:
-    """Join adjacent runs."""
+def _joined(puts: Sequence[Move], layout: Layout, is_sent: bool) -> list[Run]:
+    """Return the runs of a message at one end; adjacent ones are joined."""
     found: list[Run] = []
-    for buffer, start, length in runs:
-        if found and found[-1][0] == buffer and sum(found[-1][1:]) == start:
-            found[-1] = (buffer, found[-1][1], found[-1][2] + length)
-        else:
-            found.append((buffer, start, length))
+    for put in puts:
+        end = put.sources[0] if is_sent else put.target
+        buffer = end[1].buffer
+        for (start,), length in layout.runs(put.kinds, end):
+            if found and found[-1][0] == buffer and sum(found[-1][1:]) == start:
+                found[-1] = (buffer, found[-1][1], found[-1][2] + length)
+            else:
+                found.append((buffer, start, length))
     return found
 
 
-def _local(move: Move, piece: Piece) -> Local:
-    sources = zip(move.step.src, piece.src, strict=True)
-    return Local(
-        tuple((place.buffer, at, piece.length) for place, at in sources),
-        (move.dst.buffer, piece.dst, piece.length),
-    )
+def _sums(move: Move, layout: Layout) -> Iterator[tuple[list[Run], Run]]:
+    ends = (*move.sources, move.target)
+    for starts, length in layout.runs(move.kinds, *ends):
+        *sources, target = [
+            (place.buffer, start, length) for (_, place), start in zip(ends, starts, strict=True)
+        ]
+        yield sources, target

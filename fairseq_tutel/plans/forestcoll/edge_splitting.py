@@ -1,21 +1,21 @@
 """Edge splitting: removes the switches of a network and keeps its flows.
 
-A link from u to switch w and one from w to t become one from u to t, as long as k |R| can still flow from
+A link from u to switch w and one from w to t become one from u to t, as long as k N can still flow from
 the source of `optimum` to each rank. If each switch receives as much as it sends, all links of a switch can
 be replaced, whatever was replaced before (Bang-Jensen, Frank and Jackson, Preserving and increasing local
 edge-connectivity in mixed graphs, 1995).
 
 Each set T of vertices with a rank and without the source has room: the capacity into it, minus the needed
-k |R|. Splitting reduces the room of sets with w but without u and t, and of sets with u and t but without
+k N. Splitting reduces the room of sets with w but without u and t, and of sets with u and t but without
 w. It never adds room, so a full set stays full.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
-from fairseq_tutel.planning.network import Network
 from fairseq_tutel.plans.forestcoll.max_flow import Flow, members
 from fairseq_tutel.plans.forestcoll.optimum import Share, reaches_all, with_source
+from fairseq_tutel.plans.network import Network
 
 # The vertices of a path, and the number of trees that may use it.
 Route = tuple[tuple[int, ...], int]
@@ -25,39 +25,27 @@ Routes = dict[tuple[int, int], list[Route]]
 Piece = tuple[int, int, int]
 
 
-def without_switches(
-    network: Network, roots: Sequence[int], share: Share, log: Callable[[str], None]
-) -> tuple[list[list[int]], Routes]:
-    """Return capacities between ranks alone, and the routes over the network's links behind them.
-
-    `log` receives a line of progress for each switch.
-    """
-    splitting = _Splitting(network, roots, share)
-    for done, switch in enumerate(network.switches, 1):
+def without_switches(network: Network, share: Share) -> tuple[list[list[int]], Routes]:
+    """Return capacities between ranks alone, and the routes over the network's links behind them."""
+    splitting = _Splitting(network, share)
+    for switch in network.switches:
         splitting.remove(switch)
-        log(f"replaced the links of {done} of {len(network.switches)} switches")
     assert reaches_all(splitting.graph, network.ranks, splitting.needed)
     return [row[: network.ranks] for row in splitting.graph.left[: network.ranks]], splitting.routes
 
 
 class _Splitting:
-    """The links between ranks and the remaining switches.
+    """The capacities between ranks, remaining switches and the source, and the routes behind them."""
 
-    Attributes:
-        graph: their capacities, and the source.
-        routes: the network's links behind them.
-        full: sets without room.
-    """
-
-    def __init__(self, network: Network, roots: Sequence[int], share: Share) -> None:
+    def __init__(self, network: Network, share: Share) -> None:
         self.network = network
-        self.graph = with_source(share.capacities, roots, share.trees)
+        self.graph = with_source(share.capacities, network.ranks, share.trees)
         self.source = len(network.vertices)
-        self.needed = share.trees * len(roots)
+        self.needed = share.trees * network.ranks
         self.ranks = (1 << network.ranks) - 1
         # More than any flow.
         self.endless = self.needed + sum(map(sum, share.capacities)) + 1
-        self.full: list[int] = []
+        self.full: list[int] = []  # sets without room
         self.routes: Routes = defaultdict(list)
         for source, row in enumerate(share.capacities):
             for target, width in enumerate(row):
@@ -173,28 +161,13 @@ class _Splitting:
             return most, narrowest
         if ranks & ~beyond:
             return sent - self.needed, self._inside(beyond)
-        trial, last = graph.copy(), None
         for rank in members(ranks):
-            if last is not None and self._moved(trial, last, rank, end):
-                last = rank
-                continue
-            if last is not None:
-                trial = graph.copy()
+            trial = graph.copy()
             trial.add(rank, end, self.endless)
             more, beyond = trial.push(start, end, limit - sent)
-            last = rank
             if sent + more < limit:
                 limit, narrowest = sent + more, self._inside(beyond)
         return limit - self.needed, narrowest
-
-    def _moved(self, graph: Flow, last: int, rank: int, end: int) -> bool:
-        """Return whether the flow over one rank's endless edge can go over another rank's."""
-        graph.add(last, end, -self.endless)
-        if (over := -graph.left[last][end]) > 0:
-            graph.add(last, end, over)
-            graph.add(end, last, -over)
-        graph.add(rank, end, self.endless)
-        return over <= 0 or graph.push(last, end, over)[0] == over
 
     def _inside(self, beyond: int) -> int:
         return ((1 << self.source) - 1) & ~beyond

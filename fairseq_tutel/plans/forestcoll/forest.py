@@ -1,16 +1,14 @@
-"""Forests: trees that bring each root's shard to all ranks as fast as the network can.
+"""Forests: trees that bring each rank's shard to all ranks as fast as the network can.
 
 `optimum` assigns the links to trees, `edge_splitting` removes the switches, `tree_packing` finds the trees.
 """
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import pairwise
 
-from fairseq_tutel.planning.network import Network
-from fairseq_tutel.planning.traffic import busiest
 from fairseq_tutel.plans.forestcoll.edge_splitting import Route, take, without_switches
 from fairseq_tutel.plans.forestcoll.optimum import (
     Optimum,
@@ -19,26 +17,16 @@ from fairseq_tutel.plans.forestcoll.optimum import (
     fixed_share,
     optimal_share,
     optimum,
-    roots_of,
 )
 from fairseq_tutel.plans.forestcoll.tree_packing import Tree, pack
+from fairseq_tutel.plans.network import Network, busiest
 
 
 @dataclass(frozen=True)
 class Forest:
-    """Trees of a network.
-
-    Attributes:
-        network: the network.
-        root: the root of all trees; None: each rank has k.
-        best: the lower bound of all schedules.
-        share: k, and the number of trees that may use each link.
-        trees: between ranks, those of a root next to each other.
-        routes: for each tree, the links of each edge.
-    """
+    """Trees of a network, k for each rank, with the links of each edge."""
 
     network: Network
-    root: int | None
     best: Optimum
     share: Share
     trees: tuple[Tree, ...]
@@ -66,67 +54,46 @@ class Forest:
         return max(max(tree.depths.values()) for tree in self.trees)
 
 
-def grow(
-    network: Network,
-    root: int | None = None,
-    trees: int | None = None,
-    most_trees: int | None = None,
-    log: Callable[[str], None] = lambda text: None,
-) -> Forest:
-    """Return the trees of a network.
+def grow(network: Network, trees: int | None = None, most_trees: int | None = None) -> Forest:
+    """Return k trees of a network for each rank.
 
-    Args:
-        network: the links.
-        root: the root of all trees; None: each rank is a root.
-        trees: k; None: the fewest within `optimum.TOLERANCE` of the optimum.
-        most_trees: the most k, unless `trees` is given.
-        log: receives lines of progress.
+    Without `trees`, k is the least number within `optimum.TOLERANCE` of the optimum, at most `most_trees`.
 
     Raises:
         ValueError: k trees cannot use whole parts of the links of switches.
     """
-    roots, best = roots_of(network, root), optimum(network, root)
+    best = optimum(network)
     if trees is None:
-        share = default_share(network, roots, best, most_trees)
+        share: Share | None = default_share(network, best, most_trees)
     else:
-        fixed = fixed_share(network, roots, best, trees)
-        if fixed is None:
-            raise ValueError(
-                f"{network.name} has no {trees} trees per root, since its switches' links differ between "
-                f"directions; give another number of trees, or none."
-            )
-        share = fixed
-    capacities, left = without_switches(network, roots, share, log)
-    packed = pack(capacities, roots, share.trees, log)
+        share = fixed_share(network, best, trees)
+    if share is None:
+        raise ValueError(
+            f"{network.name} has no {trees} trees per root, since its switches' links differ between "
+            f"directions; give another number of trees, or none."
+        )
+    capacities, left = without_switches(network, share)
+    packed = pack(capacities, share.trees)
     routes = tuple({edge: take(left, *edge, tree.copies) for edge in tree.edges} for tree in packed)
-    return Forest(network, root, best, share, tuple(packed), routes)
+    return Forest(network, best, share, tuple(packed), routes)
 
 
 def grow_for(
-    network: Network,
-    collective: str,
-    root: int | None = None,
-    trees: int | None = None,
-    most_trees: int | None = None,
-    log: Callable[[str], None] = lambda text: None,
+    network: Network, collective: str, trees: int | None = None, most_trees: int | None = None
 ) -> tuple[Forest | None, Forest | None]:
-    """Return the trees along which a collective reduces, and those along which it distributes.
+    """Return the trees along which a collective reduces, and those along which it distributes; see `grow`.
 
     Trees that reduce are those of the network with reversed links, since data goes from leaves to roots.
-    The other arguments are those of `grow`.
     """
-    reduces = collective in ("reduce_scatter", "reduce", "all_reduce")
-    distributes = collective in ("all_gather", "broadcast", "all_reduce")
-    there = grow(network, root, trees, most_trees, log) if distributes else None
-    if not reduces:
+    there = grow(network, trees, most_trees) if collective != "reduce_scatter" else None
+    if collective == "all_gather":
         return None, there
     back = network.reversed
-    if there and sorted(back.links) == sorted(network.links):
+    if there is None:
+        return grow(back, trees, most_trees), None
+    if sorted(back.links) == sorted(network.links):
         return there, there
-    if not there:
-        return grow(back, root, trees, most_trees, log), None
     # Both need the same k. The optimum's k works, since both directions have the same optimum.
-    if trees is None and not fixed_share(back, roots_of(back, root), there.best, there.share.trees):
-        trees = optimal_share(network, there.best).trees
-        there = grow(network, root, trees, log=log)
-    return grow(back, root, there.share.trees, log=log), there
+    if trees is None and not fixed_share(back, there.best, there.share.trees):
+        there = grow(network, optimal_share(network, there.best).trees)
+    return grow(back, there.share.trees), there

@@ -11,12 +11,7 @@ from itertools import pairwise
 
 
 class Flow:
-    """A graph with remaining capacities.
-
-    Attributes:
-        left: the remaining capacity, by source and target.
-        out: for each vertex the set of targets with remaining capacity.
-    """
+    """A graph: capacities that are left, by source and target, and as `out` each vertex's targets."""
 
     __slots__ = ("left", "out")
 

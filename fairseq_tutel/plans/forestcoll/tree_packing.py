@@ -7,7 +7,7 @@ T minus the other trees that have still to reach T (Edmonds 1973; Berczi and Fra
 can spare nothing never will again, since its capacity and its demand shrink together.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from fairseq_tutel.plans.forestcoll.max_flow import Flow, members
@@ -15,13 +15,7 @@ from fairseq_tutel.plans.forestcoll.max_flow import Flow, members
 
 @dataclass(frozen=True)
 class Tree:
-    """A tree with copies.
-
-    Attributes:
-        root: its root.
-        copies: m.
-        edges: (parent, child), in breadth-first order.
-    """
+    """A tree of m copies, with its edges (parent, child) in breadth-first order."""
 
     root: int
     copies: int
@@ -36,43 +30,24 @@ class Tree:
         return depths
 
 
-def pack(
-    capacities: Sequence[Sequence[int]],
-    roots: Sequence[int],
-    trees: int,
-    log: Callable[[str], None],
-) -> list[Tree]:
-    """Return k trees per root, whose copies on each link are within its capacity.
-
-    Args:
-        capacities: of links between ranks, by source and target; enough for the trees.
-        roots: R.
-        trees: k.
-        log: receives a line of progress for each tree.
-    """
+def pack(capacities: Sequence[Sequence[int]], trees: int) -> list[Tree]:
+    """Return k trees per rank, whose copies on each link are within its capacity by (source, target)."""
     packing = _Packing(capacities)
-    growing = [Tree(root, trees) for root in reversed(roots)]
+    growing = [Tree(root, trees) for root in reversed(range(len(capacities)))]
     grown = []
     while growing:
-        tree, others = packing.grow(growing.pop(), growing)
+        tree, growing = packing.grow(growing.pop(), growing)
         grown.append(tree)
-        growing = others
-        log(f"{len(grown)} trees have grown, {len(growing)} have not")
     return grown
 
 
 class _Packing:
-    """The links that trees have not used.
-
-    Attributes:
-        links: the remaining capacities.
-        full: sets of ranks that can spare nothing.
-    """
+    """The links that trees have not used."""
 
     def __init__(self, capacities: Sequence[Sequence[int]]) -> None:
         self.links = Flow.of(capacities)
         self.everyone = (1 << len(capacities)) - 1
-        self.full: list[int] = []
+        self.full: list[int] = []  # sets of ranks that can spare nothing
 
     def grow(self, tree: Tree, others: Sequence[Tree]) -> tuple[Tree, list[Tree]]:
         """Grow a tree to all ranks; return it, and the other trees with those that split off from it."""

@@ -48,7 +48,6 @@ def forest(
         collective,
         chunks * (network.ranks if collective == "all_reduce" else 1),
         temporary=temporary,
-        root=one.root,
         network=network.digest,
         cut=str(one.best.seconds),
     )
@@ -84,22 +83,22 @@ def _branches(forest: Forest, slices: int) -> list[_Branch]:
         heights = dict.fromkeys(depths, 0)
         for parent, child in reversed(tree.edges):
             heights[parent] = max(heights[parent], heights[child] + 1)
-        own = slices * taken[tree.root]
+        for p in range(slices):
+            own = slices * taken[tree.root] + p * tree.copies
+            first = slices * tree.root * forest.share.trees + own
+            found += [
+                _Branch(
+                    tree=first,
+                    n=tree.copies,
+                    own=own if parent == tree.root else None,
+                    parent=parent,
+                    child=child,
+                    depth=depths[parent] + p,
+                    height=heights[child] + p,
+                )
+                for parent, child in tree.edges
+            ]
         taken[tree.root] += tree.copies
-        first = own + (slices * tree.root * forest.share.trees if forest.root is None else 0)
-        found += [
-            _Branch(
-                tree=first + p * tree.copies,
-                n=tree.copies,
-                own=own + p * tree.copies if parent == tree.root else None,
-                parent=parent,
-                child=child,
-                depth=depths[parent] + p,
-                height=heights[child] + p,
-            )
-            for p in range(slices)
-            for parent, child in tree.edges
-        ]
     return found
 
 
@@ -110,9 +109,8 @@ def _distribute(w: Writer, forest: Forest, begun: bool, slices: int) -> None:
         pairs = sorted({(each.child, each.parent) for each in branches})
         _signal(w, pairs)
         chunks = slices * forest.share.trees
-        for rank in range(w.ranks) if forest.root is None else [forest.root]:
-            first = 0 if forest.root == rank else rank * chunks
-            w.copy(rank, Place("in", 0), Place("out", first), chunks)
+        for rank in range(w.ranks):
+            w.copy(rank, Place("in", 0), Place("out", rank * chunks), chunks)
         _wait(w, pairs)
     for depth in range(1 + max(branch.depth for branch in branches)):
         messages = []
@@ -139,26 +137,23 @@ def _reduce(w: Writer, forest: Forest, collective: str, slices: int) -> int:
     sums: dict[int, list[list[_Branch]]] = defaultdict(list)
     for parts in children.values():
         sums[1 + max(part.height for part in parts)].append(sorted(parts, key=lambda p: p.child))
-    if collective == "reduce":
-        pairs = sorted({(each.parent, each.child) for each in branches})
-        _signal(w, pairs)
-        _wait(w, pairs)
     for height in range(1 + max(sums)):
         for parts in sums[height]:
             tree, n, own, parent, *_ = parts[0]
-            arrived = [places[tree, part.child] for part in parts]
-            into = arrived[0]
+            first, *others = (places[tree, part.child] for part in parts)
+            into = first
             if own is not None:
                 into = Place("out", own if collective == "reduce_scatter" else tree)
-            w.reduce(parent, [arrived[0], Place("in", tree), *arrived[1:]], into, n)
+            w.reduce(parent, [first, Place("in", tree), *others], into, n)
         messages = []
-        for tree, n, _, parent, child, _, level in branches:
-            if level == height:
-                below = children.get((tree, child))
-                held = Place("in", tree)
+        for branch in branches:
+            if branch.height == height:
+                below = children.get((branch.tree, branch.child))
+                held = Place("in", branch.tree)
                 if below:
-                    held = places[tree, min(part.child for part in below)]
-                messages.append((child, parent, held, places[tree, child], n))
+                    held = places[branch.tree, min(part.child for part in below)]
+                there = places[branch.tree, branch.child]
+                messages.append((branch.child, branch.parent, held, there, branch.n))
         _send(w, messages)
     return max(used.values())
 

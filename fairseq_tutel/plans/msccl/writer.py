@@ -6,8 +6,8 @@ from itertools import zip_longest
 from typing import NamedTuple
 
 from fairseq_tutel.plans.checker import check
-from fairseq_tutel.plans.checker.order import order_of
-from fairseq_tutel.plans.format import Place, Plan, PlanError, Step
+from fairseq_tutel.plans.checker.order import Order
+from fairseq_tutel.plans.format import Place, Plan, Step
 from fairseq_tutel.plans.msccl.reader import BUFFERS, COLLECTIVES, Cell, cells_of
 
 OWN = ("own", None)  # the block of copies and sums
@@ -37,11 +37,9 @@ def to_xml(plan: Plan) -> str:
     half types after each addition.
 
     Raises:
-        PlanError: the plan is wrong, or of a collective with a root, which MSCCL's files cannot name.
+        PlanError: the plan is wrong.
     """
     check(plan)
-    if plan.collective not in NAMES:
-        raise PlanError(f"An MSCCL file cannot be of {plan.collective}: it names no root.")
     scale = plan.ranks if plan.collective == "all_gather" else 1
     is_ll = bool(plan.channels) and all(channel.kind == "ll" for channel in plan.channels)
     numbers = _channel_numbers(plan)
@@ -76,13 +74,13 @@ def _channel_numbers(plan: Plan) -> list[int]:
 
 def _steps_of_ranks(plan: Plan) -> list[list[_Written]]:
     """Return each rank's steps in a possible order."""
-    order = order_of(plan)
+    order = Order(plan)
     arrived: dict[int, list[int]] = defaultdict(list)
     for put, wait in order.arrival.items():
         arrived[wait].append(put)
     written: list[list[_Written]] = [[] for _ in range(plan.ranks)]
     for number in order.run:
-        step, steps = order.steps[number], written[order.ranks[number]]
+        step, steps = order.steps[number], written[order.sites[number][0]]
         if step.op == "put":
             steps.append(_leaf("s", ("send", step.channel), step, step.src[0]))
         for put in sorted(arrived[number]):

@@ -17,8 +17,7 @@ import torch
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from fairseq_tutel.checkpoint.files import is_pipe
-from fairseq_tutel.checkpoint.nested import walk
+from fairseq_tutel.checkpoint.files import is_pipe, walk
 from fairseq_tutel.files.small import printable, shown
 
 # Every option that fairseq's sources pass to eval(). tests/plugin/test_literals.py derives this list.
@@ -57,19 +56,16 @@ def refuse_code(state: Mapping[str, Any], path: str, given: Mapping[str, Any]) -
     """Refuse a checkpoint in which an option that fairseq evaluates is no literal.
 
     Lists and tuples may be added and multiplied, as in wav2vec's "[(512, 10, 5)] + [(512, 3, 2)] * 4".
-
-    Args:
-        state: the checkpoint, as fairseq loads it.
-        path: of the file.
-        given: the user's own overrides. Equal values in the file are accepted.
+    Values that equal the user's own overrides, `given`, are accepted.
     """
     for key, value in options_within({name: state.get(name) for name in ("cfg", "args")}):
         name = key if key in EVALUATED else key.partition("_")[2] if key.startswith(PREFIXES) else ""
+        problem = ""
         if not isinstance(value, PLAIN) and not OmegaConf.is_config(value):
             problem = f"an object of the class {type(value).__name__} as its option {key}"
-            raise ValueError(f"{path} has {problem}; give a file with plain values.")
-        if isinstance(value, str) and "${" in REFERENCE.sub("", value):
+        elif isinstance(value, str) and "${" in REFERENCE.sub("", value):
             problem = f"{shown(value)} as its option {key}, which calls a function of OmegaConf"
+        if problem:
             raise ValueError(f"{path} has {problem}; give a file with plain values.")
         if name not in EVALUATED or (key in given and given[key] == value) or _is_harmless(value):
             continue
@@ -80,28 +76,12 @@ def refuse_code(state: Mapping[str, Any], path: str, given: Mapping[str, Any]) -
         )
 
 
-def refuse_bad_references(state: Mapping[str, Any], path: str) -> None:
-    """Refuse a checkpoint whose options refer to options, or to files, that nothing can read.
-
-    Options that fairseq converted from an older file's command line may refer to missing ones.
-
-    Args:
-        state: the checkpoint, as fairseq loads it.
-        path: of the file.
-
-    Raises:
-        ValueError: names the file and the option.
-    """
+def refuse_unusable_options(state: Mapping[str, Any], path: str) -> None:
+    """Refuse options that refer to a missing option, ask for too many layers, or name a pipe or device."""
     cfg = state.get("cfg")
+    # Options that fairseq converted from an older file's command line may refer to missing ones.
     if OmegaConf.is_config(cfg) and state.get("args") is None:
-        try:
-            OmegaConf.to_container(cfg, resolve=True)
-        except OmegaConfBaseException as error:
-            reason = printable(str(error).partition("\n")[0])
-            raise ValueError(
-                f"{path} has an option that refers to a missing one ({reason}); give a file with plain "
-                "values."
-            ) from error
+        _refuse_missing_references(cfg, path)
     for key, value in options_within({part: (cfg or {}).get(part) for part in OPENED}):
         if key.endswith("layers") and isinstance(value, int) and value > MOST_LAYERS:
             raise ValueError(
@@ -112,6 +92,16 @@ def refuse_bad_references(state: Mapping[str, Any], path: str) -> None:
                 f"{path} has {shown(value)} as its option {key}, which is a pipe, device or socket; give a "
                 "file with the path of an ordinary file."
             )
+
+
+def _refuse_missing_references(cfg: Any, path: str) -> None:
+    try:
+        OmegaConf.to_container(cfg, resolve=True)
+    except OmegaConfBaseException as error:
+        reason = printable(str(error).partition("\n")[0])
+        raise ValueError(
+            f"{path} has an option that refers to a missing one ({reason}); give a file with plain values."
+        ) from error
 
 
 def is_literal(text: str) -> bool:
@@ -177,10 +167,10 @@ def _most_repeats(node: ast.expr) -> int:
 
 def _is_number(node: ast.expr) -> bool:
     """Whether an expression has only numbers, which multiplication does not repeat."""
-    leaves = [n for n in ast.walk(node) if isinstance(n, ast.expr)]
     return all(
         isinstance(n, ast.UnaryOp)
         or (isinstance(n, ast.BinOp) and isinstance(n.op, ast.Add | ast.Sub | ast.Mult))
         or (isinstance(n, ast.Constant) and not isinstance(n.value, str | bytes))
-        for n in leaves
+        for n in ast.walk(node)
+        if isinstance(n, ast.expr)
     )

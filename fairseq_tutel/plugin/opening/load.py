@@ -15,44 +15,36 @@ from fairseq.utils import import_user_module
 from omegaconf import OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
-from fairseq_tutel.checkpoint.files import CORRUPT, is_whole, refused_class, unlike_a_file
+from fairseq_tutel.checkpoint.files import IS_CORRUPT, is_whole, refused_class, unlike_a_file
 from fairseq_tutel.checkpoint.malformed import refuse_malformed
 from fairseq_tutel.checkpoint.shards import ShardedTensor, bind
 from fairseq_tutel.moe.config import label_of
 from fairseq_tutel.moe.option_table import options_of
 from fairseq_tutel.options.option import is_custom
-from fairseq_tutel.plugin.opening.literals import options_within, refuse_bad_references, refuse_code
-from fairseq_tutel.plugin.opening.offload import refuse_without_pregating
-from fairseq_tutel.plugin.registration import command_line
-from fairseq_tutel.plugin.registration.flags import SystemOptions, refuse_misspelt, warn_of_given
-from fairseq_tutel.plugin.registration.stock_errors import is_machine_error
+from fairseq_tutel.plugin.opening.literals import options_within, refuse_code, refuse_unusable_options
+from fairseq_tutel.plugin.registration.flags import (
+    SystemOptions,
+    has_user_dir,
+    refuse_misspelt,
+    warn_of_given,
+)
+from fairseq_tutel.plugin.registration.process import is_machine_error
 from fairseq_tutel.plugin.run_state import OPENED, RUN
-from fairseq_tutel.plugin.training.resume import mapped
 from fairseq_tutel.ranks import world
 
 logger = logging.getLogger(__name__)
 
 # With this environment variable damaged files are opened.
 OPEN_DAMAGED = "FAIRSEQ_TUTEL_OPEN_DAMAGED"
-# Options that may name a class: keys, with the fields of MoEConfig.
-OF_CLASSES = {"moe_gate_type": "gate_type", "moe_expert_type": "expert_type"}
 # Errors that fairseq and torch raise for a file with other content; see `is_machine_error`.
 FOREIGN_FILE_ERRORS = (
-    LookupError,
-    TypeError,
-    AttributeError,
-    RuntimeError,
-    EOFError,
-    pickle.UnpicklingError,
+    LookupError, TypeError, AttributeError, RuntimeError, EOFError, pickle.UnpicklingError,
     OmegaConfBaseException,
-)
+)  # fmt: skip
 
 
 def load_checkpoint_to_cpu(original: Any) -> Any:
-    """Wrap fairseq's function: refuse damaged and foreign files; open experts in shard files lazily.
-
-    Each rank later reads its own part of these.
-    """
+    """Wrap fairseq's function: refuse damaged and foreign files; leave experts in shard files unread."""
 
     @functools.wraps(original)
     def wrapper(path: str, arg_overrides: Any = None, load_on_all_ranks: Any = None) -> Any:
@@ -67,14 +59,13 @@ def load_checkpoint_to_cpu(original: Any) -> Any:
         try:
             if is_for_use:
                 _refuse_damaged(path)
-                _refuse_store(path, overrides)
             state = original(path, arg_overrides, bool(load_on_all_ranks))
+            # Values of the run's own configuration may also be in its checkpoint.
+            given = overrides if is_for_use else {**dict(options_within(RUN.cfg)), **overrides}
+            refuse_code(state, path, given)
+            refuse_malformed(state, path)
             if is_for_use:
                 _prepare_for_use(state, path, overrides)
-            else:
-                # Values of the run's own configuration may also be in its checkpoint.
-                refuse_code(state, path, {**dict(options_within(RUN.cfg)), **overrides})
-                refuse_malformed(state, path)
             bind(state, Path(path))
             if not is_for_use:
                 _warn_of_quantized(state, path)
@@ -89,14 +80,11 @@ def load_checkpoint_to_cpu(original: Any) -> Any:
 
 def _prepare_for_use(state: Any, path: str, overrides: Mapping[str, Any]) -> None:
     """Check the options of a checkpoint that is opened for use, and update them in place."""
-    refuse_code(state, path, overrides)
-    refuse_malformed(state, path)
     _refuse_unknown_classes(state, path, overrides)
     if mark_as_opened(state):
         refuse_code(state, path, overrides)  # the conversion parsed their text
-    refuse_bad_references(state, path)
-    _replace_retired(state)
-    _add_system_options(state, overrides)
+    refuse_unusable_options(state, path)
+    _update_task(state, overrides)
     _warn_of_dense_model(path, state)
 
 
@@ -104,8 +92,8 @@ def _refuse_damaged(path: str) -> None:
     """Refuse a local file that differs from what was saved: its weights cannot be trusted."""
     if os.path.isfile(path) and not os.environ.get(OPEN_DAMAGED) and not is_whole(path):
         raise ValueError(
-            f"{path} is no checkpoint, or one that {CORRUPT}; give another file, or set {OPEN_DAMAGED}=1 "
-            "to use it as it is."
+            f"{path} is no checkpoint, or one that {IS_CORRUPT}; give another file, or set "
+            f"{OPEN_DAMAGED}=1 to use it as it is."
         )
 
 
@@ -136,13 +124,14 @@ def mark_as_opened(state: Any) -> bool:
 def _refuse_unknown_classes(state: Any, path: str, overrides: Mapping[str, Any]) -> None:
     """Refuse a checkpoint whose options would import a module that the user did not name."""
     models = [state.get("args"), (state.get("cfg") or {}).get("model")]
-    for key in (key for key in OF_CLASSES if key not in overrides):
-        for value in [str(getattr(model, key, "")) for model in models]:
+    for field in ("gate_type", "expert_type"):
+        key = f"moe_{field}"
+        for value in [str(getattr(model, key, "")) for model in models if key not in overrides]:
             unknown = [n for n in map(str.strip, value.split(",")) if is_custom(n) and not _is_imported(n)]
             if unknown:
                 raise ValueError(
-                    f"{path} has the {label_of(OF_CLASSES[key])} {unknown[0]}, and a checkpoint must "
-                    "not import modules; if you trust it, import it in --user-dir, or add "
+                    f"{path} has the {label_of(field)} {unknown[0]}, and a checkpoint must not import "
+                    "modules; if you trust it, import it in --user-dir, or add "
                     f"--model-overrides \"{{'{key}': '{value}'}}\"."
                 )
 
@@ -155,13 +144,19 @@ def _is_imported(name: str) -> bool:
     return module in sys.modules or not user_dirs.isdisjoint(getattr(package, "__path__", ()))
 
 
-def _replace_retired(state: Any) -> None:
-    """Replace torch's grouped_mm, a backend of older versions, by auto."""
-    task = (state.get("cfg") or {}).get("task")
-    # A dictionary, a configuration, or for older tasks the command line.
+def _update_task(state: Any, overrides: Mapping[str, Any]) -> None:
+    """Replace torch's grouped_mm, a retired backend, by auto, and add system options that the file lacks.
+
+    fairseq overrides options only if the file has them.
+    """
+    task: Any = (state.get("cfg") or {}).get("task")
     values = vars(task) if isinstance(task, argparse.Namespace) else task
     if values and str(values.get("moe_backend", "")) == "grouped_mm":
         values["moe_backend"] = "auto"
+    if OmegaConf.is_config(task):
+        known = {option.key for option in options_of("task")}
+        with open_dict(task):
+            task.update({k: v for k, v in overrides.items() if k in known})
 
 
 def _warn_of_quantized(state: Any, path: str) -> None:
@@ -172,34 +167,8 @@ def _warn_of_quantized(state: Any, path: str) -> None:
         logger.warning(
             "%s has experts in %s: training continues from these rounded weights; resume from the "
             "checkpoint that it was converted from to continue from the exact ones.",
-            path,
-            ", ".join(sorted(packings)),
+            *(path, ", ".join(sorted(packings))),
         )
-
-
-def _refuse_store(path: str, overrides: Mapping[str, Any]) -> None:
-    """Refuse --moe-expert-store pregated for a model without --moe-pregate, before its tensors are read.
-
-    The overrides lack the options of a task that a command creates itself.
-    """
-    task = getattr(RUN.cfg, "task", None)
-    policy = str(overrides.get("moe_expert_store", getattr(task, "moe_expert_store", "")))
-    if policy != "pregated" or not os.path.isfile(path):
-        return
-    state = mapped(path)
-    if any(".experts." in key for key in state["model"]):
-        models: list[Any] = [overrides, (state.get("cfg") or {}).get("model"), state.get("args")]
-        options = [model if isinstance(model, Mapping) else vars(model) for model in models if model]
-        refuse_without_pregating(policy, any(each.get("moe_pregate") for each in options))
-
-
-def _add_system_options(state: Any, overrides: Mapping[str, Any]) -> None:
-    """Add system options that an older file lacks: fairseq overrides existing ones only."""
-    task: Any = (state.get("cfg") or {}).get("task")
-    known = {option.key for option in options_of("task")}
-    if OmegaConf.is_config(task):
-        with open_dict(task):
-            task.update({k: v for k, v in overrides.items() if k in known})
 
 
 def _warn_of_dense_model(path: str, state: Any) -> None:
@@ -209,7 +178,7 @@ def _warn_of_dense_model(path: str, state: Any) -> None:
     """
     is_used_by_training = RUN.cfg is not None and RUN.cfg.common_eval.path is None
     has_experts = any(".experts." in name for name in state.get("model") or ())
-    if has_experts or is_used_by_training or not command_line.has_user_dir(sys.argv):
+    if has_experts or is_used_by_training or not has_user_dir(sys.argv):
         return
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     gen_parser_from_dataclass(parser, SystemOptions())

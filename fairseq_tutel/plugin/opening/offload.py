@@ -16,8 +16,7 @@ from fairseq_tutel.inference.expert_store import Counters, ExpertStore
 from fairseq_tutel.moe.config import MoEConfig
 from fairseq_tutel.moe.expert_stack import ExpertStack
 from fairseq_tutel.moe.experts import build_experts
-from fairseq_tutel.moe.model_options import SidesConfig
-from fairseq_tutel.moe.store_options import StoreConfig
+from fairseq_tutel.moe.option_table import SidesConfig, StoreConfig
 from fairseq_tutel.options.option import read, refuse_bad_values
 from fairseq_tutel.plugin.announce import Facts, warn_of_no_effect
 from fairseq_tutel.plugin.feed_forward import moe_layers
@@ -44,20 +43,15 @@ def store_options(
         )
     if world.is_first():
         warn_of_no_effect(options, Facts(layer=layer, sides=SidesConfig(), store=options))
-    refuse_without_pregating(policy, pregated)
-    if options.moe_expert_tier == "auto" and is_offloaded(options):
-        tier = "host" if device.type == "cuda" else "disk"
-        options = dataclasses.replace(options, moe_expert_tier=tier)
-    return options
-
-
-def refuse_without_pregating(policy: str, pregated: bool) -> None:
-    """Refuse the policy pregated for a model without --moe-pregate."""
     if policy == "pregated" and not pregated:
         raise ValueError(
             "--moe-expert-store is pregated, but no block of this model knows its experts ahead; give a "
             "model with --moe-pregate (`python -m fairseq_tutel convert pregate` makes one), or on-demand."
         )
+    if options.moe_expert_tier == "auto" and is_offloaded(options):
+        tier = "host" if device.type == "cuda" else "disk"
+        options = dataclasses.replace(options, moe_expert_tier=tier)
+    return options
 
 
 def is_offloaded(options: StoreConfig) -> bool:
@@ -83,11 +77,6 @@ def fetch_when_loaded(model: nn.Module, options: StoreConfig) -> None:
             store.add(layer.experts, layer.experts.take_sources())
 
     model.register_load_state_dict_post_hook(attach)
-
-
-def open_stores() -> list[ExpertStore]:
-    """Return the stores of open models."""
-    return list(RUN.stores.values())
 
 
 def _store_of(options: StoreConfig) -> ExpertStore:

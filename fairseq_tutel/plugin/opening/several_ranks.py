@@ -7,7 +7,7 @@ of each rank's part, the perplexity of all ranks is logged, too.
 
 import logging
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -16,15 +16,11 @@ import torch.distributed as dist
 
 from fairseq_tutel.inference.lockstep import Lockstep
 from fairseq_tutel.moe.config import MoEConfig, label_of
-from fairseq_tutel.moe.run_options import TaskConfig
+from fairseq_tutel.moe.option_table import TaskConfig
 from fairseq_tutel.options.option import read
 from fairseq_tutel.plugin.feed_forward import MoEFeedForward
 from fairseq_tutel.plugin.run_state import RUN
-from fairseq_tutel.plugin.training.startup import (
-    allocate_gather_buffers,
-    limit_fairseq_groups,
-    set_timeout,
-)
+from fairseq_tutel.plugin.training.startup import allocate_gather_buffers, limit_fairseq_groups, set_timeout
 from fairseq_tutel.ranks import world
 from fairseq_tutel.ranks.agreement import agree
 from fairseq_tutel.ranks.groups import Topology, make_topology
@@ -33,13 +29,7 @@ logger = logging.getLogger(__name__)
 
 
 class Scored:
-    """The batches that fairseq-eval-lm scores, with the number of tokens that it divides by.
-
-    Args:
-        batches: samples of a language model, with a length; empty ones hold nothing.
-        dictionary: of the targets.
-        cfg: the command's FairseqConfig.
-    """
+    """The batches that fairseq-eval-lm scores, with the number of tokens that it divides by."""
 
     def __init__(self, batches: Any, dictionary: Any, cfg: Any) -> None:
         self.batches, self.pad = batches, dictionary.pad()
@@ -47,26 +37,18 @@ class Scored:
         self.without_first = bool(getattr(cfg.task, "add_bos_token", False))
         # The pieces of a word count as one.
         mark = cfg.common_eval.post_process
-        marked = mark in ("subword_nmt", "@@ ")
-        self.continues = torch.tensor(
-            [marked and word.endswith(mark.rstrip()) for word in dictionary.symbols]
-        )
+        ends = mark.rstrip() if mark in ("subword_nmt", "@@ ") else ()
+        self.continues = torch.tensor([word.endswith(ends) for word in dictionary.symbols])
 
     def __len__(self) -> int:
         return len(self.batches)
 
     def __iter__(self) -> Iterator[Any]:
         for sample in self.batches:
-            if "net_input" in sample:
-                self.tokens += self._tokens(sample["target"])
+            for target in sample["target"] if "net_input" in sample else ():
+                words = target[target != self.pad].cpu()[int(self.without_first) :]
+                self.tokens += len(words) - int(self.continues[words[:-1]].sum())
             yield sample
-
-    def _tokens(self, targets: Iterable[torch.Tensor]) -> int:
-        total = 0
-        for target in targets:
-            words = target[target != self.pad].cpu()[int(self.without_first) :]
-            total += len(words) - int(self.continues[words[:-1]].sum())
-        return total
 
 
 def log_perplexity(results: dict[str, Any], tokens: int) -> None:
@@ -82,10 +64,7 @@ def log_perplexity(results: dict[str, Any], tokens: int) -> None:
     loss = sum(bits for bits, _ in parts) / total
     logger.info(
         "all %d ranks: %s tokens, Loss (base 2): %.4f, Perplexity: %.2f",
-        len(parts),
-        f"{total:,}",
-        loss,
-        2**loss,
+        *(len(parts), f"{total:,}", loss, 2**loss),
     )
 
 
@@ -94,17 +73,11 @@ class NoSentences(Exception):  # noqa: N818 - no error
 
 
 class Command:
-    """A command that uses models on several ranks, with the objects that it has opened so far.
-
-    Attributes:
-        cfg: the command's FairseqConfig.
-        expert_parallel_size: P of the command line, for all models; a checkpoint's own is ignored.
-        lockstep: of the ranks, if they share experts.
-        scored: the batches of fairseq-eval-lm.
-    """
+    """A command that uses models on several ranks, with the objects that it has opened so far."""
 
     def __init__(self, cfg: Any) -> None:
         self.cfg = cfg
+        # Of the command line, for all models; a checkpoint's own is ignored.
         self.expert_parallel_size = read(TaskConfig, cfg.task).moe_expert_parallel_size or 1
         self.lockstep: Lockstep | None = None
         self.scored: Scored | None = None
@@ -141,8 +114,7 @@ class Command:
             self.lockstep.end()
             logger.info(
                 "experts across ranks: %d calls of layers for this rank's tokens, %d for those of others",
-                self.lockstep.calls,
-                self.lockstep.served,
+                *(self.lockstep.calls, self.lockstep.served),
             )
         if self.scored is not None:
             log_perplexity(results, self.scored.tokens)
@@ -181,15 +153,8 @@ def topology_of_opened(
 ) -> Topology:
     """Return the topology of a model that is opened. Collective where ranks share its experts.
 
-    Args:
-        requested: P of the model's task, which has no effect in a command on one rank.
-        expert_counts: as in `make_topology`, and the two that follow.
-        ranks_per_node: L.
-        degree_of: the r of a layer.
-
-    Raises:
-        ValueError: a --moe-expert-parallel-size that fits neither the ranks nor the experts.
-        CommunicationError: a rank did not arrive.
+    `requested`, the P of the model's task, has no effect in a command on one rank. For the other arguments
+    and for errors see `make_topology`.
     """
     if RUN.opens_teacher:  # it is called in step with the student; RUN.topology stays the student's
         return make_topology(expert_counts, requested or 1, ranks_per_node, degree_of)

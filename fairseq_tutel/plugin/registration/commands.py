@@ -1,7 +1,6 @@
 """Runs the main function of fairseq's commands: distributed start, checks of options, state of the run."""
 
 import functools
-import math
 from typing import Any
 
 from fairseq.distributed import utils as distributed_utils
@@ -9,18 +8,14 @@ from fairseq.models import ARCH_MODEL_REGISTRY, MODEL_REGISTRY
 from fairseq.utils import import_user_module
 
 from fairseq_tutel import plugin
-from fairseq_tutel.options.option import flag_of
-from fairseq_tutel.plugin.opening.literals import options_within
 from fairseq_tutel.plugin.opening.several_ranks import run_on_several_ranks
-from fairseq_tutel.plugin.registration import command_line
-from fairseq_tutel.plugin.registration.flags import warn_of_given
+from fairseq_tutel.plugin.registration.flags import drop_suggestions, warn_of_given
 from fairseq_tutel.plugin.registration.process import refusals_are_sentences
-from fairseq_tutel.plugin.registration.task_options import give_system_options
+from fairseq_tutel.plugin.registration.variants import give_system_options
 from fairseq_tutel.plugin.run_state import RUN
 from fairseq_tutel.plugin.training import startup
-from fairseq_tutel.plugin.training.checks import refuse_backend
 from fairseq_tutel.plugin.training.save import run_training
-from fairseq_tutel.ranks import rendezvous
+from fairseq_tutel.ranks import rendezvous, world
 from fairseq_tutel.ranks.guard import guarded, keeps_the_store
 
 
@@ -38,9 +33,8 @@ def call_main(original: Any) -> Any:
         run: Any = run_on_several_ranks
         if cfg.common_eval.path is None:
             run = run_training
-            startup.read_on_every_rank(cfg)
-            if hasattr(cfg.model, "moe_freq"):  # before fairseq imports fairscale
-                refuse_backend(distributed)
+            # torch >= 2.6 refuses the unpickler of fairseq's broadcast, so every rank reads the checkpoint.
+            cfg.checkpoint.load_checkpoint_on_all_dp_ranks = True
         if distributed.distributed_init_method == "env://" and keeps_the_store():
             distributed.distributed_init_method = rendezvous.METHOD
         # A partial can be pickled for processes that fairseq spawns.
@@ -61,27 +55,25 @@ def run_with_root(main: Any, cfg: Any, **kwargs: Any) -> Any:
     import_user_module(cfg.common)  # hydra does not; it may register tasks
     # A spawned rank has imported this file, so fairseq skips a --user-dir that is the package.
     plugin.register()
-    command_line.drop_suggestions()
+    drop_suggestions()
     give_system_options()
-    _refuse_nan(cfg)
-    _warn_of_dense_model(cfg)
+    _check_model(cfg)
     with RUN.having(cfg=cfg):
         return main(cfg, **kwargs)
 
 
-def _refuse_nan(cfg: Any) -> None:
-    """Refuse NaN as the value of any option: fairseq's comparisons with it are false without an error."""
-    for key, value in options_within(cfg):
-        numbers = value if isinstance(value, list) else [value]
-        if any(isinstance(number, float) and math.isnan(number) for number in numbers):
-            raise ValueError(f"{flag_of(key)} is nan; give a number, or leave it out.")
-
-
-def _warn_of_dense_model(cfg: Any) -> None:
-    """Warn of system options, which every task has, when a dense model is trained."""
+def _check_model(cfg: Any) -> None:
+    """Refuse data-parallel wrappers that break a training run's experts; warn of options without effect."""
+    if cfg.common_eval.path is not None:
+        return
     name = getattr(cfg.model, "ensemble_arch", None) or getattr(cfg.model, "_name", None)
     model = ARCH_MODEL_REGISTRY.get(name, MODEL_REGISTRY.get(name))
-    has_experts = getattr(model, "has_experts", model is None)
-    is_training = cfg.common_eval.path is None
-    if is_training and not has_experts and not cfg.distributed_training.distributed_rank:
-        warn_of_given(cfg.task, f"--arch {name}")
+    backend = str(cfg.distributed_training.ddp_backend)
+    if not getattr(model, "has_experts", model is None):
+        if world.is_first():
+            warn_of_given(cfg.task, f"--arch {name}")
+    elif backend in ("fully_sharded", "slowmo"):
+        raise ValueError(
+            f"--ddp-backend is {backend}, which would shard or average experts as if they were "
+            "replicas; use legacy_ddp, or pytorch_ddp on a GPU."
+        )

@@ -1,25 +1,26 @@
-"""fairseq's dataclasses, made from the table of options (moe/config.py): flags and hydra keys.
+"""Flags and hydra keys: fairseq's dataclasses, made from tables of options; misspelled flags.
 
-Other folders' tables (their options.py) become dataclasses by `made`, too. `ModelOptions` become fields of
-every MoE model, `SystemOptions` of every task, `GateLossOptions` of MoE criterions. `layer_config` turns a
-model's and a task's configuration back into the MoEConfig of one layer.
+`ModelOptions` become fields of every MoE model, `SystemOptions` of every task, `GateLossOptions` of MoE
+criterions. `layer_config` turns a model's and a task's configuration into the MoEConfig of one layer.
 """
 
+import argparse
+import atexit
 import dataclasses
 import difflib
 import logging
+import sys
 from collections.abc import Iterable
 from typing import Any
 
 from fairseq.dataclass import ChoiceEnum, FairseqDataclass
+from fairseq.models import ARCH_MODEL_REGISTRY
 
 from fairseq_tutel.files.small import shown
 from fairseq_tutel.moe.balance_options import CriterionConfig
 from fairseq_tutel.moe.config import LAYER, MoEConfig
-from fairseq_tutel.moe.model_options import ModelConfig, SidesConfig
-from fairseq_tutel.moe.option_table import BY_OWNER, options_of
-from fairseq_tutel.moe.run_options import TaskConfig
-from fairseq_tutel.options.option import Option, options_in, plain, read, refuse_bad_values
+from fairseq_tutel.moe.option_table import BY_OWNER, ModelConfig, SidesConfig, TaskConfig, options_of
+from fairseq_tutel.options.option import Option, flag_of, key_of, options_in, plain, read, refuse_bad_values
 
 logger = logging.getLogger(__name__)
 
@@ -34,11 +35,8 @@ def made(name: str, options: Iterable[Option], base: type = FairseqDataclass) ->
     return dataclasses.make_dataclass(name, made, bases=(base,), namespace={"__module__": __name__})
 
 
-def _of_layers(owner: str) -> list[Option]:
-    return [item for item in LAYER.values() if item.of == owner]
-
-
-ModelOptions = made("ModelOptions", [*options_in(ModelConfig), *_of_layers("model")])
+OF_LAYERS = [item for item in LAYER.values() if item.of == "model"]
+ModelOptions = made("ModelOptions", [*options_in(ModelConfig), *OF_LAYERS])
 EncoderDecoderOptions = made("EncoderDecoderOptions", options_in(SidesConfig), ModelOptions)
 SystemOptions = made("SystemOptions", options_of("task"))
 GateLossOptions = made("GateLossOptions", options_in(CriterionConfig))
@@ -49,9 +47,9 @@ def defaults(options: type) -> dict[str, Any]:
     return {f.name: f.default for f in dataclasses.fields(options) if f.name != "_name"}
 
 
-def meant(key: str, *owners: str) -> str | None:
-    """Return the option key that an unknown key resembles; None for known keys; owners: all by default."""
-    known = {item.key for owner in owners or BY_OWNER for item in options_of(owner)}
+def meant(key: str) -> str | None:
+    """Return the option key that an unknown key resembles; None for known keys."""
+    known = {item.key for owner in BY_OWNER for item in options_of(owner)}
     close = difflib.get_close_matches(key, known, n=1, cutoff=0.85)
     return close[0] if close and key not in known else None
 
@@ -59,7 +57,7 @@ def meant(key: str, *owners: str) -> str | None:
 def refuse_misspelt(overrides: dict[str, Any]) -> None:
     """Refuse a misspelled key of --model-overrides, which fairseq would ignore."""
     for key in overrides:
-        close = meant(key, "model", "task")
+        close = meant(key)
         if close:
             raise ValueError(f"--model-overrides has {key!r}, which is no option; did you mean {close!r}?")
 
@@ -70,6 +68,54 @@ def warn_of_given(task_cfg: Any, dense: str) -> None:
         value = plain(getattr(task_cfg, option.key, option.default))
         if value != option.default and not option.of_any_training:
             logger.warning("%s %s has no effect: %s has no experts", option.flag, value, dense)
+
+
+def has_user_dir(argv: list[str]) -> bool:
+    """Whether this is the command line of a fairseq command that loads the plugin."""
+    return any(word.split("=")[0] == "--user-dir" for word in argv)
+
+
+def check_command_line(argv: list[str]) -> None:
+    """Check the words of a fairseq command that loads the plugin, before argparse does."""
+    if not has_user_dir(argv):
+        return
+    _refuse_flags_of_moe_variant(argv[1:])
+    drop_suggestions()
+    for word in argv[1:]:
+        flag = word.split("=")[0]
+        close = meant(key_of(flag)) if flag.startswith("--") else None
+        if close:  # log it at exit: argparse prints its long usage before that
+            atexit.register(_suggest_flag, flag, flag_of(close))
+    # Meta's evaluation commands need --is-moe; here the checkpoint decides. No registry reaches the parser
+    # of fairseq-eval-lm, which reads sys.argv after this import.
+    if "--is-moe" in argv:
+        argv.remove("--is-moe")
+        logger.info("--is-moe is not needed: checkpoints of MoE models are recognized")
+
+
+def _suggest_flag(flag: str, close: str) -> None:
+    logger.warning("%s is none of the flags here; %s is", flag, close)
+
+
+def drop_suggestions() -> None:
+    """Drop the suggestions for misspelled flags: argparse accepted them, as those of another model."""
+    atexit.unregister(_suggest_flag)
+
+
+def _refuse_flags_of_moe_variant(argv: list[str]) -> None:
+    """Exit with one sentence if MoE flags are given to a dense architecture that has a MoE variant."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--arch", "-a")
+    arch = parser.parse_known_args(argv)[0].arch
+    if arch not in ARCH_MODEL_REGISTRY or f"moe_{arch}" not in ARCH_MODEL_REGISTRY:
+        return
+    known = {option.flag for option in options_of("model")}
+    given = [word for word in argv if word.split("=")[0] in known]
+    if given:
+        sys.exit(
+            f"error: {given[0]} was given with --arch {arch}, which is dense; choose --arch "
+            f"moe_{arch} or drop the flag."
+        )
 
 
 def fill_in(args: Any, options: type) -> None:
@@ -100,22 +146,15 @@ def expert_counts(text: str, num_layers: int) -> list[int]:
 
 
 def layer_config(model_cfg: Any, task_cfg: Any, num_experts: int, **layer: Any) -> MoEConfig:
-    """Return one layer's MoEConfig.
+    """Return one layer's MoEConfig; a saved `model_cfg` may lack newer keys.
 
-    Args:
-        model_cfg: configuration with ModelOptions' keys; a saved one may lack newer keys.
-        task_cfg: configuration with some of SystemOptions' keys.
-        num_experts: experts of this layer.
-        layer: properties of the stock layer: model_dim, hidden_dim, activation, ….
+    `layer` has the properties of the stock layer: model_dim, hidden_dim, activation, ….
     """
     model, task = read(ModelConfig, model_cfg), read(TaskConfig, task_cfg)
     refuse_bad_values(model)
     cfgs = {"model": model_cfg, "task": task_cfg}
-    values = {
-        item.name: plain(getattr(cfgs[item.of], item.key, item.default))
-        for item in LAYER.values()
-        if item.of
-    }
+    with_flag = [item for item in LAYER.values() if item.of]
+    values = {each.name: plain(getattr(cfgs[each.of], each.key, each.default)) for each in with_flag}
     for config in (model, task):
         for older in options_in(type(config)):
             if older.same_as and getattr(config, older.name):
@@ -125,9 +164,7 @@ def layer_config(model_cfg: Any, task_cfg: Any, num_experts: int, **layer: Any) 
                     raise ValueError(f"{both} are both given; drop one of them.")
                 values[name] = value
     if model.moe_gating_use_fp32 and model.no_moe_gating_use_fp32:
-        raise ValueError(
-            "--moe-gating-use-fp32 and --no-moe-gating-use-fp32 are both given; drop one of them."
-        )
+        raise ValueError("--moe-gating-use-fp32 and --no-moe-gating-use-fp32 are both given; drop one.")
     values["gate_fp32"] = not model.no_moe_gating_use_fp32
     layer["hidden_dim"] = model.moe_expert_ffn_dim or layer["hidden_dim"]
     return MoEConfig(num_experts=num_experts, **values, **layer)

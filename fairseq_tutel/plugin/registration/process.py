@@ -1,4 +1,4 @@
-"""How this process ends: error sentences as its last line, after calls that were registered for its end."""
+"""How this process ends: calls at the end, then a user's error, also fairseq's, as one last sentence."""
 
 import atexit
 import contextlib
@@ -7,22 +7,41 @@ import functools
 import logging
 import os
 import queue
+import re
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from types import FrameType
 from typing import Any
 
 from fairseq.data.iterators import BackgroundConsumer
+from torch.utils.data import Dataset
 
 from fairseq_tutel.files.small import error_line
-from fairseq_tutel.plugin.registration.stock_errors import sentence_of
+from fairseq_tutel.options.option import flag_of
+from fairseq_tutel.plugin.registration.variants import change_class
 from fairseq_tutel.plugin.run_state import RUN
+from fairseq_tutel.ranks.guard import CommunicationError
 
 logger = logging.getLogger(__name__)
 
 # A reader thread that hangs in a file system does not delay the end of the process longer.
 SECONDS_FOR_READERS = 10.0
+# An allocation of this size is a mistake in a file's options.
+ABSURD_BYTES = 2**44
+REASON = 300  # characters of an error that are quoted
+SIZES = ("max_tokens", "batch_size", "required_batch_size_multiple")
+# Functions that open a checkpoint, with the variable that holds its path.
+OPENING = {
+    "load_checkpoint_to_cpu": "path",
+    "load_model_ensemble_and_task": "filename",
+    "load_checkpoint": "filename",
+    "warn_of_changed_options": "path",
+}
+# Functions that read data within those.
+READING = {"load_dataset", "get_train_iterator"}
 
 
 def end_readers() -> None:
@@ -107,3 +126,78 @@ def is_refusal(error: BaseException | None) -> bool:
     frame = trace.tb_frame
     is_ours = frame.f_globals["__name__"].partition(".")[0] == __name__.partition(".")[0]
     return is_ours and frame.f_code.co_code[trace.tb_lasti] == dis.opmap["RAISE_VARARGS"]
+
+
+def sentence_of(error: BaseException) -> str | None:
+    """Return the sentence for an error that fairseq raised; None for any other error."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    for explain in (_empty_data, _no_batch, _missing_file, _misfit):
+        sentence = explain(error, frames) if frames else None
+        if sentence is not None:
+            return sentence
+    return None
+
+
+def _empty_data(error: BaseException, frames: Sequence[FrameType]) -> str | None:
+    if str(error) != "cannot mmap an empty file":
+        return None
+    opening = [f.f_locals for f in frames if _is_of_fairseq(f) and f.f_code.co_name == "_do_init"]
+    if not opening:
+        return None
+    # fairseq's __del__ fails if the file was never mapped, and Python would print that last.
+    change_class(opening[-1]["self"], Dataset)
+    return (
+        f"data has {opening[-1]['path']}.bin, which is empty; run fairseq-preprocess on a text with at "
+        "least one line, or add --disable-validation if only the validation set is empty."
+    )
+
+
+def _no_batch(error: BaseException, frames: Sequence[FrameType]) -> str | None:
+    names_no_option = type(error) is Exception and str(error).startswith("The dataset is empty")
+    fails_on_none = isinstance(error, IndexError) and frames[-1].f_code.co_name == "batch_by_size"
+    if not (_is_of_fairseq(frames[-1]) and (names_no_option or fails_on_none)):
+        return None
+    configs = [frame.f_locals["cfg"] for frame in frames if "cfg" in frame.f_locals]
+    sizes = next((cfg.dataset for cfg in configs if getattr(cfg, "dataset", None)), None)
+    given = [f"{flag_of(k)} is {getattr(sizes, k)}" for k in SIZES if getattr(sizes, k, None)]
+    return (
+        f"no batch fits {', '.join(given) or 'the limits'}: every example is longer than --max-tokens, or "
+        "there are fewer examples than --required-batch-size-multiple; raise the first, lower the second, "
+        "or shorten the examples (--tokens-per-sample)."
+    )
+
+
+def _missing_file(error: BaseException, frames: Sequence[FrameType]) -> str | None:
+    found = re.fullmatch("Model file not found: (.*)", str(error), re.DOTALL)
+    if not (isinstance(error, OSError) and found):
+        return None
+    return f"--path names {found[1]}, which does not exist; give a checkpoint."
+
+
+def _misfit(error: BaseException, frames: Sequence[FrameType]) -> str | None:
+    """Name the checkpoint that was being opened, for example if weights and model differ in size."""
+    names = {frame.f_code.co_name for frame in frames}
+    if isinstance(error, MemoryError) or names & READING or is_machine_error(error):
+        return None
+    paths = [frame.f_locals.get(OPENING.get(frame.f_code.co_name, "")) for frame in frames]
+    path = next((path for path in reversed(paths) if isinstance(path, str)), None)
+    if path is None:
+        return None
+    reason = " ".join(str(error).split())[:REASON]
+    return (
+        f"{path} does not fit this command's model, data or options ({type(error).__name__}: {reason}); "
+        "leave out options that change the model, or give another checkpoint."
+    )
+
+
+def is_machine_error(error: BaseException) -> bool:
+    """Whether memory or another rank caused an error, not a file."""
+    text = str(error)
+    memory = re.search(r"out of memory|allocate( \d+ bytes|.? memory)|tried to allocate", text)
+    size = re.search(r"tried to allocate (\d+) bytes", text)
+    is_absurd = size is not None and int(size[1]) >= ABSURD_BYTES
+    return isinstance(error, CommunicationError) or (memory is not None and not is_absurd)
+
+
+def _is_of_fairseq(frame: Any) -> bool:
+    return frame.f_globals.get("__name__", "").partition(".")[0] == "fairseq"

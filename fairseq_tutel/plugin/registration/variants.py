@@ -1,7 +1,15 @@
-"""MoE variants of fairseq's classes, and objects of fairseq that get another class."""
+"""Changes of fairseq's classes: MoE variants, objects of another class, system options of every task."""
 
+import dataclasses
+import inspect
 import sys
 from typing import Any
+
+from fairseq.dataclass.utils import gen_parser_from_dataclass
+from fairseq.tasks import TASK_DATACLASS_REGISTRY, TASK_REGISTRY
+from hydra.core.config_store import ConfigStore
+
+from fairseq_tutel.plugin.registration.flags import SystemOptions
 
 
 def change_class(instance: Any, cls: type) -> None:
@@ -12,7 +20,33 @@ def change_class(instance: Any, cls: type) -> None:
 def variant_of(stock: type, *before: type, module: str, **attributes: Any) -> type:
     """Return the MoE variant of a fairseq class, named MoE plus its name."""
     name = f"MoE{stock.__name__}"
-    namespace = {"__doc__": stock.__doc__, "__module__": module, **attributes}
-    variant = type(name, (*before, stock), namespace)
+    variant = type(name, (*before, stock), {"__doc__": stock.__doc__, "__module__": module, **attributes})
     setattr(sys.modules[module], name, variant)
     return variant
+
+
+class _AddArgs(classmethod):
+    """`add_args` of a task without a dataclass: its own flags, then those of the system options."""
+
+    def __init__(self, stock: Any) -> None:
+        def add_args(cls: type, parser: Any) -> None:
+            stock.__get__(None, cls)(parser)
+            gen_parser_from_dataclass(parser, SystemOptions())
+
+        super().__init__(add_args)
+
+
+def give_system_options() -> None:
+    """Add them to every registered task without them; call it again after a user's tasks are registered."""
+    for name, task in TASK_REGISTRY.items():
+        stock = TASK_DATACLASS_REGISTRY.get(name)
+        add_args = inspect.getattr_static(task, "add_args")
+        if stock is None and not isinstance(add_args, _AddArgs):
+            task.add_args = _AddArgs(add_args)
+        elif stock is not None and not issubclass(stock, SystemOptions):
+            # What fairseq's `register_task` did, with another dataclass.
+            dataclass = dataclasses.make_dataclass(stock.__name__, [], bases=(SystemOptions, stock))
+            TASK_DATACLASS_REGISTRY[name] = task.__dataclass = dataclass
+            node = dataclass()
+            node._name = name
+            ConfigStore.instance().store(name=name, group="task", node=node, provider="fairseq")

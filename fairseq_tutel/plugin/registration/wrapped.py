@@ -11,8 +11,7 @@
 4. `PathManager.copy`: fairseq copies over checkpoint_last and checkpoint_best in place. A kill during the
    copy leaves a truncated file. The copy here shares disk blocks where the file system can.
 5. `distributed.utils.call_main`: nothing of the plugin runs earlier. Under torchrun on CPU fairseq divides
-by
-   the number of GPUs, or trains N unrelated models into one folder. fairseq-train treats --bf16 as a
+   by the number of GPUs, or trains N unrelated models into one folder. fairseq-train treats --bf16 as a
    request for a TPU. Errors of the rendezvous and of fairseq's collectives get the names of missing ranks.
    Ranks that share experts keep serving each other until all have finished. Training locks its
    --save-dir and chooses its checkpoint. Tasks without a dataclass get access to the run's configuration.
@@ -20,21 +19,15 @@ by
    optimizer, which may keep only a shard of them. --memory-efficient-fp16 does not, but its name in
    checkpoints differs, and runs with and without shards read each other's checkpoints.
 
-Other changes to the process:
+Other changes to the process, besides attributes (`CHANGED` below):
 
-- at import (`plugin.register`): thresholds of glibc's malloc, the classes that torch.load accepts, and
-  sys.excepthook, which prints a refusal's message alone (`registration/process.py`); MoE variants in
-  fairseq's and hydra's registries (`optim`, `criterions`, `models`, `tasks`); options of every task, also
-  of a user's (`registration/task_options.py`); --is-moe is removed from sys.argv under --user-dir;
-- when a model with experts is built: the run's configuration (`training/checks.complete` logs each change),
-  and classes of tasks and iterators (`CHANGED` below);
-- when a command runs: `train` and `run` add --user-dir to sys.argv, and `run` removes its command; the
-  configuration gets torchrun's ranks, and a rank's GPU becomes torch's current one (`training/startup.py`);
-  ranks that use a model write results to separate folders (`opening/several_ranks.py`); without a GPU
-  fairseq's all_gather_list gets CPU buffers (`training/startup.py`); torch's groups get time-outs
-  (`ranks/guard.py`); threads of the plugin and of batch readers end before the process
-  (`comm/background.py`, `registration/process.py`);
-- while fairseq-train's main runs: its module's `train`, to check the loaded state (`training/finite.py`);
+- at import: thresholds of malloc, and the classes that torch.load accepts (`plugin.register`);
+  sys.excepthook (`process.py`); MoE variants in fairseq's and hydra's registries (`optim`, `criterions`,
+  `models`, `tasks`); options of every task (`variants.py`); --is-moe is removed from sys.argv (`flags.py`);
+- when a command runs: `train` and `run` change sys.argv; the configuration gets torchrun's ranks, and
+  torch a current GPU (`training/startup.py`) and time-outs (`ranks/guard.py`); each rank gets a folder for
+  results (`opening/several_ranks.py`); threads end before the process (`comm/background.py`, `process.py`);
+- when a model with experts is built: the run's configuration (`startup.complete` logs each change);
 - when a NaN is diagnosed: backward hooks of encoders are removed (`training/task.py`).
 
 No environment variable is set, and only the plugin's loggers are configured.
@@ -63,16 +56,9 @@ from fairseq_tutel.plugin.training import save
 logger = logging.getLogger(__name__)
 
 
-def _guard(function: Any, parameters: tuple[str, ...], digest: str) -> None:
-    """Refuse a fairseq function with other parameters than its wrapper expects; warn of another source."""
-    found = tuple(inspect.signature(function).parameters)
-    if found != parameters:
-        raise ImportError(
-            f"fairseq's {function.__qualname__} takes {found}, expected {parameters}; install the "
-            "fairseq version that fairseq_tutel names in its requirements."
-        )
-    read = hashlib.sha256(inspect.getsource(function).encode()).hexdigest()[:12]
-    if read != digest:
+def _check_source(function: Any, digest: str) -> None:
+    """Warn if the source of a fairseq function is not the one for which its wrapper was written."""
+    if hashlib.sha256(inspect.getsource(function).encode()).hexdigest()[:12] != digest:
         logger.warning(
             "fairseq's %s is not that of fairseq-fixed 0.12.3.1, for which its wrapper was written: check "
             "whether the reasons in %s still hold",
@@ -96,26 +82,23 @@ def build_optimizer(original: Any) -> Any:
     return wrapper
 
 
-# Owner, name and wrapper of each function, its parameters, and the digest of its source.
+# Owner, name and wrapper of each function, and the digest of its source.
 WRAPPED = (
-    (checkpoint_utils, "save_checkpoint", save.save_checkpoint,
-     "cfg trainer epoch_itr val_loss", "61513534b9b3"),
-    (checkpoint_utils, "load_checkpoint_to_cpu", load_checkpoint_to_cpu,
-     "path arg_overrides load_on_all_ranks", "96f7d33cde8e"),
-    (checkpoint_utils, "torch_persistent_save", save.persistent_save,
-     "obj filename async_write", "5f397c23bc88"),
-    (PathManager, "copy", save.copy, "src_path dst_path overwrite", "1d3c09d3f196"),
-    (distributed_utils, "call_main", call_main, "cfg main kwargs", "c2a32fa44fa2"),
-    (FP16Optimizer, "build_optimizer", build_optimizer, "cfg params kwargs", "c7ff6d890b7d"),
-)  # fmt: skip
+    (checkpoint_utils, "save_checkpoint", save.save_checkpoint, "61513534b9b3"),
+    (checkpoint_utils, "load_checkpoint_to_cpu", load_checkpoint_to_cpu, "96f7d33cde8e"),
+    (checkpoint_utils, "torch_persistent_save", save.persistent_save, "5f397c23bc88"),
+    (PathManager, "copy", save.copy, "1d3c09d3f196"),
+    (distributed_utils, "call_main", call_main, "c2a32fa44fa2"),
+    (FP16Optimizer, "build_optimizer", build_optimizer, "c7ff6d890b7d"),
+)
 
 # Attributes of other objects that are set, because fairseq or torch constructs or reads them: the file, the
 # attribute, and the reason. Configurations, and data and gradients of tensors, are not listed.
 CHANGED = (
     ("plugin/registration/variants.py", "__class__", "`change_class`: fairseq constructs tasks that --task "
      "names, their iterators, models whose build_model names a class, data sets whose __del__ fails"),
-    ("plugin/registration/task_options.py", "__dataclass", "as fairseq's register_task does"),
-    ("plugin/registration/task_options.py", "add_args", "flags of a task without a dataclass"),
+    ("plugin/registration/variants.py", "__dataclass", "as fairseq's register_task does"),
+    ("plugin/registration/variants.py", "add_args", "flags of a task without a dataclass"),
     ("plugin/registration/process.py", "_max_len", "ends a thread that reads batches"),
     ("plugin/registration/wrapped.py", "excepthook", "prints error sentences"),
     ("plugin/feed_forward.py", "fc1", "a stock layer's forward calls it"),
@@ -133,15 +116,14 @@ CHANGED = (
     ("optim/zero.py", "__name__", "the Trainer compares it with a checkpoint's"),
     ("ranks/groups.py", "param_group", "the only attribute that fairseq copies to fp32 masters"),
     ("ranks/guard.py", "daemon", "a timer must not keep the process"),
-    ("zero/reduce.py", "zero_hook", "fairseq rebuilds its optimizer; the latest one's hook replaces it"),
+    ("zero/state.py", "zero_hook", "fairseq rebuilds its optimizer; the latest one's hook replaces it"),
 )  # fmt: skip
 
 
 def install() -> None:
     """Install the wrappers and the exit handlers; called once, at import."""
-    for owner, name, _, parameters, digest in WRAPPED:
-        _guard(getattr(owner, name), tuple(parameters.split()), digest)
-    for owner, name, wrap, *_ in WRAPPED:
+    for owner, name, wrap, digest in WRAPPED:
+        _check_source(getattr(owner, name), digest)
         static = inspect.getattr_static(owner, name)
         if isinstance(static, staticmethod | classmethod):
             setattr(owner, name, type(static)(wrap(static.__func__)))

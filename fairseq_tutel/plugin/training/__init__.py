@@ -1,1 +1,0 @@
-"""Training: configuration checks, start, the task, resuming, saving, checks for finite state."""

@@ -12,7 +12,7 @@ from fairseq.file_io import PathManager
 from fairseq.optim import OPTIMIZER_REGISTRY
 from torch import nn
 
-from fairseq_tutel.moe.run_options import TaskConfig
+from fairseq_tutel.moe.option_table import TaskConfig
 from fairseq_tutel.optim.moe_optimizer import variant_name
 from fairseq_tutel.optim.zero import NOT_ELEMENTWISE, refuse_first, refuse_with_zero, zero_options
 from fairseq_tutel.options.option import flag_of, read

@@ -1,24 +1,20 @@
 """The batch iterator of training, whose position does not depend on the number of ranks.
 
-fairseq saves how many batches each rank consumed, which is another position for another number of ranks.
-Here the number of global batches is saved, and that many are dropped before sharding.
-
-Where ranks cannot share batches evenly, an empty batch fills the last update of some. fairseq's trainer
-counts nothing of a rank's update whose last batch is empty, although its gradients are added up. Here the
-empty batch precedes the last one.
+fairseq saves how many batches each rank consumed. Here the number of global batches is saved, and that many
+are dropped before sharding. Where ranks cannot share batches evenly, an empty batch fills the last update
+of some, and fairseq's trainer counts nothing of a rank's update whose last batch is empty, although it adds
+up its gradients. Here the empty batch precedes the last one.
 """
 
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from fairseq.data.iterators import EpochBatchIterator, ShardedIterator
 
 
-@dataclass(frozen=True)
-class _Resumed:
+class _Resumed(NamedTuple):
     """An epoch that was resumed at a position that per-rank offsets cannot express."""
 
     epoch: int
@@ -30,7 +26,6 @@ class _Resumed:
 class ElasticEpochBatchIterator(EpochBatchIterator):
     """EpochBatchIterator whose state has the number of global batches that were consumed."""
 
-    # Micro-batches per update in each epoch; the last number is for all later epochs.
     _update_freq: Sequence[int] = (1,)
     num_shards: int
     shard_id: int
@@ -38,7 +33,7 @@ class ElasticEpochBatchIterator(EpochBatchIterator):
     _start = 0
 
     def set_update_freq(self, update_freq: Sequence[int]) -> None:
-        """Set --update-freq."""
+        """Set --update-freq: micro-batches per update in each epoch, the last for all later ones."""
         self._update_freq = update_freq
 
     def state_dict(self) -> dict[str, Any]:
@@ -97,8 +92,7 @@ class ElasticEpochBatchIterator(EpochBatchIterator):
     def _global_order(self, epoch: int, fix: bool, shuffle: bool, shards: int) -> list[Any]:
         """Return the batches in the order of the saved run: one from each rank in turn.
 
-        Where the order depends on the number of ranks (grouped shuffling, batches fixed to GPUs), it is
-        assembled from every shard; else there is one shuffle for all.
+        If the order depends on the number of ranks, it is joined from every shard.
         """
         if not (self.grouped_shuffling or (self._supports_prefetch and fix)):
             shards = 1

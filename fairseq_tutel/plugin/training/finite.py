@@ -1,4 +1,4 @@
-"""Checks that weights and optimizer state are finite, before a save and after a load.
+"""Checks weights and optimizer state: finite before a save, finite and fitting the model after a load.
 
 Buffers are not checked: attention masks contain -inf. A finished training run that is started again ends
 here.
@@ -10,7 +10,8 @@ import logging
 import math
 import os
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -18,19 +19,26 @@ import torch
 from fairseq.file_io import PathManager
 from torch import Tensor, nn
 
-from fairseq_tutel.checkpoint.files import is_whole
-from fairseq_tutel.checkpoint.nested import walk
+from fairseq_tutel.checkpoint.files import mapped, walk
 from fairseq_tutel.checkpoint.shards import ShardedTensor, bind
+from fairseq_tutel.files.small import shown
 from fairseq_tutel.optim.moe_optimizer import innermost_optimizer
 from fairseq_tutel.plugin.feed_forward import unwrapped
-from fairseq_tutel.plugin.training.loaded_optimizer import mismatch, optimizers_of
-from fairseq_tutel.plugin.training.resume import SAVED, flag_and_path, mapped, updates_of
+from fairseq_tutel.plugin.training.resume import flag_and_path, newest_whole, saved_in
 from fairseq_tutel.ranks import world
 
 logger = logging.getLogger(__name__)
 
 # The square of a larger weight is infinite in fp32.
 LARGEST_WEIGHT = 1e19
+# State tensors of the shape of their parameter, in fairseq's optimizers.
+SHAPED = (
+    "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf",
+    "momentum_buffer", "sum", "square_avg", "acc_delta",
+)  # fmt: skip
+LARGEST = 1e300  # whole numbers beyond are not floats
+# Options that fairseq's optimizers read; torch adds others to `defaults` that groups may lack.
+READ = ("betas", "eps", "weight_decay", "amsgrad")
 # Name, tensor, and a limit of its magnitude.
 Named = Iterable[tuple[str, Tensor, float]]
 
@@ -86,6 +94,62 @@ def tensors_of(trainer: Any) -> Iterator[tuple[str, Tensor, float]]:
                     yield f"the optimizer's {key} of {name}", value, math.inf
 
 
+def optimizers_of(trainer: Any) -> Iterator[Any]:
+    """Yield torch's optimizers of a trainer; a composite optimizer has one for each parameter group."""
+    inner = innermost_optimizer(trainer.optimizer)
+    for part in getattr(inner.optimizer, "optimizers", {"": inner}).values():
+        yield part.optimizer
+
+
+def mismatch(trainer: Any) -> str | None:
+    """Return the first option or state of the optimizers that does not fit; None if all fit."""
+    for optimizer in optimizers_of(trainer):
+        for parameter, state in optimizer.state.items():
+            if not torch.is_tensor(parameter):
+                return f"the optimizer's state of the unknown parameter {shown(parameter)}"
+            for key in SHAPED if isinstance(state, Mapping) else ():
+                # SGD without momentum has None there.
+                if state.get(key) is not None and not _has_form(state[key], parameter):
+                    return f"the optimizer's {key} of a parameter {tuple(parameter.shape)}"
+        for group in optimizer.param_groups:
+            for key, default in optimizer.defaults.items():
+                if key not in group and key in READ:
+                    return f"the optimizer's missing {key}"
+                if key in group and key != "lr" and not _is_like(group[key], default, key):
+                    return f"the optimizer's {key} {shown(group[key])}"
+            states = [optimizer.state[p] for p in group["params"] if p in optimizer.state]
+            if group.get("amsgrad") and any("max_exp_avg_sq" not in state for state in states):
+                return "the optimizer's amsgrad True"
+    return None
+
+
+def _is_like(value: Any, default: Any, key: str) -> bool:
+    """Whether an option's value has the type and range of its default."""
+    if isinstance(default, bool):
+        return value is None or (isinstance(value, bool) and (key != "maximize" or not value))
+    if isinstance(default, tuple | list):
+        is_list = isinstance(value, tuple | list) and len(value) == len(default)
+        most = 1 if key == "betas" else math.inf
+        return is_list and all(_is_number(each, most=most) for each in value)
+    if isinstance(default, int | float):
+        return _is_number(value, least=0 if default >= 0 else -math.inf)
+    return default is None or isinstance(value, type(default))
+
+
+def _is_number(value: Any, least: float = 0, most: float = math.inf) -> bool:
+    is_number = isinstance(value, Real) and not isinstance(value, bool)
+    return is_number and bool(least <= value < min(most, LARGEST))
+
+
+def _has_form(value: Any, parameter: Tensor) -> bool:
+    return (
+        torch.is_tensor(value)
+        and value.layout == torch.strided
+        and value.is_floating_point()
+        and value.shape == parameter.shape
+    )
+
+
 def _on_any_rank(found: str | None) -> str | None:
     """Return what the first rank found that found anything, on all ranks alike. Collective."""
     names = world.all_gather_object(found, "the check for NaN and infinity")
@@ -107,10 +171,7 @@ def refuse_to_save(trainer: Any) -> None:
 
 
 def refuse_loaded(cfg: Any, trainer: Any) -> None:
-    """Refuse to train from a loaded state that does not fit, or with a NaN or infinity. Collective.
-
-    All ranks raise the same error.
-    """
+    """Refuse on all ranks to train from a loaded state that does not fit or is not finite. Collective."""
     unfit = _on_any_rank(mismatch(trainer))
     found = unfit or _on_any_rank(first_bad(tensors_of(trainer)))
     if found is None:
@@ -127,49 +188,31 @@ def refuse_loaded(cfg: Any, trainer: Any) -> None:
 
 
 def way_back_from(save_dir: str, model: nn.Module, failed_at: int | None = None) -> str:
-    """Return a clause that names the newest good checkpoint. Collective.
+    """Return a clause that names the newest checkpoint whose trained weights are finite. Collective.
 
-    Args:
-        save_dir: of the run.
-        model: its buffers and frozen weights are ignored.
-        failed_at: the update whose weights failed; None if these were not saved.
+    `failed_at` is the update whose weights failed; None if these were not saved.
     """
     model = unwrapped(model)
     untrained = {name for name, _ in model.named_buffers()}
     untrained |= {name for name, p in model.named_parameters() if not p.requires_grad}
 
+    paths = [*saved_in(save_dir), os.path.join(save_dir, "checkpoint_last.pt")]
+
+    def newest_good(before: float = math.inf) -> tuple[int, str] | None:
+        return newest_whole(paths, before=before, accepts=lambda path: _is_good(path, untrained))
+
     def look() -> str:
-        found = newest_good(save_dir, untrained)
+        found = newest_good()
         if found is None:
             return f"no checkpoint in {save_dir} is whole and finite"
         sentence = f"the newest whole checkpoint with finite weights is {found[1]} (update {found[0]})"
         if failed_at is None or found[0] < failed_at:
             return sentence
-        older = newest_good(save_dir, untrained, failed_at)
+        older = newest_good(failed_at)
         before = f"the previous one is {older[1]} (update {older[0]})" if older else "none is older"
         return f"{sentence}, which fails the same way; {before}"
 
     return world.run_on_rank_zero(look, "rank 0's look for a good checkpoint")
-
-
-def newest_good(save_dir: str, untrained: set[str], before: float = math.inf) -> tuple[int, str] | None:
-    """Return update and path of a folder's newest whole and finite checkpoint, if there is one.
-
-    Args:
-        save_dir: the folder.
-        untrained: names of tensors that may be infinite.
-        before: only checkpoints of earlier updates count.
-    """
-    entries = os.scandir(save_dir) if os.path.isdir(save_dir) else ()
-    paths = [
-        entry.path
-        for entry in entries
-        if (SAVED.fullmatch(entry.name) or entry.name == "checkpoint_last.pt") and entry.is_file()
-    ]
-    for updates, path in sorted(((updates_of(path), path) for path in paths), reverse=True):
-        if 0 <= updates < before and is_whole(path) and _is_good(path, untrained):
-            return updates, path
-    return None
 
 
 def _is_good(path: str, untrained: set[str]) -> bool:
@@ -177,35 +220,28 @@ def _is_good(path: str, untrained: set[str]) -> bool:
         state = mapped(path)
         bind(state, Path(path))
         weights = {k: v for k, v in state["model"].items() if k not in untrained}
-        moments = state.get("last_optimizer_state")
-        named = [*_leaves(weights, LARGEST_WEIGHT), *_leaves(moments, math.inf)]
+        limited = (weights, LARGEST_WEIGHT), (state.get("last_optimizer_state"), math.inf)
         return all(
-            first_bad([("", tensor, limit)]) is None for value, limit in named for tensor in _pieces(value)
+            first_bad([("", tensor, limit)]) is None
+            for tree, limit in limited
+            for _, _, value in walk(tree)
+            for tensor in _tensors(value)
         )
     except Exception:  # torch raises many kinds for an unreadable file
         return False
 
 
-def _leaves(tree: Any, limit: float) -> Iterator[tuple[Any, float]]:
-    for _, _, value in walk(tree):
-        if isinstance(value, Tensor | ShardedTensor):
-            yield value, limit
-
-
-def _pieces(value: Tensor | ShardedTensor) -> Iterator[Tensor]:
-    """Yield a tensor, or the experts of one in shard files, one at a time."""
+def _tensors(value: Any) -> Iterator[Tensor]:
+    """Yield a tensor, or the experts of one in shard files, one at a time; nothing for other values."""
     if isinstance(value, Tensor):
         yield value
-    else:
+    elif isinstance(value, ShardedTensor):
         yield from (value.read(expert, 1) for expert in range(value.shape[0]))
 
 
 @contextlib.contextmanager
 def checked_at_start(main: Any) -> Iterator[None]:
-    """Check the loaded state before the first epoch; fairseq's loop has no hook there.
-
-    The function `train`, which runs an epoch, of the module of fairseq's `main` is replaced in the block.
-    """
+    """Replace fairseq's `train`, which runs an epoch, in the block, to check the loaded state before it."""
     module = sys.modules.get(getattr(main, "__module__", ""))
     original = getattr(module, "train", None)
     if module is None or not getattr(original, "__module__", "").startswith("fairseq_cli"):
@@ -230,8 +266,7 @@ def _checked(original: Any) -> Any:
             limit = world.broadcast_object(_reached_limit(cfg, trainer), "the check of limits")
             if limit is not None:
                 logger.info(
-                    "%s is already reached: nothing was trained or saved; raise it to continue",
-                    limit,
+                    "%s is already reached: nothing was trained or saved; raise it to continue", limit
                 )
                 return [None], True
         return original(cfg, trainer, task, epoch_itr)

@@ -1,27 +1,28 @@
 """Chooses the checkpoint that training resumes from, and checks it on all ranks."""
 
-import argparse
 import glob
 import logging
+import math
 import os
 import pickle
 import re
 import zipfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-import torch
 from fairseq.file_io import PathManager
 
-from fairseq_tutel.checkpoint import files
 from fairseq_tutel.checkpoint.files import (
+    IS_CORRUPT,
     NOT_CHECKPOINTS,
     has_an_end,
     identity,
     is_whole,
+    mapped,
     unlike_a_file,
 )
+from fairseq_tutel.checkpoint.saved import SavedModel
 from fairseq_tutel.checkpoint.shards import bind
 from fairseq_tutel.moe.option_table import options_of
 from fairseq_tutel.options.option import plain
@@ -53,10 +54,15 @@ def checkpoint_to_load(cfg: Any) -> str | None:
         others = _other_checkpoints(path)
         such_as = f", such as --restore-file {others[0]}" if others else ""
         raise ValueError(
-            f"{flag} is {path}, which {files.CORRUPT}; remove it and give an older checkpoint{such_as}."
+            f"{flag} is {path}, which {IS_CORRUPT}; remove it and give an older checkpoint{such_as}."
         )
     if any(other != found[0] for other in found):
-        raise ValueError(_several(flag, path, found))
+        ranks = name_ranks([rank for rank, other in enumerate(found) if other != found[0]])
+        what = "does not exist" if found[0] == NOTHING else "is a checkpoint"
+        raise ValueError(
+            f"{flag} is {path}, which {what} for rank 0, and another or none for {ranks}; give a "
+            "--save-dir, or file, that all ranks share, or copy rank 0's to the same path on every node."
+        )
     if found[0] in NOT_CHECKPOINTS:
         raise ValueError(f"{flag} is {path}, which is {found[0]}; give a checkpoint file.")
     # Scripts that restart a job name the last checkpoint at the first start, too.
@@ -104,14 +110,13 @@ def _newest_saved(cfg: Any) -> str | None:
         return None
     if cfg.restore_file == "checkpoint_last.pt" and os.path.isfile(last):
         return _newer_than(last)
-    folder = os.path.abspath(cfg.save_dir)
     is_given = os.path.abspath(path) != os.path.abspath(last)
     is_there = PathManager.exists(last) or os.path.lexists(last)
-    begins_here = begin is not None and os.path.dirname(os.path.abspath(begin)) == folder
-    if is_given or is_there or begins_here or not os.path.isdir(folder):
+    folder = os.path.abspath(cfg.save_dir)
+    if is_given or is_there or (begin and os.path.dirname(os.path.abspath(begin)) == folder):
         return None
-    names = [name for name in os.listdir(folder) if SAVED.fullmatch(name)]
-    newest = _newest_whole([os.path.join(folder, name) for name in names])
+    others = saved_in(folder)
+    newest = newest_whole(others)
     if newest is not None:
         updates, path = newest
         logger.warning(
@@ -121,19 +126,32 @@ def _newest_saved(cfg: Any) -> str | None:
             f", not from {begin}" if begin is not None else "",
         )
         return os.path.basename(path)
-    if names:
+    if others:
         raise ValueError(
             f"--save-dir is {cfg.save_dir}, which has no checkpoint_last.pt to resume from, and none of "
-            f"its {len(names)} other checkpoints is whole; give another --save-dir to start from scratch, "
+            f"its {len(others)} other checkpoints is whole; give another --save-dir to start from scratch, "
             "or --restore-file with a checkpoint from elsewhere."
         )
     return None
 
 
-def _newest_whole(paths: Iterable[str], after: int = -1) -> tuple[int, str] | None:
-    """Return updates and path of the whole checkpoint with the most updates, more than `after`."""
-    by_updates = sorted(((updates_of(path), path) for path in paths), reverse=True)
-    return next((each for each in by_updates if each[0] > after and is_whole(each[1])), None)
+def saved_in(folder: str) -> list[str]:
+    """Return the paths of a training run's checkpoints in a folder, except checkpoint_last.pt."""
+    names = os.listdir(folder) if os.path.isdir(folder) else ()
+    return [os.path.join(folder, name) for name in names if SAVED.fullmatch(name)]
+
+
+def newest_whole(
+    paths: Iterable[str],
+    after: int = -1,
+    before: float = math.inf,
+    accepts: Callable[[str], bool] = lambda path: True,
+) -> tuple[int, str] | None:
+    """Return updates and path of the whole checkpoint with the most updates, between the bounds."""
+    for updates, path in sorted(((updates_of(path), path) for path in paths), reverse=True):
+        if after < updates < before and is_whole(path) and accepts(path):
+            return updates, path
+    return None
 
 
 def _newer_than(last: str) -> str | None:
@@ -142,19 +160,17 @@ def _newer_than(last: str) -> str | None:
     It has a later update, and a later modification and change time. A checkpoint that a user copied over
     the last one has the latest change time.
     """
-    folder, own = os.path.dirname(last), os.stat(last)
-    names = filter(SAVED.fullmatch, os.listdir(folder))
-    paths = list(filter(os.path.isfile, (os.path.join(folder, name) for name in names)))
-    if not paths:
+    own = os.stat(last)
+    written = {path: os.stat(path) for path in filter(os.path.isfile, saved_in(os.path.dirname(last)))}
+    if not written:
         return None
-    written = {path: os.stat(path) for path in paths}
     later = [
         path
         for path, status in written.items()
         if status.st_mtime_ns > own.st_mtime_ns and status.st_ctime_ns > own.st_ctime_ns
     ]
     updates_of_last = updates_of(last)
-    newer = _newest_whole(later, updates_of_last)
+    newer = newest_whole(later, after=updates_of_last)
     if newer is not None:
         updates, path = newer
         logger.warning(
@@ -165,7 +181,7 @@ def _newer_than(last: str) -> str | None:
             last,
         )
         return os.path.basename(path)
-    newest = max(paths, key=lambda path: written[path].st_mtime_ns)
+    newest = max(written, key=lambda path: written[path].st_mtime_ns)
     updates = updates_of(newest)
     if 0 <= updates_of_last < updates:
         logger.warning(
@@ -188,11 +204,6 @@ def updates_of(path: str) -> int:
         return -1
 
 
-def mapped(path: str) -> dict[str, Any]:
-    """Return a checkpoint whose tensors stay on disk."""
-    return torch.load(path, map_location="cpu", mmap=zipfile.is_zipfile(path), weights_only=True)
-
-
 def _found_by_all(path: str) -> list[str]:
     """Return what every rank finds at its path: one of the constants above, or a file's identity.
 
@@ -200,7 +211,10 @@ def _found_by_all(path: str) -> list[str]:
     """
     own = _found(path)
     operation = "the look at the checkpoint"
-    found = world.all_gather_object((own, _inode(path)), operation)
+    status = os.stat(path) if os.path.isfile(path) else None
+    # Distinguishes a file from its copies on other nodes, which may be corrupt.
+    inode = status and (status.st_ino, status.st_mtime_ns, status.st_ctime_ns)
+    found = world.all_gather_object((own, inode), operation)
     is_file = own not in (NOTHING, CORRUPT, ELSEWHERE, *NOT_CHECKPOINTS)
     reads = is_file and found.index(found[world.rank()]) == world.rank()
     reading = Work(lambda: is_whole(path) if reads else True)
@@ -221,29 +235,6 @@ def _found(path: str) -> str:
     return identity(path) if has_an_end(path) else CORRUPT
 
 
-def _inode(path: str) -> tuple[int, ...]:
-    """Return what distinguishes a file from its copies on other nodes, which may be corrupt."""
-    if not os.path.isfile(path):
-        return ()
-    status = os.stat(path)
-    return status.st_ino, status.st_mtime_ns, status.st_ctime_ns
-
-
-def _several(flag: str, path: str, found: Sequence[str]) -> str:
-    """Name the ranks that find something else than rank 0, as with local folders on each node."""
-    ranks = [rank for rank, other in enumerate(found) if other != found[0]]
-    if found[0] == NOTHING:
-        what = "does not exist for rank 0, but does"
-    elif all(found[rank] == NOTHING for rank in ranks):
-        what = "exists for rank 0, but not"
-    else:
-        what = "is one checkpoint for rank 0 and another"
-    return (
-        f"{flag} is {path}, which {what} for {name_ranks(ranks)}; give a --save-dir, or file, that all "
-        "ranks share, or copy rank 0's to the same path on every node."
-    )
-
-
 def _other_checkpoints(path: str) -> list[str]:
     """Return the other checkpoints of a folder, the newest first."""
     found = set(glob.glob(os.path.join(os.path.dirname(path), "checkpoint*.pt"))) - {path}
@@ -258,9 +249,7 @@ def warn_of_changed_options(path: str | None, cfg: Any) -> None:
         state = mapped(path)
     except pickle.UnpicklingError:
         return  # loading it will be refused, on every rank
-    saved = (state.get("cfg") or {}).get("model")
-    # A dictionary, or an older file's command line.
-    saved = saved if isinstance(saved, dict) else vars(saved or argparse.Namespace())
+    saved = SavedModel(state).options_of("model")
     if "moe_freq" not in saved:
         return
     changed = []

@@ -15,18 +15,18 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from fairseq import checkpoint_utils
 from fairseq.file_io import PathManager
 from fairseq.trainer import Trainer
 
 from fairseq_tutel.checkpoint import experts, files, folders
 from fairseq_tutel.checkpoint.lease import NAME, Lease, take
+from fairseq_tutel.files.small import is_temporary
 from fairseq_tutel.moe.expert_stack import ExpertStack
 from fairseq_tutel.optim.moe_optimizer import ONLY_OF_RANK, MoEOptimizerMixin, innermost_optimizer
 from fairseq_tutel.plugin.run_state import RUN
 from fairseq_tutel.plugin.training import finite
-from fairseq_tutel.plugin.training.checks import saves_shards
 from fairseq_tutel.plugin.training.resume import checkpoint_to_load
+from fairseq_tutel.plugin.training.startup import saves_shards
 from fairseq_tutel.ranks.groups import Topology
 from fairseq_tutel.ranks.world import run_on_rank_zero
 
@@ -48,10 +48,20 @@ def run_training(main: Any, cfg: Any, **kwargs: Any) -> Any:
 @contextlib.contextmanager
 def writing(save_dir: str, writes: bool = True) -> Iterator[None]:
     """Hold the lease of a folder in the block. Collective at its start."""
-    lease = _taken_by_rank_zero(save_dir, writes)
-    if lease is None:
+    taken: list[Lease] = []  # on rank 0
+
+    def take_lease() -> None:
+        try:
+            taken.extend([take(save_dir)] if writes else [])
+        except OSError as error:
+            sentence = files.unwritten(str(Path(save_dir) / NAME), error).args[-1]
+            raise ValueError(sentence) from error
+
+    run_on_rank_zero(take_lease, "rank 0's check of writers in --save-dir")
+    if not taken:
         yield
         return
+    lease = taken[0]
     with RUN.having(lease=lease):
         try:
             _remove_temporary(Path(save_dir), all_is_old=lease.after is not None)
@@ -64,28 +74,12 @@ def writing(save_dir: str, writes: bool = True) -> Iterator[None]:
             lease.release()
 
 
-def _taken_by_rank_zero(save_dir: str, writes: bool) -> Lease | None:
-    """Return the lease on rank 0 if it writes, and None on the others, which wait for it."""
-    taken: list[Lease] = []
-
-    def take_it() -> None:
-        try:
-            taken.append(take(save_dir))
-        except OSError as error:
-            sentence = files.unwritten(str(Path(save_dir) / NAME), error).args[-1]
-            raise ValueError(sentence) from error
-
-    action = take_it if writes else lambda: None
-    run_on_rank_zero(action, "rank 0's check of writers in --save-dir")
-    return taken[0] if taken else None
-
-
 def _remove_temporary(save_dir: Path, all_is_old: bool) -> None:
     """Remove incomplete files and folders: all if their writer has ended, else old ones."""
     age = 0 if all_is_old else folders.YOUNG_SECONDS
     folders.remove_cut_off(save_dir, age)
     for file in save_dir.iterdir():
-        if files.is_temporary(file.name):
+        if is_temporary(file.name):
             with contextlib.suppress(OSError):  # it was removed, or belongs to another user
                 if time.time() - file.stat().st_mtime >= age:
                     file.unlink()
@@ -100,21 +94,19 @@ def save_checkpoint(original: Any) -> Any:
             return original(cfg, trainer, epoch_itr, val_loss)
         finite.refuse_to_save(trainer)
         with RUN.having(is_saving=True):
-            _complete(cfg, trainer, epoch_itr, val_loss)
+            _complete(cfg, trainer)
             return original(cfg, trainer, epoch_itr, val_loss)
 
     return wrapper
 
 
-def _complete(cfg: Any, trainer: Any, epoch_itr: Any, val_loss: Any) -> None:
+def _complete(cfg: Any, trainer: Any) -> None:
     """Complete rank 0's next state by what other ranks hold. Collective."""
     inner, topology = innermost_optimizer(trainer.optimizer), RUN.topology
     model = trainer.get_model()
     has_experts = bool(experts.expert_modules(model))
     in_shards = saves_shards(trainer.task) and has_experts
     shared = (topology.expert_parallel_size > 1 and has_experts) or getattr(inner, "is_apart", False)
-    if (in_shards or shared) and not will_save(cfg, trainer, epoch_itr, val_loss):
-        return
     if RUN.lease is not None:
         RUN.lease.confirm()  # another run may have taken it over
     with_state = not cfg.no_save_optimizer_state
@@ -126,22 +118,6 @@ def _complete(cfg: Any, trainer: Any, epoch_itr: Any, val_loss: Any) -> None:
         experts.gather_experts(model, topology)
         if with_state:
             inner.gather_state(topology)
-
-
-def will_save(cfg: Any, trainer: Any, epoch_itr: Any, val_loss: Any) -> bool:
-    """Return whether fairseq's `save_checkpoint` will write a file for its arguments. Collective."""
-    if not cfg.no_last_checkpoints:
-        return True
-    if epoch_itr.end_of_epoch():
-        regular = not cfg.no_epoch_checkpoints and epoch_itr.epoch % cfg.save_interval == 0
-    else:
-        updates, interval = trainer.get_num_updates(), cfg.save_interval_updates
-        regular = interval > 0 and updates % interval == 0
-    best_of = max if cfg.maximize_best_checkpoint_metric else min
-    before = getattr(checkpoint_utils.save_checkpoint, "best", val_loss)
-    best = val_loss is not None and val_loss == best_of(val_loss, before)
-    among_best = val_loss is not None and cfg.keep_best_checkpoints > 0
-    return run_on_rank_zero(lambda: regular or best or among_best, "the agreement on what is saved")
 
 
 def write_in_shards(trainer: Trainer, inner: MoEOptimizerMixin | None, topology: Topology) -> None:
@@ -158,16 +134,13 @@ def write_in_shards(trainer: Trainer, inner: MoEOptimizerMixin | None, topology:
     records = experts.save_in_shards(model, topology, states, save_dir)
     if inner is None:
         return
+    stacks = {layer: m for layer, m in model.named_modules() if isinstance(m, ExpertStack)}
     by_index: dict[int, dict[str, Any]] = {}
-    for layer, stack in model.named_modules():
-        if isinstance(stack, ExpertStack):
-            for name, parameter in stack.expert_parameters().items():
-                if id(parameter) in index_of:
-                    by_index[index_of[id(parameter)]] = {
-                        tensor.removeprefix(f"{name}."): record
-                        for (of_layer, tensor), record in records.items()
-                        if of_layer == layer and tensor.startswith(f"{name}.")
-                    }
+    for (layer, tensor), record in records.items():
+        name, _, key = tensor.rpartition(".")
+        index = index_of.get(id(stacks[layer].expert_parameters().get(name)))
+        if index is not None:
+            by_index.setdefault(index, {})[key] = record
     inner.save_state(by_index, topology)
 
 
@@ -180,7 +153,7 @@ def copy(original: Any) -> Any:
             return original(src_path, dst_path, overwrite)
         # Follow a link, as fairseq does, which writes through it.
         with files.replacing(os.path.realpath(dst_path)) as temporary:
-            copied = files.share(src_path, temporary) or original(src_path, temporary, True)
+            copied = original(src_path, temporary, True)
             with open(temporary, "rb") as file:
                 os.fsync(file.fileno())
         return dst_path if isinstance(copied, str) else copied

@@ -1,4 +1,7 @@
-"""The start of a run: ranks from torchrun's environment, compared options, time-outs of collectives."""
+"""The start of a run: ranks from torchrun's environment, compared and refused options, time-outs.
+
+While the model is built, the root of the task's configuration is the FairseqConfig that the Trainer uses.
+"""
 
 import argparse
 import contextlib
@@ -12,30 +15,25 @@ import torch
 import torch.distributed as dist
 from fairseq import __version__ as fairseq_version
 from fairseq.distributed import utils as distributed_utils
+from fairseq.file_io import PathManager
+from fairseq.optim import OPTIMIZER_REGISTRY
 from omegaconf import OmegaConf, open_dict
 from torch import nn
 
 from fairseq_tutel import __version__
-from fairseq_tutel.moe.run_options import TaskConfig
+from fairseq_tutel.moe.option_table import TaskConfig
+from fairseq_tutel.optim.moe_optimizer import variant_name
+from fairseq_tutel.optim.zero import NOT_ELEMENTWISE, refuse_first, refuse_with_zero, zero_options
 from fairseq_tutel.options.option import flag_of, read
+from fairseq_tutel.plugin.feed_forward import named_stacks
 from fairseq_tutel.plugin.plans import plans_of, prove_once_a_host
 from fairseq_tutel.plugin.run_state import config_of, device_of
 from fairseq_tutel.ranks import guard
 from fairseq_tutel.ranks.agreement import agree
+from fairseq_tutel.ranks.groups import Topology
 from fairseq_tutel.ranks.rendezvous import meeting, own_gpu
 
 logger = logging.getLogger(__name__)
-
-
-def read_on_every_rank(cfg: Any) -> None:
-    """Let every rank read the checkpoint that training resumes from.
-
-    fairseq broadcasts rank 0's through an unpickler that torch >= 2.6 refuses.
-    """
-    key = "load_checkpoint_on_all_dp_ranks"
-    if cfg.distributed_training.distributed_world_size > 1 and not cfg.checkpoint[key]:
-        logger.info("set --load-checkpoint-on-all-dp-ranks, which torch >= 2.6 needs")
-        cfg.checkpoint[key] = True
 
 
 def drop_tpu(cfg: Any) -> None:
@@ -49,7 +47,9 @@ def drop_tpu(cfg: Any) -> None:
 
 def join_torchrun(cfg: Any) -> None:
     """Read rank and world size from torchrun's environment where fairseq cannot."""
-    distributed, world = cfg.distributed_training, _torchrun_world_size()
+    names = ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK")
+    world = int(os.environ["WORLD_SIZE"]) if all(name in os.environ for name in names) else 1
+    distributed = cfg.distributed_training
     on_cpu = not torch.cuda.is_available() or cfg.common.cpu
     stock_works = not on_cpu and distributed.distributed_world_size > 1
     if distributed.distributed_init_method is not None or world <= 1 or stock_works:
@@ -63,17 +63,11 @@ def join_torchrun(cfg: Any) -> None:
         distributed.distributed_num_procs = 1
         if on_cpu:
             distributed.distributed_backend = "gloo"
-            # The default, which needs a GPU, has two names. Another backend that was given is kept or
-            # refused.
+            # The two names of the default, which needs a GPU. Others that were given are kept or refused.
             if distributed.ddp_backend in ("pytorch_ddp", "c10d"):
                 distributed.ddp_backend = "legacy_ddp"
     if not on_cpu:
         torch.cuda.set_device(distributed.device_id)
-
-
-def _torchrun_world_size() -> int:
-    names = ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK")
-    return int(os.environ["WORLD_SIZE"]) if all(name in os.environ for name in names) else 1
 
 
 def meeting_of(cfg: Any) -> contextlib.AbstractContextManager[Any]:
@@ -81,12 +75,9 @@ def meeting_of(cfg: Any) -> contextlib.AbstractContextManager[Any]:
     distributed = cfg.distributed_training
     if distributed.distributed_init_method is None or not distributed.distributed_no_spawn:
         return contextlib.nullcontext()
-    seconds = read(TaskConfig, cfg.task).moe_comm_timeout
-    return meeting(
-        distributed.distributed_rank,
-        distributed.distributed_world_size,
-        seconds if guard.is_time(seconds) else 0,  # a bad value is refused later, by name
-    )
+    given = read(TaskConfig, cfg.task).moe_comm_timeout
+    seconds = given if guard.is_time(given) else 0  # a bad value is refused later, by name
+    return meeting(distributed.distributed_rank, distributed.distributed_world_size, seconds)
 
 
 # Options that may differ between ranks: position, files, loading and logging. Paths may differ, too.
@@ -107,12 +98,11 @@ OF_OTHER_COMMANDS = {"common_eval", "generation", "eval_lm", "interactive"}
 def start_together(root: Any, model: nn.Module, task: Any) -> None:
     """Compare all ranks' options, and set the time-out of their collectives."""
     set_timeout(config_of(task))
-    if not dist.is_initialized():
-        return
-    prove_once_a_host(config_of(task))
-    agree(facts_of(root, model, task))
-    limit_fairseq_groups()
-    allocate_gather_buffers(root)
+    if dist.is_initialized():
+        prove_once_a_host(config_of(task))
+        agree(_facts_of(root, model, task))
+        limit_fairseq_groups()
+        allocate_gather_buffers(root)
 
 
 def set_timeout(task_cfg: Any) -> None:
@@ -121,8 +111,7 @@ def set_timeout(task_cfg: Any) -> None:
 
 
 def limit_fairseq_groups() -> None:
-    """Set the time-out of fairseq's own groups. Collective."""
-    # fairseq creates a group for gradients and logs later, with torch's default time-out.
+    """Set the time-out of fairseq's own groups, which would be created later with torch's. Collective."""
     operation = "the creation of fairseq's group of all ranks"
     with guard.watched(operation), guard.guarded(operation):
         of_fairseq = distributed_utils.get_global_group()
@@ -138,24 +127,25 @@ def allocate_gather_buffers(cfg: Any) -> None:
         gather._cpu_buffer = torch.empty(size, dtype=torch.uint8)
 
 
-def facts_of(root: Any, model: nn.Module, task: Any) -> dict[str, Any]:
+def _facts_of(root: Any, model: nn.Module, task: Any) -> dict[str, Any]:
     """Return by option or description everything that decides shapes, collectives and results."""
-    facts: dict[str, Any] = {}
+    shapes = [(name, tuple(p.shape), str(p.dtype)) for name, p in model.named_parameters()]
+    facts = {
+        "the model's number of parameters": sum(p.numel() for p in model.parameters()),
+        "the digest of the model's parameter shapes": _digest(shapes),
+        "the kind of device": device_of(root).type,
+        "the version of fairseq_tutel": __version__,
+        "the version of fairseq": fairseq_version,
+        "the version of torch": torch.__version__,
+    }
     for name in root:
         if name not in OF_OTHER_COMMANDS:
             facts |= _options(root[name])
-    shapes = [(name, tuple(p.shape), str(p.dtype)) for name, p in model.named_parameters()]
-    facts["the model's number of parameters"] = sum(p.numel() for p in model.parameters())
-    facts["the digest of the model's parameter shapes"] = _digest(shapes)
     for side in ("source_dictionary", "target_dictionary"):
         words = getattr(getattr(task, side, None), "symbols", None)
         facts[f"the digest of the {side.replace('_', ' ')}"] = _digest(words)
     for each in plans_of(config_of(task)):
         facts[f"the digest of the plan {each.name}"] = each.plan.digest
-    facts["the kind of device"] = device_of(root).type
-    facts["the version of fairseq_tutel"] = __version__
-    facts["the version of fairseq"] = fairseq_version
-    facts["the version of torch"] = torch.__version__
     return facts
 
 
@@ -176,3 +166,145 @@ def _options(section: Any) -> dict[str, Any]:
 
 def _digest(value: Any) -> str:
     return hashlib.sha256(repr(value).encode()).hexdigest()[:12]
+
+
+def saves_shards(task: Any) -> bool:
+    """Whether --moe-checkpoint is sharded."""
+    return read(TaskConfig, config_of(task)).moe_checkpoint == "sharded"
+
+
+def refuse_run(
+    root: Any, model: nn.Module, topology: Topology, in_step: bool, sliced: bool, ahead: int
+) -> None:
+    """Refuse training that cannot work with experts; `model` is still the stock model.
+
+    `in_step`: layers communicate even where each rank holds all experts; `sliced`: ranks hold shards of
+    experts; `ahead`: --moe-pregate.
+    """
+    _refuse_options(root, on_gpu=device_of(root).type == "cuda")
+    name, dropped, shares = root.optimizer._name, _layerdrop_of(model), topology.expert_parallel_size > 1
+    recomputes = any(hasattr(module, "precheckpoint_forward") for module in model.modules())
+    rules = [
+        (
+            dropped and (shares or (in_step and topology.world_size > 1)),
+            f"{dropped}: ranks would drop different layers and wait for each other for ever; set it to 0, "
+            "or --moe-expert-parallel-size to 1 and no gshard_global in --moe-balance-loss.",
+        ),
+        (
+            ahead and recomputes,
+            f"--moe-pregate is {ahead} and --checkpoint-activations is set, which recomputes a layer "
+            "without the earlier one whose input its gate reads; drop one of them "
+            "(--moe-recompute-experts saves memory with --moe-pregate).",
+        ),
+        (
+            ahead and dropped,
+            f"{dropped}: --moe-pregate {ahead} lets a layer's gate read the input of another, and either "
+            "may be dropped; set one of them to 0.",
+        ),
+        (
+            shares and sliced and getattr(root.optimizer, "fp16_adam_stats", False),
+            "--fp16-adam-stats is set, whose scales are of whole experts, and ranks hold shards of them; "
+            "drop it, or give --moe-expert-parallel-size a divisor of the experts.",
+        ),
+        (
+            shares and name.removeprefix("moe_") in NOT_ELEMENTWISE,
+            f"--optimizer is {name}, whose updates depend on all experts of a layer at once, and each rank "
+            "holds some of them; use moe_adam, or --moe-expert-parallel-size 1.",
+        ),
+    ]
+    refuse_first(rules)
+    zero = zero_options(root)
+    if zero is not None:
+        refuse_with_zero(root, zero)
+
+
+def _refuse_options(root: Any, on_gpu: bool) -> None:
+    distributed, common, save_dir = root.distributed_training, root.common, root.checkpoint.save_dir
+    half = next((key for key in ("memory_efficient_fp16", "fp16", "amp") if common[key]), "")
+    several, launched = distributed.distributed_world_size > 1, int(os.environ.get("WORLD_SIZE", 1))
+    rules = [
+        (
+            launched > 1 and not dist.is_initialized(),
+            f"WORLD_SIZE is {launched} in the environment, but this process would train alone and "
+            "overwrite the others' checkpoints; start it with `torchrun … -m fairseq_tutel.train`.",
+        ),
+        (
+            several and not on_gpu and str(distributed.ddp_backend) not in ("legacy_ddp", "no_c10d"),
+            f"--ddp-backend is {distributed.ddp_backend}, which needs a GPU; add --ddp-backend legacy_ddp.",
+        ),
+        (
+            several and root.ema.store_ema,
+            "--store-ema is set on several ranks, where the moving average of remote experts is not kept; "
+            "drop it or train on one rank.",
+        ),
+        (half and not on_gpu, f"{flag_of(half)} is set on a CPU, where fairseq's needs a GPU; drop it."),
+        (
+            common.model_parallel_size > 1 or distributed.pipeline_model_parallel,
+            "--model-parallel-size or --pipeline-model-parallel is set, which does not work with experts; "
+            "drop it.",
+        ),
+        (
+            str(distributed.zero_sharding) != "none",
+            f"--zero-sharding is {distributed.zero_sharding}, which would shard experts as if they were "
+            "replicas; set it to none and give --moe-zero-stage instead.",
+        ),
+        (
+            read(TaskConfig, root.task).moe_checkpoint == "sharded"
+            and PathManager.path_requires_pathmanager(save_dir),
+            f"--save-dir is {save_dir}, which is no local folder, and --moe-checkpoint sharded needs one; "
+            "give a folder, or --moe-checkpoint full.",
+        ),
+        (
+            root.checkpoint.write_checkpoints_asynchronously,
+            "--write-checkpoints-asynchronously is set, which writes files in place, so that a kill leaves "
+            "a truncated one; drop it.",
+        ),
+        (
+            not (root.optimizer and root.optimizer._name),
+            "--optimizer is not given; choose one, such as moe_adam.",
+        ),
+        (
+            several and root.optimization.use_bmuf,
+            "--use-bmuf is set, which averages experts as if they were replicas; drop it.",
+        ),
+    ]
+    refuse_first(rules)
+
+
+def _layerdrop_of(model: nn.Module) -> str:
+    """Return the option that drops layers at random, with its value; empty for none."""
+    for side, name, layers in named_stacks(model):
+        # LayerDropModuleList has the probability; for wav2vec2 the module that owns the layers has it.
+        owner = model.get_submodule(name.rpartition(".")[0])
+        value = getattr(layers, "p", getattr(owner, "layerdrop", 0.0))
+        if value > 0:
+            return f"--{side}-layerdrop is {value}"
+    return ""
+
+
+def complete(root: Any) -> None:
+    """Set what experts need in the FairseqConfig, in place; log every change once."""
+    # fairseq-train concludes this itself; under hydra the run would be in fp32.
+    for precision in ("fp16", "bf16"):
+        if root.common[f"memory_efficient_{precision}"]:
+            _set(root.common, precision, True)
+    zero = zero_options(root)
+    if zero is not None and zero.stage:
+        # torch's wrapper would all-reduce whole gradients during the backward pass.
+        _set(root.distributed_training, "ddp_backend", "legacy_ddp", "shards")
+    name, variant = root.optimizer._name, variant_name(root.optimizer._name)
+    if variant != name and variant in OPTIMIZER_REGISTRY:
+        logger.info("optimizer %s becomes %s, which supports experts", name, variant)
+        root.optimizer._name = variant
+        if hasattr(root.optimizer, "optimizer"):  # fairseq's older ones have the whole command line
+            root.optimizer.optimizer = variant
+    if root.common.fp16:
+        # One flat tensor of all gradients would not show which of them are experts'.
+        _set(root.common, "fp16_no_flatten_grads", True)
+
+
+def _set(cfg: Any, key: str, value: Any, needed_by: str = "experts") -> None:
+    if cfg[key] != value:
+        shown = "" if value is True else f" {value}"
+        logger.info("set %s%s, which %s need", flag_of(key), shown, needed_by)
+        cfg[key] = value

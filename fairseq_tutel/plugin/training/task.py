@@ -1,7 +1,4 @@
-"""Mixins that give fairseq's tasks what training and using experts needs, on one rank and on several.
-
-Stock tasks get a mixin when a model with experts is built.
-"""
+"""Mixins that give fairseq's tasks what training and using experts needs, on one rank and on several."""
 
 import contextlib
 import logging
@@ -21,8 +18,7 @@ from fairseq_tutel.checkpoint import experts
 from fairseq_tutel.moe.balance import update_biases
 from fairseq_tutel.moe.balance_options import CriterionConfig
 from fairseq_tutel.moe.config import MoEConfig
-from fairseq_tutel.moe.model_options import SidesConfig
-from fairseq_tutel.moe.run_options import TaskConfig
+from fairseq_tutel.moe.option_table import SidesConfig, TaskConfig
 from fairseq_tutel.moe.update_tuner import UpdateTuner
 from fairseq_tutel.optim.moe_optimizer import innermost_optimizer
 from fairseq_tutel.options.option import read
@@ -50,28 +46,21 @@ class InferenceMixin:
     def get_batch_iterator(self, *args: Any, **kwargs: Any) -> Any:
         """Return the stock iterator; release the workers of iterators that no later epoch reads.
 
-        Iterators are in reference cycles. When the garbage collector ends their workers, each takes 5
-        seconds.
+        Iterators are in reference cycles, and the garbage collector takes 5 seconds for each worker.
         """
-        iterator = super().get_batch_iterator(*args, **kwargs)  # type: ignore[misc]
+        iterator, epoch = super().get_batch_iterator(*args, **kwargs), kwargs.get("epoch", 1)  # type: ignore[misc]
         if RUN.command is not None:
             self._iterator = iterator
         given = self.__dict__.setdefault("_given", WeakSet())
-        epoch = kwargs.get("epoch", 1)
         if epoch > self._epoch:  # training: validation requests epoch 1
-            kept = [iterator, *self.dataset_to_epoch_iter.values()]
-            for ended in given.difference(kept):
+            for ended in given.difference([iterator, *self.dataset_to_epoch_iter.values()]):
                 ended._cur_epoch_itr = ended.dataloader = None
             self._epoch = epoch
         given.add(iterator)
         return iterator
 
     def build_generator(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the stock generator, which fairseq-generate builds after its batches.
-
-        Raises:
-            NoSentences: this rank has none of them.
-        """
+        """Return the stock generator; raise NoSentences if this rank has none of the batches."""
         last = self._iterator
         if last is not None and last.shard_id >= len(last.frozen_batches):
             raise NoSentences
@@ -82,26 +71,24 @@ class InferenceMixin:
 
     def eval_lm_dataloader(self, *args: Any, **kwargs: Any) -> Any:
         """Return the batches of fairseq-eval-lm; on several ranks their tokens are counted."""
-        command = RUN.command
-        if command is not None and command.cfg.eval_lm.context_window > 0:
+        batches, command = super().eval_lm_dataloader(*args, **kwargs), RUN.command  # type: ignore[misc]
+        if command is None:
+            return batches
+        if command.cfg.eval_lm.context_window > 0:
             raise ValueError(
                 f"--context-window is {command.cfg.eval_lm.context_window} on several ranks, where batches "
                 "would lack the context of the batch before; run fairseq-eval-lm on one rank."
             )
-        batches = super().eval_lm_dataloader(*args, **kwargs)  # type: ignore[misc]
-        if command is not None:
-            batches = command.count(batches, self.target_dictionary)
-        return batches
+        return command.count(batches, self.target_dictionary)
 
     def valid_step(self, sample: Any, model: nn.Module, criterion: Any, **kwargs: Any) -> Any:
         """Run the stock step, if this rank has a batch left; serve other ranks until they finish theirs."""
-        command = RUN.command
-        if command is not None and not sample:
-            result: Any = (0.0, 0, {})
-        else:
+        if RUN.command is None:
+            return super().valid_step(sample, model, criterion, **kwargs)  # type: ignore[misc]
+        result: Any = (0.0, 0, {})
+        if sample:
             result = super().valid_step(sample, model, criterion, **kwargs)  # type: ignore[misc]
-        if command is not None:
-            command.rest()
+        RUN.command.rest()
         return result
 
 
@@ -123,15 +110,11 @@ class MoETaskMixin(InferenceMixin):
     def build_criterion(self, cfg: Any, *args: Any, **kwargs: Any) -> Any:
         """Build the criterion; warn once if experts and balance loss do not come together."""
         criterion = super().build_criterion(cfg, *args, **kwargs)  # type: ignore[misc]
-        if world.is_first():
-            self._warn_of_criterion(criterion, cfg)
-        return criterion
-
-    def _warn_of_criterion(self, criterion: Any, cfg: Any) -> None:
+        if not world.is_first():
+            return criterion
         if not self._has_experts:
             logger.warning(
-                "the model has no experts: the --moe- options of %s have no effect",
-                type(self).__name__,
+                "the model has no experts: the --moe- options of %s have no effect", type(self).__name__
             )
         elif hasattr(criterion, "gate_loss"):
             facts = Facts(layer=self._layer_config, sides=SidesConfig())
@@ -145,6 +128,7 @@ class MoETaskMixin(InferenceMixin):
             )
             if read(TaskConfig, config_of(self)).record_a2a_perf_stats:
                 logger.warning("--record-a2a-perf-stats has no effect without such a criterion")
+        return criterion
 
     def train_step(
         self,
@@ -162,14 +146,14 @@ class MoETaskMixin(InferenceMixin):
             experts.drop_everywhere(model)
         for context in contexts_of(layers):
             context.begin_step(is_dummy=ignore_grad)
-        begin_step = getattr(criterion, "begin_step", None)
-        if begin_step is not None:
-            begin_step(update_num, is_dummy=ignore_grad)
+        if hasattr(criterion, "begin_step"):
+            criterion.begin_step(update_num, is_dummy=ignore_grad)
         self._begin_micro_batch(0 if ignore_grad else _tokens_of(sample), optimizer)
         error = sys.exc_info()[1]
         diagnosing = isinstance(error, FloatingPointError) and "Nan/Inf" in str(error)
-        if diagnosing:
-            _drop_backward_hooks_of_encoders(model)
+        for module in model.modules() if diagnosing else ():
+            if isinstance(module, FairseqEncoder):
+                module._backward_hooks.clear()  # fairseq's, which fail on an encoder's dict of lists
         step = f"the training step of update {update_num}"
         with guarded(step), _out_of_memory_ends_the_job(step):
             result = super().train_step(  # type: ignore[misc]
@@ -285,25 +269,8 @@ def _out_of_memory_ends_the_job(what: str) -> Iterator[None]:
         ) from error
 
 
-def _drop_backward_hooks_of_encoders(model: nn.Module) -> None:
-    """Remove encoders' backward hooks, which fail on a dict of lists, before fairseq locates a NaN.
-
-    Their layers keep their hooks.
-    """
-    for module in model.modules():
-        if isinstance(module, FairseqEncoder):
-            module._backward_hooks.clear()
-
-
 def give_mixin(task: Any) -> None:
     """Add the mixin to a task's class if it is missing."""
     if not isinstance(task, MoETaskMixin):
         stock = type(task)
-        bases = (MoETaskMixin, stock)
-        change_class(task, type(stock.__name__, bases, {"__module__": __name__}))
-
-
-def attach(task: Any, layers: Sequence[MoEFeedForward], tuner: UpdateTuner | None = None) -> None:
-    """Give a task the mixin, a model's MoE layers and their tuner."""
-    give_mixin(task)
-    task.take_experts(layers, tuner)
+        change_class(task, type(stock.__name__, (MoETaskMixin, stock), {"__module__": __name__}))

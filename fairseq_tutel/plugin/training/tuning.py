@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from fairseq_tutel.moe.initial_strategy import TOKENS, is_tuned, static_strategy
-from fairseq_tutel.moe.run_options import TaskConfig
+from fairseq_tutel.moe.adaptive import TOKENS, is_tuned, static_strategy
+from fairseq_tutel.moe.option_table import TaskConfig
 from fairseq_tutel.moe.update_tuner import UpdateTuner
 from fairseq_tutel.options.option import read
 from fairseq_tutel.planning.machine import Machine, typical
@@ -63,13 +63,9 @@ def tuner_of(model: nn.Module, cfg: Any, task_cfg: Any, root: Any) -> UpdateTune
         # Ranks with another file must not try other algorithms.
         algorithms = tuned_algorithms(first, task_cfg, machine, size)
         choices = {"algorithms": world.broadcast_object(algorithms, "the agreement on all-to-alls")}
-    common = root.common
+    precisions = ("fp16", "bf16", "amp", "memory_efficient_fp16", "memory_efficient_bf16")
     conditions = {
-        "precision": [
-            key
-            for key in ("fp16", "bf16", "amp", "memory_efficient_fp16", "memory_efficient_bf16")
-            if common[key]
-        ],
+        "precision": [key for key in precisions if root.common[key]],
         "update_freq": list(root.optimization.update_freq),
         "zero_stage": options.moe_zero_stage,
         "checkpoint_activations": bool(option(cfg, "checkpoint_activations")),
@@ -79,8 +75,8 @@ def tuner_of(model: nn.Module, cfg: Any, task_cfg: Any, root: Any) -> UpdateTune
 
 
 def _machine_of(task_cfg: Any, root: Any) -> Machine:
-    path, device = read(TaskConfig, task_cfg).moe_machine_file, device_of(root)
-    name = torch.cuda.get_device_name() if device.type == "cuda" else None
+    path = read(TaskConfig, task_cfg).moe_machine_file
+    name = torch.cuda.get_device_name() if device_of(root).type == "cuda" else None
     try:
         return Machine.from_json(Path(path)) if path else typical(name)
     except ValueError as error:

@@ -14,7 +14,5 @@ def add_to(tools: Any) -> None:
         description=__doc__,
     )
     kinds = parser.add_subparsers(dest="kind", required=True, metavar="KIND", parser_class=LateParser)
-    models.add_to(kinds)
-    experts.add_to(kinds)
-    formats.add_to(kinds)
-    parser.set_defaults(run=lambda arguments: arguments.convert(arguments))
+    for conversion in (*models.KINDS, *experts.KINDS, *formats.KINDS):
+        conversion.add_to(kinds)

@@ -4,7 +4,6 @@ A load of 1 is that of an even distribution. Loads are read from a training log 
 """
 
 import argparse
-import re
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -15,21 +14,17 @@ from fairseq_tutel.moe.config import MoEConfig
 from fairseq_tutel.tools.training_log import LOAD, find_log, join
 
 T = TypeVar("T")
-Loads = dict[Layer, list[float]]
-# Default number of log records for the mean.
+Configs = Mapping[Layer, MoEConfig]
+# Number of log records for the mean.
 LAST = 20
 
 
 def by_layer(
     flag: str, words: Sequence[str], layers: Sequence[Layer], read: Callable[[str], T]
 ) -> dict[Layer, T]:
-    """Return the values of an option by layer.
+    """Return the values of an option: one word without a layer's label, or several with labels.
 
-    Args:
-        flag: the option, for errors.
-        words: one word without a layer's label, or several with labels.
-        layers: MoE layers of the checkpoint.
-        read: parses a word; its ValueError has the reason and the expected form.
+    `read` parses a word; its ValueError has the reason and the expected form.
 
     Raises:
         ValueError: a word is invalid.
@@ -55,66 +50,55 @@ def by_layer(
     return found
 
 
-def ids(text: str) -> list[int]:
-    """Read expert IDs, separated by commas, each once."""
-    parts = text.split(",")
-    for part in parts:
-        if not re.fullmatch(r"\s*[0-9]+\s*", part):
-            raise ValueError(f"{part!r} is no expert ID; give IDs with commas between them, as 0,3")
-    found = [int(part) for part in parts]
-    refuse_twice(found)
+def expert_ids(
+    flag: str, words: Sequence[str], configs: Configs, in_groups: bool = False, or_all: bool = False
+) -> dict[Layer, list[list[int]]]:
+    """Return the IDs that an option names by layer, in groups (as 0,3/1,2) or as one group, each ID once.
+
+    `or_all` adds `all`, which the caller reads, to the form in errors.
+
+    Raises:
+        ValueError: a word is invalid, or a layer has no such expert.
+    """
+
+    def read(text: str) -> list[list[int]]:
+        groups = [group.split(",") for group in (text.split("/") if in_groups else [text])]
+        for part in (part for group in groups for part in group):
+            if not part.strip().isdecimal():
+                form = f"0,3{', and / between groups, as 0,3/1,2' * in_groups}{', or all' * or_all}"
+                raise ValueError(f"{part!r} is no expert ID; give IDs with commas between them, as {form}")
+        found = [[int(part) for part in group] for group in groups]
+        ids = [i for group in found for i in group]
+        for i in ids:
+            if ids.count(i) > 1:
+                raise ValueError(f"expert {i} is named twice; name it once")
+        return found
+
+    found = by_layer(flag, words, list(configs), read)
+    for layer, groups in found.items():
+        last, most = configs[layer].num_experts - 1, max(i for group in groups for i in group)
+        if most > last:
+            raise ValueError(
+                f"{flag} names expert {most}, but {layer.label} has {last + 1}; give IDs from 0 to {last}."
+            )
     return found
 
 
-def refuse_twice(found: Sequence[int]) -> None:
-    """Refuse a repeated ID."""
-    for i in found:
-        if found.count(i) > 1:
-            raise ValueError(f"expert {i} is named twice; name it once")
-
-
-def refuse_unknown(flag: str, layer: Layer, found: Sequence[int], num_experts: int) -> None:
-    """Refuse IDs of experts that a layer does not have."""
-    for i in found:
-        if not 0 <= i < num_experts:
-            raise ValueError(
-                f"{flag} names expert {i}, but {layer.label} has {num_experts}; give IDs from 0 to "
-                f"{num_experts - 1}."
-            )
-
-
-def add_load_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options for loads."""
-    source = parser.add_mutually_exclusive_group()
-    text = "read the loads from this training log with --log-format json, or from the one in this"
-    source.add_argument("--log", metavar="PATH", help=f"{text} --save-dir")
-    text = "the loads, one number per expert, as 0.5,2,1,0.5, or by layer, as decoder_1=0.5,1.5"
-    source.add_argument("--load", nargs="+", metavar="LOADS", help=text)
-    text = f"number of the last log records for the mean [{LAST}]"
-    parser.add_argument("--last-records", type=int, metavar="N", help=text)
-
-
-def loads(arguments: argparse.Namespace, layers: Mapping[Layer, MoEConfig]) -> Loads:
-    """Return the given loads by layer.
+def loads(arguments: argparse.Namespace, configs: Configs) -> dict[Layer, list[float]]:
+    """Return the loads of --log or --load by layer, none without these.
 
     Raises:
         ValueError: a log lacks them, or has another number of experts.
     """
-    last = arguments.last_records
-    if last is not None and last < 1:
-        raise ValueError(f"--last-records is {last}; give a number of at least 1.")
-    if last is not None and arguments.log is None:
-        raise ValueError(f"--last-records is {last}, which needs --log; add it, or leave this out.")
-    found: Loads = {}
     if arguments.log is not None:
-        found = of_log(Path(arguments.log), list(layers), LAST if last is None else last)
-    elif arguments.load is not None:
-        found = by_layer("--load", arguments.load, list(layers), _numbers)
+        found = of_log(Path(arguments.log), list(configs))
+    else:
+        found = by_layer("--load", arguments.load or (), list(configs), _numbers)
     for layer, load in found.items():
-        if len(load) != layers[layer].num_experts:
+        if len(load) != configs[layer].num_experts:
             raise ValueError(
                 f"--load or --log has {len(load)} loads for {layer.label}, which has "
-                f"{layers[layer].num_experts} experts; give one per expert, or the log of this model."
+                f"{configs[layer].num_experts} experts; give one per expert, or the log of this model."
             )
         if not any(load):
             raise ValueError(
@@ -123,14 +107,14 @@ def loads(arguments: argparse.Namespace, layers: Mapping[Layer, MoEConfig]) -> L
     return found
 
 
-def of_log(path: Path, layers: list[Layer], last: int) -> Loads:
+def of_log(path: Path, layers: list[Layer]) -> dict[Layer, list[float]]:
     """Return the mean loads of all layers over the last records of a training log.
 
     Raises:
         ValueError: there is no log, or it lacks the loads of a layer.
     """
     records = join(find_log(path)[0]).training
-    found: Loads = {}
+    found = {}
     for layer in layers:
         key = LOAD + layer.label
         lists = [record.lists[key] for record in records if key in record.lists]
@@ -139,21 +123,17 @@ def of_log(path: Path, layers: list[Layer], last: int) -> Loads:
                 f"--log names {path}, which has no {key}; give the log of a training run of this "
                 "model with a moe_ criterion and --log-format json."
             )
-        if len({len(load) for load in lists[-last:]}) > 1:
+        if len({len(load) for load in lists[-LAST:]}) > 1:
             raise ValueError(f"--log names {path}, in which the number of experts changes; name another.")
-        found[layer] = [statistics.fmean(of_one) for of_one in zip(*lists[-last:], strict=True)]
+        found[layer] = [statistics.fmean(of_one) for of_one in zip(*lists[-LAST:], strict=True)]
     return found
 
 
 def _numbers(text: str) -> list[float]:
-    parts = text.split(",")
-    for part in parts:
-        try:
-            is_load = 0 <= float(part) < 1e12
-        except ValueError:
-            is_load = False
-        if not is_load:
-            raise ValueError(
-                f"{part!r} is no load; give a number of at least 0 for each expert, as 0.5,2,1,0.5"
-            )
-    return [float(part) for part in parts]
+    try:
+        found = [float(part) for part in text.split(",")]
+    except ValueError:
+        found = []
+    if not found or not all(0 <= load < 1e12 for load in found):
+        raise ValueError("each load must be a number of at least 0, as in 0.5,2,1,0.5")
+    return found

@@ -18,15 +18,13 @@ from matplotlib.ticker import EngFormatter, FuncFormatter, LogLocator, MaxNLocat
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 MARKERS = ("o", "s", "^", "D")
 LINES = ("-", "--", ":", "-.")
-# Characters in a line of a legend, with gaps and line samples.
-LINE_LETTERS = 70
-# A curve with at most so many points has markers.
-FEW_POINTS = 40
+LINE_LETTERS = 70  # characters in a line of a legend, with gaps and line samples
+FEW_POINTS = 40  # a curve with at most so many points has markers
 
 
 @dataclass(frozen=True)
 class Scale:
-    """The colours of a heat map, their label and the values named in the legend."""
+    """The colours of a heat map, their label, and the values named in a legend beside the maps."""
 
     norm: Normalize
     colors: Colormap
@@ -72,6 +70,7 @@ _STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",
     "svg.hashsalt": "fairseq_tutel",
 }
+_MAP_STYLE = _STYLE | {"axes.grid": False}
 
 
 @dataclass(frozen=True)
@@ -85,6 +84,7 @@ class Curve:
     line: int = 0
 
 
+@matplotlib.rc_context(_STYLE)
 def line_chart(
     curves: Sequence[Curve],
     x_label: str,
@@ -97,32 +97,29 @@ def line_chart(
 ) -> str:
     """Return a chart of the curves as SVG, with gaps at values that are not finite.
 
-    Args:
-        curves: the lines.
-        x_label: label of the x axis, with its unit.
-        y_label: label of the y axis, with its unit.
-        log: logarithmic y axis, if the values are positive and differ by a factor of five or more.
-        from_zero: the y axis begins at 0.
-        references: heights and names of horizontal lines.
-        points: most points of a curve; neighbours are averaged.
+    The y axis is logarithmic with `log` if the values are positive and differ by a factor of five or more.
+    `references` are heights and names of horizontal lines. With more than `points` points of a curve,
+    neighbours are averaged.
     """
-    with matplotlib.rc_context(_STYLE):
-        figure = Figure(figsize=(5, 3.2))
-        axes = figure.add_subplot(xlabel=x_label, ylabel=y_label)
-        _mark(axes.xaxis)
-        for curve in curves:
-            _draw(axes, curve, points)
-        for height, name in references:
-            axes.axhline(height, color="#222222", linewidth=1.4, linestyle=":", label=name)
-        if log:
-            _make_logarithmic(axes, np.concatenate([np.asarray(c.y, dtype=float) for c in curves]))
-        if from_zero:
-            axes.set_ylim(bottom=0)
-        columns = _legend_columns([c.label for c in curves] + [name for _, name in references])
-        figure.legend(loc="outside upper left", ncols=columns, frameon=False, fontsize=9)
-        return _svg(figure)
+    figure = Figure(figsize=(5, 3.2))
+    axes = figure.add_subplot(xlabel=x_label, ylabel=y_label)
+    _mark(axes.xaxis)
+    for curve in curves:
+        _draw(axes, curve, points)
+    for height, name in references:
+        axes.axhline(height, color="#222222", linewidth=1.4, linestyle=":", label=name)
+    if log:
+        _make_logarithmic(axes, np.concatenate([np.asarray(c.y, dtype=float) for c in curves]))
+    if from_zero:
+        axes.set_ylim(bottom=0)
+    labels = [c.label for c in curves] + [name for _, name in references]
+    fitting = max(1, LINE_LETTERS // (max(map(len, labels)) + 7))
+    lines = -(-len(labels) // fitting)
+    figure.legend(loc="outside upper left", ncols=-(-len(labels) // lines), frameon=False, fontsize=9)
+    return _svg(figure)
 
 
+@matplotlib.rc_context(_MAP_STYLE)
 def heat_map(
     updates: Sequence[int],
     values_UR: Sequence[Sequence[float]],
@@ -130,19 +127,11 @@ def heat_map(
     *,
     rows: str = "expert",
     columns: int = 200,
-    legend: bool = False,
 ) -> str:
     """Return a map of values by row (experts or layers) and update as SVG.
 
-    A column spans the updates since the previous record, over which fairseq averages.
-
-    Args:
-        updates: updates of the records, rising.
-        values_UR: for each record the value of every row.
-        scale: the colours.
-        rows: label of the y axis.
-        columns: most columns; neighbours are averaged.
-        legend: whether to draw the scale beside the map.
+    A column spans the updates since the previous record, over which fairseq averages; with more records
+    than `columns`, neighbours are averaged. A scale without named values is drawn beside the map.
     """
     values_RU = averaged(np.asarray(values_UR, dtype=float).T, columns)
     right = np.asarray(updates, dtype=float)
@@ -151,25 +140,37 @@ def heat_map(
     edges = np.concatenate([[max(first, 0)], right[step - 1 :: step]])
     if len(edges) == values_RU.shape[1]:  # the last block is not full
         edges = np.append(edges, right[-1])
-    with matplotlib.rc_context(_STYLE | {"axes.grid": False}):
-        figure = Figure(figsize=(5, 3.2) if legend else (3.6, 2.4))
-        axes = figure.add_subplot(xlabel="updates", ylabel=rows)
-        mesh = _draw_map(axes, edges, values_RU, scale)
-        _mark(axes.xaxis)
-        if legend:
-            figure.colorbar(mesh, label=scale.label)
-        return _svg(figure)
+    figure = Figure(figsize=(3.6, 2.4) if scale.ticks else (5, 3.2))
+    axes = figure.add_subplot(xlabel="updates", ylabel=rows)
+    mesh = _draw_map(axes, edges, values_RU, scale)
+    _mark(axes.xaxis)
+    if not scale.ticks:
+        figure.colorbar(mesh, label=scale.label)
+    return _svg(figure)
 
 
+@matplotlib.rc_context(_MAP_STYLE)
 def heat_map_by_name(names: Sequence[str], values_NE: Sequence[Sequence[float]], scale: Scale) -> str:
     """Return a map of values by expert and data set as SVG."""
-    with matplotlib.rc_context(_STYLE | {"axes.grid": False}):
-        figure = Figure(figsize=(max(3.6, 1 + 0.8 * len(names)), 2.6))
-        axes = figure.add_subplot(ylabel="expert")
-        edges = np.arange(len(names) + 1) - 0.5
-        _draw_map(axes, edges, np.asarray(values_NE, dtype=float).T, scale)
-        axes.set_xticks(range(len(names)), names)
-        return _svg(figure)
+    figure = Figure(figsize=(max(3.6, 1 + 0.8 * len(names)), 2.6))
+    axes = figure.add_subplot(ylabel="expert")
+    _draw_map(axes, np.arange(len(names) + 1) - 0.5, np.asarray(values_NE, dtype=float).T, scale)
+    axes.set_xticks(range(len(names)), names)
+    return _svg(figure)
+
+
+@matplotlib.rc_context(_MAP_STYLE)
+def legend_of(scale: Scale) -> str:
+    """Return the legend of a scale with named values as SVG."""
+    assert scale.ticks is not None
+    figure = Figure(figsize=(3.6, 0.75))
+    axes = figure.add_subplot()
+    colors = matplotlib.cm.ScalarMappable(norm=scale.norm, cmap=scale.colors)
+    bar = figure.colorbar(colors, cax=axes, orientation="horizontal", ticks=[*scale.ticks])
+    bar.ax.set_xticks([*scale.ticks], [*scale.ticks.values()], minor=False)
+    bar.ax.minorticks_off()
+    bar.set_label(scale.label)
+    return _svg(figure)
 
 
 def _draw_map(axes: Axes, edges: np.ndarray, values_RC: np.ndarray, scale: Scale) -> QuadMesh:
@@ -187,31 +188,16 @@ def _draw_map(axes: Axes, edges: np.ndarray, values_RC: np.ndarray, scale: Scale
     return mesh
 
 
-def legend_of(scale: Scale) -> str:
-    """Return the legend of a scale with named values as SVG."""
-    assert scale.ticks is not None
-    with matplotlib.rc_context(_STYLE | {"axes.grid": False}):
-        figure = Figure(figsize=(3.6, 0.75))
-        axes = figure.add_subplot()
-        colors = matplotlib.cm.ScalarMappable(norm=scale.norm, cmap=scale.colors)
-        bar = figure.colorbar(colors, cax=axes, orientation="horizontal", ticks=[*scale.ticks])
-        bar.ax.set_xticks([*scale.ticks], [*scale.ticks.values()], minor=False)
-        bar.ax.minorticks_off()
-        bar.set_label(scale.label)
-        return _svg(figure)
-
-
 def averaged(values: np.ndarray, count: int) -> np.ndarray:
     """Average neighbours along the last axis, so that at most `count` values remain.
 
     Values that are not finite are left out. The average of no value is nan.
     """
     values = np.where(np.isfinite(values), values, np.nan)
-    length = values.shape[-1]
-    step = -(-length // count)
+    step = -(-values.shape[-1] // count)
     if step <= 1:
         return values
-    padding = [(0, 0)] * (values.ndim - 1) + [(0, -length % step)]
+    padding = [(0, 0)] * (values.ndim - 1) + [(0, -values.shape[-1] % step)]
     blocks = np.pad(values, padding, constant_values=np.nan)
     blocks = blocks.reshape(*values.shape[:-1], -1, step)
     seen = np.isfinite(blocks).sum(axis=-1)
@@ -231,13 +217,6 @@ def _draw(axes: Axes, curve: Curve, points: int) -> None:
         marker=MARKERS[curve.run // len(COLORS) % len(MARKERS)] if len(x) <= FEW_POINTS else None,
         markersize=3,
     )
-
-
-def _legend_columns(labels: Sequence[str]) -> int:
-    """Return the number of columns of a legend, which are filled one after the other."""
-    fitting = max(1, LINE_LETTERS // (max(map(len, labels)) + 7))
-    lines = -(-len(labels) // fitting)
-    return -(-len(labels) // lines)
 
 
 def _mark(axis: Axis) -> None:

@@ -1,7 +1,7 @@
 """report: draws training curves and expert loads of one or several runs as one HTML page.
 
-A run is a log of --log-format json (a --log-file, a captured output or hydra_train.log), a folder with
-TensorBoard files, or a --save-dir that holds one of these. Several runs are overlaid.
+A run is a log of --log-format json (a --log-file, a captured output or hydra_train.log), or a --save-dir
+that holds one. Several runs are overlaid.
 """
 
 # ruff: noqa: RUF001 - dashes and crosses are meant
@@ -9,8 +9,7 @@ TensorBoard files, or a --save-dir that holds one of these. Several runs are ove
 import argparse
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -25,9 +24,7 @@ NOTHING = "–"
 def add_to(tools: Any) -> None:
     """Add the tool to the command line."""
     parser = tools.add_parser(
-        "report",
-        help="draw one HTML page of training runs, from fairseq's logs",
-        description=__doc__,
+        "report", help="draw one HTML page of training runs, from fairseq's logs", description=__doc__
     )
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a log or a --save-dir")
     parser.add_argument(
@@ -45,10 +42,9 @@ def run(arguments: argparse.Namespace) -> None:
     if output.exists() and output.suffix != ".html":  # may be a log or a checkpoint
         raise ValueError(f"--output is {output}, which exists and is no .html file; give another name.")
     names = _names(arguments.names, arguments.runs)
-    logs = [find_log(path) for path in arguments.runs]
-    runs = {name: join(log) for name, (log, _) in zip(names, logs, strict=True)}
-    files = {name: list(map(str, of)) for name, (_, of) in zip(names, logs, strict=True)}
-    text = _page(runs, files)
+    logs = {name: find_log(path) for name, path in zip(names, arguments.runs, strict=True)}
+    files = {name: list(map(str, of)) for name, (_, of) in logs.items()}
+    text = _page({name: join(log) for name, (log, _) in logs.items()}, files)
     with writing(output) as file:
         file.write_text(text, encoding="utf-8")
     print(f"wrote {output}")
@@ -70,7 +66,7 @@ def _names(names: list[str] | None, paths: list[Path]) -> list[str]:
 
 
 def _page(runs: dict[str, Run], files: dict[str, list[str]]) -> str:
-    """Return the HTML page. `files` maps the name of each run to its log files."""
+    """Return the HTML page; `files` are the log files of each run."""
     with needing("report", "report"):
         from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
@@ -83,10 +79,7 @@ def _page(runs: dict[str, Run], files: dict[str, list[str]]) -> str:
         lstrip_blocks=True,
     )
     return templates.get_template("report.html.j2").render(
-        rows=[
-            summary_row(name, run, qualities_of(runs), units_of(runs.values()))
-            for name, run in runs.items()
-        ],
+        rows=summary(runs),
         sections=[section for section in sections_of(runs) if any(section.groups.values())],
         runs=runs,
         files=files,
@@ -94,48 +87,44 @@ def _page(runs: dict[str, Run], files: dict[str, list[str]]) -> str:
     )
 
 
-@dataclass(frozen=True)
-class Quality:
-    """A quality measure of a model: its key in the log, its name, and `min` or `max` for its best."""
-
-    key: str
-    name: str
-    best: Callable[..., Any]
+# Quality measures of a model: the key in the log, its name, and the function that selects the best value.
+PERPLEXITY: Any = ("ppl", "perplexity", min)
+ACCURACY: Any = ("accuracy", "accuracy (%)", max)
 
 
-PERPLEXITY, ACCURACY = Quality("ppl", "perplexity", min), Quality("accuracy", "accuracy (%)", max)
-
-
-def qualities_of(runs: dict[str, Run]) -> list[Quality]:
-    """Return the measures that any run logs: perplexity, accuracy or both."""
+def summary(runs: dict[str, Run]) -> list[dict[str, str]]:
+    """Return the cells of each run by their headings."""
     records = [r for run in runs.values() for of in (run.training, *run.subsets.values()) for r in of]
     logged = {key for record in records for key in record.values}
-    return [q for q in (PERPLEXITY, ACCURACY) if q.key in logged] or [PERPLEXITY]
+    qualities = [quality for quality in (PERPLEXITY, ACCURACY) if quality[0] in logged] or [PERPLEXITY]
+    units = units_of(runs.values()).capitalize()
+    return [_summary_row(name, run, qualities, units) for name, run in runs.items()]
 
 
-def summary_row(
-    name: str, run: Run, qualities: Sequence[Quality] = (PERPLEXITY,), units: str = "tokens"
-) -> dict[str, str]:
-    """Return the cells of a run by their headings. Validation is that of one subset."""
+def _summary_row(name: str, run: Run, qualities: Sequence[Any], units: str) -> dict[str, str]:
+    """Return the cells of a run. Validation is that of one subset."""
     subset = "valid" if "valid" in run.subsets else next(iter(run.subsets), "valid")
     suffix = "" if subset == "valid" else f" ({subset})"
     speeds = [speed for _, speed in _finite(run.training, "wps")]
     speeds = speeds[1:] or speeds  # the first updates warm up
     row = {"Run": name, "Updates": f"{run.last_update:,}"}
-    for quality in qualities:
-        values = _finite(run.subsets.get(subset, []), quality.key)
-        best = quality.best(values, key=lambda point: point[1], default=None)
+    for key, quality, best_of in qualities:
+        values = _finite(run.subsets.get(subset, []), key)
+        best = best_of(values, key=lambda point: point[1], default=None)
         row |= {
-            f"Training {quality.name}, last": _last(_finite(run.training, quality.key)),
-            f"Validation {quality.name}, last": _last(values) + suffix,
-            f"Validation {quality.name}, best": (
+            f"Training {quality}, last": _last(_finite(run.training, key)),
+            f"Validation {quality}, last": _last(values) + suffix,
+            f"Validation {quality}, best": (
                 NOTHING if best is None else f"{best[1]:.2f} at update {best[0]:,}{suffix}"
             ),
         }
+    layers = Counter(run.experts.values())
+    is_moe = any("moe_gate_loss" in record.values for record in run.training)
+    listed = ", ".join(f"{count} × {experts}" for experts, count in layers.items())
     return row | {
-        f"{units.capitalize()} per second, median": f"{median(speeds):,.0f}" if speeds else NOTHING,
+        f"{units} per second, median": f"{median(speeds):,.0f}" if speeds else NOTHING,
         "Training time": duration(run.seconds),
-        "MoE layers × experts": _layers(run),
+        "MoE layers × experts": listed or ("not logged" if is_moe else "none"),
         "Ranks": ", then ".join(map(str, run.ranks)) or NOTHING,
     }
 
@@ -147,14 +136,6 @@ def duration(seconds: float) -> str:
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours} h {minutes:02} min" if hours else f"{minutes} min {rest:02} s"
-
-
-def _layers(run: Run) -> str:
-    layers = Counter(run.experts.values())
-    if layers:
-        return ", ".join(f"{count} × {experts}" for experts, count in layers.items())
-    is_moe = any("moe_gate_loss" in record.values for record in run.training)
-    return "not logged" if is_moe else "none"
 
 
 def _finite(records: list[Record], key: str) -> list[tuple[int, float]]:

@@ -18,20 +18,10 @@ from fairseq_tutel.tools.report.figures import (
     line_chart,
     scale_of,
 )
-from fairseq_tutel.tools.training_log import (
-    DROPPED,
-    LAYERS,
-    LOAD,
-    Record,
-    Run,
-    layer_of,
-    list_keys,
-    units_of,
-)
+from fairseq_tutel.tools.training_log import DROPPED, LAYERS, LOAD, Run, layer_of, list_keys, units_of
 
 HOUR = 3600  # seconds
-# Columns of all heat maps of a section: many layers must not make a page of many megabytes.
-COLUMNS = 4000
+COLUMNS = 4000  # of all heat maps of a section, which bounds the size of the page
 
 
 @dataclass(frozen=True)
@@ -60,10 +50,9 @@ class Section:
 
 
 def sections_of(runs: dict[str, Run]) -> list[Section]:
-    """Return all sections in their order; one is without pictures where nothing is to show."""
+    """Return all sections in their order; some may have no pictures."""
     loss, experts, *others = curve_sections(runs)
-    by_data = data_section(runs)
-    return [loss, experts, layer_section(runs), *expert_sections(runs), by_data, *others]
+    return [loss, experts, layer_section(runs), *expert_sections(runs), data_section(runs), *others]
 
 
 @dataclass(frozen=True)
@@ -141,19 +130,18 @@ SECTIONS = {
 def curve_sections(runs: dict[str, Run]) -> list[Section]:
     """Return the sections of curves, with a picture for each chart that has values."""
     made, words = [], _words_of(runs)
-    for (name, title, text), templates in SECTIONS.items():
-        section = Section(name, title, text)
-        charts = [_with_words(chart, words) for chart in templates]
-        section.groups[""] = [p for chart in charts for p in _pictures(chart, runs)]
+    for heading, templates in SECTIONS.items():
+        charts = []
+        for chart in templates:
+            title, unit, text = (part.format(**words) for part in (chart.title, chart.unit, chart.text))
+            charts.append(replace(chart, title=title, unit=unit, text=text))
         timed = [chart for chart in charts if chart.against_time]
-        section.groups["Against time"] = [p for c in timed for p in _pictures(c, runs, time=True)]
-        made.append(section)
+        groups = {
+            "": [p for chart in charts for p in _pictures(chart, runs)],
+            "Against time": [p for chart in timed for p in _pictures(chart, runs, time=True)],
+        }
+        made.append(Section(*heading, groups))
     return made
-
-
-def _with_words(chart: Chart, words: dict[str, str]) -> Chart:
-    title, unit, text = (part.format(**words) for part in (chart.title, chart.unit, chart.text))
-    return replace(chart, title=title, unit=unit, text=text)
 
 
 def _words_of(runs: dict[str, Run]) -> dict[str, str]:
@@ -184,7 +172,8 @@ def _pictures(chart: Chart, runs: dict[str, Run], time: bool = False) -> list[Pi
         points=max(100, min(400, 2000 // len(curves))),
     )
     title = f"{chart.title} against {'time' if time else 'updates'}"
-    return [Picture(title, chart.text, _in_words(title, curves), svg)]
+    ends = [f"{c.label} from {c.y[0]:g} at {c.x[0]:g} to {c.y[-1]:g} at {c.x[-1]:g}" for c in curves]
+    return [Picture(title, chart.text, f"{title}: {'; '.join(ends)}.", svg)]
 
 
 def _curves_of(chart: Chart, runs: dict[str, Run], seconds: float | None) -> list[Curve]:
@@ -192,7 +181,10 @@ def _curves_of(chart: Chart, runs: dict[str, Run], seconds: float | None) -> lis
     curves = []
     for index, (name, run) in enumerate(runs.items()):
         measured = {"training": run.training, **(run.subsets if chart.validation else {})}
-        matches = [(what, match) for what, of in measured.items() for match in _matching(chart, of)]
+        keys = {what: dict.fromkeys(key for r in of for key in r.values) for what, of in measured.items()}
+        matches = [
+            (what, match) for what in keys for key in keys[what] if (match := re.fullmatch(chart.keys, key))
+        ]
         for line, (what, match) in enumerate(matches):
             points = [
                 (r.update if seconds is None else r.seconds / seconds, r.values[match[0]])
@@ -207,36 +199,16 @@ def _curves_of(chart: Chart, runs: dict[str, Run], seconds: float | None) -> lis
     return curves
 
 
-def _matching(chart: Chart, records: list[Record]) -> list[re.Match[str]]:
-    keys = dict.fromkeys(key for record in records for key in record.values)
-    return [match for key in keys if (match := re.fullmatch(chart.keys, key))]
-
-
 def _even_entropy(runs: dict[str, Run]) -> list[tuple[float, str]]:
     """Return the entropy of uniform probabilities, for every number of experts in the runs."""
     numbers = {e for run in runs.values() for e in run.experts.values()}
     return [(math.log(e), f"ln {e} = {math.log(e):.2f}") for e in sorted(numbers)]
 
 
-def _in_words(title: str, curves: list[Curve]) -> str:
-    ends = [f"{c.label} from {c.y[0]:g} at {c.x[0]:g} to {c.y[-1]:g} at {c.x[-1]:g}" for c in curves]
-    return f"{title}: {'; '.join(ends)}."
-
-
 LAYERS_TEXT = """
 One line for each MoE layer in training. With more layers than colours, a map with the first layer on top.
 A layer that differs from its neighbours deserves a look at its map below.
 """
-
-
-def _quantity(name: str) -> tuple[str, str, bool]:
-    """Return a list's title, the label of its axis and whether that begins at 0, of any name."""
-    for metric in METRICS:
-        match = re.fullmatch(metric.layers.format(r"(\d+)"), name)
-        if match:
-            choice = f" of choice {match[1]}" if match.groups() else ""
-            return (metric.title or name) + choice, metric.unit, metric.from_zero
-    return name, "", False
 
 
 def layer_section(runs: dict[str, Run]) -> Section:
@@ -250,20 +222,22 @@ def layer_section(runs: dict[str, Run]) -> Section:
 
 def _layer_picture(name: str, run: Run, key: str) -> Picture | None:
     """Return the picture of a list over layers, or None if it begins at 0 and is always 0."""
+    title, unit, from_zero = key.removeprefix(LAYERS), "", False
+    for metric in METRICS:
+        if match := re.fullmatch(metric.layers.format(r"(\d+)"), title):
+            choice = f" of choice {match[1]}" if match.groups() else ""
+            title, unit, from_zero = (metric.title or title) + choice, metric.unit, metric.from_zero
+            break
     records = [record for record in run.training if key in record.lists]
-    title, unit, from_zero = _quantity(key.removeprefix(LAYERS))
-    if from_zero and not any(value > 0 for record in records for value in record.lists[key]):
+    values_UL = [record.lists[key] for record in records]
+    if from_zero and not any(value > 0 for values_L in values_UL for value in values_L):
         return None
     labels = [layer_of(load, LOAD) for load in list_keys(LOAD, run.training)]
-    last = ", ".join(
-        f"{label} {value:g}" for label, value in zip(labels, records[-1].lists[key], strict=True)
-    )
-    alt = f"{name}, {title.lower()} by layer: at update {records[-1].update} {last}."
+    last = ", ".join(f"{label} {value:g}" for label, value in zip(labels, values_UL[-1], strict=True))
     updates = [record.update for record in records]
-    values_UL = [record.lists[key] for record in records]
+    alt = f"{name}, {title.lower()} by layer: at update {updates[-1]} {last}."
     if len(labels) > len(COLORS):
-        scale = scale_of(unit, values_UL)
-        svg = heat_map(updates, values_UL, scale, rows="MoE layer", legend=True)
+        svg = heat_map(updates, values_UL, scale_of(unit, values_UL), rows="MoE layer")
     else:
         lines = enumerate(zip(labels, zip(*values_UL, strict=True), strict=True))
         curves = [Curve(label, updates, values, run=i) for i, (label, values) in lines]
@@ -299,7 +273,7 @@ def _add_maps(
     prefix: str,
     scale: Scale,
     colours: str,
-    values_in_words: str,
+    words: str,
     above: float,
 ) -> None:
     """Add a map for every list with the prefix that has a value above a number."""
@@ -317,8 +291,7 @@ def _add_maps(
     for name, what, key, records in shown:
         values = [record.lists[key] for record in records]
         updates = [record.update for record in records]
-        last = values_in_words.format(min(values[-1]), max(values[-1]))
-        layer = layer_of(key, prefix)
+        layer, last = layer_of(key, prefix), words.format(min(values[-1]), max(values[-1]))
         alt = f"{name}, {what}, {layer}: at update {updates[-1]} the {len(values[-1])} experts {last}."
         svg = heat_map(updates, values, scale, columns=columns)
         section.groups.setdefault(f"{name}, {what}", []).append(Picture(layer, "", alt, svg))
@@ -332,7 +305,7 @@ orange in one column and violet in the others is a specialist of that data set.
 
 
 def data_section(runs: dict[str, Run]) -> Section:
-    """Return the section of experts' loads by data set, from the output of fairseq-validate."""
+    """Return the section of experts' loads by data set."""
     section = Section("data", "Load of every expert by data set", DATA_TEXT)
     for name, run in runs.items():
         for key in list_keys(LOAD, list(run.evaluations.values())):

@@ -16,7 +16,6 @@ from fairseq import file_io
 from fairseq.criterions.cross_entropy import CrossEntropyCriterion
 from fairseq.sequence_generator import SequenceGenerator
 
-from fairseq_tutel.checkpoint import files
 from fairseq_tutel.optim.moe_optimizer import innermost_optimizer
 from fairseq_tutel.plugin import register
 from fairseq_tutel.plugin.training.task import MoETaskMixin
@@ -121,6 +120,5 @@ def _optimizer_step(original):
 MoETaskMixin.optimizer_step = _optimizer_step(MoETaskMixin.optimizer_step)
 CrossEntropyCriterion.forward = _forward(CrossEntropyCriterion.forward)
 torch.save = _save(torch.save)
-files.share = lambda *_: False  # or nothing would be copied
 SequenceGenerator.generate = _generate(SequenceGenerator.generate)
 file_io.shutil.copyfile = _copyfile(file_io.shutil.copyfile)

@@ -21,7 +21,7 @@ from fairseq.distributed import utils as distributed_utils
 from fairseq.tasks.fairseq_task import FairseqTask
 from fairseq.trainer import Trainer
 
-from fairseq_tutel.checkpoint import experts, files
+from fairseq_tutel.checkpoint import experts
 from fairseq_tutel.comm import collectives
 from fairseq_tutel.plans.executors import one_sided, shared_memory
 from fairseq_tutel.plugin import register
@@ -220,7 +220,6 @@ before(checkpoint_utils, "save_checkpoint", "gather")
 before(experts, "write_file", "shard")
 torch.save = write_in_two(torch.save)
 shutil.copyfile = copy_in_two(shutil.copyfile)
-files.share = lambda *_: False  # or nothing would be copied
 os.rename, os.replace = around_rename(os.rename), around_rename(os.replace)
 after(checkpoint_utils, "save_checkpoint", "saved")
 reach("import")

@@ -5,14 +5,14 @@ from collections.abc import Iterator
 from torch import Tensor
 
 # Elements of a row chunk: on a CPU they fit into the L2 cache, elsewhere they saturate the device.
-SLAB = {"cpu": 2**18}
-SLAB_OF_OTHERS = 2**26
+ELEMENTS = {"cpu": 2**18}
+ELEMENTS_ELSEWHERE = 2**26
 
 
-def slabs(table_NV: Tensor) -> Iterator[slice]:
+def row_chunks(table_NV: Tensor) -> Iterator[slice]:
     """Yield the rows of each chunk, at least one row per chunk."""
     num_rows, words = table_NV.shape
-    size = SLAB.get(table_NV.device.type, SLAB_OF_OTHERS)
+    size = ELEMENTS.get(table_NV.device.type, ELEMENTS_ELSEWHERE)
     step = max(1, size // max(words, 1))
     for first in range(0, num_rows, step):
         yield slice(first, first + step)

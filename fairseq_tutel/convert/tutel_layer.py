@@ -1,4 +1,4 @@
-"""Maps the names of weights in Tutel's MoE layer to ours, and joins the ranks' experts.
+"""Maps the weights of Tutel's MoE layer to ours, and joins the ranks' experts.
 
 E experts, N ranks, s = N / E ranks per expert if there are more ranks; D model_dim, H hidden_dim. A rank
 holds [e, …] for e experts, or [1, …] with 1/s of dimension 1, padded with zeros.
@@ -10,7 +10,9 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-Tensors = dict[str, Tensor]
+from fairseq_tutel.convert.configs import Tensors
+
+COUNT = "_num_global_experts"
 # Tutel's name of a tensor -> ours, and whether its last two dimensions are transposed.
 Table = dict[str, tuple[str, bool]]
 
@@ -34,8 +36,23 @@ LLAMA: Table = {  # flat on each rank
 }
 
 
-def _turned(tensor: Tensor, turned: bool) -> Tensor:
-    return tensor.transpose(-1, -2).contiguous() if turned else tensor
+def our_layer(ranks: Sequence[Tensors], prefix: str, num_experts: int) -> Tensors:
+    """Return one layer's weights under our names, from those of each rank, which begin with the prefix.
+
+    Raises:
+        ValueError: the ranks do not hold all experts; the text continues the name of the layer.
+    """
+    if num_experts < 1 or (num_experts % len(ranks) and len(ranks) % num_experts):
+        raise ValueError(f"has {num_experts} experts, which {len(ranks)} ranks cannot hold")
+    own = {name.removeprefix(prefix): t for name, t in ranks[0].items() if name.startswith(prefix)}
+    gates = our_gates(own)
+    widths = [gates[key].shape[1] for key in ("gate.weight", "gate.projection_weight") if key in gates]
+    experts = [name for name in own if name.startswith("experts.")]
+    if not experts:
+        raise ValueError("lacks its experts")
+    parts = {name.removeprefix("experts."): [rank[prefix + name] for rank in ranks] for name in experts}
+    whole = _our_experts(parts, num_experts, widths[0] if widths else None)
+    return {**gates, **{f"experts.{key}": tensor for key, tensor in whole.items()}}
 
 
 def our_gates(theirs: Tensors) -> Tensors:
@@ -43,24 +60,19 @@ def our_gates(theirs: Tensors) -> Tensors:
     ours: Tensors = {}
     for name, tensor in theirs.items():
         if found := re.fullmatch(r"gates?\.(?:(\d+)\.)?(.+)", name):
-            key, turned = GATES.get(found[2], (found[2], False))
-            tensor = tensor.reshape(()) if found[2] == "temperature" else _turned(tensor, turned)
+            key, is_turned = GATES.get(found[2], (found[2], False))
+            tensor = tensor.reshape(()) if found[2] == "temperature" else _turned(tensor, is_turned)
             index = int(found[1] or 0)
             ours[f"other_gates.{index - 1}.{key}" if index else f"gate.{key}"] = tensor
     return ours
 
 
-def our_experts(parts: Mapping[str, Sequence[Tensor]], experts: int, model_dim: int | None) -> Tensors:
-    """Return our tensors of all experts from the ranks' parts of Tutel's.
+def _turned(tensor: Tensor, is_turned: bool) -> Tensor:
+    return tensor.transpose(-1, -2).contiguous() if is_turned else tensor
 
-    Args:
-        parts: by Tutel's name, one tensor of each rank.
-        experts: E.
-        model_dim: D, which llama_ffn's shapes lack; None if the gate's lack it too.
 
-    Raises:
-        ValueError: the parts are not E experts; the text continues the name of the layer.
-    """
+def _our_experts(parts: Mapping[str, Sequence[Tensor]], experts: int, model_dim: int | None) -> Tensors:
+    """Return our tensors of all experts from the ranks' parts; only gates have the D of llama_ffn."""
     if "W_fc1" in parts:
         return {ours: _our_llama(parts, name, experts, model_dim) for name, (ours, _) in LLAMA.items()}
     if not FFN.keys() & parts.keys():

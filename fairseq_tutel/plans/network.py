@@ -9,15 +9,18 @@ import hashlib
 import json
 import math
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from functools import cached_property
-from itertools import combinations, product
+from heapq import heappop, heappush
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from fairseq_tutel.files.small import json_of
+from fairseq_tutel.planning.links import Load
 
 FORMAT = 1
 # A network's matrix has the square of this many numbers.
@@ -29,7 +32,7 @@ WIDEST = 10**15
 
 
 class Link(NamedTuple):
-    """A link in one direction, between vertices; its bandwidth is in the network's unit."""
+    """A link in one direction, between vertices."""
 
     source: int
     target: int
@@ -93,8 +96,39 @@ class Network:
         return replace(self, links=tuple(links))
 
 
+def busiest(network: Network, loads: Load) -> Fraction:
+    """Return the largest load of a link over its bandwidth: seconds, if loads are bytes."""
+    return max(Fraction(load) / network.matrix[a][b] for (a, b), load in loads.items())
+
+
+def routed(network: Network, messages: Load) -> Load:
+    """Return the load of every link by messages between ranks, which take their fastest routes."""
+    loads: dict[tuple[int, int], Fraction] = defaultdict(Fraction)
+    before = {source: ways(network, source) for source in {source for source, _ in messages}}
+    for (source, target), amount in messages.items():
+        vertex = target
+        while vertex != source:
+            loads[before[source][vertex], vertex] += amount
+            vertex = before[source][vertex]
+    return loads
+
+
+def ways(network: Network, source: int) -> dict[int, int]:
+    """Return for every vertex its predecessor on the fastest route from a source (Dijkstra)."""
+    before: dict[int, int] = {}
+    found = [(Fraction(0), 0, source, source)]
+    while found:
+        seconds, links, vertex, last = heappop(found)
+        if vertex not in before:
+            before[vertex] = last
+            for target, bandwidth in enumerate(network.matrix[vertex]):
+                if bandwidth:
+                    heappush(found, (seconds + Fraction(1, bandwidth), links + 1, target, vertex))
+    return before
+
+
 def find(text: str) -> Network:
-    """Return a network by its FILE.json or by a name such as `ring:8`."""
+    """Return a network by its FILE.json or by a name such as `torus:4x4`."""
     if text.endswith(".json"):
         return read(Path(text))
     kind, _, given = text.partition(":")
@@ -103,15 +137,13 @@ def find(text: str) -> Network:
         raise ValueError(f"{text} is no network; give a FILE.json or one of {known}.")
     usage, make = NETWORKS[kind]
     sizes = re.split("[:x]", given)
-    is_right = len(sizes) == len(re.split("[:x]", usage)) and all(
-        re.fullmatch("[1-9][0-9]{0,4}", each) for each in sizes
-    )
-    if not is_right:
+    is_number = [re.fullmatch("[1-9][0-9]{0,4}", each) for each in sizes]
+    if len(sizes) != len(re.split("[:x]", usage)) or not all(is_number):
         raise ValueError(f"{text} is no network; give it as {kind}:{usage}, of whole numbers.")
-    counts = [int(each) for each in sizes[: 1 + usage.partition(":")[0].count("x")]]
-    if (2 ** min(counts[0], 20) if kind == "hypercube" else math.prod(counts)) > MOST:
+    numbers = [int(each) for each in sizes]
+    if math.prod(numbers[: 1 + usage.count("x")]) > MOST:
         raise ValueError(f"{text} has too many GPUs; give no more than {MOST}.")
-    return checked(replace(make(*map(int, sizes)), name=text))
+    return checked(replace(make(*numbers), name=text))
 
 
 def read(path: Path) -> Network:
@@ -149,10 +181,8 @@ def from_json(data: Any) -> Network:
     for key in ("gpus", "links"):
         _demand(isinstance(data.get(key), list), f"it has no list of {key}")
     switches = data.get("switches", [])
-    _demand(
-        isinstance(switches, list) and all(isinstance(name, str) for name in switches),
-        "its switches are no list of names",
-    )
+    are_names = isinstance(switches, list) and all(isinstance(name, str) for name in switches)
+    _demand(are_names, "its switches are no list of names")
     vertices = len(data["gpus"]) + len(switches)
     _demand(vertices <= MOST_VERTICES, f"it has {vertices:,} vertices, more than {MOST_VERTICES:,}")
     gpus = sorted(_gpu_of(each) for each in data["gpus"])
@@ -180,18 +210,11 @@ def checked(network: Network) -> Network:
     for vertex, name in enumerate(names):
         received = sum(row[vertex] for row in network.matrix)
         sent = sum(network.matrix[vertex])
-        _demand(
-            received == sent,
-            f"{name} receives {received} {network.unit} and sends {sent}; give it as much of both",
-        )
+        text = f"{name} receives {received} {network.unit} and sends {sent}; give it as much of both"
+        _demand(received == sent, text)
     _demand(network.ranks > 1, "it has less than two GPUs")
     # In a balanced network, vertices reachable from one vertex are reachable from all.
-    reached, new = {0}, [0]
-    while new:
-        row = network.matrix[new.pop()]
-        found = {target for target, bandwidth in enumerate(row) if bandwidth} - reached
-        reached |= found
-        new += found
+    reached = ways(network, 0)
     for rank in range(network.ranks):
         _demand(rank in reached, f"there is no way from {names[0]} to {names[rank]}")
     return network
@@ -209,10 +232,8 @@ def _gpu_of(data: Any) -> tuple[int, int, str]:
 
 
 def _link_of(data: Any, index: Mapping[str, int]) -> Link:
-    _demand(
-        isinstance(data, list) and len(data) == 3 and all(isinstance(name, str) for name in data[:2]),
-        f"{data!r} is no link, as [from, to, bandwidth]",
-    )
+    is_link = isinstance(data, list) and len(data) == 3 and all(isinstance(name, str) for name in data[:2])
+    _demand(is_link, f"{data!r} is no link, as [from, to, bandwidth]")
     source, target, bandwidth = data
     where = f"the link from {source} to {target}"
     for name in (source, target):
@@ -236,25 +257,18 @@ def _demand(holds: bool, otherwise: str) -> None:
         raise ValueError(f"This is no network: {otherwise}.")
 
 
-# The functions below return well-known networks. `both`: links in both directions.
-Both = Iterable[tuple[int, int, int]]
-
-
-def _made(hosts: int, local: int, switches: Iterable[str], both: Both, unit: str) -> Network:
+def _made(
+    hosts: int, local: int, switches: Iterable[str], both: Iterable[tuple[int, int, int]], unit: str
+) -> Network:
+    """Return a network with links in both directions."""
     places = tuple((host, rank) for host in range(hosts) for rank in range(local))
-    pairs = ((Link(a, b, width), Link(b, a, width)) for a, b, width in both)
     return Network(
         name="",
         places=places,
         vertices=(*(f"gpu{host}.{rank}" for host, rank in places), *switches),
-        links=tuple(link for pair in pairs for link in pair),
+        links=tuple(link for a, b, width in both for link in (Link(a, b, width), Link(b, a, width))),
         unit=unit,
     )
-
-
-def _flat(ranks: int, both: Both, switches: Iterable[str] = ()) -> Network:
-    """Return ranks of one host with links of bandwidth 1."""
-    return _made(1, ranks, switches, both, "units")
 
 
 def boxes(number: int, local: int, inside: int, between: int, unit: str = "units") -> Network:
@@ -300,24 +314,18 @@ def _mi250(number: int) -> Network:
     return _made(number, 16, ["network"], links, "GB/s")
 
 
-def _grid(rows: int, columns: int, around: bool) -> Network:
+def _torus(rows: int, columns: int) -> Network:
+    """Return ranks of one host in a grid whose rows and columns are rings."""
+
     def at(row: int, column: int) -> int:
         return row % rows * columns + column % columns
 
     ends = {
-        frozenset((at(row, column), at(*other)))
+        (min(at(row, column), other), max(at(row, column), other))
         for row, column in product(range(rows), range(columns))
-        for other in ((row + 1, column), (row, column + 1))
-        if around or (other[0] < rows and other[1] < columns)
+        for other in (at(row + 1, column), at(row, column + 1))
     }
-    links = [(min(pair), max(pair), 1) for pair in ends if len(pair) == 2]
-    return _flat(rows * columns, sorted(links))
-
-
-def _hypercube(dimensions: int) -> Network:
-    ranks = range(2**dimensions)
-    ways = [(rank, rank ^ 1 << way) for rank in ranks for way in range(dimensions)]
-    return _flat(len(ranks), [(a, b, 1) for a, b in ways if a < b])
+    return _made(1, rows * columns, (), [(a, b, 1) for a, b in sorted(ends) if a != b], "units")
 
 
 # By name: the format of its sizes, and a function that returns the network.
@@ -328,11 +336,5 @@ NETWORKS: dict[str, tuple[str, Callable[..., Network]]] = {
     "mi250": ("BOXES", _mi250),
     "boxes": ("BOXESxGPUS:INSIDE:BETWEEN", boxes),
     "cluster": ("NODESxRANKS:INSIDE:BETWEEN", cluster),
-    "ring": ("RANKS", lambda ranks: _grid(1, ranks, True)),
-    "line": ("RANKS", lambda ranks: _grid(1, ranks, False)),
-    "mesh": ("ROWSxCOLUMNS", lambda rows, columns: _grid(rows, columns, False)),
-    "torus": ("ROWSxCOLUMNS", lambda rows, columns: _grid(rows, columns, True)),
-    "hypercube": ("DIMENSIONS", _hypercube),
-    "full": ("RANKS", lambda n: _flat(n, [(a, b, 1) for a, b in combinations(range(n), 2)])),
-    "star": ("RANKS", lambda n: _flat(n, [(rank, n, 1) for rank in range(n)], ["switch"])),
-}  # fmt: skip
+    "torus": ("ROWSxCOLUMNS", _torus),
+}

@@ -1,8 +1,4 @@
-"""Experts spread over the threads of torch's team.
-
-Covered: which are spread, and which all threads do together; two at the same time, each once; errors of a
-thread; the bits of all threads together, forward and backward, in inference mode, too.
-"""
+"""Experts spread over the threads of torch's thread pool."""
 
 import dataclasses
 from threading import Barrier
@@ -11,14 +7,14 @@ import pytest
 import torch
 
 from fairseq_tutel import MoEConfig, MoELayer
-from fairseq_tutel.kernels import team
+from fairseq_tutel.kernels import thread_pool
 
-MUCH = team.LEAST_WORK  # of a row
+MUCH = thread_pool.LEAST_WORK  # of a row
 
 
 @pytest.fixture
 def two_threads():
-    if team._region() is None:
+    if thread_pool._region() is None:
         pytest.skip("torch has no OpenMP here")
     torch.set_num_threads(2)
     yield
@@ -31,7 +27,7 @@ def two_threads():
         (1, (4, 4), MUCH, [0, 1], []),
         (2, (3, 0, 4, 5), MUCH, [], [3, 2, 0, 1]),
         (2, (3, 4, 5, 0), MUCH // 100, [0, 1, 2, 3], []),  # too little to do
-        (2, (0, 1, 0, 1), MUCH // team.ROWS_OF_READING, [], [1, 3, 0, 2]),  # weights are read
+        (2, (0, 1, 0, 1), MUCH // thread_pool.ROWS_OF_READING, [], [1, 3, 0, 2]),  # weights are read
         (2, (9, 1, 1), MUCH, [0], [1, 2]),  # the other thread would wait
         (2, (4, 4, 4), MUCH, [0, 1, 2], []),  # a thread would have two, the other one
         (2, (7, 3), MUCH, [0, 1], []),
@@ -41,7 +37,7 @@ def two_threads():
 )
 def test_who_does_what(two_threads, threads, counts, row_work, together, apart):
     torch.set_num_threads(threads)
-    assert [list(part) for part in team._shares(counts, row_work)] == [together, apart]
+    assert [list(part) for part in thread_pool._shares(counts, row_work)] == [together, apart]
 
 
 def test_two_threads_do_each_expert_once(two_threads):
@@ -52,7 +48,7 @@ def test_two_threads_do_each_expert_once(two_threads):
         assert not torch.is_grad_enabled()
         return lambda expert: (both.wait(), done.append(expert))
 
-    team.for_each(make_worker, (4, 2, 3, 1), MUCH)
+    thread_pool.for_each(make_worker, (4, 2, 3, 1), MUCH)
     assert sorted(done) == [0, 1, 2, 3]
 
 
@@ -63,7 +59,7 @@ def test_what_a_thread_raises_is_raised(two_threads, error):
             raise error("of one expert")
 
     with pytest.raises(error, match="of one expert"):
-        team.for_each(lambda: worker, (4, 2, 3, 1), MUCH)
+        thread_pool.for_each(lambda: worker, (4, 2, 3, 1), MUCH)
 
 
 @pytest.mark.parametrize(
@@ -83,12 +79,12 @@ def test_the_bits_are_those_of_experts_one_by_one(two_threads, monkeypatch, opti
             again, _ = layer(x)
         return [y, again, *torch.autograd.grad(y.square().sum(), list(layer.parameters()))]
 
-    found = team._spread
-    monkeypatch.setattr(team, "_spread", lambda *args: (spread.append(1), found(*args)))
-    monkeypatch.setattr(team, "LEAST_WORK", 0)
+    found = thread_pool._spread
+    monkeypatch.setattr(thread_pool, "_spread", lambda *args: (spread.append(1), found(*args)))
+    monkeypatch.setattr(thread_pool, "LEAST_WORK", 0)
     apart = results()
     assert len(spread) == 3
-    monkeypatch.setattr(team, "LEAST_WORK", 2**62)
+    monkeypatch.setattr(thread_pool, "LEAST_WORK", 2**62)
     for one, other in zip(results(), apart, strict=True):
         assert torch.equal(one, other)
     assert len(spread) == 3

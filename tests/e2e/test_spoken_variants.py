@@ -1,8 +1,4 @@
-"""Twins that speak, and those of units and of masked words, train through the stock commands and are used.
-
-Covered: speech to units and to spectrograms, text to speech, language models of units with their lengths
-and pitch, bert. tests/e2e/test_twins.py has the others.
-"""
+"""MoE variants of models for speech, units and masked words train through the stock commands."""
 
 import csv
 import json

@@ -1,0 +1,182 @@
+"""Makes other models of a checkpoint: with fewer layers, pre-gated, or one member of an ensemble."""
+
+import copy
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import fields
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from fairseq_tutel import plugin
+from fairseq_tutel.checkpoint.saved import PARTS, Layer, SavedModel, Weights, write_all
+from fairseq_tutel.convert.configs import configs_of, counts_text, freq_of
+from fairseq_tutel.ensemble.options import CMCLConfig, EnsembleConfig
+from fairseq_tutel.inference.pregate import refuse_too_far
+from fairseq_tutel.moe.option_table import options_of
+from fairseq_tutel.options.option import options_in
+from fairseq_tutel.plugin.feed_forward import SIDES
+
+ENSEMBLE = "ensemble_of"
+
+
+def sides_of(saved: SavedModel) -> dict[str, list[Layer]]:
+    """Return the layers of each side of a transformer.
+
+    Raises:
+        ValueError: it is no transformer.
+    """
+    sides = {side: list(layers) for side, layers in groupby(saved.layers, lambda one: one.side)}
+    if not sides or not sides.keys() <= {*SIDES}:  # Swin has stages
+        raise ValueError(
+            f"--input names {saved.path}, which has no layers of an encoder or a decoder; give another."
+        )
+    return sides
+
+
+def keep_layers(saved: SavedModel, kept: Mapping[str, Collection[int]]) -> dict[str, Any]:
+    """Remove all layers except those with the given numbers, in place; return the options that changed.
+
+    Raises:
+        ValueError: no MoE layer is left, or no --moe-freq gives the MoE layers that are.
+    """
+    options, sides = saved.options, sides_of(saved)
+    changes: dict[str, Any] = {}
+    left: dict[str, list[Layer]] = {}
+    for side, layers in sides.items():
+        left[side] = [layer for layer in layers if layer.index in kept[side]]
+        changes |= _options_of(side, layers, left[side], options, alone=len(sides) == 1)
+    moe = {side: [layer for layer in layers if layer.has_experts] for side, layers in left.items()}
+    counts = [saved.num_experts(layer) for layers in moe.values() for layer in layers]
+    if counts:
+        changes["moe_expert_count"] = counts_text(counts)
+    elif any(layer.has_experts for layer in saved.layers):
+        raise ValueError(
+            "no layer with experts would be left; leave one (convert dense makes a dense model)."
+        )
+    if options.get("moe_pregate"):
+        refuse_too_far(options["moe_pregate"], {side: len(own) for side, own in moe.items() if own})
+    changed = {key: value for key, value in changes.items() if options.get(key) != value}
+    weights = _renumbered(saved, left)
+    options.update(changes)
+    saved.restart(weights)
+    return changed
+
+
+def _options_of(
+    side: str, layers: Sequence[Layer], left: Sequence[Layer], options: Mapping[str, Any], alone: bool
+) -> dict[str, Any]:
+    """Return the options of a side with the remaining layers."""
+    found: dict[str, Any] = {f"{side}_layers": len(left)}
+    if options.get(f"{side}_layers_to_keep"):
+        found[f"{side}_layers_to_keep"] = None
+    if not any(layer.has_experts for layer in layers):
+        return found
+    # A side's own --moe-freq is -1 if it has the common one.
+    own = f"{side}_moe_freq"
+    before = options.get(own, -1) if not alone else -1
+    before = options.get("moe_freq", 0) if before == -1 else before
+    places = [i for i, layer in enumerate(left) if layer.has_experts]
+    freq = freq_of(places, len(left), before)
+    if freq is None:
+        raise ValueError(
+            f"of the {len(left)} {side} layers that would be left, those with experts would be "
+            f"{', '.join(map(str, places))} (from 0), which no --moe-freq F gives: it is the last of every "
+            "F layers; remove others."
+        )
+    if freq != before:
+        found["moe_freq" if alone else own] = freq
+    return found
+
+
+def _renumbered(saved: SavedModel, left: Mapping[str, Sequence[Layer]]) -> Weights:
+    """Return the remaining tensors under their new names."""
+    new: dict[str, str | None] = {layer.name: None for layer in saved.layers}
+    for layers in left.values():
+        new |= {layer.name: f"{layer.name.rpartition('.')[0]}.{i}" for i, layer in enumerate(layers)}
+    found: Weights = {}
+    for key, tensor in saved.weights.items():
+        old = next((name for name in new if key.startswith(f"{name}.")), None)
+        if old is None:
+            found[key] = tensor
+        elif new[old] is not None:
+            found[f"{new[old]}{key.removeprefix(old)}"] = tensor
+    return found
+
+
+def pregate(saved: SavedModel, ahead: int) -> list[str]:
+    """Let each gate read the input of the MoE layer `ahead` layers earlier (see inference/pregate.py).
+
+    Only an option changes. Returns a line for each MoE layer with the input that its gate reads.
+
+    Raises:
+        ValueError: it is pre-gated already, or has too few MoE layers.
+    """
+    sides = [list(layers) for _, layers in groupby(configs_of(saved), lambda layer: layer.side)]
+    if saved.options.get("moe_pregate"):
+        raise ValueError(
+            f"--input names {saved.path}, which is pre-gated already (--moe-pregate "
+            f"{saved.options['moe_pregate']}); give the conventional checkpoint."
+        )
+    refuse_too_far(ahead, {layers[0].side: len(layers) for layers in sides})
+    lines = []
+    for layers in sides:
+        for i, layer in enumerate(layers):
+            source = "its own input" if i < ahead else f"the input of {layers[i - ahead].label}"
+            lines.append(f"{layer.label}: its gate reads {source}")
+    saved.options["moe_pregate"] = ahead
+    saved.restart()
+    return lines
+
+
+def ensemble_size(saved: SavedModel) -> int:
+    """Return the number of members.
+
+    Raises:
+        ValueError: it is no ensemble.
+    """
+    if saved.name("model") != ENSEMBLE:
+        raise ValueError(
+            f"--input names {saved.path}, a checkpoint of {saved.name('model') or 'an unknown model'}; "
+            f"give one of --arch {ENSEMBLE}."
+        )
+    return int(saved.options["ensemble_size"])
+
+
+def write_members(saved: SavedModel, paths: Sequence[Path]) -> None:
+    """Write the members of an ensemble, one to each path; the ensemble stays unchanged.
+
+    Raises:
+        ValueError: a file could not be written.
+    """
+    write_all((path, _member(saved, m).state) for m, path in enumerate(paths))
+
+
+def _member(saved: SavedModel, number: int) -> SavedModel:
+    """Return one member as a checkpoint, with the options of a model that was trained alone."""
+    plugin.register()
+    from fairseq.models import ARCH_MODEL_REGISTRY
+
+    prefix, left_out = f"members.{number}.", ("model", "last_optimizer_state")
+    rest = {key: value for key, value in saved.state.items() if key not in left_out}
+    made = SavedModel(copy.deepcopy(rest))
+    made.restart({k.removeprefix(prefix): t for k, t in saved.weights.items() if k.startswith(prefix)})
+    arch, criterion = made.options["ensemble_arch"], made.name("criterion")
+    model_class = ARCH_MODEL_REGISTRY.get(arch)
+    if criterion.removeprefix("moe_") == "cmcl":
+        images = "image_classification"  # a task, and its criterion
+        stock = images if made.name("task").removeprefix("moe_") == images else "cross_entropy"
+        made.rename("criterion", criterion.replace("cmcl", stock))
+    made.rename("model", arch)
+    keys = [option.key for table in (EnsembleConfig, CMCLConfig) for option in options_in(table)]
+    if not getattr(model_class, "has_experts", False):
+        keys += [option.key for part in ("task", "criterion") for option in options_of(part)]
+        for part in PARTS:
+            made.rename(part, made.name(part).removeprefix("moe_"))
+    made.drop(keys)
+    dataclass = getattr(model_class, "__dataclass", None)
+    if dataclass is not None and (made.state.get("cfg") or {}).get("model") is not None:
+        # fairseq warns about a Namespace for a model with a dataclass.
+        own = made.options_of("model")
+        known = {item.name for item in fields(dataclass)}
+        made.state["cfg"]["model"] = {**{k: own[k] for k in own.keys() & known}, "_name": arch}
+    return made
