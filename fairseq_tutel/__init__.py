@@ -1,30 +1,69 @@
 """Mixture-of-Experts layers in torch; the same package is a fairseq `--user-dir` plugin.
 
-Importing this needs torch and numpy only. The walk, in reading order, in moe/: gates, choice, slots,
-routing, balance, dispatch, experts, layer.
+Layers need torch and numpy only, and import them at the first use of a name below. The walk, in reading
+order, in moe/: gates, choice, slots, routing, balance, dispatch, experts, layer.
 """
 
-from fairseq_tutel.hub import from_checkpoint
-from fairseq_tutel.inference.expert_store import ExpertStore
-from fairseq_tutel.inference.pregate import pregate
-from fairseq_tutel.moe.balance import gshard_loss, update_biases
-from fairseq_tutel.moe.config import MoEConfig
-from fairseq_tutel.moe.dispatch import combine, dispatch
-from fairseq_tutel.moe.layer import MoELayer, MoEOutput
-from fairseq_tutel.moe.metrics import routing_metrics
-from fairseq_tutel.moe.routing import Routing, route
-from fairseq_tutel.moe.update_tuner import UpdateTuner
-from fairseq_tutel.planning.strategy import Strategy
-from fairseq_tutel.plugin import keep_freed_memory
-from fairseq_tutel.ranks.groups import Topology, make_topology
-from fairseq_tutel.tutel.layer import moe_layer
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from fairseq_tutel.hub import from_checkpoint as from_checkpoint
+    from fairseq_tutel.inference.expert_store import ExpertStore as ExpertStore
+    from fairseq_tutel.inference.pregate import pregate as pregate
+    from fairseq_tutel.moe.balance import gshard_loss as gshard_loss
+    from fairseq_tutel.moe.balance import update_biases as update_biases
+    from fairseq_tutel.moe.config import MoEConfig as MoEConfig
+    from fairseq_tutel.moe.dispatch import combine as combine
+    from fairseq_tutel.moe.dispatch import dispatch as dispatch
+    from fairseq_tutel.moe.layer import MoELayer as MoELayer
+    from fairseq_tutel.moe.layer import MoEOutput as MoEOutput
+    from fairseq_tutel.moe.metrics import routing_metrics as routing_metrics
+    from fairseq_tutel.moe.routing import Routing as Routing
+    from fairseq_tutel.moe.routing import route as route
+    from fairseq_tutel.moe.update_tuner import UpdateTuner as UpdateTuner
+    from fairseq_tutel.planning.strategy import Strategy as Strategy
+    from fairseq_tutel.plugin import keep_freed_memory as keep_freed_memory
+    from fairseq_tutel.ranks.groups import Topology as Topology
+    from fairseq_tutel.ranks.groups import make_topology as make_topology
+    from fairseq_tutel.tutel.layer import moe_layer as moe_layer
 
 __version__ = "0.1.0"
 
-How = Strategy  # its former name
+# Public name -> its module.
+_MODULES = {
+    "ExpertStore": "inference.expert_store",
+    "MoEConfig": "moe.config",
+    "MoELayer": "moe.layer",
+    "MoEOutput": "moe.layer",
+    "Routing": "moe.routing",
+    "Strategy": "planning.strategy",
+    "Topology": "ranks.groups",
+    "UpdateTuner": "moe.update_tuner",
+    "combine": "moe.dispatch",
+    "dispatch": "moe.dispatch",
+    "from_checkpoint": "hub",
+    "gshard_loss": "moe.balance",
+    "keep_freed_memory": "plugin",
+    "make_topology": "ranks.groups",
+    "moe_layer": "tutel.layer",
+    "pregate": "inference.pregate",
+    "route": "moe.routing",
+    "routing_metrics": "moe.metrics",
+    "update_biases": "moe.balance",
+}
+_FORMER = {"How": "Strategy"}
 
-__all__ = [
-    "ExpertStore", "How", "MoEConfig", "MoELayer", "MoEOutput", "Routing", "Strategy", "Topology",
-    "UpdateTuner", "combine", "dispatch", "from_checkpoint", "gshard_loss", "keep_freed_memory",
-    "make_topology", "moe_layer", "pregate", "route", "routing_metrics", "update_biases",
-]  # fmt: skip
+__all__ = [*_MODULES, *_FORMER]  # noqa: PLE0604
+
+
+def __getattr__(name: str) -> Any:
+    public = _FORMER.get(name, name)
+    if public not in _MODULES:
+        raise AttributeError(f"module {__name__} has no attribute {name}")
+    value = globals()[name] = getattr(import_module(f"{__name__}.{_MODULES[public]}"), public)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,4 +1,7 @@
-"""`python -m fairseq_tutel TOOL`: command-line tools for training runs and checkpoints."""
+"""fairseq-tutel: tools for training runs and checkpoints of Mixture-of-Experts models.
+
+`fairseq-tutel TOOL --help` explains a tool. `python -m fairseq_tutel` is the same command.
+"""
 
 import argparse
 import os
@@ -8,22 +11,56 @@ from importlib import import_module
 from fairseq_tutel import __version__
 from fairseq_tutel.files.small import error_line
 
-# Modules of tools/. The function `add_to(tools)` of each adds a subparser with the default `run`, which is
-# called with the parsed arguments. `run` raises ValueError with a one-sentence message on failure.
-TOOLS = (
-    "average", "convert.command", "env", "flags", "inspect_checkpoint", "plan", "plan_check", "plans",
-    "predict", "report.page", "schedule", "tokens.page", "tune",
-)  # fmt: skip
+# Group -> tool -> its module in tools/ and one line of help. The function `add_to(tools)` of a module adds a
+# subparser with the default `run`, which is called with the parsed arguments. `run` raises ValueError with
+# a one-sentence message on failure. Only the module of the given tool is imported.
+GROUPS = {
+    "see a training run": {
+        "report": ("report.page", "draw one HTML page of training runs, from fairseq's logs"),
+        "tokens": ("tokens.page", "draw which experts tokens go to"),
+        "inspect": ("inspect_checkpoint", "print what a checkpoint holds"),
+        "predict": ("predict", "write a model's classes of images"),
+    },
+    "change checkpoints": {
+        "convert": ("convert.command", "convert checkpoints from and to other systems and models"),
+        "average": ("average", "average checkpoints"),
+    },
+    "find a flag, report a bug": {
+        "flags": ("flags", "print the options, or those that match a word"),
+        "env": ("env", "print versions, devices and backends"),
+        "user-dir": ("env", "print the folder to give as --user-dir"),
+    },
+    "plan for a cluster": {
+        "plan": ("plan", "rank configurations of a model's experts on a cluster"),
+        "tune": ("tune", "measure a hardware profile"),
+        "plans": ("plans", "write the collective plans of a training run"),
+        "plan-check": ("plan_check", "check a collective plan"),
+        "schedule": ("schedule", "make the fastest plan of a collective for a network"),
+    },
+}
+TOOLS = {name: tool for group in GROUPS.values() for name, tool in group.items()}
 
 
 def main() -> None:
     """Run the tool given on the command line."""
-    parser = argparse.ArgumentParser(prog="python -m fairseq_tutel", description=__doc__)
+    words = sys.argv[1:]
+    chosen = next((word for word in words if not word.startswith("-")), "")
+    parser = argparse.ArgumentParser(
+        prog="fairseq-tutel",
+        usage="fairseq-tutel TOOL [arguments]",
+        description=f"{__doc__}\n\n{_listed()}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--version", action="version", version=f"fairseq_tutel {__version__}")
-    tools = parser.add_subparsers(dest="tool", required=True, metavar="TOOL")
-    for name in TOOLS:
-        import_module(f"fairseq_tutel.tools.{name}").add_to(tools)
-    arguments = parser.parse_args()
+    tools = parser.add_subparsers(dest="tool", metavar="TOOL", help=argparse.SUPPRESS)
+    if chosen in TOOLS:
+        import_module(f"fairseq_tutel.tools.{TOOLS[chosen][0]}").add_to(tools)
+    elif chosen:
+        parser.error(f"{chosen} is no tool; give one of {', '.join(TOOLS)}")
+    arguments = parser.parse_args(words)
+    if not chosen:
+        parser.print_help()
+        return
     try:
         arguments.run(arguments)
         sys.stdout.flush()
@@ -32,6 +69,14 @@ def main() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (ImportError, OSError, ValueError) as error:
         sys.exit(error_line(error))
+
+
+def _listed() -> str:
+    """Return the tools by group, a line each."""
+    lines = []
+    for title, tools in GROUPS.items():
+        lines += [f"{title}:", *(f"  {name:12}{text}" for name, (_, text) in tools.items()), ""]
+    return "\n".join(lines).rstrip()
 
 
 if __name__ == "__main__":
