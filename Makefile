@@ -8,7 +8,7 @@ STAMP  := $(VENV)/setup-seconds
 # files with few tests, which would come last, take longest.
 SHARED := -n 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: help setup link demo vision-data vision test test-newest-torch test-long test-faults lint format clean
+.PHONY: help setup link demo vision-data vision test test-newest-torch test-long test-faults lint docs format clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-17s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -68,6 +68,10 @@ lint: setup ## check style and types
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
+
+docs: setup ## build the site in build/site, with the Python API; fails on broken links
+	$(PIP) install -q "sphinx>=8" myst-parser furo
+	$(BIN)/python -m sphinx -q -W --keep-going -c docs/site . build/site
 
 format: setup ## apply the formatter and the safe fixes
 	$(BIN)/ruff check --fix

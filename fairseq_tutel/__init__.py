@@ -54,7 +54,7 @@ _MODULES = {
 }
 _FORMER = {"How": "Strategy"}
 
-__all__ = [*_MODULES, *_FORMER]  # noqa: PLE0604
+__all__ = [*_MODULES, *_FORMER]
 
 
 def __getattr__(name: str) -> Any:

@@ -1,8 +1,9 @@
 """flags: prints the plugin's flags with their help; `fairseq-train --help` omits those of architectures."""
 
 import argparse
-import sys
+import re
 import textwrap
+from difflib import get_close_matches
 from typing import Any
 
 from fairseq_tutel.distillation.options import DistillationConfig
@@ -31,24 +32,32 @@ def add_to(tools: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Print the matching flags by their owner."""
-    found = False
-    for title, known in (
-        ("of the moe_ architectures", options_of("model")),
-        ("of every task", options_of("task")),
-        ("of the moe_ criterions", options_of("criterion")),
-        *((title, [o for table in tables for o in options_in(table)]) for title, tables in OTHER_TABLES),
-    ):
-        options = [o for o in known if _matches(o, arguments.pattern.lower())]
+    """Print the matching flags by their owner; without a match, those of the most similar word."""
+    tables = {
+        "of the moe_ architectures": options_of("model"),
+        "of every task": options_of("task"),
+        "of the moe_ criterions": options_of("criterion"),
+        **{title: [o for table in those for o in options_in(table)] for title, those in OTHER_TABLES},
+    }
+    every = [option for known in tables.values() for option in known]
+    pattern = arguments.pattern.lower()
+    if not any(_matches(option, pattern) for option in every):
+        words = {
+            word for o in every for word in re.findall(r"[a-z]{3,}", f"{o.key.replace('_', ' ')} {o.text}")
+        }
+        similar = get_close_matches(pattern, words, 1)
+        if not similar:
+            raise ValueError(f"no flag has {arguments.pattern!r} in its name or help; give another word.")
+        print(f"no flag has {arguments.pattern!r}; flags with {similar[0]!r}:")
+        pattern = similar[0]
+    for title, known in tables.items():
+        options = [option for option in known if _matches(option, pattern)]
         if options:
-            found = True
             print(f"{title}:")
         for option in options:
             text = f"{option.text} [default: {option.shown_default}]"
             print(f"  {option.flag}")
             print(textwrap.fill(text, 96, initial_indent=" " * 6, subsequent_indent=" " * 6))
-    if not found:
-        sys.exit(f"error: no flag has {arguments.pattern!r} in its name or help.")
 
 
 def _matches(option: Option, pattern: str) -> bool:

@@ -86,6 +86,8 @@ def check_command_line(argv: list[str]) -> None:
         close = meant(key_of(flag)) if flag.startswith("--") else None
         if close:  # log it at exit: argparse prints its long usage before that
             atexit.register(_suggest_flag, flag, flag_of(close))
+    if {"-h", "--help"} & set(argv):  # fairseq's help lists no flag of an architecture
+        atexit.register(_name_tool)
     # Meta's evaluation commands need --is-moe; here the checkpoint decides. No registry reaches the parser
     # of fairseq-eval-lm, which reads sys.argv after this import.
     if "--is-moe" in argv:
@@ -97,9 +99,14 @@ def _suggest_flag(flag: str, close: str) -> None:
     logger.warning("%s is none of the flags here; %s is", flag, close)
 
 
+def _name_tool() -> None:
+    print("Flags of experts and of the moe_ architectures: fairseq-tutel flags [WORD]")
+
+
 def drop_suggestions() -> None:
     """Drop the suggestions for misspelled flags: argparse accepted them, as those of another model."""
     atexit.unregister(_suggest_flag)
+    atexit.unregister(_name_tool)
 
 
 def _refuse_flags_of_moe_variant(argv: list[str]) -> None:
