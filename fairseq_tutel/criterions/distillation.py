@@ -21,6 +21,7 @@ from fairseq.logging import metrics
 from torch import Tensor, nn
 
 from fairseq_tutel.checkpoint.files import identity
+from fairseq_tutel.criterions import variants  # noqa: F401 - registered before it
 from fairseq_tutel.criterions.teacher import Teacher, scores_of
 from fairseq_tutel.distillation.loss import Answers, distillation_loss, top_answers
 from fairseq_tutel.distillation.options import DistillationConfig
@@ -92,10 +93,10 @@ class DistillationMixin:
             loss, sample_size, log = super().forward(model, sample, *args, **kwargs)  # type: ignore[misc]
         finally:
             hook.remove()
-        *inputs, output = calls[-1]
+        words, named, output = calls[-1]
         scores_NV, counts = scores_of(model, output), self._counting(sample["target"])
         dummy = self.training and self._is_dummy
-        call = _Call(sample, counts, *inputs, scores_NV, self.padding_idx, dummy)
+        call = _Call(sample, counts, words, named, scores_NV, self.padding_idx, dummy)
         teacher = self._source.answers(call, stored=self.training)
         kl = loss.new_zeros(())
         if teacher is not None:
