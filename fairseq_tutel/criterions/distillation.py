@@ -64,15 +64,11 @@ class DistillationMixin:
     def build_criterion(cls, cfg: Any, task: Any) -> Any:
         """Build the wrapped criterion, and check the teacher."""
         criterion = super().build_criterion(cfg, task)  # type: ignore[misc]
-        criterion.distill_by(read(DistillationConfig, cfg), task)
-        return criterion
-
-    def distill_by(self, options: DistillationConfig, task: Any) -> None:
-        """Set the options, and the source of answers in training; `__init__` is fairseq's."""
-        self.distillation = options
+        criterion.distillation = read(DistillationConfig, cfg)
         if not is_opened(config_of(task)):  # else fairseq-validate, which needs no teacher
             give_mixin(task)  # a stock task does not call `begin_step`
-            self._source = _Source(options, task)
+            criterion._source = _Source(criterion.distillation, task)
+        return criterion
 
     def begin_step(self, update_num: int, is_dummy: bool) -> None:
         """Set the number of earlier updates, and whether the micro-batch only keeps ranks in step."""

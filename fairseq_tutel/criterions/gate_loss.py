@@ -37,12 +37,9 @@ class GateLossMixin:
         criterion = super().build_criterion(cfg, task)  # type: ignore[misc]
         root = root_of(task)
         # Lists of layers and experts are for programs, not for a progress bar.
-        criterion.take_options(cfg, root is not None and str(root.common.log_format) == "json")
+        criterion.logs_lists = root is not None and str(root.common.log_format) == "json"
+        criterion.gate_loss = cfg
         return criterion
-
-    def take_options(self, cfg: Any, logs_lists: bool) -> None:
-        """Set the options of the balance loss, and whether lists are logged; `__init__` is fairseq's."""
-        self.gate_loss, self.logs_lists = cfg, logs_lists
 
     def forward(self, model: nn.Module, sample: Any, *args: Any, **kwargs: Any) -> Any:
         """Return (loss with the balance loss unless it is not summed, sample size, logging output)."""
