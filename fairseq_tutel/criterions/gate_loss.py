@@ -56,8 +56,8 @@ class GateLossMixin:
         if not layers or loss.numel() > 1:  # adaptive_loss has shape [1]
             return loss, sample_size, log
         scale = sample_size * self.gate_loss.moe_gate_loss_wt
-        shares = torch.autograd.grad(combined, leaves)
-        loss = _AddGateLoss.apply(loss, combined.detach() * scale, scale, shares, layers)
+        shares = dict(zip(layers, torch.autograd.grad(combined, leaves), strict=True))
+        loss = _AddGateLoss.apply(loss, combined.detach() * scale, scale, shares)
         log["loss"] = log["loss"] + combined.detach() * scale
         return loss, sample_size, log
 
@@ -89,25 +89,17 @@ class _AddGateLoss(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        loss: Tensor,
-        value: Tensor,
-        scale: Any,
-        shares: tuple[Tensor, ...],
-        layers: list[MoEFeedForward],
-    ) -> Tensor:
-        ctx.scale, ctx.shares, ctx.layers = scale, shares, layers
+    def forward(ctx: Any, loss: Tensor, value: Tensor, scale: Any, shares: dict[Any, Tensor]) -> Tensor:
+        ctx.scale, ctx.shares = scale, shares
         return loss + value.to(loss.dtype)
 
     @staticmethod
     @first_order
     def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
         coefficients = {
-            layer: dloss.to(share.dtype).sum() * ctx.scale * share
-            for layer, share in zip(ctx.layers, ctx.shares, strict=True)
+            layer: dloss.to(share.dtype).sum() * ctx.scale * share for layer, share in ctx.shares.items()
         }
-        for context in contexts_of(ctx.layers):
+        for context in contexts_of(ctx.shares):
             context.begin_backward(coefficients)
             torch.autograd.Variable._execution_engine.queue_callback(context.end_backward)
-        return dloss, None, None, None, None
+        return dloss, None, None, None

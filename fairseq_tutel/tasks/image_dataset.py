@@ -74,11 +74,7 @@ class ImageDataset(FairseqDataset):
         return self._epoch * len(self) + order_of(self.seed, self._epoch, len(self))
 
     def batch_by_size(
-        self,
-        indices: np.ndarray,
-        max_tokens: int | None = None,
-        max_sentences: int | None = None,
-        required_batch_size_multiple: int = 1,
+        self, indices: np.ndarray, max_tokens: Any = None, max_sentences: Any = None, **_: Any
     ) -> list[list[int]]:
         """Return batches of --batch-size images, or --max-tokens, without rounding to a multiple."""
         size = min((s for s in (max_tokens, max_sentences) if s is not None), default=1)
