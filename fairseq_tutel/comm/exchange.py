@@ -19,18 +19,16 @@ from torch import Tensor
 
 from fairseq_tutel.comm.all_to_all import (
     AllToAll,
+    Counts,
     PlannedAllToAll,
+    exchange_all_counts,
+    exchange_counts,
+    exchange_counts_in_two_hops,
     hierarchical_all_to_all,
     linear_all_to_all,
 )
 from fairseq_tutel.comm.call_id import NO_CALL_ID, CallId, compare
 from fairseq_tutel.comm.collectives import all_to_all
-from fairseq_tutel.comm.counts import (
-    Counts,
-    exchange_all_counts,
-    exchange_counts,
-    exchange_counts_in_two_hops,
-)
 from fairseq_tutel.comm.regroup import (
     destinations,
     gather,

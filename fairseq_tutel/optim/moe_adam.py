@@ -25,8 +25,7 @@ class FusedAdam(Adam):
 
     With `fp16_stats` the moments are kept in fp16, each divided by a scale that maps its largest element to
     the largest fp16 number: one scale per dense parameter, one per expert, so that scales do not depend on
-    the expert's rank. Keys of the state are those of fairseq's class, which needs apex. Source: OpenAI's
-    Jukebox, utils/fp16.py.
+    its rank. Keys of the state are those of fairseq's class, which needs apex. Source: OpenAI's Jukebox.
     """
 
     def __init__(self, params: Any, fp16_stats: bool = False, **options: Any) -> None:

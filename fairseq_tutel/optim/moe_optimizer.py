@@ -86,7 +86,7 @@ class MoEOptimizerMixin:
     @property
     def is_apart(self) -> bool:
         """Whether a rank has only a part of its parameters' state."""
-        return self.zero is not None and self.zero.are_apart
+        return self.zero is not None and any(bucket.share.size > 1 for bucket in self.zero.buckets)
 
     def model_params(self) -> list[nn.Parameter]:
         """Return the model's parameters, in the order of the state's indices."""

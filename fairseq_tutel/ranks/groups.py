@@ -75,11 +75,6 @@ class Topology:
     share_groups: dict[int, dist.ProcessGroup] = field(default_factory=dict)
 
     @property
-    def expert_rank(self) -> int:
-        """Position in the expert group, 0 .. P - 1."""
-        return self.rank % self.expert_parallel_size
-
-    @property
     def num_replicas(self) -> int:
         """Number of ranks that hold the same experts, W / P."""
         return self.world_size // self.expert_parallel_size
@@ -95,7 +90,7 @@ class Topology:
             )
         count = max(1, num_experts // self.expert_parallel_size)
         slices = self.slices(num_experts)
-        which, index = divmod(self.expert_rank, slices)
+        which, index = divmod(self.rank % size, slices)
         return Part(count, which * count, slices, index)
 
     def local_experts(self, num_experts: int) -> range:
@@ -120,11 +115,7 @@ class Topology:
 
 
 def expert_parallel_size(world_size: int, expert_counts: Sequence[int], requested: int = 0) -> int:
-    """Return P: `requested`, or for 0 the greatest common divisor of W and every layer's experts.
-
-    Raises:
-        ValueError: `requested` does not divide W, or neither divides a layer's experts nor is a multiple.
-    """
+    """Return P: `requested`, or for 0 the greatest common divisor of W and every layer's experts."""
     if requested == 0:
         return math.gcd(world_size, *expert_counts)
     fits = requested > 0 and world_size % requested == 0
@@ -197,7 +188,7 @@ def make_topology(
 
 
 def topology_within(group: dist.ProcessGroup, num_experts: int, sliced: bool = False) -> Topology:
-    """Return this rank's topology in a group; collective over the group when subgroups are created.
+    """Return this rank's topology in a group. Collective over it.
 
     If `sliced`, all its ranks hold shards of fewer experts; otherwise P is the greatest common divisor of
     the ranks and the experts.

@@ -1,7 +1,5 @@
 """Rendezvous within the time-out, also after torchrun restarts ranks.
 
-torch waits half an hour for a rank that failed before it, without naming it; `meeting` has a time-out.
-
 torchrun keeps one store for all restarts. Restarted ranks find the addresses of dead ones in it, and fail
 at once (pytorch/pytorch issue 167288). Under `METHOD` rank 0 draws a random name for each start, which
 prefixes all keys. Each rank's confirmation shows that the request was not left by an earlier start.
@@ -60,9 +58,6 @@ def meeting(rank: int, world_size: int, seconds: int) -> Iterator[Callable[[], N
     """Explain errors of the rendezvous in the block, which calls the yielded function after it.
 
     Until then the default time-out of groups is `seconds`, or torch's for 0.
-
-    Raises:
-        CommunicationError: a rank did not arrive.
     """
     start, waiting = time.perf_counter(), [True]
     with contextlib.ExitStack() as until_met:
@@ -86,11 +81,7 @@ def meeting(rank: int, world_size: int, seconds: int) -> Iterator[Callable[[], N
 
 
 def fresh(store: Store, rank: int, world_size: int, timeout: timedelta) -> Store:
-    """Return the part of a store, without keys of earlier starts, for this start. Every rank calls it.
-
-    Raises:
-        DistStoreError: a rank did not arrive.
-    """
+    """Return the part of a store, without keys of earlier starts, for this start. Every rank calls it."""
     deadline = time.monotonic() + timeout.total_seconds()
     name = _publish_name(store, world_size, deadline) if rank == 0 else _request_name(store, rank, deadline)
     return PrefixStore(f"{PREFIX}/{name}", store)

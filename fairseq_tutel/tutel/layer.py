@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from fairseq_tutel.comm.collectives import all_reduce
 from fairseq_tutel.moe.adaptive import allowed_degrees
 from fairseq_tutel.moe.build import hashed_seed
 from fairseq_tutel.moe.config import MoEConfig
@@ -135,7 +136,9 @@ class TutelMoELayer(nn.Module):
         """
         given = {"megablocks_size": megablocks_size, "inequivalent_tokens": inequivalent_tokens}
         call: dict[str, Any] = {"capacity_factor": capacity_factor, "top_k": top_k}
-        arguments.check_given({**given, **call}, arguments.CALL_RULES)
+        for name, value in {**given, **call}.items():
+            if value is not None:
+                arguments.check(name, value, arguments.CALL_RULES[name])
         if megablocks_size > 0:
             arguments.log_no_effect("megablocks_size", megablocks_size)
         if inequivalent_tokens and not self.tutel_capacity:
@@ -153,7 +156,9 @@ class TutelMoELayer(nn.Module):
         if self.tutel_capacity:
             num_tokens = len(x_TD)
             if inequivalent_tokens and self.topology.world_size > 1:
-                num_tokens = arguments.most_tokens(num_tokens, x_TD.device, self.group)
+                most = torch.tensor(num_tokens, device=x_TD.device)
+                all_reduce(most, "the agreement on the number of tokens", self.group, dist.ReduceOp.MAX)
+                num_tokens = int(most)
             multiple = self.sharded_count * strategy.overlap
             call["capacity_factor"] = self._capacity(num_tokens, multiple, **call)
         kept = self.moe.strategy

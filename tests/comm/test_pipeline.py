@@ -11,7 +11,7 @@ import torch.distributed as dist
 from fairseq_tutel import MoEConfig, MoELayer, make_topology
 from fairseq_tutel.comm import background, collectives, exchange
 from fairseq_tutel.comm.all_to_all import AllToAll
-from fairseq_tutel.comm.counts import chunk_of
+from fairseq_tutel.comm.regroup import chunk_of
 from fairseq_tutel.planning.strategy import Strategy
 from fairseq_tutel.ranks import guard
 
