@@ -18,13 +18,7 @@ import torch
 from torch.distributed import DistStoreError, PrefixStore, Store, constants, distributed_c10d, rendezvous
 from torch.distributed.rendezvous import register_rendezvous_handler
 
-from fairseq_tutel.ranks.guard import (
-    CommunicationError,
-    absent,
-    how_to_wait_longer,
-    is_of_communication,
-    watched,
-)
+from fairseq_tutel.ranks import guard
 
 # torch's variables with the default time-outs of `init_process_group`.
 DEFAULTS = ("default_pg_timeout", "default_pg_nccl_timeout")
@@ -64,19 +58,19 @@ def meeting(rank: int, world_size: int, seconds: int) -> Iterator[Callable[[], N
         for name in DEFAULTS if seconds else ():
             until_met.callback(setattr, distributed_c10d, name, getattr(distributed_c10d, name))
             setattr(distributed_c10d, name, timedelta(seconds=seconds))
-        until_met.enter_context(watched("its way to the others", rank))
+        until_met.enter_context(guard.watched("its way to the others", rank))
         until_met.callback(waiting.clear)
         try:
             yield until_met.close
         except RuntimeError as error:
-            if not (waiting and is_of_communication(error)):
+            if not (waiting and guard.is_of_communication(error)):
                 raise
             reason = str(error).partition("\n")[0].rstrip(".")
             seconds_passed = time.perf_counter() - start
-            raise CommunicationError(
+            raise guard.CommunicationError(
                 f"rank {rank} could not meet the other ranks of {world_size} and gave up after "
                 f"{seconds_passed:.1f} s ({reason}); look at the logs of rank 0 and of those that did not "
-                f"come, or {how_to_wait_longer(seconds)} where they are only slow to start."
+                f"come, or {guard.how_to_wait_longer(seconds)} where they are only slow to start."
             ) from error
 
 
@@ -93,7 +87,7 @@ def _publish_name(store: Store, world_size: int, deadline: float) -> str:
     answered: dict[int, str] = {}
     pause = SHORTEST_SECONDS
     if waiting and not _wait(store, [f"{PREFIX}/asker/{rank}" for rank in waiting], deadline):
-        waiting = absent(store, f"{PREFIX}/asker", waiting)
+        waiting = guard.absent(store, f"{PREFIX}/asker", waiting)
         raise DistStoreError(f"{world_size - len(waiting)}/{world_size} ranks came")
     while waiting:
         for rank in waiting:
@@ -105,7 +99,7 @@ def _publish_name(store: Store, world_size: int, deadline: float) -> str:
         taken = [f"{PREFIX}/taken/{name}/{rank}" for rank in waiting]
         if _wait(store, taken, min(deadline, time.monotonic() + pause)):
             break
-        waiting = absent(store, f"{PREFIX}/taken/{name}", waiting)
+        waiting = guard.absent(store, f"{PREFIX}/taken/{name}", waiting)
         if time.monotonic() > deadline:
             raise DistStoreError(f"{world_size - len(waiting)}/{world_size} ranks came")
         pause = min(2 * pause, LONGEST_SECONDS)
