@@ -1,8 +1,7 @@
 """A mixin for fairseq's optimizers: gradients and state of experts on different ranks, ZeRO and offload.
 
-fairseq's fp16, memory-efficient and amp wrappers call its methods, so that every rank clips by, and
-overflows on, the same norm. To them it is an ordinary optimizer of the model's parameters, and a checkpoint
-has an ordinary state.
+fairseq's fp16, memory-efficient and amp wrappers call its methods. To them it is an ordinary optimizer of
+the model's parameters, and a checkpoint has an ordinary state.
 """
 
 import logging
@@ -33,10 +32,7 @@ ONLY_OF_RANK = "only_of_rank"
 
 
 class MoEOptimizerMixin:
-    """Precedes a FairseqOptimizer class.
-
-    On one rank, or without experts, it changes nothing; so do ZeRO and offload unless they are configured.
-    """
+    """Precedes a FairseqOptimizer class; on one rank, without experts or ZeRO, it changes nothing."""
 
     optimizer: Any  # torch's
     params: Any

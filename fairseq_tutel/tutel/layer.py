@@ -326,11 +326,7 @@ def _topology(group: dist.ProcessGroup | None, num_experts: int, sliced: bool, u
 def _agreed_seeds(
     gate: int | None, experts: int | None, shared_by: int, group: dist.ProcessGroup | None
 ) -> tuple[int, int]:
-    """Return the seeds of gates and experts; ranks that share an expert use the first rank's.
-
-    In Tutel every rank has another seed, since it draws a part of every expert. Here an expert's ID is part
-    of its seed, and ranks with the same expert must draw the same values.
-    """
+    """Return the seeds of gates and experts; ranks that share an expert use the first rank's."""
     if gate is None or experts is None:
         drawn = int(torch.randint(2**62, ()))
         gate = drawn if gate is None else gate

@@ -1,10 +1,8 @@
 """ZeRO's partitions: each rank of a group keeps the optimizer state of an equal range of elements.
 
 A parameter with n elements and a group of G ranks has m = ceil(n / G) elements per rank; a bucket has M.
-The group of a dense parameter is all W ranks, that of an expert its replicas. Parameters of one group and
-dtype share buckets with one collective each: stacked [G, M], row g belongs to rank g.
-
-Source: Rajbhandari et al. 2020, arXiv 1910.02054.
+Parameters of one group and dtype share buckets with one collective each: stacked [G, M], row g belongs to
+rank g. Source: Rajbhandari et al. 2020, arXiv 1910.02054.
 """
 
 from collections.abc import Iterable, Iterator, Sequence

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from fairseq_tutel import MoEConfig, MoELayer, make_topology
 from fairseq_tutel.comm import background, collectives, exchange
-from fairseq_tutel.comm.all_to_all import AllToAll
+from fairseq_tutel.comm.all_to_all import AllToAll, Counts
 from fairseq_tutel.comm.regroup import chunk_of
 from fairseq_tutel.planning.strategy import Strategy
 from fairseq_tutel.ranks import guard
@@ -121,10 +121,8 @@ def test_all_chunks_leave_before_the_first_expert_works_and_backward_runs_in_rev
         background, "start", lambda f, rows: lines.append("start") or Later(lambda: f(rows), lines)
     )
     x = torch.randn(4, 2, requires_grad=True)
-    arriving_PE = torch.full((1, 1), 2)
-    chunks = [
-        exchange.Chunk(Diary(name=str(i), lines=lines), arriving_PE, arriving_PE, 2) for i in range(2)
-    ]
+    counts = Counts(torch.full((1, 1), 2), torch.full((1, 1), 2))
+    chunks = [exchange.Chunk(Diary(name=str(i), lines=lines), counts, counts) for i in range(2)]
     numbers = iter(range(2))
 
     def expert_fn(rows, groups):
@@ -134,7 +132,7 @@ def test_all_chunks_leave_before_the_first_expert_works_and_backward_runs_in_rev
         rows.register_hook(lambda _: lines.append(f"experts {i} backward"))
         return rows
 
-    y = exchange.overlapped(chunks, torch.full((1, 2), 2), x, expert_fn)
+    y = exchange.overlapped(chunks, x, expert_fn)
     forward, lines[:] = list(lines), []
     assert forward == [
         "start", "start", "there 0", "experts 0", "start", "there 1", "experts 1", "start", "back 0",
