@@ -85,10 +85,10 @@ class _InThread:
 
 
 def _leave() -> None:
-    """End the thread before the interpreter exits.
+    """End the thread before the interpreter exits, or the process with status 1.
 
     After an error, this thread or one of gloo may still wait for a peer. At interpreter exit that aborts
-    the process, which a launcher would report as a crash. So the process exits here, with status 1.
+    the process, which a launcher would report as a crash.
     """
     if _worker is None:
         return

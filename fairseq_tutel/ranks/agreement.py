@@ -31,10 +31,7 @@ _numbers: WeakKeyDictionary[dist.ProcessGroup, Iterator[int]] = WeakKeyDictionar
 
 
 def agree(facts: Mapping[str, Any]) -> None:
-    """Compare the facts of all ranks, and return if they are the same. No collective.
-
-    Every rank must call it equally often. With one rank it does nothing. Facts have names for users, such
-    as an option; values that are no JSON are compared as str().
+    """Compare the facts of all ranks, by their names for users. Every rank must call it equally often.
 
     Raises:
         ValueError: ranks differ; the same message on every rank names option, values and fix.

@@ -158,9 +158,9 @@ def make_topology(
     ranks_per_node: int = 0,
     degree_of: Callable[[int], int] | None = None,
 ) -> Topology:
-    """Return this rank's topology, creating its groups in the same order on every rank.
+    """Return this rank's topology for layers with these numbers of experts. Collective.
 
-    Collective: every rank must call it with the same arguments, which are compared the first time.
+    Every rank must call it with the same arguments, which are compared the first time.
 
     Args:
         expert_counts: experts of every layer.
@@ -168,10 +168,6 @@ def make_topology(
         ranks_per_node: L of the grid, made where P holds several whole nodes of more than one rank; 0
             makes none.
         degree_of: the only r of a layer with s shards; None for any, which needs more groups.
-
-    Raises:
-        ValueError: `requested` does not divide W and every expert count, or ranks gave other arguments.
-        CommunicationError: a rank did not arrive.
     """
     count, whole = world.size(), dist.group.WORLD
     if whole is not None and count > 1:
