@@ -125,14 +125,14 @@ class _Transfer:
 
     def __init__(self, owner: AllToAll, combine: bool) -> None:
         self.owner, self.combine = owner, combine
-        self.pending: list[background.Pending] = []
+        self.pending: list[background.Wait] = []
 
     def begin(self, rows: Tensor, combine: bool) -> None:
         owner = self.owner
         self.pending.append(background.start(lambda r: owner.exchange(r, combine), rows))
 
     def wait(self) -> Tensor:
-        return self.pending.pop().result()
+        return self.pending.pop()()
 
 
 class Started(NamedTuple):

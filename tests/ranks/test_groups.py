@@ -16,11 +16,6 @@ def test_the_default_size_is_the_greatest_that_divides_ranks_and_experts(world_s
     assert size == max(dividers)
 
 
-@pytest.mark.parametrize("requested", (1, 2, 4))
-def test_a_size_that_divides_both_is_taken(requested):
-    assert expert_parallel_size(4, [8, 12], requested) == requested
-
-
 @pytest.mark.parametrize(
     "world_size, counts, requested", [(4, [6], 4), (4, [8], 3), (2, [8], 4), (4, [8, 6], 4), (4, [4], -1)]
 )
