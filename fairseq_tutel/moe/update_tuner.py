@@ -36,6 +36,8 @@ WARM_UPDATES = 2  # the first allocates the optimizer state; the second's peak d
 WATCH_EVERY = 10  # every tenth update of a settled bucket is timed
 SAVE_EVERY = 10  # recorded costs
 FORMAT = 3
+# Options on which the measurements depend.
+SIGNED = ("model_dim", "hidden_dim", "expert_type", "top_k", "exchange", "a2a_dtype")
 
 
 class UpdateTuner:
@@ -259,12 +261,7 @@ class UpdateTuner:
             "expert_parallel_size": place.expert_parallel_size,
             "ranks_per_node": place.grid.local if place.grid else 0,
             "experts": [layer.config.num_experts for layer in self.layers],
-            "model_dim": config.model_dim,
-            "hidden_dim": config.hidden_dim,
-            "expert_type": config.expert_type,
-            "top_k": config.top_k,
-            "exchange": config.exchange,
-            "a2a_dtype": config.a2a_dtype,
+            **{name: getattr(config, name) for name in SIGNED},
             "window": self.window,
             "device": torch.cuda.get_device_name() if on_gpu else "cpu",
             "nccl": ".".join(map(str, torch.cuda.nccl.version())) if on_gpu else "",

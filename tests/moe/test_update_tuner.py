@@ -1,11 +1,4 @@
-"""UpdateTuner in a training run: one choice for all ranks, buckets, the dictionary.
-
-Covered: ranks with different times and tokens; several micro-batches; a user's own loop, with slices and
-without; keys for positive, negative and no capacity factor, and how many there are; candidates by the
-hardware profile; an update that does not end; a settled bucket that is timed now and then; the dictionary:
-saved, loaded, of another model, corrupt, in a folder that cannot be created; an r that needs too much
-memory, at the peak; nothing to choose.
-"""
+"""UpdateTuner in a training run: one choice for all ranks, buckets, the dictionary."""
 
 import dataclasses
 import json
