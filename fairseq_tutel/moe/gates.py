@@ -146,7 +146,7 @@ def build_gate(config: MoEConfig, kind: str) -> nn.Module:
 
 def reset_gate(gate: Any, seed: int, name: str, tensor: str) -> None:
     """Draw a gate of `build_gate` from a generator of (seed, name, tensor), the same on every rank."""
-    if isinstance(gate, tuple(GATES.values())):
+    if isinstance(gate, LinearGate | CosineGate | HashGate):
         gate.reset_parameters(seeded_generator(seed, name, -1, tensor))
     elif hasattr(gate, "moe_config"):
         redraw(gate, hashed_seed(seed, name, -1, tensor))

@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -47,13 +47,6 @@ class DeferredOutput(Deferred, MoEOutput):
     """A MoEOutput whose losses are computed at their first access."""
 
 
-class Router(Protocol):
-    """Routes the tokens of several layers, as in inference/pregate.py."""
-
-    def routing_of(self, layer: "MoELayer", x_TD: Tensor, call: Call) -> Routing:
-        """Return the routing of a layer's forward; see `MoELayer.route`."""
-
-
 class MoELayer(nn.Module):
     """A mixture of experts in place of a feed-forward layer: `route`, `apply_routing`, then `balance`.
 
@@ -70,7 +63,7 @@ class MoELayer(nn.Module):
         experts: existing experts, used instead of those of `config`; drawn again by `seed`.
     """
 
-    router: Router | None = None
+    router: Any = None  # routes the tokens of several layers by `routing_of`, as in inference/pregate.py
 
     def __init__(
         self,
@@ -103,11 +96,9 @@ class MoELayer(nn.Module):
         self.experts = experts or build_experts(config, self.topology.part(config.num_experts))
         self.experts.mark()
         self.strategy = static_strategy(config, self.topology)
-        has_beside = config.shared_experts > 0 or config.residual
-        self.beside = SharedResidualExperts(config) if has_beside else None
-        self.balance_bias = (
-            BalanceBias(config.num_experts, config.bias_update_rate) if config.balance_bias else None
-        )
+        self.beside = SharedResidualExperts(config) if config.shared_experts or config.residual else None
+        rate = config.bias_update_rate
+        self.balance_bias = BalanceBias(config.num_experts, rate) if config.balance_bias else None
         group = self.topology.expert_group
         self.calls = None if group is None else CallCounter(group, name, self.experts.num_local)
         self.timer: ExchangeTimer | None = None
@@ -187,7 +178,7 @@ class MoELayer(nn.Module):
             return self.route(x_TD, call)
         return self.router.routing_of(self, x_TD, call)
 
-    def route_by(self, router: Router | None) -> None:
+    def route_by(self, router: Any) -> None:
         """Use this router in the next forwards; None for the layer's own `route`."""
         self.router = router
 
@@ -204,14 +195,10 @@ class MoELayer(nn.Module):
         clean_TE = gate_logits(gate, seen_TD, call, config)
         logits_TE = noisy_logits(clean_TE, config, self.training)
         gate_output = GateOutput(
-            logits_TE=logits_TE,
-            clean_TE=clean_TE,
-            noise=noise_std(config),
-            score_function=config.score_function,
-            sentences=call.sentences,
-            time_first=call.time_first,
+            logits_TE=logits_TE, clean_TE=clean_TE, noise=noise_std(config),
+            score_function=config.score_function, sentences=call.sentences, time_first=call.time_first,
             num_ranks=self.topology.world_size if self.training else 1,
-        )
+        )  # fmt: skip
         capacity = capacity_of(config, self.training, call.capacity_factor)
         batch = call.micro_batch(self.training)
         bias_E = None if self.balance_bias is None else self.balance_bias.bias

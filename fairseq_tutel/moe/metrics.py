@@ -86,14 +86,6 @@ def _overflow(counts: Counts) -> Tensor:
     return 100 * counts.dropped_LK / asked_LK.clamp_min(1)
 
 
-def _dropped(counts: Counts) -> Tensor:
-    return 100 * (counts.load_LE - counts.kept_LE).sum(dim=1) / counts.per_assignment_L
-
-
-def _violation(counts: Counts) -> Tensor:
-    return counts.load_LE.shape[1] * counts.load_LE.amax(dim=1) / counts.per_assignment_L
-
-
 # Sources: Meta's fairseq-moe for entropy, balance, unused and overflow; Wang et al. 2024 (Loss-Free
 # Balancing) for the violation, which is theirs plus 1.
 METRICS = (
@@ -136,13 +128,14 @@ METRICS = (
         text="Experts that no token of a micro-batch chose.",
     ),
     Metric(
-        name="moe_dropped", layers="dropped", of_counts=_dropped,
-        help="percent of dropped assignments",
+        name="moe_dropped", layers="dropped", help="percent of dropped assignments",
+        of_counts=lambda it: 100 * (it.load_LE - it.kept_LE).sum(dim=1) / it.per_assignment_L,
         title="Dropped share", unit="dropped (%)", from_zero=True, unless_zero=True,
         text="Percent of all assignments whose expert was full. Always 0 without a capacity.",
     ),
     Metric(
-        name="moe_max_violation", layers="max_violation", of_counts=_violation,
+        name="moe_max_violation", layers="max_violation",
+        of_counts=lambda it: it.load_LE.shape[1] * it.load_LE.amax(dim=1) / it.per_assignment_L,
         help="load of the busiest expert over the mean load, before dropping; 1 is even, and Wang et al.'s "
         "MaxVio is this minus 1",
         title="Busiest expert", unit="load (even shares)",

@@ -117,19 +117,10 @@ def placed(
     if config.normalize_gate == "after" and top_k > 1:
         weights_TK = normalized(weights_TK.masked_fill(~kept_TK, 0.0))
     return _laid_out(
-        kept_TK,
-        expert_ids_TK.numel(),
-        expert_ids_TK=expert_ids_TK,
-        weights_TK=scaled(weights_TK, config),
-        slots_TK=slots_TK,
-        counts_E=counts_E,
-        assigned_KE=assigned_KE,
-        dropped_K=dropped_K,
-        num_tokens=num_tokens,
-        probs_TE=chosen.probs_TE,
-        real_T=batch.real_T,
-        gate=gate,
-    )
+        kept_TK, expert_ids_TK.numel(), expert_ids_TK=expert_ids_TK, weights_TK=scaled(weights_TK, config),
+        slots_TK=slots_TK, counts_E=counts_E, assigned_KE=assigned_KE, dropped_K=dropped_K,
+        num_tokens=num_tokens, probs_TE=chosen.probs_TE, real_T=batch.real_T, gate=gate,
+    )  # fmt: skip
 
 
 def _decide_by_experts(
@@ -173,19 +164,10 @@ def _decide_by_experts(
     dropped_K[0] = num_tokens - taken_TE.any(dim=1).sum()
     most = min(capacity.most_slots(top_k, num_experts, length), length)
     return _laid_out(
-        kept_TK,
-        most * num_experts,
-        expert_ids_TK=expert_ids_TK,
-        weights_TK=scaled(weights_TK, config),
-        slots_TK=slots_TK,
-        counts_E=counts_E,
-        assigned_KE=assigned_KE,
-        dropped_K=dropped_K,
-        num_tokens=num_tokens,
-        probs_TE=probs_TE,
-        real_T=real_T,
-        gate=gate,
-    )
+        kept_TK, most * num_experts, expert_ids_TK=expert_ids_TK, weights_TK=scaled(weights_TK, config),
+        slots_TK=slots_TK, counts_E=counts_E, assigned_KE=assigned_KE, dropped_K=dropped_K,
+        num_tokens=num_tokens, probs_TE=probs_TE, real_T=real_T, gate=gate,
+    )  # fmt: skip
 
 
 def _count_tokens(values_TX: Tensor, real_T: Tensor | None) -> Tensor:

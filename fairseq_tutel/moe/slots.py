@@ -156,12 +156,9 @@ def take_slots(
     config: MoEConfig,
     batch: MicroBatch,
 ) -> tuple[Tensor, Tensor]:
-    """Number the assignments of every expert, in the order of the drop policy if any can be dropped.
+    """Return slots_TK and assigned_KE of a `Routing`, in the drop policy's order if any can be dropped.
 
-    `requested_TK` is False for assignments that are left out, or None.
-
-    Returns:
-        slots_TK int64, -1 for assignments that are left out; assigned_KE int64, the other assignments.
+    `requested_TK` is False for assignments that are left out, or None if none is.
     """
     num_tokens, num_experts = scores_TE.shape
     ids_KT = expert_ids_TK.t()  # for the kernels, E marks an assignment that is left out

@@ -97,16 +97,18 @@ def option(default: Any, help: str = "", **parts: Any) -> Any:
     return field(default=default, metadata={"option": Option(default=default, help=help, **parts)})
 
 
-@cache
-def options_in(config: type) -> tuple[Option, ...]:
+def options_in(config: Any) -> tuple[Option, ...]:
     """Return the options of a dataclass; an option's key is the class's `prefix` plus the field's name."""
-    return tuple(_named(item, getattr(config, "prefix", "")) for item in fields(config))
+    return _options_in(config)
 
 
-def _named(item: Any, prefix: str) -> Option:
-    entry: Option = item.metadata["option"]
-    flag = entry.flag or (flag_of(prefix + item.name) if entry.of else "")
-    return replace(entry, name=item.name, key=key_of(flag) if entry.of else "", flag=flag, type=item.type)
+@cache
+def _options_in(config: Any) -> tuple[Option, ...]:
+    def named(entry: Option, name: str, type: Any) -> Option:
+        flag = entry.flag or (flag_of(getattr(config, "prefix", "") + name) if entry.of else "")
+        return replace(entry, name=name, key=key_of(flag) if entry.of else "", flag=flag, type=type)
+
+    return tuple(named(item.metadata["option"], item.name, item.type) for item in fields(config))
 
 
 def plain(value: Any) -> Any:

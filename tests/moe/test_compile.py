@@ -13,6 +13,7 @@ import shutil
 import pytest
 import torch
 from compare import close
+from normal import normal
 from torch import Tensor
 from torch._dynamo.testing import CompileCounter
 
@@ -48,8 +49,7 @@ CALL = (True, 3, False)  # training, sentences, time first
 
 
 def run(layer: MoELayer, forward, num_sentences: int, time_first: bool) -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(2)
-    x = torch.randn(num_sentences, 5, 6, generator=generator, dtype=torch.float64)
+    x = normal(num_sentences, 5, 6, seed=2)
     x = (x.transpose(0, 1) if time_first else x).requires_grad_()
     ids = torch.arange(num_sentences * 5).view(num_sentences, 5)
     layer.zero_grad()

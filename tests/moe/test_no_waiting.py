@@ -1,9 +1,4 @@
-"""A forward on a GPU reads no number from the device, and waits for no copy to it.
-
-Covered: routing under every rule, dropless and limited, with and without padding; all balance losses; the
-tally for metrics. The tensors are on the meta device, which has no numbers to give; what copies a value
-from the host is caught by its name.
-"""
+"""A forward on a GPU reads no number from the device, and waits for no copy to it."""
 
 import pytest
 import torch
