@@ -50,9 +50,9 @@ def in_lanes(ranks):
 def bytes_put(program, m, dtype):
     """Return the bytes that a call of a program copies to each other rank."""
     total = Counter()
-    for each in program._compiled(m, 1, dtype)[0]:
-        views = dict(each.steps.regions)
-        for code, target, _ in (step for lane in each.steps.lanes for step in lane):
+    for _, steps in program._compiled(m, 1, dtype):
+        views = dict(steps.regions)
+        for code, target, _ in (step for lane in steps.lanes for step in lane):
             if code == COPY and target in views and views[target].rank != program.rank:
                 total[program.rank, views[target].rank] += views[target].length * dtype.itemsize
     return total
@@ -120,19 +120,6 @@ def ragged(calls):
 
 def test_blocks_of_any_sizes(ranks):
     assert ranks(4).run(ragged, 12) == [[]] * 4
-
-
-def unfit():
-    """Return the error for tensors of a wrong size."""
-    program = OneSided(make("linear", "all_to_all", 2), None)
-    with pytest.raises(ValueError) as error:
-        program.start(torch.ones(5), torch.ones(6), 3).wait()
-    return str(error.value)
-
-
-def test_what_does_not_fit_is_refused(ranks):
-    sentence = "linear all_to_all needs 6 elements of `in` for sizes of 3, and has 5."
-    assert ranks(2).run(unfit) == [sentence] * 2
 
 
 def grown(what):

@@ -161,13 +161,25 @@ class _Splitting:
             return most, narrowest
         if ranks & ~beyond:
             return sent - self.needed, self._inside(beyond)
+        trial, last = graph, -1
         for rank in members(ranks):
-            trial = graph.copy()
-            trial.add(rank, end, self.endless)
-            more, beyond = trial.push(start, end, limit - sent)
-            if sent + more < limit:
-                limit, narrowest = sent + more, self._inside(beyond)
+            if last < 0 or not self._moved(trial, last, rank, end):
+                trial = graph.copy()
+                trial.add(rank, end, self.endless)
+                more, beyond = trial.push(start, end, limit - sent)
+                if sent + more < limit:
+                    limit, narrowest = sent + more, self._inside(beyond)
+            last = rank
         return limit - self.needed, narrowest
+
+    def _moved(self, graph: Flow, last: int, rank: int, end: int) -> bool:
+        """Return whether the flow over one rank's endless edge can go over another rank's."""
+        graph.add(last, end, -self.endless)
+        if (over := -graph.left[last][end]) > 0:
+            graph.add(last, end, over)
+            graph.add(end, last, -over)
+        graph.add(rank, end, self.endless)
+        return over <= 0 or graph.push(last, end, over)[0] == over
 
     def _inside(self, beyond: int) -> int:
         return ((1 << self.source) - 1) & ~beyond
