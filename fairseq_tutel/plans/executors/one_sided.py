@@ -152,11 +152,9 @@ class Call:
 
 
 class OneSided:
-    """A plan that one rank runs in shared memory. Construction is collective, as each call is.
+    """A plan, accepted by the checker, that one rank runs in the shared memory of its group's host.
 
-    Args:
-        plan: a plan for the group's number of ranks that the checker has accepted.
-        group: ranks of one host; None: all ranks.
+    Construction is collective, as each call is.
 
     Raises:
         SharedMemoryError: the ranks cannot share memory; the same on all ranks.
@@ -180,12 +178,9 @@ class OneSided:
         self._for_sizes = lru_cache(MOST_SIZES)(self._compiled)
 
     def start(self, own: Tensor, out: Tensor, sizes: Sizes) -> Call:
-        """Return a call. Its `wait` runs the plan, and raises.
+        """Return a call with `in` and `out`, contiguous, with elements along their first dimension.
 
-        Args:
-            own: `in`, contiguous, elements along its first dimension; it is not written.
-            out: `out`, likewise, another tensor.
-            sizes: elements of a shard, or of each block of an all_to_all; the same on all ranks.
+        Its `wait` runs the plan.
 
         Raises:
             DistBackendError: a rank has ended, or did not come within the group's timeout.
