@@ -76,22 +76,13 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One step of a lane; `OPERATIONS` has the fields of each operation.
-
-    Attributes:
-        op: the operation.
-        channel: index of the channel.
-        src: one source, of a reduce two or more.
-        dst: the destination.
-        n: number of chunks.
-        semaphore: index of the semaphore between two lanes of the rank.
-    """
+    """One step of a lane, with its fields of `OPERATIONS`: n chunks from each `src` to `dst`."""
 
     op: str
     channel: int | None = None
     src: tuple[Place, ...] = ()
     dst: Place | None = None
-    n: int | None = None
+    n: int = 0
     semaphore: int | None = None
 
 
@@ -109,15 +100,9 @@ Lane = tuple[Step, ...]
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """A collective of N ranks.
+    """A collective of N ranks, C chunks and S temporary chunks.
 
     Attributes:
-        name: a name for users.
-        collective: one of `COLLECTIVES`.
-        ranks: N.
-        chunks: C.
-        temporary: S.
-        channels: all channels.
         programs: the lanes of each rank.
         min_bytes: the least bytes of a rank's `in` for which the plan is meant.
         max_bytes: the most; None: any.
@@ -140,14 +125,12 @@ class Plan:
     @property
     def in_chunks(self) -> int:
         """Chunks of `in`."""
-        has_all = self.collective in ("reduce_scatter", "all_to_all")
-        return self.chunks * (self.ranks if has_all else 1)
+        return self.chunks * (self.ranks if self.collective in ("reduce_scatter", "all_to_all") else 1)
 
     @property
     def out_chunks(self) -> int:
         """Chunks of `out`."""
-        has_all = self.collective in ("all_gather", "all_to_all")
-        return self.chunks * (self.ranks if has_all else 1)
+        return self.chunks * (self.ranks if self.collective in ("all_gather", "all_to_all") else 1)
 
     def size_of(self, buffer: str) -> int:
         """Return a buffer's chunks."""

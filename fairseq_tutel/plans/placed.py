@@ -6,9 +6,9 @@ with it by the number of ranks on each host.
 
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
+from typing import NamedTuple
 
 from fairseq_tutel.plans import files, network
 from fairseq_tutel.plans.checker import Report, check
@@ -18,16 +18,8 @@ from fairseq_tutel.plans.network import Network
 OPTION = "--moe-collective-plans"
 
 
-@dataclass(frozen=True)
-class PlacedPlan:
-    """A checked plan and the hosts that it is for.
-
-    Attributes:
-        name: name of its file, without .json.
-        plan: the plan.
-        report: its cost.
-        hosts: number of ranks on each host, in order; None: any.
-    """
+class PlacedPlan(NamedTuple):
+    """A checked plan, the name of its file without .json, and the ranks on each host (None: any)."""
 
     name: str
     plan: Plan
@@ -98,15 +90,9 @@ def _placed(
 
 
 def refuse_unused(plans: Sequence[PlacedPlan], groups: Sequence[Sequence[int]], local: int) -> None:
-    """Refuse plans that no group of a run can use.
+    """Refuse plans that no group of a run can use by a ValueError with the plan and the fix.
 
-    Args:
-        plans: from `read`.
-        groups: the ranks of each group of more than one rank.
-        local: ranks of a host; 0: unknown.
-
-    Raises:
-        ValueError: names the plan and the fix.
+    `groups` are the ranks of each group of more than one rank, `local` the ranks of a host (0: unknown).
     """
     for placed in plans:
         plan = placed.plan

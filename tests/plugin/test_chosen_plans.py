@@ -1,6 +1,5 @@
 """The all-to-alls that a tuner tries: built-in ones, and plans without a slow prediction."""
 
-from dataclasses import replace
 from types import SimpleNamespace
 
 import plans as written
@@ -19,7 +18,7 @@ TOPOLOGY = Topology(world_size=4, expert_parallel_size=4, expert_group="four")
 def given(monkeypatch):
     """Give a run three plans for four ranks, one of them slow."""
     quick = written.placed(make("linear", "all_to_all", 4), make("ring", "all_gather", 4))
-    slow = replace(quick[0], name="slow", report=SimpleNamespace(loads=[{(0, 1): 1000}]))
+    slow = quick[0]._replace(name="slow", report=SimpleNamespace(loads=[{(0, 1): 1000}]))
     monkeypatch.setattr(plans, "plans_of", lambda _: (*quick, slow))
     monkeypatch.setattr(plans.dist, "get_process_group_ranks", lambda _: [0, 1, 2, 3])
 

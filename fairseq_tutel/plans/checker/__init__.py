@@ -80,7 +80,7 @@ def check(plan: Plan, is_proved: bool = False) -> Report:
 def _loads(plan: Plan, order: Order) -> list[dict[tuple[int, int], Fraction]]:
     loads: list[dict[tuple[int, int], Fraction]] = []
     for step, level in zip(order.steps, order.rounds, strict=True):
-        if step.op == "put" and step.channel is not None and step.n is not None:
+        if step.op == "put" and step.channel is not None:
             loads += [{} for _ in range(level + 1 - len(loads))]
             channel = plan.channels[step.channel]
             part = Fraction(step.n * (1 + (channel.kind == "ll")), plan.in_chunks)

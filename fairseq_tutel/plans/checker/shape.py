@@ -78,7 +78,7 @@ def _wrong_in(plan: Plan, rank: int, step: Step) -> Iterator[str]:
             text = f"is on channel {step.channel} from rank {channel.source} to {channel.target}"
             yield f"{text}, where rank {end} does it"
         target = channel.target
-    if step.dst is None or step.n is None:
+    if step.dst is None:
         return
     if step.n < 1:
         yield f"moves {step.n} chunks"

@@ -306,8 +306,7 @@ def _write_rank(
             if sources and sources != (dst,):
                 w.reduce(rank, sources, dst, step.n, lane=lane)
             if leaves:
-                w.put(rank, block.send, leaves, next(leaving), step.n, lane=lane, tag=block.chan)
-                w.signal(rank, block.send, lane=lane, tag=block.chan)
+                w.send(rank, block.send, leaves, next(leaving), step.n, lane=lane, tag=block.chan)
                 unread |= cells_of(leaves, step.n)
             if posts[lane, at] and unread & elsewhere:
                 w.flush(rank, block.send, lane=lane, tag=block.chan)
