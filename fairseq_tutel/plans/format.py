@@ -107,7 +107,6 @@ class Plan:
         min_bytes: the least bytes of a rank's `in` for which the plan is meant.
         max_bytes: the most; None: any.
         network: digest of the network for which it was made; empty: any.
-        cut: lower bound of its network, as a fraction; empty: unknown.
     """
 
     name: str
@@ -120,7 +119,6 @@ class Plan:
     min_bytes: int = 0
     max_bytes: int | None = None
     network: str = ""
-    cut: str = ""
 
     @property
     def in_chunks(self) -> int:
@@ -237,7 +235,6 @@ def to_json(plan: Plan) -> dict[str, Any]:
         "temporary": plan.temporary,
         "bytes": [plan.min_bytes, plan.max_bytes],
         "network": plan.network,
-        "cut": plan.cut,
         "channels": [[each.source, each.target, each.kind] for each in plan.channels],
         "programs": [[[_step_to_json(s) for s in lane] for lane in lanes] for lanes in plan.programs],
     }
@@ -258,7 +255,6 @@ def from_json(data: Any) -> Plan:
     """
     _demand(isinstance(data, Mapping), "the plan is no JSON object")
     _demand(data.get("format") == FORMAT, f"its format is {data.get('format')!r}, not {FORMAT}")
-    # A file may have a root of null.
     known = {
         "format", "name", "collective", "ranks", "chunks", "temporary", "root", "bytes", "network", "cut",
         "channels", "programs",
@@ -281,7 +277,6 @@ def from_json(data: Any) -> Plan:
         min_bytes=_number(sizes[0], "bytes"),
         max_bytes=None if sizes[1] is None else _number(sizes[1], "bytes"),
         network=str(data.get("network", "")),
-        cut=str(data.get("cut", "")),
     )
 
 

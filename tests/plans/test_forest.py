@@ -127,7 +127,6 @@ def test_plans_over_forests_are_right_and_load_links_as_the_trees(collective, na
     report = check(plan)
     assert plan.network == network.digest
     phases = [forest for forest in (adding, handing) if forest]
-    assert Fraction(plan.cut) == phases[0].best.seconds
     # One more hop if ranks first signal that they have begun.
     assert report.depth <= sum(forest.depth for forest in phases) + (collective == "all_gather")
     messages = Counter()
