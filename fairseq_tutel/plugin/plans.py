@@ -28,11 +28,7 @@ logger = logging.getLogger(__name__)
 
 
 def plans_of(task_cfg: Any, proved: frozenset[str] = frozenset()) -> tuple[PlacedPlan, ...]:
-    """Return the plans of a training run; those with a digest in `proved` are not checked.
-
-    Raises:
-        ValueError: a plan cannot be read, or is wrong.
-    """
+    """Return the plans of a training run; those with a digest in `proved` are not checked."""
     path = read(TaskConfig, task_cfg).moe_collective_plans
     if path and path not in RUN.plans:
         RUN.plans[path] = placed.read(path, proved)
@@ -74,11 +70,6 @@ def prove_once_a_host(task_cfg: Any) -> None:
 def use_plans(task_cfg: Any, topology: Topology, config: MoEConfig) -> None:
     """Run collectives by the plans of a training run, or by torch if it has none.
 
-    Args:
-        task_cfg: options of the task.
-        topology: this rank's groups.
-        config: options of the first MoE layer.
-
     Raises:
         ValueError: no group can run a plan, or --moe-a2a-algorithm names a missing plan.
     """
@@ -94,7 +85,7 @@ def use_plans(task_cfg: Any, topology: Topology, config: MoEConfig) -> None:
             f"--moe-a2a-algorithm is {PLAN}{name}, but --moe-collective-plans has no {name}.json with an "
             f"all_to_all for the {size} ranks of an EP group; {fix}, or use linear."
         )
-    elif known and name not in known and config.adaptive != "auto" and config.adaptive_r != 0:
+    if known and name not in known and config.adaptive != "auto" and config.adaptive_r != 0:
         flags = " or ".join(PLAN + each for each in known)
         logger.info("the exchange of rows runs by no plan; use --moe-a2a-algorithm %s", flags)
     collectives.use(PlanBackend(plans, local) if plans else None)
@@ -103,11 +94,7 @@ def use_plans(task_cfg: Any, topology: Topology, config: MoEConfig) -> None:
 def tuned_algorithms(layer: MoELayer, task_cfg: Any, machine: Machine, num_bytes: float) -> tuple[str, ...]:
     """Return the all-to-alls that a tuner tries: linear, 2dh and plans that are not predicted to be slow.
 
-    Args:
-        layer: the first MoE layer.
-        task_cfg: options of the task.
-        machine: the hardware profile for the prediction.
-        num_bytes: bytes of a rank's rows.
+    `num_bytes` are the bytes of a rank's rows in the first MoE layer.
     """
     topology = layer.topology
     grid, size = topology.grid, topology.expert_parallel_size
@@ -121,11 +108,8 @@ def tuned_algorithms(layer: MoELayer, task_cfg: Any, machine: Machine, num_bytes
     kept = [name for name in seconds if name in ALGORITHMS or seconds[name] <= limit]
     if len(kept) < len(seconds):
         slow = ", ".join(name for name in seconds if name not in kept)
-        logger.info(
-            "adaptive: not tried, since the hardware profile %s predicts slow times: %s",
-            machine.name,
-            slow,
-        )
+        text = "adaptive: not tried, since the hardware profile %s predicts slow times: %s"
+        logger.info(text, machine.name, slow)
     return tuple(kept)
 
 

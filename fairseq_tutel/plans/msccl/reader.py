@@ -116,8 +116,8 @@ def from_xml(text: str | bytes) -> Plan:
     w = Writer(ranks, "ll" if algorithm.get("proto") == "LL" else "simple")
     for rank, blocks in sorted(programs.items()):
         _write_rank(w, rank, plan, blocks, homes[rank], landings)
-    sizes = {"temporary": temporary, "min_bytes": plan.min_bytes, "max_bytes": plan.max_bytes}
-    return w.plan(plan.name, plan.collective, plan.chunks, **sizes)
+    fields = {"temporary": temporary, "min_bytes": plan.min_bytes, "max_bytes": plan.max_bytes}
+    return w.plan(plan.name, plan.collective, plan.chunks, **fields)
 
 
 def _parse(text: str | bytes) -> ET.Element:
