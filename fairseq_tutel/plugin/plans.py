@@ -1,4 +1,4 @@
-"""The collective plans of a training run: read, checked once a host, and given to `comm.collectives`."""
+"""The collective plans of a training run: read, checked, and given to `comm.collectives`."""
 
 import logging
 from collections.abc import Sequence
@@ -27,44 +27,33 @@ from fairseq_tutel.ranks.world import Work
 logger = logging.getLogger(__name__)
 
 
-def plans_of(task_cfg: Any, proved: frozenset[str] = frozenset()) -> tuple[PlacedPlan, ...]:
-    """Return the plans of a training run; those with a digest in `proved` are not checked."""
+def plans_of(task_cfg: Any) -> tuple[PlacedPlan, ...]:
+    """Return the checked plans of a training run."""
     path = read(TaskConfig, task_cfg).moe_collective_plans
     if path and path not in RUN.plans:
-        RUN.plans[path] = placed.read(path, proved)
+        RUN.plans[path] = placed.read(path)
     return RUN.plans[path] if path else ()
 
 
-def prove_once_a_host(task_cfg: Any) -> None:
-    """Check the plans on the first rank of each host. Its other ranks skip plans with the same digest.
-
-    Collective. Afterwards `plans_of` returns the plans on every rank.
+def check_together(task_cfg: Any) -> None:
+    """Read and check the plans on all ranks. Collective.
 
     Raises:
         ValueError: a plan cannot be read, or is wrong; the same on all ranks.
     """
     RUN.plans.clear()
-    given = read(TaskConfig, task_cfg)
     operation = "the check of collective plans"
-    if not any(world.all_gather_object(given.moe_collective_plans, operation)):
+    if not any(world.all_gather_object(read(TaskConfig, task_cfg).moe_collective_plans, operation)):
         return
-    local, rank = given.moe_local_size or ranks_per_node() or 1, dist.get_rank()
-    is_first = rank % local == 0
-
-    def digests_here() -> frozenset[str]:
-        return frozenset(each.plan.digest for each in plans_of(task_cfg))
-
-    checking = Work(digests_here if is_first else frozenset)
+    checking = Work(lambda: plans_of(task_cfg))
     # In short steps, since checks of many ranks' plans take longer than the timeout of a collective.
     while True:
-        ended, digests, error = checking.look()
+        ended, _, error = checking.look()
         if all(world.all_gather_object(ended, operation)):
             break
-    results = world.all_gather_object(("" if error is None else str(error), digests), operation)
-    if problem := next((each for each, _ in results if each), ""):
-        raise ValueError(problem)
-    if not is_first:
-        plans_of(task_cfg, results[rank - rank % local][1])
+    for problem in world.all_gather_object(error, operation):
+        if problem is not None:
+            raise ValueError(problem)
 
 
 def use_plans(task_cfg: Any, topology: Topology, config: MoEConfig) -> None:

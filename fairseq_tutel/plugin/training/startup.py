@@ -18,7 +18,7 @@ from torch import nn
 from fairseq_tutel import __version__
 from fairseq_tutel.moe.run_options import TaskConfig
 from fairseq_tutel.options.option import flag_of, read
-from fairseq_tutel.plugin.plans import plans_of, prove_once_a_host
+from fairseq_tutel.plugin.plans import check_together, plans_of
 from fairseq_tutel.plugin.run_state import config_of, device_of
 from fairseq_tutel.ranks import guard
 from fairseq_tutel.ranks.agreement import agree
@@ -109,7 +109,7 @@ def start_together(root: Any, model: nn.Module, task: Any) -> None:
     set_timeout(config_of(task))
     if not dist.is_initialized():
         return
-    prove_once_a_host(config_of(task))
+    check_together(config_of(task))
     agree(facts_of(root, model, task))
     limit_fairseq_groups()
     allocate_gather_buffers(root)
