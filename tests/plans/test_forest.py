@@ -2,7 +2,6 @@
 
 import time
 from collections import Counter
-from dataclasses import replace
 from fractions import Fraction
 from itertools import pairwise
 from random import Random
@@ -68,7 +67,7 @@ def test_few_trees_are_nearly_as_fast(name):
     assert grow(find(name), most_trees=1).share.trees == 1
 
 
-# With seed 122 sets without the switch are full first.
+# With seed 122 sets without the switch have the least room.
 @pytest.mark.parametrize(
     ("seeds", "most"), [((*range(40), 122), 8), pytest.param(range(40, 1500), 10, marks=LONG)]
 )
@@ -79,14 +78,6 @@ def test_trees_of_made_up_networks(seeds, most):
         assert_is_a_forest(forest)
         assert forest.seconds == forest.best.seconds
         assert_is_a_forest(grow(network))
-
-
-def test_a_set_is_full_only_if_nothing_else_was_narrower():
-    links = [(3, 2, 3), (2, 1, 3), (1, 4, 3), (4, 5, 3), (5, 0, 3), (0, 3, 3), (3, 1, 2), (1, 0, 2),
-             (0, 2, 2), (2, 4, 2), (4, 3, 4), (3, 4, 2)]  # fmt: skip
-    network = replace(network_of(3, links), places=((0, 0), (0, 1), (1, 0)))
-    for each in (network, network.reversed):
-        assert_is_a_forest(grow(each))
 
 
 def test_an_all_reduce_has_as_many_trees_in_both_directions():

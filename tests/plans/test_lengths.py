@@ -76,15 +76,9 @@ def sum_of_blocks():
 @pytest.mark.parametrize(
     "plan, what",
     [
-        (
-            gather_parked(),
-            r"step 0 \(copy\) writes a chunk of another length to out\[0\] of rank 0",
-        ),
+        (gather_parked(), r"step 0 \(copy\) writes a chunk of another length to out\[0\] of rank 0"),
         (exchange_parked(), r"\(copy\) writes a chunk of another length to out\["),
-        (
-            sum_parked("all_reduce"),
-            r"step 3 \(reduce\) writes a chunk of another length to out\[0\]",
-        ),
+        (sum_parked("all_reduce"), r"step 3 \(reduce\) writes a chunk of another length to out\[0\]"),
         (sum_parked("reduce_scatter"), r"\(reduce\) writes a chunk of another length to out\[0\]"),
         (sum_of_blocks(), r"step 5 \(reduce\) adds chunks of different lengths"),
     ],

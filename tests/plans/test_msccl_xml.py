@@ -112,10 +112,7 @@ def scattered() -> str:
 
 def exchanged() -> str:
     """alltoall in place: sent chunks are overwritten by received ones."""
-    gpus = [
-        [(1, 1, ["s i1 o0", "r i0 o1"])],
-        [(0, -1, ["s i0 o1"]), (-1, 0, ["r i1 o0 0.0"])],
-    ]
+    gpus = [[(1, 1, ["s i1 o0", "r i0 o1"])], [(0, -1, ["s i0 o1"]), (-1, 0, ["r i1 o0 0.0"])]]
     return algorithm("alltoall", 2, gpus)
 
 

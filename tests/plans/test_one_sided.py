@@ -83,8 +83,7 @@ def same(sizes, dtypes):
 
 
 @pytest.mark.parametrize(
-    ("number", "sizes", "dtype"),
-    [(2, (0, 1, 20011), torch.float32), (4, (10007,), torch.bfloat16)],
+    ("number", "sizes", "dtype"), [(2, (0, 1, 20011), torch.float32), (4, (10007,), torch.bfloat16)]
 )
 def test_bits_and_bytes_are_those_of_the_plan(ranks, number, sizes, dtype):
     assert ranks(number).run(same, sizes, [dtype]) == [[]] * number
@@ -170,8 +169,7 @@ def many(calls, longest):
 
 
 @pytest.mark.parametrize(
-    ("number", "calls"),
-    [(2, 200), *(pytest.param(n, 1000, marks=pytest.mark.long) for n in (2, 3, 4, 8))],
+    ("number", "calls"), [(2, 200), *(pytest.param(n, 1000, marks=pytest.mark.long) for n in (2, 3, 4, 8))]
 )
 def test_calls_in_a_row_with_pauses(ranks, number, calls):
     assert ranks(number).run(many, calls, 0.01) == [[]] * number

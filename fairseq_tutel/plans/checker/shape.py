@@ -8,16 +8,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from typing import NoReturn
 
-from fairseq_tutel.plans.format import (
-    BUFFERS,
-    COLLECTIVES,
-    KINDS,
-    OPERATIONS,
-    Place,
-    Plan,
-    PlanError,
-    Step,
-)
+from fairseq_tutel.plans.format import BUFFERS, COLLECTIVES, KINDS, OPERATIONS, Place, Plan, PlanError, Step
 
 # Chunks of all buffers; a check of 2 ranks with that many takes 11 s and 541 MiB.
 MOST = 1 << 20
