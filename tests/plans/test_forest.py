@@ -1,12 +1,10 @@
 """Forests: the shape and speed of their trees, and plans over them, which the checker accepts."""
 
-import time
 from collections import Counter
 from fractions import Fraction
 from itertools import pairwise
 from random import Random
 
-import numpy as np
 import pytest
 from networks import network_of, random_network
 from test_optimum import KNOWN
@@ -153,15 +151,3 @@ def test_plans_of_shipped_networks_are_right():
     for name in ("dgx_a100:2", "mi250:1", "cluster:2x4:40:1"):
         report = check(plan_of("all_reduce", *grow_for(find(name), "all_reduce")))
         assert report.depth < 25
-
-
-@LONG
-def test_generation_takes_polynomial_time():
-    """With k = 1 over boxes, for N = 8 to 64: less than N^4 (N^2.7 measured), at most a minute."""
-    seconds = {}
-    for boxes in (1, 2, 4, 8):
-        began = time.process_time()
-        grow(find(f"dgx_h100:{boxes}"))
-        seconds[8 * boxes] = time.process_time() - began
-    power, _ = np.polyfit(np.log(list(seconds)), np.log(list(seconds.values())), 1)
-    assert power < 4 and seconds[64] < 60, (power, seconds)

@@ -95,32 +95,6 @@ def test_bits_and_bytes_of_any_size_and_kind(ranks, number, m):
     assert ranks(number).run(same, (3, m), DTYPES) == [[]] * number
 
 
-def ragged(calls):
-    """Return wrong all-to-alls of blocks of random sizes."""
-    number, rank, wrong = dist.get_world_size(), dist.get_rank(), []
-    draw = random.Random(3)
-    programs = [
-        OneSided(make(name, "all_to_all", number, nodes=nodes), None)
-        for name, nodes in (("linear", 1), ("two_hops", 2))
-    ]
-    for _ in range(calls):
-        most = draw.choice((3, 40, 9000))
-        sizes = [[draw.choice((0, draw.randrange(most))) for _ in range(number)] for _ in range(number)]
-        own = torch.cat([torch.full((n, 3), 10.0 * rank + to) for to, n in enumerate(sizes[rank])])
-        wanted = [torch.full((row[rank], 3), 10.0 * of + rank) for of, row in enumerate(sizes)]
-        sizes = tuple(map(tuple, sizes))
-        for program in programs:
-            got = own.new_empty(sum(map(len, wanted)), 3)
-            program.start(own, got, sizes).wait()
-            if not torch.equal(got, torch.cat(wanted)):
-                wrong.append((program.plan.name, sizes))
-    return wrong
-
-
-def test_blocks_of_any_sizes(ranks):
-    assert ranks(4).run(ragged, 12) == [[]] * 4
-
-
 def grown(what):
     """Return the bytes of a region before and after a large call, and whether its result is right."""
     program = OneSided(make("one_phase", "all_reduce", 2), None)
