@@ -6,9 +6,9 @@ with it by the number of ranks on each host.
 
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
+from typing import NamedTuple
 
 from fairseq_tutel.plans import files, network
 from fairseq_tutel.plans.checker import Report, check
@@ -18,16 +18,8 @@ from fairseq_tutel.plans.network import Network
 OPTION = "--moe-collective-plans"
 
 
-@dataclass(frozen=True)
-class PlacedPlan:
-    """A checked plan and the hosts that it is for.
-
-    Attributes:
-        name: name of its file, without .json.
-        plan: the plan.
-        report: its cost.
-        hosts: number of ranks on each host, in order; None: any.
-    """
+class PlacedPlan(NamedTuple):
+    """A checked plan, the name of its file without .json, and the ranks on each host (None: any)."""
 
     name: str
     plan: Plan
@@ -46,10 +38,8 @@ def hosts_of(ranks: Iterable[int], local: int) -> tuple[int, ...]:
     return tuple(len(list(same)) for _, same in groupby(ranks, lambda rank: rank // local))
 
 
-def read(path: str, proved: frozenset[str] = frozenset()) -> tuple[PlacedPlan, ...]:
+def read(path: str) -> tuple[PlacedPlan, ...]:
     """Read all plans of a file, or of a folder's *.json files in the order of their names.
-
-    Plans with a digest in `proved` are not checked, since another rank has checked them.
 
     Raises:
         ValueError: there is no plan, or one cannot be read or is wrong; names the file.
@@ -65,7 +55,7 @@ def read(path: str, proved: frozenset[str] = frozenset()) -> tuple[PlacedPlan, .
     if not place.is_dir() and plans[place].network:
         networks = dict(_networks(place.parent.glob("*.json")))
     hosts = {each.digest: tuple(map(len, each.hosts.values())) for each in networks.values()}
-    return tuple(_placed(file, plan, hosts, proved) for file, plan in plans.items())
+    return tuple(_placed(file, plan, hosts) for file, plan in plans.items())
 
 
 def _networks(paths: Iterable[Path]) -> Iterator[tuple[Path, Network]]:
@@ -81,9 +71,7 @@ def _read(file: Path) -> Plan:
         raise ValueError(f"{OPTION}: {error}") from error
 
 
-def _placed(
-    file: Path, plan: Plan, hosts: Mapping[str, tuple[int, ...]], proved: frozenset[str]
-) -> PlacedPlan:
+def _placed(file: Path, plan: Plan, hosts: Mapping[str, tuple[int, ...]]) -> PlacedPlan:
     """Check a plan; `hosts` has the ranks on each host by the digest of a network."""
     if plan.network and plan.network not in hosts:
         raise ValueError(
@@ -91,22 +79,16 @@ def _placed(
             "folder has this digest; put that network's file there."
         )
     try:
-        report = check(plan, plan.digest in proved)
+        report = check(plan)
     except ValueError as error:
         raise ValueError(f"{OPTION}: {file}: {error}") from error
     return PlacedPlan(file.stem, plan, report, hosts.get(plan.network))
 
 
 def refuse_unused(plans: Sequence[PlacedPlan], groups: Sequence[Sequence[int]], local: int) -> None:
-    """Refuse plans that no group of a run can use.
+    """Refuse plans that no group of a run can use by a ValueError with the plan and the fix.
 
-    Args:
-        plans: from `read`.
-        groups: the ranks of each group of more than one rank.
-        local: ranks of a host; 0: unknown.
-
-    Raises:
-        ValueError: names the plan and the fix.
+    `groups` are the ranks of each group of more than one rank, `local` the ranks of a host (0: unknown).
     """
     for placed in plans:
         plan = placed.plan

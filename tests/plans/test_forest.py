@@ -1,13 +1,10 @@
 """Forests: the shape and speed of their trees, and plans over them, which the checker accepts."""
 
-import time
 from collections import Counter
-from dataclasses import replace
 from fractions import Fraction
 from itertools import pairwise
 from random import Random
 
-import numpy as np
 import pytest
 from networks import network_of, random_network
 from test_optimum import KNOWN
@@ -68,7 +65,7 @@ def test_few_trees_are_nearly_as_fast(name):
     assert grow(find(name), most_trees=1).share.trees == 1
 
 
-# With seed 122 sets without the switch are full first.
+# With seed 122 sets without the switch have the least room.
 @pytest.mark.parametrize(
     ("seeds", "most"), [((*range(40), 122), 8), pytest.param(range(40, 1500), 10, marks=LONG)]
 )
@@ -79,14 +76,6 @@ def test_trees_of_made_up_networks(seeds, most):
         assert_is_a_forest(forest)
         assert forest.seconds == forest.best.seconds
         assert_is_a_forest(grow(network))
-
-
-def test_a_set_is_full_only_if_nothing_else_was_narrower():
-    links = [(3, 2, 3), (2, 1, 3), (1, 4, 3), (4, 5, 3), (5, 0, 3), (0, 3, 3), (3, 1, 2), (1, 0, 2),
-             (0, 2, 2), (2, 4, 2), (4, 3, 4), (3, 4, 2)]  # fmt: skip
-    network = replace(network_of(3, links), places=((0, 0), (0, 1), (1, 0)))
-    for each in (network, network.reversed):
-        assert_is_a_forest(grow(each))
 
 
 def test_an_all_reduce_has_as_many_trees_in_both_directions():
@@ -127,7 +116,6 @@ def test_plans_over_forests_are_right_and_load_links_as_the_trees(collective, na
     report = check(plan)
     assert plan.network == network.digest
     phases = [forest for forest in (adding, handing) if forest]
-    assert Fraction(plan.cut) == phases[0].best.seconds
     # One more hop if ranks first signal that they have begun.
     assert report.depth <= sum(forest.depth for forest in phases) + (collective == "all_gather")
     messages = Counter()
@@ -163,15 +151,3 @@ def test_plans_of_shipped_networks_are_right():
     for name in ("dgx_a100:2", "mi250:1", "cluster:2x4:40:1"):
         report = check(plan_of("all_reduce", *grow_for(find(name), "all_reduce")))
         assert report.depth < 25
-
-
-@LONG
-def test_generation_takes_polynomial_time():
-    """With k = 1 over boxes, for N = 8 to 64: less than N^4 (N^2.7 measured), at most a minute."""
-    seconds = {}
-    for boxes in (1, 2, 4, 8):
-        began = time.process_time()
-        grow(find(f"dgx_h100:{boxes}"))
-        seconds[8 * boxes] = time.process_time() - began
-    power, _ = np.polyfit(np.log(list(seconds)), np.log(list(seconds.values())), 1)
-    assert power < 4 and seconds[64] < 60, (power, seconds)

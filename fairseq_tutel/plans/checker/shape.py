@@ -8,16 +8,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from typing import NoReturn
 
-from fairseq_tutel.plans.format import (
-    BUFFERS,
-    COLLECTIVES,
-    KINDS,
-    OPERATIONS,
-    Place,
-    Plan,
-    PlanError,
-    Step,
-)
+from fairseq_tutel.plans.format import BUFFERS, COLLECTIVES, KINDS, OPERATIONS, Place, Plan, PlanError, Step
 
 # Chunks of all buffers; a check of 2 ranks with that many takes 11 s and 541 MiB.
 MOST = 1 << 20
@@ -78,7 +69,7 @@ def _wrong_in(plan: Plan, rank: int, step: Step) -> Iterator[str]:
             text = f"is on channel {step.channel} from rank {channel.source} to {channel.target}"
             yield f"{text}, where rank {end} does it"
         target = channel.target
-    if step.dst is None or step.n is None:
+    if step.dst is None:
         return
     if step.n < 1:
         yield f"moves {step.n} chunks"

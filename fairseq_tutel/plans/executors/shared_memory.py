@@ -49,14 +49,7 @@ class SharedMemoryError(OSError):
 
 
 class SharedMemory:
-    """The shared memory of a group. Made by `rendezvous`.
-
-    Attributes:
-        words: int64; word `line(i)` is the first of the caller's i-th line.
-        rank: this process's rank in the group.
-        ranks: N.
-        size: allocated bytes of each region.
-    """
+    """The shared memory of a group, made by `rendezvous`: int64 `words`, and regions of `size` bytes."""
 
     def __init__(
         self, descriptor: int, group: dist.ProcessGroup | None, lines: int, region: int, size: int
@@ -110,8 +103,7 @@ class SharedMemory:
             state = os.fstatvfs(self._descriptor)
             left = state.f_bavail * state.f_frsize - (size - self.size) * self.ranks
             is_spare = left >= state.f_blocks * state.f_frsize / 2
-            starts = [self._start + rank * self._region for rank in range(self.ranks)]
-            ranges = [(start, size) for start in starts]
+            ranges = [(self._start + rank * self._region, size) for rank in range(self.ranks)]
             grown = is_spare and not _allocate(self._descriptor, ranges)
             self.words[word] = 2 * self._generation + grown
         self.wait(word, 2 * self._generation, 0)
@@ -120,32 +112,10 @@ class SharedMemory:
         return grown
 
     def has_ended(self, rank: int) -> bool:
-        """Return whether another rank's process has ended."""
-        return not _locked(self._descriptor, rank, 1)
-
-
-class Channel:
-    """The count of signals from one rank to another, in a line: the source signals, the target polls.
-
-    Data that was put before a signal is visible after it.
-    """
-
-    __slots__ = ("_count", "_word", "_words")
-
-    def __init__(self, memory: SharedMemory, number: int) -> None:
-        self._words, self._word, self._count = memory.words, memory.line(number), 0
-
-    def signal(self) -> None:
-        """Add one to the count."""
-        self._count += 1
-        self._words[self._word] = self._count
-
-    def poll(self) -> bool:
-        """Take one signal if there is one; return whether there was."""
-        if self._words[self._word] <= self._count:
-            return False
-        self._count += 1
-        return True
+        """Return whether another rank's process has ended, and so holds no lock."""
+        request = struct.pack(FLOCK, fcntl.F_WRLCK, os.SEEK_SET, rank, 1, 0)
+        answer = fcntl.fcntl(self._descriptor, fcntl.F_GETLK, request)
+        return bool(struct.unpack(FLOCK, answer)[0] == fcntl.F_UNLCK)
 
 
 class Backoff:
@@ -206,22 +176,24 @@ def rendezvous(group: dist.ProcessGroup | None, lines: int, region: int, size: i
         CommunicationError: a rank did not come.
     """
     operation = "the opening of shared memory"
-    ranks, path, problem, descriptor = dist.get_world_size(group), "", "", -1
-    if dist.get_rank(group) == 0:
-        path, descriptor, problem = _create()
+    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+    path, problem, descriptor = "", "", -1
+    if rank == 0:
+        path = f"{FOLDER}/{PREFIX}{uuid.uuid4().hex}"
+        descriptor, problem = _open(path, os.O_CREAT | os.O_EXCL)
+        path = "" if problem else path
     try:
         name = world.broadcast_object(path, operation, group)
-        if name and not path:
-            descriptor, problem = _open(name)
+        if name and rank:
+            descriptor, problem = _open(name, os.O_NOFOLLOW)
         if descriptor >= 0:
-            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, dist.get_rank(group))
+            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, rank)
         problems = world.all_gather_object(problem, operation, group)  # now all ranks have their locks
     finally:
         if path:
             os.unlink(path)
-    problem = next(
-        (f"on rank {rank} of the group {each}" for rank, each in enumerate(problems) if each), ""
-    )
+    found = (f"on rank {rank} of the group {each}" for rank, each in enumerate(problems) if each)
+    problem = next(found, "")
     if path and not problem:
         _, start, total = _measures(ranks, lines, region)
         os.ftruncate(descriptor, total)
@@ -246,40 +218,16 @@ def _whole_pages(size: int) -> int:
     return -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
-def _create() -> tuple[str, int, str]:
-    """Return the path of a new empty file, its descriptor, and the problem, if any."""
-    if problem := _unordered():
-        return "", -1, problem
-    path = f"{FOLDER}/{PREFIX}{uuid.uuid4().hex}"
+def _open(path: str, flags: int) -> tuple[int, str]:
+    """Return the descriptor of a file, and the problem, if any."""
+    if (machine := platform.machine()) not in ORDERED:
+        return -1, f"a {machine} does not show writes in their order"
     try:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
-    except OSError as error:
-        return "", -1, f"{FOLDER} takes no file ({error.strerror})"
-    fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, 0)
-    return path, descriptor, ""
-
-
-def _locked(descriptor: int, start: int, length: int) -> bool:
-    """Return whether another process has locked bytes of a file."""
-    request = struct.pack(FLOCK, fcntl.F_WRLCK, os.SEEK_SET, start, length, 0)
-    answer = fcntl.fcntl(descriptor, fcntl.F_GETLK, request)
-    return struct.unpack(FLOCK, answer)[0] != fcntl.F_UNLCK
-
-
-def _open(path: str) -> tuple[int, str]:
-    if problem := _unordered():
-        return -1, problem
-    try:
-        return os.open(path, os.O_RDWR | os.O_NOFOLLOW), ""
+        return os.open(path, os.O_RDWR | flags, 0o600), ""
     except FileNotFoundError:
         return -1, f"{path} is not there, as on another host or in another container"
     except OSError as error:
         return -1, f"{path} cannot be opened ({error.strerror})"
-
-
-def _unordered() -> str:
-    machine = platform.machine()
-    return "" if machine in ORDERED else f"a {machine} does not show writes in their order"
 
 
 def _allocate(descriptor: int, ranges: Sequence[tuple[int, int]]) -> str:

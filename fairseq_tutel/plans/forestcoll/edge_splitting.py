@@ -6,8 +6,7 @@ be replaced, whatever was replaced before (Bang-Jensen, Frank and Jackson, Prese
 edge-connectivity in mixed graphs, 1995).
 
 Each set T of vertices with a rank and without the source has room: the capacity into it, minus the needed
-k N. Splitting reduces the room of sets with w but without u and t, and of sets with u and t but without
-w. It never adds room, so a full set stays full.
+k N. Splitting reduces the room of sets with w but without u and t, and of sets with u and t but without w.
 """
 
 from collections import defaultdict
@@ -45,7 +44,6 @@ class _Splitting:
         self.ranks = (1 << network.ranks) - 1
         # More than any flow.
         self.endless = self.needed + sum(map(sum, share.capacities)) + 1
-        self.full: list[int] = []  # sets without room
         self.routes: Routes = defaultdict(list)
         for source, row in enumerate(share.capacities):
             for target, width in enumerate(row):
@@ -126,51 +124,40 @@ class _Splitting:
 
     def _room(self, switch: int, u: int, t: int, most: int) -> int:
         """Return how much of the links from u and to t can be replaced, at most `most`."""
-        with_switch, with_both = 1 << switch, 1 << u | 1 << t
-        for full in self.full:
-            inside = full & (with_switch | with_both)
-            if inside in (with_switch, with_both):
-                return 0
         # Sets with the switch, without u and t; then sets with u and t, without the switch.
-        narrowest = 0
         for start, end in ((u, switch), (switch, t)):
-            if not most:
-                break
-            graph = self.graph.copy()
-            graph.add(start, self.source, self.endless)
-            if u != t:
-                graph.add(u, t, self.endless)
-            without = with_both if start == u else 0
-            most, narrowest = self._least(graph, start, end, without, most, narrowest)
-        # Only the narrowest set will be full; the others keep some room.
-        if narrowest:
-            self.full.append(narrowest)
+            if most:
+                graph = self.graph.copy()
+                graph.add(start, self.source, self.endless)
+                if u != t:
+                    graph.add(u, t, self.endless)
+                ranks = self.ranks & ~(1 << u | 1 << t) if start == u else self.ranks
+                most = self._least(graph, start, end, ranks, most)
         return most
 
-    def _least(
-        self, graph: Flow, start: int, end: int, without: int, most: int, narrowest: int
-    ) -> tuple[int, int]:
-        """Return the least room of sets with the end and a rank but without the start, and such a set.
-
-        If none has less room than `most`, return `most` and `narrowest`.
-        """
+    def _least(self, graph: Flow, start: int, end: int, ranks: int, most: int) -> int:
+        """Return the least room, at most `most`, of sets with `end` and one of `ranks`, without `start`."""
         limit = self.needed + most
         sent, beyond = graph.push(start, end, limit)
-        ranks = self.ranks & ~without
-        if sent == limit:
-            return most, narrowest
-        if ranks & ~beyond:
-            return sent - self.needed, self._inside(beyond)
+        if sent == limit or ranks & ~beyond:
+            return sent - self.needed
+        trial, last = graph, -1
         for rank in members(ranks):
-            trial = graph.copy()
-            trial.add(rank, end, self.endless)
-            more, beyond = trial.push(start, end, limit - sent)
-            if sent + more < limit:
-                limit, narrowest = sent + more, self._inside(beyond)
-        return limit - self.needed, narrowest
+            if last < 0 or not self._moved(trial, last, rank, end):
+                trial = graph.copy()
+                trial.add(rank, end, self.endless)
+                limit = sent + trial.push(start, end, limit - sent)[0]
+            last = rank
+        return limit - self.needed
 
-    def _inside(self, beyond: int) -> int:
-        return ((1 << self.source) - 1) & ~beyond
+    def _moved(self, graph: Flow, last: int, rank: int, end: int) -> bool:
+        """Return whether the flow over one rank's endless edge can go over another rank's."""
+        graph.add(last, end, -self.endless)
+        if (over := -graph.left[last][end]) > 0:
+            graph.add(last, end, over)
+            graph.add(end, last, -over)
+        graph.add(rank, end, self.endless)
+        return over <= 0 or graph.push(last, end, over)[0] == over
 
 
 def take(routes: Routes, source: int, target: int, amount: int) -> list[Route]:
