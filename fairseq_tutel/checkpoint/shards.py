@@ -76,10 +76,7 @@ class ShardedTensor:
     @property
     def stored(self) -> tuple[torch.dtype, tuple[int, ...]]:
         """Dtype and shape of a piece in its file."""
-        form = self.quantized
-        if form is None:
-            return self.dtype, self._piece_shape
-        return form.stored_dtype, form.stored_shape
+        return (self.dtype, self._piece_shape) if self.quantized is None else self.quantized.stored
 
     @property
     def stored_bytes(self) -> int:

@@ -44,8 +44,8 @@ def checkpoint_to_load(cfg: Any) -> str | None:
     flag, path = flag_and_path(cfg)
     found = _found_by_all(path)
     if CORRUPT in found:
-        others = _other_checkpoints(path)
-        such_as = f", such as --restore-file {others[0]}" if others else ""
+        others = set(glob.glob(os.path.join(os.path.dirname(path), "checkpoint*.pt"))) - {path}
+        such_as = f", such as --restore-file {max(others, key=os.path.getmtime)}" if others else ""
         raise ValueError(
             f"{flag} is {path}, which {files.IS_CORRUPT}; remove it and give an older checkpoint{such_as}."
         )
@@ -64,14 +64,6 @@ def checkpoint_to_load(cfg: Any) -> str | None:
         raise ValueError(
             f"{flag} is {path}, which does not exist; give a path from the current folder, or drop it."
         )
-    if found[0] == NOTHING and world.is_first():
-        others = _other_checkpoints(path)
-        if others:
-            logger.warning(
-                "there is no %s, but %d other checkpoints in its folder: training starts from the "
-                "beginning; give --restore-file %s to resume",
-                *(path, len(others), others[0]),
-            )
     return None if found[0] in (NOTHING, ELSEWHERE) else path
 
 
@@ -226,12 +218,6 @@ def _found(path: str) -> str:
     if not os.path.isfile(path):
         return ELSEWHERE if PathManager.exists(path) else NOTHING
     return files.identity(path) if files.has_an_end(path) else CORRUPT
-
-
-def _other_checkpoints(path: str) -> list[str]:
-    """Return the other checkpoints of a folder, the newest first."""
-    found = set(glob.glob(os.path.join(os.path.dirname(path), "checkpoint*.pt"))) - {path}
-    return sorted(found, key=os.path.getmtime, reverse=True)
 
 
 def warn_of_changed_options(path: str | None, cfg: Any) -> None:
