@@ -91,9 +91,8 @@ def layers_of(weights: Iterable[str], within: bool = False) -> list[Layer]:
     return sorted(found)
 
 
-def kind_of(names: Iterable[str]) -> str | None:
+def kind_of(names: Collection[str]) -> str | None:
     """Return the system that wrote tensors with these names, such as Tutel; None for others."""
-    names = list(names)
     return next((kind for kind, sign in SIGNS.items() if any(sign in name for name in names)), None)
 
 
@@ -181,8 +180,9 @@ class SavedModel:
 
     def name(self, part: str) -> str:
         """Return the name of the model (its architecture), task, criterion or optimizer, or ""."""
-        options = self.options_of(part)
-        return str(options.get("_name") or options.get(PARTS[part]) or "")
+        options, is_flat = self.options_of(part), self.state.get("args") is not None
+        own = None if is_flat else options.get("_name")  # in a flat one it is the model's
+        return str(own or options.get(PARTS[part]) or "")
 
     def rename(self, part: str, name: str) -> None:
         """Set the name of a part in every copy of the options."""
