@@ -87,7 +87,13 @@ class Command:
         """Let the layers of a model wait for the other ranks' calls, if ranks share its experts."""
         if layers[0].topology.expert_parallel_size == 1:
             return
-        agree(_facts_of(layers))
+        facts: dict[str, Any] = {
+            label_of(field.name): [getattr(layer.config, field.name) for layer in layers]
+            for field in fields(MoEConfig)
+        }
+        facts["the layers with experts"] = [layer.name for layer in layers]
+        facts["how rows cross ranks"] = [str(layer.strategy) for layer in layers]
+        agree(facts)
         if self.lockstep is None:
             self.lockstep = Lockstep(layers[0].topology.expert_group)
         self._turns |= {layer: self.lockstep.add(layer.run_without_tokens) for layer in layers}
@@ -166,13 +172,3 @@ def topology_of_opened(
     RUN.update(topology=topology)
     limit_fairseq_groups()
     return topology
-
-
-def _facts_of(layers: Sequence[MoEFeedForward]) -> dict[str, Any]:
-    facts: dict[str, Any] = {
-        label_of(field.name): [getattr(layer.config, field.name) for layer in layers]
-        for field in fields(MoEConfig)
-    }
-    facts["the layers with experts"] = [layer.name for layer in layers]
-    facts["how rows cross ranks"] = [str(layer.strategy) for layer in layers]
-    return facts
