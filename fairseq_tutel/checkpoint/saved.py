@@ -104,12 +104,9 @@ class SavedModel:
 
     @classmethod
     def open(cls, path: Path, flag: str = "--input", keep_shards: bool = False) -> "SavedModel":
-        """Open a checkpoint that the argument `flag` names.
+        """Open a checkpoint that the argument `flag` names; a bad file or shard is a ValueError.
 
         With `keep_shards`, experts in shard files are `ShardedTensor`s, which are read later.
-
-        Raises:
-            ValueError: the file, or a shard, is missing or corrupt, or it is no fairseq checkpoint.
         """
         state = read_file(path, flag)
         if not isinstance(state, dict) or not isinstance(state.get("model"), dict):
