@@ -39,12 +39,10 @@ SHAPED = (
 LARGEST = 1e300  # whole numbers beyond are not floats
 # Options that fairseq's optimizers read; torch adds others to `defaults` that groups may lack.
 READ = ("betas", "eps", "weight_decay", "amsgrad")
-# Name, tensor, and a limit of its magnitude.
-Named = Iterable[tuple[str, Tensor, float]]
 
 
-def first_bad(named: Named) -> str | None:
-    """Return the name of the first tensor with a NaN, or with a magnitude that reaches its limit."""
+def first_bad(named: Iterable[tuple[str, Tensor, float]]) -> str | None:
+    """Return the first name of (name, tensor, limit) with a NaN or a magnitude that reaches the limit."""
     checked = [
         each
         for each in named

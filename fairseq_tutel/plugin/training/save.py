@@ -1,9 +1,7 @@
 """Saves checkpoints: --save-dir has one writer, files are whole, and they contain all ranks' experts.
 
-Training holds the lease of its --save-dir from before its start to its end; rank 0 holds it for all.
-Two runs in one folder would remove each other's experts and overwrite each other's files.
-
-The functions that take an original wrap a fairseq function; see `registration/wrapped.py`.
+Rank 0 holds the lease of --save-dir: two runs would remove each other's experts and overwrite each other's
+files. The functions that take an original wrap a fairseq function; see `registration/wrapped.py`.
 """
 
 import contextlib
