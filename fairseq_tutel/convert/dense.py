@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 import torch
 import torch.nn.functional as F
 
-from fairseq_tutel.checkpoint.saved import DENSE, PARTS, Layer, SavedModel
+from fairseq_tutel.checkpoint.saved import DENSE, LAYER_NORM, PARTS, Layer, SavedModel
 from fairseq_tutel.convert.configs import Tensors, configs_of, replaced, without_experts
 from fairseq_tutel.convert.upcycle import sums_to_1
 from fairseq_tutel.moe.config import MoEConfig, label_of
@@ -49,15 +49,27 @@ def to_dense(
 
 
 def _pad(made: dict[Layer, Tensors]) -> tuple[dict[str, int], dict[str, int]]:
-    """Pad the FFNs of each side to one width; return the sides' widths and the padded layers."""
+    """Add hidden units of zeros, which stay 0, to the FFNs of each side up to one width.
+
+    Returns:
+        The sides' widths, and the widths of the padded layers by label.
+    """
     widths: dict[str, int] = {}
     for layer, ffn in made.items():
         widths[layer.side] = max(widths.get(layer.side, 0), len(ffn["fc1.bias"]))
     padded = {}
     for layer, ffn in made.items():
-        width = widths[layer.side]
-        if len(ffn["fc1.bias"]) < width:
-            made[layer], padded[layer.label] = _padded(ffn, width), width
+        more = widths[layer.side] - len(ffn["fc1.bias"])
+        if more and LAYER_NORM[0] in ffn:
+            raise ValueError(
+                "--input normalizes hidden layers (--scale-fc) of several widths, but those of a dense "
+                "model have one width; choose --experts of one width."
+            )
+        if more:
+            padded[layer.label] = widths[layer.side]
+            ffn["fc1.weight"] = F.pad(ffn["fc1.weight"], (0, 0, 0, more))
+            ffn["fc1.bias"] = F.pad(ffn["fc1.bias"], (0, more))
+            ffn["fc2.weight"] = F.pad(ffn["fc2.weight"], (0, more))
     return widths, padded
 
 
@@ -129,19 +141,3 @@ def _is_exact(saved: SavedModel, layer: Layer, config: MoEConfig) -> bool:
     return not capacity_of(config, training=False).is_limited and all(
         torch.equal(expert, stack[0]) for stack in saved.stacks(layer).values() for expert in stack
     )
-
-
-def _padded(ffn: Tensors, width: int) -> Tensors:
-    """Return an FFN with hidden units of zeros added; they stay 0."""
-    if "ffn_layernorm.weight" in ffn:
-        raise ValueError(
-            "--input normalizes hidden layers (--scale-fc) of several widths, but those of a dense model "
-            "have one width; choose --experts of one width."
-        )
-    more = width - len(ffn["fc1.bias"])
-    return {
-        **ffn,
-        "fc1.weight": F.pad(ffn["fc1.weight"], (0, 0, 0, more)),
-        "fc1.bias": F.pad(ffn["fc1.bias"], (0, more)),
-        "fc2.weight": F.pad(ffn["fc2.weight"], (0, more)),
-    }

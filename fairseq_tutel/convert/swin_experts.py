@@ -40,30 +40,20 @@ SWITCHES = {
 
 
 def files_of(path: Path) -> list[list[Path]]:
-    """Return the files with the weights of each rank, for one of the files or their common name X.pth.
-
-    Raises:
-        ValueError: the file of a rank is missing.
-    """
+    """Return the files with the weights of each rank, for one of the files or their common name X.pth."""
     match = PART.fullmatch(path.name)
     base = path if match is None else path.with_name(match[1])
     whole = [p for p in (path, path.with_name(f"{path.name}.global")) if p.is_file()]
     if match is None and whole:
         return [whole[:1]]
-    rank_file = re.compile(re.escape(base.name) + r"\.rank(\d+)")
-    found = [(rank_file.fullmatch(beside.name), beside) for beside in base.parent.glob("*")]
-    ranks = {int(match[1]): beside for match, beside in found if match}
+    pattern = re.compile(re.escape(base.name) + r"\.rank(\d+)")
+    found = [pattern.fullmatch(beside.name) for beside in base.parent.glob("*")]
+    ranks = 1 + max((int(match[1]) for match in found if match), default=-1)
     master = base.with_name(f"{base.name}.master")
     shared = [master] if master.is_file() else []
     if not ranks:
         return [shared or [path]]
-    for rank in range(max(ranks)):
-        if rank not in ranks:
-            raise ValueError(
-                f"--input is {path}, but {base}.rank{rank} is missing; put the files of all ranks into "
-                "one folder."
-            )
-    return [[ranks[rank], *shared] for rank in sorted(ranks)]
+    return [[base.with_name(f"{base.name}.rank{rank}"), *shared] for rank in range(ranks)]
 
 
 def open_ranks(files: list[list[Path]]) -> tuple[list[Tensors], Mapping[str, Any]]:

@@ -6,7 +6,7 @@ import torch
 from meta_format import D, H, Meta
 from tool_in_process import convert, refusal
 
-from fairseq_tutel.convert.meta_names import translate
+from fairseq_tutel.convert.meta import translate
 
 WORDS = 24
 

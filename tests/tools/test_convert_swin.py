@@ -378,7 +378,7 @@ def test_what_is_no_whole_model_with_experts_is_refused(tmp_path):
     def same(weights):
         pass
 
-    assert "x.pth.rank0 is missing" in of(same, ["rank0"])
+    assert "x.pth.rank0, which does not exist" in of(same, ["rank0"])
     assert "which is not 4 experts; give the files of all ranks of" in of(same, ["rank1"])
     assert (
         "layer layers.1.blocks.1.mlp._moe_layer that has 4 experts, which 3 ranks cannot hold; give"
