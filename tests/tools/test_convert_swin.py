@@ -1,10 +1,4 @@
-"""`convert swin`: released Swin V2 checkpoints, by names and shapes, with drawn weights.
-
-Covered: both forms open in fairseq with every weight in its place and the sizes that the file says; the
-logits are those that the tensors give; without second biases; beside a configuration; a window trained at
-another scale; a new head, and some classes of the old one; experts of it by `convert upcycle`, and back;
-released experts, whole and split over ranks, in all forms of files; what is no such file.
-"""
+"""`convert swin`: released Swin V2 checkpoints, by names and shapes, against plain torch."""
 
 import math
 import sys
