@@ -92,32 +92,25 @@ WRAPPED = (
     (FP16Optimizer, "build_optimizer", build_optimizer, "c7ff6d890b7d"),
 )
 
-# Attributes of other objects that are set, because fairseq or torch constructs or reads them: the file, the
-# attribute, and the reason. Configurations, and data and gradients of tensors, are not listed.
-CHANGED = (
-    ("plugin/registration/variants.py", "__class__", "`change_class`: fairseq constructs tasks that --task "
-     "names, their iterators, models whose build_model names a class, data sets whose __del__ fails"),
-    ("plugin/registration/variants.py", "__dataclass", "as fairseq's register_task does"),
-    ("plugin/registration/variants.py", "add_args", "flags of a task without a dataclass"),
-    ("plugin/registration/process.py", "_max_len", "ends a thread that reads batches"),
-    ("plugin/registration/wrapped.py", "excepthook", "prints error sentences"),
-    ("plugin/feed_forward.py", "fc1", "a stock layer's forward calls it"),
-    ("plugin/feed_forward.py", "fc2", "likewise"),
-    ("plugin/feed_forward.py", "activation_fn", "likewise"),
-    ("plugin/feed_forward.py", "ffn_layernorm", "likewise"),
-    ("plugin/feed_forward.py", "p", "the repr of a lightconv layer reads its dropout's"),
-    ("plugin/install.py", "_ddp_params_and_buffers_to_ignore", "DistributedDataParallel reads it"),
-    ("plugin/training/finite.py", "train", "fairseq's training loop has no hook before its first epoch"),
-    ("plugin/training/startup.py", "_buffer", "fairseq's all_gather_list allocates it on a GPU"),
-    ("plugin/training/startup.py", "_cpu_buffer", "likewise"),
-    ("plugin/training/task.py", "_cur_epoch_itr", "releases the workers of an iterator"),
-    ("plugin/training/task.py", "dataloader", "likewise"),
-    ("optim/zero.py", "disable_mem_eff_fp16_loading_hack", "fairseq would replace the loaded state"),
-    ("optim/zero.py", "__name__", "the Trainer compares it with a checkpoint's"),
-    ("ranks/groups.py", "param_group", "the only attribute that fairseq copies to fp32 masters"),
-    ("ranks/guard.py", "daemon", "a timer must not keep the process"),
-    ("zero/state.py", "zero_hook", "fairseq rebuilds its optimizer; the latest one's hook replaces it"),
-)  # fmt: skip
+# By file, attributes of other objects that are set, because fairseq or torch constructs or reads them.
+# Configurations, and data and gradients of tensors, are not listed.
+CHANGED = {
+    # fairseq constructs tasks, their iterators, models whose build_model names a class, and data sets.
+    "plugin/registration/variants.py": "__class__ __dataclass add_args",
+    "plugin/registration/process.py": "_max_len",  # ends a thread that reads batches
+    "plugin/registration/wrapped.py": "excepthook",  # prints error sentences
+    # A stock layer's forward calls these; the repr of a lightconv layer reads its dropout's p.
+    "plugin/feed_forward.py": "fc1 fc2 activation_fn ffn_layernorm p",
+    "plugin/install.py": "_ddp_params_and_buffers_to_ignore",  # DistributedDataParallel reads it
+    "plugin/training/finite.py": "train",  # fairseq's training loop has no hook before its first epoch
+    "plugin/training/startup.py": "_buffer _cpu_buffer",  # fairseq's all_gather_list needs a GPU for them
+    "plugin/training/task.py": "_cur_epoch_itr dataloader",  # releases the workers of an iterator
+    # fairseq would replace the loaded state; the Trainer compares the name with a checkpoint's.
+    "optim/zero.py": "disable_mem_eff_fp16_loading_hack __name__",
+    "ranks/groups.py": "param_group",  # the only attribute that fairseq copies to fp32 masters
+    "ranks/guard.py": "daemon",  # a timer must not keep the process
+    "zero/reduce.py": "zero_hook",  # fairseq rebuilds its optimizer; the latest one's hook replaces it
+}
 
 
 def install() -> None:
