@@ -149,11 +149,7 @@ class ExpertStore:
             self._prefetch(index, experts)
 
     def take(self, index: int, experts: Sequence[int]) -> list[Buffer]:
-        """Return the buffers of experts of a stack; they are valid until the next call of any block.
-
-        Raises:
-            ValueError: an expert cannot be fetched.
-        """
+        """Return the buffers of experts of a stack; they are valid until the next call of any block."""
         with self._closed_on_error():
             wanted = {(index, e) for e in experts}
             self._release((self._used | self._prefetched.pop(index, set())) - wanted)

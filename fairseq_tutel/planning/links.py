@@ -162,10 +162,8 @@ def fit_machine(rows: Sequence[Row], start: Machine) -> Machine:
 
     A linear all-to-all is bounded by one kind of link. Each round of the fit determines it by the links of
     the previous round, until it is stable. Links that the rows do not determine stay those of `start`.
-    If launch and alpha cannot be separated, alpha includes the launch, which is 0.
-
-    Raises:
-        ValueError: the rows do not determine the seconds of a byte.
+    If launch and alpha cannot be separated, alpha includes the launch, which is 0. ValueError: the rows do
+    not determine the seconds of a byte.
     """
     if not rows:
         raise ValueError("there is no measured all-to-all to fit; measure one.")

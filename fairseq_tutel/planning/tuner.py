@@ -93,12 +93,9 @@ class Tuner:
         }
 
     def load(self, state: dict[str, Any]) -> int:
-        """Load a saved state, with unfinished searches.
+        """Load a saved state, with unfinished searches; ValueError: it is malformed.
 
         Return the number of skipped buckets, whose best strategy is not available here.
-
-        Raises:
-            ValueError: the state is malformed.
         """
         skipped = 0
         try:

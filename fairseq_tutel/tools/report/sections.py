@@ -106,7 +106,8 @@ SECTIONS = {
     ],
     ("experts", "Experts", "Averages over the MoE layers."): [
         Chart("Balance loss", "moe_gate_loss", "balance loss",
-              "{balance}", validation=True),
+              "Before its weight: {balance}. gshard and switch are 1 at an even load, and E if one of E "
+              "experts has all.", validation=True),
         *(_chart_of(metric) for metric in METRICS if metric.drawn),
     ],
     ("speed", "Speed", ""): [
@@ -148,11 +149,7 @@ def _words_of(runs: dict[str, Run]) -> dict[str, str]:
     """Return the words of texts that depend on the task: units, and the balance losses."""
     units = units_of(runs.values())
     names = sorted(set().union(*(run.balance_losses for run in runs.values())))
-    balance = f"Unweighted: {', '.join(names)}." if names else "Unweighted."
-    if any(name.startswith(("gshard", "switch")) for name in names):
-        balance += " gshard and switch are 1 at an even load, and E if one of E experts has all."
-    rows = {"tokens": "tokens", "images": "image patches"}.get(units, "tokens or image patches")
-    return {"units": units, "Units": units.capitalize(), "rows": rows, "balance": balance}
+    return {"units": units, "Units": units.capitalize(), "balance": ", ".join(names) or "not named"}
 
 
 def _pictures(chart: Chart, runs: dict[str, Run], time: bool = False) -> list[Picture]:
@@ -247,7 +244,7 @@ def _layer_picture(name: str, run: Run, key: str) -> Picture | None:
 
 LOAD_TEXT = """
 One picture for each MoE layer: a row is an expert, a column the updates from one record to the next. White
-is an even share of the {rows}; orange experts get more, violet ones less. A row that stays dark violet
+is an even share; orange experts get more, violet ones less. A row that stays dark violet
 is an expert that hardly learns.
 """
 DROPPED_TEXT = """
@@ -258,7 +255,7 @@ is 0. A row that stays dark is an expert whose load exceeds its capacity all the
 
 def expert_sections(runs: dict[str, Run]) -> list[Section]:
     """Return the sections of heat maps over experts."""
-    load = Section("load", "Load of every expert", LOAD_TEXT.format(**_words_of(runs)))
+    load = Section("load", "Load of every expert", LOAD_TEXT)
     colours = "From violet, a quarter of an even share or less, over white to orange, four or more."
     _add_maps(load, runs, LOAD, LOAD_SCALE, colours, "have {:.2f} to {:.2f} even shares", -1)
     dropped = Section("dropped", "Dropped share of every expert", DROPPED_TEXT)
