@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fairseq_tutel.inference.expert_buffers import Buffer, BufferPool
+from fairseq_tutel.inference.expert_buffers import Buffer, BufferLayout
 from fairseq_tutel.inference.expert_cache import ExpertCache, Key
 from fairseq_tutel.inference.expert_fetcher import Fetch, Fetcher, Source
 from fairseq_tutel.inference.expert_sources import ShardFiles, source_of
@@ -93,7 +93,8 @@ class ExpertStore:
         self._used: set[Key] = set()  # by the current call
         self._prefetched: dict[int, set[Key]] = {}
         self._bytes = 0  # of `_fetches`
-        self._buffers, self._files, self._fetcher = BufferPool(), ShardFiles(), Fetcher()
+        self._free_buffers: dict[tuple[BufferLayout, torch.device], list[Buffer]] = {}
+        self._files, self._fetcher = ShardFiles(), Fetcher()
         self._close = weakref.finalize(self, _end, self._fetcher, self._files)
 
     def add(self, stack: ExpertStack, tensors: Mapping[str, Any] | None = None) -> None:
@@ -127,7 +128,7 @@ class ExpertStore:
         self._close()
         self._stacks.clear()
         self._fetches.clear()
-        self._buffers.clear()
+        self._free_buffers.clear()
 
     def __enter__(self) -> "ExpertStore":
         return self
@@ -198,8 +199,7 @@ class ExpertStore:
         self._cache.take(key)
         if key not in self._fetches:
             stack, source = self._stacks[key[0]]
-            buffer = self._buffers.take(source.layout, stack.device)
-            self._fetches[key] = Fetch(source, key[1], buffer)
+            self._fetches[key] = Fetch(source, key[1], self._buffer(source.layout, stack.device))
             self._cache.note_fetch(key)
             num_bytes, counters = source.layout.num_bytes, self.counters
             self._bytes += num_bytes
@@ -208,6 +208,16 @@ class ExpertStore:
             counters.peak_bytes = max(counters.peak_bytes, self._bytes)
             self._fetcher.request(self._fetches[key], ahead)
         return self._fetches[key]
+
+    def _buffer(self, layout: BufferLayout, device: torch.device) -> Buffer:
+        """Return a free buffer, or a new one if there is none."""
+        free = self._free_buffers.setdefault((layout, device), [])
+        if free:
+            return free.pop()
+        with torch.inference_mode(False):  # a thread writes it, in any mode
+            buffer = Buffer(layout, torch.empty(layout.num_bytes, dtype=torch.uint8, device=device))
+        buffer.note_free()  # the memory's former tensor may still be read
+        return buffer
 
     def _release(self, keys: Iterable[Key]) -> None:
         """Move experts to the cache; free the buffers of evicted ones and of cancelled fetches."""
@@ -225,7 +235,8 @@ class ExpertStore:
     def _free(self, key: Key) -> None:
         buffer = self._fetches.pop(key).buffer
         self._bytes -= buffer.layout.num_bytes
-        self._buffers.give(buffer)
+        buffer.note_free()
+        self._free_buffers[buffer.layout, buffer.memory.device].append(buffer)
 
 
 class _StoredWeights(Weights):

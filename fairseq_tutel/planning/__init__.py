@@ -1,6 +1,1 @@
-"""Ways to run a layer and their costs, without torch.
-
-`strategy`: what may change from update to update. `machine` and `links`: hardware profiles and times of
-collectives. `network` and `traffic`: links of a cluster and their loads. `cost`: time and memory of a
-step. `tuner`: choice by measuring.
-"""
+"""Strategies of a layer, their costs on a cluster, and the choice among them. No torch."""

@@ -136,7 +136,7 @@ def test_a_slot_is_free_only_after_its_expert_was_read(monkeypatch):
     begun, go, was_here = threading.Event(), threading.Event(), []
     with ExpertStore("pregated", tier="host") as store:
         store.add(model_of(FFN)[0].experts)
-        source, wait, give = store._stacks[0][1], store._fetcher.wait, store._buffers.give
+        source, wait, free = store._stacks[0][1], store._fetcher.wait, store._free
         read = source.read
 
         def read_slowly(*arguments):
@@ -149,9 +149,7 @@ def test_a_slot_is_free_only_after_its_expert_was_read(monkeypatch):
         store.prefetch(0, [0])
         assert begun.wait(60)
         fetch = store._fetches[0, 0]
-        monkeypatch.setattr(
-            store._buffers, "give", lambda buffer: (was_here.append(fetch.is_here), give(buffer))
-        )
+        monkeypatch.setattr(store, "_free", lambda key: (was_here.append(fetch.is_here), free(key)))
         store.prefetch(0, [])
         go.set()
     assert was_here == [True]

@@ -5,8 +5,7 @@ import importlib.util
 import json
 import os
 import sys
-from contextlib import contextmanager, redirect_stdout
-from functools import partial
+from contextlib import redirect_stdout
 from io import StringIO
 from pathlib import Path
 
@@ -198,20 +197,18 @@ def tune(*words):
     return printed.getvalue(), None
 
 
-@contextmanager
-def started(world, local):
-    """Yield ranks that run the tool as often as called, each by its print and end."""
+def run_ranks(world, local, *words):
+    """Return every rank's print and end."""
     ranks = Workers(world, become_rank, lambda: (world, local, free_port()), forkserver.context())
     try:
-        yield partial(ranks.run, tune)
+        return ranks.run(tune, *words)
     finally:
         ranks.close()
 
 
 def test_two_nodes_of_two_measure_both_kinds_of_links(tmp_path):
     path = tmp_path / "machine.json"
-    with started(4, 2) as run:
-        (printed, ended), *others = run(*SMALL, "--json", path)
+    (printed, ended), *others = run_ranks(4, 2, *SMALL, "--json", path)
     assert ended is None
     assert others == [("", None)] * 3
     _, exchanges = tables(printed)
@@ -225,13 +222,14 @@ def test_two_nodes_of_two_measure_both_kinds_of_links(tmp_path):
 
 
 def test_one_node_says_that_links_between_nodes_are_not_measured():
-    with started(2, 2) as run:
-        (printed, ended), _ = run(*SMALL)
-        refused = run(*SMALL, "--experts", 3)
+    (printed, ended), _ = run_ranks(2, 2, *SMALL)
     assert ended is None
     assert "One node measures no link between nodes" in printed
     assert {tuple(row[:3]) for row in tables(printed)[1][2:]} == {("1", "2", "linear")}
-    for printed, ended in refused:
+
+
+def test_experts_that_no_ranks_share_are_refused():
+    for printed, ended in run_ranks(2, 2, *SMALL, "--experts", 3):
         assert printed == ""
         assert ended.startswith("error: --experts is 3, which has no divisor in common with the 2")
 

@@ -159,13 +159,16 @@ def _pictures(chart: Chart, runs: dict[str, Run], time: bool = False) -> list[Pi
     curves = _curves_of(chart, runs, seconds if time else None)
     if not curves or (chart.unless_zero and not any(any(curve.y) for curve in curves)):
         return []
+    # The entropy of uniform probabilities, for every number of experts in the runs.
+    is_entropy = chart.keys == "entropy_gating"
+    uniform = {e for run in runs.values() for e in run.experts.values() if is_entropy}
     svg = line_chart(
         curves,
         f"training time ({unit})" if time else "updates",
         chart.unit,
         log=chart.log,
         from_zero=chart.from_zero,
-        references=_even_entropy(runs) if chart.keys == "entropy_gating" else [],
+        references=[(math.log(e), f"ln {e} = {math.log(e):.2f}") for e in sorted(uniform)],
         points=max(100, min(400, 2000 // len(curves))),
     )
     title = f"{chart.title} against {'time' if time else 'updates'}"
@@ -194,12 +197,6 @@ def _curves_of(chart: Chart, runs: dict[str, Run], seconds: float | None) -> lis
                 x, y = zip(*points, strict=True)
                 curves.append(Curve(", ".join(whose + part) or what, x, y, index, line))
     return curves
-
-
-def _even_entropy(runs: dict[str, Run]) -> list[tuple[float, str]]:
-    """Return the entropy of uniform probabilities, for every number of experts in the runs."""
-    numbers = {e for run in runs.values() for e in run.experts.values()}
-    return [(math.log(e), f"ln {e} = {math.log(e):.2f}") for e in sorted(numbers)]
 
 
 LAYERS_TEXT = """
