@@ -48,9 +48,8 @@ class Counters:
 class ExpertStore:
     """Keeps the experts of layers on disk or in host memory, and fetches those with rows.
 
-    The outputs are bit-identical to those with experts in memory, also for quantized experts. On a CPU they
-    can differ by rounding if the bytes of an expert's matrix are no multiple of 64, since products depend
-    on the alignment. For evaluation only::
+    The outputs are bit-identical to those with experts in memory. On a CPU they can differ by rounding if
+    the bytes of an expert's matrix are no multiple of 64. For evaluation only::
 
         layer = ft.MoELayer(ft.MoEConfig(model_dim=512, hidden_dim=2048, num_experts=64)).eval()
         with ft.ExpertStore("on-demand", tier="host", cache=8) as store, torch.no_grad():

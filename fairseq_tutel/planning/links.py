@@ -27,10 +27,7 @@ def exchange_seconds(
     algorithm: str,
     on_link: int | None = None,
 ) -> float:
-    """Return the seconds of one even all-to-all; see `all_gather_seconds`.
-
-    `bytes_per_rank` is the input of a rank, including its own share.
-    """
+    """Return the seconds of one even all-to-all of inputs that include a rank's own share."""
     if nodes * local == 1:
         return 0.0
     launches, *of_links = _terms(bytes_per_rank, machine, nodes, local, algorithm, on_link)
@@ -63,10 +60,7 @@ def _regroup_seconds(bytes_per_rank: float, machine: Machine, algorithm: str) ->
 
 
 def plan_seconds(loads: Iterable[Load], bytes_per_rank: float, machine: Machine, local: int) -> float:
-    """Return the seconds of a collective plan; for a linear all-to-all, equal to `exchange_seconds`.
-
-    `loads` has, for each round, fractions of `bytes_per_rank` by (source, target).
-    """
+    """Return the seconds of a plan; `loads` are each round's fractions of the bytes by (source, target)."""
     total = machine.launch_s
     for load in loads:
         slowest = 0.0
@@ -84,7 +78,7 @@ def plan_seconds(loads: Iterable[Load], bytes_per_rank: float, machine: Machine,
 
 
 def faster_algorithm(machine: Machine | None, nodes: int, local: int, bytes_per_rank: float) -> str:
-    """Return the faster all-to-all algorithm; linear if both are equal. Machine None: an A100 cluster."""
+    """Return the faster all-to-all algorithm, by default on A100s; linear if both are equal."""
     known = machine or PRESETS["a100"]
     return min(ALGORITHMS, key=lambda a: exchange_seconds(bytes_per_rank, known, nodes, local, a))
 

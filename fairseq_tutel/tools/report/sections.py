@@ -57,7 +57,7 @@ def sections_of(runs: dict[str, Run]) -> list[Section]:
 
 @dataclass(frozen=True)
 class Chart:
-    """A chart of one quantity. Texts may contain the words of `_words_of` in braces."""
+    """A chart of one quantity. Texts may contain {units}, of speed."""
 
     title: str
     keys: str  # pattern of logged keys; with a group, every match is a curve
@@ -106,8 +106,8 @@ SECTIONS = {
     ],
     ("experts", "Experts", "Averages over the MoE layers."): [
         Chart("Balance loss", "moe_gate_loss", "balance loss",
-              "Before its weight: {balance}. gshard and switch are 1 at an even load, and E if one of E "
-              "experts has all.", validation=True),
+              "Before its weight. gshard and switch are 1 at an even load, E if one of E experts has all.",
+              validation=True),
         *(_chart_of(metric) for metric in METRICS if metric.drawn),
     ],
     ("speed", "Speed", ""): [
@@ -130,7 +130,8 @@ SECTIONS = {
 
 def curve_sections(runs: dict[str, Run]) -> list[Section]:
     """Return the sections of curves, with a picture for each chart that has values."""
-    made, words = [], _words_of(runs)
+    units = units_of(runs.values())
+    made, words = [], {"units": units, "Units": units.capitalize()}
     for heading, templates in SECTIONS.items():
         charts = []
         for chart in templates:
@@ -143,13 +144,6 @@ def curve_sections(runs: dict[str, Run]) -> list[Section]:
         }
         made.append(Section(*heading, groups))
     return made
-
-
-def _words_of(runs: dict[str, Run]) -> dict[str, str]:
-    """Return the words of texts that depend on the task: units, and the balance losses."""
-    units = units_of(runs.values())
-    names = sorted(set().union(*(run.balance_losses for run in runs.values())))
-    return {"units": units, "Units": units.capitalize(), "balance": ", ".join(names) or "not named"}
 
 
 def _pictures(chart: Chart, runs: dict[str, Run], time: bool = False) -> list[Picture]:
@@ -200,8 +194,8 @@ def _curves_of(chart: Chart, runs: dict[str, Run], seconds: float | None) -> lis
 
 
 LAYERS_TEXT = """
-One line for each MoE layer in training. With more layers than colours, a map with the first layer on top.
-A layer that differs from its neighbours deserves a look at its map below.
+One line for each MoE layer in training. With more layers than colours, a map with the first layer on top. A
+layer that differs from its neighbours deserves a look at its map below.
 """
 
 
@@ -241,8 +235,7 @@ def _layer_picture(name: str, run: Run, key: str) -> Picture | None:
 
 LOAD_TEXT = """
 One picture for each MoE layer: a row is an expert, a column the updates from one record to the next. White
-is an even share; orange experts get more, violet ones less. A row that stays dark violet
-is an expert that hardly learns.
+is an even share; orange experts get more, violet ones less. A row that stays dark violet hardly learns.
 """
 DROPPED_TEXT = """
 The share of each expert's assignments that were dropped, if any were. Rows and columns are as above. White
