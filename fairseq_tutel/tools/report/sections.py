@@ -57,7 +57,7 @@ def sections_of(runs: dict[str, Run]) -> list[Section]:
 
 @dataclass(frozen=True)
 class Chart:
-    """A chart of one quantity. Texts may contain the words of `_words_of` in braces."""
+    """A chart of one quantity. Texts may contain {units}, of speed."""
 
     title: str
     keys: str  # pattern of logged keys; with a group, every match is a curve
@@ -106,7 +106,8 @@ SECTIONS = {
     ],
     ("experts", "Experts", "Averages over the MoE layers."): [
         Chart("Balance loss", "moe_gate_loss", "balance loss",
-              "{balance}", validation=True),
+              "Before its weight. gshard and switch are 1 at an even load, E if one of E experts has all.",
+              validation=True),
         *(_chart_of(metric) for metric in METRICS if metric.drawn),
     ],
     ("speed", "Speed", ""): [
@@ -129,7 +130,8 @@ SECTIONS = {
 
 def curve_sections(runs: dict[str, Run]) -> list[Section]:
     """Return the sections of curves, with a picture for each chart that has values."""
-    made, words = [], _words_of(runs)
+    units = units_of(runs.values())
+    made, words = [], {"units": units, "Units": units.capitalize()}
     for heading, templates in SECTIONS.items():
         charts = []
         for chart in templates:
@@ -144,17 +146,6 @@ def curve_sections(runs: dict[str, Run]) -> list[Section]:
     return made
 
 
-def _words_of(runs: dict[str, Run]) -> dict[str, str]:
-    """Return the words of texts that depend on the task: units, and the balance losses."""
-    units = units_of(runs.values())
-    names = sorted(set().union(*(run.balance_losses for run in runs.values())))
-    balance = f"Unweighted: {', '.join(names)}." if names else "Unweighted."
-    if any(name.startswith(("gshard", "switch")) for name in names):
-        balance += " gshard and switch are 1 at an even load, and E if one of E experts has all."
-    rows = {"tokens": "tokens", "images": "image patches"}.get(units, "tokens or image patches")
-    return {"units": units, "Units": units.capitalize(), "rows": rows, "balance": balance}
-
-
 def _pictures(chart: Chart, runs: dict[str, Run], time: bool = False) -> list[Picture]:
     """Return the picture of a chart, against updates or time, or [] if it has no values."""
     longest = max((s for run in runs.values() if not math.isnan(s := run.seconds)), default=0)
@@ -162,13 +153,16 @@ def _pictures(chart: Chart, runs: dict[str, Run], time: bool = False) -> list[Pi
     curves = _curves_of(chart, runs, seconds if time else None)
     if not curves or (chart.unless_zero and not any(any(curve.y) for curve in curves)):
         return []
+    # The entropy of uniform probabilities, for every number of experts in the runs.
+    is_entropy = chart.keys == "entropy_gating"
+    uniform = {e for run in runs.values() for e in run.experts.values() if is_entropy}
     svg = line_chart(
         curves,
         f"training time ({unit})" if time else "updates",
         chart.unit,
         log=chart.log,
         from_zero=chart.from_zero,
-        references=_even_entropy(runs) if chart.keys == "entropy_gating" else [],
+        references=[(math.log(e), f"ln {e} = {math.log(e):.2f}") for e in sorted(uniform)],
         points=max(100, min(400, 2000 // len(curves))),
     )
     title = f"{chart.title} against {'time' if time else 'updates'}"
@@ -199,15 +193,9 @@ def _curves_of(chart: Chart, runs: dict[str, Run], seconds: float | None) -> lis
     return curves
 
 
-def _even_entropy(runs: dict[str, Run]) -> list[tuple[float, str]]:
-    """Return the entropy of uniform probabilities, for every number of experts in the runs."""
-    numbers = {e for run in runs.values() for e in run.experts.values()}
-    return [(math.log(e), f"ln {e} = {math.log(e):.2f}") for e in sorted(numbers)]
-
-
 LAYERS_TEXT = """
-One line for each MoE layer in training. With more layers than colours, a map with the first layer on top.
-A layer that differs from its neighbours deserves a look at its map below.
+One line for each MoE layer in training. With more layers than colours, a map with the first layer on top. A
+layer that differs from its neighbours deserves a look at its map below.
 """
 
 
@@ -247,8 +235,7 @@ def _layer_picture(name: str, run: Run, key: str) -> Picture | None:
 
 LOAD_TEXT = """
 One picture for each MoE layer: a row is an expert, a column the updates from one record to the next. White
-is an even share of the {rows}; orange experts get more, violet ones less. A row that stays dark violet
-is an expert that hardly learns.
+is an even share; orange experts get more, violet ones less. A row that stays dark violet hardly learns.
 """
 DROPPED_TEXT = """
 The share of each expert's assignments that were dropped, if any were. Rows and columns are as above. White
@@ -258,7 +245,7 @@ is 0. A row that stays dark is an expert whose load exceeds its capacity all the
 
 def expert_sections(runs: dict[str, Run]) -> list[Section]:
     """Return the sections of heat maps over experts."""
-    load = Section("load", "Load of every expert", LOAD_TEXT.format(**_words_of(runs)))
+    load = Section("load", "Load of every expert", LOAD_TEXT)
     colours = "From violet, a quarter of an even share or less, over white to orange, four or more."
     _add_maps(load, runs, LOAD, LOAD_SCALE, colours, "have {:.2f} to {:.2f} even shares", -1)
     dropped = Section("dropped", "Dropped share of every expert", DROPPED_TEXT)
