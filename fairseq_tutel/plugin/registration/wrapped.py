@@ -109,7 +109,7 @@ CHANGED = {
     "optim/zero.py": "disable_mem_eff_fp16_loading_hack __name__",
     "ranks/groups.py": "param_group",  # the only attribute that fairseq copies to fp32 masters
     "ranks/guard.py": "daemon",  # a timer must not keep the process
-    "zero/reduce.py": "zero_hook",  # fairseq rebuilds its optimizer; the latest one's hook replaces it
+    "zero/state.py": "zero_hook",  # fairseq rebuilds its optimizer; the latest one's hook replaces it
 }
 
 
