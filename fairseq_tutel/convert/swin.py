@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from fairseq_tutel import plugin
-from fairseq_tutel.checkpoint.reading import read_file
+from fairseq_tutel.checkpoint.files import read_file
 from fairseq_tutel.checkpoint.saved import Layer, SavedModel, layers_of
 from fairseq_tutel.convert.configs import ROWS, SWIN, Tensors, counts_text, with_experts
 from fairseq_tutel.convert.tutel_layer import COUNT, our_gates, our_layer

@@ -43,7 +43,7 @@ COPY, REDUCE, SIGNAL, WAIT, POST, PEND = range(6)
 CODES = {"signal": SIGNAL, "wait": WAIT, "post": POST, "pend": PEND}
 # Code; number of the target view, channel or semaphore; numbers of the source views.
 Step = tuple[int, Any, Any]
-# By number, the bytes of a view, and if it takes part in sums its tensor.
+# By number, the bytes of a view, and its tensor if it is part of a sum.
 Views = tuple[list[Any], list[Any]]
 
 
@@ -64,7 +64,7 @@ class Steps(NamedTuple):
         last: steps after all lanes.
         callers: by number, the views of the caller's buffers.
         regions: by number, the views of regions.
-        summed: numbers of the views that take part in sums.
+        summed: numbers of the views that are summed.
         opened: by parity of the call, the views of regions, made at the first use.
     """
 
@@ -128,7 +128,8 @@ class Program:
 
         lanes = [[each for pair in lane for each in steps_of(*pair)] for lane in self.lanes]
         last = list(moved(self.last))
-        callers, regions = [], []
+        callers: list[tuple[int, View]] = []
+        regions: list[tuple[int, View]] = []
         for view, number in views.items():
             (callers if view.buffer in ("in", "out") else regions).append((number, view))
         return Steps(lanes, last, callers, regions, summed, {})
