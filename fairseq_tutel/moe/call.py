@@ -10,9 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fairseq_tutel.moe.choice import MicroBatch
 from fairseq_tutel.moe.config import MoEConfig
-from fairseq_tutel.moe.slots import Capacity
+from fairseq_tutel.moe.slots import Capacity, MicroBatch, capacity_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,12 +59,15 @@ class Call:
         # Attention gives NaN for a sentence of padding alone, and 0 * NaN is NaN in the gradient.
         return x_TD.masked_fill(self.padding_T.unsqueeze(1), 0.0)
 
-    def micro_batch(self, training: bool) -> MicroBatch:
-        """Return padding, order and mode of the tokens for routing."""
+    def micro_batch(self, config: MoEConfig, training: bool, bias_E: Tensor | None = None) -> MicroBatch:
+        """Return what is routed; raise ValueError for an invalid capacity factor."""
         return MicroBatch(
+            top_k=self.top_k_of(config),
+            capacity=capacity_of(config, training, self.capacity_factor),
             real_T=None if self.padding_T is None else ~self.padding_T,
             time_first=(self.shape[0], self.shape[1]) if self.time_first else None,
             training=training,
+            bias_E=bias_E,
         )
 
     def top_k_of(self, config: MoEConfig) -> int:

@@ -18,18 +18,8 @@ from fairseq_tutel import kernels
 from fairseq_tutel.kernels.first_order import first_order
 from fairseq_tutel.kernels.reference_route import choose_experts
 from fairseq_tutel.moe.config import MoEConfig
+from fairseq_tutel.moe.slots import MicroBatch
 from fairseq_tutel.options.option import is_whole
-
-
-@dataclass(frozen=True, kw_only=True)
-class MicroBatch:
-    """Padding, order and mode of the tokens that are routed."""
-
-    real_T: Tensor | None = None  # bool, False for padding; None without padding
-    # (time, batch) if token t is (t // batch, t % batch), as in fairseq. Slots are assigned in (sentence,
-    # time) order in both layouts.
-    time_first: tuple[int, int] | None = None
-    training: bool = False  # whether random numbers may be drawn
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,13 +32,12 @@ class Chosen:
     weights_TK: Tensor  # before any assignment is left out
 
 
-def choose(
-    logits_TE: Tensor, top_k: int, config: MoEConfig, batch: MicroBatch, bias_E: Tensor | None = None
-) -> Chosen:
+def choose(logits_TE: Tensor, config: MoEConfig, batch: MicroBatch) -> Chosen:
     """Choose and weigh the experts of every token: those with the K largest keys.
 
-    Every way to choose has its line here. `bias_E` is added to the scores for the choice alone.
+    Every way to choose has its line here.
     """
+    top_k, bias_E = batch.top_k, batch.bias_E
     check_top_k(top_k, logits_TE.shape[1], config)
     sampling = config.second_expert_policy == "sampling" and top_k > 1
     is_sampled = batch.training and (config.rsample or sampling)

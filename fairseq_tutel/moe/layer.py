@@ -28,7 +28,7 @@ from fairseq_tutel.moe.experts import build_experts
 from fairseq_tutel.moe.gates import build_gate, gate_input, gate_logits, noise_std, noisy_logits, reset_gate
 from fairseq_tutel.moe.routing import GateOutput, Routing, decide
 from fairseq_tutel.moe.shared_experts import SharedResidualExperts
-from fairseq_tutel.moe.slots import Capacity, capacity_of
+from fairseq_tutel.moe.slots import Capacity
 from fairseq_tutel.options.option import is_whole
 from fairseq_tutel.planning.strategy import Strategy
 from fairseq_tutel.ranks.groups import Topology
@@ -190,7 +190,6 @@ class MoELayer(nn.Module):
         """
         index = self.config.gate_index if call.gate_index is None else call.gate_index
         gate, config = self.gate_at(index)
-        top_k = call.top_k_of(config)
         seen_TD = gate_input(x_TD, config, self.training)
         clean_TE = gate_logits(gate, seen_TD, call, config)
         logits_TE = noisy_logits(clean_TE, config, self.training)
@@ -199,13 +198,11 @@ class MoELayer(nn.Module):
             score_function=config.score_function, sentences=call.sentences, time_first=call.time_first,
             num_ranks=self.topology.world_size if self.training else 1,
         )  # fmt: skip
-        capacity = capacity_of(config, self.training, call.capacity_factor)
-        batch = call.micro_batch(self.training)
         bias_E = None if self.balance_bias is None else self.balance_bias.bias
-        is_deferred = can_defer(self.training) and self.dispatcher.decodes
-        if is_deferred and are_few(logits_TE, top_k, capacity, config):
-            return decide_few(logits_TE, top_k, capacity, config, batch, bias_E, gate_output)
-        routing = decide(logits_TE, top_k, capacity, config, batch, bias_E, gate_output)
+        batch = call.micro_batch(config, self.training, bias_E)
+        if can_defer(self.training) and self.dispatcher.decodes and are_few(logits_TE, config, batch):
+            return decide_few(logits_TE, config, batch, gate_output)
+        routing = decide(logits_TE, config, batch, gate_output)
         if self.training and call.is_new:
             self._count(routing)
         return routing

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from fairseq_tutel import kernels
-from fairseq_tutel.moe.choice import MicroBatch
 from fairseq_tutel.moe.config import MoEConfig
 from fairseq_tutel.options.option import CAPACITY, is_number
 
@@ -53,6 +52,20 @@ class Capacity:
 
     def _rounded(self, limit: Any) -> Any:
         return (limit + self.multiple - 1) // self.multiple * self.multiple
+
+
+@dataclass(frozen=True, kw_only=True)
+class MicroBatch:
+    """What is routed by a forward, in addition to the logits and the configuration."""
+
+    top_k: int
+    capacity: Capacity = Capacity()
+    real_T: Tensor | None = None  # bool, False for padding; None without padding
+    # (time, batch) if token t is (t // batch, t % batch), as in fairseq. Slots are assigned in (sentence,
+    # time) order in both layouts.
+    time_first: tuple[int, int] | None = None
+    training: bool = False  # whether random numbers may be drawn
+    bias_E: Tensor | None = None  # added to the scores for the choice alone
 
 
 def evaluates_as_in_training(config: MoEConfig) -> bool:
@@ -152,7 +165,6 @@ def take_slots(
     expert_ids_TK: Tensor,
     scores_TE: Tensor,
     requested_TK: Tensor | None,
-    capacity: Capacity,
     config: MoEConfig,
     batch: MicroBatch,
 ) -> tuple[Tensor, Tensor]:
@@ -167,7 +179,7 @@ def take_slots(
     if requested_TK is not None:
         ids_KT = torch.where(requested_TK.t(), ids_KT, num_experts)
     ids_KT, ops = ids_KT.contiguous(), kernels.ops(config.backend, scores_TE.device)
-    if config.drop_policy == "position" or not capacity.is_limited:
+    if config.drop_policy == "position" or not batch.capacity.is_limited:
         return ops.assign_slots(ids_KT, num_experts, batch.time_first)
     position_T = sentence_order(num_tokens, batch.time_first, scores_TE.device)
     order = DROP_POLICIES[config.drop_policy]
