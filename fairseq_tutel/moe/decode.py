@@ -2,7 +2,6 @@
 
 y needs only each token's experts and weights. Slots, row maps and losses are computed at their first
 access. The results equal those of `routing.decide` and the fused feed-forward (`expert_ffn`).
-
 T tokens, D model_dim, E experts, K top_k, N = T * K assignments, R rows, n of one expert.
 """
 

@@ -1,7 +1,4 @@
-"""The MoE layer: gate and route; then dispatch, experts and combine; then balance losses.
-
-T tokens, D model_dim, E experts (e local), K top_k, R rows.
-"""
+"""The MoE layer: route, apply the routing, balance. T tokens, D model_dim, E experts, K top_k, R rows."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -183,11 +180,7 @@ class MoELayer(nn.Module):
         self.router = router
 
     def route(self, x_TD: Tensor, call: Call) -> Routing:
-        """Choose experts and rows for every token by the gate. Uses neither experts nor other ranks.
-
-        Raises:
-            ValueError: an override in `call` is invalid.
-        """
+        """Choose experts and rows for every token by the gate. Uses neither experts nor other ranks."""
         index = self.config.gate_index if call.gate_index is None else call.gate_index
         gate, config = self.gate_at(index)
         seen_TD = gate_input(x_TD, config, self.training)
@@ -204,7 +197,10 @@ class MoELayer(nn.Module):
             return decide_few(logits_TE, config, batch, gate_output)
         routing = decide(logits_TE, config, batch, gate_output)
         if self.training and call.is_new:
-            self._count(routing)
+            if self.balance_bias is not None:
+                self.balance_bias.count(routing.assigned_KE)
+            if self._watches_load:
+                self.busiest = routing.assigned_KE.sum(0).max()
         return routing
 
     def apply_routing(self, x_TD: Tensor, routing: Routing) -> Tensor:
@@ -216,10 +212,7 @@ class MoELayer(nn.Module):
         return y_TD if self.beside is None else self.beside(x_TD, y_TD, routing.real_T)
 
     def balance(self, routing: Routing) -> MoEOutput:
-        """Return the balance losses of a routing of this layer's `route`. May be collective.
-
-        In evaluation without gradients they are computed at their first access.
-        """
+        """Return the balance losses of a routing of this layer's `route`. May be collective."""
         if can_defer(self.training):
             return DeferredOutput(partial(self._balance, routing), routing=routing)
         return self._balance(routing)
@@ -277,9 +270,3 @@ class MoELayer(nn.Module):
             )
         gate = self.gate if index == 0 else self.other_gates[index - 1]
         return gate, self.gate_configs[index]
-
-    def _count(self, routing: Routing) -> None:
-        if self.balance_bias is not None:
-            self.balance_bias.count(routing.assigned_KE)
-        if self._watches_load:
-            self.busiest = routing.assigned_KE.sum(0).max()

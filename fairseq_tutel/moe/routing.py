@@ -80,9 +80,6 @@ def decide(
 ) -> Routing:
     """Choose experts, slots and rows, in the compact layout, for every token.
 
-    Raises:
-        ValueError: `top_k` is not in 1 .. E, or exceeds the experts in a token's groups.
-
     Source: GShard (Lepikhin et al. 2020) section 2.2 for capacity and order; Tutel for any k.
     """
     if config.choice == "experts":

@@ -76,11 +76,7 @@ def evaluates_as_in_training(config: MoEConfig) -> bool:
 
 
 def capacity_of(config: MoEConfig, training: bool, factor: float | Capacity | None = None) -> Capacity:
-    """Return the rule of a forward: `factor`, a number or a whole rule, or else the configured one.
-
-    Raises:
-        ValueError: `factor` is not a valid capacity factor.
-    """
+    """Return the rule of a forward: `factor` (a number or a whole rule), or else the configured one."""
     if isinstance(factor, Capacity):
         return factor
     fraction = 0.0
@@ -111,20 +107,14 @@ def by_position(scores_TE: Tensor, expert_ids_TK: Tensor, position_T: Tensor, tr
 def by_largest_score(
     scores_TE: Tensor, expert_ids_TK: Tensor, position_T: Tensor, training: bool
 ) -> Tensor:
-    """First choices before second ones, then tokens by their largest score.
-
-    Source: batch-prioritised routing, Riquelme et al. 2021, section 4.
-    """
+    """First choices first, then tokens by their largest score (Riquelme et al. 2021, section 4)."""
     importance_T = scores_TE.amax(dim=1)[position_T]
     position_T = position_T[importance_T.argsort(descending=True, stable=True)]
     return by_position(scores_TE, expert_ids_TK, position_T, training)
 
 
 def at_random(scores_TE: Tensor, expert_ids_TK: Tensor, position_T: Tensor, training: bool) -> Tensor:
-    """First choices before second ones, tokens in an order drawn for each; outside training by position.
-
-    Source: random token selection, Rajbhandari et al. 2022 (DeepSpeed-MoE).
-    """
+    """First choices first, in training tokens in random order (DeepSpeed-MoE, Rajbhandari et al. 2022)."""
     if not training:
         return by_position(scores_TE, expert_ids_TK, position_T, training)
     num_tokens, top_k = expert_ids_TK.shape
@@ -168,10 +158,7 @@ def take_slots(
     config: MoEConfig,
     batch: MicroBatch,
 ) -> tuple[Tensor, Tensor]:
-    """Return slots_TK and assigned_KE of a `Routing`, in the drop policy's order if any can be dropped.
-
-    `requested_TK` is False for assignments that are left out, or None if none is.
-    """
+    """Return slots_TK and assigned_KE of a `Routing`; `requested_TK` is False for left-out assignments."""
     num_tokens, num_experts = scores_TE.shape
     ids_KT = expert_ids_TK.t()  # for the kernels, E marks an assignment that is left out
     if batch.real_T is not None:
