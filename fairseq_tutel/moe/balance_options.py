@@ -51,11 +51,7 @@ class CriterionConfig:
 
 
 def parse_balance_loss(text: str) -> dict[str, float]:
-    """Parse "gshard:1,z:0.1" to {"gshard": 1.0, "z": 0.1}; "none" and "" give {}.
-
-    Raises:
-        ValueError: a name is unknown or repeated, or a weight is not a finite number of at least 0.
-    """
+    """Parse "gshard:1,z:0.1" to {"gshard": 1.0, "z": 0.1}, "none" and "" to {}, or raise ValueError."""
     weights: dict[str, float] = {}
     for part in text.split(",") if text.strip() not in ("", "none") else ():
         name, _, weight = (word.strip() for word in part.partition(":"))

@@ -104,11 +104,7 @@ HASHED = Condition(
 
 @dataclass(frozen=True)
 class MoEConfig:
-    """Configuration of one MoE layer.
-
-    Raises:
-        ValueError: a value is invalid; names the option, the value and the fix.
-    """
+    """Configuration of one MoE layer. An invalid value raises a ValueError with option, value and fix."""
 
     # fmt: off
     prefix: ClassVar[str] = "moe_"  # of the keys

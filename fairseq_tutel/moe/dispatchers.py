@@ -6,9 +6,7 @@
 
 Each has `apply(x_TD, routing, weights)`, which returns every token's weighted sum over its experts [T, D],
 and `run_without_tokens`, which joins the collectives of other ranks' `apply` with zero tokens. `decodes` is
-whether few tokens take the decode path in the current mode.
-
-T tokens, D model_dim, R rows.
+whether few tokens take the decode path in the current mode. T tokens, D model_dim, R rows.
 """
 
 import dataclasses

@@ -153,10 +153,7 @@ def reset_gate(gate: Any, seed: int, name: str, tensor: str) -> None:
 
 
 def gate_input(x_TD: Tensor, config: MoEConfig, training: bool) -> Tensor:
-    """Return the gate's input: in training x times 1 ± j (jitter), with dropout. The experts get x itself.
-
-    Source: Switch Transformer (Fedus et al. 2021), section 2.4, for both.
-    """
+    """Return x, in training times 1 ± j (jitter) and with dropout (Fedus et al. 2021, section 2.4)."""
     if not training:
         return x_TD
     if config.input_jitter > 0:

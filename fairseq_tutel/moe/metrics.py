@@ -2,7 +2,6 @@
 
 A metric is either a mean over tokens, whose sum each layer computes in its forward, or a function of the
 counts of assignments, computed once per micro-batch for all layers. Nothing is read on the host.
-
 T tokens, E experts, K top_k, L layers, S sums of a layer, N metrics of a layer.
 """
 
@@ -16,13 +15,6 @@ import torch
 from torch import Tensor
 
 from fairseq_tutel.moe.routing import Routing
-
-
-class Decisions(NamedTuple):
-    """The gate's output in at least fp32, with zeros for padding: probabilities and weights of choices."""
-
-    probs_TE: Tensor
-    weights_TK: Tensor
 
 
 class Counts(NamedTuple):
@@ -44,8 +36,9 @@ class Metric:
 
     name: str  # key in the log; in a metric of every choice, {} stands for the choice, from 1
     help: str  # row in the docs
-    # Returns the sum over tokens, [] or [K]; the metric is its mean over real tokens.
-    token_sum: Callable[[Decisions], Tensor] | None = None
+    # Returns the sum over tokens, [] or [K], of probs_TE and weights_TK in at least fp32, with zeros for
+    # padding; the metric is its mean over real tokens.
+    token_sum: Callable[[Tensor, Tensor], Tensor] | None = None
     of_counts: Callable[[Counts], Tensor] | None = None  # returns it for each layer, [L] or [L, K]
     layers: str = ""  # name of its list over layers in the JSON log; empty: none is logged
     title: str = ""  # of its chart in the report; empty: its name
@@ -66,9 +59,8 @@ class Metric:
         return "{}" in self.name
 
 
-def _entropies(decisions: Decisions) -> Tensor:
+def _entropies(probs_TE: Tensor, weights_TK: Tensor) -> Tensor:
     # A clamped logarithm and a dot product take half the time of torch.special.entr; 0 log 0 is 0.
-    probs_TE = decisions.probs_TE
     logs_TE = probs_TE.clamp_min(torch.finfo(probs_TE.dtype).tiny).log_()
     return -torch.dot(probs_TE.flatten(), logs_TE.flatten())
 
@@ -96,7 +88,7 @@ METRICS = (
         text="How undecided the gate is about a token: ln E if all E experts are alike, 0 if one is sure.",
     ),
     Metric(
-        name="expert{}_weight", layers="weight{}", token_sum=lambda it: it.weights_TK.sum(dim=0),
+        name="expert{}_weight", layers="weight{}", token_sum=lambda _, weights_TK: weights_TK.sum(dim=0),
         help="mean weight of choice J",
         title="Weights", unit="mean weight",
         text="Factors of the outputs of a token's choices.",
@@ -167,8 +159,7 @@ def count_routing(routing: Routing) -> RoutingCounts:
         real_T1 = routing.real_T.unsqueeze(1)
         probs_TE = torch.where(real_T1, probs_TE, 0.0)
         weights_TK = torch.where(real_T1, weights_TK, 0.0)
-    decisions = Decisions(probs_TE, weights_TK.to(dtype))
-    sums = [m.token_sum(decisions) for m in METRICS if m.token_sum is not None]
+    sums = [m.token_sum(probs_TE, weights_TK.to(dtype)) for m in METRICS if m.token_sum is not None]
     return RoutingCounts(
         num_tokens=routing.num_tokens,
         assigned_KE=routing.assigned_KE,

@@ -1,7 +1,4 @@
-"""UpdateTuner: chooses the strategy of each training update, the same on all ranks.
-
-T tokens, E experts, K top_k, C capacity. Source of the key: Tutel (Hwang et al. 2023), section 3.3.
-"""
+"""Chooses the strategy of each training update, by keys as in Tutel (Hwang et al. 2023, section 3.3)."""
 
 import json
 import logging
@@ -138,11 +135,7 @@ class UpdateTuner:
         self._micro_batches.append(num_tokens)
 
     def end(self) -> None:
-        """Stop the clock. If it is called several times in an update, the last call counts.
-
-        Raises:
-            RuntimeError: `begin` was not called.
-        """
+        """Stop the clock. If it is called several times in an update, the last call counts."""
         if not self._updates:
             raise RuntimeError("UpdateTuner.end was called before begin; call begin first.")
         if self._tuner is None:

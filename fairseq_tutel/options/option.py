@@ -1,7 +1,4 @@
-"""Defines an option: its entry in a table, its key (moe_top_k), its flag (--moe-top-k) and its rules.
-
-Each table of options is in the package that it configures; moe/option_table.py has those of a MoE model.
-"""
+"""Defines an option: its entry in a table, its key (moe_top_k), its flag (--moe-top-k) and its rules."""
 
 import math
 import numbers
@@ -117,10 +114,7 @@ def plain(value: Any) -> Any:
 
 
 def read(config: type[T], cfg: Any) -> T:
-    """Return an options dataclass with the values of a section of a FairseqConfig, a namespace, or None.
-
-    Missing keys get defaults.
-    """
+    """Return an options dataclass with the values of a configuration or None; missing keys get defaults."""
     values = {}
     for item in options_in(config):
         value = plain(getattr(cfg, item.key, item.default))

@@ -1,9 +1,6 @@
 """torch.compile: a compiled layer gives what the eager one gives, forward and every gradient.
 
-Graph breaks are allowed: exchange reads counts on the host. Covered: gates, choices, policies, scores and
-kinds of experts, padding, the bias's load, micro-batches of a training; options that draw random numbers
-draw the same ones; with `-m long` more of them, autograd compiled too, both modes, other layouts and
-numbers of tokens, and torch.compile's own backend, which makes machine code.
+Graph breaks are allowed: exchange reads counts on the host.
 """
 
 import dataclasses

@@ -13,9 +13,8 @@ from normal import normal
 from torch import Tensor
 
 from fairseq_tutel import MoEConfig, MoELayer, route
-from fairseq_tutel.moe.choice import MicroBatch
 from fairseq_tutel.moe.routing import decide
-from fairseq_tutel.moe.slots import Capacity
+from fairseq_tutel.moe.slots import Capacity, MicroBatch
 
 E = 4
 EXPERTS = {"choice": "experts"}
@@ -102,6 +101,11 @@ def test_the_layout_of_tokens_changes_nothing(padded):
         assert torch.equal(getattr(got, name), other.reshape(-1, columns)), name
 
 
+def decided(logits_TE: Tensor, rule: Capacity, real_T: Tensor):
+    config = MoEConfig(1, 1, E, **EXPERTS)
+    return decide(logits_TE, config, MicroBatch(top_k=2, capacity=rule, real_T=real_T))
+
+
 @pytest.mark.parametrize(
     "rule, num_real, places",
     [
@@ -118,10 +122,9 @@ def test_the_layout_of_tokens_changes_nothing(padded):
 )
 def test_an_expert_takes_as_many_tokens_as_it_has_slots(rule, num_real, places):
     real_T = torch.arange(14) < num_real
-    r = decide(logits(14), 2, rule, MoEConfig(1, 1, E, **EXPERTS), MicroBatch(real_T=real_T))
+    r = decided(logits(14), rule, real_T)
     assert r.counts_E.tolist() == [places] * E
-    batch = MicroBatch(real_T=real_T.to("meta"))
-    elsewhere = decide(logits(14).to("meta"), 2, rule, MoEConfig(1, 1, E, **EXPERTS), batch)
+    elsewhere = decided(logits(14).to("meta"), rule, real_T.to("meta"))
     assert len(elsewhere.source_of_R) >= places * E
 
 
@@ -137,10 +140,9 @@ def test_an_expert_takes_as_many_tokens_as_it_has_slots(rule, num_real, places):
 )
 def test_off_the_cpu_buffers_have_a_size_that_asks_no_device(rule, rows):
     """There the largest number of a token's experts is not known, nor how many rows are filled."""
-    batch = MicroBatch(real_T=torch.ones(10, dtype=torch.bool))
-    on_cpu = decide(logits(10), 2, rule, MoEConfig(1, 1, E, **EXPERTS), batch)
-    batch = MicroBatch(real_T=torch.ones(10, dtype=torch.bool, device="meta"))
-    r = decide(logits(10).to("meta"), 2, rule, MoEConfig(1, 1, E, **EXPERTS), batch)
+    real_T = torch.ones(10, dtype=torch.bool)
+    on_cpu = decided(logits(10), rule, real_T)
+    r = decided(logits(10).to("meta"), rule, real_T.to("meta"))
     assert r.expert_ids_TK.shape == r.weights_TK.shape == r.row_of_TK.shape == (10, E)
     assert r.source_of_R.shape == (rows * E,)
     assert int(on_cpu.counts_E.max()) <= rows

@@ -128,7 +128,7 @@ def test_what_padding_holds_does_not_matter():
 
 def test_one_entry_of_the_table_adds_a_metric(monkeypatch):
     added = (
-        Metric(name="largest_probability", help="", token_sum=lambda it: it.probs_TE.amax(1).sum()),
+        Metric(name="largest_probability", help="", token_sum=lambda probs, _: probs.amax(1).sum()),
         Metric(name="used{}", help="", of_counts=lambda it: it.assigned_LKE.gt(0).sum(dim=2)),
     )
     monkeypatch.setattr(metrics, "METRICS", (added[0], *metrics.METRICS, added[1]))

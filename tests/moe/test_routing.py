@@ -9,9 +9,9 @@ from normal import normal
 from torch import Tensor
 
 from fairseq_tutel import MoEConfig, Routing, route
-from fairseq_tutel.moe.choice import MicroBatch, choose_experts
+from fairseq_tutel.moe.choice import choose_experts
 from fairseq_tutel.moe.routing import decide, padded
-from fairseq_tutel.moe.slots import Capacity
+from fairseq_tutel.moe.slots import Capacity, MicroBatch
 
 E = 5
 
@@ -170,8 +170,8 @@ def test_padding_changes_nothing_for_the_real_tokens():
 @pytest.mark.parametrize("factor", (0.0, 0.5))
 @pytest.mark.parametrize("spare", (0, 3))
 def test_the_padded_layout_gives_every_expert_its_own_block(top_k, factor, spare):
-    batch = MicroBatch(real_T=some_padding(17))
-    compact = decide(logits(17, seed=2), top_k, Capacity(factor=factor), MoEConfig(1, 1, E), batch)
+    batch = MicroBatch(top_k=top_k, capacity=Capacity(factor=factor), real_T=some_padding(17))
+    compact = decide(logits(17, seed=2), MoEConfig(1, 1, E), batch)
     r = padded(compact, int(compact.counts_E.max()) + spare)
     assert r.capacity == int(r.counts_E.max()) + spare
     assert r.source_of_R.shape == (E * r.capacity,)
