@@ -91,11 +91,6 @@ class Network:
         return replace(self, links=tuple(links))
 
 
-def busiest(network: Network, loads: Load) -> Fraction:
-    """Return the largest load of a link over its bandwidth: seconds, if loads are bytes."""
-    return max(Fraction(load) / network.matrix[a][b] for (a, b), load in loads.items())
-
-
 def routed(network: Network, messages: Load) -> Load:
     """Return the load of every link by messages between ranks, which take their fastest routes."""
     loads: dict[tuple[int, int], Fraction] = defaultdict(Fraction)

@@ -39,7 +39,7 @@ def hosts_of(ranks: Iterable[int], local: int) -> tuple[int, ...]:
 
 
 def read(path: str) -> tuple[PlacedPlan, ...]:
-    """Read all plans of a file, or of a folder's *.json files in the order of their names.
+    """Read and check all plans of a file, or of a folder's *.json files in the order of their names.
 
     Raises:
         ValueError: there is no plan, or one cannot be read or is wrong; names the file.
@@ -47,15 +47,19 @@ def read(path: str) -> tuple[PlacedPlan, ...]:
     place = Path(path)
     found = sorted(place.glob("*.json")) if place.is_dir() else [place]
     networks = dict(_networks(found)) if place.is_dir() else {}
-    plans = {file: _read(file) for file in found if file not in networks}
-    if not plans:
+    try:
+        plans = {file: files.read(file) for file in found if file not in networks}
+        if not place.is_dir() and plans[place].network:
+            networks = dict(_networks(place.parent.glob("*.json")))
+        hosts = {each.digest: tuple(map(len, each.hosts.values())) for each in networks.values()}
+        placed = tuple(_placed(file, plan, hosts) for file, plan in plans.items())
+    except ValueError as error:
+        raise ValueError(f"{OPTION}: {error}") from error
+    if not placed:
         raise ValueError(
             f"{OPTION} is {path}, which has no plan; give a plan's FILE.json or a folder of plans."
         )
-    if not place.is_dir() and plans[place].network:
-        networks = dict(_networks(place.parent.glob("*.json")))
-    hosts = {each.digest: tuple(map(len, each.hosts.values())) for each in networks.values()}
-    return tuple(_placed(file, plan, hosts) for file, plan in plans.items())
+    return placed
 
 
 def _networks(paths: Iterable[Path]) -> Iterator[tuple[Path, Network]]:
@@ -64,25 +68,17 @@ def _networks(paths: Iterable[Path]) -> Iterator[tuple[Path, Network]]:
             yield path, network.read(path)
 
 
-def _read(file: Path) -> Plan:
-    try:
-        return files.read(file)
-    except ValueError as error:
-        raise ValueError(f"{OPTION}: {error}") from error
-
-
 def _placed(file: Path, plan: Plan, hosts: Mapping[str, tuple[int, ...]]) -> PlacedPlan:
     """Check a plan; `hosts` has the ranks on each host by the digest of a network."""
     if plan.network and plan.network not in hosts:
         raise ValueError(
-            f"{OPTION}: {file}: the plan is for the network {plan.network}, but no network file in its "
-            "folder has this digest; put that network's file there."
+            f"{file}: the plan is for the network {plan.network}, but no network file in its folder has "
+            "this digest; put that network's file there."
         )
     try:
-        report = check(plan)
+        return PlacedPlan(file.stem, plan, check(plan), hosts.get(plan.network))
     except ValueError as error:
-        raise ValueError(f"{OPTION}: {file}: {error}") from error
-    return PlacedPlan(file.stem, plan, report, hosts.get(plan.network))
+        raise ValueError(f"{file}: {error}") from error
 
 
 def refuse_unused(plans: Sequence[PlacedPlan], groups: Sequence[Sequence[int]], local: int) -> None:

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from fairseq_tutel.plans.checker.data import kind_of
 from fairseq_tutel.plans.executors.layout import End, Layout, Move, Sizes, Walked, walk
-from fairseq_tutel.plans.executors.shared_memory import Backoff, rendezvous
+from fairseq_tutel.plans.executors.shared_memory import Backoff, SharedMemory
 from fairseq_tutel.plans.executors.two_sided import add_up
 from fairseq_tutel.plans.format import Place, Plan
 from fairseq_tutel.plans.format import Step as PlanStep
@@ -170,7 +170,7 @@ class OneSided:
         self._most = max(LEAST_BYTES, min(MOST_BYTES, TMP_BYTES // slots // 64 * 64))
         self._slot = min(FIRST_BYTES, self._most)
         channels = len(plan.channels)
-        self.memory = rendezvous(group, channels, self._bytes(self._most), self._bytes(self._slot))
+        self.memory = SharedMemory(group, channels, self._bytes(self._most), self._bytes(self._slot))
         # Each channel's count is a word that its source writes.
         self._words = [self.memory.line(channel) for channel in range(channels)]
         self._counts = [0] * channels

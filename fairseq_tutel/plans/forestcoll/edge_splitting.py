@@ -9,32 +9,27 @@ Each set T of vertices with a rank and without the source has room: the capacity
 k N. Splitting reduces the room of sets with w but without u and t, and of sets with u and t but without w.
 """
 
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
 from fairseq_tutel.plans.forestcoll.max_flow import Flow, members
 from fairseq_tutel.plans.forestcoll.optimum import Share, reaches_all, with_source
 from fairseq_tutel.plans.network import Network
 
-# The vertices of a path, and the number of trees that may use it.
-Route = tuple[tuple[int, ...], int]
-# By (source, target).
-Routes = dict[tuple[int, int], list[Route]]
 # (source, target, amount).
 Piece = tuple[int, int, int]
 
 
-def without_switches(network: Network, share: Share) -> tuple[list[list[int]], Routes]:
-    """Return capacities between ranks alone, and the routes over the network's links behind them."""
+def without_switches(network: Network, share: Share) -> list[list[int]]:
+    """Return capacities between ranks alone, by source and target."""
     splitting = _Splitting(network, share)
     for switch in network.switches:
         splitting.remove(switch)
     assert reaches_all(splitting.graph, network.ranks, splitting.needed)
-    return [row[: network.ranks] for row in splitting.graph.left[: network.ranks]], splitting.routes
+    return [row[: network.ranks] for row in splitting.graph.left[: network.ranks]]
 
 
 class _Splitting:
-    """The capacities between ranks, remaining switches and the source, and the routes behind them."""
+    """The capacities between ranks, remaining switches and the source."""
 
     def __init__(self, network: Network, share: Share) -> None:
         self.network = network
@@ -44,11 +39,6 @@ class _Splitting:
         self.ranks = (1 << network.ranks) - 1
         # More than any flow.
         self.endless = self.needed + sum(map(sum, share.capacities)) + 1
-        self.routes: Routes = defaultdict(list)
-        for source, row in enumerate(share.capacities):
-            for target, width in enumerate(row):
-                if width:
-                    self.routes[source, target].append(((source, target), width))
 
     def remove(self, switch: int) -> None:
         """Replace all links of a switch: evenly first, which gives lower trees, then the rest in order."""
@@ -56,7 +46,7 @@ class _Splitting:
         into, out = self._neighbours(switch)
         for u, t in sorted(((u, t) for u in into for t in out), key=self._nearness):
             most = min(self.graph.left[u][switch], self.graph.left[switch][t])
-            self._split(self.graph, switch, (u, t, self._room(switch, u, t, most)), self.routes)
+            self._split(self.graph, switch, (u, t, self._room(switch, u, t, most)))
         assert self._neighbours(switch) == ([], []), "all links of a switch can be replaced"
 
     def _neighbours(self, switch: int) -> tuple[list[int], list[int]]:
@@ -103,24 +93,17 @@ class _Splitting:
             self._split(trial, switch, piece)
         if min(map(min, trial.left)) >= 0 and reaches_all(trial, self.network.ranks, self.needed):
             for piece in pieces:
-                self._split(self.graph, switch, piece, self.routes)
+                self._split(self.graph, switch, piece)
         elif len(pieces) > 1:
             for half in (pieces[: len(pieces) // 2], pieces[len(pieces) // 2 :]):
                 self._split_evenly(switch, half)
 
-    def _split(self, graph: Flow, switch: int, piece: Piece, routes: Routes | None = None) -> None:
-        """Replace links in a graph, and in routes if given."""
+    def _split(self, graph: Flow, switch: int, piece: Piece) -> None:
         u, t, amount = piece
-        if not amount:
-            return
         graph.add(u, switch, -amount)
         graph.add(switch, t, -amount)
         if u != t:
             graph.add(u, t, amount)
-        if routes is not None:
-            first, second = take(routes, u, switch, amount), take(routes, switch, t, amount)
-            if u != t:
-                routes[u, t] += _joined(first, second)
 
     def _room(self, switch: int, u: int, t: int, most: int) -> int:
         """Return how much of the links from u and to t can be replaced, at most `most`."""
@@ -158,40 +141,3 @@ class _Splitting:
             graph.add(end, last, -over)
         graph.add(rank, end, self.endless)
         return over <= 0 or graph.push(last, end, over)[0] == over
-
-
-def take(routes: Routes, source: int, target: int, amount: int) -> list[Route]:
-    """Remove an amount of the routes between two vertices, and return it."""
-    kept, taken = routes[source, target], []
-    while amount:
-        path, width = kept.pop()
-        if width > amount:
-            kept.append((path, width - amount))
-            width = amount
-        taken.append((path, width))
-        amount -= width
-    return taken
-
-
-def _joined(first: Sequence[Route], second: Sequence[Route]) -> list[Route]:
-    """Join routes to a vertex with routes from it."""
-    joined, rest = [], list(second)
-    for path, width in first:
-        while width:
-            onward, wide = rest.pop()
-            both = min(width, wide)
-            joined.append((_straight((*path, *onward[1:])), both))
-            if wide > both:
-                rest.append((onward, wide - both))
-            width -= both
-    return joined
-
-
-def _straight(path: tuple[int, ...]) -> tuple[int, ...]:
-    """Return a path without its loops."""
-    kept: list[int] = []
-    for vertex in path:
-        if vertex in kept:
-            del kept[kept.index(vertex) :]
-        kept.append(vertex)
-    return tuple(kept)
