@@ -194,9 +194,8 @@ def way_back_from(save_dir: str, model: nn.Module, failed_at: int | None = None)
     untrained = {name for name, _ in model.named_buffers()}
     untrained |= {name for name, p in model.named_parameters() if not p.requires_grad}
 
-    paths = [*saved_in(save_dir), os.path.join(save_dir, "checkpoint_last.pt")]
-
     def newest_good(before: float = math.inf) -> tuple[int, str] | None:
+        paths = [*saved_in(save_dir), os.path.join(save_dir, "checkpoint_last.pt")]
         return newest_whole(paths, before=before, accepts=lambda path: _is_good(path, untrained))
 
     def look() -> str:
