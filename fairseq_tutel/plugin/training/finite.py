@@ -44,9 +44,7 @@ READ = ("betas", "eps", "weight_decay", "amsgrad")
 def first_bad(named: Iterable[tuple[str, Tensor, float]]) -> str | None:
     """Return the first name of (name, tensor, limit) with a NaN or a magnitude that reaches the limit."""
     checked = [
-        each
-        for each in named
-        if each[1].is_floating_point() and each[1].numel() and each[1].device.type != "meta"
+        each for each in named if each[1].is_floating_point() and each[1].numel() and not each[1].is_meta
     ]
     # On a CPU a sum of squares is ten times as fast as the largest magnitude, and usually finite.
     norms = [_norm(tensor, 2) for _, tensor, _ in checked]
