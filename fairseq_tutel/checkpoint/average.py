@@ -29,7 +29,9 @@ def average(paths: list[Path]) -> SavedModel:
         if not isinstance(tensors[0], Tensor | ShardedTensor):
             averaged[key] = tensors[0]
             continue
-        identity = tuple((t.data_ptr(), t.stride()) if isinstance(t, Tensor) else id(t) for t in tensors)
+        identity = tuple(
+            (t.data_ptr(), t.shape, t.stride()) if isinstance(t, Tensor) else id(t) for t in tensors
+        )
         if identity not in done:
             done[identity] = mean([t if isinstance(t, Tensor) else t.whole() for t in tensors])
         averaged[key] = done[identity]

@@ -23,6 +23,7 @@ def save(path, seed=0, **changes):
         "model": {
             "embed.weight": shared,
             "output.weight": shared,
+            "output.first": shared[:2],
             "fc1.experts.fc1_weight": torch.randn(3, 6, 4, generator=generator),
             "norm.weight": torch.randn(4, generator=generator).half(),
             "version": torch.tensor([seed]),

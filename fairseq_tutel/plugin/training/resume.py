@@ -190,7 +190,7 @@ def updates_of(path: str) -> int:
 
 
 def _found_by_all(path: str) -> list[str]:
-    """Return what every rank finds at its path: one of the constants above, or a file's files.identity.
+    """Return what every rank finds at its path: one of the constants above, or a file's identity.
 
     Of the ranks that share a file, only the first reads all of it.
     """

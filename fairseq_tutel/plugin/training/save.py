@@ -50,7 +50,8 @@ def writing(save_dir: str, writes: bool = True) -> Iterator[None]:
 
     def take_lease() -> None:
         try:
-            taken.extend([take(save_dir)] if writes else [])
+            if writes:
+                taken.append(take(save_dir))
         except OSError as error:
             sentence = files.unwritten(str(Path(save_dir) / NAME), error).args[-1]
             raise ValueError(sentence) from error
