@@ -34,15 +34,10 @@ KEPT, NAMESPACE = ("args", "cfg", "task_state", "optimizer_history"), "argparse.
 
 
 def to_folder(saved: SavedModel, output: Path, limit: int) -> int:
-    """Write a checkpoint's options and its weights, with one file of these in memory at a time.
+    """Write a checkpoint's options and its weights; return the number of files with weights.
 
-    Args:
-        saved: a checkpoint, full or sharded.
-        output: the folder; an older one is replaced when the new one is complete.
-        limit: bytes of a file; a larger weight has a file of its own.
-
-    Returns:
-        The number of files with weights.
+    One of these files, of at most `limit` bytes unless it has one weight, is in memory at a time. An older
+    folder is replaced when the new one is complete.
 
     Raises:
         ValueError: it could not be written, or the checkpoint holds something that JSON cannot.
