@@ -33,7 +33,7 @@ MARK, VERSION = "fairseq_tutel", 1
 KEPT, NAMESPACE = ("args", "cfg", "task_state", "optimizer_history"), "argparse.Namespace"
 
 
-def to_folder(saved: SavedModel, output: Path, limit: int) -> int:
+def write(saved: SavedModel, output: Path, limit: int) -> int:
     """Write a checkpoint's options and its weights; return the number of files with weights.
 
     One of these files, of at most `limit` bytes unless it has one weight, is in memory at a time. An older
@@ -140,11 +140,11 @@ def _as_json(content: dict[str, Any]) -> str:
         ) from error
 
 
-def from_folder(folder: Path) -> SavedModel:
+def read(folder: Path) -> SavedModel:
     """Return the checkpoint of a folder; its weights are mapped. No code in the folder runs.
 
     Raises:
-        ValueError: a file is missing or corrupt, or `to_folder` did not write it.
+        ValueError: a file is missing or corrupt, or `write` did not write it.
     """
     options, index = _json(folder / OPTIONS), _json(folder / INDEX)
     where: Any = index.get("weight_map")
