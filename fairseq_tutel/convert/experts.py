@@ -52,16 +52,10 @@ def regroup(
     loads: Mapping[Layer, Sequence[float]] | None = None,
     top_k: int | None = None,
 ) -> list[str]:
-    """Replace the experts of a checkpoint by one expert per group, in place.
+    """Replace the experts of a checkpoint by the mean of each group, in place.
 
-    Args:
-        saved: a checkpoint with experts.
-        groups: the groups of some MoE layers; other layers keep their experts.
-        loads: weights [E] of the experts in the means; groups without any load have even weights.
-        top_k: new number of experts per token; None to keep it.
-
-    Returns:
-        A line for each MoE layer with the old experts of each new one.
+    Layers without groups keep their experts. Means are weighted by loads [E], evenly in groups without any.
+    Returns a line for each MoE layer with the old experts of each new one.
 
     Raises:
         ValueError: experts that do not fit a layer's gate, expert groups or top_k.
@@ -144,16 +138,11 @@ def _refuse_uneven_groups(config: MoEConfig, layer: Layer, groups: Groups) -> No
 def to_dense(
     saved: SavedModel, chosen: Mapping[Layer, Sequence[int]], weight: float | None = None
 ) -> tuple[dict[str, int], list[str]]:
-    """Replace the experts of every MoE layer by one dense FFN, in place.
+    """Replace the experts of every MoE layer by one FFN, of the chosen ones side by side, in place.
 
-    Args:
-        saved: a checkpoint with experts.
-        chosen: IDs of the experts that become the FFN of each MoE layer, side by side.
-        weight: total weight of the chosen experts. By default it is the sum of a token's weights where
-            this is constant, else 1.
-
-    Returns:
-        The layers that got padding, with their width, and those whose outputs may change, by label.
+    `weight` is the total weight of the chosen experts: by default the sum of a token's weights where this
+    is constant, else 1. Returns the labels of padded layers with their width, and of those whose outputs
+    may change.
 
     Raises:
         ValueError: experts that no dense FFN can represent.

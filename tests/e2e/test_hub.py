@@ -98,23 +98,16 @@ def test_scores_are_those_of_eval_lm_and_samples_are_the_best_words(lm, lm_data)
         model.translate("w1")
 
 
-def moved(lm, folder, data="/nowhere"):
-    """Write a language model whose file names another folder of data."""
-    state = torch.load(lm, weights_only=False)
-    state["cfg"]["task"]["data"] = data
-    torch.save(state, folder / "moved.pt")
-    return folder / "moved.pt"
-
-
 def test_dictionaries_are_found_beside_the_checkpoint_or_given(lm, lm_data, tmp_path):
-    path = moved(lm, tmp_path)
+    state, path = torch.load(lm, weights_only=False), tmp_path / "moved.pt"
+    state["cfg"]["task"]["data"] = "/nowhere"
+    torch.save(state, path)
     with pytest.raises(ValueError, match=r"dict\.txt does not exist, which the task of .* `data`"):
         fairseq_tutel.from_checkpoint(path)
     expected = fairseq_tutel.from_checkpoint(lm).sample("w1 w3")
     assert fairseq_tutel.from_checkpoint(path, lm_data).sample("w1 w3") == expected
     shutil.copy(lm_data / "dict.txt", tmp_path)
     assert fairseq_tutel.from_checkpoint(f"{path}:{lm}").sample("w1 w3") == expected
-    state = torch.load(path, weights_only=False)
     bpe = {"_name": "sentencepiece", "sentencepiece_model": "/nowhere"}
     torch.save({**state, "cfg": {**state["cfg"], "bpe": bpe}}, path)
     level = logging.root.level

@@ -64,14 +64,14 @@ def _to_safetensors(arguments: argparse.Namespace, inputs: list[Path], output: P
             f"--output {output} holds no {safetensors_folder.INDEX}, and is not replaced; give another."
         )
     saved = SavedModel.open(inputs[0], keep_shards=True)
-    count = safetensors_folder.to_folder(saved, output, limit)
+    count = safetensors_folder.write(saved, output, limit)
     return f": {count} file{'s' * (count > 1)} of weights"
 
 
 @one_file
 def _from_safetensors(arguments: argparse.Namespace, inputs: list[Path]) -> tuple[SavedModel, str]:
     """Make a checkpoint of a folder that `convert safetensors` wrote."""
-    return safetensors_folder.from_folder(inputs[0]), NEW_RUN
+    return safetensors_folder.read(inputs[0]), NEW_RUN
 
 
 @one_file
