@@ -7,6 +7,7 @@ dimension. Load is even and links have no other traffic. Formulas and sources: d
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from fairseq_tutel.planning.links import all_gather_seconds, all_reduce_seconds, exchange_seconds
 from fairseq_tutel.planning.machine import Machine
@@ -80,19 +81,13 @@ class Cluster:
         return self.expert_parallel_size // self.group_local
 
 
-@dataclass(frozen=True)
-class Held:
+class Held(NamedTuple):
     """Bytes of one rank between two collectives, without activations."""
 
     weights: int = 0
     gradients: int = 0  # after backward, at their maximum
     state: int = 0  # optimizer state on the device, with fp32 masters
     host: int = 0  # optimizer state in host memory
-
-    @property
-    def device(self) -> int:
-        """All bytes on the device."""
-        return self.weights + self.gradients + self.state
 
 
 def held_bytes(
