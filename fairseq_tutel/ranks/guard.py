@@ -6,7 +6,7 @@ timer ends the process.
 
 A rank's failure ends the job: it ends, or does not arrive within `set_timeout` (--moe-comm-timeout). torch
 raises an error in a collective of the others, inside `guarded`: in `comm.collectives` and `world`, and for
-fairseq's collectives in `plugin.registration.commands` and `plugin.training.task`. No code catches the
+fairseq's collectives in `plugin.registration.wrapped` and `plugin.training.task`. No code catches the
 CommunicationError, so that the process ends. `rendezvous` and `agreement` watch ranks that start.
 """
 
