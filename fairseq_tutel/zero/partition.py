@@ -64,6 +64,7 @@ class Partition:
     def __init__(self, parameter: nn.Parameter, share: Share, offload: bool) -> None:
         self.parameter, self.share = parameter, share
         self.length = partition_length(parameter.numel(), share.size)
+        self.num_bytes = parameter.numel() * parameter.element_size()  # of all ranks
         self.start = 0
         # A view needs contiguous memory; other parameters are rare.
         parameter.data = parameter.data.contiguous()
@@ -217,14 +218,10 @@ def partitions_of(
     for partition in reversed(partitions):
         key = (partition.share, partition.parameter.dtype, partition.parameter.device)
         enough = bucket_bytes * min(max(1, partition.share.size // BUCKET_RANKS), MOST_TIMES)
-        if _bytes([partition]) >= enough:
+        if partition.num_bytes >= enough:
             buckets.append(Bucket([partition]))
             continue
         filling.setdefault(key, []).append(partition)
-        if _bytes(filling[key]) >= enough:
+        if sum(each.num_bytes for each in filling[key]) >= enough:
             buckets.append(Bucket(filling.pop(key)))
     return partitions, buckets + [Bucket(rest) for rest in filling.values()]
-
-
-def _bytes(partitions: Iterable[Partition]) -> int:
-    return sum(p.parameter.numel() * p.parameter.element_size() for p in partitions)
