@@ -76,7 +76,7 @@ def _facts(forest: Forest) -> dict[str, Any]:
         "trees": forest.share.trees,
         "shapes": len(forest.trees),
         "depth": forest.depth,
-        "over": float(forest.seconds / forest.best.seconds),
+        "over": float(forest.share.seconds / forest.best.seconds),
     }
 
 

@@ -55,10 +55,11 @@ def forms_table() -> str:
 
 def claims_table() -> str:
     """Return what DeepSpeed-MoE's authors say fits, and what the formula gives for it."""
-    base = [held_bytes([n], [], w, 1, s).device for n, w, s in ((1.4e9, 1, 0), (15e9, 512, 2))]
-    moe = held_bytes([], [400e9 / 512], 512, 512)
+    base = [sum(held_bytes([n], [], w, 1, s)) for n, w, s in ((1.4e9, 1, 0), (15e9, 512, 2))]
+    moe = sum(held_bytes([], [400e9 / 512], 512, 512))
     offloaded = held_bytes([], [3.5e12 / 512], 512, 512, stage=2, offload=True)
-    on_gpus = held_bytes([], [3.5e12 / 512], 512, 512, stage=2)
+    on_device = offloaded.weights + offloaded.gradients
+    on_gpus = sum(held_bytes([], [3.5e12 / 512], 512, 512, stage=2))
     rows = [
         [
             "a base model of 1.4 B parameters without ZeRO and model parallelism",
@@ -68,11 +69,11 @@ def claims_table() -> str:
             "ten times as large, 15 B, with ZeRO",
             f"{_gigabytes(base[1])} GB a rank of 512 under stage 2",
         ],
-        ["400 B parameters in experts on 512 GPUs", f"{_gigabytes(moe.device)} GB a rank"],
+        ["400 B parameters in experts on 512 GPUs", f"{_gigabytes(moe)} GB a rank"],
         [
             "8 times as large, 3.5 T, with offload",
-            f"{_gigabytes(offloaded.device)} GB a rank and {_gigabytes(offloaded.host)} GB of host memory; "
-            f"{_gigabytes(on_gpus.device)} GB a rank without",
+            f"{_gigabytes(on_device)} GB a rank and {_gigabytes(offloaded.host)} GB of host memory; "
+            f"{_gigabytes(on_gpus)} GB a rank without",
         ],
     ]
     return page.table(rows, ["DeepSpeed-MoE (A100, 80 GB)", "by the formula"])

@@ -52,8 +52,7 @@ def from_checkpoint(
     register()
     # A module of fairseq configures logging, which would print Pillow's messages about images.
     logging.root.setLevel(level)
-    for handler in {*logging.root.handlers}.difference(handlers):
-        logging.root.removeHandler(handler)
+    logging.root.handlers[:] = handlers
     from fairseq_tutel.plugin.hub_opening import open_interface
 
     files = files_of(path)

@@ -25,7 +25,7 @@ from fairseq_tutel.plans.forestcoll.forest import grow_for
 from fairseq_tutel.plans.format import Plan
 from fairseq_tutel.plans.generators.forest import forest
 from fairseq_tutel.plans.generators.named import ring
-from fairseq_tutel.plans.network import Network, busiest, from_json, routed
+from fairseq_tutel.plans.network import Network, from_json, routed
 
 COLLECTIVES = ("all_gather", "all_reduce")
 FLOAT_BYTES = 4
@@ -89,7 +89,10 @@ def foretold(
 
     return {
         "predicted": replace(report, loads=loads).predicted(size, alpha, seconds_per_byte),
-        "busiest": float(busiest(network, routed(network, report.bytes_of_link))) * size / unit,
+        "busiest": max(
+            float(part) * size * seconds_per_byte(link)
+            for link, part in routed(network, report.bytes_of_link).items()
+        ),
         "depth": report.depth,
     }
 

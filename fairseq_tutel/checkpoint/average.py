@@ -15,11 +15,8 @@ from fairseq_tutel.zero.state import MASTER
 def average(paths: list[Path]) -> SavedModel:
     """Return the first checkpoint with the mean of all checkpoints' weights.
 
-    Files are read tensor by tensor. One averaged copy of the weights is in memory, and of sharded
-    checkpoints one tensor of each. Tied tensors stay tied.
-
-    Raises:
-        ValueError: a bad file, or two with weights of different names or shapes.
+    One averaged copy of the weights is in memory, and of sharded checkpoints one tensor of each. Tied
+    tensors stay tied. Weights of different names or shapes are a ValueError.
     """
     opened = [SavedModel.open(path, "--inputs", keep_shards=True) for path in paths]
     models: list[dict[str, Any]] = [saved.weights for saved in opened]
@@ -32,7 +29,9 @@ def average(paths: list[Path]) -> SavedModel:
         if not isinstance(tensors[0], Tensor | ShardedTensor):
             averaged[key] = tensors[0]
             continue
-        identity = tuple((t.data_ptr(), t.stride()) if isinstance(t, Tensor) else id(t) for t in tensors)
+        identity = tuple(
+            (t.data_ptr(), t.shape, t.stride()) if isinstance(t, Tensor) else id(t) for t in tensors
+        )
         if identity not in done:
             done[identity] = mean([t if isinstance(t, Tensor) else t.whole() for t in tensors])
         averaged[key] = done[identity]
@@ -65,8 +64,7 @@ def _shape_of(model: dict, key: str) -> str:
 def mean(tensors: list[Tensor]) -> Tensor:
     """Return the mean of tensors of one shape, in the first one's dtype.
 
-    The sum has a wider dtype, so that the mean of equal tensors has their bits. Integers round down, as in
-    fairseq.
+    The sum has a wider dtype, so that equal tensors keep their bits. Integers round down, as in fairseq.
     """
     dtype = tensors[0].dtype
     wider = torch.float64 if dtype in (torch.float32, torch.float64) else torch.float32

@@ -1,11 +1,7 @@
 """Saves the experts of all ranks by global expert ID: gathered on rank 0, or written by every rank.
 
-E experts (e local), P expert_parallel_size, s slices of an expert.
-
-- `gather_to_first` gathers one tensor at a time in chunks. Rank 0 keeps the full tensors in host memory
-  until the next training step: E / e times the local experts, and as much again for each optimizer state
-  tensor of their shape (three times the experts with Adam).
-- `save_in_shards` writes a shard file per layer on each rank; EP replicas split the experts among them.
+Rank 0 keeps gathered tensors in host memory until the next training step: all experts, and as much again
+for each optimizer state tensor of their shape (three times the experts with Adam).
 """
 
 from collections.abc import Callable, Mapping
@@ -117,15 +113,10 @@ def save_in_shards(
 ) -> dict[tuple[str, str], dict[str, Any]]:
     """Write all experts and their optimizer state to shard files. Collective.
 
-    The next `model.state_dict()` holds their records. Ranks exchange records, not experts. `states` returns
-    the optimizer's stacked tensors of a parameter; it may be collective, and is called in the same order on
-    all ranks.
-
-    Returns:
-        The records by (qualified name of the stack, tensor); optimizer state is named PARAMETER.STATE.
-
-    Raises:
-        ValueError: on all ranks, if one could not write.
+    EP replicas split the experts among them. The next `model.state_dict()` holds the records, which are
+    returned by (qualified name of the stack, tensor); optimizer state is named PARAMETER.STATE. `states`
+    returns the optimizer's stacked tensors of a parameter; it may be collective, and is called in the same
+    order on all ranks. If one rank cannot write, all raise a ValueError.
     """
     folder = save_dir / folders.PARENT / _first_rank(lambda: _begin(save_dir))
     own = _write_own(model, topology, states, folder)

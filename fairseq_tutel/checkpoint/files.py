@@ -193,12 +193,10 @@ def refused_class(error: BaseException) -> str | None:
 
 
 def read_file(path: Path, flag: str, verify: bool = True) -> Any:
-    """Return the content of a file that the argument `flag` names; its tensors stay on disk.
+    """Return the content of a file that the argument `flag` names; a bad file is a ValueError.
 
-    With `verify` all bytes are compared with the checksums, so that no valid file is made of a corrupt one.
-
-    Raises:
-        ValueError: the file is missing, corrupt or of another kind.
+    Tensors stay on disk. `verify` compares all bytes with the checksums: a converter must not write valid
+    checksums for corrupt weights.
     """
     let_checkpoints_load()
     if (kind := unlike_a_file(path)) is not None:

@@ -9,26 +9,17 @@ import torch
 from fairseq_tutel.checkpoint.files import walk
 from fairseq_tutel.files.small import shown
 
-# Entries that must have this type if they are there; None counts as absent.
-TYPES: tuple[tuple[tuple[str | int, ...], type, str], ...] = (
-    (("model",), Mapping, "a dictionary"),
-    (("cfg",), Mapping, "a dictionary"),
-    (("last_optimizer_state",), Mapping, "a dictionary"),
-    (("last_optimizer_state", "state"), Mapping, "a dictionary"),
-    (("extra_state",), Mapping, "a dictionary"),
-    (("extra_state", "train_iterator"), Mapping, "a dictionary"),
-    (("task_state",), Mapping, "a dictionary"),
-    (("optimizer_history",), list, "a list"),
-    (("optimizer_history", -1), Mapping, "a dictionary"),
-)
-# Numbers from which training continues; all but the time are whole.
-TIME = ("extra_state", "previous_training_time")
-COUNTS: tuple[tuple[str | int, ...], ...] = (
-    TIME,
-    ("extra_state", "train_iterator", "epoch"),
-    ("extra_state", "train_iterator", "iterations_in_epoch"),
-    ("optimizer_history", -1, "num_updates"),
-)
+# Types of entries, if they are there; None counts as absent.
+TYPES = {"optimizer_history": list} | dict.fromkeys((
+    "model", "cfg", "last_optimizer_state", "last_optimizer_state.state", "extra_state",
+    "extra_state.train_iterator", "task_state", "optimizer_history.-1",
+), Mapping)  # fmt: skip
+# Numbers from which training continues.
+TIME = "extra_state.previous_training_time"
+WHOLE = (
+    "extra_state.train_iterator.epoch", "extra_state.train_iterator.iterations_in_epoch",
+    "optimizer_history.-1.num_updates",
+)  # fmt: skip
 COUNT = "a number of at least 0"
 # Entries of fairseq's meters.
 METERS = ("val", "sum", "count", "n", "init", "start", "round")
@@ -42,20 +33,20 @@ def refuse_malformed(state: Any, path: str) -> None:
     """Refuse a checkpoint with an entry of another type than fairseq saves."""
     if not isinstance(state, Mapping):
         raise ValueError(f"{path} holds a {type(state).__name__}; give a fairseq checkpoint.")
-    for keys, kind, words in TYPES:
-        value = _entry(state, keys)
+    for name, kind in TYPES.items():
+        value = _entry(state, name)
         if value is not None and value is not ABSENT and not isinstance(value, kind):
-            raise _error(path, value, keys, words)
-    for keys in COUNTS:
-        value = _entry(state, keys)
-        if value is not ABSENT and not _is_count(value, whole=keys is not TIME):
-            raise _error(path, value, keys, COUNT if keys is TIME else f"a whole {COUNT[2:]}")
+            raise _error(path, value, name, "a list" if kind is list else "a dictionary")
+    for name in (TIME, *WHOLE):
+        value = _entry(state, name)
+        if value is not ABSENT and not _is_count(value, whole=name in WHOLE):
+            raise _error(path, value, name, f"a whole {COUNT[2:]}" if name in WHOLE else COUNT)
     for _, key, value in walk(state.get("last_optimizer_state")):
         if key == "step" and not _is_count(value):
-            raise _error(path, value, ("the optimizer's step",), COUNT)
-    for container, key, value in walk(_entry(state, ("extra_state", "metrics"))):
+            raise _error(path, value, "the optimizer's step", COUNT)
+    for container, key, value in walk(_entry(state, "extra_state.metrics")):
         if isinstance(container, dict) and key in METERS and isinstance(value, str):
-            raise _error(path, value, (f"a metric's {key}",), "a number")
+            raise _error(path, value, f"a metric's {key}", "a number")
     refuse_weights(state.get("model") or {}, path)
 
 
@@ -69,10 +60,10 @@ def refuse_weights(weights: Mapping[str, Any], path: str) -> None:
             )
 
 
-def _entry(state: Any, keys: tuple[str | int, ...]) -> Any:
-    for key in keys:
+def _entry(state: Any, name: str) -> Any:
+    for key in name.split("."):
         try:
-            state = state[key]
+            state = state[-1 if key == "-1" else key]
         except (LookupError, TypeError):
             return ABSENT
     return state
@@ -113,6 +104,5 @@ def _problem_of(key: Any, value: Any) -> str | None:
     return None
 
 
-def _error(path: str, value: Any, keys: tuple[str | int, ...], words: str) -> ValueError:
-    name = ".".join(map(str, keys))
+def _error(path: str, value: Any, name: str, words: str) -> ValueError:
     return ValueError(f"{path} has {shown(value)} as {name}, which must be {words}; give another file.")

@@ -31,16 +31,11 @@ class Quantized:
     dtype: torch.dtype  # before quantization
 
     @property
-    def stored_dtype(self) -> torch.dtype:
-        """The dtype in the file."""
-        return torch.bfloat16 if self.expert_dtype == "bf16" else torch.uint8
-
-    @property
-    def stored_shape(self) -> tuple[int, ...]:
-        """The shape in the file: bytes, except for bf16."""
+    def stored(self) -> tuple[torch.dtype, tuple[int, ...]]:
+        """Dtype and shape in the file: bytes, except for bf16."""
         if self.expert_dtype == "bf16":
-            return self.shape
-        return (self._num_rows * (SCALE_BYTES + self._row_bytes),)
+            return torch.bfloat16, self.shape
+        return torch.uint8, (self._num_rows * (SCALE_BYTES + self._row_bytes),)
 
     @property
     def _num_rows(self) -> int:

@@ -91,9 +91,8 @@ def layers_of(weights: Iterable[str], within: bool = False) -> list[Layer]:
     return sorted(found)
 
 
-def kind_of(names: Iterable[str]) -> str | None:
+def kind_of(names: Collection[str]) -> str | None:
     """Return the system that wrote tensors with these names, such as Tutel; None for others."""
-    names = list(names)
     return next((kind for kind, sign in SIGNS.items() if any(sign in name for name in names)), None)
 
 
@@ -105,12 +104,9 @@ class SavedModel:
 
     @classmethod
     def open(cls, path: Path, flag: str = "--input", keep_shards: bool = False) -> "SavedModel":
-        """Open a checkpoint that the argument `flag` names.
+        """Open a checkpoint that the argument `flag` names; a bad file or shard is a ValueError.
 
         With `keep_shards`, experts in shard files are `ShardedTensor`s, which are read later.
-
-        Raises:
-            ValueError: the file, or a shard, is missing or corrupt, or it is no fairseq checkpoint.
         """
         state = read_file(path, flag)
         if not isinstance(state, dict) or not isinstance(state.get("model"), dict):
@@ -181,8 +177,8 @@ class SavedModel:
 
     def name(self, part: str) -> str:
         """Return the name of the model (its architecture), task, criterion or optimizer, or ""."""
-        options = self.options_of(part)
-        own = None if self.state.get("args") is not None else options.get("_name")
+        options, is_flat = self.options_of(part), self.state.get("args") is not None
+        own = None if is_flat else options.get("_name")  # in a flat one it is the model's
         return str(own or options.get(PARTS[part]) or "")
 
     def rename(self, part: str, name: str) -> None:

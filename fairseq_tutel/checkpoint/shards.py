@@ -76,10 +76,7 @@ class ShardedTensor:
     @property
     def stored(self) -> tuple[torch.dtype, tuple[int, ...]]:
         """Dtype and shape of a piece in its file."""
-        form = self.quantized
-        if form is None:
-            return self.dtype, self._piece_shape
-        return form.stored_dtype, form.stored_shape
+        return (self.dtype, self._piece_shape) if self.quantized is None else self.quantized.stored
 
     @property
     def stored_bytes(self) -> int:
@@ -144,7 +141,7 @@ class ShardedTensor:
         """Return a piece, dequantized, in `out` if given; compare its digest."""
         stored = self._file(piece).get_tensor(piece.key)  # mapped from the file
         if digest(stored) != piece.digest:
-            raise self._unlike(piece)
+            raise _unlike(self.path_of(piece), piece)
         if self.quantized is not None:
             return self.quantized.dequantize(stored, out)
         return stored if out is None else out.copy_(stored)
@@ -163,12 +160,8 @@ class ShardedTensor:
         except (OSError, SafetensorError) as error:
             raise unreadable(path, str(error)) from error
         if tuple(found) != self.stored[1]:
-            raise self._unlike(piece)
+            raise _unlike(path, piece)
         return self.opened[path]
-
-    def _unlike(self, piece: Piece) -> ValueError:
-        path = self.path_of(piece)
-        return unreadable(path, f"its {piece.key} is not what was saved")
 
     def record(self) -> dict[str, Any]:
         """Return the record that replaces the tensor in a checkpoint."""
@@ -190,6 +183,10 @@ def unreadable(path: Path, reason: str) -> ValueError:
         f"the checkpoint keeps experts in {path}, which is corrupt or missing ({reason}); give an older "
         "checkpoint, or put the folder back that belongs to this one."
     )
+
+
+def _unlike(path: Path, piece: Piece) -> ValueError:
+    return unreadable(path, f"its {piece.key} is not what was saved")
 
 
 def write_file(values: Mapping[str, Tensor], path: Path, metadata: dict[str, str] | None = None) -> None:

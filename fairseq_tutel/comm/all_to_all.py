@@ -1,6 +1,6 @@
-"""All-to-all of rows with autograd: dispatch to other ranks, and combine, its inverse and its backward.
+"""All-to-all of rows with autograd: the row counts, dispatch, and combine, its inverse and its backward.
 
-R rows, D model_dim, P ranks of the group, which may be N nodes of L: rank = n * L + l.
+R rows, D model_dim, e local experts, P ranks of the group, which may be N nodes of L: rank = n * L + l.
 
 The hierarchical all-to-all (2DH) sends within nodes first, so that few messages cross nodes. Rank (n, l)
 sends its rows for (n', l') to its neighbour (n, l'), from where they go to node n' with those of the whole
@@ -18,24 +18,76 @@ from torch import Tensor
 
 from fairseq_tutel import kernels
 from fairseq_tutel.comm import background
-from fairseq_tutel.comm.collectives import all_to_all, all_to_all_by
-from fairseq_tutel.comm.counts import Counts
-from fairseq_tutel.comm.regroup import regroup_maps
+from fairseq_tutel.comm.call_id import NO_CALL_ID, CallId
+from fairseq_tutel.comm.collectives import all_gather, all_to_all, all_to_all_by
+from fairseq_tutel.comm.regroup import chunk_of, regroup_maps
 from fairseq_tutel.comm.transfer import ExchangeTimer, pack, unpack
 from fairseq_tutel.kernels.first_order import first_order
 from fairseq_tutel.ranks.groups import Grid
 
+COUNTS_OPERATION = "the exchange of row counts"
 Splits = tuple[int, ...]
 Move = Callable[[Tensor], Tensor]
 
 
+class Counts(NamedTuple):
+    """Rows of every block of one exchange, int64."""
+
+    leaving_PE: Tensor  # from this rank for each expert of each rank
+    arriving_PE: Tensor  # from each rank for each expert here
+    # Of the hierarchical all-to-all: from each rank of this node for this local index of each node.
+    passing_LNE: Tensor | None = None
+    # Of a collective plan: from each rank for each expert of each rank.
+    crossing_PPE: Tensor | None = None
+    call_ids_P: Tensor | None = None
+
+    def chunk(self, index: int, number: int) -> "Counts":
+        """Return the counts of chunk `index` of `number`: all ranks cut every block in the same way."""
+        if number == 1:
+            return self
+        blocks = (self.leaving_PE, self.arriving_PE, self.passing_LNE, self.crossing_PPE)
+        chunks = (None if counts is None else chunk_of(counts, index, number) for counts in blocks)
+        return Counts(*chunks)  # type: ignore[arg-type]
+
+    def to_host(self) -> "Counts":
+        """Return the same counts on the host, copied in one read."""
+        if not self.leaving_PE.is_cuda:
+            return self
+        given = {key: c for key, c in self._asdict().items() if c is not None}
+        host = torch.cat([c.reshape(-1) for c in given.values()]).cpu()
+        parts = host.split([c.numel() for c in given.values()])
+        return Counts(**{k: p.view(given[k].shape) for k, p in zip(given, parts, strict=True)})
+
+
+def exchange_counts(counts_PE: Tensor, group: dist.ProcessGroup, call_id: CallId = NO_CALL_ID) -> Counts:
+    """Send every rank the number of rows for each of its experts. Collective."""
+    received = all_to_all(call_id.prepended_to(counts_PE), COUNTS_OPERATION, group)
+    return Counts(counts_PE, received[:, 1 : 1 + counts_PE.shape[1]], call_ids_P=received[:, 0])
+
+
+def exchange_counts_in_two_hops(counts_PE: Tensor, grid: Grid, call_id: CallId = NO_CALL_ID) -> Counts:
+    """Send the counts as `exchange_counts` does, in two hops: the counts of a hierarchical all-to-all."""
+    own = slice(1, 1 + counts_PE.shape[1])
+    leaving_NLX = call_id.prepended_to(counts_PE).view(grid.nodes, grid.local, -1)
+    passing_LNX = all_to_all(leaving_NLX.transpose(0, 1).contiguous(), COUNTS_OPERATION, grid.node_group)
+    received_NLX = all_to_all(passing_LNX.transpose(0, 1).contiguous(), COUNTS_OPERATION, grid.rail_group)
+    received_PX = received_NLX.flatten(0, 1)
+    return Counts(counts_PE, received_PX[:, own], passing_LNX[..., own], call_ids_P=received_PX[:, 0])
+
+
+def exchange_all_counts(
+    counts_PE: Tensor, group: dist.ProcessGroup, call_id: CallId = NO_CALL_ID
+) -> Counts:
+    """Send every rank the counts of all pairs of ranks: a collective plan needs them. Collective."""
+    received_PPX = all_gather(call_id.prepended_to(counts_PE), COUNTS_OPERATION, group)
+    crossing_PPE = received_PPX[..., 1 : 1 + counts_PE.shape[1]]
+    arriving_PE = crossing_PPE[:, dist.get_rank(group)]
+    return Counts(counts_PE, arriving_PE, crossing_PPE=crossing_PPE, call_ids_P=received_PPX[:, 0, 0])
+
+
 @dataclass(frozen=True, kw_only=True)
 class AllToAll:
-    """One exchange of rows with known counts: dispatch and combine.
-
-    `transfer_dtype` is that of `transfer.pack`; errors contain `name`; `timer` measures both directions and
-    their backward.
-    """
+    """One exchange of rows with known counts: dispatch and combine; errors contain its name."""
 
     transfer_dtype: str = "same"
     name: str = "the exchange of rows"
@@ -73,14 +125,14 @@ class _Transfer:
 
     def __init__(self, owner: AllToAll, combine: bool) -> None:
         self.owner, self.combine = owner, combine
-        self.pending: list[background.Pending] = []
+        self.pending: list[background.Wait] = []
 
     def begin(self, rows: Tensor, combine: bool) -> None:
         owner = self.owner
         self.pending.append(background.start(lambda r: owner.exchange(r, combine), rows))
 
     def wait(self) -> Tensor:
-        return self.pending.pop().result()
+        return self.pending.pop()()
 
 
 class Started(NamedTuple):
@@ -185,14 +237,11 @@ def hierarchical_all_to_all(
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedAllToAll(AllToAll):
-    """Rows are sent by a collective plan of an all_to_all, whose chunks are blocks of rows.
-
-    `crossing_PP` has the rows from every rank to every rank: a plan may forward rows through any rank.
-    """
+    """Rows are sent by a collective plan of an all_to_all, whose chunks are blocks of rows."""
 
     group: dist.ProcessGroup
     plan: str
-    crossing_PP: tuple[Splits, ...]
+    crossing_PP: tuple[Splits, ...]  # of all ranks, since a plan may forward rows through any
 
     @classmethod
     def of(cls, host: Counts, group: dist.ProcessGroup, plan: str, **options: Any) -> Self:
@@ -212,10 +261,8 @@ def _splits(counts_AX: Tensor) -> Splits:
 
 
 def _regrouping(counts_AB: Tensor, host_AB: Tensor, backend: str) -> tuple[Move, Move]:
-    """Return functions that move blocks of rows from (a, b) order to (b, a) order, and back.
-
-    Even blocks, as in padded buffers, are a copy with other strides; others need maps.
-    """
+    """Return functions that move blocks of rows from (a, b) order to (b, a) order, and back."""
+    # Even blocks, as in padded buffers, need no maps.
     if bool((host_AB == host_AB[0, 0]).all()):
         outer, inner = host_AB.shape
 

@@ -10,8 +10,7 @@ import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,25 +18,31 @@ from torch import Tensor
 LEAVE_SECONDS = 1.0
 
 
-class Pending(Protocol):
-    """A tensor that is not yet computed."""
-
-    def result(self) -> Tensor:
-        """Wait, on this thread or on this stream, and return the tensor."""
+Wait = Callable[[], Tensor]
 
 
-def start(function: Callable[[Tensor], Tensor], rows: Tensor) -> Pending:
-    """Begin `function(rows)`, without autograd, and return at once.
+def start(function: Callable[[Tensor], Tensor], rows: Tensor) -> Wait:
+    """Begin `function(rows)`, without autograd, and return a function that waits for its result.
 
-    After a failure, queued jobs fail without sending: a peer would take their rows for those of the failed
-    job. Jobs that start after the error was raised run again.
+    It waits on this thread or on this stream. After a failure, queued jobs fail without sending: a peer
+    would take their rows for those of the failed job. Jobs that start after the error was raised run again.
     """
     if rows.is_cuda:
         return _start_on_stream(function, rows)
     global _worker
     if _worker is None or not _worker.is_alive():  # not in a forked process
         _worker = _Worker()
-    return _InThread(_worker, function, rows)
+    worker, future = _worker, Future[Tensor]()
+    worker.jobs.put((function, rows, future, worker.errors_seen))
+
+    def wait() -> Tensor:
+        try:
+            return future.result()
+        except BaseException:
+            worker.errors_seen += 1
+            raise
+
+    return wait
 
 
 class _Worker(threading.Thread):
@@ -60,7 +65,7 @@ class _Worker(threading.Thread):
                 failure = None
                 with torch.no_grad():
                     future.set_result(function(rows))
-            except BaseException as error:  # raised again by `result`
+            except BaseException as error:  # raised again by the wait
                 failure, failed_at = error, errors_seen
                 future.set_exception(error)
             # Free the tensors before the wait for the next job.
@@ -70,25 +75,11 @@ class _Worker(threading.Thread):
 _worker: _Worker | None = None
 
 
-class _InThread:
-    def __init__(self, worker: _Worker, function: Callable[[Tensor], Tensor], rows: Tensor) -> None:
-        self.worker = worker
-        self.future: Future[Tensor] = Future()
-        worker.jobs.put((function, rows, self.future, worker.errors_seen))
-
-    def result(self) -> Tensor:
-        try:
-            return self.future.result()
-        except BaseException:
-            self.worker.errors_seen += 1
-            raise
-
-
 def _leave() -> None:
-    """End the thread before the interpreter exits.
+    """End the thread before the interpreter exits, or the process with status 1.
 
     After an error, this thread or one of gloo may still wait for a peer. At interpreter exit that aborts
-    the process, which a launcher would report as a crash. So the process exits here, with status 1.
+    the process, which a launcher would report as a crash.
     """
     if _worker is None:
         return
@@ -106,22 +97,10 @@ def _leave() -> None:
 atexit.register(_leave)
 
 
-@dataclass(frozen=True)
-class _OnStream:
-    out: Tensor
-    done: Any
-
-    def result(self) -> Tensor:
-        current = torch.cuda.current_stream(self.out.device)
-        current.wait_event(self.done)
-        self.out.record_stream(current)
-        return self.out
-
-
 _streams: dict[torch.device, Any] = {}
 
 
-def _start_on_stream(function: Callable[[Tensor], Tensor], rows: Tensor) -> _OnStream:
+def _start_on_stream(function: Callable[[Tensor], Tensor], rows: Tensor) -> Wait:
     if rows.device not in _streams:
         _streams[rows.device] = torch.cuda.Stream(rows.device)
     stream = _streams[rows.device]
@@ -131,4 +110,11 @@ def _start_on_stream(function: Callable[[Tensor], Tensor], rows: Tensor) -> _OnS
         out = function(rows)
         done = torch.cuda.Event()
         done.record(stream)
-    return _OnStream(out, done)
+
+    def wait() -> Tensor:
+        current = torch.cuda.current_stream(out.device)
+        current.wait_event(done)
+        out.record_stream(current)
+        return out
+
+    return wait

@@ -1,7 +1,6 @@
 """Call ID: a number of the layer and its call, which ranks compare before an exchange.
 
 Without it, ranks that call different layers would exchange each other's rows without an error.
-P ranks, X counts for each.
 """
 
 from collections.abc import Callable
@@ -25,10 +24,8 @@ _layers: WeakKeyDictionary[dist.ProcessGroup, list["CallCounter"]] = WeakKeyDict
 
 
 def _untraced(function: Function) -> Function:
-    """Exclude a function from torch.compile, which would recompile it for every new number.
-
-    torch.compiler.disable sets the same attribute, but imports all of torch.compile.
-    """
+    """Exclude a function from torch.compile, which would recompile it for every new number."""
+    # As torch.compiler.disable, which imports all of torch.compile.
     function._torchdynamo_disable = True  # type: ignore[attr-defined]
     return function
 

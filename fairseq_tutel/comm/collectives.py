@@ -33,10 +33,7 @@ class Program(Protocol):
 
 
 class Backend(Protocol):
-    """Runs some collectives in place of torch, but no one-off transfers, such as those of checkpoints.
-
-    All its methods return the same on all ranks.
-    """
+    """Runs some collectives in place of torch; its methods return the same on all ranks."""
 
     def has(self, collective: str, group: Group) -> bool:
         """Return whether it runs some sizes of a collective."""

@@ -19,18 +19,16 @@ from torch import Tensor
 
 from fairseq_tutel.comm.all_to_all import (
     AllToAll,
+    Counts,
     PlannedAllToAll,
+    exchange_all_counts,
+    exchange_counts,
+    exchange_counts_in_two_hops,
     hierarchical_all_to_all,
     linear_all_to_all,
 )
 from fairseq_tutel.comm.call_id import NO_CALL_ID, CallId, compare
 from fairseq_tutel.comm.collectives import all_to_all
-from fairseq_tutel.comm.counts import (
-    Counts,
-    exchange_all_counts,
-    exchange_counts,
-    exchange_counts_in_two_hops,
-)
 from fairseq_tutel.comm.regroup import (
     destinations,
     gather,
@@ -74,18 +72,17 @@ class ExchangeOptions:
 
 @dataclass(frozen=True)
 class Chunk:
-    """A part of the rows that is exchanged by itself: `num_leaving` here, arriving_PE from each rank."""
+    """A part of the rows that is exchanged by itself, with its counts on the device and on the host."""
 
     all_to_all: AllToAll
-    arriving_PE: Tensor
-    host_arriving_PE: Tensor
-    num_leaving: int
+    device: Counts
+    host: Counts
 
     def compute(self, received_RD: Tensor, expert_fn: ExpertFn) -> Tensor:
         """Apply `expert_fn` to received rows in expert-major order; return them by source rank."""
-        per_expert = self.host_arriving_PE.sum(0).tolist()
-        to_expert, to_source = regroup_maps(self.arriving_PE, sum(per_expert))
-        groups = Groups(self.arriving_PE.sum(0), per_expert)
+        per_expert = self.host.arriving_PE.sum(0).tolist()
+        to_expert, to_source = regroup_maps(self.device.arriving_PE, sum(per_expert))
+        groups = Groups(self.device.arriving_PE.sum(0), per_expert)
         out_RD = expert_fn(permute(received_RD, to_expert, to_source), groups)
         return permute(out_RD, to_source, to_expert)
 
@@ -115,29 +112,22 @@ def exchange_rows(
         rows_RD = gather(rows_RD, *repeats)
     hosts = [host.chunk(i, number) for i in range(number)]
     devices = hosts if device is host else [device.chunk(i, number) for i in range(number)]
-    chunks = [
-        Chunk(
-            _all_to_all(on_device, on_host, options),
-            on_device.arriving_PE,
-            on_host.arriving_PE,
-            int(on_host.leaving_PE.sum()),
-        )
-        for on_device, on_host in zip(devices, hosts, strict=True)
-    ]
+    chunks = [Chunk(_all_to_all(d, h, options), d, h) for d, h in zip(devices, hosts, strict=True)]
     if number == 1:
         (chunk,) = chunks
         received_RD = chunk.all_to_all.dispatch(rows_RD)
         rows_RD = chunk.all_to_all.combine(chunk.compute(received_RD, expert_fn))
     else:
-        blocks_BC = torch.stack([counts.leaving_PE.reshape(-1) for counts in devices], 1)
-        rows_RD = overlapped(chunks, blocks_BC, rows_RD, expert_fn)
+        rows_RD = overlapped(chunks, rows_RD, expert_fn)
     return rows_RD if repeats is None else sum_copies(rows_RD, *repeats)
 
 
-def overlapped(chunks: Sequence[Chunk], blocks_BC: Tensor, rows_RD: Tensor, expert_fn: ExpertFn) -> Tensor:
-    """Exchange rows in chunks, in parallel to `expert_fn`; blocks_BC has a block's rows in each chunk."""
+def overlapped(chunks: Sequence[Chunk], rows_RD: Tensor, expert_fn: ExpertFn) -> Tensor:
+    """Exchange rows in chunks, in parallel to `expert_fn`."""
+    blocks_BC = torch.stack([chunk.device.leaving_PE.reshape(-1) for chunk in chunks], 1)
     to_chunk, to_block = regroup_maps(blocks_BC, len(rows_RD))
-    parts = permute(rows_RD, to_chunk, to_block).split([chunk.num_leaving for chunk in chunks])
+    sizes = [int(chunk.host.leaving_PE.sum()) for chunk in chunks]
+    parts = permute(rows_RD, to_chunk, to_block).split(sizes)
     leaving = [
         chunk.all_to_all.start(part, combine=False) for chunk, part in zip(chunks, parts, strict=True)
     ]

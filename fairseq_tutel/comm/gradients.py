@@ -21,12 +21,9 @@ BUCKET_BYTES = 25 * 2**20
 
 
 def mark_expert(parameter: nn.Parameter) -> None:
-    """Mark a parameter as this rank's part of the experts.
-
-    fairseq's data parallel skips parameters with the first attribute, Tutel's optimizer with the second.
-    """
-    parameter.expert = True  # type: ignore[attr-defined]
-    parameter._tutel_expert = True  # type: ignore[attr-defined]
+    """Mark a parameter as this rank's part of the experts."""
+    parameter.expert = True  # type: ignore[attr-defined]  # fairseq's data parallel skips it
+    parameter._tutel_expert = True  # type: ignore[attr-defined]  # Tutel's optimizer skips it
 
 
 def mark_root_scaled(parameter: nn.Parameter) -> None:

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fairseq_tutel.comm.counts import chunk_of
 from fairseq_tutel.kernels.first_order import first_order
 
 
@@ -65,6 +64,11 @@ class _Gather(torch.autograd.Function):
     def backward(ctx: Any, drows_XD: Tensor) -> tuple[Tensor | None, ...]:
         (copies_MR,) = ctx.saved_tensors
         return sum_of_copies(drows_XD, copies_MR), None, None
+
+
+def chunk_of(count: Tensor, index: int, number: int) -> Tensor:
+    """Return the size of chunk `index` of `number` of a block; sizes differ by at most one."""
+    return count * (index + 1) // number - count * index // number
 
 
 def destinations(counts_E: Tensor, slices: int, degree: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""The configurations of a saved model's MoE layers, and the names of MoE variants."""
+"""Shared parts of converters: configurations of MoE layers, replaced FFNs, names of MoE variants."""
 
 import argparse
 import re

@@ -1,23 +1,107 @@
 """Converts a checkpoint of Meta's moe branch of fairseq.
 
-Meta writes X-shared.pt and a file X-rank-N.pt with the experts of each rank. Weights keep their bits.
-`meta_names` has the tables of names and options. E experts, W ranks.
+Meta writes X-shared.pt and a file X-rank-N.pt with the experts of each rank. Weights keep their
+bits. Most options have the same names; the tables hold the others. E experts, W ranks.
 """
 
+import math
 import re
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 
 from fairseq_tutel.checkpoint.saved import SavedModel
-from fairseq_tutel.convert import meta_names
 from fairseq_tutel.convert.configs import Tensors, use_moe_variants
-from fairseq_tutel.convert.meta_names import GATE, SHARED, STOCK, Row
+from fairseq_tutel.moe.option_table import options_of
+from fairseq_tutel.options.option import flag_of
 from fairseq_tutel.plugin.feed_forward import chosen_layers
 
 # Prefixes that sharded data parallel adds to names, and its name of flattened weights.
 WRAPPERS, FLAT = r"(_fsdp_wrapped_module|_fpw_module)\.", r"(^|\.)flat_param"
+Options = dict[str, Any]
+# Meta's tasks that train the same kind of model as stock fairseq's.
+TASKS = {
+    "streaming_language_modeling": "language_modeling",
+    "multilingual_language_modeling": "language_modeling",
+}
+SHARED = -1  # the file of all weights that belong to no expert
+# Our names within a layer's fc1 and Meta's within its moe_layer, in the order of both; {} is a local ID.
+OUR_GATE, GATE = ".fc1.gate.weight", ".moe_layer.gate.wg.weight"
+EXPERTS = {
+    f".fc1.experts.{part}_{kind}": f".moe_layer.experts.{{}}.{part}.{kind}"
+    for part in ("fc1", "fc2")
+    for kind in ("weight", "bias")
+}
+# Weights of the shared file that can be converted: gates, and those of stock fairseq.
+STOCK = re.compile(
+    r"(?:encoder|decoder)\.(?:"
+    r"version|embed_tokens\..+|embed_positions\.(?:weight|_float_tensor)"
+    r"|(?:layernorm_embedding|layer_norm)\.(?:weight|bias)"
+    r"|(?:project_in_dim|project_out_dim|output_projection)\.weight|adaptive_softmax\..+"
+    r"|layers\.\d+\.(?:(?:self_attn|encoder_attn)\.(?:(?:[kqv]|out)_proj\.(?:weight|bias)|bias_[kv])"
+    r"|(?:self_attn_layer_norm|encoder_attn_layer_norm|final_layer_norm|fc1|fc2)\.(?:weight|bias)"
+    r"|moe_layer\.gate\.wg\.weight)"
+    r")|decoder\.layers\.\d+\.attn_ln\.(?:weight|bias)"
+)
+BEFORE, BPR = "moe_normalize_gate_prob_before_dropping", "moe_batch_prioritized_routing"
+# Option of both -> Meta's default, and our value for a value of Meta's.
+OPTIONS: dict[str, tuple[Any, Callable[[Any], Any]]] = {
+    "moe_top1_expert": (False, bool),
+    "moe_gating_use_fp32": (False, bool),
+    BEFORE: (False, bool),
+    BPR: (False, bool),
+    "moe_second_expert_policy": ("sampling", str),
+    # A fraction of at most 0 means the training capacity in Meta's branch; 0 means none here.
+    "moe_eval_capacity_token_fraction": (0.25, lambda v: v if v > 0 else -1.0),
+    # Meta has two names for one number: the ranks of an exchange.
+    "moe_normalize_expert_grad": (
+        "world_size",
+        lambda v: "sqrt_world_size" if str(v).startswith("sqrt") else "world_size",
+    ),
+}
+# Option that only we have -> its value for a model of Meta's.
+OURS_ALONE: dict[str, Callable[[Options], Any]] = {
+    "moe_top_k": lambda o: 1 if o["moe_top1_expert"] else 2,
+    "no_moe_gating_use_fp32": lambda o: not o["moe_gating_use_fp32"],
+    "moe_normalize_gate": lambda o: "before" if o[BEFORE] else "after",
+    # Meta's training capacity has a factor of 1 and includes padding.
+    "moe_capacity_factor": lambda o: 1.0,
+    "moe_balance_loss": lambda o: "gshard:1",
+}
+# Option of Meta's -> why a model with it cannot be converted.
+REFUSED = {
+    "moe_cmr": "its gate between dense and sparse layers has no counterpart",
+    "alternate_ffn_embed_dim": "its alternate layers are dense with another width",
+    "alternate_decoder_ffn_embed_dim": "its alternate layers are dense with another width",
+    "base_layers": "BASE layers are another kind of experts",
+    "scale_fc": "Meta's experts have no such norm, but its dense layers do",
+    "scale_heads": "stock fairseq has another order of scaled heads",
+    "scale_heads_inside": "stock fairseq scales no heads within the attention",
+    "scale_resids": "Meta's MoE layers have no such scale, but its dense layers do",
+    "alibi": "stock fairseq has no ALiBi",
+    "decoder_learned_sinusoidal": "stock fairseq has no such positions",
+    "use_stable_embedding": "stock fairseq has no such embedding",
+    "quant_noise_pq": "quantization noise is not applied to experts here",
+    "quant_noise_scalar": "quantization noise is not applied to experts here",
+}
+# Option of Meta's -> what changes without it; the outputs stay the same.
+LEFT_OUT = {
+    "moe_local_drop": "a training run from here always exchanges rows",
+    "no_emb_dropout": "a training run from here applies --dropout to embeddings",
+    "dummy_a2a": "rows are always exchanged here",
+    "moe_eval_capacity_max_seqlen": "the evaluation capacity counts the actual tokens",
+}
+
+
+class Row(NamedTuple):
+    """A weight in a rank's file, or SHARED, and our name of it, or of the stack [E, …] with this expert."""
+
+    file: int
+    theirs: str
+    ours: str
+    expert: int | None
 
 
 def files_of(name: str) -> list[Path]:
@@ -27,9 +111,8 @@ def files_of(name: str) -> list[Path]:
     pattern = re.compile(re.escape(stem) + r"-rank-(\d+)\.pt")
     found = [pattern.fullmatch(beside.name) for beside in path.parent.glob("*")]
     ranks = 1 + max((int(match[1]) for match in found if match), default=0)
-    return [
-        path.with_name(f"{stem}-{kind}.pt") for kind in (*map("rank-{}".format, range(ranks)), "shared")
-    ]
+    kinds = [*(f"rank-{rank}" for rank in range(ranks)), "shared"]
+    return [path.with_name(f"{stem}-{kind}.pt") for kind in kinds]
 
 
 def read(paths: list[Path]) -> tuple[SavedModel, list[str]]:
@@ -60,7 +143,7 @@ def read(paths: list[Path]) -> tuple[SavedModel, list[str]]:
                     f"weights ({row.theirs}); those of the second are taken."
                 )
         model[name] = tensors[0] if own[0].expert is None else torch.stack(tensors[:num_experts])
-    saved.rename("task", meta_names.TASKS.get(saved.name("task"), saved.name("task")))
+    saved.rename("task", TASKS.get(saved.name("task"), saved.name("task")))
     use_moe_variants(saved)
     saved.restart(model)
     saved.options_of("checkpoint").update(checkpoint_suffix="")  # it was -rank-N
@@ -69,7 +152,7 @@ def read(paths: list[Path]) -> tuple[SavedModel, list[str]]:
         for name, stack in model.items()
         if name.endswith(".experts.fc1_weight")
     }
-    notes += meta_names.translate(saved.options, num_experts, hidden_dims)
+    notes += translate(saved.options, num_experts, hidden_dims)
     _refuse_other_layers(saved)
     return saved, notes
 
@@ -106,12 +189,12 @@ def _checked(paths: list[Path], weights: list[Tensors]) -> tuple[int, list[Row]]
     found = (re.search(r"\.moe_layer\.experts\.(\d+)\.", name) for rank in ranks for name in rank)
     local = len({match[1] for match in found if match})
     if (held := local * len(ranks)) < experts or held % experts:
-        missing = Path(str(paths[0]).replace("-rank-0", f"-rank-{len(ranks)}"))
+        missing = paths[0].with_name(paths[0].name.replace("-rank-0.", f"-rank-{len(ranks)}."))
         what = f"which does not exist: {layer} has {experts} experts, {local} in each file"
         _refuse(missing, what, "give all of them")
     if local > 1 and held > experts:
         _refuse(paths[-2], f"which makes {held} experts of {layer}, not {experts}")
-    rows = meta_names.table(shared, experts, len(ranks))
+    rows = table(shared, experts, len(ranks))
     for row in rows:
         if row.theirs not in weights[row.file]:
             _refuse(paths[row.file], f"which lacks {row.theirs}")
@@ -136,3 +219,88 @@ def _refuse_other_layers(saved: SavedModel) -> None:
                 f"--input has experts in the {side} layers {found}, but its options say {expected} "
                 f"(--moe-freq {freq}); give the files of one training run."
             )
+
+
+def table(names: Iterable[str], experts: int, ranks: int) -> list[Row]:
+    """Return a row for each weight in Meta's files, in the order of the model; `names` are the shared ones.
+
+    If there are more ranks than experts, every E neighboring ranks hold all experts once.
+    """
+    rows, local = [], max(1, experts // ranks)
+    for name in names:
+        layer = name.removesuffix(GATE)
+        if layer == name:
+            rows.append(Row(SHARED, name, name, None))
+            continue
+        rows.append(Row(SHARED, name, layer + OUR_GATE, None))
+        rows += [
+            Row(i // local, layer + theirs.format(i % local), layer + ours, i % experts)
+            for i in range(max(experts, ranks))
+            for ours, theirs in EXPERTS.items()
+        ]
+    return rows
+
+
+def translate(options: Options, experts: int, hidden_dims: dict[str, int]) -> list[str]:
+    """Turn the options of Meta's model into ours, in place; return differences as sentences.
+
+    Args:
+        options: options of Meta's model.
+        experts: E.
+        hidden_dims: hidden dimension of the experts of each side.
+
+    Raises:
+        ValueError: an option has no counterpart, and the outputs would change without it.
+    """
+    for key, reason in REFUSED.items():
+        if options.get(key):
+            raise ValueError(
+                f"the model was trained with {flag_of(key)} {options[key]}: {reason}; convert one without "
+                "it."
+            )
+    notes = [
+        f"{flag_of(key)} {value} has no counterpart: {reason}."
+        for key, reason in LEFT_OUT.items()
+        if (value := options.pop(key, None))
+    ]
+    translates = "encoder_layers" in options
+    if translates and not options.get("use_moe_pad_mask"):
+        notes.append(
+            "without --use-moe-pad-mask Meta routes padding too, which takes slots of experts; here "
+            "padding is never routed."
+        )
+    # Meta's masking of outputs scales them in evaluation, like our scaling factor.
+    masked = {key: options.pop(key, None) or 0.0 for key in ("moe_eom", "moe_fom")}
+    if (scale := math.prod(1 - rate for rate in masked.values())) != 1:
+        options["moe_routed_scaling_factor"] = scale
+        given = " ".join(f"{flag_of(key)} {rate}" for key, rate in masked.items() if rate)
+        notes.append(
+            f"{given} became --moe-routed-scaling-factor {scale:g}, which evaluates the same; a training "
+            "run from here masks no outputs."
+        )
+    # An encoder-decoder's options include those of its criterion and task.
+    known = {option.key for part in ("model", "task", "criterion") for option in options_of(part)}
+    notes += [
+        f"{flag_of(key)} {value} is not known here; it stays in the file and has no effect."
+        for key, value in options.items()
+        if key.startswith("moe_") and value and key not in known
+    ]
+    if options.get("moe_top1_expert"):  # Meta's top-1 gate ignores both
+        options |= {"moe_second_expert_policy": "all", BPR: False}
+    for key, (default, ours) in OPTIONS.items():
+        options[key] = ours(default if options.get(key) is None else options[key])
+    options.update({key: ours(options) for key, ours in OURS_ALONE.items()})
+    if (policy := options["moe_second_expert_policy"]) != "all":
+        notes.append(
+            f"--moe-second-expert-policy {policy}: Meta draws in evaluation too; here evaluation "
+            "takes the second-best expert."
+        )
+    dense = all(options.get(f"{side}_ffn_embed_dim") == dim for side, dim in hidden_dims.items())
+    # Meta takes the larger of a side's frequency and the common one; a side's own has priority here.
+    common = int(options.get("moe_freq") or 0)
+    keys = ("encoder_moe_freq", "decoder_moe_freq")
+    own = {key: max(int(options.pop(key, None) or 0), common) for key in keys}
+    options |= {"moe_freq": common, **own} if translates else {"moe_freq": own["decoder_moe_freq"]}
+    options["moe_expert_count"] = str(experts)
+    options["moe_expert_ffn_dim"] = 0 if dense else next(iter(hidden_dims.values()))
+    return notes

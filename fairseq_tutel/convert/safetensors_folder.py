@@ -32,16 +32,11 @@ MARK, VERSION = "fairseq_tutel", 1
 KEPT, NAMESPACE = ("args", "cfg", "task_state", "optimizer_history"), "argparse.Namespace"
 
 
-def to_folder(saved: SavedModel, output: Path, limit: int) -> int:
-    """Write a checkpoint's options and its weights, with one file of these in memory at a time.
+def write(saved: SavedModel, output: Path, limit: int) -> int:
+    """Write a checkpoint's options and its weights; return the number of files with weights.
 
-    Args:
-        saved: a checkpoint, full or sharded.
-        output: the folder; an older one is replaced when the new one is complete.
-        limit: bytes of a file; a larger weight has a file of its own.
-
-    Returns:
-        The number of files with weights.
+    One of these files, of at most `limit` bytes unless it has one weight, is in memory at a time. An older
+    folder is replaced when the new one is complete.
 
     Raises:
         ValueError: it could not be written, or the checkpoint holds something that JSON cannot.
@@ -144,11 +139,11 @@ def _as_json(content: dict[str, Any]) -> str:
         ) from error
 
 
-def from_folder(folder: Path) -> SavedModel:
+def read(folder: Path) -> SavedModel:
     """Return the checkpoint of a folder; its weights are mapped. No code in the folder runs.
 
     Raises:
-        ValueError: a file is missing or corrupt, or `to_folder` did not write it.
+        ValueError: a file is missing or corrupt, or `write` did not write it.
     """
     options, index = _json(folder / OPTIONS), _json(folder / INDEX)
     where: Any = index.get("weight_map")

@@ -1,8 +1,4 @@
-"""Converts between a sharded checkpoint and one file; int8 and int4 have a scale per row.
-
-A training run reads both. At most one expert's tensor is in memory. The conversion to one file needs free
-disk space for about twice its size.
-"""
+"""Converts between a sharded checkpoint and one file, with at most one expert's tensor in memory."""
 
 import contextlib
 import itertools
@@ -61,13 +57,8 @@ def _in_a_file(sharded: ShardedTensor, folder: Path) -> Tensor:
 def to_sharded(saved: SavedModel, target: Path, expert_dtype: str = "") -> dict[str, tuple[float, float]]:
     """Write a checkpoint with experts, and optimizer state of their shapes, in shard files next to it.
 
-    Args:
-        saved: a checkpoint; its experts are replaced by records.
-        target: the checkpoint's file.
-        expert_dtype: one of EXPERT_DTYPES to quantize the experts' matrices, or "".
-
-    Returns:
-        The quantization errors by weight: relative, and of the worst row.
+    With one of EXPERT_DTYPES the experts' matrices are quantized. Returns the quantization errors by
+    weight: relative, and of the worst row.
 
     Raises:
         ValueError: there are no experts, some cannot be quantized, or a file could not be written.

@@ -1,46 +1,86 @@
 """Converts released checkpoints of microsoft/Swin-Transformer: Swin V2, and SwinV2-MoE with its experts.
 
-The sizes of the model are those of the tensors. The image size follows from the windows of the last stage.
+Microsoft's training saves X.pth.rank0, X.pth.rank1, ... with the experts of each rank. X.pth.master holds
+all other weights; without it each rank's file holds them too. X.pth.global is a whole model in one file.
+The sizes of the model are those of the tensors; the image size follows from the windows of the last stage.
 Second biases may be absent (MLP_FC2_BIAS: False).
 """
 
 import math
 import re
-from collections.abc import Mapping
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fairseq_tutel import plugin
-from fairseq_tutel.checkpoint.saved import SavedModel
-from fairseq_tutel.convert import swin_experts
-from fairseq_tutel.convert.configs import SWIN, Tensors, with_experts
+from fairseq_tutel.checkpoint.files import read_file
+from fairseq_tutel.checkpoint.saved import Layer, SavedModel, layers_of
+from fairseq_tutel.convert.configs import ROWS, SWIN, Tensors, counts_text, with_experts
+from fairseq_tutel.convert.tutel_layer import COUNT, our_gates, our_layer
 from fairseq_tutel.files.small import content_of
+from fairseq_tutel.moe.config import MoEConfig
+from fairseq_tutel.moe.layer import MoELayer
 from fairseq_tutel.options.option import options_in
+from fairseq_tutel.plugin.feed_forward import chosen_layers
 from fairseq_tutel.vision.attention import SPAN
-from fairseq_tutel.vision.options import SwinConfig
+from fairseq_tutel.vision.options import SwinConfig, numbers
 from fairseq_tutel.vision.swin_v2 import SwinV2
 
 TASK = "image_classification"
 # Buffers that the released code computes from the sizes.
 COMPUTED = re.compile(r".*(relative_coords_table|relative_position_index|attn_mask)")
 BLOCK = re.compile(r"layers\.(\d+)\.blocks\.(\d+)\.(?:mlp\.)?(.+)")
+PART = re.compile(r"(.+)\.(?:master|rank\d+)")
+MOE = re.compile(r"(layers\.\d+\.blocks\.\d+\.mlp\.)_moe_layer\.(.+)")
+# Keys of MODEL.SWIN_MOE in a saved configuration, and their options here.
+SAVED = {
+    "TOP_VALUE": "--moe-top-k",
+    "CAPACITY_FACTOR": "--moe-capacity-factor",
+    "GATE_NOISE": "--moe-gate-noise",
+    "MOE_DROP": "--swin-expert-dropout",
+}
+# Its switches: (value, option here, value here).
+SWITCHES = {
+    "USE_BPR": (False, "--moe-drop-policy", "position"),
+    "IS_GSHARD_LOSS": (True, "--moe-balance-loss", "gshard:1"),
+    "NORMALIZE_GATE": (False, "--moe-normalize-gate", "none"),
+}
+
+
+def files_of(path: Path) -> list[list[Path]]:
+    """Return the files with the weights of each rank, for one of the files or their common name X.pth."""
+    match = PART.fullmatch(path.name)
+    base = path if match is None else path.with_name(match[1])
+    whole = [p for p in (path, path.with_name(f"{path.name}.global")) if p.is_file()]
+    if match is None and whole:
+        return [whole[:1]]
+    pattern = re.compile(re.escape(base.name) + r"\.rank(\d+)")
+    found = [pattern.fullmatch(beside.name) for beside in base.parent.glob("*")]
+    ranks = 1 + max((int(match[1]) for match in found if match), default=-1)
+    master = base.with_name(f"{base.name}.master")
+    shared = [master] if master.is_file() else []
+    if not ranks:
+        return [shared or [path]]
+    return [[base.with_name(f"{base.name}.rank{rank}"), *shared] for rank in range(ranks)]
 
 
 def read(files: list[list[Path]], classes: int | None = None, class_map: Path | None = None) -> SavedModel:
     """Return a checkpoint with the weights of a released model.
 
     Args:
-        files: from `swin_experts.files_of`.
+        files: from `files_of`.
         classes: size of a new head of zeros, to fine-tune; None to keep the head.
         class_map: file with the classes of the head to keep; None to keep all.
 
     Raises:
         ValueError: the weights are not those of a Swin V2 or SwinV2-MoE, or no options here fit them.
     """
-    ranks, saved_options = swin_experts.open_ranks(files)
-    theirs = swin_experts.joined(ranks)
+    ranks, saved_options = _open_ranks(files)
+    theirs = _joined(ranks)
     config, image_size = _sizes_of(theirs)
     weights = _renamed(theirs)
     if classes is not None:
@@ -50,31 +90,169 @@ def read(files: list[list[Path]], classes: int | None = None, class_map: Path | 
     if class_map is not None:
         kept = _class_map(class_map, len(weights["head.weight"]))
         weights |= {name: weights[name][kept].clone() for name in ("head.weight", "head.bias")}
-    expert_options = list(swin_experts.command_line(weights, config, saved_options))
+    expert_options = list(_command_line(weights, config, saved_options))
     return _checkpoint(weights, config, image_size, expert_options)
+
+
+def _open_ranks(files: list[list[Path]]) -> tuple[list[Tensors], Mapping[str, Any]]:
+    """Return the weights of each rank, and the saved options of its experts, empty without any."""
+    contents: dict[Path, Any] = {}
+    ranks: list[Tensors] = []
+    # The configuration is read as a plain dictionary.
+    with torch.serialization.safe_globals([(OrderedDict, "yacs.config.CfgNode")]):
+        for path in dict.fromkeys(path for own in files for path in own):
+            contents[path] = read_file(path, "--input")
+    for own in files:
+        weights: Tensors = {}
+        for path in own:
+            found = contents[path].get("model") if isinstance(contents[path], dict) else None
+            weights |= found if isinstance(found, dict) else {}
+        if "patch_embed.proj.weight" not in weights:
+            raise ValueError(
+                f"--input names {own[0]}, which holds no Swin (no patch_embed.proj.weight in its model); "
+                "give a released .pth file, and keep .master next to the files of ranks."
+            )
+        ranks.append(weights)
+        for name in sorted(ranks[0].keys() ^ weights.keys()):
+            raise ValueError(
+                f"--input names {files[0][0]} and {own[0]}, only one of which has {name}; give the files "
+                "of one model."
+            )
+    saved: Any = contents[files[0][0]].get("config")
+    for key in ("MODEL", "SWIN_MOE"):
+        saved = saved.get(key) if isinstance(saved, dict) else None
+    return ranks, saved if isinstance(saved, dict) else {}
+
+
+def _joined(ranks: list[Tensors]) -> Tensors:
+    """Return the weights of the whole model; MoE layers have our names, in `mlp.fc1`."""
+    weights: Tensors = {}
+    for name, tensor in ranks[0].items():
+        match = MOE.fullmatch(name)
+        if match is None:
+            weights[name] = tensor
+            continue
+        ours, prefix = f"{match[1]}fc1.", name.removesuffix(match[2])
+        if not any(key.startswith(ours) for key in weights):
+            weights |= {ours + key: own for key, own in _layer(ranks, prefix).items()}
+        if match[2] != COUNT and not match[2].startswith(("experts.", "gate")):
+            weights[ours + match[2]] = tensor
+    return weights
+
+
+def _layer(ranks: list[Tensors], prefix: str) -> Tensors:
+    """Return a MoE layer's weights by our names; the number of experts is the gate's."""
+    label = prefix.rstrip(".")
+    own = {n.removeprefix(prefix): t for n, t in ranks[0].items() if n.startswith(prefix)}
+    experts = len(_gate(our_gates(own), "", label)[1])
+    try:
+        return our_layer(ranks, prefix, experts)
+    except ValueError as error:
+        raise ValueError(
+            f"--input has the MoE layer {label} that {error}; give the files of all ranks of a SwinV2-MoE."
+        ) from error
+
+
+def _moe_layers(weights: Mapping[str, Tensor]) -> list[Layer]:
+    """Return the layers with experts, in order."""
+    return [layer for layer in layers_of(weights) if layer.has_experts]
+
+
+def _install(made: nn.Module, model: Mapping[str, Tensor]) -> None:
+    """Add the MoE layers of a model's weights to a dense Swin, in place."""
+    for layer in _moe_layers(model):
+        block: Any = made.get_submodule(layer.name)
+        kind, rows = _gate(model, f"{layer.moe}.", layer.label)
+        config = MoEConfig(
+            model_dim=block.fc1.in_features,
+            hidden_dim=block.fc1.out_features,
+            num_experts=len(rows),
+            top_k=1,
+            gate_type=kind,
+            gate_projection_dim=rows.shape[1],
+        )
+        block.fc1, block.fc2 = MoELayer(config, seed=0), nn.Identity()
+
+
+def _gate(weights: Mapping[str, Tensor], prefix: str, label: str) -> tuple[str, Tensor]:
+    """Return the type of a layer's gate, linear or cosine, and its tensor with a row per expert."""
+    for kind, key in ROWS.items():
+        rows = weights.get(f"{prefix}gate.{key}")
+        if rows is not None and rows.dim() == 2:
+            return kind, rows
+    raise ValueError(
+        f"--input has the MoE layer {label} without a linear or cosine gate; give a checkpoint of "
+        "SwinV2-MoE."
+    )
+
+
+def _command_line(
+    model: Mapping[str, Tensor], config: SwinConfig, saved: Mapping[str, Any]
+) -> Iterator[str]:
+    """Yield the options of experts as words of a command line; none for a dense model.
+
+    Options that `saved` lacks have the architecture's defaults.
+    """
+    layers = _moe_layers(model)
+    if not layers:
+        return
+    gates = [_gate(model, f"{layer.moe}.", layer.label) for layer in layers]
+    kinds = {(kind, rows.shape[1] if kind == "cosine" else 0) for kind, rows in gates}
+    if len(kinds) > 1:
+        raise ValueError(
+            f"--input has gates of several types or projections ({sorted(kinds)}), and a model here has "
+            "one; give another checkpoint."
+        )
+    kind, projection_dim = kinds.pop()
+    counts = counts_text([len(rows) for _, rows in gates])
+    yield from ("--moe-expert-count", counts, "--moe-gate-type", kind)
+    if projection_dim:
+        yield from ("--moe-gate-projection-dim", str(projection_dim))
+    depths, blocks = numbers(config.depths), {(layer.stack, layer.index) for layer in layers}
+    yield from _blocks(depths, blocks)
+    for key, flag in SAVED.items():
+        if isinstance(saved.get(key), int | float):
+            yield from (flag, str(saved[key]))
+    for key, (value, flag, text) in SWITCHES.items():
+        # Normalization has no effect on a single expert.
+        if saved.get(key) is value and (key != "NORMALIZE_GATE" or saved.get("TOP_VALUE") != 1):
+            yield from (flag, text)
+
+
+def _blocks(depths: list[int], blocks: set[tuple[int, int]]) -> tuple[str, ...]:
+    """Return the options that select these blocks (stage, index) for experts."""
+    first = min(stage for stage, _ in blocks)
+    for freq in range(1, max(depths) + 1):
+        stages = range(first, len(depths))
+        if blocks == {(i, j) for i in stages for j in chosen_layers(range(depths[i]), freq)}:
+            return ("--moe-freq", str(freq), "--swin-expert-stages", str(len(stages)))
+    raise ValueError(
+        f"--input has experts in the blocks (stage, index) {sorted(blocks)}, which no --moe-freq and "
+        "--swin-expert-stages give; give another checkpoint."
+    )
 
 
 def _class_map(path: Path, classes: int) -> list[int]:
     """Return the classes of the head that a file keeps."""
     try:
-        numbers = [int(line) for line in content_of(path).decode("ascii").split()]
+        kept = [int(line) for line in content_of(path).decode("ascii").split()]
     except (OSError, ValueError) as error:
         raise ValueError(
             f"--class-map is {path}, which has no class number on each line ({error})."
         ) from error
-    if not numbers or not all(0 <= number < classes for number in numbers):
+    if not kept or not {*kept} <= {*range(classes)}:
         raise ValueError(
             f"--class-map is {path}, whose numbers are not all from 0 to {classes - 1}, those of the head; "
             "give the map of this model."
         )
-    return numbers
+    return kept
 
 
 def _sizes_of(theirs: Mapping[str, Tensor]) -> tuple[SwinConfig, int]:
     """Return the configuration of a released model, from its tensors, and its image size."""
-    numbers = [(int(match[1]), int(match[2])) for match in map(BLOCK.fullmatch, theirs) if match]
-    stages = range(1 + max((stage for stage, _ in numbers), default=-1))
-    depths = [1 + max((j for i, j in numbers if i == stage), default=-1) for stage in stages]
+    blocks = [(int(match[1]), int(match[2])) for match in map(BLOCK.fullmatch, theirs) if match]
+    stages = range(1 + max((stage for stage, _ in blocks), default=-1))
+    depths = [1 + max((j for i, j in blocks if i == stage), default=-1) for stage in stages]
     if not depths or 0 in depths:
         raise ValueError("--input has a stage without blocks; give a whole checkpoint of Swin.")
 
@@ -141,7 +319,7 @@ def _check(model: Mapping[str, Tensor], config: SwinConfig) -> None:
     head, patch = model.get("head.weight"), model["patch_embed.proj.weight"]
     with torch.device("meta"):
         swin = SwinV2(config, patch.shape[1], 1 if head is None else len(head))
-        swin_experts.install(swin, model)
+        _install(swin, model)
     made = swin.state_dict()
     for name in sorted(made.keys() ^ model.keys()):
         what = "lacks" if name in made else "has"

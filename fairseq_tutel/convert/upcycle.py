@@ -66,15 +66,12 @@ class Variation:
 
 
 def upcycle(saved: SavedModel, given: Mapping[str, Any], how: Variation) -> dict[Layer, MoEConfig]:
-    """Replace FFNs by experts, in place; needs `plugin.register()`.
+    """Replace FFNs by experts, in place; return the MoE layers with their configurations.
 
     Args:
         saved: a dense checkpoint.
         given: options of the experts, by their keys; others have their defaults.
         how: how the copies differ.
-
-    Returns:
-        The MoE layers with their configurations.
 
     Raises:
         ValueError: it is no dense checkpoint, or options that do not fit it.

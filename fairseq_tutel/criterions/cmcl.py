@@ -48,7 +48,7 @@ class CMCLCriterion(FairseqCriterion):
         log: dict[str, Any] = {}
         if options.cmcl_teach_router and model.training:
             net_output, router_loss, right = forward_with_router_loss(model, sample, counts_N)
-            log = {"router_loss": router_loss, "right_router": right}
+            log = {"router_loss": router_loss.detach(), "right_router": right}
         else:
             net_output = model(**sample["net_input"])
         logits_MXC = _member_logits(net_output)
@@ -63,13 +63,8 @@ class CMCLCriterion(FairseqCriterion):
         if log:
             loss = loss + options.cmcl_teach_router * router_loss
         log |= _answers(logs_XC.flatten(0, -2), logits_MNC, target_N, counts_N)
-        log |= {
-            "loss": loss,
-            "ntokens": sample["ntokens"],
-            "nsentences": sample["target"].shape[0],
-            "sample_size": sample["ntokens"],
-        }
-        log = {key: value.detach() if torch.is_tensor(value) else value for key, value in log.items()}
+        log |= {"loss": loss.detach(), "nsentences": len(sample["target"])}
+        log |= dict.fromkeys(("ntokens", "sample_size"), sample["ntokens"])
         return loss, sample["ntokens"], log
 
     def _refuse_model(self, logits_MXC: Tensor | None) -> None:
@@ -93,12 +88,7 @@ class CMCLCriterion(FairseqCriterion):
     def reduce_metrics(cls, logging_outputs: list[dict[str, Any]]) -> None:
         """Log summed values: losses in bits, rates in percent."""
         found = {key for log in logging_outputs for key in log}
-        total = {
-            key: float(sum(log.get(key, 0) for log in logging_outputs))
-            for key in found
-            if key in ("loss", "nll_loss", "router_loss", "sample_size", "counted")
-            or key.startswith("right_")
-        }
+        total = {key: float(sum(log.get(key, 0) for log in logging_outputs)) for key in found}
         size, counted = (max(total[key], 1e-9) for key in ("sample_size", "counted"))
         bits = 1 / math.log(2)
         metrics.log_scalar("loss", total["loss"] / size * bits, size, round=3)

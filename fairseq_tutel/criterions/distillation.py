@@ -21,6 +21,7 @@ from fairseq.logging import metrics
 from torch import Tensor, nn
 
 from fairseq_tutel.checkpoint.files import identity
+from fairseq_tutel.criterions import variants  # noqa: F401 - registered before it
 from fairseq_tutel.criterions.teacher import Teacher, scores_of
 from fairseq_tutel.distillation.loss import Answers, distillation_loss, top_answers
 from fairseq_tutel.distillation.options import DistillationConfig
@@ -63,15 +64,11 @@ class DistillationMixin:
     def build_criterion(cls, cfg: Any, task: Any) -> Any:
         """Build the wrapped criterion, and check the teacher."""
         criterion = super().build_criterion(cfg, task)  # type: ignore[misc]
-        criterion.distill_by(read(DistillationConfig, cfg), task)
-        return criterion
-
-    def distill_by(self, options: DistillationConfig, task: Any) -> None:
-        """Set the options, and the source of answers in training; `__init__` is fairseq's."""
-        self.distillation = options
+        criterion.distillation = read(DistillationConfig, cfg)
         if not is_opened(config_of(task)):  # else fairseq-validate, which needs no teacher
             give_mixin(task)  # a stock task does not call `begin_step`
-            self._source = _Source(options, task)
+            criterion._source = _Source(criterion.distillation, task)
+        return criterion
 
     def begin_step(self, update_num: int, is_dummy: bool) -> None:
         """Set the number of earlier updates, and whether the micro-batch only keeps ranks in step."""
@@ -92,10 +89,10 @@ class DistillationMixin:
             loss, sample_size, log = super().forward(model, sample, *args, **kwargs)  # type: ignore[misc]
         finally:
             hook.remove()
-        *inputs, output = calls[-1]
+        words, named, output = calls[-1]
         scores_NV, counts = scores_of(model, output), self._counting(sample["target"])
         dummy = self.training and self._is_dummy
-        call = _Call(sample, counts, *inputs, scores_NV, self.padding_idx, dummy)
+        call = _Call(sample, counts, words, named, scores_NV, self.padding_idx, dummy)
         teacher = self._source.answers(call, stored=self.training)
         kl = loss.new_zeros(())
         if teacher is not None:

@@ -147,7 +147,8 @@ def _log_numbers(layout: Layout, numbers: Tensor, index: int) -> None:
     meters = {name: _sum_up(name, table, index) for name, table in tables.items()} if layout.lists else {}
     for table, name, scalars, digits, view in _views(layout):
         if layout.lists:
-            _derive(name, meters[table], view, digits)
+            rounded = partial(_rounded, meter=meters[table], view=view, digits=digits)
+            metrics.log_derived(name, rounded, PRIORITY)
         if layout.scalars:
             for scalar, (value, weight) in zip(scalars, view(tables[table]), strict=True):
                 metrics.log_scalar(scalar, value, weight, PRIORITY, round=digits)
@@ -200,11 +201,8 @@ def _sum_up(name: str, sums: Tensor, index: int) -> str:
     return key
 
 
-def _derive(name: str, meter: str, view: View, digits: int) -> None:
-    def rounded(meters: Any) -> list[float | None]:
-        sums = meters[meter].sum
-        if not torch.is_tensor(sums):  # empty since the last reset
-            return []
-        return [None if value is None else round(value, digits) for value, _ in view(sums)]
-
-    metrics.log_derived(name, rounded, PRIORITY)
+def _rounded(meters: Any, meter: str, view: View, digits: int) -> list[float | None]:
+    sums = meters[meter].sum
+    if not torch.is_tensor(sums):  # empty since the last reset
+        return []
+    return [None if value is None else round(value, digits) for value, _ in view(sums)]

@@ -37,12 +37,9 @@ class GateLossMixin:
         criterion = super().build_criterion(cfg, task)  # type: ignore[misc]
         root = root_of(task)
         # Lists of layers and experts are for programs, not for a progress bar.
-        criterion.take_options(cfg, root is not None and str(root.common.log_format) == "json")
+        criterion.logs_lists = root is not None and str(root.common.log_format) == "json"
+        criterion.gate_loss = cfg
         return criterion
-
-    def take_options(self, cfg: Any, logs_lists: bool) -> None:
-        """Set the options of the balance loss, and whether lists are logged; `__init__` is fairseq's."""
-        self.gate_loss, self.logs_lists = cfg, logs_lists
 
     def forward(self, model: nn.Module, sample: Any, *args: Any, **kwargs: Any) -> Any:
         """Return (loss with the balance loss unless it is not summed, sample size, logging output)."""
@@ -59,8 +56,8 @@ class GateLossMixin:
         if not layers or loss.numel() > 1:  # adaptive_loss has shape [1]
             return loss, sample_size, log
         scale = sample_size * self.gate_loss.moe_gate_loss_wt
-        shares = torch.autograd.grad(combined, leaves)
-        loss = _AddGateLoss.apply(loss, combined.detach() * scale, scale, shares, layers)
+        shares = dict(zip(layers, torch.autograd.grad(combined, leaves), strict=True))
+        loss = _AddGateLoss.apply(loss, combined.detach() * scale, scale, shares)
         log["loss"] = log["loss"] + combined.detach() * scale
         return loss, sample_size, log
 
@@ -92,25 +89,17 @@ class _AddGateLoss(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        loss: Tensor,
-        value: Tensor,
-        scale: Any,
-        shares: tuple[Tensor, ...],
-        layers: list[MoEFeedForward],
-    ) -> Tensor:
-        ctx.scale, ctx.shares, ctx.layers = scale, shares, layers
+    def forward(ctx: Any, loss: Tensor, value: Tensor, scale: Any, shares: dict[Any, Tensor]) -> Tensor:
+        ctx.scale, ctx.shares = scale, shares
         return loss + value.to(loss.dtype)
 
     @staticmethod
     @first_order
     def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
         coefficients = {
-            layer: dloss.to(share.dtype).sum() * ctx.scale * share
-            for layer, share in zip(ctx.layers, ctx.shares, strict=True)
+            layer: dloss.to(share.dtype).sum() * ctx.scale * share for layer, share in ctx.shares.items()
         }
-        for context in contexts_of(ctx.layers):
+        for context in contexts_of(ctx.shares):
             context.begin_backward(coefficients)
             torch.autograd.Variable._execution_engine.queue_callback(context.end_backward)
-        return dloss, None, None, None, None
+        return dloss, None, None, None

@@ -90,7 +90,8 @@ class _Router:
             weights_TK=total_T1.masked_fill(total_T1 == 0, 1.0),
         )
         config = replace(layer.config, routed_scaling_factor=1.0)  # the weights are scaled already
-        return placed(chosen, Capacity(), config, call.micro_batch(layer.training), own.gate)
+        batch = replace(call.micro_batch(config, layer.training), capacity=Capacity())
+        return placed(chosen, config, batch, own.gate)
 
 
 @contextmanager

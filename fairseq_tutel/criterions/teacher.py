@@ -128,7 +128,10 @@ def refuse_others(path: str, state: Any, task: Any) -> None:
     The file has the number of a teacher's words; its data folder, if it still exists, has the words.
     """
     of_teacher, of_student = state["cfg"]["task"], config_of(task)
-    names = [_name(cfg).removeprefix("moe_") for cfg in (of_teacher, of_student)]
+    names = [
+        str(getattr(cfg, "_name", None) or getattr(cfg, "task", "")).removeprefix("moe_")
+        for cfg in (of_teacher, of_student)
+    ]
     if names[0] != names[1]:
         raise ValueError(
             f"{FLAG} is {path}, of the task {names[0]}, and the student's is {names[1]}; give a teacher "
@@ -145,25 +148,19 @@ def refuse_others(path: str, state: Any, task: Any) -> None:
                 f"{len(dictionary):,}; give a teacher of the same dictionary."
             )
         file = _dictionary_of(of_teacher, side)
-        if file is not None:
-            words = Dictionary.load(str(file)).symbols
-            if words != dictionary.symbols[: len(words)]:
-                raise ValueError(
-                    f"{FLAG} is {path}, which was trained with the words of {file}, and this data has "
-                    "others; give a teacher of the same dictionary."
-                )
+        words = Dictionary.load(str(file)).symbols if file.is_file() else []
+        if words != dictionary.symbols[: len(words)]:
+            raise ValueError(
+                f"{FLAG} is {path}, which was trained with the words of {file}, and this data has "
+                "others; give a teacher of the same dictionary."
+            )
 
 
-def _name(cfg: Any) -> str:
-    return str(getattr(cfg, "_name", None) or getattr(cfg, "task", ""))
-
-
-def _dictionary_of(cfg: Any, side: str) -> Path | None:
-    """Return a side's dictionary file in the data folder of a task's configuration, if it exists."""
+def _dictionary_of(cfg: Any, side: str) -> Path:
+    """Return a side's dictionary file in the data folder of a task's configuration; it may be gone."""
     folder = Path(str(getattr(cfg, "data", None) or "").partition(os.pathsep)[0])
     language = getattr(cfg, "source_lang" if side == "encoder" else "target_lang", None)
-    file = folder / (f"dict.{language}.txt" if language else "dict.txt")
-    return file if file.is_file() else None
+    return folder / (f"dict.{language}.txt" if language else "dict.txt")
 
 
 def scores_of(model: Any, output: Any) -> Tensor:

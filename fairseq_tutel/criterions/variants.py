@@ -9,6 +9,7 @@ from fairseq.criterions import CRITERION_DATACLASS_REGISTRY, CRITERION_REGISTRY,
 from fairseq.dataclass.utils import gen_parser_from_dataclass
 from fairseq.logging import metrics
 
+from fairseq_tutel.criterions import cmcl, image_classification  # noqa: F401 - registered before variants
 from fairseq_tutel.criterions.expert_log import reduce_expert_log
 from fairseq_tutel.criterions.gate_loss import GateLossMixin
 from fairseq_tutel.criterions.token_loss import TokenLossMixin

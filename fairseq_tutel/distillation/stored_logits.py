@@ -34,7 +34,7 @@ ABOUT, SUFFIX, VERSION = "about.json", ".answers", 2
 MAGIC = b"ftKL"
 # Magic, sample, n, fingerprint of its text, checksum of these and of the answers.
 HEAD = struct.Struct("<4sqI16sI")
-NUMBERS = (np.dtype("<i4"), np.dtype("<f4"))
+WORD, LOG = np.dtype("<i4"), np.dtype("<f4")  # of an answer: all its words, then their logarithms
 FLAG = "--distill-logits"
 
 
@@ -89,12 +89,9 @@ class StoredLogits:
                 "another data set, other --tokens-per-sample or --ignore-prefix-size, or a task that draws "
                 "its text in every epoch; give another folder, or leave it out."
             )
-        half = len(content) // 2
-        words, logs = (
-            torch.from_numpy(np.frombuffer(part, kind).reshape(-1, self.top_k).copy())
-            for part, kind in zip((content[:half], content[half:]), NUMBERS, strict=True)
-        )
-        return Answers(words.long(), logs)
+        pair_2nK = np.frombuffer(content, WORD).reshape(2, -1, self.top_k)
+        logs_nK = pair_2nK[1].view(LOG).copy()
+        return Answers(torch.from_numpy(pair_2nK[0].astype(np.int64)), torch.from_numpy(logs_nK))
 
     def _whole(self, sample: int) -> tuple[_Record, bytes] | None:
         """Return a record whose head and answers are not corrupt, and the bytes of its answers."""
@@ -110,10 +107,8 @@ class StoredLogits:
 
     def write(self, sample: int, text: bytes, answers: Answers) -> None:
         """Append the answers to a sample; `read` in any process finds them then."""
-        parts = (answers.words_NK.cpu(), answers.logs_NK.float().cpu())
-        content = b"".join(
-            part.numpy().astype(kind).tobytes() for part, kind in zip(parts, NUMBERS, strict=True)
-        )
+        words_nK, logs_nK = (part.cpu().numpy() for part in (answers.words_NK, answers.logs_NK.float()))
+        content = words_nK.astype(WORD).tobytes() + logs_nK.astype(LOG).tobytes()
         tokens = len(answers.words_NK)
         check = _check(sample, tokens, text, content)
         record = HEAD.pack(MAGIC, sample, tokens, text, check) + content

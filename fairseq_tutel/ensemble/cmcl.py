@@ -17,19 +17,11 @@ from torch import Tensor
 from fairseq_tutel.kernels.first_order import first_order
 
 
-def scores(logits_MNC: Tensor, target_N: Tensor) -> tuple[Tensor, Tensor]:
-    """Return every member's cross entropy on every sample, and its divergence from uniform predictions.
+def _scores(logits_NC: Tensor, target_N: Tensor) -> tuple[Tensor, Tensor]:
+    """Return a member's cross entropy on every sample, and its divergence from uniform predictions.
 
-    CE = -log P(target) and KL(U || P) = -log C - mean over the classes of log P are [M, N] in nats, in fp32
-    at least, without gradients.
+    CE = -log P(target) and KL(U || P) = -log C - mean over the classes of log P, in nats.
     """
-    with torch.no_grad():
-        columns = [_scores_of_one(logits_NC, target_N) for logits_NC in logits_MNC]
-    ce_M, kl_M = zip(*columns, strict=True)
-    return torch.stack(ce_M), torch.stack(kl_M)
-
-
-def _scores_of_one(logits_NC: Tensor, target_N: Tensor) -> tuple[Tensor, Tensor]:
     z_NC = logits_NC.to(_wide(logits_NC))
     log_sum_N = z_NC.logsumexp(dim=1)
     ce_N = log_sum_N - z_NC.gather(1, target_N.unsqueeze(1)).squeeze(1)
@@ -91,11 +83,12 @@ class _ConfidentLoss(torch.autograd.Function):
         labels_MN: Tensor | None,
         counts_N: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
-        ce_MN, kl_MN = scores(logits_MNC, target_N)
+        of_members = (_scores(logits_NC, target_N) for logits_NC in logits_MNC)
+        ce_MN, kl_MN = map(torch.stack, zip(*of_members, strict=True))
         chosen_MN = assign(ce_MN, kl_MN, overlap, beta)
         if labels_MN is not None:
             columns = zip(logits_MNC, labels_MN, strict=True)
-            kl_MN = torch.stack([_scores_of_one(z_NC, drawn_N)[0] for z_NC, drawn_N in columns])
+            kl_MN = torch.stack([_scores(z_NC, drawn_N)[0] for z_NC, drawn_N in columns])
         losses_MN = torch.where(chosen_MN, ce_MN, beta * kl_MN)
         if counts_N is not None:
             losses_MN = losses_MN.masked_fill(~counts_N, 0.0)

@@ -5,7 +5,7 @@ M members.
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from queue import SimpleQueue
 from typing import Any
@@ -60,10 +60,14 @@ class _Run:
     """A forward in a thread that pauses after one layer."""
 
     def __init__(self, forward: Callable[[], Any], layer: nn.Module) -> None:
-        self._forward, self._layer, self._set_modes = forward, layer, _modes()
+        self._forward, self._layer = forward, layer
         # The layer's output, then the finished forward.
         self._events: SimpleQueue[Tensor | Future] = SimpleQueue()
         self._features: SimpleQueue[Tensor | None] = SimpleQueue()
+        # The caller's modes, which hold in its thread alone.
+        self._grad, kinds = torch.is_grad_enabled(), ("cpu", "cuda")
+        self._casts = [(k, torch.get_autocast_dtype(k)) for k in kinds if torch.is_autocast_enabled(k)]
+        self._device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
 
     def until_pause(self, pool: ThreadPoolExecutor) -> Tensor:
         """Start; return the layer's output."""
@@ -93,12 +97,14 @@ class _Run:
         self._features.put(None)
 
     def _work(self) -> Any:
-        handle = self._layer.register_forward_hook(self._pause)
-        try:
-            with self._set_modes():
-                return self._forward()
-        finally:
-            handle.remove()
+        with contextlib.ExitStack() as stack:
+            stack.callback(self._layer.register_forward_hook(self._pause).remove)
+            stack.enter_context(torch.set_grad_enabled(self._grad))
+            for kind, dtype in self._casts:
+                stack.enter_context(torch.autocast(kind, dtype=dtype))
+            if self._device is not None:
+                stack.enter_context(torch.cuda.device(self._device))
+            return self._forward()
 
     def _pause(self, layer: nn.Module, args: tuple, output: Any) -> Any:
         feature = output[0] if isinstance(output, tuple | list) else output
@@ -112,22 +118,3 @@ class _Run:
         if mixed is None:
             raise _GivenUpError
         return mixed if torch.is_tensor(output) else (mixed, *output[1:])
-
-
-def _modes() -> Callable[[], contextlib.AbstractContextManager]:
-    """Return a context manager that sets this thread's torch modes in another thread."""
-    grad = torch.is_grad_enabled()
-    casts = [(k, torch.get_autocast_dtype(k)) for k in ("cpu", "cuda") if torch.is_autocast_enabled(k)]
-    device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
-
-    @contextlib.contextmanager
-    def set_modes() -> Iterator[None]:
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(torch.set_grad_enabled(grad))
-            for kind, dtype in casts:
-                stack.enter_context(torch.autocast(kind, dtype=dtype))
-            if device is not None:
-                stack.enter_context(torch.cuda.device(device))
-            yield
-
-    return set_modes

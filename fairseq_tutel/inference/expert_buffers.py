@@ -88,29 +88,3 @@ def buffers_on_host(layout: BufferLayout, count: int) -> list[Buffer]:
             memory = torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
             buffers += [Buffer(layout, part) for part in memory.split(layout.num_bytes)]
     return buffers
-
-
-class BufferPool:
-    """Free buffers by layout and device, kept for reuse."""
-
-    def __init__(self) -> None:
-        self._free: dict[tuple[BufferLayout, torch.device], list[Buffer]] = {}
-
-    def take(self, layout: BufferLayout, device: torch.device) -> Buffer:
-        """Return a free buffer, or a new one if there is none."""
-        free = self._free.setdefault((layout, device), [])
-        if free:
-            return free.pop()
-        with torch.inference_mode(False):  # a thread writes it, in any mode
-            buffer = Buffer(layout, torch.empty(layout.num_bytes, dtype=torch.uint8, device=device))
-        buffer.note_free()  # the memory's former tensor may still be read
-        return buffer
-
-    def give(self, buffer: Buffer) -> None:
-        """Return a buffer to the pool."""
-        buffer.note_free()
-        self._free[buffer.layout, buffer.memory.device].append(buffer)
-
-    def clear(self) -> None:
-        """Release all free buffers."""
-        self._free.clear()

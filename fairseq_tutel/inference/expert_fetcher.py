@@ -64,8 +64,7 @@ class Fetcher:
     """
 
     def __init__(self) -> None:
-        self._wanted: deque[Fetch] = deque()
-        self._ahead: deque[Fetch] = deque()
+        self._queue: deque[Fetch] = deque()  # those that are needed now, then those ahead
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
         self._process = os.getpid()
@@ -79,22 +78,18 @@ class Fetcher:
                 name = "fairseq_tutel experts"
                 self._thread = threading.Thread(target=self._run, name=name, daemon=True)
                 self._thread.start()
-            (self._ahead if ahead else self._wanted).append(fetch)
+            (self._queue.append if ahead else self._queue.appendleft)(fetch)
             self._changed.notify_all()
 
     def wait(self, fetches: Sequence[Fetch]) -> bool:
-        """Wait until all experts are fetched; return whether this had to wait.
-
-        Raises:
-            ValueError: an expert could not be fetched.
-        """
+        """Wait until all experts are fetched; return whether this had to wait."""
         if all(fetch.is_here for fetch in fetches):
             return False
         with self._changed:
             for fetch in fetches:
-                if fetch in self._ahead:
-                    self._ahead.remove(fetch)
-                    self._wanted.append(fetch)
+                if fetch in self._queue:
+                    self._queue.remove(fetch)
+                    self._queue.appendleft(fetch)
             while not all(fetch.is_here for fetch in fetches):
                 self.refuse_ended()
                 self._changed.wait()
@@ -103,11 +98,10 @@ class Fetcher:
     def cancel(self, fetch: Fetch) -> bool:
         """Remove a fetch from the queue; return whether it was there."""
         with self._changed:
-            for queue in (self._wanted, self._ahead):
-                if fetch in queue:
-                    queue.remove(fetch)
-                    return True
-            return False
+            is_queued = fetch in self._queue
+            if is_queued:
+                self._queue.remove(fetch)
+            return is_queued
 
     def end(self, reason: str) -> None:
         """End the thread after its current read."""
@@ -115,8 +109,7 @@ class Fetcher:
             return
         with self._changed:
             self._ended = self._ended or reason
-            self._wanted.clear()
-            self._ahead.clear()
+            self._queue.clear()
             self._changed.notify_all()
         # Any thread, this one included, can collect a store without references.
         if self._thread not in (None, threading.current_thread()):
@@ -141,11 +134,11 @@ class Fetcher:
         stream: torch.cuda.Stream | None = None
         while True:
             with self._changed:
-                while not (self._wanted or self._ahead or self._ended):
+                while not (self._queue or self._ended):
                     self._changed.wait()
                 if self._ended:
                     return
-                fetch = (self._wanted or self._ahead).popleft()
+                fetch = self._queue.popleft()
             reason = ""
             try:
                 device = fetch.buffer.memory.device

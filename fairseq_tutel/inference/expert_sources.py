@@ -10,7 +10,6 @@ import os
 import struct
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +24,6 @@ from fairseq_tutel.moe.expert_stack import ExpertStack
 
 MOST_OPEN = 64  # descriptors
 LONGEST_HEADER = 100_000_000  # bytes, as in safetensors' own reader
-AT_ONCE = 512  # buffers of a preadv, of which Linux takes 1,024
-
-Placed = tuple[int, int, memoryview]  # begin and end in a file, and the memory to read into
 
 
 class ShardFiles:
@@ -35,34 +31,27 @@ class ShardFiles:
 
     def __init__(self) -> None:
         self._open: OrderedDict[Path, int] = OrderedDict()
-        self._identities: dict[Path, tuple[int, ...]] = {}
-        self._spans: dict[Path, dict[str, tuple[int, int]]] = {}
+        # Identity of each file, and the begin and end of its tensors.
+        self._known: dict[Path, tuple[tuple[int, ...], dict[str, tuple[int, int]]]] = {}
         self._sound: set[tuple[Path, str]] = set()
         self._staging: dict[BufferLayout, Buffer] = {}
 
     def read(self, path: Path, wanted: Sequence[tuple[Piece, memoryview]]) -> None:
-        """Read pieces of a file into buffers of their sizes.
-
-        Raises:
-            ValueError: the file is missing, truncated, changed, unreadable or corrupt.
-        """
+        """Read pieces of a file; ValueError: it is missing, truncated, changed, unreadable or corrupt."""
         try:
-            descriptor = self._descriptor(path)
-            placed = []
+            descriptor, spans = self._opened(path)
             for piece, into in wanted:
-                begin, end = self._spans[path].get(piece.key, (0, -1))
-                if end - begin != into.nbytes:
-                    raise unreadable(path, f"its {piece.key} is not what was saved")
-                placed.append((begin, end, into))
-            for run in _runs(sorted(placed, key=itemgetter(0))):
-                _read_whole(descriptor, [into for _, _, into in run], run[0][0])
-        except (OSError, EOFError) as error:
-            raise unreadable(path, getattr(error, "strerror", "") or str(error)) from error
-        for piece, into in wanted:
-            if (path, piece.key) not in self._sound:
-                if hashlib.sha256(into).hexdigest() != piece.digest:
+                begin, end = spans.get(piece.key, (0, -1))
+                is_sound = end - begin == into.nbytes
+                if is_sound:
+                    _read_whole(descriptor, into, begin)
+                if is_sound and (path, piece.key) not in self._sound:
+                    is_sound = hashlib.sha256(into).hexdigest() == piece.digest
+                if not is_sound:
                     raise unreadable(path, f"its {piece.key} is not what was saved")
                 self._sound.add((path, piece.key))
+        except (OSError, EOFError) as error:
+            raise unreadable(path, getattr(error, "strerror", "") or str(error)) from error
 
     def staging_of(self, layout: BufferLayout) -> Buffer:
         """Return a buffer on the host, which the next read overwrites."""
@@ -75,8 +64,8 @@ class ShardFiles:
         while self._open:
             os.close(self._open.popitem()[1])
 
-    def _descriptor(self, path: Path) -> int:
-        """Return an open file that has not changed since it was first opened."""
+    def _opened(self, path: Path) -> tuple[int, dict[str, tuple[int, int]]]:
+        """Return an open file that has not changed since it was first opened, and its tensors' bytes."""
         if path not in self._open:
             if len(self._open) >= MOST_OPEN:
                 os.close(self._open.popitem(last=False)[1])
@@ -85,11 +74,12 @@ class ShardFiles:
         descriptor = self._open[path]
         status = os.fstat(descriptor)
         identity = status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
-        if self._identities.setdefault(path, identity) != identity:
+        if path not in self._known:
+            self._known[path] = identity, _read_header(path, descriptor, status.st_size)
+        known, spans = self._known[path]
+        if known != identity:
             raise unreadable(path, "it was changed while it was in use")
-        if path not in self._spans:
-            self._spans[path] = _read_header(path, descriptor, status.st_size)
-        return descriptor
+        return descriptor, spans
 
 
 class FromFiles:
@@ -125,11 +115,7 @@ class FromHost:
 
 
 def source_of(stack: ExpertStack, tensors: Mapping[str, Any], tier: str, files: ShardFiles) -> Source:
-    """Return the source of a stack's experts.
-
-    Raises:
-        ValueError: the tensors do not fit the stack or the tier.
-    """
+    """Return the source of a stack's experts; ValueError: the tensors do not fit the stack or the tier."""
     if stack.part.slices > 1:
         raise ValueError(
             f"an expert store needs whole experts, but each is sliced over {stack.part.slices} ranks; give "
@@ -185,12 +171,12 @@ def _check_tensor(stack: ExpertStack, name: str, tensor: Any) -> None:
 def _read_header(path: Path, descriptor: int, size: int) -> dict[str, tuple[int, int]]:
     """Return the begin and end of each tensor's bytes in a safetensors file."""
     prefix = bytearray(8)
-    _read_whole(descriptor, [memoryview(prefix)], 0)
+    _read_whole(descriptor, memoryview(prefix), 0)
     (length,) = struct.unpack("<Q", prefix)
     if length > min(LONGEST_HEADER, size - 8):
         raise EOFError("it ends before its header does")
     text = bytearray(length)
-    _read_whole(descriptor, [memoryview(text)], 8)
+    _read_whole(descriptor, memoryview(text), 8)
     try:
         entries = {k: v["data_offsets"] for k, v in parse_json(text).items() if k != "__metadata__"}
         spans = {key: (8 + length + begin, 8 + length + end) for key, (begin, end) in entries.items()}
@@ -202,30 +188,10 @@ def _read_header(path: Path, descriptor: int, size: int) -> dict[str, tuple[int,
     return spans
 
 
-def _runs(placed: Sequence[Placed]) -> list[list[Placed]]:
-    """Group adjacent spans of a file, which one call reads."""
-    runs: list[list[Placed]] = []
-    for one in placed:
-        if runs and runs[-1][-1][1] == one[0] and len(runs[-1]) < AT_ONCE:
-            runs[-1].append(one)
-        else:
-            runs.append([one])
-    return runs
-
-
-def _read_whole(descriptor: int, buffers: Sequence[memoryview], offset: int) -> None:
-    """Fill buffers with the bytes from `offset`.
-
-    Raises:
-        EOFError: the file ends before.
-    """
-    left = [buffer for buffer in buffers if buffer.nbytes]
-    while left:
-        count = os.preadv(descriptor, left, offset)
+def _read_whole(descriptor: int, memory: memoryview, offset: int) -> None:
+    """Fill memory with the bytes from `offset`; EOFError: the file ends before."""
+    while memory.nbytes:
+        count = os.preadv(descriptor, [memory], offset)
         if count == 0:
             raise EOFError("it is shorter than it was")
-        offset += count
-        while left and count >= left[0].nbytes:
-            count -= left.pop(0).nbytes
-        if count:
-            left[0] = left[0][count:]
+        memory, offset = memory[count:], offset + count

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fairseq_tutel.inference.expert_buffers import Buffer, BufferPool
+from fairseq_tutel.inference.expert_buffers import Buffer, BufferLayout
 from fairseq_tutel.inference.expert_cache import ExpertCache, Key
 from fairseq_tutel.inference.expert_fetcher import Fetch, Fetcher, Source
 from fairseq_tutel.inference.expert_sources import ShardFiles, source_of
@@ -48,9 +48,8 @@ class Counters:
 class ExpertStore:
     """Keeps the experts of layers on disk or in host memory, and fetches those with rows.
 
-    The outputs are bit-identical to those with experts in memory, also for quantized experts. On a CPU they
-    can differ by rounding if the bytes of an expert's matrix are no multiple of 64, since products depend
-    on the alignment. For evaluation only::
+    The outputs are bit-identical to those with experts in memory. On a CPU they can differ by rounding if
+    the bytes of an expert's matrix are no multiple of 64. For evaluation only::
 
         layer = ft.MoELayer(ft.MoEConfig(model_dim=512, hidden_dim=2048, num_experts=64)).eval()
         with ft.ExpertStore("on-demand", tier="host", cache=8) as store, torch.no_grad():
@@ -93,7 +92,8 @@ class ExpertStore:
         self._used: set[Key] = set()  # by the current call
         self._prefetched: dict[int, set[Key]] = {}
         self._bytes = 0  # of `_fetches`
-        self._buffers, self._files, self._fetcher = BufferPool(), ShardFiles(), Fetcher()
+        self._free_buffers: dict[tuple[BufferLayout, torch.device], list[Buffer]] = {}
+        self._files, self._fetcher = ShardFiles(), Fetcher()
         self._close = weakref.finalize(self, _end, self._fetcher, self._files)
 
     def add(self, stack: ExpertStack, tensors: Mapping[str, Any] | None = None) -> None:
@@ -127,7 +127,7 @@ class ExpertStore:
         self._close()
         self._stacks.clear()
         self._fetches.clear()
-        self._buffers.clear()
+        self._free_buffers.clear()
 
     def __enter__(self) -> "ExpertStore":
         return self
@@ -149,11 +149,7 @@ class ExpertStore:
             self._prefetch(index, experts)
 
     def take(self, index: int, experts: Sequence[int]) -> list[Buffer]:
-        """Return the buffers of experts of a stack; they are valid until the next call of any block.
-
-        Raises:
-            ValueError: an expert cannot be fetched.
-        """
+        """Return the buffers of experts of a stack; they are valid until the next call of any block."""
         with self._closed_on_error():
             wanted = {(index, e) for e in experts}
             self._release((self._used | self._prefetched.pop(index, set())) - wanted)
@@ -202,8 +198,7 @@ class ExpertStore:
         self._cache.take(key)
         if key not in self._fetches:
             stack, source = self._stacks[key[0]]
-            buffer = self._buffers.take(source.layout, stack.device)
-            self._fetches[key] = Fetch(source, key[1], buffer)
+            self._fetches[key] = Fetch(source, key[1], self._buffer(source.layout, stack.device))
             self._cache.note_fetch(key)
             num_bytes, counters = source.layout.num_bytes, self.counters
             self._bytes += num_bytes
@@ -212,6 +207,16 @@ class ExpertStore:
             counters.peak_bytes = max(counters.peak_bytes, self._bytes)
             self._fetcher.request(self._fetches[key], ahead)
         return self._fetches[key]
+
+    def _buffer(self, layout: BufferLayout, device: torch.device) -> Buffer:
+        """Return a free buffer, or a new one if there is none."""
+        free = self._free_buffers.setdefault((layout, device), [])
+        if free:
+            return free.pop()
+        with torch.inference_mode(False):  # a thread writes it, in any mode
+            buffer = Buffer(layout, torch.empty(layout.num_bytes, dtype=torch.uint8, device=device))
+        buffer.note_free()  # the memory's former tensor may still be read
+        return buffer
 
     def _release(self, keys: Iterable[Key]) -> None:
         """Move experts to the cache; free the buffers of evicted ones and of cancelled fetches."""
@@ -229,7 +234,8 @@ class ExpertStore:
     def _free(self, key: Key) -> None:
         buffer = self._fetches.pop(key).buffer
         self._bytes -= buffer.layout.num_bytes
-        self._buffers.give(buffer)
+        buffer.note_free()
+        self._free_buffers[buffer.layout, buffer.memory.device].append(buffer)
 
 
 class _StoredWeights(Weights):

@@ -44,11 +44,7 @@ class Lockstep:
         return len(self.layers) - 1
 
     def wait_for_turn(self, index: int) -> None:
-        """Join other calls until it is this layer's turn; the caller then runs the layer.
-
-        Raises:
-            CommunicationError: a rank did not join the agreement.
-        """
+        """Join other calls until it is this layer's turn; the caller then runs the layer."""
         while next_layer(requests := self._requests(index)) != index:
             self._join(requests)
         self.calls += 1

@@ -76,11 +76,7 @@ class Chain:
         return {**self.__dict__, "_pending": {}}
 
     def routing_of(self, layer: MoELayer, x_TD: Tensor, call: Call) -> Routing:
-        """Return the routing of a layer's forward, and compute that of the layer N behind it.
-
-        Raises:
-            ValueError: the layer N before it was not called, or with other arguments.
-        """
+        """Return the routing of a layer's forward, and compute that of the layer N behind it."""
         index = self.layers.index(layer)
         if index == 0:
             self._pending.clear()

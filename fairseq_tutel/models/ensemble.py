@@ -10,8 +10,6 @@ M members, C classes.
 import argparse
 import logging
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import fields
 from functools import partial
 from typing import Any
@@ -78,15 +76,16 @@ class EnsembleModel(BaseFairseqModel):
         """Build the members, each with its own experts, if any."""
         config = read(EnsembleConfig, args)
         refuse_bad_values(config)
-        root, members = root_of(task), []
-        seed = int(root.common.seed) if root is not None else 1
-        seeds_layers = is_training(task, args)
-        for m in range(config.ensemble_size):
-            with _logging_once(is_first=m == 0):
-                member = build_model(_member_options(args, task), task)
-            for layer in moe_layers(member):
-                layer.become_member(m, seed if seeds_layers else None)
-            members.append(member)
+        seed = int(root_of(task).common.seed) if is_training(task, args) else None
+        members, disabled = [], logging.root.manager.disable
+        try:
+            for m in range(config.ensemble_size):
+                members.append(build_model(_member_options(args, task), task))
+                for layer in moe_layers(members[m]):
+                    layer.become_member(m, seed)
+                logging.disable(max(disabled, logging.INFO))  # the others would log the same
+        finally:
+            logging.disable(disabled)
         if getattr(task, "moe_tuner", None) is not None:
             raise ValueError(
                 "--moe-adaptive measures the layers of one model, and --arch ensemble_of trains several "
@@ -192,16 +191,6 @@ def _member_options(args: Any, task: Any) -> Any:
     if is_opened(args):
         member._set_flag(OPENED, True)
     return member
-
-
-@contextmanager
-def _logging_once(is_first: bool) -> Iterator[None]:
-    before = logging.root.manager.disable
-    logging.disable(before if is_first else max(before, logging.INFO))
-    try:
-        yield
-    finally:
-        logging.disable(before)
 
 
 @register_model_architecture(NAME, NAME)

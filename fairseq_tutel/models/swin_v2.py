@@ -79,7 +79,7 @@ class SwinV2Model(SwinV2, BaseFairseqModel):
 class SwinV2MoEModel(MoEModelMixin, SwinV2Model):
     """Swin V2 whose every --moe-freq-th block of a stage has experts, in the last stages."""
 
-    expert_stages = 0
+    expert_stages = 0  # how many of the last stages may have experts
 
     @classmethod
     def build_model(cls, cfg: Any, task: Any) -> Any:
@@ -92,22 +92,18 @@ class SwinV2MoEModel(MoEModelMixin, SwinV2Model):
                 "recomputes a block without the earlier one whose input its gate reads; drop one."
             )
         model = super().build_model(cfg, task)
-        model.choose_stages(own.expert_stages)
+        model.expert_stages = own.expert_stages
         sides = [side for side, _, _ in model.moe_stacks()]
         facts = {**EXPERTS, "activation_dropout": own.expert_dropout}
         freqs, of_sides = dict.fromkeys(sides, cfg.moe_freq), dict.fromkeys(sides, facts)
         install_experts(model, cfg, task, freqs, of_sides)
         return model
 
-    def choose_stages(self, number: int) -> None:
-        """Set how many of the last stages may have experts."""
-        self.expert_stages = number
-
     def moe_stacks(self) -> Iterable[tuple[str, str, nn.Module]]:
         """Return the stages that may have experts, for `named_stacks`."""
-        numbered = list(enumerate(self.stages))
-        for i, stage in numbered[max(0, len(numbered) - self.expert_stages) :]:
-            yield f"stage {i + 1}", f"stages.{i}.blocks", stage.get_submodule("blocks")
+        for i in range(max(0, len(self.stages) - self.expert_stages), len(self.stages)):
+            path = f"stages.{i}.blocks"
+            yield f"stage {i + 1}", path, self.get_submodule(path)
 
 
 def _register(name: str, model: type, options: list, defaults: dict[str, Any]) -> None:

@@ -65,11 +65,8 @@ SIDES = (
 FINE_TUNED = (Wav2VecCtc, Wav2Vec2Seq2SeqModel, Wav2VecClassification, HubertCtc, HubertSeq2SeqModel)
 # Sides whose linear layers fairseq always initializes by init_bert_params; others need --apply-bert-init.
 BERT_SIDES = {
-    RobertaModel: {"encoder"},
-    RobertaEncDecModel: {"encoder"},
-    BARTModel: {"encoder", "decoder"},
-    Wav2Vec2Model: {"encoder"},
-    HubertModel: {"encoder"},
+    **dict.fromkeys((RobertaModel, RobertaEncDecModel, Wav2Vec2Model, HubertModel), ("encoder",)),
+    BARTModel: BOTH,
 }
 BERT_INIT = {"init_std": 0.02}
 # The reasons are in docs/models.md.

@@ -143,9 +143,6 @@ def static_strategy(
 
     An algorithm `auto` is chosen for T = `tokens` of a rank by a hardware profile (None: a typical one of
     this device) and the bytes of an element of a row.
-
-    Raises:
-        ValueError: r does not fit the shards, or the topology has no groups for it.
     """
     algorithm, grid = config.a2a_algorithm, topology.grid
     slices, overlap = topology.slices(config.num_experts), config.a2a_ffn_overlap_degree
@@ -163,27 +160,23 @@ def static_strategy(
 
 
 def static_degree(config: MoEConfig, slices: int) -> int:
-    """Return the configured r of a layer with `slices` shards of an expert, at most s.
-
-    Raises:
-        ValueError: r is neither 0 nor a divisor of s, or experts need their whole hidden dimension.
-    """
+    """Return the configured r, at most s = `slices`; raise ValueError for an invalid one."""
     degree = config.adaptive_r
     name, value = "adaptive_r", str(degree)
     if degree < 0:
         name, value = "parallel_type", config.parallel_type
         degree = degree_of(config.parallel_type, slices) or 0  # MoEConfig has checked it
     degree = min(degree, slices)
-    if degree not in allowed_degrees(slices):
-        raise ValueError(
-            f"{label_of(name)} is {value}, but {slices} ranks hold one expert; give 0 or a divisor of "
-            f"{slices}."
-        )
-    if degree > 1 and config.hidden_layer_norm:
-        raise ValueError(
-            f"{label_of(name)} is {value}, which splits the hidden dimension, but the layer norm of "
-            "--scale-fc needs the whole; give 0 or 1."
-        )
+    given = f"{label_of(name)} is {value}"
+    require(
+        degree in allowed_degrees(slices),
+        f"{given}, but {slices} ranks hold one expert; give 0 or a divisor of {slices}.",
+    )
+    require(
+        degree <= 1 or not config.hidden_layer_norm,
+        f"{given}, which splits the hidden dimension, but the layer norm of --scale-fc needs the whole; "
+        "give 0 or 1.",
+    )
     return degree
 
 

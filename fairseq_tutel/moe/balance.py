@@ -1,7 +1,4 @@
-"""Balance: named scalar losses of a routing, or a bias on the choice, which needs no loss.
-
-T tokens, E experts, K top_k, S sentences.
-"""
+"""Balance: losses of a routing, and a bias on the choice. T tokens, E experts, K top_k, S sentences."""
 
 import math
 from collections.abc import Callable
@@ -34,9 +31,7 @@ def gshard_all_loss(routing: Routing, gate: GateOutput | None = None) -> Tensor:
 def gshard_global_loss(routing: Routing, gate: GateOutput) -> Tensor:
     """The gshard_all loss with f_e over the micro-batches of all ranks and P_e of this rank.
 
-    Collective in training: one all-reduce of E numbers.
-
-    Source: Qiu et al. 2025, Demons in the Detail, section 3.
+    Collective in training: one all-reduce of E numbers. Source: Qiu et al. 2025, Demons in the Detail.
     """
     assigned_E = routing.assigned_KE.sum(dim=0)
     if gate.num_ranks > 1:
@@ -45,10 +40,7 @@ def gshard_global_loss(routing: Routing, gate: GateOutput) -> Tensor:
 
 
 def gshard_sequence_loss(routing: Routing, gate: GateOutput) -> Tensor:
-    """The gshard_all loss of every sentence, averaged over sentences with a real token.
-
-    Source: DeepSeek-V3 (2024), equations 17 to 20, with E for their 1 / K in f.
-    """
+    """The mean of gshard_all over sentences (DeepSeek-V3 2024, equations 17 to 20, E for their 1 / K)."""
     probs_TE = _real_probs(routing)
     num_tokens, num_experts = probs_TE.shape
     count, time = gate.sentences or (1, num_tokens)
@@ -101,10 +93,7 @@ def load_importance_tutel_loss(routing: Routing, gate: GateOutput) -> Tensor:
 
 
 def z_loss(routing: Routing, gate: GateOutput) -> Tensor:
-    """Mean over the real tokens of (log sum_e exp logit_e)^2, a penalty on large logits.
-
-    Source: ST-MoE (Zoph et al. 2022), equation 5.
-    """
+    """Mean over the real tokens of (log sum_e exp logit_e)^2 (ST-MoE, Zoph et al. 2022, equation 5)."""
     square_T = torch.logsumexp(_wide(gate.logits_TE), dim=1).square()
     if routing.real_T is not None:
         square_T = square_T.masked_fill(~routing.real_T, 0.0)
@@ -169,10 +158,7 @@ def balance_losses(names: dict[str, float], routing: Routing, gate: GateOutput) 
 
 
 class BalanceBias(nn.Module):
-    """A bias that rises for underloaded experts and falls for overloaded ones, with their load.
-
-    Source: Wang et al. 2024, Auxiliary-Loss-Free Load Balancing, algorithm 1.
-    """
+    """A bias that rises for underloaded experts and falls for others (Wang et al. 2024, algorithm 1)."""
 
     bias: Tensor
     load: Tensor

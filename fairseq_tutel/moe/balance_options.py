@@ -1,8 +1,9 @@
 """The balance losses by name (their functions are in balance.py), and the criterion's options for them."""
 
+import math
 from dataclasses import dataclass
 
-from fairseq_tutel.options.option import NOT_NEGATIVE, balance, because, logging
+from fairseq_tutel.options.option import NOT_NEGATIVE, balance, because, logging, require
 
 BALANCE_LOSSES = {
     "gshard": "fraction of first choices times mean probability, summed over experts",
@@ -50,33 +51,22 @@ class CriterionConfig:
 
 
 def parse_balance_loss(text: str) -> dict[str, float]:
-    """Parse "gshard:1,z:0.1" to {"gshard": 1.0, "z": 0.1}; "none" and "" give {}.
-
-    Raises:
-        ValueError: a name is unknown or repeated, or a weight is not a finite number of at least 0.
-    """
+    """Parse "gshard:1,z:0.1" to {"gshard": 1.0, "z": 0.1}, "none" and "" to {}, or raise ValueError."""
     weights: dict[str, float] = {}
-    if text.strip() in ("", "none"):
-        return weights
-    for part in text.split(","):
+    for part in text.split(",") if text.strip() not in ("", "none") else ():
         name, _, weight = (word.strip() for word in part.partition(":"))
-        if name not in BALANCE_LOSSES or name in weights:
-            raise ValueError(
-                f"balance_loss (--moe-balance-loss) is {text!r}: {name!r} is unknown or given twice; give "
-                f"none, or a list of {', '.join(BALANCE_LOSSES)}, such as gshard:1."
-            )
-        weights[name] = _weight_of(weight or "1", text)
-    return weights
-
-
-def _weight_of(weight: str, text: str) -> float:
-    try:
-        value = float(weight)
-    except ValueError:
-        value = -1.0
-    if not 0 <= value < float("inf"):
-        raise ValueError(
-            f"balance_loss (--moe-balance-loss) is {text!r}: {weight!r} is not a valid weight; give "
-            "name:number with a number of at least 0."
+        require(
+            name in BALANCE_LOSSES and name not in weights,
+            f"balance_loss (--moe-balance-loss) is {text!r}: {name!r} is unknown or given twice; give "
+            f"none, or a list of {', '.join(BALANCE_LOSSES)}, such as gshard:1.",
         )
-    return value
+        try:
+            weights[name] = float(weight or "1")
+        except ValueError:
+            weights[name] = math.nan
+        require(
+            0 <= weights[name] < math.inf,
+            f"balance_loss (--moe-balance-loss) is {text!r}: {weight!r} is not a valid weight; give "
+            "name:number with a number of at least 0.",
+        )
+    return weights

@@ -1,7 +1,4 @@
-"""Custom classes, named package.module.Class, and the initial values of modules.
-
-Every tensor has its own generator, so that a model is the same for every number of ranks.
-"""
+"""Custom classes, named package.module.Class, and initial values, the same for every number of ranks."""
 
 import hashlib
 import importlib
@@ -76,11 +73,8 @@ def hashed_seed(seed: int, name: str, expert: int, tensor: str) -> int:
 def draw_linear(
     target: Tensor, fan_in: int, kind: str, init_std: float, generator: torch.Generator
 ) -> None:
-    """Fill a weight or bias in place as nn.Linear does, or, by `init_std`, normal with zero biases.
-
-    `kind` is "weight" or "bias". Numbers are drawn in fp32 on the CPU for every device and float dtype.
-    """
-    values = torch.zeros(target.shape, dtype=torch.float32)
+    """Fill a weight or bias (`kind`) as nn.Linear does, or by `init_std` normal with zero biases."""
+    values = torch.zeros(target.shape, dtype=torch.float32)  # on the CPU, for every device and dtype
     if init_std == 0:
         bound = 1 / math.sqrt(fan_in)
         nn.init.uniform_(values, -bound, bound, generator=generator)

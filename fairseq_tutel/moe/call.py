@@ -1,7 +1,4 @@
-"""The arguments of one forward of a layer, with the tokens flattened.
-
-T tokens, D model_dim, S sentences.
-"""
+"""The arguments of one forward of a layer, with tokens flattened. T tokens, D model_dim, S sentences."""
 
 import math
 from dataclasses import dataclass
@@ -10,9 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fairseq_tutel.moe.choice import MicroBatch
 from fairseq_tutel.moe.config import MoEConfig
-from fairseq_tutel.moe.slots import Capacity
+from fairseq_tutel.moe.slots import Capacity, MicroBatch, capacity_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,12 +34,19 @@ class Call:
         time_first: bool = False,
         **overrides: Any,
     ) -> "Call":
-        """Return the call of a layer with D = `model_dim` for x; see `MoELayer.forward`.
-
-        Raises:
-            ValueError: x, the mask or the token IDs have a wrong shape or dtype.
-        """
-        _check_tokens(x, model_dim, time_first)
+        """Return the call of a layer for x; raise ValueError for wrong shapes or dtypes."""
+        if not x.is_floating_point():
+            raise ValueError(f"x is {x.dtype}; give tokens of a floating-point dtype.")
+        if x.shape[-1:] != (model_dim,):
+            raise ValueError(
+                f"x has shape {tuple(x.shape)} but model_dim is {model_dim}; give tokens whose last "
+                f"dimension is {model_dim}."
+            )
+        if time_first and x.dim() != 3:
+            raise ValueError(
+                f"x has shape {tuple(x.shape)} but time_first is True; give [time, batch, {model_dim}], or "
+                "leave time_first out."
+            )
         return cls(
             shape=tuple(x.shape[:-1]),
             time_first=time_first,
@@ -60,12 +63,15 @@ class Call:
         # Attention gives NaN for a sentence of padding alone, and 0 * NaN is NaN in the gradient.
         return x_TD.masked_fill(self.padding_T.unsqueeze(1), 0.0)
 
-    def micro_batch(self, training: bool) -> MicroBatch:
-        """Return padding, order and mode of the tokens for routing."""
+    def micro_batch(self, config: MoEConfig, training: bool, bias_E: Tensor | None = None) -> MicroBatch:
+        """Return what is routed; raise ValueError for an invalid capacity factor."""
         return MicroBatch(
+            top_k=self.top_k_of(config),
+            capacity=capacity_of(config, training, self.capacity_factor),
             real_T=None if self.padding_T is None else ~self.padding_T,
             time_first=(self.shape[0], self.shape[1]) if self.time_first else None,
             training=training,
+            bias_E=bias_E,
         )
 
     def top_k_of(self, config: MoEConfig) -> int:
@@ -81,21 +87,6 @@ class Call:
             return None
         *outer, time = self.shape
         return math.prod(outer), time
-
-
-def _check_tokens(x: Tensor, model_dim: int, time_first: bool) -> None:
-    if not x.is_floating_point():
-        raise ValueError(f"x is {x.dtype}; give tokens of a floating-point dtype.")
-    if x.shape[-1:] != (model_dim,):
-        raise ValueError(
-            f"x has shape {tuple(x.shape)} but model_dim is {model_dim}; give tokens whose last dimension "
-            f"is {model_dim}."
-        )
-    if time_first and x.dim() != 3:
-        raise ValueError(
-            f"x has shape {tuple(x.shape)} but time_first is True; give [time, batch, {model_dim}], or "
-            "leave time_first out."
-        )
 
 
 def _flat(

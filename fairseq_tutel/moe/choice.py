@@ -2,7 +2,6 @@
 
 A way to choose experts is a function here that is named after its flag. `sinkhorn_keys`, for example,
 belongs to --moe-sinkhorn, tests/moe/test_choice.py::test_sinkhorn_… and a row of docs/routing.md.
-
 T tokens, E experts, K top_k, G groups of experts. Only scores and weights have a gradient.
 """
 
@@ -18,18 +17,8 @@ from fairseq_tutel import kernels
 from fairseq_tutel.kernels.first_order import first_order
 from fairseq_tutel.kernels.reference_route import choose_experts
 from fairseq_tutel.moe.config import MoEConfig
+from fairseq_tutel.moe.slots import MicroBatch
 from fairseq_tutel.options.option import is_whole
-
-
-@dataclass(frozen=True, kw_only=True)
-class MicroBatch:
-    """Padding, order and mode of the tokens that are routed."""
-
-    real_T: Tensor | None = None  # bool, False for padding; None without padding
-    # (time, batch) if token t is (t // batch, t % batch), as in fairseq. Slots are assigned in (sentence,
-    # time) order in both layouts.
-    time_first: tuple[int, int] | None = None
-    training: bool = False  # whether random numbers may be drawn
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,13 +31,9 @@ class Chosen:
     weights_TK: Tensor  # before any assignment is left out
 
 
-def choose(
-    logits_TE: Tensor, top_k: int, config: MoEConfig, batch: MicroBatch, bias_E: Tensor | None = None
-) -> Chosen:
-    """Choose and weigh the experts of every token: those with the K largest keys.
-
-    Every way to choose has its line here. `bias_E` is added to the scores for the choice alone.
-    """
+def choose(logits_TE: Tensor, config: MoEConfig, batch: MicroBatch) -> Chosen:
+    """Choose and weigh the experts of every token; every way to choose has its line here."""
+    top_k, bias_E = batch.top_k, batch.bias_E
     check_top_k(top_k, logits_TE.shape[1], config)
     sampling = config.second_expert_policy == "sampling" and top_k > 1
     is_sampled = batch.training and (config.rsample or sampling)
@@ -135,10 +120,7 @@ class _SoftmaxTopK(torch.autograd.Function):
 
 
 def rsample_keys(logits_TE: Tensor, score_function: str) -> Tensor:
-    """Return keys whose K largest are K experts drawn without replacement, in proportion to their scores.
-
-    Source: the Gumbel-top-k trick (Kool et al. 2019); for K = 1 DeepSpeed-MoE's RSample.
-    """
+    """Return keys whose K largest are experts drawn by score without replacement (Kool et al. 2019)."""
     # In half precision many draws would be equal, and the lower ID would be preferred.
     logits_TE = logits_TE.to(torch.promote_types(logits_TE.dtype, torch.float32))
     log_scores_TE = logits_TE if score_function == "softmax" else F.logsigmoid(logits_TE)
@@ -194,10 +176,7 @@ def mask_expert_groups(keys_TE: Tensor, scores_TE: Tensor, groups: int, kept: in
 
 
 def sampled_choices(weights_TK: Tensor) -> Tensor:
-    """Return [T, K] bool: the first choice always, every other with probability min(1, K * weight).
-
-    Source: GShard (Lepikhin et al. 2020), section 2.2, random routing: 2 * g_2 for K = 2.
-    """
+    """Keep the first choice, and others with probability min(1, K * weight) (GShard, section 2.2)."""
     top_k = weights_TK.shape[1]
     # fp32, since half precision is too coarse.
     draws_TK = torch.rand(weights_TK.shape, device=weights_TK.device, dtype=torch.float32)

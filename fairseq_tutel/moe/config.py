@@ -65,6 +65,9 @@ NO_CAPACITY = needs(
     "a capacity, such as --moe-capacity-factor 1",
 )
 NOT_COSINE = needs(lambda f: "cosine" in f.layer.gate_types, "--moe-gate-type cosine")
+FEW_GROUPS = needs(
+    lambda f: f.layer.groups_per_token < f.layer.expert_groups, "more --moe-expert-groups than that"
+)
 ONE_CHOICE = needs(lambda f: f.layer.top_k > 1, "--moe-top-k 2 or more")
 ONE_RANK = because(lambda f: f.ranks == 1, "there is one rank")
 ALL_LOCAL = because(lambda f: f.expert_parallel_size == 1, "every rank has all experts")
@@ -78,7 +81,14 @@ HALF_ALREADY = because(
     lambda f: f.layer.a2a_dtype == "bf16" and f.half, "rows are in half precision already"
 )
 NOT_TUNED = needs(lambda f: f.tuned, "--moe-adaptive auto")
-TUNED = "the tuner chooses; this value is the baseline of its reported gain"
+TUNED = because(lambda f: f.tuned, "the tuner chooses; this value is the baseline of its reported gain")
+TUNED_TYPE = Condition(lambda f: f.layer.parallel_type != "auto" and f.tuned, TUNED.words)
+R_GIVEN = because(
+    lambda f: f.layer.parallel_type != "auto" and f.layer.adaptive_r >= 0, "--moe-adaptive-r is given"
+)
+R_TOO_LARGE = because(
+    lambda f: f.layer.adaptive_r > f.slices, "an expert has {f.slices} ranks, so {f.slices} is used"
+)
 
 # Conditions under which an option is refused. f: the MoEConfig.
 EXPERTS_CHOOSE = Condition(
@@ -94,11 +104,7 @@ HASHED = Condition(
 
 @dataclass(frozen=True)
 class MoEConfig:
-    """Configuration of one MoE layer.
-
-    Raises:
-        ValueError: a value is invalid; names the option, the value and the fix.
-    """
+    """Configuration of one MoE layer. An invalid value raises a ValueError with option, value and fix."""
 
     # fmt: off
     prefix: ClassVar[str] = "moe_"  # of the keys
@@ -176,13 +182,7 @@ class MoEConfig:
         "groups-per-token scores in each), then experts within them",
     )
     groups_per_token: int = routing(
-        1, rule=AT_LEAST_1,
-        no_effect=(
-            needs(
-                lambda f: f.layer.groups_per_token < f.layer.expert_groups,
-                "more --moe-expert-groups than that",
-            ),
-        ),
+        1, rule=AT_LEAST_1, no_effect=(FEW_GROUPS,),
         help="groups that a token may choose experts from",
     )
     second_expert_policy: str = routing(
@@ -297,29 +297,13 @@ class MoEConfig:
         "the same",
     )
     parallel_type: str = parallelism(
-        "adaptive:1", rule=PARALLEL_TYPE,
-        no_effect=(
-            ALL_LOCAL,
-            because(
-                lambda f: f.layer.parallel_type != "auto" and f.layer.adaptive_r >= 0,
-                "--moe-adaptive-r is given",
-            ),
-            because(lambda f: f.layer.parallel_type != "auto" and f.tuned, TUNED),
-        ),
+        "adaptive:1", rule=PARALLEL_TYPE, no_effect=(ALL_LOCAL, R_GIVEN, TUNED_TYPE),
         help="parallelism of the experts: adaptive:r with r as in --moe-adaptive-r; data, the same as "
         "adaptive:1; model, the largest possible r; auto, the r that measures fastest; the result is the "
         "same",
     )
     adaptive_r: int = parallelism(
-        -1, rule=whole(-1, MILLION),
-        no_effect=(
-            ALL_LOCAL,
-            because(
-                lambda f: f.layer.adaptive_r > f.slices,
-                "an expert has {f.slices} ranks, so {f.slices} is used",
-            ),
-            because(lambda f: f.tuned, TUNED),
-        ),
+        -1, rule=whole(-1, MILLION), no_effect=(ALL_LOCAL, R_TOO_LARGE, TUNED),
         help="if there are more ranks than experts, number of expert shards (parts of the hidden "
         "dimension, one per rank) that each row is sent to: 0 gathers all experts on every rank and sends "
         "no row; otherwise a divisor of the ranks per expert, which is also the maximum; -1 uses "
@@ -357,38 +341,37 @@ def label_of(name: str) -> str:
 
 def _refuse_contradictions(config: MoEConfig) -> None:
     """Refuse options that are valid each but contradict each other."""
+
+    def given(name: str) -> str:
+        return f"{label_of(name)} is {getattr(config, name)}"
+
     experts, groups, kept = config.num_experts, config.expert_groups, config.groups_per_token
     require(
         config.top_k <= experts,
-        f"{label_of('top_k')} is {config.top_k} but there are {experts} experts; choose a value from 1 to "
-        f"{experts}.",
+        f"{given('top_k')} but there are {experts} experts; choose a value from 1 to {experts}.",
     )
     require(
         experts % groups == 0,
-        f"{label_of('expert_groups')} is {groups}, which does not divide the {experts} experts; give a "
-        "divisor.",
+        f"{given('expert_groups')}, which does not divide the {experts} experts; give a divisor.",
     )
     require(
         kept <= groups and kept * (experts // groups) >= config.top_k,
-        f"{label_of('groups_per_token')} is {kept} of {groups} groups of {experts // groups} experts; give "
-        f"at most {groups}, and enough for {config.top_k} experts per token.",
+        f"{given('groups_per_token')} of {groups} groups of {experts // groups} experts; give at most "
+        f"{groups}, and enough for {config.top_k} experts per token.",
     )
     gates = len(config.gate_types)
     require(
         config.gate_index < gates,
-        f"{label_of('gate_index')} is {config.gate_index}, but the number of gates is {gates}; choose from "
-        f"0 to {gates - 1}.",
+        f"{given('gate_index')}, but the number of gates is {gates}; choose from 0 to {gates - 1}.",
     )
-    fraction = config.eval_capacity_token_fraction
     require(
-        fraction == 0 or config.eval_capacity_factor == 0,
-        f"{label_of('eval_capacity_token_fraction')} is {fraction} together with "
-        "--moe-eval-capacity-factor; give one of them.",
+        config.eval_capacity_token_fraction == 0 or config.eval_capacity_factor == 0,
+        f"{given('eval_capacity_token_fraction')} together with --moe-eval-capacity-factor; give one of "
+        "them.",
     )
-    choosers = [name for name in ("balance_bias", "rsample", "sinkhorn") if getattr(config, name)]
+    ways = [given(name) for name in ("balance_bias", "rsample", "sinkhorn") if getattr(config, name)]
     if config.second_expert_policy == "sampling":
-        choosers.append("second_expert_policy")
-    ways = [f"{label_of(name)} is {getattr(config, name)}" for name in choosers]
+        ways.append(given("second_expert_policy"))
     require(len(ways) < 2, f"{' and '.join(ways[:2])}, two ways to choose experts; keep one.")
     if not NEED_GATE_NOISE.isdisjoint(parse_balance_loss(config.balance_loss)):
         loss = f"{label_of('balance_loss')} is {config.balance_loss!r}"

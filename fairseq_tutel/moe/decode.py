@@ -2,7 +2,6 @@
 
 y needs only each token's experts and weights. Slots, row maps and losses are computed at their first
 access. The results equal those of `routing.decide` and the fused feed-forward (`expert_ffn`).
-
 T tokens, D model_dim, E experts, K top_k, N = T * K assignments, R rows, n of one expert.
 """
 
@@ -14,12 +13,12 @@ from torch import Tensor
 
 from fairseq_tutel.kernels.few_rows import ffn_of_few
 from fairseq_tutel.kernels.groups import Groups
-from fairseq_tutel.moe.choice import MicroBatch, choose
+from fairseq_tutel.moe.choice import choose
 from fairseq_tutel.moe.config import MoEConfig
 from fairseq_tutel.moe.deferred import Deferred
 from fairseq_tutel.moe.expert_stack import ExpertStack, Tensors, Weights
 from fairseq_tutel.moe.routing import GateOutput, Routing, placed, scaled
-from fairseq_tutel.moe.slots import Capacity
+from fairseq_tutel.moe.slots import MicroBatch
 
 # Up to this number of assignments the decode path is faster.
 MOST_ASSIGNMENTS = 256
@@ -50,31 +49,23 @@ class DecodeRouting(Deferred, Routing):
         return Groups.of_host(counts, self.expert_ids_TK.device)
 
 
-def are_few(logits_TE: Tensor, top_k: int, capacity: Capacity, config: MoEConfig) -> bool:
+def are_few(logits_TE: Tensor, config: MoEConfig, batch: MicroBatch) -> bool:
     """Whether tokens may take the decode path, if their experts do."""
     return (
-        0 < len(logits_TE) * top_k <= MOST_ASSIGNMENTS
+        0 < len(logits_TE) * batch.top_k <= MOST_ASSIGNMENTS
         and logits_TE.device.type == "cpu"
         and config.backend != "triton"
         and config.choice == "tokens"
         and config.normalize_gate != "after"
-        and not capacity.is_limited
+        and not batch.capacity.is_limited
     )
 
 
-def decide_few(
-    logits_TE: Tensor,
-    top_k: int,
-    capacity: Capacity,
-    config: MoEConfig,
-    batch: MicroBatch,
-    bias_E: Tensor | None,
-    gate: GateOutput,
-) -> DecodeRouting:
+def decide_few(logits_TE: Tensor, config: MoEConfig, batch: MicroBatch, gate: GateOutput) -> DecodeRouting:
     """Choose experts for few tokens; see `routing.decide`."""
-    chosen = choose(logits_TE, top_k, config, batch, bias_E)
+    chosen = choose(logits_TE, config, batch)
     return DecodeRouting(
-        partial(placed, chosen, capacity, config, batch),
+        partial(placed, chosen, config, batch),
         expert_ids_TK=chosen.expert_ids_TK,
         weights_TK=scaled(chosen.weights_TK, config),
         probs_TE=chosen.probs_TE,

@@ -6,13 +6,13 @@
 
 Each has `apply(x_TD, routing, weights)`, which returns every token's weighted sum over its experts [T, D],
 and `run_without_tokens`, which joins the collectives of other ranks' `apply` with zero tokens. `decodes` is
-whether few tokens take the decode path in the current mode.
-
-T tokens, D model_dim, R rows.
+whether few tokens take the decode path in the current mode. T tokens, D model_dim, R rows.
 """
 
 import dataclasses
+from dataclasses import dataclass
 from functools import partial
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -31,11 +31,12 @@ from fairseq_tutel.planning.strategy import Strategy
 from fairseq_tutel.ranks.groups import Topology
 
 
+@dataclass(eq=False)
 class Local:
     """All experts are on this rank, and no row is sent."""
 
-    def __init__(self, experts: ExpertStack, config: MoEConfig) -> None:
-        self.experts, self.config = experts, config
+    experts: ExpertStack
+    config: MoEConfig
 
     @property
     def decodes(self) -> bool:
@@ -58,16 +59,13 @@ class Local:
         """Do nothing: no other rank waits."""
 
 
+@dataclass(eq=False)
 class Gathering(Local):
     """Every rank gathers all experts for one forward, and no row is sent."""
 
-    decodes = False
-
-    def __init__(
-        self, experts: ExpertStack, config: MoEConfig, topology: Topology, calls: CallCounter
-    ) -> None:
-        super().__init__(experts, config)
-        self.topology, self.calls = topology, calls
+    topology: Topology
+    calls: CallCounter
+    decodes: ClassVar[bool] = False
 
     def apply(self, x_TD: Tensor, routing: Routing, weights: Weights) -> Tensor:
         """Return y_TD; see the module."""
@@ -82,21 +80,16 @@ class Gathering(Local):
         return weights_of(self.experts, self.topology, 0, device, call_id)
 
 
+@dataclass(eq=False)
 class Exchange:
     """Rows are sent to the ranks that own their experts."""
 
-    decodes = False
-
-    def __init__(
-        self,
-        experts: ExpertStack,
-        config: MoEConfig,
-        topology: Topology,
-        calls: CallCounter,
-        options: exchange.ExchangeOptions,
-    ) -> None:
-        self.experts, self.config, self.topology = experts, config, topology
-        self.calls, self.options = calls, options
+    experts: ExpertStack
+    config: MoEConfig
+    topology: Topology
+    calls: CallCounter
+    options: exchange.ExchangeOptions
+    decodes: ClassVar[bool] = False
 
     def apply(self, x_TD: Tensor, routing: Routing, weights: Weights) -> Tensor:
         """Return y_TD; see the module."""
@@ -155,14 +148,8 @@ def choose_dispatcher(
     if degree == 0:
         return Gathering(experts, config, topology, calls)
     options = exchange.ExchangeOptions(
-        group=group,
-        grid=topology.grid,
-        strategy=dataclasses.replace(strategy, adaptive_r=degree),
-        slices=slices,
-        padded=config.exchange == "padded",
-        transfer_dtype=config.a2a_dtype,
-        backend=config.backend,
-        timer=timer,
-        name=name,
-    )
+        group=group, grid=topology.grid, strategy=dataclasses.replace(strategy, adaptive_r=degree),
+        slices=slices, padded=config.exchange == "padded", transfer_dtype=config.a2a_dtype,
+        backend=config.backend, timer=timer, name=name,
+    )  # fmt: skip
     return Exchange(experts, config, topology, calls, options)

@@ -5,7 +5,6 @@ computes the gate weights' gradient from h, so that it saves neither dispatched 
 T tokens, D model_dim, H hidden_dim, E experts, K top_k, R rows, N rows of x: T with a routing, else R.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,7 +66,8 @@ class _FFN(torch.autograd.Function):
         *named: Any,
     ) -> Tensor:
         ctx.call, keep = call, not call.recompute and any(ctx.needs_input_grad)
-        index_R, of_call = _index(row_of_TK, source_of_R), _arguments(call, named)
+        index_R = _index(row_of_TK, source_of_R)
+        of_call = FFNWeights.of(named), call.groups, call.activation
         y, saved = call.ops.ffn_forward(x_ND, index_R, *of_call, keep=keep)
         if row_of_TK is not None:
             y = call.ops.gather_sum(y, row_of_TK, weights_TK)
@@ -81,7 +81,8 @@ class _FFN(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x_ND, weights_TK, row_of_TK, source_of_R, a_RH, h_RH, g_RH, *named = ctx.saved_tensors
         call, ops, needs = ctx.call, ctx.call.ops, ctx.needs_input_grad
-        index_R, of_call = _index(row_of_TK, source_of_R), _arguments(call, named)
+        index_R = _index(row_of_TK, source_of_R)
+        of_call = FFNWeights.of(named), call.groups, call.activation
         saved = SavedActivations(a_RH, h_RH, g_RH)
         if call.recompute:
             saved = ops.ffn_activations(x_ND, index_R, *of_call)
@@ -89,16 +90,9 @@ class _FFN(torch.autograd.Function):
         if weights_TK is not None:
             gate_R = read_assignments(weights_TK.reshape(-1), source_of_R)
         grads = ops.ffn_backward(
-            dy.contiguous(),
-            x_ND,
-            index_R,
-            gate_R,
-            of_call[0],
-            saved,
-            *of_call[1:],
-            needs_dx=needs[1],
+            dy.contiguous(), x_ND, index_R, gate_R, of_call[0], saved, *of_call[1:], needs_dx=needs[1],
             needs_weights=any(needs[5:]),
-        )
+        )  # fmt: skip
         dx, dweights_TK = grads.x_RD, None
         if needs[1] and row_of_TK is not None:
             dx = ops.gather_sum(dx, row_of_TK)
@@ -114,7 +108,3 @@ def _index(row_of_TK: Tensor | None, source_of_R: Tensor | None) -> Tensor | Non
     if row_of_TK is None or source_of_R is None:
         return None
     return token_of(source_of_R, row_of_TK.shape[1])
-
-
-def _arguments(call: FFNCall, named: Sequence[Tensor | None]) -> tuple[FFNWeights, Groups, str]:
-    return FFNWeights.of(named), call.groups, call.activation

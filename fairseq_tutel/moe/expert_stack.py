@@ -1,7 +1,4 @@
-"""The base of all experts: tensors stacked by expert, and the sources of the tensors of a forward.
-
-E experts of a layer, e local, s slices of an expert.
-"""
+"""The base of all experts: tensors stacked by expert. E experts of a layer, e local, s slices of one."""
 
 import dataclasses
 import logging

@@ -1,7 +1,4 @@
-"""Experts: (rows, groups, weights) -> rows, built-in ones and custom ones.
-
-R rows, D model_dim, H hidden_dim, T tokens, e local experts. Rows are expert-major, one group per expert.
-"""
+"""Built-in and custom experts. R expert-major rows, D model_dim, H hidden_dim, e local experts."""
 
 from collections.abc import Callable
 from typing import Any, ClassVar
@@ -20,7 +17,7 @@ from fairseq_tutel.moe.config import MoEConfig, label_of
 from fairseq_tutel.moe.expert_ffn import FFNCall, ffn
 from fairseq_tutel.moe.expert_stack import OWN, ExpertStack, Tensors, Weights
 from fairseq_tutel.moe.routing import Routing
-from fairseq_tutel.options.option import is_custom
+from fairseq_tutel.options.option import is_custom, require
 from fairseq_tutel.ranks.groups import Part
 
 
@@ -158,9 +155,6 @@ class CustomExperts(ExpertStack):
 
     Parameters are stacked by expert under their own names, with __ for a dot, and are exchanged, saved and
     resumed as those of built-in experts. Each expert is drawn by its constructor, with its own seed.
-
-    Raises:
-        ValueError: the module has no parameters, or has buffers, which cannot differ by expert.
     """
 
     def __init__(
@@ -170,13 +164,12 @@ class CustomExperts(ExpertStack):
         self.kind = kind
         with torch.device("meta"):
             template = construct(label_of("expert_type"), kind, config)
-        if not isinstance(template, nn.Module) or not list(template.parameters()):
-            raise ValueError(f"expert {kind.__name__} has no parameters; give a torch module.")
-        if list(template.buffers()):
-            raise ValueError(
-                f"expert {kind.__name__} has buffers, which all experts would share; make them "
-                "parameters or class constants."
-            )
+        name = f"expert {kind.__name__}"
+        require(bool(list(template.parameters())), f"{name} has no parameters; give a torch module.")
+        require(
+            not list(template.buffers()),
+            f"{name} has buffers, which all experts would share; make them parameters or class constants.",
+        )
         # In a list, so that it is no submodule: only its forward is used.
         self._template = [template]
         for name, parameter in template.named_parameters():
@@ -226,11 +219,11 @@ def _key(name: str) -> str:
 
 
 def _part_of(width: int, slices: int, name: str) -> int:
-    if width % slices:
-        raise ValueError(
-            f"{label_of(name)} is {width}, but --moe-expert-parallel-size cuts an expert into {slices} "
-            "slices; give a multiple of that, or a smaller size."
-        )
+    require(
+        width % slices == 0,
+        f"{label_of(name)} is {width}, but --moe-expert-parallel-size cuts an expert into {slices} slices; "
+        "give a multiple of that, or a smaller size.",
+    )
     return width // slices
 
 

@@ -146,17 +146,14 @@ def build_gate(config: MoEConfig, kind: str) -> nn.Module:
 
 def reset_gate(gate: Any, seed: int, name: str, tensor: str) -> None:
     """Draw a gate of `build_gate` from a generator of (seed, name, tensor), the same on every rank."""
-    if isinstance(gate, tuple(GATES.values())):
+    if isinstance(gate, LinearGate | CosineGate | HashGate):
         gate.reset_parameters(seeded_generator(seed, name, -1, tensor))
     elif hasattr(gate, "moe_config"):
         redraw(gate, hashed_seed(seed, name, -1, tensor))
 
 
 def gate_input(x_TD: Tensor, config: MoEConfig, training: bool) -> Tensor:
-    """Return the gate's input: in training x times 1 ± j (jitter), with dropout. The experts get x itself.
-
-    Source: Switch Transformer (Fedus et al. 2021), section 2.4, for both.
-    """
+    """Return x, in training times 1 ± j (jitter) and with dropout (Fedus et al. 2021, section 2.4)."""
     if not training:
         return x_TD
     if config.input_jitter > 0:

@@ -1,13 +1,10 @@
-"""The MoE layer: gate and route; then dispatch, experts and combine; then balance losses.
-
-T tokens, D model_dim, E experts (e local), K top_k, R rows.
-"""
+"""The MoE layer: route, apply the routing, balance. T tokens, D model_dim, E experts, K top_k, R rows."""
 
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +25,7 @@ from fairseq_tutel.moe.experts import build_experts
 from fairseq_tutel.moe.gates import build_gate, gate_input, gate_logits, noise_std, noisy_logits, reset_gate
 from fairseq_tutel.moe.routing import GateOutput, Routing, decide
 from fairseq_tutel.moe.shared_experts import SharedResidualExperts
-from fairseq_tutel.moe.slots import Capacity, capacity_of
+from fairseq_tutel.moe.slots import Capacity
 from fairseq_tutel.options.option import is_whole
 from fairseq_tutel.planning.strategy import Strategy
 from fairseq_tutel.ranks.groups import Topology
@@ -47,13 +44,6 @@ class DeferredOutput(Deferred, MoEOutput):
     """A MoEOutput whose losses are computed at their first access."""
 
 
-class Router(Protocol):
-    """Routes the tokens of several layers, as in inference/pregate.py."""
-
-    def routing_of(self, layer: "MoELayer", x_TD: Tensor, call: Call) -> Routing:
-        """Return the routing of a layer's forward; see `MoELayer.route`."""
-
-
 class MoELayer(nn.Module):
     """A mixture of experts in place of a feed-forward layer: `route`, `apply_routing`, then `balance`.
 
@@ -70,7 +60,7 @@ class MoELayer(nn.Module):
         experts: existing experts, used instead of those of `config`; drawn again by `seed`.
     """
 
-    router: Router | None = None
+    router: Any = None  # routes the tokens of several layers by `routing_of`, as in inference/pregate.py
 
     def __init__(
         self,
@@ -103,11 +93,9 @@ class MoELayer(nn.Module):
         self.experts = experts or build_experts(config, self.topology.part(config.num_experts))
         self.experts.mark()
         self.strategy = static_strategy(config, self.topology)
-        has_beside = config.shared_experts > 0 or config.residual
-        self.beside = SharedResidualExperts(config) if has_beside else None
-        self.balance_bias = (
-            BalanceBias(config.num_experts, config.bias_update_rate) if config.balance_bias else None
-        )
+        self.beside = SharedResidualExperts(config) if config.shared_experts or config.residual else None
+        rate = config.bias_update_rate
+        self.balance_bias = BalanceBias(config.num_experts, rate) if config.balance_bias else None
         group = self.topology.expert_group
         self.calls = None if group is None else CallCounter(group, name, self.experts.num_local)
         self.timer: ExchangeTimer | None = None
@@ -187,40 +175,32 @@ class MoELayer(nn.Module):
             return self.route(x_TD, call)
         return self.router.routing_of(self, x_TD, call)
 
-    def route_by(self, router: Router | None) -> None:
+    def route_by(self, router: Any) -> None:
         """Use this router in the next forwards; None for the layer's own `route`."""
         self.router = router
 
     def route(self, x_TD: Tensor, call: Call) -> Routing:
-        """Choose experts and rows for every token by the gate. Uses neither experts nor other ranks.
-
-        Raises:
-            ValueError: an override in `call` is invalid.
-        """
+        """Choose experts and rows for every token by the gate. Uses neither experts nor other ranks."""
         index = self.config.gate_index if call.gate_index is None else call.gate_index
         gate, config = self.gate_at(index)
-        top_k = call.top_k_of(config)
         seen_TD = gate_input(x_TD, config, self.training)
         clean_TE = gate_logits(gate, seen_TD, call, config)
         logits_TE = noisy_logits(clean_TE, config, self.training)
         gate_output = GateOutput(
-            logits_TE=logits_TE,
-            clean_TE=clean_TE,
-            noise=noise_std(config),
-            score_function=config.score_function,
-            sentences=call.sentences,
-            time_first=call.time_first,
+            logits_TE=logits_TE, clean_TE=clean_TE, noise=noise_std(config),
+            score_function=config.score_function, sentences=call.sentences, time_first=call.time_first,
             num_ranks=self.topology.world_size if self.training else 1,
-        )
-        capacity = capacity_of(config, self.training, call.capacity_factor)
-        batch = call.micro_batch(self.training)
+        )  # fmt: skip
         bias_E = None if self.balance_bias is None else self.balance_bias.bias
-        is_deferred = can_defer(self.training) and self.dispatcher.decodes
-        if is_deferred and are_few(logits_TE, top_k, capacity, config):
-            return decide_few(logits_TE, top_k, capacity, config, batch, bias_E, gate_output)
-        routing = decide(logits_TE, top_k, capacity, config, batch, bias_E, gate_output)
+        batch = call.micro_batch(config, self.training, bias_E)
+        if can_defer(self.training) and self.dispatcher.decodes and are_few(logits_TE, config, batch):
+            return decide_few(logits_TE, config, batch, gate_output)
+        routing = decide(logits_TE, config, batch, gate_output)
         if self.training and call.is_new:
-            self._count(routing)
+            if self.balance_bias is not None:
+                self.balance_bias.count(routing.assigned_KE)
+            if self._watches_load:
+                self.busiest = routing.assigned_KE.sum(0).max()
         return routing
 
     def apply_routing(self, x_TD: Tensor, routing: Routing) -> Tensor:
@@ -232,10 +212,7 @@ class MoELayer(nn.Module):
         return y_TD if self.beside is None else self.beside(x_TD, y_TD, routing.real_T)
 
     def balance(self, routing: Routing) -> MoEOutput:
-        """Return the balance losses of a routing of this layer's `route`. May be collective.
-
-        In evaluation without gradients they are computed at their first access.
-        """
+        """Return the balance losses of a routing of this layer's `route`. May be collective."""
         if can_defer(self.training):
             return DeferredOutput(partial(self._balance, routing), routing=routing)
         return self._balance(routing)
@@ -293,9 +270,3 @@ class MoELayer(nn.Module):
             )
         gate = self.gate if index == 0 else self.other_gates[index - 1]
         return gate, self.gate_configs[index]
-
-    def _count(self, routing: Routing) -> None:
-        if self.balance_bias is not None:
-            self.balance_bias.count(routing.assigned_KE)
-        if self._watches_load:
-            self.busiest = routing.assigned_KE.sum(0).max()

@@ -2,7 +2,6 @@
 
 A metric is either a mean over tokens, whose sum each layer computes in its forward, or a function of the
 counts of assignments, computed once per micro-batch for all layers. Nothing is read on the host.
-
 T tokens, E experts, K top_k, L layers, S sums of a layer, N metrics of a layer.
 """
 
@@ -16,13 +15,6 @@ import torch
 from torch import Tensor
 
 from fairseq_tutel.moe.routing import Routing
-
-
-class Decisions(NamedTuple):
-    """The gate's output in at least fp32, with zeros for padding: probabilities and weights of choices."""
-
-    probs_TE: Tensor
-    weights_TK: Tensor
 
 
 class Counts(NamedTuple):
@@ -44,8 +36,9 @@ class Metric:
 
     name: str  # key in the log; in a metric of every choice, {} stands for the choice, from 1
     help: str  # row in the docs
-    # Returns the sum over tokens, [] or [K]; the metric is its mean over real tokens.
-    token_sum: Callable[[Decisions], Tensor] | None = None
+    # Returns the sum over tokens, [] or [K], of probs_TE and weights_TK in at least fp32, with zeros for
+    # padding; the metric is its mean over real tokens.
+    token_sum: Callable[[Tensor, Tensor], Tensor] | None = None
     of_counts: Callable[[Counts], Tensor] | None = None  # returns it for each layer, [L] or [L, K]
     layers: str = ""  # name of its list over layers in the JSON log; empty: none is logged
     title: str = ""  # of its chart in the report; empty: its name
@@ -66,9 +59,8 @@ class Metric:
         return "{}" in self.name
 
 
-def _entropies(decisions: Decisions) -> Tensor:
+def _entropies(probs_TE: Tensor, weights_TK: Tensor) -> Tensor:
     # A clamped logarithm and a dot product take half the time of torch.special.entr; 0 log 0 is 0.
-    probs_TE = decisions.probs_TE
     logs_TE = probs_TE.clamp_min(torch.finfo(probs_TE.dtype).tiny).log_()
     return -torch.dot(probs_TE.flatten(), logs_TE.flatten())
 
@@ -86,14 +78,6 @@ def _overflow(counts: Counts) -> Tensor:
     return 100 * counts.dropped_LK / asked_LK.clamp_min(1)
 
 
-def _dropped(counts: Counts) -> Tensor:
-    return 100 * (counts.load_LE - counts.kept_LE).sum(dim=1) / counts.per_assignment_L
-
-
-def _violation(counts: Counts) -> Tensor:
-    return counts.load_LE.shape[1] * counts.load_LE.amax(dim=1) / counts.per_assignment_L
-
-
 # Sources: Meta's fairseq-moe for entropy, balance, unused and overflow; Wang et al. 2024 (Loss-Free
 # Balancing) for the violation, which is theirs plus 1.
 METRICS = (
@@ -104,7 +88,7 @@ METRICS = (
         text="How undecided the gate is about a token: ln E if all E experts are alike, 0 if one is sure.",
     ),
     Metric(
-        name="expert{}_weight", layers="weight{}", token_sum=lambda it: it.weights_TK.sum(dim=0),
+        name="expert{}_weight", layers="weight{}", token_sum=lambda _, weights_TK: weights_TK.sum(dim=0),
         help="mean weight of choice J",
         title="Weights", unit="mean weight",
         text="Factors of the outputs of a token's choices.",
@@ -136,13 +120,14 @@ METRICS = (
         text="Experts that no token of a micro-batch chose.",
     ),
     Metric(
-        name="moe_dropped", layers="dropped", of_counts=_dropped,
-        help="percent of dropped assignments",
+        name="moe_dropped", layers="dropped", help="percent of dropped assignments",
+        of_counts=lambda it: 100 * (it.load_LE - it.kept_LE).sum(dim=1) / it.per_assignment_L,
         title="Dropped share", unit="dropped (%)", from_zero=True, unless_zero=True,
         text="Percent of all assignments whose expert was full. Always 0 without a capacity.",
     ),
     Metric(
-        name="moe_max_violation", layers="max_violation", of_counts=_violation,
+        name="moe_max_violation", layers="max_violation",
+        of_counts=lambda it: it.load_LE.shape[1] * it.load_LE.amax(dim=1) / it.per_assignment_L,
         help="load of the busiest expert over the mean load, before dropping; 1 is even, and Wang et al.'s "
         "MaxVio is this minus 1",
         title="Busiest expert", unit="load (even shares)",
@@ -174,8 +159,7 @@ def count_routing(routing: Routing) -> RoutingCounts:
         real_T1 = routing.real_T.unsqueeze(1)
         probs_TE = torch.where(real_T1, probs_TE, 0.0)
         weights_TK = torch.where(real_T1, weights_TK, 0.0)
-    decisions = Decisions(probs_TE, weights_TK.to(dtype))
-    sums = [m.token_sum(decisions) for m in METRICS if m.token_sum is not None]
+    sums = [m.token_sum(probs_TE, weights_TK.to(dtype)) for m in METRICS if m.token_sum is not None]
     return RoutingCounts(
         num_tokens=routing.num_tokens,
         assigned_KE=routing.assigned_KE,

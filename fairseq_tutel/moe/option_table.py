@@ -1,7 +1,4 @@
-"""All options of a MoE model, its task and its criterion; those of its layers are in config.py.
-
-`options_of` returns them as one table.
-"""
+"""All options of a MoE model, its task and its criterion; those of its layers are in config.py."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -233,11 +230,7 @@ def options_of(owner: str) -> list[Option]:
 
 
 def cache_limits(cache: int | str) -> tuple[int | None, int | None]:
-    """Return (largest number of bytes, largest number of experts) of a cache; one of them is None.
-
-    Raises:
-        ValueError: `cache` is neither a number of experts nor of bytes with a unit.
-    """
+    """Return the most bytes and experts of a cache (one is None), or raise ValueError."""
     limits = _limits_of(str(cache))
     if limits is None:
         raise ValueError(f"cache (--moe-expert-cache) is {cache!r}; {CACHE_SIZES}.")

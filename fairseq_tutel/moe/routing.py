@@ -14,7 +14,6 @@ from torch import Tensor
 from fairseq_tutel.kernels.groups import Groups
 from fairseq_tutel.moe.choice import (
     Chosen,
-    MicroBatch,
     check_top_k,
     choose,
     experts_choose,
@@ -23,7 +22,7 @@ from fairseq_tutel.moe.choice import (
     scores_of,
 )
 from fairseq_tutel.moe.config import MoEConfig
-from fairseq_tutel.moe.slots import Capacity, keep, sentence_order, take_slots
+from fairseq_tutel.moe.slots import Capacity, MicroBatch, keep, sentence_order, take_slots
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,68 +76,38 @@ class Routing:
 
 
 def decide(
-    logits_TE: Tensor,
-    top_k: int,
-    capacity: Capacity,
-    config: MoEConfig,
-    batch: MicroBatch,
-    bias_E: Tensor | None = None,
-    gate: GateOutput | None = None,
+    logits_TE: Tensor, config: MoEConfig, batch: MicroBatch, gate: GateOutput | None = None
 ) -> Routing:
     """Choose experts, slots and rows, in the compact layout, for every token.
-
-    `bias_E` is added to the scores for the choice alone; `gate` becomes part of the routing.
-
-    Raises:
-        ValueError: `top_k` is not in 1 .. E, or exceeds the experts in a token's groups.
 
     Source: GShard (Lepikhin et al. 2020) section 2.2 for capacity and order; Tutel for any k.
     """
     if config.choice == "experts":
-        check_top_k(top_k, logits_TE.shape[1], config)
-        return _decide_by_experts(logits_TE, top_k, capacity, config, batch, gate)
-    return placed(choose(logits_TE, top_k, config, batch, bias_E), capacity, config, batch, gate)
+        return _decide_by_experts(logits_TE, config, batch, gate)
+    return placed(choose(logits_TE, config, batch), config, batch, gate)
 
 
-def placed(
-    chosen: Chosen, capacity: Capacity, config: MoEConfig, batch: MicroBatch, gate: GateOutput | None = None
-) -> Routing:
+def placed(chosen: Chosen, config: MoEConfig, batch: MicroBatch, gate: GateOutput | None = None) -> Routing:
     """Assign slots and rows; see `decide`."""
     expert_ids_TK, weights_TK = chosen.expert_ids_TK, chosen.weights_TK
     top_k = expert_ids_TK.shape[1]
     requested_TK = None
     if config.second_expert_policy == "random" and batch.training and top_k > 1:
         requested_TK = sampled_choices(weights_TK)
-    slots_TK, assigned_KE = take_slots(
-        expert_ids_TK, chosen.scores_TE, requested_TK, capacity, config, batch
-    )
+    slots_TK, assigned_KE = take_slots(expert_ids_TK, chosen.scores_TE, requested_TK, config, batch)
     num_tokens = _count_tokens(expert_ids_TK, batch.real_T)
-    kept_TK, dropped_K, counts_E = keep(slots_TK, assigned_KE, capacity, num_tokens)
+    kept_TK, dropped_K, counts_E = keep(slots_TK, assigned_KE, batch.capacity, num_tokens)
     if config.normalize_gate == "after" and top_k > 1:
         weights_TK = normalized(weights_TK.masked_fill(~kept_TK, 0.0))
     return _laid_out(
-        kept_TK,
-        expert_ids_TK.numel(),
-        expert_ids_TK=expert_ids_TK,
-        weights_TK=scaled(weights_TK, config),
-        slots_TK=slots_TK,
-        counts_E=counts_E,
-        assigned_KE=assigned_KE,
-        dropped_K=dropped_K,
-        num_tokens=num_tokens,
-        probs_TE=chosen.probs_TE,
-        real_T=batch.real_T,
-        gate=gate,
-    )
+        kept_TK, expert_ids_TK.numel(), expert_ids_TK=expert_ids_TK, weights_TK=scaled(weights_TK, config),
+        slots_TK=slots_TK, counts_E=counts_E, assigned_KE=assigned_KE, dropped_K=dropped_K,
+        num_tokens=num_tokens, probs_TE=chosen.probs_TE, real_T=batch.real_T, gate=gate,
+    )  # fmt: skip
 
 
 def _decide_by_experts(
-    logits_TE: Tensor,
-    top_k: int,
-    capacity: Capacity,
-    config: MoEConfig,
-    batch: MicroBatch,
-    gate: GateOutput | None,
+    logits_TE: Tensor, config: MoEConfig, batch: MicroBatch, gate: GateOutput | None
 ) -> Routing:
     """Choose tokens for every expert; a token's K' columns are the experts that chose it, lower IDs first.
 
@@ -147,10 +116,11 @@ def _decide_by_experts(
     assignments, and the real tokens that no expert chose.
     """
     length, num_experts = logits_TE.shape
+    top_k, capacity, real_T = batch.top_k, batch.capacity, batch.real_T
+    check_top_k(top_k, num_experts, config)
     scores_TE, probs_TE = scores_of(logits_TE, config.score_function)
     if not capacity.is_limited:
         capacity = replace(capacity, factor=1.0)
-    real_T = batch.real_T
     num_tokens = _count_tokens(scores_TE, real_T)
     limit = capacity.slots(top_k, num_experts, num_tokens)
     position_T = sentence_order(length, batch.time_first, scores_TE.device)
@@ -173,19 +143,10 @@ def _decide_by_experts(
     dropped_K[0] = num_tokens - taken_TE.any(dim=1).sum()
     most = min(capacity.most_slots(top_k, num_experts, length), length)
     return _laid_out(
-        kept_TK,
-        most * num_experts,
-        expert_ids_TK=expert_ids_TK,
-        weights_TK=scaled(weights_TK, config),
-        slots_TK=slots_TK,
-        counts_E=counts_E,
-        assigned_KE=assigned_KE,
-        dropped_K=dropped_K,
-        num_tokens=num_tokens,
-        probs_TE=probs_TE,
-        real_T=real_T,
-        gate=gate,
-    )
+        kept_TK, most * num_experts, expert_ids_TK=expert_ids_TK, weights_TK=scaled(weights_TK, config),
+        slots_TK=slots_TK, counts_E=counts_E, assigned_KE=assigned_KE, dropped_K=dropped_K,
+        num_tokens=num_tokens, probs_TE=probs_TE, real_T=real_T, gate=gate,
+    )  # fmt: skip
 
 
 def _count_tokens(values_TX: Tensor, real_T: Tensor | None) -> Tensor:
@@ -257,7 +218,9 @@ def route(
     **rules: Any,
 ) -> Routing:
     """Return `decide`'s routing, with the fields of its objects as arguments."""
-    batch = MicroBatch(real_T=real_T, time_first=time_first, training=training)
-    capacity = Capacity(factor=capacity_factor)
     config = MoEConfig(model_dim=1, hidden_dim=1, num_experts=logits_TE.shape[1], top_k=1, **rules)
-    return decide(logits_TE, top_k, capacity, config, batch, bias_E)
+    batch = MicroBatch(
+        top_k=top_k, capacity=Capacity(factor=capacity_factor), real_T=real_T, time_first=time_first,
+        training=training, bias_E=bias_E,
+    )  # fmt: skip
+    return decide(logits_TE, config, batch)

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from fairseq_tutel import kernels
-from fairseq_tutel.moe.choice import MicroBatch
 from fairseq_tutel.moe.config import MoEConfig
 from fairseq_tutel.options.option import CAPACITY, is_number
 
@@ -55,6 +54,20 @@ class Capacity:
         return (limit + self.multiple - 1) // self.multiple * self.multiple
 
 
+@dataclass(frozen=True, kw_only=True)
+class MicroBatch:
+    """What is routed by a forward, in addition to the logits and the configuration."""
+
+    top_k: int
+    capacity: Capacity = Capacity()
+    real_T: Tensor | None = None  # bool, False for padding; None without padding
+    # (time, batch) if token t is (t // batch, t % batch), as in fairseq. Slots are assigned in (sentence,
+    # time) order in both layouts.
+    time_first: tuple[int, int] | None = None
+    training: bool = False  # whether random numbers may be drawn
+    bias_E: Tensor | None = None  # added to the scores for the choice alone
+
+
 def evaluates_as_in_training(config: MoEConfig) -> bool:
     """Whether evaluation uses the capacity of training: if configured, or if experts choose."""
     fraction = config.eval_capacity_token_fraction
@@ -63,11 +76,7 @@ def evaluates_as_in_training(config: MoEConfig) -> bool:
 
 
 def capacity_of(config: MoEConfig, training: bool, factor: float | Capacity | None = None) -> Capacity:
-    """Return the rule of a forward: `factor`, a number or a whole rule, or else the configured one.
-
-    Raises:
-        ValueError: `factor` is not a valid capacity factor.
-    """
+    """Return the rule of a forward: `factor` (a number or a whole rule), or else the configured one."""
     if isinstance(factor, Capacity):
         return factor
     fraction = 0.0
@@ -98,20 +107,14 @@ def by_position(scores_TE: Tensor, expert_ids_TK: Tensor, position_T: Tensor, tr
 def by_largest_score(
     scores_TE: Tensor, expert_ids_TK: Tensor, position_T: Tensor, training: bool
 ) -> Tensor:
-    """First choices before second ones, then tokens by their largest score.
-
-    Source: batch-prioritised routing, Riquelme et al. 2021, section 4.
-    """
+    """First choices first, then tokens by their largest score (Riquelme et al. 2021, section 4)."""
     importance_T = scores_TE.amax(dim=1)[position_T]
     position_T = position_T[importance_T.argsort(descending=True, stable=True)]
     return by_position(scores_TE, expert_ids_TK, position_T, training)
 
 
 def at_random(scores_TE: Tensor, expert_ids_TK: Tensor, position_T: Tensor, training: bool) -> Tensor:
-    """First choices before second ones, tokens in an order drawn for each; outside training by position.
-
-    Source: random token selection, Rajbhandari et al. 2022 (DeepSpeed-MoE).
-    """
+    """First choices first, in training tokens in random order (DeepSpeed-MoE, Rajbhandari et al. 2022)."""
     if not training:
         return by_position(scores_TE, expert_ids_TK, position_T, training)
     num_tokens, top_k = expert_ids_TK.shape
@@ -152,17 +155,10 @@ def take_slots(
     expert_ids_TK: Tensor,
     scores_TE: Tensor,
     requested_TK: Tensor | None,
-    capacity: Capacity,
     config: MoEConfig,
     batch: MicroBatch,
 ) -> tuple[Tensor, Tensor]:
-    """Number the assignments of every expert, in the order of the drop policy if any can be dropped.
-
-    `requested_TK` is False for assignments that are left out, or None.
-
-    Returns:
-        slots_TK int64, -1 for assignments that are left out; assigned_KE int64, the other assignments.
-    """
+    """Return slots_TK and assigned_KE of a `Routing`; `requested_TK` is False for left-out assignments."""
     num_tokens, num_experts = scores_TE.shape
     ids_KT = expert_ids_TK.t()  # for the kernels, E marks an assignment that is left out
     if batch.real_T is not None:
@@ -170,7 +166,7 @@ def take_slots(
     if requested_TK is not None:
         ids_KT = torch.where(requested_TK.t(), ids_KT, num_experts)
     ids_KT, ops = ids_KT.contiguous(), kernels.ops(config.backend, scores_TE.device)
-    if config.drop_policy == "position" or not capacity.is_limited:
+    if config.drop_policy == "position" or not batch.capacity.is_limited:
         return ops.assign_slots(ids_KT, num_experts, batch.time_first)
     position_T = sentence_order(num_tokens, batch.time_first, scores_TE.device)
     order = DROP_POLICIES[config.drop_policy]

@@ -1,7 +1,4 @@
-"""UpdateTuner: chooses the strategy of each training update, the same on all ranks.
-
-T tokens, E experts, K top_k, C capacity. Source of the key: Tutel (Hwang et al. 2023), section 3.3.
-"""
+"""Chooses the strategy of each training update, by keys as in Tutel (Hwang et al. 2023, section 3.3)."""
 
 import json
 import logging
@@ -34,8 +31,9 @@ logger = logging.getLogger(__name__)
 WIDENING = 0.25  # least width of a bucket, relative to its lower end: dropless loads have a long tail
 WARM_UPDATES = 2  # the first allocates the optimizer state; the second's peak determines the free memory
 WATCH_EVERY = 10  # every tenth update of a settled bucket is timed
-SAVE_EVERY = 10  # recorded costs
 FORMAT = 3
+# Options on which the measurements depend.
+SIGNED = ("model_dim", "hidden_dim", "expert_type", "top_k", "exchange", "a2a_dtype")
 
 
 class UpdateTuner:
@@ -48,7 +46,7 @@ class UpdateTuner:
     Args:
         layers: all MoE layers of one model, on ranks that exchange tokens.
         window: least width of a capacity bucket (R in the paper), in slots of an expert.
-        path: file of the dictionary. It is read at the first `begin`, and written when a bucket is settled.
+        path: file of the dictionary. It is read at the first search, and written after each measurement.
         overlaps: numbers of chunks to choose from.
         algorithms: all-to-all algorithms to choose from; None: all that the layers' ranks allow.
         conditions: further conditions of the measurements, such as the precision, by name.
@@ -90,7 +88,7 @@ class UpdateTuner:
         self._last: tuple[str, Strategy] | None = None
         self._milliseconds, self._is_timed = math.nan, False
         self._micro_batches = [0]  # tokens of each micro-batch on this rank
-        self._updates, self._warm, self._recorded, self._warned = 0, 0, 0, False
+        self._updates, self._warm, self._warned = 0, 0, False
         for layer in self.layers:
             if layer.config.capacity_factor <= 0:
                 layer.watch_load()
@@ -137,11 +135,7 @@ class UpdateTuner:
         self._micro_batches.append(num_tokens)
 
     def end(self) -> None:
-        """Stop the clock. If it is called several times in an update, the last call counts.
-
-        Raises:
-            RuntimeError: `begin` was not called.
-        """
+        """Stop the clock. If it is called several times in an update, the last call counts."""
         if not self._updates:
             raise RuntimeError("UpdateTuner.end was called before begin; call begin first.")
         if self._tuner is None:
@@ -179,13 +173,11 @@ class UpdateTuner:
         was_settled = self.tuner.settled(key)
         # Per token, since updates of one bucket differ in their tokens.
         self.tuner.record(key, strategy, 1000 * milliseconds / max(tokens, 1))
-        self._recorded += not was_settled
         if was_settled and not self.tuner.settled(key) and world.is_first():
             logger.info("adaptive: %s: the time of updates has changed; measuring again", key)
-        if self.tuner.settled(key) and not was_settled:
-            self._log_best(key)
-            self._save()
-        elif not was_settled and self._recorded % SAVE_EVERY == 0:
+        if not was_settled:
+            if self.tuner.settled(key):
+                self._log_best(key)
             self._save()  # an interrupted run continues from here
 
     def _log_best(self, key: str) -> None:
@@ -259,12 +251,7 @@ class UpdateTuner:
             "expert_parallel_size": place.expert_parallel_size,
             "ranks_per_node": place.grid.local if place.grid else 0,
             "experts": [layer.config.num_experts for layer in self.layers],
-            "model_dim": config.model_dim,
-            "hidden_dim": config.hidden_dim,
-            "expert_type": config.expert_type,
-            "top_k": config.top_k,
-            "exchange": config.exchange,
-            "a2a_dtype": config.a2a_dtype,
+            **{name: getattr(config, name) for name in SIGNED},
             "window": self.window,
             "device": torch.cuda.get_device_name() if on_gpu else "cpu",
             "nccl": ".".join(map(str, torch.cuda.nccl.version())) if on_gpu else "",

@@ -19,14 +19,12 @@ FLOAT16_MAX = torch.finfo(torch.float16).max
 class FusedAdam(Adam):
     """fairseq's Adam with its state dict; fp32 and fp64 parameters take torch's fused AdamW kernel.
 
-    fairseq adds eps to sqrt(v), AdamW to sqrt(v) / sqrt(1 - beta2^t): dividing eps by that root makes them
-    the same formula. Half parameters, and sparse or strided gradients (the kernel ignores strides), use
-    fairseq's loop.
+    fairseq adds eps to sqrt(v), AdamW to sqrt(v) / sqrt(1 - beta2^t): eps is divided by that root. Half
+    parameters, and sparse or strided gradients (the kernel ignores strides), use fairseq's loop.
 
     With `fp16_stats` the moments are kept in fp16, each divided by a scale that maps its largest element to
     the largest fp16 number: one scale per dense parameter, one per expert, so that scales do not depend on
-    the expert's rank. Keys of the state are those of fairseq's class, which needs apex. Source: OpenAI's
-    Jukebox, utils/fp16.py.
+    its rank. Keys of the state are those of fairseq's class, which needs apex. Source: OpenAI's Jukebox.
     """
 
     def __init__(self, params: Any, fp16_stats: bool = False, **options: Any) -> None:
@@ -141,8 +139,8 @@ def _widened(state: dict[str, Any], key: str, device: torch.device) -> Tensor:
 class MoEFairseqAdam(MoEOptimizerMixin, FairseqAdam):
     """fairseq's Adam (decoupled weight decay) for experts on several ranks, fused for fp32.
 
-    On a GPU with apex, fairseq's choice of apex's fused class is kept, except with --fp16-adam-stats, for
-    which apex has one scale for all experts of a rank, and for partitions, which may be in host memory.
+    apex's fused class, fairseq's choice on a GPU with apex, is kept. Exceptions are --fp16-adam-stats, for
+    which it has one scale for all experts of a rank, and partitions, which may be in host memory.
     """
 
     def __init__(self, cfg: FairseqAdamConfig, params: Any) -> None:

@@ -1,8 +1,7 @@
 """A mixin for fairseq's optimizers: gradients and state of experts on different ranks, ZeRO and offload.
 
-fairseq's fp16, memory-efficient and amp wrappers call its methods, so that every rank clips by, and
-overflows on, the same norm. To them it is an ordinary optimizer of the model's parameters, and a checkpoint
-has an ordinary state.
+fairseq's fp16, memory-efficient and amp wrappers call its methods. To them it is an ordinary optimizer of
+the model's parameters, and a checkpoint has an ordinary state.
 """
 
 import logging
@@ -19,16 +18,8 @@ from torch import Tensor, nn
 
 from fairseq_tutel.checkpoint.experts import gather_to_first
 from fairseq_tutel.checkpoint.shards import ShardedTensor, unbind
+from fairseq_tutel.comm import gradients
 from fairseq_tutel.comm.collectives import is_replaced
-from fairseq_tutel.comm.gradients import (
-    clip_gradients,
-    global_grad_norm,
-    is_expert,
-    reduce_dense_gradients,
-    reduce_expert_gradients,
-    rescale_expert_gradients,
-    spread_overflow,
-)
 from fairseq_tutel.optim import zero
 from fairseq_tutel.plugin.run_state import RUN
 from fairseq_tutel.ranks.groups import Slice, Topology, cut, slice_of
@@ -41,10 +32,7 @@ ONLY_OF_RANK = "only_of_rank"
 
 
 class MoEOptimizerMixin:
-    """Precedes a FairseqOptimizer class.
-
-    On one rank, or without experts, it changes nothing; so do ZeRO and offload unless they are configured.
-    """
+    """Precedes a FairseqOptimizer class; on one rank, without experts or ZeRO, it changes nothing."""
 
     optimizer: Any  # torch's
     params: Any
@@ -86,7 +74,7 @@ class MoEOptimizerMixin:
     @property
     def is_apart(self) -> bool:
         """Whether a rank has only a part of its parameters' state."""
-        return self.zero is not None and self.zero.are_apart
+        return self.zero is not None and any(bucket.share.size > 1 for bucket in self.zero.buckets)
 
     def model_params(self) -> list[nn.Parameter]:
         """Return the model's parameters, in the order of the state's indices."""
@@ -124,15 +112,15 @@ class MoEOptimizerMixin:
             return
         topology = RUN.topology
         if _reduces_here(module):
-            reduce_dense_gradients(module.parameters(), topology.world_size)
+            gradients.reduce_dense_gradients(module.parameters(), topology.world_size)
         else:
             super().all_reduce_grads(module)  # type: ignore[misc]
         if topology.expert_parallel_size > 1:
-            reduce_expert_gradients(module.parameters(), topology)
+            gradients.reduce_expert_gradients(module.parameters(), topology)
         if topology.world_size > 1:
-            rescale_expert_gradients(module.parameters(), topology.world_size)
+            gradients.rescale_expert_gradients(module.parameters(), topology.world_size)
         if topology.expert_parallel_size > 1 and self._is_scaled_by_torch():
-            spread_overflow(module.parameters())
+            gradients.spread_overflow(module.parameters())
 
     def multiply_grads(self, c: float | Tensor) -> None:
         """Multiply the gradients; those of partitions when the step converts them to fp32."""
@@ -149,8 +137,8 @@ class MoEOptimizerMixin:
         if RUN.topology.expert_parallel_size == 1:
             return super().clip_grad_norm(max_norm, aggregate_norm_fn)  # type: ignore[misc]
         params = list(self.params)
-        norm = global_grad_norm(params, RUN.topology)
-        clip_gradients(params, max_norm, norm)
+        norm = gradients.global_grad_norm(params, RUN.topology)
+        gradients.clip_gradients(params, max_norm, norm)
         return norm
 
     def _is_scaled_by_torch(self) -> bool:
@@ -195,7 +183,7 @@ class MoEOptimizerMixin:
         """Gather the experts' state (and masters) to rank 0, for its next `state_dict`. Collective."""
         gathered: dict[int, dict[str, Any]] = {}
         for index, parameter in enumerate(self.model_params()):
-            if is_expert(parameter):
+            if gradients.is_expert(parameter):
                 gathered[index] = {
                     key: gather_to_first(value, topology, slice_of(parameter))
                     for key, value in self.expert_state(index).items()
@@ -256,7 +244,7 @@ class MoEOptimizerMixin:
         # In place: fairseq's memory-efficient fp16 wrapper copies from the same dict afterwards.
         state = state_dict.get("state", {})
         for index, parameter in enumerate(self.model_params()):
-            if topology.expert_parallel_size > 1 and is_expert(parameter) and index in state:
+            if topology.expert_parallel_size > 1 and gradients.is_expert(parameter) and index in state:
                 state[index] = own_part(state[index], parameter, topology)
         unbind(state)  # reads the other tensors
         if self.zero is not None:

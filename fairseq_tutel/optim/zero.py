@@ -93,8 +93,7 @@ def refuse_first(rules: Iterable[tuple[Any, str]]) -> None:
 class ZeroFP16Optimizer(MemoryEfficientFP16Optimizer):
     """Replaces fairseq's FP16Optimizer, which copies all parameters and gradients to fp32.
 
-    The arithmetic is the same: fp32 masters, rounded to the model's weights after every step. The wrapped
-    optimizer gets half parameters and keeps fp32 partitions.
+    The arithmetic is the same, but the wrapped optimizer gets half parameters and keeps fp32 partitions.
     """
 
     def backward(self, loss: Tensor) -> None:

@@ -1,7 +1,4 @@
-"""Defines an option: its entry in a table, its key (moe_top_k), its flag (--moe-top-k) and its rules.
-
-Each table of options is in the package that it configures; moe/option_table.py has those of a MoE model.
-"""
+"""Defines an option: its entry in a table, its key (moe_top_k), its flag (--moe-top-k) and its rules."""
 
 import math
 import numbers
@@ -97,16 +94,18 @@ def option(default: Any, help: str = "", **parts: Any) -> Any:
     return field(default=default, metadata={"option": Option(default=default, help=help, **parts)})
 
 
-@cache
-def options_in(config: type) -> tuple[Option, ...]:
+def options_in(config: Any) -> tuple[Option, ...]:
     """Return the options of a dataclass; an option's key is the class's `prefix` plus the field's name."""
-    return tuple(_named(item, getattr(config, "prefix", "")) for item in fields(config))
+    return _options_in(config)
 
 
-def _named(item: Any, prefix: str) -> Option:
-    entry: Option = item.metadata["option"]
-    flag = entry.flag or (flag_of(prefix + item.name) if entry.of else "")
-    return replace(entry, name=item.name, key=key_of(flag) if entry.of else "", flag=flag, type=item.type)
+@cache
+def _options_in(config: Any) -> tuple[Option, ...]:
+    def named(entry: Option, name: str, type: Any) -> Option:
+        flag = entry.flag or (flag_of(getattr(config, "prefix", "") + name) if entry.of else "")
+        return replace(entry, name=name, key=key_of(flag) if entry.of else "", flag=flag, type=type)
+
+    return tuple(named(item.metadata["option"], item.name, item.type) for item in fields(config))
 
 
 def plain(value: Any) -> Any:
@@ -115,10 +114,7 @@ def plain(value: Any) -> Any:
 
 
 def read(config: type[T], cfg: Any) -> T:
-    """Return an options dataclass with the values of a section of a FairseqConfig, a namespace, or None.
-
-    Missing keys get defaults.
-    """
+    """Return an options dataclass with the values of a configuration or None; missing keys get defaults."""
     values = {}
     for item in options_in(config):
         value = plain(getattr(cfg, item.key, item.default))

@@ -1,13 +1,13 @@
 """Cost model: seconds and bytes of a training step on any cluster (an alpha-beta-gamma model).
 
 W ranks on nodes of L, expert-parallel size P, E experts; s = max(1, P // E) ranks share an expert's hidden
-dimension. T tokens of a rank, D model_dim, H hidden_dim, K experts of a token, R = T * K rows. Load is even
-and links have no other traffic. Times of collectives: `links`. Formulas and sources: docs/scaling.md.
+dimension. Load is even and links have no other traffic. Formulas and sources: docs/scaling.md.
 """
 
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from fairseq_tutel.planning.links import all_gather_seconds, all_reduce_seconds, exchange_seconds
 from fairseq_tutel.planning.machine import Machine
@@ -51,11 +51,7 @@ class Work:
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """Nodes, ranks and EP groups.
-
-    Raises:
-        ValueError: P is neither a divisor of L nor whole nodes that divide W.
-    """
+    """Nodes, ranks and EP groups; ValueError: P is neither a divisor of L nor whole nodes that divide W."""
 
     nodes: int
     local: int  # L, ranks of a node
@@ -85,19 +81,13 @@ class Cluster:
         return self.expert_parallel_size // self.group_local
 
 
-@dataclass(frozen=True)
-class Held:
+class Held(NamedTuple):
     """Bytes of one rank between two collectives, without activations."""
 
     weights: int = 0
     gradients: int = 0  # after backward, at their maximum
     state: int = 0  # optimizer state on the device, with fp32 masters
     host: int = 0  # optimizer state in host memory
-
-    @property
-    def device(self) -> int:
-        """All bytes on the device."""
-        return self.weights + self.gradients + self.state
 
 
 def held_bytes(
@@ -108,13 +98,8 @@ def held_bytes(
     stage: int = 0,
     offload: bool = False,
     weight_bytes: int = 2,
-    moments: int = 2,  # fp32 numbers of an element in the optimizer: 2 for Adam, 1 for SGD with momentum
 ) -> Held:
-    """Return the bytes of weights, gradients and optimizer state of a rank.
-
-    With 2-byte weights, Adam and ZeRO stage 2, a parameter takes 2 + (2 + 12) / D bytes: D is W for dense
-    parameters, and the W / P replicas for experts.
-    """
+    """Return a rank's bytes of weights, gradients and state of Adam, by the formula in docs/scaling.md."""
     half, weights, gradients, state = weight_bytes < 4, 0, 0, 0
     for sizes, ranks in ((dense, world_size), (experts, world_size // expert_parallel_size)):
         for numel in sizes:
@@ -123,8 +108,8 @@ def held_bytes(
             gradients += weight_bytes * (own if stage == 2 else numel)
             if half and stage == 0 and not offload:
                 gradients += 4 * numel  # fairseq's optimizer keeps a whole fp32 copy
-            # fp32 weights need no masters, except in host memory.
-            state += 4 * own * (moments + (half or offload))
+            # Two moments and masters; fp32 weights need no masters, except in host memory.
+            state += 4 * own * (2 + (half or offload))
     on_device, on_host = (0, state) if offload else (state, 0)
     return Held(weights, gradients, on_device, on_host)
 
@@ -176,10 +161,8 @@ def _layer_of(work: Work, cluster: Cluster, strategy: Strategy) -> _Layer:
 def step_parts(work: Work, machine: Machine, cluster: Cluster, strategy: Strategy) -> dict[str, float]:
     """Return the seconds of each part of a step: forward and backward of all layers.
 
-    "exchange" is the part of all-to-alls that is not overlapped with the experts.
-
-    Raises:
-        ValueError: neither of E and P divides the other, or r is not 0 or a divisor of s.
+    "exchange" is the part of all-to-alls that is not overlapped with the experts. ValueError: neither of E
+    and P divides the other, or r is not 0 or a divisor of s.
     """
     layer, chunks, dense = _layer_of(work, cluster, strategy), strategy.overlap, work.dense_parameters
 
@@ -231,10 +214,7 @@ def step_seconds(work: Work, machine: Machine, cluster: Cluster, strategy: Strat
 
 
 def memory_bytes(work: Work, cluster: Cluster, strategy: Strategy) -> dict[str, float]:
-    """Return a rank's bytes on its device by kind, as if all were allocated at once.
-
-    Activations are those of the MoE layers. The optimizer is Adam.
-    """
+    """Return a rank's bytes on its device by kind, with activations of the MoE layers and Adam."""
     layer, bytes_held = _layer_of(work, cluster, strategy), held(work, cluster)
     size, dim, rows = work.bytes_per_element, work.model_dim, work.rows
     saved = work.tokens * dim + rows * (
@@ -327,11 +307,8 @@ def _local_seconds(work: Work, machine: Machine, layer: _Layer) -> float:
 
 
 def _gather_seconds(work: Work, machine: Machine, cluster: Cluster, layer: _Layer) -> float:
-    """Return the seconds to gather one layer's weights and to reduce-scatter their gradients.
-
-    Each matrix and each bias is a collective of its own.
-    """
-    tensors = 2 * work.matrices
+    """Return the seconds to gather one layer's weights and to reduce-scatter their gradients."""
+    tensors = 2 * work.matrices  # each matrix and each bias is a collective of its own
     size = layer.stored * work.bytes_per_element / tensors
     local = min(layer.gathering, cluster.local)
     gather = all_gather_seconds(size, machine, math.ceil(layer.gathering / local), local)

@@ -28,10 +28,7 @@ def exchange_seconds(
     algorithm: str,
     on_link: int | None = None,
 ) -> float:
-    """Return the seconds of one even all-to-all; see `all_gather_seconds`.
-
-    `bytes_per_rank` is the input of a rank, including its own share.
-    """
+    """Return the seconds of one even all-to-all of inputs that include a rank's own share."""
     if nodes * local == 1:
         return 0.0
     launches, *of_links = _terms(bytes_per_rank, machine, nodes, local, algorithm, on_link)
@@ -64,10 +61,7 @@ def _regroup_seconds(bytes_per_rank: float, machine: Machine, algorithm: str) ->
 
 
 def plan_seconds(loads: Iterable[Load], bytes_per_rank: float, machine: Machine, local: int) -> float:
-    """Return the seconds of a collective plan; for a linear all-to-all, equal to `exchange_seconds`.
-
-    `loads` has, for each round, fractions of `bytes_per_rank` by (source, target).
-    """
+    """Return the seconds of a plan; `loads` are each round's fractions of the bytes by (source, target)."""
     total = machine.launch_s
     for load in loads:
         slowest = 0.0
@@ -85,7 +79,7 @@ def plan_seconds(loads: Iterable[Load], bytes_per_rank: float, machine: Machine,
 
 
 def faster_algorithm(machine: Machine | None, nodes: int, local: int, bytes_per_rank: float) -> str:
-    """Return the faster all-to-all algorithm; linear if both are equal. Machine None: an A100 cluster."""
+    """Return the faster all-to-all algorithm, by default on A100s; linear if both are equal."""
     known = machine or PRESETS["a100"]
     return min(ALGORITHMS, key=lambda a: exchange_seconds(bytes_per_rank, known, nodes, local, a))
 
@@ -163,10 +157,8 @@ def fit_machine(rows: Sequence[Row], start: Machine) -> Machine:
 
     A linear all-to-all is bounded by one kind of link. Each round of the fit determines it by the links of
     the previous round, until it is stable. Links that the rows do not determine stay those of `start`.
-    If launch and alpha cannot be separated, alpha includes the launch, which is 0.
-
-    Raises:
-        ValueError: the rows do not determine the seconds of a byte.
+    If launch and alpha cannot be separated, alpha includes the launch, which is 0. ValueError: the rows do
+    not determine the seconds of a byte.
     """
     if not rows:
         raise ValueError("there is no measured all-to-all to fit; measure one.")

@@ -13,9 +13,6 @@ class Strategy:
 
     With `adaptive_r` 0, every rank gathers all experts' weights, and no row is sent. Else every row is sent
     to this many ranks of its expert, each with that part of the hidden dimension.
-
-    Raises:
-        ValueError: an attribute has a wrong value.
     """
 
     adaptive_r: int = 1

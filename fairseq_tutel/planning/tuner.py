@@ -1,10 +1,8 @@
 """Tuner: finds the fastest strategy of each capacity bucket by measuring training updates.
 
-A bucket's candidates are the strategies that the cost model predicts to be fast. They are measured in
-rounds, one update each. After a round, candidates that are too slow drop out. The best of the last round
-is used from then on. If its cost drifts later, the bucket is measured again.
-
-The tuner depends on nothing but the recorded costs: ranks that record the same costs choose the same.
+The candidates of a bucket, by the cost model, are measured in rounds of one update each. After a round,
+those that are too slow drop out. If the cost of the best drifts later, the bucket is measured again. The
+choice depends on the recorded costs alone, so that ranks with the same costs choose the same.
 
 Source: Tutel (Hwang et al. 2023), section 3.3, for the dictionary of buckets. The search is ours.
 """
@@ -32,10 +30,7 @@ Predict = Callable[[Strategy], float]
 
 
 class Tuner:
-    """Chooses the strategy of the next update of a bucket.
-
-    `given` is the strategy of the options; it is always a candidate.
-    """
+    """Chooses the strategy of the next update; `given`, that of the options, is always a candidate."""
 
     def __init__(
         self,
@@ -93,12 +88,9 @@ class Tuner:
         }
 
     def load(self, state: dict[str, Any]) -> int:
-        """Load a saved state, with unfinished searches.
+        """Load a saved state, with unfinished searches; ValueError: it is malformed.
 
         Return the number of skipped buckets, whose best strategy is not available here.
-
-        Raises:
-            ValueError: the state is malformed.
         """
         skipped = 0
         try:

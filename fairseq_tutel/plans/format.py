@@ -76,22 +76,13 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One step of a lane; `OPERATIONS` has the fields of each operation.
-
-    Attributes:
-        op: the operation.
-        channel: index of the channel.
-        src: one source, of a reduce two or more.
-        dst: the destination.
-        n: number of chunks.
-        semaphore: index of the semaphore between two lanes of the rank.
-    """
+    """One step of a lane, with its fields of `OPERATIONS`: n chunks from each `src` to `dst`."""
 
     op: str
     channel: int | None = None
     src: tuple[Place, ...] = ()
     dst: Place | None = None
-    n: int | None = None
+    n: int = 0
     semaphore: int | None = None
 
 
@@ -109,20 +100,13 @@ Lane = tuple[Step, ...]
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """A collective of N ranks.
+    """A collective of N ranks, C chunks and S temporary chunks.
 
     Attributes:
-        name: a name for users.
-        collective: one of `COLLECTIVES`.
-        ranks: N.
-        chunks: C.
-        temporary: S.
-        channels: all channels.
         programs: the lanes of each rank.
         min_bytes: the least bytes of a rank's `in` for which the plan is meant.
         max_bytes: the most; None: any.
         network: digest of the network for which it was made; empty: any.
-        cut: lower bound of its network, as a fraction; empty: unknown.
     """
 
     name: str
@@ -135,19 +119,16 @@ class Plan:
     min_bytes: int = 0
     max_bytes: int | None = None
     network: str = ""
-    cut: str = ""
 
     @property
     def in_chunks(self) -> int:
         """Chunks of `in`."""
-        has_all = self.collective in ("reduce_scatter", "all_to_all")
-        return self.chunks * (self.ranks if has_all else 1)
+        return self.chunks * (self.ranks if self.collective in ("reduce_scatter", "all_to_all") else 1)
 
     @property
     def out_chunks(self) -> int:
         """Chunks of `out`."""
-        has_all = self.collective in ("all_gather", "all_to_all")
-        return self.chunks * (self.ranks if has_all else 1)
+        return self.chunks * (self.ranks if self.collective in ("all_gather", "all_to_all") else 1)
 
     def size_of(self, buffer: str) -> int:
         """Return a buffer's chunks."""
@@ -254,7 +235,6 @@ def to_json(plan: Plan) -> dict[str, Any]:
         "temporary": plan.temporary,
         "bytes": [plan.min_bytes, plan.max_bytes],
         "network": plan.network,
-        "cut": plan.cut,
         "channels": [[each.source, each.target, each.kind] for each in plan.channels],
         "programs": [[[_step_to_json(s) for s in lane] for lane in lanes] for lanes in plan.programs],
     }
@@ -275,7 +255,6 @@ def from_json(data: Any) -> Plan:
     """
     _demand(isinstance(data, Mapping), "the plan is no JSON object")
     _demand(data.get("format") == FORMAT, f"its format is {data.get('format')!r}, not {FORMAT}")
-    # A file may have a root of null.
     known = {
         "format", "name", "collective", "ranks", "chunks", "temporary", "root", "bytes", "network", "cut",
         "channels", "programs",
@@ -298,7 +277,6 @@ def from_json(data: Any) -> Plan:
         min_bytes=_number(sizes[0], "bytes"),
         max_bytes=None if sizes[1] is None else _number(sizes[1], "bytes"),
         network=str(data.get("network", "")),
-        cut=str(data.get("cut", "")),
     )
 
 

@@ -23,12 +23,9 @@ from fairseq_tutel.files.small import json_of
 from fairseq_tutel.planning.links import Load
 
 FORMAT = 1
-# A network's matrix has the square of this many numbers.
-MOST_VERTICES = 4096
-# Most GPUs of a network by name.
-MOST = 512
-# Largest bandwidth of a link.
-WIDEST = 10**15
+MOST_VERTICES = 4096  # the matrix has the square of this many numbers
+MOST = 512  # GPUs of a network by name
+WIDEST = 10**15  # bandwidth
 
 
 class Link(NamedTuple):
@@ -41,13 +38,11 @@ class Link(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Network:
-    """Ranks, switches and links.
+    """Ranks, switches and links, at most one from a vertex to another.
 
     Attributes:
-        name: name in messages.
         places: (host, local rank) of every rank.
         vertices: names of all vertices, the ranks' first.
-        links: at most one from a vertex to another.
         unit: unit of bandwidths, in messages.
     """
 
@@ -94,11 +89,6 @@ class Network:
         """The network with all links in the opposite direction."""
         links = (link._replace(source=link.target, target=link.source) for link in self.links)
         return replace(self, links=tuple(links))
-
-
-def busiest(network: Network, loads: Load) -> Fraction:
-    """Return the largest load of a link over its bandwidth: seconds, if loads are bytes."""
-    return max(Fraction(load) / network.matrix[a][b] for (a, b), load in loads.items())
 
 
 def routed(network: Network, messages: Load) -> Load:

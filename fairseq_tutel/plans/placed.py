@@ -6,9 +6,9 @@ with it by the number of ranks on each host.
 
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
+from typing import NamedTuple
 
 from fairseq_tutel.plans import files, network
 from fairseq_tutel.plans.checker import Report, check
@@ -18,16 +18,8 @@ from fairseq_tutel.plans.network import Network
 OPTION = "--moe-collective-plans"
 
 
-@dataclass(frozen=True)
-class PlacedPlan:
-    """A checked plan and the hosts that it is for.
-
-    Attributes:
-        name: name of its file, without .json.
-        plan: the plan.
-        report: its cost.
-        hosts: number of ranks on each host, in order; None: any.
-    """
+class PlacedPlan(NamedTuple):
+    """A checked plan, the name of its file without .json, and the ranks on each host (None: any)."""
 
     name: str
     plan: Plan
@@ -46,10 +38,8 @@ def hosts_of(ranks: Iterable[int], local: int) -> tuple[int, ...]:
     return tuple(len(list(same)) for _, same in groupby(ranks, lambda rank: rank // local))
 
 
-def read(path: str, proved: frozenset[str] = frozenset()) -> tuple[PlacedPlan, ...]:
-    """Read all plans of a file, or of a folder's *.json files in the order of their names.
-
-    Plans with a digest in `proved` are not checked, since another rank has checked them.
+def read(path: str) -> tuple[PlacedPlan, ...]:
+    """Read and check all plans of a file, or of a folder's *.json files in the order of their names.
 
     Raises:
         ValueError: there is no plan, or one cannot be read or is wrong; names the file.
@@ -57,15 +47,19 @@ def read(path: str, proved: frozenset[str] = frozenset()) -> tuple[PlacedPlan, .
     place = Path(path)
     found = sorted(place.glob("*.json")) if place.is_dir() else [place]
     networks = dict(_networks(found)) if place.is_dir() else {}
-    plans = {file: _read(file) for file in found if file not in networks}
-    if not plans:
+    try:
+        plans = {file: files.read(file) for file in found if file not in networks}
+        if not place.is_dir() and plans[place].network:
+            networks = dict(_networks(place.parent.glob("*.json")))
+        hosts = {each.digest: tuple(map(len, each.hosts.values())) for each in networks.values()}
+        placed = tuple(_placed(file, plan, hosts) for file, plan in plans.items())
+    except ValueError as error:
+        raise ValueError(f"{OPTION}: {error}") from error
+    if not placed:
         raise ValueError(
             f"{OPTION} is {path}, which has no plan; give a plan's FILE.json or a folder of plans."
         )
-    if not place.is_dir() and plans[place].network:
-        networks = dict(_networks(place.parent.glob("*.json")))
-    hosts = {each.digest: tuple(map(len, each.hosts.values())) for each in networks.values()}
-    return tuple(_placed(file, plan, hosts, proved) for file, plan in plans.items())
+    return placed
 
 
 def _networks(paths: Iterable[Path]) -> Iterator[tuple[Path, Network]]:
@@ -74,39 +68,23 @@ def _networks(paths: Iterable[Path]) -> Iterator[tuple[Path, Network]]:
             yield path, network.read(path)
 
 
-def _read(file: Path) -> Plan:
-    try:
-        return files.read(file)
-    except ValueError as error:
-        raise ValueError(f"{OPTION}: {error}") from error
-
-
-def _placed(
-    file: Path, plan: Plan, hosts: Mapping[str, tuple[int, ...]], proved: frozenset[str]
-) -> PlacedPlan:
+def _placed(file: Path, plan: Plan, hosts: Mapping[str, tuple[int, ...]]) -> PlacedPlan:
     """Check a plan; `hosts` has the ranks on each host by the digest of a network."""
     if plan.network and plan.network not in hosts:
         raise ValueError(
-            f"{OPTION}: {file}: the plan is for the network {plan.network}, but no network file in its "
-            "folder has this digest; put that network's file there."
+            f"{file}: the plan is for the network {plan.network}, but no network file in its folder has "
+            "this digest; put that network's file there."
         )
     try:
-        report = check(plan, plan.digest in proved)
+        return PlacedPlan(file.stem, plan, check(plan), hosts.get(plan.network))
     except ValueError as error:
-        raise ValueError(f"{OPTION}: {file}: {error}") from error
-    return PlacedPlan(file.stem, plan, report, hosts.get(plan.network))
+        raise ValueError(f"{file}: {error}") from error
 
 
 def refuse_unused(plans: Sequence[PlacedPlan], groups: Sequence[Sequence[int]], local: int) -> None:
-    """Refuse plans that no group of a run can use.
+    """Refuse plans that no group of a run can use by a ValueError with the plan and the fix.
 
-    Args:
-        plans: from `read`.
-        groups: the ranks of each group of more than one rank.
-        local: ranks of a host; 0: unknown.
-
-    Raises:
-        ValueError: names the plan and the fix.
+    `groups` are the ranks of each group of more than one rank, `local` the ranks of a host (0: unknown).
     """
     for placed in plans:
         plan = placed.plan

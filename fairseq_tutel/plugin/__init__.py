@@ -3,7 +3,7 @@
 The folders follow a run's life cycle:
 
 - registration/: options, registered classes, wrapped functions of fairseq, error sentences;
-- install.py with feed_forward.py, context.py, announce.py: a stock model gets experts;
+- install.py with feed_forward.py, announce.py: a stock model gets experts;
 - training/: checks, start, the task, resuming, saving;
 - opening/: a checkpoint is loaded for use, offloaded, or shared by several ranks;
 - run_state.py: shared state.

@@ -67,7 +67,7 @@ def log_experts(layers: Sequence[MoELayer], kernels: tuple[str, str]) -> None:
         topology.expert_parallel_size,
         topology.num_replicas,
         *kernels,
-        ", hidden layers made again in backward" if config.recompute_experts else "",
+        ", hidden layers recomputed in backward" if config.recompute_experts else "",
     )
 
 

@@ -4,8 +4,7 @@ After the stock model is built, a chosen layer's fc1 becomes a MoEFeedForward, a
 becomes the identity. No forward method is copied. T tokens, D model_dim.
 """
 
-import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -14,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from fairseq_tutel.checkpoint.saved import layer_label
-from fairseq_tutel.inference.pregate import pregate, refuse_too_far
 from fairseq_tutel.kernels.first_order import first_order
 from fairseq_tutel.moe.call import Call
 from fairseq_tutel.moe.config import MoEConfig
@@ -22,10 +20,7 @@ from fairseq_tutel.moe.deferred import Deferred, can_defer
 from fairseq_tutel.moe.expert_stack import OWN, ExpertStack
 from fairseq_tutel.moe.layer import MoELayer, MoEOutput
 from fairseq_tutel.moe.metrics import RoutingCounts, count_routing
-from fairseq_tutel.plugin.context import Context
 from fairseq_tutel.ranks.groups import Topology
-
-logger = logging.getLogger(__name__)
 
 # Names of the dropout between fc1 and fc2: in transformers, lightconv and wav2vec2.
 DROPOUTS = ("activation_dropout_module", "relu_dropout_module", "dropout2")
@@ -40,6 +35,52 @@ STACKS = [
 STACKS += [("encoder", f"{name}.w2v_model.encoder.layers") for name in ("encoder", "w2v_encoder")]
 # MoEConfig fields that a stock layer determines.
 FACTS = ("model_dim", "hidden_dim", "activation", "activation_dropout", "hidden_layer_norm")
+
+
+class Context:
+    """State that all MoE layers of one model share; the integration writes it, and layers read it.
+
+    Args:
+        trains: the model is trained, not opened for use.
+        gather: loads all experts on this rank, for generation during training, if ranks share them.
+        wait_for_turn: returns when all ranks agree on a layer's call, where ranks call at their own pace.
+    """
+
+    def __init__(
+        self,
+        trains: bool = False,
+        gather: Callable[[], object] | None = None,
+        wait_for_turn: Callable[["MoEFeedForward"], None] | None = None,
+    ) -> None:
+        self.trains, self.gather, self.wait_for_turn = trains, gather, wait_for_turn
+        # The micro-batch only keeps ranks in step: it routes and counts nothing.
+        self.is_dummy = False
+        # [batch, time], the last input of an embedding, for hash gates.
+        self.token_ids: Tensor | None = None
+        # [batch, time] bool of that input, for decoders that pass no mask to their layers.
+        self.padding_mask: Tensor | None = None
+        # Factors of layers' balance losses in the current backward pass.
+        self.coefficients: Mapping[MoEFeedForward, Tensor] = {}
+
+    def begin_step(self, is_dummy: bool = False) -> None:
+        """Set whether the next batches are dummies."""
+        self.is_dummy = is_dummy
+
+    def see_tokens(self, embedding: Any, args: tuple) -> None:
+        """Keep the input of an embedding; a pre-hook."""
+        self.token_ids = args[0]
+
+    def see_padding(self, embedding: Any, args: tuple) -> None:
+        """Keep the padding mask of an embedding's input; a pre-hook."""
+        self.padding_mask = args[0].eq(embedding.padding_idx)
+
+    def begin_backward(self, coefficients: Mapping["MoEFeedForward", Tensor]) -> None:
+        """Set factors of balance losses until `end_backward`."""
+        self.coefficients = {**self.coefficients, **coefficients}
+
+    def end_backward(self) -> None:
+        """Remove the factors: a backward pass without a criterion's loss adds no balance loss."""
+        self.coefficients = {}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -235,20 +276,6 @@ def replace_ffn(
     layer.register_forward_pre_hook(_keep_arguments, with_kwargs=True)
 
 
-def pregate_stacks(model: nn.Module, ahead: int) -> None:
-    """Let each gate of a stack read the input of the MoE layer `ahead` layers before (--moe-pregate)."""
-    stacks = {side: moe_layers(layers) for side, _, layers in named_stacks(model) if moe_layers(layers)}
-    refuse_too_far(ahead, {side: len(layers) for side, layers in stacks.items()})
-    for side, layers in stacks.items():
-        others = max(0, len(layers) - ahead)
-        if others:
-            pregate(layers, ahead)
-        logger.info(
-            "--moe-pregate %d: the gates of %d of %d MoE layers of the %s see an earlier layer's input",
-            *(ahead, others, len(layers), side),
-        )
-
-
 def layer_facts(layer: Any, activation: str) -> dict[str, Any]:
     """Return the MoEConfig fields that a layer's FFN, which may have experts already, determines."""
     if isinstance(layer.fc1, MoEFeedForward):
@@ -298,40 +325,13 @@ def _keep_arguments(layer: Any, args: tuple, kwargs: dict) -> None:
     layer.fc1.begin_call(mask, generates=state is not None)
 
 
-def watch_token_ids(model: nn.Module, context: Context) -> None:
-    """Register hooks on embeddings that keep token ids; generation calls no hooks of encoders."""
-    for side_name, name, layers in named_stacks(model):
-        side: Any = model.get_submodule(name.rpartition(".")[0])
-        if not moe_layers(layers):
-            continue
-        if not hasattr(side, "embed_tokens"):
-            fix = f", or add --{side_name}-moe-freq 0" if side_name in SIDES else ""
-            raise ValueError(
-                f"--moe-gate-type hash chooses by token ids, and the {side_name} of this model sees none; "
-                f"choose another gate{fix}."
-            )
-        side.embed_tokens.register_forward_pre_hook(context.see_tokens)  # a copied model copies the context
-
-
 def watch_padding(decoder: Any) -> None:
     """Register a hook that keeps the padding mask of a decoder whose layers get none (lightconv)."""
     for context in contexts_of(moe_layers(decoder)):
         decoder.embed_tokens.register_forward_pre_hook(context.see_padding)
 
 
-def watch_micro_batches(model: nn.Module) -> None:
-    """Register hooks that mark a model's call as a new micro-batch; later forwards are recomputations."""
-    # A copied model copies the bound layers, too.
-    for part in _models_of(model).values():
-        part.register_forward_pre_hook(partial(_begin_micro_batch, moe_layers(part)))
-
-
-def _begin_micro_batch(layers: Sequence[MoEFeedForward], *_: Any) -> None:
-    for layer in layers:
-        layer.begin_micro_batch()
-
-
-def _models_of(model: nn.Module) -> dict[str, nn.Module]:
+def models_of(model: nn.Module) -> dict[str, nn.Module]:
     """Return the models inside a model by prefix, such as fairseq's for several language pairs."""
     parts = getattr(model, "models", None)
     if not isinstance(parts, nn.ModuleDict):
@@ -347,7 +347,7 @@ def named_stacks(model: Any) -> Iterable[tuple[str, str, nn.Module]]:
 def _stock_stacks(model: nn.Module) -> Iterator[tuple[str, str, nn.Module]]:
     """Yield the stacks of a stock model, each once."""
     modules = dict(model.named_modules())  # layers that models share have the first one's name
-    for prefix in _models_of(model):
+    for prefix in models_of(model):
         for side, name in STACKS:
             if f"{prefix}{name}" in modules:
                 yield side, f"{prefix}{name}", modules[f"{prefix}{name}"]

@@ -60,6 +60,21 @@ class Words:
     decode = encode
 
 
+class Single(Interface):
+    """Base class of interfaces of one model; fairseq's would ignore others."""
+
+    bpe: Any
+
+    def __init__(self, cfg: Any, task: Any, models: Sequence[nn.Module]) -> None:
+        if len(models) > 1:
+            raise ValueError(
+                f"path names {len(models)} checkpoints, and {self.kind} cannot be an ensemble; give one of "
+                "them."
+            )
+        super().__init__(cfg, task, models[0])
+        self.bpe = self.bpe or Words()
+
+
 class Generating(Interface):
     """Base class of interfaces that generate: checks options and sets the beam."""
 
@@ -119,15 +134,10 @@ class LanguageModel(Generating, hub_utils.GeneratorHubInterface):
     kind, offers = "a language model", ("sample", "score")
 
 
-class MaskedLanguageModel(Interface, RobertaHubInterface):
+class MaskedLanguageModel(Single, RobertaHubInterface):
     """An encoder with `fill_mask`, `extract_features`, and `predict` for classification heads."""
 
     kind, offers = "a masked language model", ("fill_mask", "extract_features", "predict")
-    bpe: Any
-
-    def __init__(self, cfg: Any, task: Any, models: Sequence[nn.Module]) -> None:
-        super().__init__(cfg, task, _only(models, self.kind))
-        self.bpe = self.bpe or Words()
 
     def fill_mask(self, masked_input: str, topk: int = 5) -> Any:
         """Return the `topk` best words for the text's <mask>: (text, probability, word).
@@ -172,15 +182,10 @@ class MaskedLanguageModel(Interface, RobertaHubInterface):
         return text.strip(), begins
 
 
-class Denoising(Generating, BARTHubInterface):
+class Denoising(Single, Generating, BARTHubInterface):
     """An encoder-decoder that restores text, with `fill_mask`, and fairseq's `sample` and `generate`."""
 
     kind, offers = "a denoising model", ("fill_mask", "sample")
-    bpe: Any
-
-    def __init__(self, cfg: Any, task: Any, models: Sequence[nn.Module]) -> None:
-        super().__init__(cfg, task, _only(models, self.kind))
-        self.bpe = self.bpe or Words()
 
     def generate(self, tokens: Any, *args: Any, **options: Any) -> Any:
         """Return fairseq's hypotheses, in batches of one length, since fairseq treats padding as text."""
@@ -265,15 +270,6 @@ class ImageClassification(Interface, nn.Module):
             pixels = array.permute(2, 0, 1)
         mean, std = normalisation(self.task.image_config, channels)
         return (fitted(pixels, height, width) - mean) / std
-
-
-def _only(models: Sequence[nn.Module], kind: str) -> nn.Module:
-    """Return the only model; fairseq's interface would ignore others."""
-    if len(models) > 1:
-        raise ValueError(
-            f"path names {len(models)} checkpoints, and {kind} cannot be an ensemble; give one of them."
-        )
-    return models[0]
 
 
 def _refuse_masks(text: str, is_right: bool, wanted: str) -> None:

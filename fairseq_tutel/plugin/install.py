@@ -14,6 +14,7 @@ from torch import nn
 
 from fairseq_tutel.checkpoint.experts import gather_everywhere
 from fairseq_tutel.comm.gradients import is_expert
+from fairseq_tutel.inference.pregate import pregate, refuse_too_far
 from fairseq_tutel.kernels import backend_for
 from fairseq_tutel.moe.adaptive import is_tuned, static_degree
 from fairseq_tutel.moe.balance_options import parse_balance_loss
@@ -21,19 +22,18 @@ from fairseq_tutel.moe.config import MoEConfig
 from fairseq_tutel.moe.option_table import ModelConfig, SidesConfig, TaskConfig
 from fairseq_tutel.options.option import flag_of, is_custom, read, refuse_bad_values
 from fairseq_tutel.plugin import announce
-from fairseq_tutel.plugin.context import Context
 from fairseq_tutel.plugin.differences import end_where_it_differs, log_difference
 from fairseq_tutel.plugin.feed_forward import (
     SIDES,
+    Context,
+    MoEFeedForward,
     children_of,
     chosen_layers,
     layer_facts,
+    models_of,
     moe_layers,
     named_stacks,
-    pregate_stacks,
     replace_ffn,
-    watch_micro_batches,
-    watch_token_ids,
 )
 from fairseq_tutel.plugin.opening import offload
 from fairseq_tutel.plugin.opening.several_ranks import topology_of_opened
@@ -193,10 +193,10 @@ class _Installation:
             experts = offload.meta_experts(config, self.topology, self.store) if self.opened else None
             replace_ffn(chosen.layer, config, self.topology, seed, chosen.name, context, experts)
         if "hash" in self.configs[0].gate_types:
-            watch_token_ids(model, context)
+            _watch_token_ids(model, context)
         if self.ahead:
-            pregate_stacks(model, self.ahead)
-        watch_micro_batches(model)
+            _pregate_stacks(model, self.ahead)
+        _watch_micro_batches(model)
         model.register_load_state_dict_pre_hook(end_where_it_differs if self.training else log_difference)
         # torch's DistributedDataParallel reads this name: it neither broadcasts nor reduces experts.
         model._ddp_params_and_buffers_to_ignore = [
@@ -223,6 +223,47 @@ class _Installation:
             half = self.root.common.fp16 or self.root.common.bf16
             announce.warn_of_options(layers, self.cfg, self.options, self.local, half)
         announce.warn_of_surprises(first, has_decoder=any("decoder" in each.name for each in self.chosen))
+
+
+def _pregate_stacks(model: nn.Module, ahead: int) -> None:
+    """Let each gate of a stack read the input of the MoE layer `ahead` layers before (--moe-pregate)."""
+    stacks = {side: moe_layers(layers) for side, _, layers in named_stacks(model) if moe_layers(layers)}
+    refuse_too_far(ahead, {side: len(layers) for side, layers in stacks.items()})
+    for side, layers in stacks.items():
+        others = max(0, len(layers) - ahead)
+        if others:
+            pregate(layers, ahead)
+        logger.info(
+            "--moe-pregate %d: the gates of %d of %d MoE layers of the %s see an earlier layer's input",
+            *(ahead, others, len(layers), side),
+        )
+
+
+def _watch_token_ids(model: nn.Module, context: Context) -> None:
+    """Register hooks on embeddings that keep token ids; generation calls no hooks of encoders."""
+    for side_name, name, layers in named_stacks(model):
+        side: Any = model.get_submodule(name.rpartition(".")[0])
+        if not moe_layers(layers):
+            continue
+        if not hasattr(side, "embed_tokens"):
+            fix = f", or add --{side_name}-moe-freq 0" if side_name in SIDES else ""
+            raise ValueError(
+                f"--moe-gate-type hash chooses by token ids, and the {side_name} of this model sees none; "
+                f"choose another gate{fix}."
+            )
+        side.embed_tokens.register_forward_pre_hook(context.see_tokens)  # a copied model copies the context
+
+
+def _watch_micro_batches(model: nn.Module) -> None:
+    """Register hooks that mark a model's call as a new micro-batch; later forwards are recomputations."""
+    # A copied model copies the bound layers, too.
+    for part in models_of(model).values():
+        part.register_forward_pre_hook(functools.partial(_begin_micro_batch, moe_layers(part)))
+
+
+def _begin_micro_batch(layers: Sequence[MoEFeedForward], *_: Any) -> None:
+    for layer in layers:
+        layer.begin_micro_batch()
 
 
 @dataclass

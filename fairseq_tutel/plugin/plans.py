@@ -1,4 +1,4 @@
-"""The collective plans of a training run: read, checked once a host, and given to `comm.collectives`."""
+"""The collective plans of a training run: read, checked, and given to `comm.collectives`."""
 
 import logging
 from collections.abc import Sequence
@@ -27,57 +27,37 @@ from fairseq_tutel.ranks.world import Work
 logger = logging.getLogger(__name__)
 
 
-def plans_of(task_cfg: Any, proved: frozenset[str] = frozenset()) -> tuple[PlacedPlan, ...]:
-    """Return the plans of a training run; those with a digest in `proved` are not checked.
-
-    Raises:
-        ValueError: a plan cannot be read, or is wrong.
-    """
+def plans_of(task_cfg: Any) -> tuple[PlacedPlan, ...]:
+    """Return the checked plans of a training run."""
     path = read(TaskConfig, task_cfg).moe_collective_plans
     if path and path not in RUN.plans:
-        RUN.plans[path] = placed.read(path, proved)
+        RUN.plans[path] = placed.read(path)
     return RUN.plans[path] if path else ()
 
 
-def prove_once_a_host(task_cfg: Any) -> None:
-    """Check the plans on the first rank of each host. Its other ranks skip plans with the same digest.
-
-    Collective. Afterwards `plans_of` returns the plans on every rank.
+def check_together(task_cfg: Any) -> None:
+    """Read and check the plans on all ranks. Collective.
 
     Raises:
         ValueError: a plan cannot be read, or is wrong; the same on all ranks.
     """
     RUN.plans.clear()
-    given = read(TaskConfig, task_cfg)
     operation = "the check of collective plans"
-    if not any(world.all_gather_object(given.moe_collective_plans, operation)):
+    if not any(world.all_gather_object(read(TaskConfig, task_cfg).moe_collective_plans, operation)):
         return
-    local, rank = given.moe_local_size or ranks_per_node() or 1, dist.get_rank()
-    is_first = rank % local == 0
-
-    def digests_here() -> frozenset[str]:
-        return frozenset(each.plan.digest for each in plans_of(task_cfg))
-
-    checking = Work(digests_here if is_first else frozenset)
+    checking = Work(lambda: plans_of(task_cfg))
     # In short steps, since checks of many ranks' plans take longer than the timeout of a collective.
     while True:
-        ended, digests, error = checking.look()
+        ended, _, error = checking.look()
         if all(world.all_gather_object(ended, operation)):
             break
-    results = world.all_gather_object(("" if error is None else str(error), digests), operation)
-    if problem := next((each for each, _ in results if each), ""):
-        raise ValueError(problem)
-    if not is_first:
-        plans_of(task_cfg, results[rank - rank % local][1])
+    for problem in world.all_gather_object(error, operation):
+        if problem is not None:
+            raise ValueError(problem)
 
 
 def use_plans(task_cfg: Any, topology: Topology, config: MoEConfig) -> None:
     """Run collectives by the plans of a training run, or by torch if it has none.
-
-    Args:
-        task_cfg: options of the task.
-        topology: this rank's groups.
-        config: options of the first MoE layer.
 
     Raises:
         ValueError: no group can run a plan, or --moe-a2a-algorithm names a missing plan.
@@ -94,7 +74,7 @@ def use_plans(task_cfg: Any, topology: Topology, config: MoEConfig) -> None:
             f"--moe-a2a-algorithm is {PLAN}{name}, but --moe-collective-plans has no {name}.json with an "
             f"all_to_all for the {size} ranks of an EP group; {fix}, or use linear."
         )
-    elif known and name not in known and config.adaptive != "auto" and config.adaptive_r != 0:
+    if known and name not in known and config.adaptive != "auto" and config.adaptive_r != 0:
         flags = " or ".join(PLAN + each for each in known)
         logger.info("the exchange of rows runs by no plan; use --moe-a2a-algorithm %s", flags)
     collectives.use(PlanBackend(plans, local) if plans else None)
@@ -103,11 +83,7 @@ def use_plans(task_cfg: Any, topology: Topology, config: MoEConfig) -> None:
 def tuned_algorithms(layer: MoELayer, task_cfg: Any, machine: Machine, num_bytes: float) -> tuple[str, ...]:
     """Return the all-to-alls that a tuner tries: linear, 2dh and plans that are not predicted to be slow.
 
-    Args:
-        layer: the first MoE layer.
-        task_cfg: options of the task.
-        machine: the hardware profile for the prediction.
-        num_bytes: bytes of a rank's rows.
+    `num_bytes` are the bytes of a rank's rows in the first MoE layer.
     """
     topology = layer.topology
     grid, size = topology.grid, topology.expert_parallel_size
@@ -121,11 +97,8 @@ def tuned_algorithms(layer: MoELayer, task_cfg: Any, machine: Machine, num_bytes
     kept = [name for name in seconds if name in ALGORITHMS or seconds[name] <= limit]
     if len(kept) < len(seconds):
         slow = ", ".join(name for name in seconds if name not in kept)
-        logger.info(
-            "adaptive: not tried, since the hardware profile %s predicts slow times: %s",
-            machine.name,
-            slow,
-        )
+        text = "adaptive: not tried, since the hardware profile %s predicts slow times: %s"
+        logger.info(text, machine.name, slow)
     return tuple(kept)
 
 

@@ -16,16 +16,7 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from fairseq_tutel.ranks import world
-from fairseq_tutel.ranks.guard import (
-    CommunicationError,
-    absent,
-    guarded,
-    name_ranks,
-    timeout_of_groups,
-    wait_for,
-    watched,
-)
+from fairseq_tutel.ranks import guard, world
 
 # Without a time-out: as long as torch's rendezvous waits.
 DEFAULT_TIMEOUT = timedelta(minutes=30)
@@ -40,10 +31,7 @@ _numbers: WeakKeyDictionary[dist.ProcessGroup, Iterator[int]] = WeakKeyDictionar
 
 
 def agree(facts: Mapping[str, Any]) -> None:
-    """Compare the facts of all ranks, and return if they are the same. No collective.
-
-    Every rank must call it equally often. With one rank it does nothing. Facts have names for users, such
-    as an option; values that are no JSON are compared as str().
+    """Compare the facts of all ranks, by their names for users. Every rank must call it equally often.
 
     Raises:
         ValueError: ranks differ; the same message on every rank names option, values and fix.
@@ -54,10 +42,10 @@ def agree(facts: Mapping[str, Any]) -> None:
     store, rank = distributed_c10d._get_default_store(), dist.get_rank()
     numbers = _numbers.setdefault(distributed_c10d._get_default_group(), itertools.count())
     prefix = f"fairseq_tutel/agree/{next(numbers)}"
-    timeout = timeout_of_groups() or DEFAULT_TIMEOUT
+    timeout = guard.timeout_of_groups() or DEFAULT_TIMEOUT
     text = json.dumps(facts, sort_keys=True, default=str)
     operation = "the comparison of all ranks' options"
-    with watched(operation), guarded(operation):
+    with guard.watched(operation), guard.guarded(operation):
         store.set(f"{prefix}/facts/{rank}", text)
         store.set(f"{prefix}/digest/{rank}", hashlib.sha256(text.encode()).hexdigest())
         if rank == 0:
@@ -69,9 +57,9 @@ def agree(facts: Mapping[str, Any]) -> None:
         elif sentence:
             # Others cannot read the verdict after the process with the store has ended.
             came = [r for r in range(1, dist.get_world_size()) if r not in late]
-            wait_for(store, f"{prefix}/read", came, MARGIN.total_seconds())
+            guard.wait_for(store, f"{prefix}/read", came, MARGIN.total_seconds())
     if late:
-        raise CommunicationError(sentence)
+        raise guard.CommunicationError(sentence)
     if sentence:
         raise ValueError(sentence)
 
@@ -83,8 +71,8 @@ def _compare(store: dist.Store, prefix: str, timeout: timedelta) -> tuple[list[i
     try:
         store.wait([f"{prefix}/digest/{rank}" for rank in ranks], timeout)
     except RuntimeError:
-        late = absent(store, f"{prefix}/digest", ranks)
-        name = name_ranks(late)
+        late = guard.absent(store, f"{prefix}/digest", ranks)
+        name = guard.name_ranks(late)
         return late, (
             f"{name} did not come to the comparison of all ranks' options within "
             f"{time.monotonic() - start:.0f} s; look at the log of {name}, or raise --moe-comm-timeout "
@@ -110,7 +98,9 @@ def _sentence(parties: list[tuple[list[int], dict[str, Any]]]) -> str:
         if len(ranks_of) > 1:
             is_long = max(map(len, ranks_of)) > SHOWN_CHARACTERS
             alike = _alike(list(ranks_of)) if is_long else 0
-            values = (f"{_shown(text, alike)} on {name_ranks(sorted(on))}" for text, on in ranks_of.items())
+            values = (
+                f"{_shown(text, alike)} on {guard.name_ranks(sorted(on))}" for text, on in ranks_of.items()
+            )
             differing.append(f"{name} is {' and '.join(values)}")
     more = len(differing) - SHOWN_FACTS
     others = f" ({more} more differ)" if more > 0 else ""

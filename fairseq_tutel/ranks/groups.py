@@ -75,11 +75,6 @@ class Topology:
     share_groups: dict[int, dist.ProcessGroup] = field(default_factory=dict)
 
     @property
-    def expert_rank(self) -> int:
-        """Position in the expert group, 0 .. P - 1."""
-        return self.rank % self.expert_parallel_size
-
-    @property
     def num_replicas(self) -> int:
         """Number of ranks that hold the same experts, W / P."""
         return self.world_size // self.expert_parallel_size
@@ -95,7 +90,7 @@ class Topology:
             )
         count = max(1, num_experts // self.expert_parallel_size)
         slices = self.slices(num_experts)
-        which, index = divmod(self.expert_rank, slices)
+        which, index = divmod(self.rank % size, slices)
         return Part(count, which * count, slices, index)
 
     def local_experts(self, num_experts: int) -> range:
@@ -120,11 +115,7 @@ class Topology:
 
 
 def expert_parallel_size(world_size: int, expert_counts: Sequence[int], requested: int = 0) -> int:
-    """Return P: `requested`, or for 0 the greatest common divisor of W and every layer's experts.
-
-    Raises:
-        ValueError: `requested` does not divide W, or neither divides a layer's experts nor is a multiple.
-    """
+    """Return P: `requested`, or for 0 the greatest common divisor of W and every layer's experts."""
     if requested == 0:
         return math.gcd(world_size, *expert_counts)
     fits = requested > 0 and world_size % requested == 0
@@ -167,9 +158,9 @@ def make_topology(
     ranks_per_node: int = 0,
     degree_of: Callable[[int], int] | None = None,
 ) -> Topology:
-    """Return this rank's topology, creating its groups in the same order on every rank.
+    """Return this rank's topology for layers with these numbers of experts. Collective.
 
-    Collective: every rank must call it with the same arguments, which are compared the first time.
+    Every rank must call it with the same arguments, which are compared the first time.
 
     Args:
         expert_counts: experts of every layer.
@@ -177,10 +168,6 @@ def make_topology(
         ranks_per_node: L of the grid, made where P holds several whole nodes of more than one rank; 0
             makes none.
         degree_of: the only r of a layer with s shards; None for any, which needs more groups.
-
-    Raises:
-        ValueError: `requested` does not divide W and every expert count, or ranks gave other arguments.
-        CommunicationError: a rank did not arrive.
     """
     count, whole = world.size(), dist.group.WORLD
     if whole is not None and count > 1:
@@ -197,7 +184,7 @@ def make_topology(
 
 
 def topology_within(group: dist.ProcessGroup, num_experts: int, sliced: bool = False) -> Topology:
-    """Return this rank's topology in a group; collective over the group when subgroups are created.
+    """Return this rank's topology in a group. Collective over it.
 
     If `sliced`, all its ranks hold shards of fewer experts; otherwise P is the greatest common divisor of
     the ranks and the experts.

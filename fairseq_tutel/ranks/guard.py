@@ -46,10 +46,7 @@ def is_time(seconds: Any) -> bool:
 
 
 def set_timeout(seconds: int) -> None:
-    """Set the time-out in seconds of each collective of groups that are created from now on.
-
-    0 keeps torch's default, 30 minutes (10 under NCCL).
-    """
+    """Set the time-out of collectives of groups that are created from now on; 0 keeps torch's default."""
     if not is_time(seconds):
         raise ValueError(
             f"--moe-comm-timeout is {seconds!r}; give whole seconds from 1 to {LONGEST_SECONDS} (a "
@@ -71,14 +68,10 @@ def limit(group: dist.ProcessGroup | None) -> None:
 
 
 class guarded:  # noqa: N801 - a context manager
-    """`with guarded("the exchange of …", group): collective`: a failure names missing ranks.
+    """`with guarded("the exchange of …", group): collective`: a failure is a CommunicationError.
 
-    It costs a microsecond without a failure. Other errors, and those that an inner guard has explained, are
-    not changed. `operation` ends the sentence "rank 1 could not finish …". `timed` includes the duration in
-    the message; it is False if the block also does other work.
-
-    Raises:
-        CommunicationError: the collective failed because of another rank.
+    Other errors, and those that an inner guard has explained, are not changed. `operation` ends "rank 1
+    could not finish …". `timed` is False if the block also does other work.
     """
 
     __slots__ = ("group", "operation", "start", "timed")
@@ -172,10 +165,7 @@ def how_to_wait_longer(seconds: float) -> str:
 
 
 def keeps_the_store(environment: Mapping[str, str] = os.environ) -> bool:
-    """Whether the launcher has the rendezvous store, not rank 0; it may restart ranks with the same store.
-
-    torchrun restarts all ranks when a node joins, even if it allows no restart after a failure.
-    """
+    """Whether the launcher has the rendezvous store, not rank 0; it may restart ranks with the same one."""
     return environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 

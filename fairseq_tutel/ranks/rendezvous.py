@@ -1,7 +1,5 @@
 """Rendezvous within the time-out, also after torchrun restarts ranks.
 
-torch waits half an hour for a rank that failed before it, without naming it; `meeting` has a time-out.
-
 torchrun keeps one store for all restarts. Restarted ranks find the addresses of dead ones in it, and fail
 at once (pytorch/pytorch issue 167288). Under `METHOD` rank 0 draws a random name for each start, which
 prefixes all keys. Each rank's confirmation shows that the request was not left by an earlier start.
@@ -20,13 +18,7 @@ import torch
 from torch.distributed import DistStoreError, PrefixStore, Store, constants, distributed_c10d, rendezvous
 from torch.distributed.rendezvous import register_rendezvous_handler
 
-from fairseq_tutel.ranks.guard import (
-    CommunicationError,
-    absent,
-    how_to_wait_longer,
-    is_of_communication,
-    watched,
-)
+from fairseq_tutel.ranks import guard
 
 # torch's variables with the default time-outs of `init_process_group`.
 DEFAULTS = ("default_pg_timeout", "default_pg_nccl_timeout")
@@ -60,37 +52,30 @@ def meeting(rank: int, world_size: int, seconds: int) -> Iterator[Callable[[], N
     """Explain errors of the rendezvous in the block, which calls the yielded function after it.
 
     Until then the default time-out of groups is `seconds`, or torch's for 0.
-
-    Raises:
-        CommunicationError: a rank did not arrive.
     """
     start, waiting = time.perf_counter(), [True]
     with contextlib.ExitStack() as until_met:
         for name in DEFAULTS if seconds else ():
             until_met.callback(setattr, distributed_c10d, name, getattr(distributed_c10d, name))
             setattr(distributed_c10d, name, timedelta(seconds=seconds))
-        until_met.enter_context(watched("its way to the others", rank))
+        until_met.enter_context(guard.watched("its way to the others", rank))
         until_met.callback(waiting.clear)
         try:
             yield until_met.close
         except RuntimeError as error:
-            if not (waiting and is_of_communication(error)):
+            if not (waiting and guard.is_of_communication(error)):
                 raise
             reason = str(error).partition("\n")[0].rstrip(".")
             seconds_passed = time.perf_counter() - start
-            raise CommunicationError(
+            raise guard.CommunicationError(
                 f"rank {rank} could not meet the other ranks of {world_size} and gave up after "
                 f"{seconds_passed:.1f} s ({reason}); look at the logs of rank 0 and of those that did not "
-                f"come, or {how_to_wait_longer(seconds)} where they are only slow to start."
+                f"come, or {guard.how_to_wait_longer(seconds)} where they are only slow to start."
             ) from error
 
 
 def fresh(store: Store, rank: int, world_size: int, timeout: timedelta) -> Store:
-    """Return the part of a store, without keys of earlier starts, for this start. Every rank calls it.
-
-    Raises:
-        DistStoreError: a rank did not arrive.
-    """
+    """Return the part of a store, without keys of earlier starts, for this start. Every rank calls it."""
     deadline = time.monotonic() + timeout.total_seconds()
     name = _publish_name(store, world_size, deadline) if rank == 0 else _request_name(store, rank, deadline)
     return PrefixStore(f"{PREFIX}/{name}", store)
@@ -102,7 +87,7 @@ def _publish_name(store: Store, world_size: int, deadline: float) -> str:
     answered: dict[int, str] = {}
     pause = SHORTEST_SECONDS
     if waiting and not _wait(store, [f"{PREFIX}/asker/{rank}" for rank in waiting], deadline):
-        waiting = absent(store, f"{PREFIX}/asker", waiting)
+        waiting = guard.absent(store, f"{PREFIX}/asker", waiting)
         raise DistStoreError(f"{world_size - len(waiting)}/{world_size} ranks came")
     while waiting:
         for rank in waiting:
@@ -114,7 +99,7 @@ def _publish_name(store: Store, world_size: int, deadline: float) -> str:
         taken = [f"{PREFIX}/taken/{name}/{rank}" for rank in waiting]
         if _wait(store, taken, min(deadline, time.monotonic() + pause)):
             break
-        waiting = absent(store, f"{PREFIX}/taken/{name}", waiting)
+        waiting = guard.absent(store, f"{PREFIX}/taken/{name}", waiting)
         if time.monotonic() > deadline:
             raise DistStoreError(f"{world_size - len(waiting)}/{world_size} ranks came")
         pause = min(2 * pause, LONGEST_SECONDS)

@@ -75,9 +75,16 @@ class Work:
     """A function that runs in a thread, while collectives exchange whether it has ended."""
 
     def __init__(self, action: Callable[[], Any]) -> None:
-        self.action, self.result = action, None
+        self.result: Any = None
         self.error: Exception | None = None
-        self._thread = threading.Thread(target=self._run, daemon=True)
+
+        def run() -> None:
+            try:
+                self.result = action()
+            except Exception as error:  # other ranks wait for any result
+                self.error = error
+
+        self._thread = threading.Thread(target=run, daemon=True)
         self._thread.start()
 
     def look(self) -> tuple[bool, Any, str | None]:
@@ -89,9 +96,3 @@ class Work:
             return True, self.result, None
         name = "" if isinstance(self.error, ValueError) else f"{type(self.error).__name__}: "
         return True, None, f"{name}{self.error}"
-
-    def _run(self) -> None:
-        try:
-            self.result = self.action()
-        except Exception as error:  # other ranks wait for any result
-            self.error = error

@@ -5,7 +5,6 @@ from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import Any
 
-import torch
 from fairseq.models import (
     ARCH_MODEL_REGISTRY,
     MODEL_REGISTRY,
@@ -23,7 +22,6 @@ from fairseq_tutel.plugin.training.task import InferenceMixin
 from fairseq_tutel.ranks import world
 from fairseq_tutel.tasks.image_dataset import ImageDataset
 from fairseq_tutel.vision.images import (
-    Images,
     UnreadableImageError,
     classes_of,
     different_class,
@@ -144,22 +142,20 @@ class ImageClassificationTask(InferenceMixin, FairseqTask):
         return super().valid_step(sample, *args, **kwargs)
 
     def _read_training_set(self) -> dict[str, Any]:
+        """Return the classes, and the shape by the options and the first readable image."""
         root, config = root_of(self), self.image_config
         images = self._opened(self.cfg.data, "train" if root is None else root.dataset.train_subset)
-        channels, pixels = _first(images, config)
-        height, width = (config.size, config.size) if config.size else pixels.shape[1:]
-        return {"classes": classes_of(images), "shape": [channels, height, width]}
-
-
-def _first(images: Images, config: ImageConfig) -> tuple[int, torch.Tensor]:
-    for i in range(len(images)):
-        try:
-            channels = config.channels or images.channels(i)
-            return channels, images.read(i, channels)
-        except UnreadableImageError as error:
-            if config.errors == "refuse":
-                raise ValueError(refusal(str(error))) from None
-    raise ValueError(f"{images.origin} has {len(images)} images, none of which can be read.")
+        for i in range(len(images)):
+            try:
+                channels = config.channels or images.channels(i)
+                height, width = images.read(i, channels).shape[1:]
+            except UnreadableImageError as error:
+                if config.errors == "refuse":
+                    raise ValueError(refusal(str(error))) from None
+                continue
+            shape = [channels, config.size or height, config.size or width]
+            return {"classes": classes_of(images), "shape": shape}
+        raise ValueError(f"{images.origin} has {len(images)} images, none of which can be read.")
 
 
 def _classes_in(path: str) -> list[str]:

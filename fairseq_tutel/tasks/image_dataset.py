@@ -74,11 +74,7 @@ class ImageDataset(FairseqDataset):
         return self._epoch * len(self) + order_of(self.seed, self._epoch, len(self))
 
     def batch_by_size(
-        self,
-        indices: np.ndarray,
-        max_tokens: int | None = None,
-        max_sentences: int | None = None,
-        required_batch_size_multiple: int = 1,
+        self, indices: np.ndarray, max_tokens: Any = None, max_sentences: Any = None, **_: Any
     ) -> list[list[int]]:
         """Return batches of --batch-size images, or --max-tokens, without rounding to a multiple."""
         size = min((s for s in (max_tokens, max_sentences) if s is not None), default=1)
@@ -93,9 +89,9 @@ class ImageDataset(FairseqDataset):
     def __getitem__(self, index: int) -> dict[str, Any]:
         """Return an image with its label, or the reason why it is unreadable."""
         epoch, i = divmod(int(index), len(self))
-        (channels, *sides), mixing = self.shape, None
+        (channels, height, width), mixing = self.shape, None
         try:
-            image = fitted(self.images.read(i, channels), *sides)
+            image = fitted(self.images.read(i, channels), height, width)
         except UnreadableImageError as error:
             return {"index": int(index), "unreadable": str(error)}
         if self.seed is None:
@@ -104,7 +100,7 @@ class ImageDataset(FairseqDataset):
             draws = draws_of(self.seed, epoch, i)
             image = (augmented(image, self.config, draws) - self.mean) / self.std
             image = erased(image, self.config.erase, draws)
-            mixing = draw_mixing(self.config, *sides, draws)
+            mixing = draw_mixing(self.config, height, width, draws)
         return {"id": i, "image": image, "target": int(self.labels_N[i]), "mixing": mixing}
 
     def collater(self, samples: list[dict[str, Any]]) -> dict[str, Any]:

@@ -83,24 +83,22 @@ def _last(paths: list[Path], flag: str, count: int, bound: int | None) -> list[P
         raise ValueError(
             f"{flag_of(flag)} needs --inputs to be one folder; it is {' '.join(map(str, paths))}."
         )
-    matches = [(_match(flag, path), path) for path in paths[0].iterdir()]
-    found = sorted(((int(match[1]), path) for match, path in matches if match), reverse=True)
-    if bound is not None:
-        found = [(number, path) for number, path in found if number <= bound]
+    found = [(int(match[1]), path) for match, path in _matching(flag, paths[0])]
+    found = [(number, path) for number, path in found if bound is None or number <= bound]
     _refuse_too_few(flag, count, len(found), bound)
-    return [path for _, path in found[:count]]
+    return [path for _, path in sorted(found, reverse=True)[:count]]
 
 
 def _best(paths: list[Path], count: int) -> list[Path]:
     """Return the `count` best files by the metric in their names, the best first."""
     flag = "num_best_checkpoints"
     if len(paths) == 1 and paths[0].is_dir():
-        paths = [path for path in sorted(paths[0].iterdir()) if _match(flag, path)]
+        paths = sorted(path for _, path in _matching(flag, paths[0]))
     _refuse_too_few(flag, count, len(paths))
     values: dict[Path, float] = {}
     metrics = set()
     for path in paths:
-        match = _match(flag, path)
+        match = re.fullmatch(NAMES[flag][1], path.name)
         if match is None:
             raise ValueError(f"{flag_of(flag)} needs files named {NAMES[flag][0]}; {path} is not.")
         metrics.add(match[1])
@@ -115,8 +113,11 @@ def _best(paths: list[Path], count: int) -> list[Path]:
     return sorted(paths, key=values.__getitem__, reverse=bool(larger_is_better))[:count]
 
 
-def _match(flag: str, path: Path) -> re.Match[str] | None:
-    return re.fullmatch(NAMES[flag][1], path.name)
+def _matching(flag: str, folder: Path) -> list[tuple[re.Match[str], Path]]:
+    """Return the files of a folder with a flag's names, matched."""
+    return [
+        (match, path) for path in folder.iterdir() if (match := re.fullmatch(NAMES[flag][1], path.name))
+    ]
 
 
 def _refuse_too_few(flag: str, count: int, found: int, bound: int | None = None) -> None:

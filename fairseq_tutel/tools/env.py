@@ -79,9 +79,6 @@ def _choices() -> Iterator[tuple[str, str]]:
         except ValueError as error:
             choice = f"not available: {error}"
         yield f"kernels (--moe-backend {requested})", choice
-    at_once = backend_for("auto", device)[0] == "triton"
-    products = "one launch for all experts, but in fp64" if at_once else "expert by expert"
-    yield "products of experts", products
     cache = TuningCache.here()
     yield "kernel timings", f"{len(cache.entries)} for this device and version, in {cache.path}"
     try:

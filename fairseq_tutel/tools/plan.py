@@ -77,11 +77,7 @@ def run(arguments: argparse.Namespace) -> None:
     shown = list(best_of.values())[: arguments.top]
     page = _page(shown, work, machine)
     if arguments.json:
-        listed = {
-            "work": asdict(work),
-            "machine": asdict(machine),
-            "plans": [asdict(candidate) for candidate in shown],
-        }
+        listed = {"work": asdict(work), "machine": asdict(machine), "plans": list(map(asdict, shown))}
         with writing(arguments.json, "--json") as file:
             file.write_text(json.dumps(listed, indent=2) + "\n", encoding="utf-8")
         page += f"\nwrote {arguments.json}"
@@ -97,17 +93,11 @@ def _work(arguments: argparse.Namespace) -> Work:
         raise ValueError(f"--dense-parameters is {dense}; give a number from 0.")
     if arguments.zero_stage not in (0, 1, 2):
         raise ValueError(f"--zero-stage is {arguments.zero_stage}; give 0, 1 or 2.")
+    names = ("tokens", "model_dim", "hidden_dim", "experts", "top_k", "glu", "layers", "zero_stage")
     return Work(
-        tokens=arguments.tokens,
-        model_dim=arguments.model_dim,
-        hidden_dim=arguments.hidden_dim,
-        experts=arguments.experts,
-        top_k=arguments.top_k,
+        **{name: getattr(arguments, name) for name in names},
         bytes_per_element=DTYPES[arguments.dtype],
-        glu=arguments.glu,
-        layers=arguments.layers,
         dense_parameters=dense,
-        zero_stage=arguments.zero_stage,
         offload=arguments.offload_optimizer,
     )
 

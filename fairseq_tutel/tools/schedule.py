@@ -94,7 +94,7 @@ def _page(network: Network, collective: str, forest: Forest) -> Iterator[str]:
     """Yield the paragraphs of the output."""
     unit, times = network.unit, 1 + (collective == "all_reduce")
     best, share = forest.best, forest.share
-    optimum, seconds = times * best.seconds, times * forest.seconds
+    optimum, seconds = times * best.seconds, times * share.seconds
 
     def bandwidth(seconds: Fraction) -> str:
         return f"algbw {float(network.ranks / seconds):.6g} {unit}"

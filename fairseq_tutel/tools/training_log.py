@@ -97,12 +97,6 @@ class Run:
         return "images" if sizes and all(wpb == bsz for wpb, bsz in sizes) else "tokens"
 
     @property
-    def balance_losses(self) -> set[str]:
-        """The names of the balance losses, as in --moe-balance-loss."""
-        keys = {key for record in self._all for key in record.values}
-        return {match[1] for key in keys if (match := re.fullmatch(r"moe_(.+)_loss", key))} - {"gate"}
-
-    @property
     def _all(self) -> list[Record]:
         return [record for records in self.records.values() for record in records]
 

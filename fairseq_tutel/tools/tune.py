@@ -20,9 +20,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fairseq_tutel.comm.all_to_all import Hop, HopAllToAll, hierarchical_all_to_all
+from fairseq_tutel.comm.all_to_all import (
+    Hop,
+    HopAllToAll,
+    exchange_counts_in_two_hops,
+    hierarchical_all_to_all,
+)
 from fairseq_tutel.comm.collectives import all_reduce, barrier
-from fairseq_tutel.comm.counts import exchange_counts_in_two_hops
 from fairseq_tutel.kernels.groups import Groups
 from fairseq_tutel.moe.experts import grouped_linear
 from fairseq_tutel.planning.links import Row, fit_machine, predicted, relative_errors

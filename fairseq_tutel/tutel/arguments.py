@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fairseq_tutel.comm.collectives import all_reduce
 from fairseq_tutel.moe.config import OVERLAP, TEMPERATURE, MoEConfig
 from fairseq_tutel.moe.slots import Capacity
 from fairseq_tutel.options.option import (
@@ -64,13 +63,6 @@ def check(name: str, value: Any, rule: Rule) -> None:
     except TypeError:
         holds = False
     require(holds, f"{name} is {value!r}; {rule[1]}.")
-
-
-def check_given(values: Mapping[str, Any], rules: Mapping[str, Rule]) -> None:
-    """Check the values, by name, that are not None."""
-    for name, value in values.items():
-        if value is not None:
-            check(name, value, rules[name])
 
 
 def check_switch(name: str, value: Any) -> bool:
@@ -280,10 +272,3 @@ def tutel_capacity(factor: float, top_k: int, num_experts: int, num_tokens: int,
     if multiple > LARGE:
         multiple = -(-multiple // COARSE) * COARSE
     return Capacity(fixed=-(-slots // multiple) * multiple)
-
-
-def most_tokens(num_tokens: int, device: torch.device, group: dist.ProcessGroup | None) -> int:
-    """Return the largest number of tokens of any rank. Collective; waits for the device."""
-    most = torch.tensor(num_tokens, device=device)
-    all_reduce(most, "the agreement on the number of tokens", group, dist.ReduceOp.MAX)
-    return int(most)

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from fairseq_tutel.comm.collectives import all_reduce
 from fairseq_tutel.moe.adaptive import allowed_degrees
 from fairseq_tutel.moe.build import hashed_seed
 from fairseq_tutel.moe.config import MoEConfig
@@ -134,7 +135,9 @@ class TutelMoELayer(nn.Module):
         """
         given = {"megablocks_size": megablocks_size, "inequivalent_tokens": inequivalent_tokens}
         call: dict[str, Any] = {"capacity_factor": capacity_factor, "top_k": top_k}
-        arguments.check_given({**given, **call}, arguments.CALL_RULES)
+        for name, value in {**given, **call}.items():
+            if value is not None:
+                arguments.check(name, value, arguments.CALL_RULES[name])
         if megablocks_size > 0:
             arguments.log_no_effect("megablocks_size", megablocks_size)
         if inequivalent_tokens and not self.tutel_capacity:
@@ -152,7 +155,9 @@ class TutelMoELayer(nn.Module):
         if self.tutel_capacity:
             num_tokens = len(x_TD)
             if inequivalent_tokens and self.topology.world_size > 1:
-                num_tokens = arguments.most_tokens(num_tokens, x_TD.device, self.group)
+                most = torch.tensor(num_tokens, device=x_TD.device)
+                all_reduce(most, "the agreement on the number of tokens", self.group, dist.ReduceOp.MAX)
+                num_tokens = int(most)
             multiple = self.sharded_count * strategy.overlap
             call["capacity_factor"] = self._capacity(num_tokens, multiple, **call)
         kept = self.moe.strategy
@@ -223,12 +228,8 @@ class TutelMoELayer(nn.Module):
         top_k = config.top_k if top_k is None else top_k
         return arguments.tutel_capacity(factor, top_k, self.num_global_experts, num_tokens, multiple)
 
-    a2a_ffn_overlap_degree = _part_of_strategy(
-        "overlap", "The number of chunks of an overlapped exchange; can be set."
-    )
-    adaptive_degree = _part_of_strategy(
-        "adaptive_r", "The r of `parallel_type`; can be set to one of `valid_rs`."
-    )
+    a2a_ffn_overlap_degree = _part_of_strategy("overlap", "Chunks of an overlapped exchange; can be set.")
+    adaptive_degree = _part_of_strategy("adaptive_r", "The r of `parallel_type`; one of `valid_rs`.")
 
     @property
     def num_local_experts(self) -> int:
@@ -320,11 +321,7 @@ def _topology(group: dist.ProcessGroup | None, num_experts: int, sliced: bool, u
 def _agreed_seeds(
     gate: int | None, experts: int | None, shared_by: int, group: dist.ProcessGroup | None
 ) -> tuple[int, int]:
-    """Return the seeds of gates and experts; ranks that share an expert use the first rank's.
-
-    In Tutel every rank has another seed, since it draws a part of every expert. Here an expert's ID is part
-    of its seed, and ranks with the same expert must draw the same values.
-    """
+    """Return the seeds of gates and experts; ranks that share an expert use the first rank's."""
     if gate is None or experts is None:
         drawn = int(torch.randint(2**62, ()))
         gate = drawn if gate is None else gate

@@ -62,8 +62,9 @@ def erased(image: Tensor, probability: float, draws: np.random.Generator) -> Ten
         return image
     area = draws.uniform(*ERASED)
     aspect = math.exp(draws.uniform(-math.log(ASPECT), math.log(ASPECT)))
+    height, width = image.shape[1:]
     sides = math.sqrt(area / aspect), math.sqrt(area * aspect)
-    top, bottom, left, right = _box(*sides, *image.shape[1:], draws)
+    top, bottom, left, right = _box(*sides, height, width, draws)
     image = image.clone()
     image[:, top:bottom, left:right] = 0
     return image

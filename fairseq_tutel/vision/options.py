@@ -32,13 +32,11 @@ def numbers_of(text: str) -> tuple[float, ...]:
     return numbers if all(map(math.isfinite, numbers)) else ()
 
 
-NUMBERS: Rule = (
-    lambda v: v == "" or bool(numbers_of(v)),
-    "give a number, or numbers of all channels such as 0.5,0.5,0.5",
-)
+PER_CHANNEL = "numbers of all channels such as 0.5,0.5,0.5"
+NUMBERS: Rule = (lambda v: v == "" or bool(numbers_of(v)), f"give a number, or {PER_CHANNEL}")
 POSITIVE_NUMBERS: Rule = (
     lambda v: v == "" or min(numbers_of(v), default=0) > 0,
-    "give a number above 0, or numbers of all channels such as 0.5,0.5,0.5",
+    f"give a number above 0, or {PER_CHANNEL}",
 )
 
 

@@ -12,9 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from fairseq_tutel.vision.attention import WindowAttention
+from fairseq_tutel.vision.attention import Size, WindowAttention, Windows, windows_of
 from fairseq_tutel.vision.options import SwinConfig, of_stages
-from fairseq_tutel.vision.windows import Size, Windows, windows_of
 
 
 class PatchEmbedding(nn.Module):

@@ -1,10 +1,8 @@
 """ZeRO's partitions: each rank of a group keeps the optimizer state of an equal range of elements.
 
 A parameter with n elements and a group of G ranks has m = ceil(n / G) elements per rank; a bucket has M.
-The group of a dense parameter is all W ranks, that of an expert its replicas. Parameters of one group and
-dtype share buckets with one collective each: stacked [G, M], row g belongs to rank g.
-
-Source: Rajbhandari et al. 2020, arXiv 1910.02054.
+Parameters of one group and dtype share buckets with one collective each: stacked [G, M], row g belongs to
+rank g. Source: Rajbhandari et al. 2020, arXiv 1910.02054.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -27,15 +25,12 @@ BUCKET_RANKS, MOST_TIMES = 64, 8
 
 @dataclass(frozen=True)
 class Share:
-    """The group of G = `size` ranks among which a parameter's state is sharded; None is all ranks.
-
-    `index` is this rank's in the group, `divisor` that of the sum of gradients.
-    """
+    """The group of G = `size` ranks among which a parameter's state is sharded; None is all ranks."""
 
     size: int = 1
-    index: int = 0
+    index: int = 0  # of this rank
     group: dist.ProcessGroup | None = None
-    divisor: float = 1
+    divisor: float = 1  # of the sum of gradients
 
 
 def share_of(parameter: nn.Parameter, topology: Topology) -> Share:
@@ -69,6 +64,7 @@ class Partition:
     def __init__(self, parameter: nn.Parameter, share: Share, offload: bool) -> None:
         self.parameter, self.share = parameter, share
         self.length = partition_length(parameter.numel(), share.size)
+        self.num_bytes = parameter.numel() * parameter.element_size()  # of all ranks
         self.start = 0
         # A view needs contiguous memory; other parameters are rare.
         parameter.data = parameter.data.contiguous()
@@ -99,11 +95,7 @@ class Partition:
 
 
 class Bucket:
-    """Partitions that share collectives.
-
-    `gradient` [M] has this rank's reduced gradients in the parameters' dtype. It is None before reduction,
-    and if G is 1, where parameters keep their gradients.
-    """
+    """Partitions that share collectives."""
 
     def __init__(self, partitions: Sequence[Partition]) -> None:
         self.partitions, self.share = list(partitions), partitions[0].share
@@ -111,6 +103,7 @@ class Bucket:
         for partition in self.partitions:
             partition.put_at(self.length)
             self.length += partition.length
+        # [M] in the parameters' dtype; None before reduction, and if G is 1: parameters keep theirs.
         self.gradient: Tensor | None = None
         # With the dtype and device of all.
         self.first = self.partitions[0].parameter
@@ -225,14 +218,10 @@ def partitions_of(
     for partition in reversed(partitions):
         key = (partition.share, partition.parameter.dtype, partition.parameter.device)
         enough = bucket_bytes * min(max(1, partition.share.size // BUCKET_RANKS), MOST_TIMES)
-        if _bytes([partition]) >= enough:
+        if partition.num_bytes >= enough:
             buckets.append(Bucket([partition]))
             continue
         filling.setdefault(key, []).append(partition)
-        if _bytes(filling[key]) >= enough:
+        if sum(each.num_bytes for each in filling[key]) >= enough:
             buckets.append(Bucket(filling.pop(key)))
     return partitions, buckets + [Bucket(rest) for rest in filling.values()]
-
-
-def _bytes(partitions: Iterable[Partition]) -> int:
-    return sum(p.parameter.numel() * p.parameter.element_size() for p in partitions)

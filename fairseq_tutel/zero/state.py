@@ -141,11 +141,6 @@ class ZeroState:
         self.factor: float | Tensor = 1.0
         self.reducer = GradientReducer(self.buckets, topology.world_size, eager=stage == 2)
 
-    @property
-    def are_apart(self) -> bool:
-        """Whether other ranks have some of the state."""
-        return any(bucket.share.size > 1 for bucket in self.buckets)
-
     def zero_grad(self) -> None:
         """Free the gradients."""
         for bucket in self.buckets:
@@ -215,10 +210,7 @@ class ZeroState:
                 group["params"] = values["params"]
 
     def whole_state(self, index: int, state: dict[str, Any]) -> dict[str, Any]:
-        """Return a parameter's whole state from this rank's part, with its fp32 master if it has one.
-
-        Collective over the ranks that share the parameter.
-        """
+        """Return a parameter's whole state, with its fp32 master, if any. Collective over its owners."""
         partition, whole = self.partitions[index], dict(state)
         if partition.is_master:
             whole[MASTER] = partition.own.data

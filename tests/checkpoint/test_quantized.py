@@ -22,7 +22,7 @@ def test_numbers_come_back_to_half_a_step(expert_dtype, shape):
     values[:1] = 0
     form = Quantized(expert_dtype, shape, torch.float32)
     stored = form.quantize(values)
-    assert (stored.dtype, tuple(stored.shape)) == (form.stored_dtype, form.stored_shape)
+    assert (stored.dtype, tuple(stored.shape)) == form.stored
     got = form.dequantize(stored)
     steps = values.abs() / 2**7
     if expert_dtype in LARGEST:

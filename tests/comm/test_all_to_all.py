@@ -5,7 +5,6 @@ import torch
 import torch.distributed as dist
 
 from fairseq_tutel.comm import all_to_all
-from fairseq_tutel.comm.counts import exchange_counts, exchange_counts_in_two_hops
 from fairseq_tutel.ranks.groups import make_topology
 
 # Ranks, those of an expert group, those of a node.
@@ -44,9 +43,9 @@ def compare_exchanges(parallel, local, dtype, seed):
 
 
 def both_exchanges(counts, topology):
-    agreed = exchange_counts(counts, topology.expert_group)
+    agreed = all_to_all.exchange_counts(counts, topology.expert_group)
     yield agreed, all_to_all.linear_all_to_all(agreed, topology.expert_group)
-    agreed = exchange_counts_in_two_hops(counts, topology.grid)
+    agreed = all_to_all.exchange_counts_in_two_hops(counts, topology.grid)
     yield agreed, all_to_all.hierarchical_all_to_all(agreed, agreed, topology.grid)
 
 

@@ -57,7 +57,7 @@ def test_a_start_waits_for_what_came_before_and_what_follows_waits_for_it(monkey
     monkeypatch.setattr(torch.cuda, "Event", Event)
     pending = [background.start(travel, OnGpu(done, "rows")) for _ in range(2)]
     done.append("the experts run")
-    assert pending[0].result().name == "out"
+    assert pending[0]().name == "out"
     one = [
         "side waits for main", "rows is kept for side", "rows travels on side, with gradients False",
         "side is marked",

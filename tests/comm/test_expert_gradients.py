@@ -37,19 +37,17 @@ def reduce(parallel: int, missing: bool) -> tuple[list[float], list[float]]:
     return dense.grad.tolist(), expert.grad.tolist()
 
 
-def test_an_expert_gradient_is_the_sum_over_its_replicas_divided_by_w(ranks):
-    # Ranks 0 and 2 hold one half of the experts, 1 and 3 the other: 1 + 4 and 2 + 8.
-    got = ranks(4).run(reduce, 2, False)
-    assert got == [([5.0], [total / 4, 2 / 4]) for total in (5, 10, 5, 10)]
-
-
-def test_without_replicas_it_is_divided_by_w(ranks):
-    assert ranks(4).run(reduce, 4, False) == [([5.0], [2**r / 4, 1 / 4]) for r in range(4)]
-
-
-def test_a_missing_gradient_counts_as_zero_and_hangs_nobody(ranks):
-    got = ranks(4).run(reduce, 2, True)
-    assert [expert for _, expert in got] == [[1.25, 0.5], [0.5, 0.25], [1.25, 0.5], [0.5, 0.25]]
+@pytest.mark.parametrize(
+    ("parallel", "missing", "expected"),
+    [
+        # Ranks 0 and 2 hold one half of the experts, 1 and 3 the other: 1 + 4 and 2 + 8.
+        (2, False, [[total / 4, 2 / 4] for total in (5, 10, 5, 10)]),
+        (2, True, [[1.25, 0.5], [0.5, 0.25], [1.25, 0.5], [0.5, 0.25]]),  # counts as zero
+        (4, False, [[2**r / 4, 1 / 4] for r in range(4)]),
+    ],
+)
+def test_an_expert_gradient_is_the_sum_over_its_replicas_divided_by_w(ranks, parallel, missing, expected):
+    assert ranks(4).run(reduce, parallel, missing) == [([5.0], grad) for grad in expected]
 
 
 def reduce_half() -> list[float]:

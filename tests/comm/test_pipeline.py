@@ -10,8 +10,8 @@ import torch.distributed as dist
 
 from fairseq_tutel import MoEConfig, MoELayer, make_topology
 from fairseq_tutel.comm import background, collectives, exchange
-from fairseq_tutel.comm.all_to_all import AllToAll
-from fairseq_tutel.comm.counts import chunk_of
+from fairseq_tutel.comm.all_to_all import AllToAll, Counts
+from fairseq_tutel.comm.regroup import chunk_of
 from fairseq_tutel.planning.strategy import Strategy
 from fairseq_tutel.ranks import guard
 
@@ -117,14 +117,10 @@ class Diary(AllToAll):
 
 def test_all_chunks_leave_before_the_first_expert_works_and_backward_runs_in_reverse(monkeypatch):
     lines = []
-    monkeypatch.setattr(
-        background, "start", lambda f, rows: lines.append("start") or Later(lambda: f(rows), lines)
-    )
+    monkeypatch.setattr(background, "start", lambda f, rows: lines.append("start") or (lambda: f(rows)))
     x = torch.randn(4, 2, requires_grad=True)
-    arriving_PE = torch.full((1, 1), 2)
-    chunks = [
-        exchange.Chunk(Diary(name=str(i), lines=lines), arriving_PE, arriving_PE, 2) for i in range(2)
-    ]
+    counts = Counts(torch.full((1, 1), 2), torch.full((1, 1), 2))
+    chunks = [exchange.Chunk(Diary(name=str(i), lines=lines), counts, counts) for i in range(2)]
     numbers = iter(range(2))
 
     def expert_fn(rows, groups):
@@ -134,7 +130,7 @@ def test_all_chunks_leave_before_the_first_expert_works_and_backward_runs_in_rev
         rows.register_hook(lambda _: lines.append(f"experts {i} backward"))
         return rows
 
-    y = exchange.overlapped(chunks, torch.full((1, 2), 2), x, expert_fn)
+    y = exchange.overlapped(chunks, x, expert_fn)
     forward, lines[:] = list(lines), []
     assert forward == [
         "start", "start", "there 0", "experts 0", "start", "there 1", "experts 1", "start", "back 0",
@@ -148,24 +144,14 @@ def test_all_chunks_leave_before_the_first_expert_works_and_backward_runs_in_rev
     assert torch.equal(x.grad, torch.full((4, 2), 2.0))
 
 
-class Later:
-    """Work that runs when its result is requested."""
-
-    def __init__(self, work, lines):
-        self.work = work
-
-    def result(self):
-        return self.work()
-
-
 def test_an_error_beside_is_raised_where_it_is_waited_for():
     def fail(rows):
         raise RuntimeError("the peer is gone")
 
     pending = background.start(fail, torch.ones(1))
     with pytest.raises(RuntimeError, match="the peer is gone"):
-        pending.result()
-    assert background.start(torch.neg, torch.ones(1)).result() == -1  # the thread lives on
+        pending()
+    assert background.start(torch.neg, torch.ones(1))() == -1  # the thread lives on
 
 
 def test_what_was_begun_before_an_error_was_seen_is_not_sent():
@@ -187,9 +173,9 @@ def test_what_was_begun_before_an_error_was_seen_is_not_sent():
     pending.append(background.start(send, torch.ones(1)))
     for each in pending:
         with pytest.raises(RuntimeError, match="the peer is gone"):
-            each.result()
+            each()
     assert sent == []
-    assert background.start(send, torch.ones(1)).result() == 1
+    assert background.start(send, torch.ones(1))() == 1
 
 
 def fails_in_the_second_chunk(rank, when):

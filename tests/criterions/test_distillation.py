@@ -75,7 +75,7 @@ def test_each_other_criterion_has_a_reason():
         ({"teacher": __file__, "teacher_overrides": "5"}, "-overrides is '5'; give a dictionary"),
         (
             {"criterion": "sentence_prediction", "regression_target": True},
-            "numbers, not probabilities; drop it",
+            "numbers, not probabilities; drop",
         ),
         ({"has_experts": False}, "the student has no experts; give cross_entropy"),
     ],

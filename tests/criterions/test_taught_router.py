@@ -19,17 +19,12 @@ register()
 E, PAD = 4, 1
 
 
-class Task:
-    """As much of a task as a model needs while it is built outside a training."""
-
-
 def built(**options):
     words = Dictionary()
     for i in range(20):
         words.add_symbol(f"w{i}")
-    task = Task()
-    task.source_dictionary = task.target_dictionary = task.dictionary = words
-    task.cfg = argparse.Namespace()
+    names = ("dictionary", "source_dictionary", "target_dictionary")
+    task = argparse.Namespace(cfg=argparse.Namespace(), **dict.fromkeys(names, words))
     args = argparse.Namespace(
         arch="moe_transformer_lm", decoder_layers=2, decoder_embed_dim=16, decoder_input_dim=16,
         decoder_output_dim=16, decoder_ffn_embed_dim=32, decoder_attention_heads=2, dropout=0.3,

@@ -45,6 +45,17 @@ def facts_of(checkpoint):
     return {name: value for name, value in facts.items() if name.split()[0] not in timing}
 
 
+def same_training(one, two):
+    """Assert that the last checkpoints of two folders, trained with SGD, have equal numbers and weights."""
+    expected, found = (
+        torch.load(folder / "checkpoint_last.pt", weights_only=False) for folder in (one, two)
+    )
+    facts = facts_of(expected)
+    assert facts["moe_gate_loss 0"] > 0.5
+    assert facts_of(found) == pytest.approx(facts, rel=1e-5, abs=1e-6)
+    same_weights(expected["model"], found["model"], adam=False)
+
+
 def same_weights(expected, found, adam):
     assert expected.keys() == found.keys()
     for name, tensor in expected.items():

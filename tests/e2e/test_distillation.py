@@ -6,7 +6,7 @@ import pytest
 import torch
 from cli import HYDRA, ROOT, USER_DIR, fairseq, refused
 from equality import facts_of, same_bits, same_weights
-from models import lm_args, mt_args
+from models import dense_lm_args, lm_args, mt_args
 from tool_in_process import convert
 
 LONG = pytest.mark.long
@@ -104,25 +104,15 @@ def test_a_student_of_convert_trains(lm_data, teacher, tmp_path):
     same_weights(begin["model"], loaded(tmp_path / "student")["model"], adam=True)
 
 
-DENSE = ("--task", "language_modeling", "--arch", "transformer_lm", "--optimizer", "adam")
 AWAY = ("--distill-teacher-overrides", "{'moe_expert_store': 'on-demand', 'moe_expert_cache': '2'}")
-
-
-def dense_lm_args(data, folder, *extra, updates=2):
-    """The arguments of the language model without its experts."""
-    words = lm_args(data, folder, *extra, updates=updates)
-    for flag in ("--moe-freq", "--moe-expert-count"):
-        at = words.index(flag)
-        del words[at : at + 2]
-    return words
 
 
 @LONG
 def test_a_dense_student_of_stocks_and_a_teacher_in_its_files(lm_data, teacher, tmp_path):
-    stock = (*DENSE, *distill(criterion="cross_entropy"), "--distill-teacher", teacher)
+    stock = (*distill(criterion="cross_entropy"), "--distill-teacher", teacher)
     losses = {}
     for name, extra in {"here": (), "away": AWAY, "bf16": ("--distill-teacher-bf16",)}.items():
-        run = fairseq("train", *dense_lm_args(lm_data, tmp_path / name, *stock, *extra))
+        run = fairseq("train", *dense_lm_args(lm_data, tmp_path / name, *stock, *extra, updates=2))
         losses[name] = [float(record["distill_loss"]) for record in run.stats("train_inner")]
         assert bool(run.stats("expert_store")) == (name == "away")
     assert losses["away"] == losses["here"] and len(losses["here"]) == 2
@@ -149,7 +139,7 @@ def test_validation_needs_no_teacher(lm_data, teacher, tmp_path):
 
 @LONG
 def test_a_translator_learns_from_all_words_or_the_likeliest(mt_data, tmp_path):
-    """Of V words the likeliest V are all; a coarser answer differs less: KL never grows by merging."""
+    """A coarser answer differs less: KL never grows by merging."""
     fairseq("train", *mt_args(mt_data, tmp_path / "teacher", updates=1))
     teach = distill(
         *("--distill-teacher", tmp_path / "teacher" / FILE, "--distill-temperature", 2),
@@ -157,11 +147,11 @@ def test_a_translator_learns_from_all_words_or_the_likeliest(mt_data, tmp_path):
         criterion="moe_label_smoothed_cross_entropy",
     )
     found = {}
-    for top_k in (0, 10**6, 1):
+    for top_k in (0, 1):
         words = mt_args(mt_data, tmp_path / str(top_k), *teach, "--distill-top-k", top_k, updates=1)
         (record,) = fairseq("train", *words).stats("train_inner")
         found[top_k] = float(record["distill_loss"])
-    assert found[10**6] == pytest.approx(found[0], rel=1e-3) and 0 < found[1] < 0.9 * found[0]
+    assert 0 < found[1] < 0.9 * found[0]
 
 
 @LONG

@@ -73,10 +73,6 @@ def test_python_runs_no_code_of_a_file(good, lm_data, tmp_path):
     assert not (tmp_path / "ran").exists()
 
 
-def make_pipe(path):
-    os.mkfifo(path)
-
-
 def make_socket(path):
     here = os.getcwd()
     os.chdir(path.parent)  # the name of a socket is short
@@ -89,10 +85,10 @@ def make_socket(path):
 @pytest.mark.parametrize(
     ("flag", "make"),
     [
-        ("--finetune-from-model", make_pipe),
+        ("--finetune-from-model", os.mkfifo),
         ("--restore-file", make_socket),
-        ("--continue-once", make_pipe),
-        (None, make_pipe),
+        ("--continue-once", os.mkfifo),
+        (None, os.mkfifo),
         (None, lambda path: path.symlink_to("nowhere")),
     ],
 )
@@ -113,7 +109,7 @@ def test_a_training_begins_with_no_pipe(good, lm_data, tmp_path, flag, make):
 
 def test_a_dense_training_resumes_from_no_pipe(lm_data, tmp_path):
     path = tmp_path / "checkpoint_last.pt"
-    make_pipe(path)
+    os.mkfifo(path)
     output = refused("train", *dense_lm_args(lm_data, tmp_path))
     sentence = f"--restore-file is {path}, which is a pipe, device or socket; give a checkpoint file."
     assert output.splitlines()[-1].endswith(sentence)
@@ -185,7 +181,7 @@ def test_no_rank_trains_on_from_infinity_that_one_of_them_loaded(lm_data, tmp_pa
 
 @pytest.mark.long
 def test_a_command_that_uses_a_model_waits_for_no_pipe(lm_data, tmp_path):
-    make_pipe(tmp_path / "pipe.pt")
+    os.mkfifo(tmp_path / "pipe.pt")
     for path, kind in ((tmp_path / "pipe.pt", "a pipe, device or socket"), (tmp_path, "a folder")):
         output = refused("eval-lm", lm_data, "--user-dir", USER_DIR, "--path", path)
         assert output.splitlines()[-1].endswith(f"{path} is {kind}, not a checkpoint; give a file.")

@@ -4,10 +4,9 @@ import re
 import shutil
 
 import pytest
-import torch
 from cli import USER_DIR, fairseq
 from corpora import translation
-from equality import facts_of, same_weights
+from equality import same_training
 from models import mt_args
 
 import fairseq_tutel as ft
@@ -43,9 +42,7 @@ def test_a_multilingual_training_is_the_same_on_two_ranks_and_resumed(tmp_path):
     run = fairseq("train", *mt_args(data, one, *MODEL, "--update-freq", 2))
     fairseq("train", *mt_args(data, two, *MODEL, *SHARED, updates=2), ranks=2)
     fairseq("train", *mt_args(data, two, *MODEL, *SHARED), ranks=2)
-    expected, found = (torch.load(save / "checkpoint_last.pt", weights_only=False) for save in (one, two))
-    assert facts_of(found) == pytest.approx(facts_of(expected), rel=1e-5, abs=1e-6)
-    same_weights(expected["model"], found["model"], adam=False)
+    same_training(one, two)
 
     first = run.stats("train_inner")[0]
     decoders = [first[f"moe_load_{pair}_decoder_0"] for pair in ("de-en", "en-de")]
@@ -80,9 +77,7 @@ def test_sentences_drawn_of_languages_are_the_same_when_resumed_in_a_later_epoch
     fairseq("train", *mt_args(data, two, *shared, updates=in_second), ranks=2)
     resumed = fairseq("train", *mt_args(data, two, *shared, updates=in_second + 2), ranks=2)
     assert resumed.stats("train_inner")[0]["epoch"] == 2
-    expected, found = (torch.load(save / "checkpoint_last.pt", weights_only=False) for save in (one, two))
-    assert facts_of(found) == pytest.approx(facts_of(expected), rel=1e-5, abs=1e-6)
-    same_weights(expected["model"], found["model"], adam=False)
+    same_training(one, two)
 
     if task is DENOISING:
         assert len(ft.from_checkpoint(two).fill_mask("w3 <mask> w4", topk=2)) == 2

@@ -1,7 +1,4 @@
-"""The recipes of configs/: each builds, is one run in both forms, and has the size that it says.
-
-Built on the meta device, so that ten billion parameters cost nothing; the tiny ones train.
-"""
+"""The recipes of configs/: each builds on the meta device, alike in both forms; the tiny ones train."""
 
 import argparse
 import copy
@@ -11,6 +8,7 @@ import re
 import shlex
 import subprocess
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -52,13 +50,11 @@ SIZES = {  # recipe: (vocabulary, billions of parameters)
 }
 
 
-class _Task:
-    def __init__(self, vocabulary):
-        dictionary = Dictionary()
-        for i in range(vocabulary - len(dictionary)):
-            dictionary.add_symbol(str(i))
-        self.source_dictionary = self.target_dictionary = dictionary
-        self.cfg = argparse.Namespace()
+def _task(vocabulary):
+    dictionary = Dictionary()
+    for i in range(vocabulary - len(dictionary)):
+        dictionary.add_symbol(str(i))
+    return mock.Mock(source_dictionary=dictionary, target_dictionary=dictionary, cfg=argparse.Namespace())
 
 
 def _words(recipe):
@@ -81,7 +77,7 @@ def _from_hydra(recipe):
 
 def _built(cfg, vocabulary):
     with torch.device("meta"):
-        return models.build_model(copy.deepcopy(cfg.model), _Task(vocabulary))
+        return models.build_model(copy.deepcopy(cfg.model), _task(vocabulary))
 
 
 def _shapes(model):

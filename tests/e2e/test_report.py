@@ -131,6 +131,14 @@ def test_every_quantity_has_a_line_for_each_layer(page, runs):
     assert pictures[0][0].endswith(f"at update 8 decoder layer 0 {first:g}, decoder layer 1 {second:g}.")
 
 
+def run_of(records):
+    return {"images": join(read_log(map(json.dumps, records)))}
+
+
+def pictures_of(runs):
+    return [p for section in curve_sections(runs) for of in section.groups.values() for p in of]
+
+
 def test_many_layers_are_a_map_and_a_dropless_run_has_no_dropped_share():
     layers = 9
     values = {
@@ -141,9 +149,8 @@ def test_many_layers_are_a_map_and_a_dropless_run_has_no_dropped_share():
            for what in ("load", "dropped")},
     }  # fmt: skip
     values |= {"moe_dropped": "0", "overflow_expert1": "0", "entropy_gating": "1.5"}
-    records = [json.dumps({"epoch": 1, "num_updates": u, **values}) for u in (10, 20)]
-    runs = {"deep": join(read_log(records))}
-    picture, unknown = layer_section(runs).groups["deep"]
+    runs = run_of([{"epoch": 1, "num_updates": u, **values} for u in (10, 20)])
+    picture, unknown = layer_section(runs).groups["images"]
     assert unknown.title == "novelty"
     svg = ElementTree.fromstring(picture.svg)
     assert words_of(svg) >= {"MoE layer", "entropy (nats)", "updates"}
@@ -157,36 +164,16 @@ def test_many_layers_are_a_map_and_a_dropless_run_has_no_dropped_share():
 
 
 def test_accuracies_are_drawn_where_there_are_some():
-    log = [
-        json.dumps({"valid_accuracy": "50", "valid_top5_accuracy": "90", "valid_num_updates": u})
-        for u in "36"
-    ]
-    titles = [
-        p.title for of in curve_sections({"images": join(read_log(log))})[0].groups.values() for p in of
-    ]
+    values = {"valid_accuracy": "50", "valid_top5_accuracy": "90"}
+    pictures = pictures_of(run_of([{**values, "valid_num_updates": u} for u in "36"]))
+    titles = [picture.title for picture in pictures]
     accuracy = ["Accuracy against updates", "Accuracy of five against updates"]
     assert titles[:2] == accuracy and "Perplexity against updates" not in titles
 
 
-@pytest.mark.parametrize(
-    "loss, text",
-    [
-        ("moe_gshard_loss", "Unweighted: gshard. gshard and switch are 1 at an even load, and E"),
-        ("moe_load_importance_tutel_loss", "Unweighted: load_importance_tutel."),
-    ],
-)
-def test_a_run_of_images_names_its_unit_and_its_balance_loss(loss, text):
-    values = {"wps": "80", "wpb": "16", "bsz": "16", "moe_gate_loss": "2", loss: "2"}
-    log = [json.dumps({"epoch": 1, "num_updates": u, **values}) for u in (3, 6)]
-    pictures = [
-        picture
-        for section in curve_sections({"images": join(read_log(log))})
-        for of in section.groups.values()
-        for picture in of
-    ]
-    balance, speed = pictures
-    assert expert_sections({"images": join(read_log(log))})[0].text.count("patches") == 1
-    assert balance.text.startswith(text) and ("gshard" in balance.text) == ("gshard" in loss)
+def test_a_run_of_images_names_its_unit():
+    values = {"wps": "80", "wpb": "16", "bsz": "16"}
+    (speed,) = pictures_of(run_of([{"epoch": 1, "num_updates": u, **values} for u in (3, 6)]))
     assert speed.title == "Images per second against updates"
     assert "images per second" in words_of(ElementTree.fromstring(speed.svg))
 

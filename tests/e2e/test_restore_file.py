@@ -35,14 +35,6 @@ def test_ranks_that_would_go_on_from_different_places_are_refused(
         assert re.search(f"error: --restore-file is .*{sentence}", log.splitlines()[-1])
 
 
-def test_copies_on_every_node_are_one_checkpoint(lm_data, tmp_path, saved):
-    for name in ("a", "b"):
-        shutil.copytree(saved[0], tmp_path / name)
-    run = wait(start_each("train", *(lm_args(lm_data, tmp_path / name, updates=3) for name in ("a", "b"))))
-    assert run.exit_codes == [0, 0]
-    assert "(epoch 1 @ 2 updates)" in run.logs[0]
-
-
 def test_a_training_goes_on_from_what_is_there_where_the_last_file_is_not(lm_data, tmp_path, saved):
     """As after a disk that was full for the copy; the ranks' folders may be copies."""
     for name in ("a", "b"):

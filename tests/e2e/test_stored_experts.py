@@ -109,7 +109,9 @@ def test_interactive_prints_the_scores_of_resident(mt, mt_data, tmp_path, extra)
     assert runs[1].stats("expert_store")[0]["fetches"] > 0
 
 
-SCORED = ("--gen-subset", "valid", "--tokens-per-sample", 16, "--batch-size", 9, "--output-word-probs")
+SCORED = (
+    "--gen-subset", "valid", "--tokens-per-sample", 16, "--batch-size", 9, "--output-word-probs",
+)  # fmt: skip
 
 
 def test_eval_lm_takes_a_full_checkpoint_from_host_memory_and_shards_from_disk(lm, lm_data, tmp_path):

@@ -69,15 +69,9 @@ def sharded(digits, tmp_path_factory):
     """The folder of the same training on two ranks that share experts, in ZeRO's stage 1."""
     folder = tmp_path_factory.mktemp("sharded")
     flags = (
-        "--update-freq",
-        1,
-        "--moe-zero-stage",
-        1,
-        "--moe-checkpoint",
-        "sharded",
-        "--moe-expert-parallel-size",
-        2,
-    )
+        "--update-freq", 1, "--moe-zero-stage", 1, "--moe-checkpoint", "sharded",
+        "--moe-expert-parallel-size", 2,
+    )  # fmt: skip
     fairseq("train", *swin_args(digits, folder, *flags), ranks=2)
     return folder
 
@@ -114,17 +108,10 @@ def test_the_best_checkpoint_is_the_most_accurate(plain):
 def test_validate_and_predict_find_the_same(sharded, digits, tmp_path):
     """Both open a checkpoint in shards; predict in a folder that has no training set."""
     (tmp_path / "valid.npz").write_bytes((digits / "valid.npz").read_bytes())
-    words = (
-        "--user-dir",
-        USER_DIR,
-        "--task",
-        "image_classification",
-        "--path",
-        sharded / "checkpoint_last.pt",
-    )
+    checkpoint, table = sharded / "checkpoint_last.pt", tmp_path / "found.csv"
+    words = ("--user-dir", USER_DIR, "--task", "image_classification", "--path", checkpoint)
     found = fairseq("validate", tmp_path, *words, "--batch-size", 16, "--log-format", "simple").output
     accuracy = re.search(r"accuracy ([\d.]+)", found)[1]
-    checkpoint, table = sharded / "checkpoint_last.pt", tmp_path / "found.csv"
     run = fairseq("tutel-__main__", "predict", checkpoint, tmp_path, "--output", table)
     assert f"images right, {float(accuracy):.2f} %" in run.output and f"wrote {table}" in run.output
     with table.open() as file:

@@ -92,8 +92,16 @@ class Dictionary(nn.Linear):
         return {"h": x}
 
 
-@pytest.mark.parametrize("kind", ("never", "twice", "broken", "no tensor"))
-def test_what_cannot_be_shared_is_said_and_ends(members, kind):
+@pytest.mark.parametrize(
+    "kind, said",
+    (
+        ("never", "did not call the layer"),
+        ("twice", "more than once"),
+        ("broken", "^broken$"),
+        ("no tensor", "returns dict, no tensor"),
+    ),
+)
+def test_what_cannot_be_shared_is_said_and_ends(members, kind, said):
     x, more = torch.randn(5, 4).double(), {}
     if kind == "broken":
         members[1] = Broken().double()
@@ -101,11 +109,5 @@ def test_what_cannot_be_shared_is_said_and_ends(members, kind):
         members[2].first = Dictionary(4, 6)
     if kind in ("never", "twice"):
         more["times"] = 0 if kind == "never" else 2
-    said = {
-        "never": "did not call the layer",
-        "twice": "more than once",
-        "broken": "^broken$",
-        "no tensor": "returns dict, no tensor",
-    }[kind]
     with pytest.raises(RuntimeError if kind == "broken" else ValueError, match=said):
         run(members, x, list, **more)

@@ -51,11 +51,7 @@ def mutants(plan: Plan) -> Iterator[tuple[str, str, Plan]]:
                 moved = (*step.src[:at], _moved(place, change), *step.src[at + 1 :])
                 yield "source moved", where, edited(replace(step, src=moved))
             if step.dst:
-                yield (
-                    "destination moved",
-                    where,
-                    edited(replace(step, dst=_moved(step.dst, change))),
-                )
+                yield ("destination moved", where, edited(replace(step, dst=_moved(step.dst, change))))
 
 
 def _moved(place: Place, change: int) -> Place:

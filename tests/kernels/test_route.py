@@ -25,10 +25,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fairseq_tutel import MoEConfig, MoELayer, kernels
 from fairseq_tutel.kernels import reference
-from fairseq_tutel.moe.choice import MicroBatch, softmax_top_k
+from fairseq_tutel.moe.choice import softmax_top_k
 from fairseq_tutel.moe.dispatch import combine, dispatch
 from fairseq_tutel.moe.routing import decide, padded
-from fairseq_tutel.moe.slots import Capacity
+from fairseq_tutel.moe.slots import Capacity, MicroBatch
 
 # K, (time, batch), E: no token, one, several blocks, several tiles of experts.
 SLOTS = (
@@ -217,9 +217,8 @@ FUSED = MoEConfig(1, 1, 4, backend="triton", drop_policy="bpr")
 
 def walk(logits_TE: Tensor, x_TD: Tensor) -> Tensor:
     """Route, dispatch and combine, in a layout whose size is known."""
-    capacity = Capacity(factor=0.5)
-    batch = MicroBatch(time_first=(3, 3))
-    decided = padded(decide(logits_TE, 2, capacity, FUSED, batch), 9)
+    batch = MicroBatch(top_k=2, capacity=Capacity(factor=0.5), time_first=(3, 3))
+    decided = padded(decide(logits_TE, FUSED, batch), 9)
     rows_RD = dispatch(x_TD, decided, "triton") * 2
     return combine(rows_RD, decided, "triton").square().sum() + decided.probs_TE.square().sum()
 
@@ -244,11 +243,10 @@ def uses_of_the_fused_gate(options: dict, biased: bool, training: bool) -> int:
     ops = kernels.ops("triton", torch.device("cpu"))
     launched, launch = [], ops.softmax_top_k
     config = dataclasses.replace(FUSED, drop_policy="position", **options)
-    batch = MicroBatch(training=training)
     ops.softmax_top_k = lambda *given: launched.append(given) or launch(*given)
     try:
         bias_E = torch.zeros(4) if biased else None
-        decide(torch.eye(4), 2, Capacity(), config, batch, bias_E)
+        decide(torch.eye(4), config, MicroBatch(top_k=2, training=training, bias_E=bias_E))
     finally:
         ops.softmax_top_k = launch
     return len(launched)

@@ -1,10 +1,4 @@
-"""Every r computes what one rank with all experts computes; switching between steps moves nothing.
-
-Covered: all r for one to eight slices of an expert, FFN and GLU, with and without biases, several
-activations, linear and hierarchical, ragged and padded, in one chunk and in several; replicas of slices;
-forward and every gradient in fp64; r changed from step to step; experts drawn alike for every split;
-whole checkpoints from slices and back; what cannot be cut, by a sentence.
-"""
+"""Every r computes what one rank with all experts computes; switching between steps moves nothing."""
 
 import dataclasses
 import itertools
@@ -13,6 +7,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
+from normal import normal
 
 from fairseq_tutel import MoEConfig, MoELayer, make_topology
 from fairseq_tutel.checkpoint.experts import drop_everywhere, gather_everywhere, gather_experts
@@ -31,9 +26,7 @@ KINDS = {
 
 
 def tokens_of(rank, step=0):
-    generator = torch.Generator().manual_seed(10 * rank + step)
-    x = torch.randn(TOKENS[rank], FFN.model_dim, generator=generator, dtype=torch.float64)
-    return x.requires_grad_()
+    return normal(TOKENS[rank], FFN.model_dim, seed=10 * rank + step).requires_grad_()
 
 
 def run(layer, x):

@@ -1,16 +1,11 @@
-"""Balance losses.
-
-Covered: gshard by hand, over all choices, by sentence, over ranks (one here); z; load and importance after
-Shazeer and in Tutel's form: each by loops, with padding, without tokens, over sigmoid scores, its gradient
-by finite differences; at uniform load, at collapse, before dropping, choices left out, dtypes; the layer
-hands over what they need.
-"""
+"""Balance losses."""
 
 import math
 import statistics
 
 import pytest
 import torch
+from normal import normal as logits
 from torch import Tensor
 
 from fairseq_tutel import MoEConfig, MoELayer, gshard_loss, route
@@ -25,11 +20,6 @@ from fairseq_tutel.moe.balance import (
     load_importance_tutel_loss,
     z_loss,
 )
-
-
-def logits(num_tokens: int, num_experts: int, seed: int = 0) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(num_tokens, num_experts, generator=generator, dtype=torch.float64)
 
 
 def gate(logits_TE: Tensor) -> GateOutput:

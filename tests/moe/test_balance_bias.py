@@ -1,9 +1,4 @@
-"""The balance bias: its rule, what it reaches and what it does not, and that it balances.
-
-Covered: the update in whole numbers; the choice alone, neither weights nor gradients; padding and choices
-left out not counted; rate 0; evaluation; the state dict; fp32 whatever the model's precision; a skewed
-gate over some hundred updates; a micro-batch counted once though it is run again in the backward.
-"""
+"""The balance bias: its rule, what it reaches and what it does not, and that it balances."""
 
 import dataclasses
 
@@ -68,13 +63,6 @@ def test_a_layer_counts_real_copies_before_dropping_and_in_training_alone():
     assert not layer.balance_bias.load.any()
 
 
-def test_a_choice_that_was_left_out_is_not_counted():
-    layer = build(second_expert_policy="random")
-    torch.manual_seed(1)
-    requested = int((layer(tokens(50))[1].routing.slots_TK >= 0).sum())
-    assert int(layer.balance_bias.load.sum()) == requested < 100
-
-
 def test_weights_losses_and_gradients_do_not_know_the_bias():
     """With it, they are those of the same choice made without it."""
     layer, x = build(score_function="sigmoid").double(), tokens(15).double().requires_grad_()
@@ -96,21 +84,6 @@ def test_weights_losses_and_gradients_do_not_know_the_bias():
         torch.testing.assert_close(a, b)
     assert not layer.balance_bias.bias.requires_grad
     assert "balance_bias" not in str([name for name, _ in layer.named_parameters()])
-
-
-def test_a_bias_that_changes_no_choice_changes_no_bit():
-    """Though scores and bias are added: the same on every expert, and top-1 by far."""
-    plain, biased = build(balance_bias=False), build()
-    biased.balance_bias.bias.fill_(0.25)
-    x = tokens(30)
-    results = []
-    for layer in (plain, biased):
-        inputs = x.clone().requires_grad_()
-        y, output = layer(inputs)
-        (y.square().sum() + output.balance_loss).backward()
-        results.append([y, inputs.grad, *[p.grad for p in layer.parameters()]])
-    for a, b in zip(*results, strict=True):
-        assert torch.equal(a, b)
 
 
 def test_evaluation_chooses_by_the_bias_too():

@@ -1,10 +1,4 @@
-"""The experts that tokens choose, and their weights, against loops and counted frequencies.
-
-Covered: sigmoid scores; weights divided before dropping, after it or not at all, and scaled; groups of
-experts by brute force; ties; sampling (frequencies, weights without noise, nothing drawn in evaluation);
-second choices as they are, sampled or left out at random; K = 1 to E; one token, none, padding alone;
-dtypes; gradients by finite differences.
-"""
+"""The experts that tokens choose, and their weights, against loops and counted frequencies."""
 
 import math
 
@@ -14,6 +8,7 @@ import torch
 from compare import TOLERANCE
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from normal import normal
 from torch import Tensor
 
 from fairseq_tutel import route
@@ -25,8 +20,7 @@ CRITICAL = {1: 10.83, 2: 13.82, 3: 16.27, 11: 31.26}
 
 
 def logits(num_tokens: int, seed: int = 0, num_experts: int = E) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(num_tokens, num_experts, generator=generator, dtype=torch.float64)
+    return normal(num_tokens, num_experts, seed=seed)
 
 
 def score_lists(logits_TE: Tensor, function: str) -> list[list[float]]:
@@ -147,7 +141,7 @@ def outside_groups(scores, groups: int, kept: int, top_k: int) -> list[list[floa
 
 @settings(max_examples=150, deadline=None)
 @given(data=st.data(), groups=st.integers(1, 4), size=st.integers(1, 4), function=st.booleans())
-def test_groups_of_experts_equal_brute_force(data, groups, size, function):
+def test_expert_groups_equal_brute_force(data, groups, size, function):
     kept = data.draw(st.integers(1, groups))
     top_k = data.draw(st.integers(1, kept * size))
     num_tokens = data.draw(st.integers(0, 6))
@@ -207,14 +201,14 @@ def sampled(function: str, top_k: int, **rules) -> Tensor:
 
 
 @pytest.mark.parametrize("function", ("softmax", "sigmoid"))
-def test_samples_are_as_frequent_as_their_probabilities(function):
+def test_rsample_is_as_frequent_as_its_probabilities(function):
     counts_E = sampled(function, 1, rsample=True).flatten().bincount(minlength=E)
     probs_E = scores_of(ROW[None], function)[1][0]
     assert chi_square(counts_E, probs_E) < CRITICAL[3]
 
 
 @pytest.mark.parametrize("function", ("softmax", "sigmoid"))
-def test_several_samples_are_drawn_without_replacement(function):
+def test_rsample_draws_without_replacement(function):
     ids_TK = sampled(function, 2, rsample=True)
     probs = scores_of(ROW[None], function)[1][0].tolist()
     pairs = [(a, b) for a in range(E) for b in range(E) if a != b]
@@ -225,7 +219,7 @@ def test_several_samples_are_drawn_without_replacement(function):
 
 
 @pytest.mark.parametrize("function", ("softmax", "sigmoid"))
-def test_a_sampled_second_choice_leaves_the_first_as_it_is(function):
+def test_second_expert_policy_sampling_leaves_the_first_as_it_is(function):
     ids_TK = sampled(function, 2, second_expert_policy="sampling")
     assert (ids_TK[:, 0] == 2).all()
     probs_E = scores_of(ROW[None], function)[1][0]
@@ -314,7 +308,7 @@ def test_no_policy_for_second_choices_changes_the_first(policy, top_k):
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
 @pytest.mark.parametrize("normalize", ("before", "none"))
-def test_choices_left_out_at_random_are_taken_with_k_times_their_weight(dtype, normalize):
+def test_second_expert_policy_random_takes_choices_with_k_times_their_weight(dtype, normalize):
     row = torch.tensor([0.62, 0.27, 0.1, 0.01]).log()
     torch.manual_seed(3)
     r = route(

@@ -1,8 +1,4 @@
-"""Options: a bad value is refused by one sentence that names option, value and fix.
-
-Covered: every check of MoEConfig, the balance-loss syntax, that no field is forgotten here, frozenness,
-metadata that the flags are made from.
-"""
+"""Options: a bad value is refused by one sentence that names option, value and fix."""
 
 import argparse
 import dataclasses
@@ -44,7 +40,6 @@ BAD = [
     ("prescore", "no", ("--moe-prescore", "is 'no'", "true or false")),
     ("min_capacity", 10**20, ("--moe-min-capacity", "to 1,000,000")),
     ("top_k", 5, ("--moe-top-k", "is 5", "4 experts", "from 1 to 4")),
-    ("capacity_factor", float("inf"), ("--moe-capacity-factor", "is inf", "finite number")),
     ("capacity_factor", 1e30, ("--moe-capacity-factor", "is 1e+30", "at most a million")),
     ("capacity_factor", float("nan"), ("--moe-capacity-factor", "is nan", "finite number")),
     ("eval_capacity_factor", float("-inf"), ("--moe-eval-capacity-factor", "is -inf", "finite")),
@@ -70,7 +65,6 @@ BAD = [
     ("gate_projection_dim", 0, ("--moe-gate-projection-dim", "is 0", "at least 1")),
     ("gate_temperature", 0.001, ("--moe-gate-temperature", "is 0.001", "at least 0.01")),
     ("gate_noise", -1.0, ("--moe-gate-noise", "is -1.0", "finite number")),
-    ("gate_noise", float("inf"), ("--moe-gate-noise", "is inf", "finite number")),
     ("input_jitter", 1.0, ("--moe-input-jitter", "is 1.0", "from 0 to below 1")),
     ("input_dropout", -0.1, ("--moe-input-dropout", "is -0.1", "from 0 to below 1")),
     ("balance_loss", "gshard:1,gshard:2", ("--moe-balance-loss", "given twice", "such as gshard:1")),
@@ -79,13 +73,10 @@ BAD = [
     ("balance_loss", "gshard:inf", ("--moe-balance-loss", "'inf'", "name:number")),
     ("balance_loss", "gshard:-1", ("--moe-balance-loss", "'-1'", "name:number")),
     ("balance_loss", "none:1", ("--moe-balance-loss", "'none:1'")),
-    ("balance_loss", "gshard:nan", ("--moe-balance-loss", "'nan'", "name:number")),
     ("expert_type", "cnn", ("--moe-expert-type", "'cnn'", "choose one of ffn, glu, or package")),
     ("activation", "gelo", ("--activation-fn", "'gelo'", "choose one of relu, ")),
     ("activation_dropout", 1.0, ("--activation-dropout", "is 1.0", "from 0 to below 1")),
-    ("activation_dropout", -0.1, ("--activation-dropout", "is -0.1", "from 0 to below 1")),
     ("init_std", -0.1, ("init_std is -0.1", "at least 0")),
-    ("init_std", float("nan"), ("init_std is nan", "at least 0")),
     ("backend", "cuda", ("--moe-backend", "'cuda'", "choose one of auto, reference, triton.")),
     ("kernel_tuning_seconds", -1.0, ("--moe-kernel-tuning-seconds", "is -1.0", "at least 0")),
     ("exchange", "even", ("--moe-exchange", "'even'", "choose one of ragged, padded")),
@@ -98,7 +89,7 @@ BAD = [
     ("parallel_type", "adaptive:-1", ("--moe-parallel-type", "'adaptive:-1'", "adaptive:r")),
     ("adaptive_r", -2, ("--moe-adaptive-r", "is -2", "from -1 to")),
     ("adaptive", "on", ("--moe-adaptive", "'on'", "choose one of off, auto")),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("option, value, parts", BAD)
@@ -130,23 +121,16 @@ def test_every_option_that_can_be_wrong_is_in_the_list():
 # What contradicts another option, and what the sentence must say.
 CONTRADICTIONS = [
     ({"groups_per_token": 1, "expert_groups": 4, "top_k": 2}, ("--moe-groups-per-token", "enough")),
-    (
-        {"eval_capacity_token_fraction": 0.1, "eval_capacity_factor": 1.0},
-        ("--moe-eval-capacity-token-fraction", "give one of them"),
-    ),
+    ({"eval_capacity_token_fraction": 0.1, "eval_capacity_factor": 1.0},
+     ("--moe-eval-capacity-token-fraction", "give one of them")),
     ({"choice": "experts", "drop_policy": "bpr"}, ("--moe-drop-policy", "--moe-choice experts")),
     ({"choice": "experts", "second_expert_policy": "random"}, ("--moe-second-expert-policy",)),
     ({"choice": "experts", "rsample": True}, ("--moe-rsample", "drop one")),
     ({"choice": "experts", "balance_bias": True}, ("--moe-balance-bias", "drop one")),
     ({"choice": "experts", "expert_groups": 2}, ("--moe-expert-groups", "drop one")),
-    (
-        {"choice": "experts", "gate_type": "hash"},
-        ("--moe-choice", "--moe-gate-type", "a hash gate chooses"),
-    ),
-    (
-        {"choice": "experts", "balance_loss": "load_importance", "gate_noise": 1.0},
-        ("--moe-balance-loss", "--moe-choice experts", "z or none"),
-    ),
+    ({"choice": "experts", "gate_type": "hash"}, ("--moe-choice", "--moe-gate-type", "a hash gate")),
+    ({"choice": "experts", "balance_loss": "load_importance", "gate_noise": 1.0},
+     ("--moe-balance-loss", "--moe-choice experts", "z or none")),
     ({"choice": "experts", "sinkhorn": True}, ("--moe-sinkhorn", "drop one")),
     ({"gate_type": "linear,hash", "balance_bias": True}, ("--moe-balance-bias", "a hash gate chooses")),
     ({"gate_type": "hash", "expert_groups": 2}, ("--moe-expert-groups", "a hash gate chooses")),
@@ -158,7 +142,7 @@ CONTRADICTIONS = [
     ({"gate_type": "hash", "input_dropout": 0.1}, ("--moe-input-dropout", "hash")),
     ({"gate_type": "hash", "second_expert_policy": "random"}, ("--moe-second-expert-policy", "hash")),
     ({"gate_type": "linear,hash", "gate_noise": 1.0}, ("--moe-gate-noise", "hash", "drop one")),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("options, parts", CONTRADICTIONS, ids=str)
@@ -175,11 +159,6 @@ def test_the_defaults_are_good():
     config = MoEConfig(**GOOD)
     assert config.top_k == 2
     assert config.capacity_factor == 0.0  # nobody loses tokens without asking for it
-
-
-@pytest.mark.parametrize("top_k", (1, 2, 3, 4))
-def test_every_top_k_up_to_the_experts_is_good(top_k):
-    assert MoEConfig(**GOOD, top_k=top_k).top_k == top_k
 
 
 def test_a_config_cannot_change():

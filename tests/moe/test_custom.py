@@ -1,10 +1,4 @@
-"""Gates and experts of a user's own, several gates on the same experts, and the hash gate.
-
-Covered: against loops, forward and every gradient; names that cannot be; shapes; buffers; initial values
-by seed, whatever the number of ranks; slices of experts and their state dict; frozen parameters; dropout;
-no rows; parts that were built already; which gate a call takes; the hash: distinct experts, equal
-weights, even frequencies, the same for the same id, a saved salt.
-"""
+"""Gates and experts of a user's own, several gates on the same experts, and the hash gate."""
 
 import copy
 import dataclasses
@@ -14,6 +8,7 @@ import pytest
 import torch
 from compare import close, gradients, same_function
 from custom_parts import CalmGate, DeepExpert
+from normal import normal
 from torch import Tensor, nn
 from torch.func import functional_call
 
@@ -32,9 +27,7 @@ T = 11
 
 
 def tokens(*shape: int) -> Tensor:
-    generator = torch.Generator().manual_seed(6)
-    x = torch.randn(*shape, CONFIG.model_dim, generator=generator, dtype=torch.float64)
-    return x.requires_grad_()
+    return normal(*shape, CONFIG.model_dim, seed=6).requires_grad_()
 
 
 def groups(*counts: int) -> Groups:
@@ -162,12 +155,6 @@ def test_a_state_dict_of_all_experts_is_sliced_where_it_is_loaded(rank):
     assert torch.equal(again.eval()(tokens(T).float())[0], whole.eval()(tokens(T).float())[0])
     with pytest.raises(ValueError, match=r"experts.scale has shape \(2,\) but this model needs \(4,"):
         again.load_state_dict({**state, "experts.scale": torch.zeros(2)})
-
-
-def test_own_parts_can_be_copied():
-    layer = own_layer().eval()
-    reference = copy.deepcopy(layer)
-    assert torch.equal(reference(tokens(T))[0], layer(tokens(T))[0])
 
 
 @pytest.mark.parametrize("option", ("shared_experts", "residual"))

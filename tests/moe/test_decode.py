@@ -1,10 +1,4 @@
-"""The decode path against the general path, and the work that it avoids.
-
-Covered: k = 1 to E, ties, one token up to the largest number of tokens, padding alone, float64 to bfloat16
-and autocast, glu, biases, gates and scores, groups, shared experts; the cases that take the general path;
-an earlier layer's routing, and one with other fields; deferred records and losses, copied and pickled; the
-number of operations for one token.
-"""
+"""The decode path against the general path, and the work that it avoids."""
 
 import copy
 import dataclasses
@@ -13,6 +7,7 @@ import pickle
 import pytest
 import torch
 from compare import TOLERANCE, close
+from normal import normal
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fairseq_tutel import MoEConfig, MoELayer, Topology
@@ -45,8 +40,7 @@ def build(dtype=torch.float32, **options) -> MoELayer:
 
 
 def tokens(count: int, dtype=torch.float32) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(3)
-    return torch.randn(count, 6, generator=generator, dtype=torch.float64).to(dtype)
+    return normal(count, 6, seed=3, dtype=dtype)
 
 
 def both(monkeypatch, layer, x_TD, mask=None):

@@ -1,10 +1,4 @@
-"""Drop policies against brute force, and the rule that each of them promises.
-
-Covered: every policy under every capacity rule, with padding, in both token layouts: conservation, unique
-slots, exact counts, capacity never exceeded, nothing dropped where nothing may be; BPR keeps the surest
-tokens, probability the most probable assignments, position the earliest; RTS is uniform, and repeats with
-the generator; evaluation draws nothing.
-"""
+"""Drop policies against brute force, and the rule that each of them promises."""
 
 import math
 
@@ -13,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from normal import normal
 
 from fairseq_tutel import route
 from fairseq_tutel.moe.slots import DROP_POLICIES
@@ -21,8 +16,7 @@ E = 4
 
 
 def logits(num_tokens, seed=0, num_experts=E):
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(num_tokens, num_experts, generator=generator, dtype=torch.float64)
+    return normal(num_tokens, num_experts, seed=seed)
 
 
 def limit(factor, top_k, num_real, num_experts=E):

@@ -1,8 +1,4 @@
-"""Dtypes that differ: of x, of the weights and of what torch makes by default.
-
-Covered: x in another dtype than the weights, for every part of a layer that reads it; jitter before gates
-of half precision, ours and a user's; what is fp32 whatever torch's default dtype is.
-"""
+"""Dtypes that differ: of x, of the weights and of what torch makes by default."""
 
 import pytest
 import torch

@@ -1,10 +1,4 @@
-"""Experts that choose their tokens, against brute force and against a loop over experts.
-
-Covered: the chosen tokens, their slots, ties, padding, both token layouts, every capacity rule (no limit
-    means
-f = 1), conservation, weights, counts, gradients by finite differences, no token, padding alone; the whole
-layer, forward and every gradient, with weights on outputs or on inputs.
-"""
+"""Experts that choose their tokens, against brute force and against a loop over experts."""
 
 import dataclasses
 import math
@@ -15,20 +9,19 @@ import torch
 from compare import same_function
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from normal import normal
 from torch import Tensor
 
 from fairseq_tutel import MoEConfig, MoELayer, route
-from fairseq_tutel.moe.choice import MicroBatch
-from fairseq_tutel.moe.routing import decide, padded
-from fairseq_tutel.moe.slots import Capacity
+from fairseq_tutel.moe.routing import decide
+from fairseq_tutel.moe.slots import Capacity, MicroBatch
 
 E = 4
 EXPERTS = {"choice": "experts"}
 
 
 def logits(num_tokens: int, seed: int = 0, num_experts: int = E) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(num_tokens, num_experts, generator=generator, dtype=torch.float64)
+    return normal(num_tokens, num_experts, seed=seed)
 
 
 def places_of(factor: float, top_k: int, num_real: int, num_experts: int = E) -> int:
@@ -108,6 +101,11 @@ def test_the_layout_of_tokens_changes_nothing(padded):
         assert torch.equal(getattr(got, name), other.reshape(-1, columns)), name
 
 
+def decided(logits_TE: Tensor, rule: Capacity, real_T: Tensor):
+    config = MoEConfig(1, 1, E, **EXPERTS)
+    return decide(logits_TE, config, MicroBatch(top_k=2, capacity=rule, real_T=real_T))
+
+
 @pytest.mark.parametrize(
     "rule, num_real, places",
     [
@@ -124,10 +122,9 @@ def test_the_layout_of_tokens_changes_nothing(padded):
 )
 def test_an_expert_takes_as_many_tokens_as_it_has_slots(rule, num_real, places):
     real_T = torch.arange(14) < num_real
-    r = decide(logits(14), 2, rule, MoEConfig(1, 1, E, **EXPERTS), MicroBatch(real_T=real_T))
+    r = decided(logits(14), rule, real_T)
     assert r.counts_E.tolist() == [places] * E
-    batch = MicroBatch(real_T=real_T.to("meta"))
-    elsewhere = decide(logits(14).to("meta"), 2, rule, MoEConfig(1, 1, E, **EXPERTS), batch)
+    elsewhere = decided(logits(14).to("meta"), rule, real_T.to("meta"))
     assert len(elsewhere.source_of_R) >= places * E
 
 
@@ -143,23 +140,13 @@ def test_an_expert_takes_as_many_tokens_as_it_has_slots(rule, num_real, places):
 )
 def test_off_the_cpu_buffers_have_a_size_that_asks_no_device(rule, rows):
     """There the largest number of a token's experts is not known, nor how many rows are filled."""
-    batch = MicroBatch(real_T=torch.ones(10, dtype=torch.bool))
-    on_cpu = decide(logits(10), 2, rule, MoEConfig(1, 1, E, **EXPERTS), batch)
-    batch = MicroBatch(real_T=torch.ones(10, dtype=torch.bool, device="meta"))
-    r = decide(logits(10).to("meta"), 2, rule, MoEConfig(1, 1, E, **EXPERTS), batch)
+    real_T = torch.ones(10, dtype=torch.bool)
+    on_cpu = decided(logits(10), rule, real_T)
+    r = decided(logits(10).to("meta"), rule, real_T.to("meta"))
     assert r.expert_ids_TK.shape == r.weights_TK.shape == r.row_of_TK.shape == (10, E)
     assert r.source_of_R.shape == (rows * E,)
     assert int(on_cpu.counts_E.max()) <= rows
     assert on_cpu.source_of_R.shape == (int(on_cpu.counts_E.sum()),)
-
-
-def test_the_padded_layout_gives_every_expert_its_own_block():
-    given = logits(9), 1, Capacity(), MoEConfig(1, 1, E, **EXPERTS), MicroBatch()
-    r = padded(decide(*given), 5)
-    for e, tokens in enumerate(taken(r)):
-        rows = [int(s) // r.row_of_TK.shape[1] for s in r.source_of_R[e * 5 : e * 5 + 3]]
-        assert rows == tokens
-        assert r.source_of_R[e * 5 + 3 : e * 5 + 5].tolist() == [-1, -1]
 
 
 @pytest.mark.parametrize("normalize", ("before", "after", "none"))
@@ -189,9 +176,7 @@ CONFIG = MoEConfig(model_dim=5, hidden_dim=6, num_experts=E, top_k=1, activation
 
 
 def tokens(*shape: int) -> Tensor:
-    generator = torch.Generator().manual_seed(6)
-    x = torch.randn(*shape, CONFIG.model_dim, generator=generator, dtype=torch.float64)
-    return x.requires_grad_()
+    return normal(*shape, CONFIG.model_dim, seed=6).requires_grad_()
 
 
 def by_loop(layer: MoELayer, x_TD: Tensor, factor: float, real: list[bool]) -> Tensor:
@@ -242,16 +227,3 @@ def test_no_tokens_and_padding_alone_give_zeros_and_zero_gradients(shape, padded
     (y.sum() + output.balance_loss).backward()
     for name, tensor in (("x", x), *layer.named_parameters()):
         assert torch.equal(tensor.grad, torch.zeros_like(tensor)), name
-
-
-def test_one_token_goes_to_every_expert():
-    r = route(logits(1), 1, **EXPERTS)
-    assert r.counts_E.tolist() == [1] * E
-    assert r.expert_ids_TK.tolist() == [[0, 1, 2, 3]]
-
-
-def test_evaluation_has_a_capacity_of_its_own():
-    config = dataclasses.replace(CONFIG, capacity_factor=0.25, eval_capacity_factor=0.75)
-    layer = MoELayer(config, seed=5).double()
-    counts = [layer.train(mode)(tokens(16))[1].routing.counts_E.tolist() for mode in (True, False)]
-    assert counts == [[1] * E, [3] * E]

@@ -1,17 +1,11 @@
-"""The experts as one node: against its parts, forward and every gradient by name, and what it keeps.
-
-Covered: every activation, ffn and glu, biases, dropped and padding tokens, k = 1 to E, one token, none,
-empty experts, float64 to bfloat16 and autocast; finite differences; rows without a routing, with a
-tail; both forms of the node (expert by expert, product by product); hidden layers that
-are made again in backward, in one node, in parts and in experts of a user's own; bytes kept by formula; no
-tensor of the size of a mask over tokens, experts and slots.
-"""
+"""The experts as one node: against its parts, forward and every gradient by name, and what it keeps."""
 
 import dataclasses
 
 import pytest
 import torch
 from compare import TOLERANCE, close
+from normal import normal
 from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -29,11 +23,8 @@ BY_PRODUCTS = by_products(vars(reference))
 
 def run(layer: MoELayer, num_tokens: int = 11, pad: bool = False, **call) -> dict[str, Tensor]:
     """Return y, the gradient of x and those of every parameter."""
-    generator = torch.Generator().manual_seed(2)
     dtype = next(layer.experts.parameters()).dtype
-    dim = layer.config.model_dim
-    x = torch.randn(num_tokens, dim, generator=generator, dtype=torch.float64).to(dtype)
-    x.requires_grad_()
+    x = normal(num_tokens, layer.config.model_dim, seed=2, dtype=dtype).requires_grad_()
     mask = torch.arange(num_tokens) % 3 == 1 if pad else None
     torch.manual_seed(4)
     y, output = layer(x, mask, **call)
@@ -108,8 +99,7 @@ def test_the_gradients_are_those_of_finite_differences(expert_type, recompute_ex
     options = {"expert_type": expert_type, "recompute_experts": recompute_experts}
     layer = build(**options, activation="gelu", capacity_factor=0.5)
     names = list(dict(layer.named_parameters()))
-    generator = torch.Generator().manual_seed(5)
-    x = torch.randn(5, 6, generator=generator, dtype=torch.float64).requires_grad_()
+    x = normal(5, 6, seed=5).requires_grad_()
 
     def forward(x: Tensor, *parameters: Tensor) -> Tensor:
         named = dict(zip(names, parameters, strict=True))

@@ -1,8 +1,4 @@
-"""The depth of the call stack from `MoELayer.forward` to an expert's product, which a traceback shows.
-
-Covered: training on one rank and across ranks, in chunks too; many tokens and decoding without gradients;
-prescore; a hidden layer norm.
-"""
+"""The depth of the call stack from `MoELayer.forward` to an expert's product, which a traceback shows."""
 
 import dataclasses
 import sys

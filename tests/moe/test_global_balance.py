@@ -1,14 +1,11 @@
-"""Balance over all ranks against a direct computation, from every rank's tokens at once.
-
-Covered: the gshard_global loss, its value and every gradient, with uneven tokens, a rank of padding only,
-a rank without tokens, and a recompute; evaluation on one rank alone; the balance bias by the load of all.
-"""
+"""Balance over all ranks against a direct computation, from every rank's tokens at once."""
 
 import dataclasses
 
 import pytest
 import torch
 import torch.distributed as dist
+from normal import normal
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -19,9 +16,7 @@ CONFIG = MoEConfig(model_dim=6, hidden_dim=5, num_experts=4, balance_loss="gshar
 
 
 def tokens(count: int, rank: int) -> Tensor:
-    generator = torch.Generator().manual_seed(100 + rank)
-    x = torch.randn(count, CONFIG.model_dim, generator=generator, dtype=torch.float64)
-    return x.requires_grad_()
+    return normal(count, CONFIG.model_dim, seed=100 + rank).requires_grad_()
 
 
 def direct_loss(layer: MoELayer, counts: tuple[int, ...], padding_rank: int | None) -> list[Tensor]:

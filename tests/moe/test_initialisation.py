@@ -1,8 +1,4 @@
-"""Where the first weights come from.
-
-Covered: the same experts for any split, by seed, name, expert and tensor; nn.Linear's range; the global
-generator untouched by a given seed and used without one; the gate.
-"""
+"""Where the first weights come from."""
 
 import pytest
 import torch

@@ -1,9 +1,4 @@
-"""A forward on a GPU reads no number from the device, and waits for no copy to it.
-
-Covered: routing under every rule, dropless and limited, with and without padding; all balance losses; the
-tally for metrics. The tensors are on the meta device, which has no numbers to give; what copies a value
-from the host is caught by its name.
-"""
+"""A forward on a GPU reads no number from the device, and waits for no copy to it."""
 
 import pytest
 import torch
@@ -11,9 +6,8 @@ from torch.overrides import TorchFunctionMode
 
 from fairseq_tutel import MoEConfig
 from fairseq_tutel.moe import balance, metrics
-from fairseq_tutel.moe.choice import MicroBatch
 from fairseq_tutel.moe.routing import decide
-from fairseq_tutel.moe.slots import Capacity
+from fairseq_tutel.moe.slots import Capacity, MicroBatch
 
 COPIES = (torch.tensor, torch.as_tensor, torch.asarray, torch.Tensor.new_tensor, torch.from_numpy)
 RULES = (
@@ -42,11 +36,11 @@ class NoCopies(TorchFunctionMode):
 def test_routing_losses_and_metrics_read_nothing_from_the_device(rules, padded, factor):
     logits_TE = torch.randn(12, 6, device="meta")
     real_T = torch.ones(12, dtype=torch.bool, device="meta") if padded else None
-    batch = MicroBatch(real_T=real_T, time_first=(3, 4), training=True)
+    batch = MicroBatch(
+        top_k=2, capacity=Capacity(factor=factor), real_T=real_T, time_first=(3, 4), training=True
+    )
     with NoCopies():
-        decided = decide(
-            logits_TE, 2, Capacity(factor=factor), MoEConfig(1, 1, logits_TE.shape[1], **rules), batch
-        )
+        decided = decide(logits_TE, MoEConfig(1, 1, logits_TE.shape[1], **rules), batch)
         gate = balance.GateOutput(
             logits_TE=logits_TE, clean_TE=logits_TE, noise=1.0, sentences=(4, 3), time_first=True
         )

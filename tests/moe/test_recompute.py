@@ -1,9 +1,4 @@
-"""Activation checkpointing: a layer that is run again in the backward gives the same gradients.
-
-Covered: both kinds of torch.utils.checkpoint; every gate, choice, score, normalisation, drop policy and
-loss, whatever draws random numbers, the bias, shared experts, custom parts; capacity,
-activation dropout, autocast; the balance loss when the recomputed function returns it.
-"""
+"""Activation checkpointing: a layer that is run again in the backward gives the same gradients."""
 
 import dataclasses
 

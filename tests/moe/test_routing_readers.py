@@ -1,8 +1,4 @@
-"""Every reader of a routing whose tokens left out assignments, the first one included; see `Routing`.
-
-Covered: the marks of slots, rows and counts; dispatch and combine, with and without prescore; the fused
-feed-forward; the padded layout; every balance loss; metrics; the counts of a fetch ahead; two ranks.
-"""
+"""Every reader of a routing whose tokens left out assignments, the first one included; see `Routing`."""
 
 import dataclasses
 import math
@@ -12,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from compare import close
+from normal import normal
 
 from fairseq_tutel import MoEConfig, MoELayer, make_topology
 from fairseq_tutel.moe import routing as routing_module
@@ -39,10 +36,7 @@ def left_out(monkeypatch):
 def routed(topology=None, **options):
     """Return a layer, its tokens and their routing."""
     layer = MoELayer(dataclasses.replace(CONFIG, **options), topology, seed=1).double()
-    generator = torch.Generator().manual_seed(3)
-    x_TD = torch.randn(T, D, generator=generator, dtype=torch.float64).masked_fill(
-        PADDING.unsqueeze(1), 0.0
-    )
+    x_TD = normal(T, D, seed=3).masked_fill(PADDING.unsqueeze(1), 0.0)
     torch.manual_seed(5)  # of the gate's noise
     return layer, x_TD, layer.route(x_TD, Call.of(x_TD, D, PADDING))
 

@@ -1,8 +1,4 @@
-"""Shards written on W ranks and read on others: weights and states, any P, replicas, slices.
-
-Covered: saved on x loaded on over (W, P); what each rank writes; optimizer states, and a scale per
-expert; ranks of different states; a rank that can not write; a folder that is not shared.
-"""
+"""Shards written on W ranks and read on others: weights and states, any P, replicas, slices."""
 
 import itertools
 from collections.abc import Callable

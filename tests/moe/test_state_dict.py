@@ -1,8 +1,4 @@
-"""State dicts hold all experts by global id; loading takes the local slice.
-
-Covered: names and shapes, slices of a whole, a round trip, gathered experts, wrong shapes refused by a
-sentence, the caller's dict left alone.
-"""
+"""State dicts hold all experts by global id; loading takes the local slice."""
 
 import pytest
 import torch

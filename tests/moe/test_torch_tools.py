@@ -1,9 +1,4 @@
-"""What torch's own tools may do to a layer, without it computing or reducing anything else.
-
-Covered: experts' parameters that are replaced (an assigned state dict, the meta device, a copy) stay
-marked as this rank's own; pruned and parametrized experts, over steps of an optimizer, and refused where
-ranks share the experts; the replicas of DataParallel; what a layer prints.
-"""
+"""What torch's own tools may do to a layer, without it computing or reducing anything else."""
 
 import copy
 import dataclasses

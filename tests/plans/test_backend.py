@@ -13,10 +13,7 @@ def plans(monkeypatch):
     """Let one plan run 8 to 16 bytes and another 32 or more."""
     bounds = {"small": (8, 16), "large": (32, None)}
     found = backend.PlanBackend(
-        SimpleNamespace(
-            name=name,
-            plan=SimpleNamespace(min_bytes=least, max_bytes=most),
-        )
+        SimpleNamespace(name=name, plan=SimpleNamespace(min_bytes=least, max_bytes=most))
         for name, (least, most) in bounds.items()
     )
     monkeypatch.setattr(found, "_fitting", lambda *_: found.plans)

@@ -20,16 +20,6 @@ def test_plans_give_what_they_are_to_at_any_size(ranks):
                 assert torch.equal(got, wanted), (plan.name, m)
 
 
-@pytest.mark.parametrize("name", ("linear", "two_hops"))
-def test_blocks_of_their_own_sizes_pass_through_other_ranks(name):
-    n, plan = 4, make(name, "all_to_all", 4, **({"nodes": 2} if name == "two_hops" else {}))
-    sizes = [[(3 * s + 5 * d) % 4 for d in range(n)] for s in range(n)]
-    blocks = [[torch.arange(sizes[s][d]) + 16 * s + 4 * d for d in range(n)] for s in range(n)]
-    outs = plans.result(plan, sizes, [torch.cat(row) for row in blocks])
-    for d, out in enumerate(outs):
-        assert torch.equal(out, torch.cat([row[d] for row in blocks]))
-
-
 def runs(walked, move):
     return Layout(walked, 10).runs(move.kinds, *move.sources, move.target)
 

@@ -1,47 +1,69 @@
 """Forests: the shape and speed of their trees, and plans over them, which the checker accepts."""
 
-import time
 from collections import Counter
-from dataclasses import replace
 from fractions import Fraction
-from itertools import pairwise
 from random import Random
 
-import numpy as np
 import pytest
 from networks import network_of, random_network
 from test_optimum import KNOWN
 
 from fairseq_tutel.plans.checker import check
+from fairseq_tutel.plans.forestcoll import edge_splitting
+from fairseq_tutel.plans.forestcoll import forest as forest_module
 from fairseq_tutel.plans.forestcoll.forest import grow, grow_for
 from fairseq_tutel.plans.forestcoll.optimum import optimal_share, optimum
 from fairseq_tutel.plans.generators.forest import forest as plan_of
-from fairseq_tutel.plans.network import Network, busiest, find, routed
+from fairseq_tutel.plans.network import Network, find
 
 LONG = pytest.mark.long
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce")
 
 
+@pytest.fixture(autouse=True)
+def replayed(monkeypatch):
+    """Check that edge splitting replaces links that are there: replay all that it does."""
+    splits, split = [], edge_splitting._Splitting._split
+    without_switches = edge_splitting.without_switches
+
+    def recorded(self, graph, switch, piece):
+        if graph is self.graph:
+            splits.append((switch, *piece))
+        split(self, graph, switch, piece)
+
+    def checked(network, share):
+        splits.clear()
+        found = without_switches(network, share)
+        left = [row[:] for row in share.capacities]
+        for switch, u, t, amount in splits:
+            left[u][switch] -= amount
+            left[switch][t] -= amount
+            left[u][t] += amount * (u != t)
+            assert amount >= 0 <= min(left[u][switch], left[switch][t])
+        ranks = network.ranks
+        assert found == [row[:ranks] for row in left[:ranks]]
+        assert not any(any(row[ranks:]) for row in left) and not any(map(any, left[ranks:]))
+        return found
+
+    monkeypatch.setattr(edge_splitting._Splitting, "_split", recorded)
+    monkeypatch.setattr(forest_module, "without_switches", checked)
+
+
 def assert_is_a_forest(forest):
     network, share = forest.network, forest.share
-    copies = Counter()
-    for tree, routes in zip(forest.trees, forest.routes, strict=True):
+    copies, loads = Counter(), Counter()
+    for tree in forest.trees:
         copies[tree.root] += tree.copies
         reached = {tree.root}
         for parent, child in tree.edges:
             assert parent in reached and child not in reached
             reached.add(child)
-            assert sum(width for _, width in routes[parent, child]) == tree.copies
-            for path, _ in routes[parent, child]:
-                assert (path[0], path[-1]) == (parent, child) and len({*path}) == len(path)
-                assert all(network.matrix[a][b] for a, b in pairwise(path))
-                assert all(vertex in network.switches for vertex in path[1:-1])
+            loads[parent, child] += tree.copies
         assert reached == set(range(network.ranks))
     assert copies == dict.fromkeys(range(network.ranks), share.trees)
-    for (a, b), load in forest.loads.items():
-        assert load <= share.capacities[a][b] <= share.stretch * network.matrix[a][b]
-    # At most the allowed load, and as much, since less is not enough.
-    assert forest.seconds == share.seconds >= forest.best.seconds
+    capacities = forest_module.without_switches(network, share)
+    assert all(load <= capacities[a][b] for (a, b), load in loads.items())
+    assert share.seconds >= forest.best.seconds
 
 
 def best_trees(network):
@@ -57,18 +79,18 @@ def test_optimal_trees_take_as_long_as_the_cut_says(network):
     network = network if isinstance(network, Network) else find(network)
     forest = grow(network, best_trees(network))
     assert_is_a_forest(forest)
-    assert forest.seconds == forest.best.seconds
+    assert forest.share.seconds == forest.best.seconds
 
 
 @pytest.mark.parametrize("name", ["dgx_a100:2", "dgx_h100:2", pytest.param("mi250:2", marks=LONG)])
 def test_few_trees_are_nearly_as_fast(name):
     forest = grow(find(name))
     assert_is_a_forest(forest)
-    assert forest.seconds <= Fraction(21, 20) * forest.best.seconds
+    assert forest.share.seconds <= Fraction(21, 20) * forest.best.seconds
     assert grow(find(name), most_trees=1).share.trees == 1
 
 
-# With seed 122 sets without the switch are full first.
+# With seed 122 sets without the switch have the least room.
 @pytest.mark.parametrize(
     ("seeds", "most"), [((*range(40), 122), 8), pytest.param(range(40, 1500), 10, marks=LONG)]
 )
@@ -77,16 +99,8 @@ def test_trees_of_made_up_networks(seeds, most):
         network = random_network(Random(seed), most=most)
         forest = grow(network, best_trees(network))
         assert_is_a_forest(forest)
-        assert forest.seconds == forest.best.seconds
+        assert forest.share.seconds == forest.best.seconds
         assert_is_a_forest(grow(network))
-
-
-def test_a_set_is_full_only_if_nothing_else_was_narrower():
-    links = [(3, 2, 3), (2, 1, 3), (1, 4, 3), (4, 5, 3), (5, 0, 3), (0, 3, 3), (3, 1, 2), (1, 0, 2),
-             (0, 2, 2), (2, 4, 2), (4, 3, 4), (3, 4, 2)]  # fmt: skip
-    network = replace(network_of(3, links), places=((0, 0), (0, 1), (1, 0)))
-    for each in (network, network.reversed):
-        assert_is_a_forest(grow(each))
 
 
 def test_an_all_reduce_has_as_many_trees_in_both_directions():
@@ -127,23 +141,18 @@ def test_plans_over_forests_are_right_and_load_links_as_the_trees(collective, na
     report = check(plan)
     assert plan.network == network.digest
     phases = [forest for forest in (adding, handing) if forest]
-    assert Fraction(plan.cut) == phases[0].best.seconds
     # One more hop if ranks first signal that they have begun.
     assert report.depth <= sum(forest.depth for forest in phases) + (collective == "all_gather")
     messages = Counter()
     for forest, is_sum in ((adding, True), (handing, False)):
-        for tree, routes in zip(forest.trees, forest.routes, strict=True) if forest else ():
+        for tree in forest.trees if forest else ():
             for parent, child in tree.edges:
-                path = routes[parent, child][0][0]
-                assert all(
-                    network.matrix[b][a] if is_sum else network.matrix[a][b] for a, b in pairwise(path)
-                )
                 messages[(child, parent) if is_sum else (parent, child)] += tree.copies
     assert report.bytes_of_link == {pair: Fraction(n, plan.in_chunks) for pair, n in messages.items()}
     if not network.switches:
-        took = busiest(network, routed(network, report.bytes_of_link))
+        took = max(part / network.matrix[a][b] for (a, b), part in report.bytes_of_link.items())
         shards = network.ranks if collective in ("reduce_scatter", "all_reduce") else 1
-        assert took * shards == len(phases) * phases[0].seconds
+        assert took * shards == len(phases) * phases[0].share.seconds
 
 
 @pytest.mark.parametrize("collective", COLLECTIVES)
@@ -163,15 +172,3 @@ def test_plans_of_shipped_networks_are_right():
     for name in ("dgx_a100:2", "mi250:1", "cluster:2x4:40:1"):
         report = check(plan_of("all_reduce", *grow_for(find(name), "all_reduce")))
         assert report.depth < 25
-
-
-@LONG
-def test_generation_takes_polynomial_time():
-    """With k = 1 over boxes, for N = 8 to 64: less than N^4 (N^2.7 measured), at most a minute."""
-    seconds = {}
-    for boxes in (1, 2, 4, 8):
-        began = time.process_time()
-        grow(find(f"dgx_h100:{boxes}"))
-        seconds[8 * boxes] = time.process_time() - began
-    power, _ = np.polyfit(np.log(list(seconds)), np.log(list(seconds.values())), 1)
-    assert power < 4 and seconds[64] < 60, (power, seconds)

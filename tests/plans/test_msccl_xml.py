@@ -11,33 +11,6 @@ from fairseq_tutel.plans.generators import GENERATORS
 from fairseq_tutel.plans.msccl.reader import from_xml
 from fairseq_tutel.plans.msccl.writer import to_xml
 
-# A file of MSCCLang, in place: the output is the only buffer.
-GATHER = """<algo name="allgather_ring" proto="LL" nchannels="1" nchunksperloop="3" ngpus="3" coll="allgather"
- inplace="1" outofplace="0" minBytes="3072" maxBytes="0">
-  <gpu id="0" i_chunks="0" o_chunks="3" s_chunks="0">
-    <tb id="0" send="1" recv="2" chan="0">
-      <step s="0" type="s" srcbuf="o" srcoff="0" dstbuf="o" dstoff="0" cnt="1" depid="-1" deps="-1" hasdep="0"/>
-      <step s="1" type="rcs" srcbuf="o" srcoff="2" dstbuf="o" dstoff="2" cnt="1" depid="-1" deps="-1" hasdep="0"/>
-      <step s="2" type="r" srcbuf="o" srcoff="1" dstbuf="o" dstoff="1" cnt="1" depid="-1" deps="-1" hasdep="0"/>
-    </tb>
-  </gpu>
-  <gpu id="1" i_chunks="0" o_chunks="3" s_chunks="0">
-    <tb id="0" send="2" recv="0" chan="0">
-      <step s="0" type="s" srcbuf="o" srcoff="1" dstbuf="o" dstoff="1" cnt="1" depid="-1" deps="-1" hasdep="0"/>
-      <step s="1" type="rcs" srcbuf="o" srcoff="0" dstbuf="o" dstoff="0" cnt="1" depid="-1" deps="-1" hasdep="0"/>
-      <step s="2" type="r" srcbuf="o" srcoff="2" dstbuf="o" dstoff="2" cnt="1" depid="-1" deps="-1" hasdep="0"/>
-    </tb>
-  </gpu>
-  <gpu id="2" i_chunks="0" o_chunks="3" s_chunks="0">
-    <tb id="0" send="0" recv="1" chan="0">
-      <step s="0" type="s" srcbuf="o" srcoff="2" dstbuf="o" dstoff="2" cnt="1" depid="-1" deps="-1" hasdep="0"/>
-      <step s="1" type="rcs" srcbuf="o" srcoff="1" dstbuf="o" dstoff="1" cnt="1" depid="-1" deps="-1" hasdep="0"/>
-      <step s="2" type="r" srcbuf="o" srcoff="0" dstbuf="o" dstoff="0" cnt="1" depid="-1" deps="-1" hasdep="0"/>
-    </tb>
-  </gpu>
-</algo>
-"""  # noqa: E501
-
 
 def algorithm(coll: str, loop: int, gpus: list, **attributes) -> str:
     """Return a file. A gpu is blocks (send, recv, steps), a step "type src dst [dep]": "rrc i0 o1 2.0"."""
@@ -61,6 +34,19 @@ def algorithm(coll: str, loop: int, gpus: list, **attributes) -> str:
             lines.append("</tb>")
         lines.append("</gpu>")
     return "\n".join([*lines, "</algo>"])
+
+
+def gathered() -> str:
+    """allgather in place, where the output is the only buffer."""
+    gpus = []
+    for r in range(3):
+        before, after = (r - 1) % 3, (r + 1) % 3
+        steps = [f"s o{r} o{r}", f"rcs o{before} o{before}", f"r o{after} o{after}"]
+        gpus.append([(after, before, steps)])
+    return algorithm("allgather", 3, gpus, name="allgather_ring", proto="LL", minBytes=3072, maxBytes=0)
+
+
+GATHER = gathered()
 
 
 def all_pairs(N: int = 3) -> str:
@@ -112,10 +98,7 @@ def scattered() -> str:
 
 def exchanged() -> str:
     """alltoall in place: sent chunks are overwritten by received ones."""
-    gpus = [
-        [(1, 1, ["s i1 o0", "r i0 o1"])],
-        [(0, -1, ["s i0 o1"]), (-1, 0, ["r i1 o0 0.0"])],
-    ]
+    gpus = [[(1, 1, ["s i1 o0", "r i0 o1"])], [(0, -1, ["s i0 o1"]), (-1, 0, ["r i1 o0 0.0"])]]
     return algorithm("alltoall", 2, gpus)
 
 

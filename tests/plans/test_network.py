@@ -66,14 +66,8 @@ REFUSED = {
         {"links": [["a", "b", 0.5]]},
         "the link from a to b has the bandwidth 0.5, no whole number from 1 to 10",
     ),
-    "huge": (
-        {"links": [["a", "b", 10**400]]},
-        "the link from a to b has the bandwidth 1000",
-    ),
-    "twice": (
-        {"links": LINKS * 2},
-        "two links lead from a to b; give one of their sum",
-    ),
+    "huge": ({"links": [["a", "b", 10**400]]}, "the link from a to b has the bandwidth 1000"),
+    "twice": ({"links": LINKS * 2}, "two links lead from a to b; give one of their sum"),
     "unbalanced": (
         {"links": [["a", "b", 2], ["b", "a", 1]]},
         "a receives 1 GB/s and sends 2; give it as much of both",

@@ -50,9 +50,9 @@ def in_lanes(ranks):
 def bytes_put(program, m, dtype):
     """Return the bytes that a call of a program copies to each other rank."""
     total = Counter()
-    for each in program._compiled(m, 1, dtype)[0]:
-        views = dict(each.steps.regions)
-        for code, target, _ in (step for lane in each.steps.lanes for step in lane):
+    for _, steps in program._compiled(m, 1, dtype):
+        views = dict(steps.regions)
+        for code, target, _ in (step for lane in steps.lanes for step in lane):
             if code == COPY and target in views and views[target].rank != program.rank:
                 total[program.rank, views[target].rank] += views[target].length * dtype.itemsize
     return total
@@ -83,8 +83,7 @@ def same(sizes, dtypes):
 
 
 @pytest.mark.parametrize(
-    ("number", "sizes", "dtype"),
-    [(2, (0, 1, 20011), torch.float32), (4, (10007,), torch.bfloat16)],
+    ("number", "sizes", "dtype"), [(2, (0, 1, 20011), torch.float32), (4, (10007,), torch.bfloat16)]
 )
 def test_bits_and_bytes_are_those_of_the_plan(ranks, number, sizes, dtype):
     assert ranks(number).run(same, sizes, [dtype]) == [[]] * number
@@ -94,45 +93,6 @@ def test_bits_and_bytes_are_those_of_the_plan(ranks, number, sizes, dtype):
 @pytest.mark.parametrize(("number", "m"), [(3, 499_999), (4, 499_999), (8, 99_999)])
 def test_bits_and_bytes_of_any_size_and_kind(ranks, number, m):
     assert ranks(number).run(same, (3, m), DTYPES) == [[]] * number
-
-
-def ragged(calls):
-    """Return wrong all-to-alls of blocks of random sizes."""
-    number, rank, wrong = dist.get_world_size(), dist.get_rank(), []
-    draw = random.Random(3)
-    programs = [
-        OneSided(make(name, "all_to_all", number, nodes=nodes), None)
-        for name, nodes in (("linear", 1), ("two_hops", 2))
-    ]
-    for _ in range(calls):
-        most = draw.choice((3, 40, 9000))
-        sizes = [[draw.choice((0, draw.randrange(most))) for _ in range(number)] for _ in range(number)]
-        own = torch.cat([torch.full((n, 3), 10.0 * rank + to) for to, n in enumerate(sizes[rank])])
-        wanted = [torch.full((row[rank], 3), 10.0 * of + rank) for of, row in enumerate(sizes)]
-        sizes = tuple(map(tuple, sizes))
-        for program in programs:
-            got = own.new_empty(sum(map(len, wanted)), 3)
-            program.start(own, got, sizes).wait()
-            if not torch.equal(got, torch.cat(wanted)):
-                wrong.append((program.plan.name, sizes))
-    return wrong
-
-
-def test_blocks_of_any_sizes(ranks):
-    assert ranks(4).run(ragged, 12) == [[]] * 4
-
-
-def unfit():
-    """Return the error for tensors of a wrong size."""
-    program = OneSided(make("linear", "all_to_all", 2), None)
-    with pytest.raises(ValueError) as error:
-        program.start(torch.ones(5), torch.ones(6), 3).wait()
-    return str(error.value)
-
-
-def test_what_does_not_fit_is_refused(ranks):
-    sentence = "linear all_to_all needs 6 elements of `in` for sizes of 3, and has 5."
-    assert ranks(2).run(unfit) == [sentence] * 2
 
 
 def grown(what):
@@ -183,8 +143,7 @@ def many(calls, longest):
 
 
 @pytest.mark.parametrize(
-    ("number", "calls"),
-    [(2, 200), *(pytest.param(n, 1000, marks=pytest.mark.long) for n in (2, 3, 4, 8))],
+    ("number", "calls"), [(2, 200), *(pytest.param(n, 1000, marks=pytest.mark.long) for n in (2, 3, 4, 8))]
 )
 def test_calls_in_a_row_with_pauses(ranks, number, calls):
     assert ranks(number).run(many, calls, 0.01) == [[]] * number

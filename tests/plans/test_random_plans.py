@@ -63,14 +63,15 @@ def run(seeds):
     wrong, rank, n = [], dist.get_rank(), dist.get_world_size()
     for seed in seeds:
         dice = Random(seed)
-        plan, m = random_plan(dice, n), dice.randrange(40)
+        plan, most = random_plan(dice, n), dice.choice((40, 9000))
+        m = dice.randrange(most)
         sizes = m
         if plan.collective == "all_to_all":
-            sizes = tuple(tuple(dice.randrange(12) for _ in range(n)) for _ in range(n))
+            sizes = tuple(tuple(dice.choice((0, dice.randrange(most))) for _ in range(n)) for _ in range(n))
         generator = torch.Generator().manual_seed(seed)
         count = plan.in_chunks // plan.chunks
         shards = [
-            [torch.randn(m if sizes == m else sizes[r][d], generator=generator) for d in range(count)]
+            [torch.randn(m if sizes == m else sizes[r][d], 3, generator=generator) for d in range(count)]
             for r in range(n)
         ]
         own = torch.cat(shards[rank])

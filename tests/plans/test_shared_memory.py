@@ -9,14 +9,14 @@ import pytest
 import torch.distributed as dist
 
 from fairseq_tutel.plans.executors import shared_memory
-from fairseq_tutel.plans.executors.shared_memory import SharedMemoryError, rendezvous
+from fairseq_tutel.plans.executors.shared_memory import SharedMemory, SharedMemoryError
 from fairseq_tutel.ranks import guard
 
 SIZE = 1 << 12
 
 
 def refused(what):
-    """Return the error of `rendezvous` without shared memory."""
+    """Return the error of `SharedMemory` without shared memory."""
     patch = pytest.MonkeyPatch()
 
     def full(*_):
@@ -29,7 +29,7 @@ def refused(what):
     elif what == "host" and dist.get_rank() == 1:
         patch.setattr(os, "open", lambda path, *_: full() if "/dev/shm" in path else -1)
     try:
-        rendezvous(None, 1, 1 << 20, 1 << 20)
+        SharedMemory(None, 1, 1 << 20, 1 << 20)
     except SharedMemoryError as error:
         return str(error)
     finally:
@@ -41,10 +41,7 @@ def refused(what):
     [
         ("full", r"20\d\d KiB are needed and \d+ are free in \S+ \(No space left on device\)\.$"),
         ("order", r"on rank 1 of the group a aarch64 does not show writes in their order\.$"),
-        (
-            "host",
-            r"on rank 1 of the group /dev/shm/\S+ cannot be opened \(No space left on device\)",
-        ),
+        ("host", r"on rank 1 of the group /dev/shm/\S+ cannot be opened \(No space left on device\)"),
     ],
 )
 def test_ranks_that_cannot_share_memory_say_why_all_alike(ranks, what, sentence):
@@ -61,7 +58,7 @@ def wait_for(rank, folder):
     group = dist.new_group(timeout=guard.timeout_of_groups())
     if rank == 1:
         mortal.die()
-    rendezvous(group, 9, SIZE, SIZE)
+    SharedMemory(group, 9, SIZE, SIZE)
 
 
 def test_a_rank_that_dies_early_is_named_and_no_file_is_left(tmp_path):

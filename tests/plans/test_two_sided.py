@@ -62,33 +62,6 @@ def test_bits_of_every_size_and_type(ranks, number, most):
     assert ranks(number).run(every_collective, cases) == [[]] * number
 
 
-def blocks(sizes):
-    return tuple(map(tuple, sizes.tolist()))
-
-
-def ragged(seed):
-    """Return whether all rows arrive as by torch, there and back."""
-    n, rank = dist.get_world_size(), dist.get_rank()
-    generator = torch.Generator().manual_seed(seed)
-    sizes = torch.randint(0, 5, (n, n), generator=generator)
-    sizes[:, seed % n] = 0  # a rank that receives nothing
-    rows = data(rank, int(sizes[rank].sum()), 3)
-    wanted = rows.new_empty(int(sizes[:, rank].sum()), 3)
-    dist.all_to_all_single(wanted, rows, sizes[:, rank].tolist(), sizes[rank].tolist())
-    fine = []
-    for name in ("linear", "two_hops"):
-        program = TwoSided(make(name, "all_to_all", n, nodes=2 if name == "two_hops" else 1), None)
-        there = run(program, rows, len(wanted), blocks(sizes))
-        back = run(program, there, len(rows), blocks(sizes.T))
-        fine.append(torch.equal(there, wanted) and torch.equal(back, rows))
-    return fine
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_blocks_of_any_size_cross_as_torch_brings_them(ranks, seed):
-    assert ranks(4).run(ragged, seed) == [[True, True]] * 4
-
-
 def bytes_sent(m):
     """Return, for each plan, the bytes from this rank to others, and the most messages of a round."""
     found, original = [], dist.batch_isend_irecv

@@ -1,15 +1,17 @@
-"""The all-to-alls that a tuner tries: built-in ones, and plans without a slow prediction."""
+"""The plans of a run: a common check, and the all-to-alls that a tuner tries."""
 
-from dataclasses import replace
+import json
 from types import SimpleNamespace
 
 import plans as written
 import pytest
+import torch.distributed as dist
 
 from fairseq_tutel.planning.machine import PRESETS
+from fairseq_tutel.plans.format import to_json
 from fairseq_tutel.plans.generators import make
 from fairseq_tutel.plugin import plans
-from fairseq_tutel.plugin.plans import tuned_algorithms, use_plans
+from fairseq_tutel.plugin.plans import check_together, tuned_algorithms, use_plans
 from fairseq_tutel.ranks.groups import Topology
 
 TOPOLOGY = Topology(world_size=4, expert_parallel_size=4, expert_group="four")
@@ -19,7 +21,7 @@ TOPOLOGY = Topology(world_size=4, expert_parallel_size=4, expert_group="four")
 def given(monkeypatch):
     """Give a run three plans for four ranks, one of them slow."""
     quick = written.placed(make("linear", "all_to_all", 4), make("ring", "all_gather", 4))
-    slow = replace(quick[0], name="slow", report=SimpleNamespace(loads=[{(0, 1): 1000}]))
+    slow = quick[0]._replace(name="slow", report=SimpleNamespace(loads=[{(0, 1): 1000}]))
     monkeypatch.setattr(plans, "plans_of", lambda _: (*quick, slow))
     monkeypatch.setattr(plans.dist, "get_process_group_ranks", lambda _: [0, 1, 2, 3])
 
@@ -53,3 +55,21 @@ def test_an_all_to_all_without_its_plan_is_refused():
         "ring_all_gather.json with an all_to_all for the 4 ranks of an EP group; give "
         "plan:linear_all_to_all or plan:slow, or use linear."
     )
+
+
+def refused(path):
+    """Return this rank's error for plans of which one rank has none."""
+    given = SimpleNamespace(moe_collective_plans=path if dist.get_rank() else "", moe_local_size=2)
+    with pytest.raises(ValueError) as error:
+        check_together(given)
+    return str(error.value)
+
+
+def test_a_wrong_plan_ends_all_ranks_with_one_sentence(ranks, tmp_path):
+    plan = to_json(make("one_phase", "all_gather", 2))
+    # Rank 1 never sends its chunk to rank 0.
+    lane = plan["programs"][1][0]
+    lane.remove(next(step for step in lane if step["op"] == "put"))
+    (tmp_path / "x.json").write_text(json.dumps(plan))
+    first, second = ranks(2).run(refused, str(tmp_path))
+    assert first == second and first.startswith(f"--moe-collective-plans: {tmp_path}")

@@ -16,8 +16,7 @@ from torch import nn
 from fairseq_tutel.criterions.gate_loss import GateLossMixin
 from fairseq_tutel.moe.config import MoEConfig
 from fairseq_tutel.plugin import register
-from fairseq_tutel.plugin.context import Context
-from fairseq_tutel.plugin.feed_forward import moe_layers, replace_ffn
+from fairseq_tutel.plugin.feed_forward import Context, moe_layers, replace_ffn
 from fairseq_tutel.plugin.registration.flags import GateLossOptions, defaults
 from fairseq_tutel.plugin.run_state import OPENED
 from fairseq_tutel.plugin.training.startup import refuse_run

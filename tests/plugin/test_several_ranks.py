@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 from fairseq_tutel import plugin
 from fairseq_tutel.plugin.opening import several_ranks
 from fairseq_tutel.plugin.opening.several_ranks import Scored
-from fairseq_tutel.plugin.registration import commands
+from fairseq_tutel.plugin.registration import wrapped
 from fairseq_tutel.plugin.run_state import RUN
 
 plugin.register()
@@ -26,7 +26,7 @@ def test_only_commands_that_use_models_run_on_several_ranks(path):
     cfg.common_eval.path = path
     cfg.model = None
     called = []
-    commands.call_main(lambda cfg, main: called.append(main))(cfg, validate.main)
+    wrapped.call_main(lambda cfg, main: called.append(main))(cfg, validate.main)
     run = pickle.loads(pickle.dumps(called[0])).args[0]  # as a rank gets it that fairseq spawns
     assert (run.func is several_ranks.run_on_several_ranks) == (path is not None)
     assert run.args == (validate.main,)

@@ -48,11 +48,9 @@ def look(monkeypatch):
     """Return a function from every rank's path to (files that were read, what each was told)."""
 
     def of(paths):
-        ranks, read = _Ranks(len(paths)), []
+        ranks, read, is_whole = _Ranks(len(paths)), [], files.is_whole
         monkeypatch.setattr(world, "dist", ranks)
-        monkeypatch.setattr(
-            resume, "is_whole", lambda path: read.append(os.path.basename(path)) or files.is_whole(path)
-        )
+        monkeypatch.setattr(files, "is_whole", lambda p: read.append(os.path.basename(p)) or is_whole(p))
 
         def on(rank):
             ranks.of_thread.rank = rank

@@ -14,7 +14,7 @@ from fairseq_tutel import train
 from fairseq_tutel.moe.config import MoEConfig
 from fairseq_tutel.moe.option_table import StoreConfig
 from fairseq_tutel.plugin.opening import offload
-from fairseq_tutel.plugin.registration import commands
+from fairseq_tutel.plugin.registration import wrapped
 from fairseq_tutel.plugin.registration.process import end_readers, excepthook, refusals_are_sentences
 from fairseq_tutel.plugin.run_state import RUN
 from fairseq_tutel.plugin.training.startup import join_torchrun
@@ -65,7 +65,7 @@ def _training(**model):
 
 
 def _called(cfg, original):
-    return commands.call_main(original)(cfg, print)
+    return wrapped.call_main(original)(cfg, print)
 
 
 def test_every_rank_reads_the_checkpoint_of_a_dense_model_too():

@@ -14,8 +14,8 @@ from omegaconf import DictConfig
 
 from fairseq_tutel.plugin import register
 from fairseq_tutel.plugin.opening.load import mark_as_opened
-from fairseq_tutel.plugin.registration.commands import run_with_root
 from fairseq_tutel.plugin.registration.flags import SystemOptions, defaults
+from fairseq_tutel.plugin.registration.wrapped import run_with_root
 from fairseq_tutel.plugin.run_state import is_training, root_of
 
 register()

@@ -10,7 +10,7 @@ from fairseq.dataclass.configs import FairseqConfig
 from omegaconf import OmegaConf
 
 from fairseq_tutel.plugin import register
-from fairseq_tutel.plugin.registration import commands
+from fairseq_tutel.plugin.registration import wrapped
 from fairseq_tutel.plugin.run_state import RUN
 
 register()
@@ -25,11 +25,11 @@ def config(**parts):
 
 def test_a_sharding_wrapper_is_refused_for_experts_before_fairseq_looks_for_its_package():
     cfg, ran = config(distributed_training={"ddp_backend": "fully_sharded"}), []
-    commands.run_with_root(ran.append, cfg)
+    wrapped.run_with_root(ran.append, cfg)
     assert ran == [cfg]
     cfg.model._name = "moe_transformer_lm"
     with pytest.raises(ValueError, match=r"^--ddp-backend is fully_sharded, which would shard or average"):
-        commands.run_with_root(ran.append, cfg)
+        wrapped.run_with_root(ran.append, cfg)
 
 
 def test_options_of_experts_are_said_to_have_no_effect_on_a_dense_checkpoint(tmp_path, monkeypatch, caplog):

@@ -1,9 +1,4 @@
-"""`convert safetensors` and back: the same weights, bit for bit, in files that the library reads by itself.
-
-Covered: shards by size, weights of several names, half and whole numbers, experts out of shard files, older
-files' Namespace; a folder that is written whole or not at all, and replaced when asked; what is no such
-folder, in one sentence, and that nothing in it is run or followed. tests/e2e/test_hub.py uses the results.
-"""
+"""`convert safetensors` and back: equal weights in files that the library reads, written whole."""
 
 import argparse
 import json

@@ -1,10 +1,4 @@
-"""`convert swin`: released Swin V2 checkpoints, by names and shapes, with drawn weights.
-
-Covered: both forms open in fairseq with every weight in its place and the sizes that the file says; the
-logits are those that the tensors give; without second biases; beside a configuration; a window trained at
-another scale; a new head, and some classes of the old one; experts of it by `convert upcycle`, and back;
-released experts, whole and split over ranks, in all forms of files; what is no such file.
-"""
+"""`convert swin`: released Swin V2 checkpoints, by names and shapes, against plain torch."""
 
 import math
 import sys
@@ -269,23 +263,14 @@ def opened(path):
     return models[0].eval(), task
 
 
-def test_a_released_model_opens_with_every_weight_in_its_place(released_file, tmp_path):
-    """And with a new head, and a finer window than it was trained with at first."""
+def test_a_released_model_opens_with_a_new_head_and_a_finer_window_than_it_was_trained_with(
+    released_file, tmp_path
+):
     how, output = {"windows": (8, 8, 4), "trained": (4, 4, 4), "mlp_ratio": 2}, tmp_path / "ours.pt"
     source = released_file("v2", **how)
     said = convert("swin", "--input", source, "--output", output, "--classes", 7)
     assert "form v2" in said and "7 classes, images of 3 x 32 x 32" in said
     model, task = opened(output)
-    theirs, ours = released("v2", **how), model.state_dict()
-    for name, place in {
-        "patch_embed.proj.weight": "patch_embed.proj.weight",
-        "layers.1.blocks.1.mlp.fc2.bias": "stages.1.blocks.1.fc2.bias",
-        "layers.1.blocks.0.attn.cpb_mlp.2.weight": "stages.1.blocks.0.attn.cpb_mlp.2.weight",
-        "layers.0.downsample.reduction.weight": "stages.0.downsample.reduction.weight",
-        "layers.2.blocks.0.norm2.weight": "stages.2.blocks.0.norm2.weight",
-        "norm.bias": "norm.bias",
-    }.items():
-        assert torch.equal(ours[place], theirs[name]), name
     attn, last = model.stages[0].blocks[0].attn, model.stages[2].blocks[0].attn
     assert (attn.cpb_mlp.trained_window, last.cpb_mlp.trained_window) == (4, 0)
     assert task.num_classes == 7 and task.channels == 3
@@ -378,7 +363,7 @@ def test_what_is_no_whole_model_with_experts_is_refused(tmp_path):
     def same(weights):
         pass
 
-    assert "x.pth.rank0 is missing" in of(same, ["rank0"])
+    assert "x.pth.rank0, which does not exist" in of(same, ["rank0"])
     assert "which is not 4 experts; give the files of all ranks of" in of(same, ["rank1"])
     assert (
         "layer layers.1.blocks.1.mlp._moe_layer that has 4 experts, which 3 ranks cannot hold; give"

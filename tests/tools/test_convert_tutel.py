@@ -67,6 +67,10 @@ def write(folder, experts, ranks, whole, gates, name="m-{rank}-of-{size}", wrapp
         torch.save(wrapped(weights), folder / path)
 
 
+def words(folder, ranks):
+    return ("tutel", "--input-prefix", folder / "m-", "--input-size", ranks, "--output", folder / "o")
+
+
 def linear(experts):
     return {"gates.0.wg.weight": drawn(experts, D)}
 
@@ -129,7 +133,7 @@ KINDS = {
 def test_convert_of_tutel_s_layer_keeps_every_weight_and_computes_tutel_s_formula(case, tmp_path):
     experts, ranks, whole, kind = KINDS[case]
     write(tmp_path, experts, ranks, whole, linear(experts))
-    convert("tutel", "--input-prefix", tmp_path / "m-", "--input-size", ranks, "--output", tmp_path / "o")
+    convert(*words(tmp_path, ranks))
     holder = model({"type": "top"}, num_experts_per_device=experts, **kind)
     holder.load_state_dict(load(tmp_path / "o"))
     assert torch.equal(holder.dense.weight, drawn(3, 3))
@@ -167,7 +171,7 @@ def test_convert_of_tutel_s_cosine_gate_and_of_a_second_one(tmp_path):
         "gates.1.wg.weight": drawn(3, D),
     }
     write(tmp_path, 3, 3, ffn(3), gates)
-    convert("tutel", "--input-prefix", tmp_path / "m-", "--input-size", 3, "--output", tmp_path / "o")
+    convert(*words(tmp_path, 3))
     kinds = [{"type": "cosine_top", "proj_dim": 4}, {"type": "top"}]
     holder = model(kinds, num_experts_per_device=3, **FFN_OF)
     holder.load_state_dict(load(tmp_path / "o"))
@@ -205,7 +209,7 @@ def test_convert_of_classes_of_one_s_own(tmp_path):
     scale = drawn(4, 1, D)
     gates = {"gates.0.map.weight": drawn(4, D), "gates.0.map.bias": drawn(4)}
     write(tmp_path, 4, 2, {"inner.scale": scale}, gates)
-    convert("tutel", "--input-prefix", tmp_path / "m-", "--input-size", 2, "--output", tmp_path / "o")
+    convert(*words(tmp_path, 2))
     gate = {"type": "custom", "module": OwnGate}
     holder = nn.Module()
     holder.dense = nn.Linear(3, 3, bias=False)
@@ -220,9 +224,7 @@ def test_convert_of_classes_of_one_s_own(tmp_path):
 
 def test_convert_for_a_moe_layer_of_ours_by_its_own_class(tmp_path):
     write(tmp_path, 4, 2, ffn(4), linear(4))
-    kind = ("--layer", "MoELayer")
-    words = ("--input-prefix", tmp_path / "m-", "--input-size", 2, "--output", tmp_path / "o")
-    convert("tutel", *words, *kind)
+    convert(*words(tmp_path, 2), "--layer", "MoELayer")
     config = ft.MoEConfig(model_dim=D, hidden_dim=H, num_experts=4)
     layer = ft.MoELayer(config)
     state = {key.removeprefix("moe."): tensor for key, tensor in load(tmp_path / "o").items()}
@@ -250,9 +252,9 @@ def test_convert_finds_files_by_a_pattern_and_weights_by_their_keys(tmp_path):
 
 def test_convert_of_one_file_by_its_name_as_tutel_s_gather_writes_it(tmp_path):
     write(tmp_path, 4, 1, ffn(4), linear(4), name="all.ckpt")
-    words = ("--input-prefix", tmp_path / "all.ckpt", "--input-size", 1)
-    assert "would overwrite the input" in refusal("tutel", *words, "--output", tmp_path / "all.ckpt")
-    convert("tutel", *words, "--output", tmp_path / "o")
+    one = ("tutel", "--input-prefix", tmp_path / "all.ckpt", "--input-size", 1, "--output")
+    assert "would overwrite the input" in refusal(*one, tmp_path / "all.ckpt")
+    convert(*one, tmp_path / "o")
     assert load(tmp_path / "o")["moe.moe.experts.fc1_weight"].shape == (4, H, D)
 
 
@@ -265,16 +267,9 @@ def test_convert_of_the_files_of_tutel_s_scatter_to_more_ranks_than_experts(tmp_
             shape = (ranks, *tensor.shape[1:-1], tensor.shape[-1] // 2)
             weights[f"moe.experts.{name}"] = tensor.reshape(shape)[rank].clone()
         torch.save(weights, tmp_path / f"m-{rank}-of-4")
-    words = ("--input-prefix", tmp_path / "m-", "--input-size", ranks, "--output", tmp_path / "o")
-    convert("tutel", *words)
+    convert(*words(tmp_path, ranks))
     found = load(tmp_path / "o")
-    for ours, theirs in {
-        "fc1_weight": "fc1_w",
-        "fc1_bias": "fc1_bias",
-        "fc2_bias": "fc2_bias",
-    }.items():
-        assert torch.equal(found[f"moe.moe.experts.{ours}"], whole[f"batched_{theirs}"])
-    assert torch.equal(found["moe.moe.experts.fc2_weight"], whole["batched_fc2_w"].transpose(1, 2))
+    has_experts(found, "moe.moe.experts.", whole)
 
 
 def test_convert_says_when_weights_differ_that_ranks_should_have_alike(tmp_path):
@@ -282,8 +277,7 @@ def test_convert_says_when_weights_differ_that_ranks_should_have_alike(tmp_path)
     state = load(tmp_path / "m-1-of-2")
     state["dense.weight"] += 1
     torch.save(state, tmp_path / "m-1-of-2")
-    words = ("--input-prefix", tmp_path / "m-", "--input-size", 2, "--output", tmp_path / "o")
-    assert "note: 1 weights differ between ranks, such as dense.weight" in convert("tutel", *words)
+    assert "note: 1 weights differ between ranks, such as dense.weight" in convert(*words(tmp_path, 2))
 
 
 def changed(name, change):
@@ -300,79 +294,56 @@ def all_changed(change):
 
 
 LAST = "m-1-of-2"
+FILE = f"--input-prefix names FOLDER/{LAST}, which"
 REFUSED = {
-    "a rank's file is missing": (
-        lambda folder: (folder / LAST).unlink(),
-        f"--input-prefix names FOLDER/{LAST}, which does not exist",
-    ),
-    "truncated": (
-        lambda folder: (folder / LAST).write_bytes(b"PK half"),
-        f"--input-prefix names FOLDER/{LAST}, which is corrupt or no checkpoint",
-    ),
-    "no weights": (
-        lambda folder: torch.save({"epoch": 3}, folder / LAST),
-        f"--input-prefix names FOLDER/{LAST}, which holds no weights; give --namespace",
-    ),
-    "a weight is missing on one rank": (
+    f"{FILE} does not exist": lambda folder: (folder / LAST).unlink(),
+    f"{FILE} is corrupt or no checkpoint": lambda folder: (folder / LAST).write_bytes(b"PK half"),
+    f"{FILE} holds no weights; give --namespace": lambda folder: torch.save({"epoch": 3}, folder / LAST),
+    f"{FILE} lacks moe.experts.batched_fc1_bias":
         changed(LAST, lambda s: s.pop("moe.experts.batched_fc1_bias")),
-        f"--input-prefix names FOLDER/{LAST}, which lacks moe.experts.batched_fc1_bias",
-    ),
-    "a weight is missing on all": (
+    "has no layer of Tutel's (no _num_global_experts)":
+        all_changed(lambda s: s.pop("moe._num_global_experts")),
+    "--input-prefix has the layer moe that lacks experts.batched_fc2_w":
         all_changed(lambda s: s.pop("moe.experts.batched_fc2_w")),
-        "--input-prefix has the layer moe that lacks experts.batched_fc2_w",
-    ),
-    "another size on one rank": (
+    "that has experts.batched_fc1_bias of the shapes [(2, 7), (2, 8)] on different ranks":
         changed(LAST, lambda s: s.update({"moe.experts.batched_fc1_bias": drawn(2, 7)})),
-        "that has experts.batched_fc1_bias of the shapes [(2, 7), (2, 8)] on different ranks",
-    ),
-    "another size on all": (
+    "that has experts.batched_fc1_bias of shape (4, 7) together, not (4, 8)":
         all_changed(lambda s: s.update({"moe.experts.batched_fc1_bias": drawn(2, 7)})),
-        "that has experts.batched_fc1_bias of shape (4, 7) together, not (4, 8)",
-    ),
-    "another number of experts": (
+    "--input-prefix has ranks that differ in moe._num_global_experts":
         changed(LAST, lambda s: s.update({"moe._num_global_experts": torch.tensor(8)})),
-        "--input-prefix has ranks that differ in moe._num_global_experts",
-    ),
-    "experts that the files do not hold": (
+    "experts.batched_fc1_w of shape (2, 8, 6) on each of 2 ranks, which is not 8 experts":
         all_changed(lambda s: s.update({"moe._num_global_experts": torch.tensor(8)})),
-        "experts.batched_fc1_w of shape (2, 8, 6) on each of 2 ranks, which is not 8 experts",
-    ),
-    "experts that so many ranks cannot hold": (
+    "--input-prefix has the layer moe that has 3 experts, which 2 ranks cannot hold; give":
         all_changed(lambda s: s.update({"moe._num_global_experts": torch.tensor(3)})),
-        "--input-prefix has the layer moe that has 3 experts, which 2 ranks cannot hold; give",
-    ),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", REFUSED)
-def test_convert_tutel_refuses_in_one_sentence(case, tmp_path):
-    change, sentence = REFUSED[case]
+@pytest.mark.parametrize("sentence", REFUSED)
+def test_convert_tutel_refuses_in_one_sentence(sentence, tmp_path):
     write(tmp_path, 4, 2, ffn(4), linear(4))
-    change(tmp_path)
+    REFUSED[sentence](tmp_path)
     before = {path: path.read_bytes() for path in tmp_path.iterdir()}
-    words = ("--input-prefix", tmp_path / "m-", "--input-size", 2, "--output", tmp_path / "o")
-    assert sentence.replace("FOLDER", str(tmp_path)) in refusal("tutel", *words)
+    assert sentence.replace("FOLDER", str(tmp_path)) in refusal(*words(tmp_path, 2))
     assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
 def test_convert_tutel_refuses_no_ranks(tmp_path):
-    words = ("--input-prefix", tmp_path / "m-", "--input-size", 0, "--output", tmp_path / "o")
-    assert "--input-size is 0; give" in refusal("tutel", *words)
+    assert "--input-size is 0; give" in refusal(*words(tmp_path, 0))
 
 
 def write_example(folder, **fields):
     meta = meta_format.Meta(24, ranks=4, **fields)
     for rank in range(4):
         torch.save(meta_format.tutel_state(meta, rank), folder / f"m-{rank}-of-4")
-    return ("--input-prefix", folder / "m-", "--input-size", 4, "--output", folder / "o")
+    return words(folder, 4)
 
 
 def test_convert_of_tutel_s_fairseq_example_where_some_layers_are_dense(tmp_path):
-    words = write_example(tmp_path, moe_freq=2, options={"activation_fn": "gelu"})
-    message = refusal("tutel", *words)
+    example = write_example(tmp_path, moe_freq=2, options={"activation_fn": "gelu"})
+    message = refusal(*example)
     assert "--expert-activation is linear, as in Tutel's example, but" in message
     assert "give --expert-activation gelu if" in message
-    convert("tutel", *words, "--expert-activation", "gelu")
+    convert(*example, "--expert-activation", "gelu")
     options = load(tmp_path / "o")["cfg"]["model"]
     expected = {
         "_name": "moe_transformer_lm_gpt", "activation_fn": "gelu", "moe_freq": 2, "moe_expert_count": "4",
@@ -390,15 +361,15 @@ def test_convert_of_tutel_s_fairseq_example_where_some_layers_are_dense(tmp_path
 
 
 def test_convert_of_tutel_s_fairseq_example_of_translation(tmp_path):
-    words = write_example(tmp_path, translates=True, options={"activation_fn": "relu"})
-    assert "has the MoE layer encoder.layers.0.moe_ffn" in refusal("tutel", *words)
+    example = write_example(tmp_path, translates=True, options={"activation_fn": "relu"})
+    assert "has the MoE layer encoder.layers.0.moe_ffn" in refusal(*example)
     for rank in range(4):
         path = tmp_path / f"m-{rank}-of-4"
         state = load(path)
         norms = {f"decoder.layers.{i}.ffn_layernorm.weight": drawn(meta_format.H) for i in (0, 1)}
         kept = {k: v for k, v in state["model"].items() if "encoder" not in k or "moe_ffn" not in k}
         torch.save({**state, "model": {**kept, **norms}}, path)
-    convert("tutel", *words, "--expert-activation", "relu")
+    convert(*example, "--expert-activation", "relu")
     found = load(tmp_path / "o")
     options = vars(found["cfg"]["model"])
     assert (options["encoder_moe_freq"], options["decoder_moe_freq"]) == (0, 1)

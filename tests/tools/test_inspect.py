@@ -202,12 +202,10 @@ def test_a_reader_that_has_read_enough_is_no_error(tmp_path):
     assert (done.returncode, done.stderr) == (0, b"")
 
 
-@pytest.mark.parametrize(
-    ("value", "sentence"), [({"a": "b"}, "which holds no tensors"), (3, "which holds no tensors")]
-)
-def test_inspect_refuses_what_has_no_tensors_to_convert(value, sentence, tmp_path):
+@pytest.mark.parametrize("value", [{"a": "b"}, 3])
+def test_inspect_refuses_what_has_no_tensors_to_convert(value, tmp_path):
     torch.save(value, tmp_path / "a.pt")
-    with pytest.raises(SystemExit, match=sentence):
+    with pytest.raises(SystemExit, match="which holds no tensors"):
         inspect(tmp_path / "a.pt")
     with pytest.raises(SystemExit, match=r"b\.pt, which does not exist"):
         inspect(tmp_path / "b.pt")

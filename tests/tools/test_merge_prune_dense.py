@@ -1,10 +1,4 @@
-"""`convert merge`, `prune` and `dense` on small files: tensors, options, what they say, what they refuse.
-
-Covered: which experts stay, are averaged (evenly, by load) or become dense, in every tensor that has an
-entry per expert; loads from a log and from the command line; outputs as the tools say, both ways; the
-place in the data and moments begin anew; groups, hash gates, several gates, gates of one's own, balance
-bias; bad files and options in one sentence.
-"""
+"""`convert merge`, `prune` and `dense` on small files: tensors, options, outputs, refusals."""
 
 import json
 import re
@@ -202,9 +196,6 @@ DENSE = {
     "equal experts, top-1": ({"change": equal_experts, "top_k": 1}, "0", False),
     "equal experts, prescored": ({"change": equal_experts, "prescore": True}, "0", False),
     "equal experts, capacity": ({"change": equal_experts, "eval_capacity_factor": 0.5}, "0", False),
-    "equal experts, as training": (
-        {"change": equal_experts, "capacity_factor": 0.5, "eval_capacity_token_fraction": -1.0},
-        "0", False),
     "equal experts, who choose": ({"change": equal_experts, "choice": "experts"}, "0", False),
 }  # fmt: skip
 
@@ -284,17 +275,10 @@ REFUSED = {
     "output is input": ({}, ("prune", "--drop", 0, "--output", "a.pt"), "would overwrite"),
     "no such expert": ({}, ("prune", "--drop", "1,4"),
                        "--drop names expert 4, but decoder_0 has 4; give IDs from 0 to 3"),
-    "no number": ({}, ("prune", "--drop", "x"),
-                  "--drop has x, where 'x' is no expert ID; give IDs with commas between them, as 0,3."),
     "no word": ({}, ("prune", "--drop", ""), "--drop has an empty word, where '' is no expert ID"),
     "below zero": ({}, ("dense", "--experts", "-1"),
                    "--experts has -1, where '-1' is no expert ID; give IDs with commas between them, "
                    "as 0,3, or all."),
-    "no commas": ({}, ("merge", "--groups", "0 3/1 2"),
-                  "--groups has 0 3/1 2, where '0 3' is no expert ID; give IDs with commas between "
-                  "them, as 0,3, and / between groups, as 0,3/1,2."),
-    "twice": ({}, ("prune", "--drop", "1,1"),
-              "--drop has 1,1, where expert 1 is named twice; name it once"),
     "no such layer": ({}, ("prune", "--drop", "decoder_2=1"),
                       "no layer with experts; there are decoder_0, decoder_1"),
     "two for all": ({}, ("prune", "--drop", "1", "2"), "give one value for all layers, or LAYER="),
@@ -303,8 +287,6 @@ REFUSED = {
     "top-k": ({}, ("prune", "--drop", "0", "--moe-top-k", 0), "decoder_0: top_k (--moe-top-k) is 0"),
     "none left": ({}, ("prune", "--drop", "decoder_1=0,1,2,3"),
                   "--drop leaves none of the 4 experts of decoder_1; keep one."),
-    "none left above a load": ({}, ("prune", "--below", 99, "--load", "1,1,1,1"),
-                               "--below 99 leaves none of the 4 experts of decoder_0; keep one."),
     "ids and loads": ({}, ("prune", "--drop", 3, "--load", "1,1,1,1"),
                       "--drop names the experts, so that --log and --load have no effect"),
     "no loads but zero": ({}, ("merge", "--moe-expert-count", 2, "--load", "0,0,0,0"),
@@ -314,7 +296,6 @@ REFUSED = {
     "no loads": ({}, ("prune", "--below", 0.1), "--below is 0.1, but there are no loads; add"),
     "too few loads": ({}, ("prune", "--below", 0.1, "--load", "1,2"),
                       "has 2 loads for decoder_0, which has 4 experts; give one per expert"),
-    "negative load": ({}, ("prune", "--below", 0.1, "--load", "1,2,-1,0"), "each load must be"),
     "no log": ({}, ("prune", "--below", 0.1, "--log", "none.log"), "does not exist; give a log"),
     "missing from groups": ({}, ("merge", "--groups", "0,1/3"),
                             "--groups names 3 of the 4 experts of decoder_0; name every one once"),
@@ -322,8 +303,6 @@ REFUSED = {
                         "where expert 3 is named twice; name it once."),
     "more experts": ({}, ("merge", "--moe-expert-count", 5),
                      "--moe-expert-count is 5, but decoder_0 has 4 experts; give no more"),
-    "no count": ({}, ("merge", "--moe-expert-count", "x"), "--moe-expert-count is 'x'; give"),
-    "counts": ({}, ("merge", "--moe-expert-count", "2,2,2"), "3 numbers for 2 MoE layers"),
     "a gate of one's own": ({"gate_type": "custom_parts.CalmGate"}, ("prune", "--drop", 0),
                             "has a custom gate, custom_parts.CalmGate"),
     "not every layer": ({}, ("dense", "--experts", "decoder_1=0"),

@@ -2,7 +2,6 @@
 
 import importlib
 import json
-from fractions import Fraction
 from pathlib import Path
 
 import pytest
@@ -43,7 +42,7 @@ def test_its_plan_and_its_network_are_files_that_can_be_used(tmp_path, words, le
     plan = from_json(json.loads(files["--output"].read_text()))
     assert (plan.collective, plan.ranks, plan.chunks) == (words[0], 4, chunks)
     assert plan.network == find(str(files["--network"])).digest == find("torus:1x4").digest
-    assert check(plan).depth > 0 and Fraction(plan.cut) > 0
+    assert check(plan).depth > 0
     again = tool("schedule", files["--network"], "--collective", *words)
     assert again == text.partition("wrote")[0]
 

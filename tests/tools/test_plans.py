@@ -93,12 +93,7 @@ def test_what_is_refused(written, tmp_path):
     assert "no ordinary file" in refusal_of("plan-check", bad)
     bad.unlink()
     assert "No such file" in refusal_of("plan-check", tmp_path / "none.json")
-    for option, value in (
-        ("--bytes", 0),
-        ("--gb-s", "nan"),
-        ("--alpha-us", -1),
-        ("--network", "web"),
-    ):
+    for option, value in (("--bytes", 0), ("--gb-s", "nan"), ("--alpha-us", -1), ("--network", "web")):
         assert str(value) in refusal_of("plan-check", bad, option, value)
     assert "give one of them" in refusal_of("plan-check", bad, "--gb-s", 1, "--network", "torus:1x4")
     assert "has 8 GPUs" in refusal_of("plan-check", written(RING), "--network", "torus:1x8")

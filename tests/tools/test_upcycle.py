@@ -1,8 +1,4 @@
-"""`convert upcycle`, layer by layer: outputs of the copies, and what is initialized.
-
-Covered: `differences` is empty for exactly those options with which the outputs stay the same; gates have a
-training run's initial values; parts of an FFN; noise and reinitialized units; what cannot be copied.
-"""
+"""`convert upcycle`, layer by layer: outputs of the copies, initial values, refusals."""
 
 import dataclasses
 
@@ -57,12 +53,9 @@ EQUAL = {
     "capacity in training": {"capacity_factor": 1.0, "eval_capacity_token_fraction": 0.0},
     "shared": {"shared_experts": 2},
     "residual": {"residual": True},
-    "residual, hash": {"residual": True, "gate_type": "hash", "top_k": 1},
     "layer norm": {"hidden_layer_norm": True},
-    "layer norm, residual": {"hidden_layer_norm": True, "residual": True},
     "two parts": {"hidden_dim": H // 2},
     "three parts": {"hidden_dim": H // 3, "top_k": 3},
-    "three parts, all": {"hidden_dim": H // 3, "top_k": 6},
     "two parts, cosine": {"hidden_dim": H // 2, "gate_type": "cosine"},
     "two parts, groups": {"hidden_dim": H // 2, "num_experts": 12, "expert_groups": 3},
     "two parts, shared": {"hidden_dim": H // 2, "shared_experts": 3},

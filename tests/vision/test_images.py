@@ -35,14 +35,6 @@ def arrays_of(tmp_path, split="train", **arrays):
     return str(tmp_path)
 
 
-def png(image):
-    from io import BytesIO
-
-    file = BytesIO()
-    image.save(file, "PNG")
-    return file.getvalue()
-
-
 def test_a_folder_holds_what_an_array_does(tmp_path):
     images = np.stack([RAMP, RAMP[::-1], RAMP // 2])
     names = ("cat/b.png", "ant/x.PNG", "cat/a.png")
@@ -99,7 +91,8 @@ def test_every_mode_becomes_what_is_asked_for(tmp_path):
 
 @pytest.mark.filterwarnings("ignore:Image size")
 def test_a_broken_image_is_named_with_its_reason(tmp_path, monkeypatch):
-    whole = png(Image.effect_noise((64, 64), 50))
+    Image.effect_noise((64, 64), 50).save(tmp_path / "whole.png")
+    whole = (tmp_path / "whole.png").read_bytes()
     broken = {"cut": whole[: len(whole) // 2], "empty": b"", "text": b"no image", "torn": whole[:30]}
     data = folder_of(tmp_path, {f"a/{name}.png": content for name, content in broken.items()})
     large = {"a/huge.png": Image.new("L", (90, 90)), "a/long.png": Image.new("L", (1, 300))}

@@ -11,10 +11,9 @@ from compare import same_function
 from torch import nn
 from torch.func import functional_call
 
-from fairseq_tutel.vision.attention import WindowAttention, _offsets
+from fairseq_tutel.vision.attention import WindowAttention, _offsets, windows_of
 from fairseq_tutel.vision.options import SwinConfig
 from fairseq_tutel.vision.swin_v2 import Block, PatchEmbedding, PatchMerging, SwinV2
-from fairseq_tutel.vision.windows import windows_of
 
 CPU = torch.device("cpu")
 TINY = SwinConfig(form="v2", patch_size=2, embed_dim=4, depths="2,1", heads="2,1", window=3, drop_path=0.0)

@@ -121,12 +121,8 @@ def test_checkpointed_activations_change_no_bit():
     """Nor of dropout, drop path, the gate's noise or the balance loss in blocks that are made again."""
     images, results = torch.randn(4, 1, 28, 28), []
     for checkpoints in (False, True):
-        model = build(
-            "swin_v2_moe_tiny",
-            swin_checkpoint_activations=checkpoints,
-            swin_drop_path=0.5,
-            swin_dropout=0.1,
-        )
+        options = {"swin_checkpoint_activations": checkpoints, "swin_drop_path": 0.5, "swin_dropout": 0.1}
+        model = build("swin_v2_moe_tiny", **options)
         torch.manual_seed(2)
         loss, _, log = Loss().forward(model, images)
         loss.backward()

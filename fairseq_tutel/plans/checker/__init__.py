@@ -24,7 +24,6 @@ class Report:
     """The cost of a plan.
 
     Attributes:
-        steps: steps of all ranks.
         depth: signals on the longest chain of steps, which are hops in a row from rank to rank.
         loads: for each round, by (source, target), the bytes on that link as a fraction of a rank's `in`,
             doubled on channels of kind ll.
@@ -43,12 +42,9 @@ class Report:
     def predicted(
         self, size: int, alpha: float, seconds_per_byte: Callable[[tuple[int, int]], float]
     ) -> float:
-        """Return the predicted seconds: an alpha for each hop, and the slowest link of each round.
+        """Return the predicted seconds for `size` bytes of `in`.
 
-        Args:
-            size: bytes of a rank's `in`.
-            alpha: seconds of a hop.
-            seconds_per_byte: of the link (source, target).
+        These are `alpha` for each hop, and each round's slowest link, by `seconds_per_byte(link)`.
         """
         slowest = (
             max(float(part) * size * seconds_per_byte(link) for link, part in load.items())
@@ -58,12 +54,8 @@ class Report:
         return self.depth * alpha + sum(slowest)
 
 
-def check(plan: Plan, is_proved: bool = False) -> Report:
+def check(plan: Plan) -> Report:
     """Check a plan and return its cost.
-
-    Args:
-        plan: the plan.
-        is_proved: skip the proof, since another rank has checked the same plan.
 
     Raises:
         PlanError: the plan is malformed, may hang or race, or gives another result. One sentence names the
@@ -71,16 +63,15 @@ def check(plan: Plan, is_proved: bool = False) -> Report:
     """
     check_shape(plan)
     order = Order(plan)
-    if not is_proved:
-        check_races(plan, order)
-        check_data(plan, order)
+    check_races(plan, order)
+    check_data(plan, order)
     return Report(len(order.steps), order.depth, tuple(_loads(plan, order)))
 
 
 def _loads(plan: Plan, order: Order) -> list[dict[tuple[int, int], Fraction]]:
     loads: list[dict[tuple[int, int], Fraction]] = []
     for step, level in zip(order.steps, order.rounds, strict=True):
-        if step.op == "put" and step.channel is not None and step.n is not None:
+        if step.op == "put" and step.channel is not None:
             loads += [{} for _ in range(level + 1 - len(loads))]
             channel = plan.channels[step.channel]
             part = Fraction(step.n * (1 + (channel.kind == "ll")), plan.in_chunks)

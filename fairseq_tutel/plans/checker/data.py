@@ -65,7 +65,7 @@ def check_data(plan: Plan, order: Order) -> dict[int, tuple[Kind, ...]]:
     mixed = ""
     for number in order.run:
         step, rank = order.steps[number], order.sites[number][0]
-        if step.dst is None or step.n is None:
+        if step.dst is None:
             continue
         columns = []
         for buffer, first in step.src:

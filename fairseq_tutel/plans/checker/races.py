@@ -28,17 +28,11 @@ Counts = np.ndarray[Any, np.dtype[np.int32]]
 
 
 class Clock(NamedTuple):
-    """A vector clock.
-
-    Attributes:
-        lane: the lane of the clock.
-        taken: steps of that lane.
-        others: steps of each lane at the last wait; never written.
-    """
+    """A vector clock: the steps that its lane has taken, and those of each lane at its last wait."""
 
     lane: int
     taken: int
-    others: Counts
+    others: Counts  # never written
 
     def has(self, lane: int, count: int) -> bool:
         """Return whether that many steps of a lane have ended."""
@@ -55,12 +49,9 @@ class Clock(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Access:
-    """An access of one step to chunks.
+    """An access to chunks by a step of a call, or by the caller (None).
 
-    Attributes:
-        ends: (lane, count): it has ended when any of these lanes has taken that many steps.
-        number: the step; None: the caller.
-        call: the call.
+    It has ended when any lane of `ends`, as (lane, count), has taken that many steps.
     """
 
     ends: tuple[tuple[int, int], ...]
@@ -124,7 +115,7 @@ def _accesses(plan: Plan, order: Order) -> Iterator[tuple[int, str, int, int, bo
                 known[lane] = clock.joined(sent.pop(order.cause[number]))
             counts[lane] += 1
             clock = Clock(lane, counts[lane], known[lane])
-            if step.dst is not None and step.n is not None:
+            if step.dst is not None:
                 ends: tuple[tuple[int, int], ...] = (end(number, call),)
                 read_ends, target = ends, plan.target_of(rank, step)
                 if step.channel is not None:

@@ -1,10 +1,8 @@
 """The backend of `comm.collectives` that runs collectives by plans.
 
-A plan is chosen by collective, ranks, bytes and dtype; torch runs the rest. On a CPU, ranks of one host run
-it in shared memory, other ranks by messages. On a GPU all ranks run it by messages.
-
-Each choice is logged once. All ranks choose the same plan, since they have the same plans
-(`plugin.startup` compares them) and the choice depends on values that are equal on all ranks.
+A plan is chosen by collective, ranks, bytes and dtype; torch runs the rest. All ranks choose the same plan,
+since they have the same plans (`plugin.startup` compares them) and these values are equal on all ranks. On
+a CPU, ranks of one host run it in shared memory. Other ranks, and GPUs, run it by messages.
 """
 
 import logging
@@ -26,35 +24,27 @@ from fairseq_tutel.ranks import world
 logger = logging.getLogger(__name__)
 
 Group = dist.ProcessGroup | None
-SUMMED = {
-    *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
-    *(torch.int32, torch.int64),
-}
+SUMMED = {torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int32, torch.int64}
 
 
 class PlanBackend:
-    """Runs collectives by plans; see `comm.collectives.Backend`.
+    """Runs collectives by the first plan that fits, and logs each choice once.
 
-    Args:
-        plans: the same on all ranks; the first that fits is used.
-        local: ranks of a host; 0: unknown.
+    It is a `comm.collectives.Backend`. `local` is the number of ranks on a host; 0: unknown.
     """
 
     def __init__(self, plans: Iterable[PlacedPlan], local: int = 0) -> None:
         self.plans, self.local = tuple(plans), local
         # By group, then by digest and whether tensors are on a CPU.
-        self._programs: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[str, bool], _OnCpu | TwoSided]] = (
-            WeakKeyDictionary()
-        )
+        self._programs: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[str, bool], Program]]
+        self._programs = WeakKeyDictionary()
         self._logged: set[str] = set()
 
     def has(self, collective: str, group: Group) -> bool:
         """Return whether some sizes of a collective run by a plan."""
         return bool(self._fitting(collective, group))
 
-    def chosen(
-        self, collective: str, own: Tensor, operation: str, group: Group
-    ) -> "_OnCpu | TwoSided | None":
+    def chosen(self, collective: str, own: Tensor, operation: str, group: Group) -> "Program | None":
         """Return the program of a collective with the input `own`, None for torch."""
         plans = self._fitting(collective, group)
         if not plans:
@@ -70,7 +60,7 @@ class PlanBackend:
         self._log(f"{operation} runs by torch where no plan of {collective} is meant for its bytes")
         return None
 
-    def named(self, name: str, rows: Tensor, group: Group) -> "_OnCpu | TwoSided | None":
+    def named(self, name: str, rows: Tensor, group: Group) -> "Program | None":
         """Return the all_to_all program of that name, if there is one."""
         for placed in self._fitting("all_to_all", group):
             if placed.name == name:
@@ -79,15 +69,10 @@ class PlanBackend:
 
     def _fitting(self, collective: str, group: Group) -> list[PlacedPlan]:
         ranks = range(world.size()) if group is None else dist.get_process_group_ranks(group)
-        return [
-            placed
-            for placed in self.plans
-            if placed.plan.collective == collective and placed.fits(ranks, self.local)
-        ]
+        plans = (each for each in self.plans if each.plan.collective == collective)
+        return [each for each in plans if each.fits(ranks, self.local)]
 
-    def _program(
-        self, placed: PlacedPlan, own: Tensor, operation: str, group: Group
-    ) -> "_OnCpu | TwoSided":
+    def _program(self, placed: PlacedPlan, own: Tensor, operation: str, group: Group) -> "Program":
         plan, key = placed.plan, group or dist.group.WORLD
         assert key is not None
         programs = self._programs.setdefault(key, {})
@@ -129,3 +114,6 @@ class _OnCpu:
                 self.program = TwoSided(self.plan, self.group)
                 self.log(f"the plan {self.name} runs by messages: {error}")
         self.program.start(own, out, sizes).wait()
+
+
+Program = _OnCpu | TwoSided

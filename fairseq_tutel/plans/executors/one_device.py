@@ -20,13 +20,9 @@ from fairseq_tutel.plans.format import Plan
 
 
 class OnOneDevice:
-    """A plan that one device runs for all ranks.
+    """A plan, accepted by the checker, that one device runs for all ranks.
 
-    The checker has accepted the plan. `backend` is as --moe-backend: the kernel, plain torch, or a choice
-    by device. A ValueError refuses one that cannot run there.
-
-    Attributes:
-        sizes: elements of each rank's `in`, then of each rank's `out`.
+    `backend` is as --moe-backend. `sizes` are elements of each rank's `in`, then of each rank's `out`.
     """
 
     def __init__(self, plan: Plan, sizes: Sizes, device: torch.device, backend: str = "auto") -> None:
@@ -38,11 +34,9 @@ class OnOneDevice:
         self.table, self._names = _table(layout, order, self.sizes, device)
 
     def run(self, ins: Sequence[Tensor], spins: int = SPINS) -> list[Tensor]:
-        """Run calls in a row and return each rank's `out`, [calls, elements].
+        """Run calls in a row on each rank's `in`, [calls, elements]; return each rank's `out`, likewise.
 
-        Args:
-            ins: each rank's `in`, [calls, elements].
-            spins: checks of a semaphore before a wait gives up.
+        A wait gives up after `spins` checks of a semaphore.
 
         Raises:
             RuntimeError: waits gave up; names their ranks, lanes and semaphores.
@@ -119,15 +113,8 @@ def _table(
     def tensor(values: list[int] | list[tuple[int, ...]] | list[list[int]]) -> Tensor:
         return torch.tensor(values, dtype=torch.int32, device=device)
 
-    table = PlanTable(
-        tensor(rows).view(-1, COLUMNS),
-        tensor(sources),
-        tensor(bounds),
-        len(found),
-        starts[-1],
-        tmp_starts[-1],
-    )
-    return table, found
+    table = tensor(rows).view(-1, COLUMNS), tensor(sources), tensor(bounds)
+    return PlanTable(*table, len(found), starts[-1], tmp_starts[-1]), found
 
 
 def _semaphore(order: Order, number: int) -> str:

@@ -17,7 +17,7 @@ no step. Channels of kind `ll` work as `simple` ones.
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
-from functools import cache, lru_cache
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -27,7 +27,7 @@ from torch import Tensor
 
 from fairseq_tutel.plans.checker.data import kind_of
 from fairseq_tutel.plans.executors.layout import End, Layout, Move, Sizes, Walked, walk
-from fairseq_tutel.plans.executors.shared_memory import Backoff, Channel, rendezvous
+from fairseq_tutel.plans.executors.shared_memory import Backoff, SharedMemory
 from fairseq_tutel.plans.executors.two_sided import add_up
 from fairseq_tutel.plans.format import Place, Plan
 from fairseq_tutel.plans.format import Step as PlanStep
@@ -38,20 +38,13 @@ FIRST_BYTES, GROWTH, MOST_BYTES = 1 << 14, 4, 1 << 20
 # Bytes of one `tmp`, and of `staged`, unless that leaves slots of fewer than LEAST_BYTES.
 TMP_BYTES, LEAST_BYTES = 1 << 22, 1 << 12
 MOST_SIZES = 64  # for which a plan stays compiled
-# Other dtypes are moved as integers of their width.
-OF_NUMPY = (
-    *(torch.float32, torch.float64, torch.complex128),
-    *(torch.int64, torch.int32, torch.uint8),
-)
-INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-Array = np.ndarray[Any, Any]
-
 
 COPY, REDUCE, SIGNAL, WAIT, POST, PEND = range(6)
 CODES = {"signal": SIGNAL, "wait": WAIT, "post": POST, "pend": PEND}
 # Code; number of the target view, channel or semaphore; numbers of the source views.
 Step = tuple[int, Any, Any]
+# By number, the bytes of a view, and its tensor if it is part of a sum.
+Views = tuple[list[Any], list[Any]]
 
 
 class View(NamedTuple):
@@ -69,25 +62,25 @@ class Steps(NamedTuple):
     Attributes:
         lanes: the steps of each lane.
         last: steps after all lanes.
-        views: how many there are.
         callers: by number, the views of the caller's buffers.
         regions: by number, the views of regions.
-        summed: numbers of the views that take part in sums.
+        summed: numbers of the views that are summed.
+        opened: by parity of the call, the views of regions, made at the first use.
     """
 
     lanes: list[list[Step]]
     last: list[Step]
-    views: int
     callers: list[tuple[int, View]]
     regions: list[tuple[int, View]]
     summed: set[int]
+    opened: dict[int, Views]
 
 
 class Program:
     """The program of one rank, for any size. `staged` is the number of its slots."""
 
     def __init__(self, walked: Walked, rank: int) -> None:
-        plan, self.rank = walked.plan, rank
+        plan = walked.plan
         ours = [move for move in walked.moves if rank in move.ranks]
         self.kinds = sorted({kind for move in ours for kind in move.kinds})
         is_staged = any(move.op == "put" and move.target[1].buffer == "out" for move in walked.moves)
@@ -135,28 +128,11 @@ class Program:
 
         lanes = [[each for pair in lane for each in steps_of(*pair)] for lane in self.lanes]
         last = list(moved(self.last))
-        callers, regions = [], []
+        callers: list[tuple[int, View]] = []
+        regions: list[tuple[int, View]] = []
         for view, number in views.items():
             (callers if view.buffer in ("in", "out") else regions).append((number, view))
-        return Steps(lanes, last, len(views), callers, regions, summed)
-
-
-# By number, views for numpy, and for torch those that take part in sums.
-Views = tuple[list[Any], list[Any]]
-
-
-class Slice(NamedTuple):
-    """A slice of a call.
-
-    Attributes:
-        offset: distance from the first slice, in elements of each chunk.
-        steps: this rank's steps.
-        regions: by parity of the call, the views of regions, made at the first use.
-    """
-
-    offset: int
-    steps: Steps
-    regions: dict[int, Views]
+        return Steps(lanes, last, callers, regions, summed, {})
 
 
 class Call:
@@ -177,11 +153,9 @@ class Call:
 
 
 class OneSided:
-    """A plan that one rank runs in shared memory. Construction is collective, as each call is.
+    """A plan, accepted by the checker, that one rank runs in the shared memory of its group's host.
 
-    Args:
-        plan: a plan for the group's number of ranks that the checker has accepted.
-        group: ranks of one host; None: all ranks.
+    Construction is collective, as each call is.
 
     Raises:
         SharedMemoryError: the ranks cannot share memory; the same on all ranks.
@@ -196,23 +170,21 @@ class OneSided:
         self._most = max(LEAST_BYTES, min(MOST_BYTES, TMP_BYTES // slots // 64 * 64))
         self._slot = min(FIRST_BYTES, self._most)
         channels = len(plan.channels)
-        self.memory = rendezvous(group, channels, self._bytes(self._most), self._bytes(self._slot))
-        self._channels = [Channel(self.memory, number) for number in range(channels)]
+        self.memory = SharedMemory(group, channels, self._bytes(self._most), self._bytes(self._slot))
+        # Each channel's count is a word that its source writes.
+        self._words = [self.memory.line(channel) for channel in range(channels)]
+        self._counts = [0] * channels
         self._posted: dict[int, int] = defaultdict(int)
         self._calls = 0
         self._for_sizes = lru_cache(MOST_SIZES)(self._compiled)
 
     def start(self, own: Tensor, out: Tensor, sizes: Sizes) -> Call:
-        """Return a call. Its `wait` runs the plan, and raises.
+        """Return a call with `in` and `out`, contiguous, with elements along their first dimension.
 
-        Args:
-            own: `in`, contiguous, elements along its first dimension; it is not written.
-            out: `out`, likewise, another tensor.
-            sizes: elements of a shard, or of each block of an all_to_all; the same on all ranks.
+        Its `wait` runs the plan.
 
         Raises:
             DistBackendError: a rank has ended, or did not come within the group's timeout.
-            ValueError: tensors do not fit the sizes.
         """
         return Call(lambda: self._call(own, out, sizes))
 
@@ -222,35 +194,31 @@ class OneSided:
         needed = self._longest(sizes) * width * own.element_size()
         if self._slot < min(needed, self._most):
             self._grow(needed)
-        slices, needs = self._for_sizes(sizes, width, own.dtype)
-        flat = {"in": _flat(own), "out": _flat(out)}
-        for buffer, elements in needs.items():
-            if flat[buffer].numel() != elements:
-                raise ValueError(
-                    f"{self.plan.name} needs {elements} elements of `{buffer}` for sizes of {sizes}, and "
-                    f"has {flat[buffer].numel()}."
-                )
-        moved = {buffer: _for_numpy(tensor) for buffer, tensor in flat.items()}
-        for each in slices:
-            self._run(each, flat, moved)
+        flat = {"in": own.detach().view(-1), "out": out.detach().view(-1)}
+        raw = {buffer: tensor.view(torch.uint8).numpy() for buffer, tensor in flat.items()}
+        for offset, steps in self._for_sizes(sizes, width, own.dtype):
+            self._run(offset, steps, flat, raw)
 
     def _longest(self, sizes: Sizes) -> int:
         """Return the elements of the longest chunk of all ranks: all ranks make as many slices."""
         longest = sizes if isinstance(sizes, int) else max(map(max, sizes))
         return -(-longest // self.plan.chunks)
 
-    def _run(self, each: Slice, flat: dict[str, Tensor], moved: dict[str, Array]) -> None:
+    def _run(
+        self, offset: int, steps: Steps, flat: dict[str, Tensor], raw: dict[str, np.ndarray[Any, Any]]
+    ) -> None:
+        """Run a slice, whose first element in each chunk is `offset`."""
         self._calls += 1
-        steps, parity = each.steps, self._calls % 2
-        if parity not in each.regions:
-            each.regions[parity] = self._region(steps, parity, flat["in"].dtype)
-        arrays, tensors = (views.copy() for views in each.regions[parity])
+        parity, itemsize = self._calls % 2, flat["in"].itemsize
+        if parity not in steps.opened:
+            steps.opened[parity] = self._open(steps, parity, flat["in"].dtype)
+        arrays, tensors = (views.copy() for views in steps.opened[parity])
         for number, (buffer, _, start, length) in steps.callers:
-            first = start + each.offset
-            whole = length == moved[buffer].size
-            arrays[number] = moved[buffer] if whole else moved[buffer][first : first + length]
+            first = start + offset
+            arrays[number] = raw[buffer][first * itemsize : (first + length) * itemsize]
             if number in steps.summed:
-                tensors[number] = flat[buffer] if whole else flat[buffer][first : first + length]
+                tensor = flat[buffer]
+                tensors[number] = tensor if length == len(tensor) else tensor[first : first + length]
         lanes, at = steps.lanes, [0] * len(steps.lanes)
         left = [lane for lane, its in enumerate(lanes) if its]
         backoff = None
@@ -264,23 +232,24 @@ class OneSided:
                 backoff.pause(self._awaited(lanes[lane][at[lane]] for lane in left))
             else:
                 backoff = None
-        if steps.last:
-            self._advance(steps.last, 0, arrays, tensors)
+        self._advance(steps.last, 0, arrays, tensors)
 
     def _awaited(self, steps: Iterable[Step]) -> Iterator[int]:
         return (self.plan.channels[number].source for code, number, _ in steps if code == WAIT)
 
     def _advance(self, steps: list[Step], at: int, arrays: list[Any], tensors: list[Any]) -> int:
         """Take steps from `at` until one would wait; return its index, or the number of steps."""
-        channels = self._channels
+        memory, words, counts = self.memory.words, self._words, self._counts
         for code, target, source in steps[at:] if at else steps:
             if code == COPY:
                 arrays[target][...] = arrays[source]
             elif code == SIGNAL:
-                channels[target].signal()
+                counts[target] += 1
+                memory[words[target]] = counts[target]
             elif code == WAIT:
-                if not channels[target].poll():
+                if memory[words[target]] <= counts[target]:
                     return at
+                counts[target] += 1
             elif code == REDUCE:
                 add_up([tensors[each] for each in source], tensors[target])
             elif code == POST:
@@ -298,11 +267,17 @@ class OneSided:
         """Return the bytes of a region."""
         return slot * (2 * self.plan.temporary + self._program.staged)
 
-    def _array(self, view: View, parity: int, dtype: torch.dtype) -> Array:
-        slots = self.plan.temporary * (parity if view.buffer == "tmp" else 2)
-        first = slots * self._slot + view.start * dtype.itemsize
-        region = self.memory.region(view.rank)
-        return region[first : first + view.length * dtype.itemsize].view(_type_of_numpy(dtype))
+    def _open(self, steps: Steps, parity: int, dtype: torch.dtype) -> Views:
+        """Return the views of regions, with None in place of the caller's."""
+        arrays: list[Any] = [None] * (len(steps.callers) + len(steps.regions))
+        tensors = arrays.copy()
+        for number, (buffer, rank, start, length) in steps.regions:
+            slots = self.plan.temporary * (parity if buffer == "tmp" else 2)
+            first = slots * self._slot + start * dtype.itemsize
+            arrays[number] = self.memory.region(rank)[first : first + length * dtype.itemsize]
+            if number in steps.summed:
+                tensors[number] = torch.from_numpy(arrays[number]).view(dtype)
+        return arrays, tensors
 
     def _grow(self, needed: int) -> None:
         slots = [self._slot]
@@ -314,40 +289,16 @@ class OneSided:
         self._slot = slots[-1]
         self._for_sizes.cache_clear()
 
-    def _compiled(self, sizes: Sizes, width: int, dtype: torch.dtype) -> tuple[list[Slice], dict[str, int]]:
-        """Return the slices of a call, and the elements of the caller's buffers."""
+    def _compiled(self, sizes: Sizes, width: int, dtype: torch.dtype) -> list[tuple[int, Steps]]:
+        """Return the slices of a call: their distance from the first one in each chunk, and their steps."""
         longest = self._longest(sizes) * width
         window = min(longest, self._slot // dtype.itemsize)
-        made: dict[tuple[int, ...], Slice] = {}
+        made: dict[tuple[int, ...], Steps] = {}
         slices = []
         for offset in range(0, longest, window or 1):
             layout = Layout(self.walked, sizes, width, range(offset, offset + window))
             key = tuple(map(layout.length, self._program.kinds))
             if key not in made:
-                made[key] = Slice(0, self._program.steps(layout), {})
-            slices.append(made[key]._replace(offset=offset))
-        whole = Layout(self.walked, sizes, width)
-        return slices, {buffer: whole.starts(self.rank, buffer)[-1] for buffer in ("in", "out")}
-
-    def _region(self, steps: Steps, parity: int, dtype: torch.dtype) -> Views:
-        arrays: list[Any] = [None] * steps.views
-        tensors = arrays.copy()
-        for number, view in steps.regions:
-            arrays[number] = self._array(view, parity, dtype)
-            if number in steps.summed:
-                tensors[number] = torch.from_numpy(arrays[number]).view(dtype)
-        return arrays, tensors
-
-
-def _flat(tensor: Tensor) -> Tensor:
-    tensor = tensor.detach() if tensor.requires_grad else tensor
-    return tensor if tensor.dim() == 1 else tensor.view(-1)
-
-
-def _for_numpy(flat: Tensor) -> Array:
-    return (flat if flat.dtype in OF_NUMPY else flat.view(INTEGERS[flat.itemsize])).numpy()
-
-
-@cache
-def _type_of_numpy(dtype: torch.dtype) -> Any:
-    return _for_numpy(torch.zeros(0, dtype=dtype)).dtype
+                made[key] = self._program.steps(layout)
+            slices.append((offset, made[key]))
+        return slices

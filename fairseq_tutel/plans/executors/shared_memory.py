@@ -18,7 +18,7 @@ import struct
 import time
 import uuid
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from datetime import timedelta
 from typing import Any, cast
 
@@ -49,27 +49,75 @@ class SharedMemoryError(OSError):
 
 
 class SharedMemory:
-    """The shared memory of a group. Made by `rendezvous`.
+    """The shared memory of a group's ranks: `words`, and a region of bytes for each rank. Collective.
 
-    Attributes:
-        words: int64; word `line(i)` is the first of the caller's i-th line.
-        rank: this process's rank in the group.
-        ranks: N.
-        size: allocated bytes of each region.
+    Args:
+        group: None for all ranks.
+        lines: number of the caller's cache lines.
+        region: the most bytes that a rank's region may ever have.
+        size: bytes that it has at first.
+
+    Raises:
+        SharedMemoryError: the ranks cannot share memory; it has the reason.
+        CommunicationError: a rank did not come.
     """
 
-    def __init__(
-        self, descriptor: int, group: dist.ProcessGroup | None, lines: int, region: int, size: int
-    ) -> None:
+    def __init__(self, group: dist.ProcessGroup | None, lines: int, region: int, size: int) -> None:
         self.group, self.size = group, size
         self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
-        self._descriptor, self._region = descriptor, _whole_pages(region)
-        self._first, self._start, total = _measures(self.ranks, lines, region)
-        self._mapped = mmap.mmap(descriptor, total)
+        self._first = self.ranks + 1  # a line for each rank's `barrier`, and one for `grow`
+        self._start = _whole_pages((self._first + lines) * WORDS_OF_LINE * 8)
+        self._region = _whole_pages(region)
+        self._descriptor = self._share()
+        self._mapped = mmap.mmap(self._descriptor, self._start + self.ranks * self._region)
         self.words = memoryview(self._mapped)[: self._start].cast("q")
         self._barriers = self._generation = 0
         # Not earlier: closing any descriptor of a file releases the process's locks on it.
-        weakref.finalize(self, os.close, descriptor)
+        weakref.finalize(self, os.close, self._descriptor)
+
+    def _share(self) -> int:
+        """Return the descriptor of a file that all ranks have opened, each with a lock on its byte."""
+        operation = "the opening of shared memory"
+        path, problem, descriptor = "", "", -1
+        if self.rank == 0:
+            path = f"{FOLDER}/{PREFIX}{uuid.uuid4().hex}"
+            descriptor, problem = _open(path, os.O_CREAT | os.O_EXCL)
+            path = "" if problem else path
+        try:
+            name = world.broadcast_object(path, operation, self.group)
+            if name and self.rank:
+                descriptor, problem = _open(name, os.O_NOFOLLOW)
+            if descriptor >= 0:
+                fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, self.rank)
+            problems = world.all_gather_object(problem, operation, self.group)  # now all have their locks
+        finally:
+            if path:
+                os.unlink(path)
+        found = (f"on rank {rank} of the group {each}" for rank, each in enumerate(problems) if each)
+        problem = next(found, "")
+        if path and not problem:
+            os.ftruncate(descriptor, self._start + self.ranks * self._region)
+            problem = self._allocate(descriptor, self.size, self._start)
+        problem = world.broadcast_object(problem, operation, self.group)
+        if problem:
+            if descriptor >= 0:
+                os.close(descriptor)
+            raise SharedMemoryError(f"The ranks cannot share memory: {problem}.")
+        return descriptor
+
+    def _allocate(self, descriptor: int, size: int, words: int = 0) -> str:
+        """Allocate bytes of words and of each region; return the problem, if any."""
+        regions = [(self._start + rank * self._region, size) for rank in range(self.ranks)]
+        ranges = [(start, length) for start, length in [(0, words), *regions] if length]
+        state = os.fstatvfs(descriptor)
+        try:
+            for start, length in ranges:
+                os.posix_fallocate(descriptor, start, length)
+        except OSError as error:
+            needed = sum(length for _, length in ranges) // 1024
+            free = state.f_bavail * state.f_frsize // 1024
+            return f"{needed} KiB are needed and {free} are free in {FOLDER} ({error.strerror})"
+        return ""
 
     def line(self, index: int) -> int:
         """Return the first word of a caller's line."""
@@ -110,9 +158,7 @@ class SharedMemory:
             state = os.fstatvfs(self._descriptor)
             left = state.f_bavail * state.f_frsize - (size - self.size) * self.ranks
             is_spare = left >= state.f_blocks * state.f_frsize / 2
-            starts = [self._start + rank * self._region for rank in range(self.ranks)]
-            ranges = [(start, size) for start in starts]
-            grown = is_spare and not _allocate(self._descriptor, ranges)
+            grown = is_spare and not self._allocate(self._descriptor, size)
             self.words[word] = 2 * self._generation + grown
         self.wait(word, 2 * self._generation, 0)
         grown = self.words[word] == 2 * self._generation + 1
@@ -120,32 +166,10 @@ class SharedMemory:
         return grown
 
     def has_ended(self, rank: int) -> bool:
-        """Return whether another rank's process has ended."""
-        return not _locked(self._descriptor, rank, 1)
-
-
-class Channel:
-    """The count of signals from one rank to another, in a line: the source signals, the target polls.
-
-    Data that was put before a signal is visible after it.
-    """
-
-    __slots__ = ("_count", "_word", "_words")
-
-    def __init__(self, memory: SharedMemory, number: int) -> None:
-        self._words, self._word, self._count = memory.words, memory.line(number), 0
-
-    def signal(self) -> None:
-        """Add one to the count."""
-        self._count += 1
-        self._words[self._word] = self._count
-
-    def poll(self) -> bool:
-        """Take one signal if there is one; return whether there was."""
-        if self._words[self._word] <= self._count:
-            return False
-        self._count += 1
-        return True
+        """Return whether another rank's process has ended, and so holds no lock."""
+        request = struct.pack(FLOCK, fcntl.F_WRLCK, os.SEEK_SET, rank, 1, 0)
+        answer = fcntl.fcntl(self._descriptor, fcntl.F_GETLK, request)
+        return bool(struct.unpack(FLOCK, answer)[0] == fcntl.F_UNLCK)
 
 
 class Backoff:
@@ -192,105 +216,17 @@ def timeout_of(group: dist.ProcessGroup | None) -> timedelta:
     return cast(timedelta, found._get_backend(torch.device("cpu")).options._timeout)
 
 
-def rendezvous(group: dist.ProcessGroup | None, lines: int, region: int, size: int) -> SharedMemory:
-    """Make shared memory for a group's ranks. Collective.
-
-    Args:
-        group: None for all ranks.
-        lines: number of the caller's cache lines.
-        region: the most bytes that a rank's region may ever have.
-        size: bytes that it has at first.
-
-    Raises:
-        SharedMemoryError: the ranks cannot share memory; it has the reason.
-        CommunicationError: a rank did not come.
-    """
-    operation = "the opening of shared memory"
-    ranks, path, problem, descriptor = dist.get_world_size(group), "", "", -1
-    if dist.get_rank(group) == 0:
-        path, descriptor, problem = _create()
-    try:
-        name = world.broadcast_object(path, operation, group)
-        if name and not path:
-            descriptor, problem = _open(name)
-        if descriptor >= 0:
-            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, dist.get_rank(group))
-        problems = world.all_gather_object(problem, operation, group)  # now all ranks have their locks
-    finally:
-        if path:
-            os.unlink(path)
-    problem = next(
-        (f"on rank {rank} of the group {each}" for rank, each in enumerate(problems) if each), ""
-    )
-    if path and not problem:
-        _, start, total = _measures(ranks, lines, region)
-        os.ftruncate(descriptor, total)
-        starts = [start + rank * _whole_pages(region) for rank in range(ranks)]
-        problem = _allocate(descriptor, [(0, start), *((each, size) for each in starts)])
-    problem = world.broadcast_object(problem, operation, group)
-    if problem:
-        if descriptor >= 0:
-            os.close(descriptor)
-        raise SharedMemoryError(f"The ranks cannot share memory: {problem}.")
-    return SharedMemory(descriptor, group, lines, region, size)
-
-
-def _measures(ranks: int, lines: int, region: int) -> tuple[int, int, int]:
-    """Return the caller's first line, the first byte of the regions, and the number of bytes."""
-    first = ranks + 1  # a line for each rank's `barrier`, and one for `grow`
-    start = _whole_pages((first + lines) * WORDS_OF_LINE * 8)
-    return first, start, start + ranks * _whole_pages(region)
-
-
 def _whole_pages(size: int) -> int:
     return -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
-def _create() -> tuple[str, int, str]:
-    """Return the path of a new empty file, its descriptor, and the problem, if any."""
-    if problem := _unordered():
-        return "", -1, problem
-    path = f"{FOLDER}/{PREFIX}{uuid.uuid4().hex}"
+def _open(path: str, flags: int) -> tuple[int, str]:
+    """Return the descriptor of a file, and the problem, if any."""
+    if (machine := platform.machine()) not in ORDERED:
+        return -1, f"a {machine} does not show writes in their order"
     try:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
-    except OSError as error:
-        return "", -1, f"{FOLDER} takes no file ({error.strerror})"
-    fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, 0)
-    return path, descriptor, ""
-
-
-def _locked(descriptor: int, start: int, length: int) -> bool:
-    """Return whether another process has locked bytes of a file."""
-    request = struct.pack(FLOCK, fcntl.F_WRLCK, os.SEEK_SET, start, length, 0)
-    answer = fcntl.fcntl(descriptor, fcntl.F_GETLK, request)
-    return struct.unpack(FLOCK, answer)[0] != fcntl.F_UNLCK
-
-
-def _open(path: str) -> tuple[int, str]:
-    if problem := _unordered():
-        return -1, problem
-    try:
-        return os.open(path, os.O_RDWR | os.O_NOFOLLOW), ""
+        return os.open(path, os.O_RDWR | flags, 0o600), ""
     except FileNotFoundError:
         return -1, f"{path} is not there, as on another host or in another container"
     except OSError as error:
         return -1, f"{path} cannot be opened ({error.strerror})"
-
-
-def _unordered() -> str:
-    machine = platform.machine()
-    return "" if machine in ORDERED else f"a {machine} does not show writes in their order"
-
-
-def _allocate(descriptor: int, ranges: Sequence[tuple[int, int]]) -> str:
-    """Allocate the (start, size) ranges of a file; return the problem, if any."""
-    state = os.fstatvfs(descriptor)
-    try:
-        for start, size in ranges:
-            if size:
-                os.posix_fallocate(descriptor, start, size)
-    except OSError as error:
-        needed = sum(size for _, size in ranges) // 1024
-        free = state.f_bavail * state.f_frsize // 1024
-        return f"{needed} KiB are needed and {free} are free in {FOLDER} ({error.strerror})"
-    return ""

@@ -1,13 +1,11 @@
 """Plans by two-sided messages, over gloo or NCCL.
 
 The plan runs in rounds. In each round a rank sends at most one message to each other rank, with all chunks
-for that rank one after another. Between rounds it copies and sums in the plan's order, half types in fp32.
-Only a rank itself writes its memory, so `tmp` belongs to one call, and `out` is written between the call's
-start and its end.
+for that rank one after another. Between rounds it copies and sums in the plan's order. Only a rank itself
+writes its memory, so `tmp` belongs to one call.
 
 There is no thread. `start` sends the first round, `wait` the later ones. So calls of a group must start,
-and be waited for, in the same order on all ranks. A call that `is_completed` may be waited for earlier. On
-a GPU the host never waits.
+and be waited for, in the same order on all ranks. On a GPU the host never waits.
 """
 
 from collections import defaultdict
@@ -114,12 +112,7 @@ def add_up(sources: Sequence[Tensor], out: Tensor) -> None:
 
 
 class TwoSided:
-    """A plan that one rank runs by messages.
-
-    Args:
-        plan: a plan for the group's number of ranks that the checker has accepted.
-        group: the ranks; None: all.
-    """
+    """A plan, accepted by the checker, that one rank of a group runs by messages."""
 
     def __init__(self, plan: Plan, group: dist.ProcessGroup | None) -> None:
         self.plan, self.group, self.is_new = plan, group, True
@@ -136,13 +129,7 @@ class TwoSided:
                 self._sums[move.round].append(move)
 
     def start(self, own: Tensor, out: Tensor, sizes: Sizes) -> Call:
-        """Start a call.
-
-        Args:
-            own: `in`, contiguous, elements along its first dimension; it is not written.
-            out: `out`, likewise, another tensor.
-            sizes: elements of a shard, or of each block of an all_to_all.
-        """
+        """Start a call with `in` and `out`, contiguous, with elements along their first dimension."""
         if self.is_new and own.is_cuda:
             # NCCL needs all ranks in a group's first call, and a round may have no message for some.
             dist.all_reduce(own.new_zeros(1), group=self.group)

@@ -6,36 +6,30 @@ be replaced, whatever was replaced before (Bang-Jensen, Frank and Jackson, Prese
 edge-connectivity in mixed graphs, 1995).
 
 Each set T of vertices with a rank and without the source has room: the capacity into it, minus the needed
-k N. Splitting reduces the room of sets with w but without u and t, and of sets with u and t but without
-w. It never adds room, so a full set stays full.
+k N. Splitting reduces the room of sets with w but without u and t, and of sets with u and t but without w.
 """
 
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
 from fairseq_tutel.plans.forestcoll.max_flow import Flow, members
 from fairseq_tutel.plans.forestcoll.optimum import Share, reaches_all, with_source
 from fairseq_tutel.plans.network import Network
 
-# The vertices of a path, and the number of trees that may use it.
-Route = tuple[tuple[int, ...], int]
-# By (source, target).
-Routes = dict[tuple[int, int], list[Route]]
 # (source, target, amount).
 Piece = tuple[int, int, int]
 
 
-def without_switches(network: Network, share: Share) -> tuple[list[list[int]], Routes]:
-    """Return capacities between ranks alone, and the routes over the network's links behind them."""
+def without_switches(network: Network, share: Share) -> list[list[int]]:
+    """Return capacities between ranks alone, by source and target."""
     splitting = _Splitting(network, share)
     for switch in network.switches:
         splitting.remove(switch)
     assert reaches_all(splitting.graph, network.ranks, splitting.needed)
-    return [row[: network.ranks] for row in splitting.graph.left[: network.ranks]], splitting.routes
+    return [row[: network.ranks] for row in splitting.graph.left[: network.ranks]]
 
 
 class _Splitting:
-    """The capacities between ranks, remaining switches and the source, and the routes behind them."""
+    """The capacities between ranks, remaining switches and the source."""
 
     def __init__(self, network: Network, share: Share) -> None:
         self.network = network
@@ -45,12 +39,6 @@ class _Splitting:
         self.ranks = (1 << network.ranks) - 1
         # More than any flow.
         self.endless = self.needed + sum(map(sum, share.capacities)) + 1
-        self.full: list[int] = []  # sets without room
-        self.routes: Routes = defaultdict(list)
-        for source, row in enumerate(share.capacities):
-            for target, width in enumerate(row):
-                if width:
-                    self.routes[source, target].append(((source, target), width))
 
     def remove(self, switch: int) -> None:
         """Replace all links of a switch: evenly first, which gives lower trees, then the rest in order."""
@@ -58,7 +46,7 @@ class _Splitting:
         into, out = self._neighbours(switch)
         for u, t in sorted(((u, t) for u in into for t in out), key=self._nearness):
             most = min(self.graph.left[u][switch], self.graph.left[switch][t])
-            self._split(self.graph, switch, (u, t, self._room(switch, u, t, most)), self.routes)
+            self._split(self.graph, switch, (u, t, self._room(switch, u, t, most)))
         assert self._neighbours(switch) == ([], []), "all links of a switch can be replaced"
 
     def _neighbours(self, switch: int) -> tuple[list[int], list[int]]:
@@ -105,106 +93,51 @@ class _Splitting:
             self._split(trial, switch, piece)
         if min(map(min, trial.left)) >= 0 and reaches_all(trial, self.network.ranks, self.needed):
             for piece in pieces:
-                self._split(self.graph, switch, piece, self.routes)
+                self._split(self.graph, switch, piece)
         elif len(pieces) > 1:
             for half in (pieces[: len(pieces) // 2], pieces[len(pieces) // 2 :]):
                 self._split_evenly(switch, half)
 
-    def _split(self, graph: Flow, switch: int, piece: Piece, routes: Routes | None = None) -> None:
-        """Replace links in a graph, and in routes if given."""
+    def _split(self, graph: Flow, switch: int, piece: Piece) -> None:
         u, t, amount = piece
-        if not amount:
-            return
         graph.add(u, switch, -amount)
         graph.add(switch, t, -amount)
         if u != t:
             graph.add(u, t, amount)
-        if routes is not None:
-            first, second = take(routes, u, switch, amount), take(routes, switch, t, amount)
-            if u != t:
-                routes[u, t] += _joined(first, second)
 
     def _room(self, switch: int, u: int, t: int, most: int) -> int:
         """Return how much of the links from u and to t can be replaced, at most `most`."""
-        with_switch, with_both = 1 << switch, 1 << u | 1 << t
-        for full in self.full:
-            inside = full & (with_switch | with_both)
-            if inside in (with_switch, with_both):
-                return 0
         # Sets with the switch, without u and t; then sets with u and t, without the switch.
-        narrowest = 0
         for start, end in ((u, switch), (switch, t)):
-            if not most:
-                break
-            graph = self.graph.copy()
-            graph.add(start, self.source, self.endless)
-            if u != t:
-                graph.add(u, t, self.endless)
-            without = with_both if start == u else 0
-            most, narrowest = self._least(graph, start, end, without, most, narrowest)
-        # Only the narrowest set will be full; the others keep some room.
-        if narrowest:
-            self.full.append(narrowest)
+            if most:
+                graph = self.graph.copy()
+                graph.add(start, self.source, self.endless)
+                if u != t:
+                    graph.add(u, t, self.endless)
+                ranks = self.ranks & ~(1 << u | 1 << t) if start == u else self.ranks
+                most = self._least(graph, start, end, ranks, most)
         return most
 
-    def _least(
-        self, graph: Flow, start: int, end: int, without: int, most: int, narrowest: int
-    ) -> tuple[int, int]:
-        """Return the least room of sets with the end and a rank but without the start, and such a set.
-
-        If none has less room than `most`, return `most` and `narrowest`.
-        """
+    def _least(self, graph: Flow, start: int, end: int, ranks: int, most: int) -> int:
+        """Return the least room, at most `most`, of sets with `end` and one of `ranks`, without `start`."""
         limit = self.needed + most
         sent, beyond = graph.push(start, end, limit)
-        ranks = self.ranks & ~without
-        if sent == limit:
-            return most, narrowest
-        if ranks & ~beyond:
-            return sent - self.needed, self._inside(beyond)
+        if sent == limit or ranks & ~beyond:
+            return sent - self.needed
+        trial, last = graph, -1
         for rank in members(ranks):
-            trial = graph.copy()
-            trial.add(rank, end, self.endless)
-            more, beyond = trial.push(start, end, limit - sent)
-            if sent + more < limit:
-                limit, narrowest = sent + more, self._inside(beyond)
-        return limit - self.needed, narrowest
+            if last < 0 or not self._moved(trial, last, rank, end):
+                trial = graph.copy()
+                trial.add(rank, end, self.endless)
+                limit = sent + trial.push(start, end, limit - sent)[0]
+            last = rank
+        return limit - self.needed
 
-    def _inside(self, beyond: int) -> int:
-        return ((1 << self.source) - 1) & ~beyond
-
-
-def take(routes: Routes, source: int, target: int, amount: int) -> list[Route]:
-    """Remove an amount of the routes between two vertices, and return it."""
-    kept, taken = routes[source, target], []
-    while amount:
-        path, width = kept.pop()
-        if width > amount:
-            kept.append((path, width - amount))
-            width = amount
-        taken.append((path, width))
-        amount -= width
-    return taken
-
-
-def _joined(first: Sequence[Route], second: Sequence[Route]) -> list[Route]:
-    """Join routes to a vertex with routes from it."""
-    joined, rest = [], list(second)
-    for path, width in first:
-        while width:
-            onward, wide = rest.pop()
-            both = min(width, wide)
-            joined.append((_straight((*path, *onward[1:])), both))
-            if wide > both:
-                rest.append((onward, wide - both))
-            width -= both
-    return joined
-
-
-def _straight(path: tuple[int, ...]) -> tuple[int, ...]:
-    """Return a path without its loops."""
-    kept: list[int] = []
-    for vertex in path:
-        if vertex in kept:
-            del kept[kept.index(vertex) :]
-        kept.append(vertex)
-    return tuple(kept)
+    def _moved(self, graph: Flow, last: int, rank: int, end: int) -> bool:
+        """Return whether the flow over one rank's endless edge can go over another rank's."""
+        graph.add(last, end, -self.endless)
+        if (over := -graph.left[last][end]) > 0:
+            graph.add(last, end, over)
+            graph.add(end, last, -over)
+        graph.add(rank, end, self.endless)
+        return over <= 0 or graph.push(last, end, over)[0] == over

@@ -3,13 +3,9 @@
 `optimum` assigns the links to trees, `edge_splitting` removes the switches, `tree_packing` finds the trees.
 """
 
-from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass
-from fractions import Fraction
-from itertools import pairwise
+from typing import NamedTuple
 
-from fairseq_tutel.plans.forestcoll.edge_splitting import Route, take, without_switches
+from fairseq_tutel.plans.forestcoll.edge_splitting import without_switches
 from fairseq_tutel.plans.forestcoll.optimum import (
     Optimum,
     Share,
@@ -19,34 +15,16 @@ from fairseq_tutel.plans.forestcoll.optimum import (
     optimum,
 )
 from fairseq_tutel.plans.forestcoll.tree_packing import Tree, pack
-from fairseq_tutel.plans.network import Network, busiest
+from fairseq_tutel.plans.network import Network
 
 
-@dataclass(frozen=True)
-class Forest:
-    """Trees of a network, k for each rank, with the links of each edge."""
+class Forest(NamedTuple):
+    """Trees of a network, k for each rank; those of a root are next to each other."""
 
     network: Network
     best: Optimum
     share: Share
-    trees: tuple[Tree, ...]
-    routes: tuple[Mapping[tuple[int, int], list[Route]], ...]
-
-    @property
-    def loads(self) -> dict[tuple[int, int], int]:
-        """By link, the number of trees that use it."""
-        loads: Counter[tuple[int, int]] = Counter()
-        for routes in self.routes:
-            for pieces in routes.values():
-                for path, width in pieces:
-                    for link in pairwise(path):
-                        loads[link] += width
-        return dict(loads)
-
-    @property
-    def seconds(self) -> Fraction:
-        """Seconds for a shard of one byte, if bandwidths are bytes a second, by the busiest link."""
-        return busiest(self.network, self.loads) / self.share.trees
+    trees: list[Tree]
 
     @property
     def depth(self) -> int:
@@ -72,10 +50,7 @@ def grow(network: Network, trees: int | None = None, most_trees: int | None = No
             f"{network.name} has no {trees} trees per root, since its switches' links differ between "
             f"directions; give another number of trees, or none."
         )
-    capacities, left = without_switches(network, share)
-    packed = pack(capacities, share.trees)
-    routes = tuple({edge: take(left, *edge, tree.copies) for edge in tree.edges} for tree in packed)
-    return Forest(network, best, share, tuple(packed), routes)
+    return Forest(network, best, share, pack(without_switches(network, share), share.trees))
 
 
 def grow_for(

@@ -1,9 +1,7 @@
-"""Integer maximum flow and minimum cut.
+"""Integer maximum flow and minimum cut by Dinic's algorithm (1970), for dense graphs of dozens of vertices.
 
-Dinic's algorithm for dense graphs of some dozens of vertices. Capacities are rows of a matrix, and sets of
-vertices are bits of an integer, so a breadth-first search needs a few operations per vertex, not per edge.
-
-Source: Dinic, Algorithm for solution of a problem of maximum flow in a network with power estimation, 1970.
+Capacities are rows of a matrix, and sets of vertices are bits of an integer, so a breadth-first search
+needs a few operations per vertex, not per edge.
 """
 
 from collections.abc import Iterator, Sequence

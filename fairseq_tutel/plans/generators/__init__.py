@@ -1,6 +1,6 @@
 """Generators: well-known collectives as plans, and ForestColl's trees (`forest`).
 
-docs/plans.md has a table of the messages and rounds of each. A rank has one lane.
+A rank has one lane.
 
 **Equal results.** One rank makes each sum, or all ranks make it in the same order: all get the same bits.
 

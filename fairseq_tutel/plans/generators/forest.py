@@ -1,15 +1,12 @@
-"""Forests as plans: trees bring each rank's shard to all ranks, and sums to their roots.
+"""Forests as plans: ForestColl's trees bring each rank's shard to all ranks, and sums to their roots.
 
 N ranks, k trees per root, P slices. A shard is P k chunks. A tree with m copies has P m of them, m
 adjacent ones in each slice. Ranks send in rounds; all chunks from one rank to another in a round share a
 signal. When shards are distributed, a rank's round is its distance from the root. When data is summed, it
 is the distance from the farthest leaf below. Each slice is one round behind the one before: depth + P - 1
-rounds of a P-th of the bytes, in which links wait less. The root makes the last sum of a chunk, and the
-plan fixes the order of sums: after an all_reduce all ranks hold the same bits.
+rounds of a P-th of the bytes, in which links wait less.
 
 A rank puts only into ranks that have begun the call: their data is in its sum, or they have sent a signal.
-
-The trees are those of ForestColl (`plans.forestcoll.forest`).
 """
 
 from collections import Counter, defaultdict
@@ -23,14 +20,7 @@ from fairseq_tutel.plans.format import Place, Plan, Writer
 def forest(
     collective: str, reducing: Forest | None, distributing: Forest | None, *, slices: int = 1
 ) -> Plan:
-    """Return a collective's plan over trees.
-
-    Args:
-        collective: any but all_to_all.
-        reducing: trees of the sums, from `grow_for`.
-        distributing: trees that distribute shards or sums, from `grow_for`.
-        slices: P.
-    """
+    """Return a collective's plan over the trees of `grow_for`."""
     one = distributing or reducing
     assert one, "a collective reduces or distributes"
     network = one.network if distributing else one.network.reversed
@@ -49,7 +39,6 @@ def forest(
         chunks * (network.ranks if collective == "all_reduce" else 1),
         temporary=temporary,
         network=network.digest,
-        cut=str(one.best.seconds),
     )
 
 
@@ -57,16 +46,14 @@ class _Branch(NamedTuple):
     """An edge of a tree in one slice, which is p rounds behind the first slice.
 
     Attributes:
-        tree: its first chunk among all shards.
+        chunk: its first chunk among all shards.
         n: number of chunks.
         own: its first chunk in the root's shard; None if the parent is not the root.
-        parent: the rank nearer to the root.
-        child: the other rank.
         depth: the parent's distance from the root, plus p.
         height: the child's distance from the farthest leaf below it, plus p.
     """
 
-    tree: int
+    chunk: int
     n: int
     own: int | None
     parent: int
@@ -79,26 +66,18 @@ def _branches(forest: Forest, slices: int) -> list[_Branch]:
     found = []
     taken: Counter[int] = Counter()
     for tree in forest.trees:
-        depths = tree.depths
+        depths, copies = tree.depths, tree.copies
         heights = dict.fromkeys(depths, 0)
         for parent, child in reversed(tree.edges):
             heights[parent] = max(heights[parent], heights[child] + 1)
         for p in range(slices):
-            own = slices * taken[tree.root] + p * tree.copies
-            first = slices * tree.root * forest.share.trees + own
-            found += [
-                _Branch(
-                    tree=first,
-                    n=tree.copies,
-                    own=own if parent == tree.root else None,
-                    parent=parent,
-                    child=child,
-                    depth=depths[parent] + p,
-                    height=heights[child] + p,
-                )
-                for parent, child in tree.edges
-            ]
-        taken[tree.root] += tree.copies
+            own = slices * taken[tree.root] + p * copies
+            chunk = slices * tree.root * forest.share.trees + own
+            for parent, child in tree.edges:
+                first = own if parent == tree.root else None
+                depth, height = depths[parent] + p, heights[child] + p
+                found.append(_Branch(chunk, copies, first, parent, child, depth, height))
+        taken[tree.root] += copies
     return found
 
 
@@ -116,7 +95,7 @@ def _distribute(w: Writer, forest: Forest, begun: bool, slices: int) -> None:
         messages = []
         for branch in branches:
             if branch.depth == depth:
-                place = Place("out", branch.tree)
+                place = Place("out", branch.chunk)
                 source = place if branch.own is None or begun else Place("in", branch.own)
                 messages.append((branch.parent, branch.child, source, place, branch.n))
         _send(w, messages)
@@ -124,35 +103,34 @@ def _distribute(w: Writer, forest: Forest, begun: bool, slices: int) -> None:
 
 def _reduce(w: Writer, forest: Forest, collective: str, slices: int) -> int:
     """Bring the sum of each root's chunks of `in` to its `out`; return the size of `tmp`."""
-    branches = sorted(_branches(forest, slices), key=lambda each: (each.height, each.child, each.tree))
+    branches = sorted(_branches(forest, slices), key=lambda each: (each.height, each.child, each.chunk))
     # Each sum has its own place in the parent's `tmp`.
     places: dict[tuple[int, int], Place] = {}
     used: Counter[int] = Counter()
     children: dict[tuple[int, int], list[_Branch]] = defaultdict(list)
     for branch in branches:
-        places[branch.tree, branch.child] = Place("tmp", used[branch.parent])
+        places[branch.chunk, branch.child] = Place("tmp", used[branch.parent])
         used[branch.parent] += branch.n
-        children[branch.tree, branch.parent].append(branch)
+        children[branch.chunk, branch.parent].append(branch)
     # By the round before which all summands have arrived.
     sums: dict[int, list[list[_Branch]]] = defaultdict(list)
     for parts in children.values():
         sums[1 + max(part.height for part in parts)].append(sorted(parts, key=lambda p: p.child))
     for height in range(1 + max(sums)):
         for parts in sums[height]:
-            tree, n, own, parent, *_ = parts[0]
-            first, *others = (places[tree, part.child] for part in parts)
+            chunk, n, own, parent, *_ = parts[0]
+            first, *others = (places[chunk, part.child] for part in parts)
             into = first
             if own is not None:
-                into = Place("out", own if collective == "reduce_scatter" else tree)
-            w.reduce(parent, [first, Place("in", tree), *others], into, n)
+                into = Place("out", own if collective == "reduce_scatter" else chunk)
+            w.reduce(parent, [first, Place("in", chunk), *others], into, n)
         messages = []
         for branch in branches:
             if branch.height == height:
-                below = children.get((branch.tree, branch.child))
-                held = Place("in", branch.tree)
-                if below:
-                    held = places[branch.tree, min(part.child for part in below)]
-                there = places[branch.tree, branch.child]
+                held = Place("in", branch.chunk)
+                if below := children.get((branch.chunk, branch.child)):
+                    held = places[branch.chunk, min(part.child for part in below)]
+                there = places[branch.chunk, branch.child]
                 messages.append((branch.child, branch.parent, held, there, branch.n))
         _send(w, messages)
     return max(used.values())
@@ -174,11 +152,11 @@ def _send(w: Writer, messages: Iterable[tuple[int, int, Place, Place, int]]) -> 
     for rank, other, source, target, n in sorted(messages):
         pieces = pairs[rank, other]
         if pieces:
-            last, there, before = pieces[-1]
-            adjacent = (last.buffer, last.chunk + before), (there.buffer, there.chunk + before)
-            if (source, target) == adjacent:
-                pieces[-1] = (last, there, before + n)
-                continue
+            first, there, before = pieces[-1]
+            after = (first.buffer, first.chunk + before), (there.buffer, there.chunk + before)
+            if (source, target) == after:
+                source, target, n = first, there, before + n
+                pieces.pop()
         pieces.append((source, target, n))
     for (rank, other), pieces in pairs.items():
         for source, target, n in pieces:

@@ -1,4 +1,7 @@
-"""Well-known collectives. N ranks on n nodes of L, rank r, round t; M bytes of a rank's `in`."""
+"""Well-known collectives: N ranks on n nodes of L, rank r, round t; M bytes of a rank's `in`.
+
+docs/plans.md has a table of their messages and rounds.
+"""
 
 from collections.abc import Sequence
 
@@ -8,11 +11,8 @@ from fairseq_tutel.plans.format import REDUCING, Chunk, Plan, Writer
 def ring(collective: str, ranks: int) -> Plan:
     """all_gather, reduce_scatter or all_reduce (2PR), which is the other two in a row.
 
-    A rank sends one message to the next one in each round: for all_gather N - 1 of a shard, (N-1) M bytes;
-    for reduce_scatter N - 1 of M / N; for all_reduce both, 2 (N-1)/N M bytes in 2 (N-1) rounds. Chunk c is
-    summed along the ring, from rank c + 1 to rank c.
-
-    Source: Patarasuk and Yuan 2009.
+    Each round a rank sends a shard to the next one. Chunk c is summed along the ring, from rank c + 1 to
+    rank c. Source: Patarasuk and Yuan 2009.
     """
     w = Writer(ranks)
     for r in range(ranks):
@@ -54,11 +54,9 @@ def _pass_on(w: Writer, r: int, own: Chunk) -> None:
 def recursive_doubling(collective: str, ranks: int) -> Plan:
     """all_gather and all_reduce by doubling, reduce_scatter by halving; N is a power of two.
 
-    A rank sends log2 N messages in as many rounds. For all_gather they have 1, 2, 4, … shards, (N-1) M;
-    for reduce_scatter a half, a quarter, … of `in`, (N-1)/N M; for all_reduce all of it, log2(N) M.
-    An all_reduce adds a group's upper half to its lower half, on each rank.
-
-    Source: Thakur, Rabenseifner and Gropp 2005.
+    The log2 N messages have 1, 2, 4, … shards for all_gather, a half, a quarter, … of `in` for
+    reduce_scatter, and all of it for all_reduce, which adds a group's upper half to its lower half, on each
+    rank. Source: Thakur, Rabenseifner and Gropp 2005.
     """
     if ranks & (ranks - 1):
         raise ValueError(
@@ -115,16 +113,14 @@ def _double(w: Writer, r: int, rounds: int) -> None:
 def one_phase(collective: str, ranks: int) -> Plan:
     """all_gather, reduce_scatter or all_reduce (1PA): put the needed chunks to each `tmp`, then sum.
 
-    A rank sends N - 1 messages in one round. For all_gather and all_reduce each is its whole `in`, (N-1) M
-    bytes in all; for reduce_scatter each is 1/N of it, (N-1)/N M in all. Sums are in the order of ranks.
-
-    Source of this and of two_phase: MSCCL++ (Shah et al. 2025), section 5, for all_reduce.
+    Sums are in the order of ranks. Source of this, two_phase and hierarchical: MSCCL++ (Shah et al. 2025),
+    section 5, for all_reduce.
     """
     return _all_pairs("one_phase", collective, ranks)
 
 
 def linear(collective: str, ranks: int) -> Plan:
-    """all_to_all: each rank puts to each other rank, N - 1 messages and (N-1)/N M bytes in one round."""
+    """all_to_all: each rank puts to each other rank."""
     return _all_pairs("linear", collective, ranks)
 
 
@@ -147,10 +143,9 @@ def _all_pairs(name: str, collective: str, ranks: int) -> Plan:
 
 
 def two_phase(collective: str, ranks: int) -> Plan:
-    """all_reduce (2PA): reduce_scatter by all pairs, then all_gather by all pairs.
+    """all_reduce (2PA): rank r sums chunk r in the order of ranks and sends the sum to all.
 
-    A rank sends 2 (N-1) messages of M / N in two rounds, 2 (N-1)/N M bytes, which is the minimum for an
-    all_reduce. Rank r sums chunk r in the order of ranks and sends the sum to all.
+    A rank sends 2 (N-1)/N M bytes, which is the minimum for an all_reduce.
     """
     w = Writer(ranks)
     for r in range(ranks):
@@ -165,10 +160,7 @@ def two_phase(collective: str, ranks: int) -> Plan:
 def hierarchical(collective: str, ranks: int, *, nodes: int) -> Plan:
     """all_reduce (2PH): in-node reduce_scatter, exchange of a 1/L slice across nodes, in-node all_gather.
 
-    A rank sends 2 (L-1) messages in its node and n - 1 to other nodes, each of M / L bytes, in three
-    rounds. Slice i is the sum over nodes, in order, of the sums over each node's ranks, in order.
-
-    Source: MSCCL++ (Shah et al. 2025), section 5.
+    Slice i is the sum over nodes, in order, of the sums over each node's ranks, in order.
     """
     w = Writer(ranks)
     local = ranks // nodes
@@ -189,9 +181,7 @@ def hierarchical(collective: str, ranks: int, *, nodes: int) -> Plan:
 def two_hops(collective: str, ranks: int, *, nodes: int) -> Plan:
     """all_to_all (2DH): within a node to the rank with the destination's local index, then across nodes.
 
-    In its node a rank sends L - 1 messages of n chunks, (L-1)/L M bytes. To other nodes it sends n - 1
-    messages of L chunks, (n-1)/n M bytes; `linear` sends (n-1) L smaller ones. Two rounds.
-
+    To other nodes a rank sends n - 1 messages of L chunks, where `linear` sends (n-1) L smaller ones.
     Source: Tutel (Hwang et al. 2023), section 3.4.
     """
     w = Writer(ranks)

@@ -26,7 +26,6 @@ import re
 import xml.etree.ElementTree as ET
 from collections import Counter, defaultdict
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import NamedTuple
 from xml.parsers import expat
 
@@ -91,20 +90,34 @@ def from_xml(text: str | bytes) -> Plan:
         min_bytes=-(-_number(algorithm, "minBytes", 0, "0", most=1 << 62) // scale),
         max_bytes=most // scale if most else None,
     )
+    scratch = max((_number(gpu, "s_chunks", 0, "0") for gpu in algorithm), default=0)
+    writes_input = any(
+        step.get("dstbuf") == "i" and step.get("type") in STORING for step in algorithm.iter("step")
+    )
+    in_place = algorithm.get("inplace") == "1" and algorithm.get("outofplace") != "1"
+    copies = coll == "reduce_scatter" if in_place else writes_input
     programs: dict[int, list[_Block]] = {}
-    scratch = 0
+    homes: dict[int, dict[str, Place]] = {}
     for gpu in algorithm:
         rank = _number(gpu, "id")
         _demand(gpu.tag == "gpu" and rank < ranks, f"{gpu.tag} {rank} is none of {ranks} gpus")
         _demand(rank not in programs, f"gpu {rank} is there twice")
-        own_scratch = _number(gpu, "s_chunks", 0, "0")
-        sizes = {"in": plan.in_chunks, "out": plan.out_chunks, "tmp": own_scratch}
-        programs[rank] = _blocks_of(gpu, rank, ranks, sizes)
-        scratch = max(scratch, own_scratch)
+        homes[rank] = {name: Place(name, 0) for name in BUFFERS.values()}
+        if copies:
+            homes[rank]["in"] = Place("tmp", scratch)
+            if in_place:
+                homes[rank]["out"] = Place("tmp", scratch + rank * plan.chunks)
+        elif in_place:
+            homes[rank]["in"] = Place("out", rank * plan.chunks if coll == "allgather" else 0)
+        sizes = {"in": plan.in_chunks, "out": plan.out_chunks, "tmp": _number(gpu, "s_chunks", 0, "0")}
+        programs[rank] = _blocks_of(gpu, rank, ranks, sizes, homes[rank])
     _demand(len(programs) == ranks, f"it has {len(programs)} gpus, not {ranks}")
-    in_place = algorithm.get("inplace") == "1" and algorithm.get("outofplace") != "1"
-    kind = "ll" if algorithm.get("proto") == "LL" else "simple"
-    return _translate(replace(plan, temporary=scratch), programs, in_place, kind)
+    landings, temporary = _land(programs, scratch, scratch + plan.in_chunks * copies)
+    w = Writer(ranks, "ll" if algorithm.get("proto") == "LL" else "simple")
+    for rank, blocks in sorted(programs.items()):
+        _write_rank(w, rank, plan, blocks, homes[rank], landings)
+    fields = {"temporary": temporary, "min_bytes": plan.min_bytes, "max_bytes": plan.max_bytes}
+    return w.plan(plan.name, plan.collective, plan.chunks, **fields)
 
 
 def _parse(text: str | bytes) -> ET.Element:
@@ -129,7 +142,9 @@ def _parse(text: str | bytes) -> ET.Element:
     return root
 
 
-def _blocks_of(gpu: ET.Element, rank: int, ranks: int, sizes: Mapping[str, int]) -> list[_Block]:
+def _blocks_of(
+    gpu: ET.Element, rank: int, ranks: int, sizes: Mapping[str, int], homes: Mapping[str, Place]
+) -> list[_Block]:
     blocks: list[_Block] = []
     for index, tb in enumerate(gpu):
         where = f"gpu {rank}, tb {index}"
@@ -137,7 +152,7 @@ def _blocks_of(gpu: ET.Element, rank: int, ranks: int, sizes: Mapping[str, int])
         send, recv = _number(tb, "send", -1, "-1"), _number(tb, "recv", -1, "-1")
         is_peer = max(send, recv) < ranks and rank not in (send, recv)
         _demand(is_peer, f"{where} has the peers {send} and {recv}, not others of {ranks} ranks")
-        steps = [_step_of(step, at, where, sizes) for at, step in enumerate(tb)]
+        steps = [_step_of(step, at, where, sizes, homes) for at, step in enumerate(tb)]
         for at, step in enumerate(steps):
             lacks = (step.type in SENDING and send < 0) or (step.type in RECEIVING and recv < 0)
             _demand(not lacks, f"{where}, step {at}, a {step.type}, has no peer")
@@ -152,7 +167,9 @@ def _blocks_of(gpu: ET.Element, rank: int, ranks: int, sizes: Mapping[str, int])
     return blocks
 
 
-def _step_of(step: ET.Element, at: int, where: str, sizes: Mapping[str, int]) -> _Step:
+def _step_of(
+    step: ET.Element, at: int, where: str, sizes: Mapping[str, int], homes: Mapping[str, Place]
+) -> _Step:
     where = f"{where}, step {at}"
     _demand(step.tag == "step" and _number(step, "s") == at, f"{where} is no step of this number")
     kind = step.get("type", "")
@@ -162,11 +179,11 @@ def _step_of(step: ET.Element, at: int, where: str, sizes: Mapping[str, int]) ->
     for end, users in (("src", READING), ("dst", STORING)):
         place = Place("in", 0)
         if kind in users:
-            buffer = BUFFERS.get(step.get(f"{end}buf", ""))
-            _demand(buffer is not None, f"{where} has the {end}buf {step.get(f'{end}buf')!r}")
-            place = Place(str(buffer), _number(step, f"{end}off"))
-            size = sizes[place.buffer]
-            _demand(place.chunk + n <= size, f"{where} goes beyond the {size} chunks of {end}buf")
+            letter, chunk = step.get(f"{end}buf", ""), _number(step, f"{end}off")
+            _demand(letter in BUFFERS, f"{where} has the {end}buf {letter!r}")
+            home, size = homes[BUFFERS[letter]], sizes[BUFFERS[letter]]
+            _demand(chunk + n <= size, f"{where} goes beyond the {size} chunks of {end}buf")
+            place = Place(home.buffer, home.chunk + chunk)
         places.append(place)
     block, before = (_number(step, name, -1, "-1") for name in ("depid", "deps"))
     after = (block, before) if block >= 0 and before >= 0 else None
@@ -194,43 +211,10 @@ def _merge_sums(blocks: list[_Block]) -> None:
             last = last if step.type == "nop" else at
 
 
-def _translate(plan: Plan, programs: Mapping[int, list[_Block]], in_place: bool, kind: str) -> Plan:
-    """Return the plan with its programs; `plan.temporary` is the scratch."""
-    scratch, C = plan.temporary, plan.chunks
-    steps = [step for blocks in programs.values() for block in blocks for step in block.steps]
-    writes_input = any(step.type in STORING and step.dst.buffer == "in" for step in steps)
-    copies = plan.collective == "reduce_scatter" if in_place else writes_input
-    base = scratch + plan.in_chunks * copies
-    landings, temporary = _land(programs, base)
-    w = Writer(plan.ranks, kind)
-    for rank, blocks in sorted(programs.items()):
-        homes = {name: Place(name, 0) for name in BUFFERS.values()}
-        if copies:
-            homes["in"] = Place("tmp", scratch)
-            if in_place:
-                homes["out"] = Place("tmp", scratch + rank * C)
-        elif in_place:
-            homes["in"] = Place("out", rank * C if plan.collective == "all_gather" else 0)
-        _write_rank(w, rank, plan, [_moved(block, homes) for block in blocks], homes, landings)
-    return w.plan(
-        plan.name, plan.collective, C,
-        temporary=temporary, min_bytes=plan.min_bytes, max_bytes=plan.max_bytes,
-    )  # fmt: skip
-
-
-def _moved(block: _Block, homes: Mapping[str, Place]) -> _Block:
-    def move(place: Place) -> Place:
-        home = homes[place.buffer]
-        return Place(home.buffer, home.chunk + place.chunk)
-
-    def moved(step: _Step) -> _Step:
-        return step._replace(sources=tuple(map(move, step.sources)), dst=move(step.dst))
-
-    return block._replace(steps=list(map(moved, block.steps)))
-
-
-def _land(programs: Mapping[int, list[_Block]], base: int) -> tuple[Mapping[Way, list[Place]], int]:
-    """Return the places of each way's messages, in order, and the chunks of `tmp`."""
+def _land(
+    programs: Mapping[int, list[_Block]], scratch: int, base: int
+) -> tuple[Mapping[Way, list[Place]], int]:
+    """Return the places of each way's messages, in order, from tmp[base] on, and the chunks of `tmp`."""
     sent: dict[Way, list[int]] = {}
     received: dict[Way, list[int]] = {}
     landings: dict[Way, list[Place]] = defaultdict(list)
@@ -251,7 +235,8 @@ def _land(programs: Mapping[int, list[_Block]], base: int) -> tuple[Mapping[Way,
             for step in block.steps:
                 if step.type in RECEIVING:
                     is_alone = all(writes[cell] == 1 for cell in cells_of(step.dst, step.n))
-                    is_direct = step.type in ("r", "rcs") and step.dst.buffer == "tmp" and is_alone
+                    is_scratch = step.dst.buffer == "tmp" and step.dst.chunk < scratch
+                    is_direct = step.type in ("r", "rcs") and is_scratch and is_alone
                     place = step.dst if is_direct else Place("tmp", free)
                     free += 0 if is_direct else step.n
                     landings[block.recv, rank, block.chan].append(place)
@@ -306,8 +291,7 @@ def _write_rank(
             if sources and sources != (dst,):
                 w.reduce(rank, sources, dst, step.n, lane=lane)
             if leaves:
-                w.put(rank, block.send, leaves, next(leaving), step.n, lane=lane, tag=block.chan)
-                w.signal(rank, block.send, lane=lane, tag=block.chan)
+                w.send(rank, block.send, leaves, next(leaving), step.n, lane=lane, tag=block.chan)
                 unread |= cells_of(leaves, step.n)
             if posts[lane, at] and unread & elsewhere:
                 w.flush(rank, block.send, lane=lane, tag=block.chan)

@@ -95,7 +95,7 @@ def _steps_of_ranks(plan: Plan) -> list[list[_Written]]:
 
 
 def _leaf(kind: str, block: End, step: Step, src: Place) -> _Written:
-    assert step.dst is not None and step.n is not None
+    assert step.dst is not None
     attributes = _texts(
         type=kind, srcbuf=LETTERS[src.buffer], srcoff=src.chunk,
         dstbuf=LETTERS[step.dst.buffer], dstoff=step.dst.chunk, cnt=step.n,

@@ -22,18 +22,16 @@ from fairseq_tutel.files.small import printable, shown
 
 # Every option that fairseq's sources pass to eval(). tests/plugin/test_literals.py derives this list.
 EVALUATED = frozenset({
-    "adafactor_eps", "adam_betas", "adamax_betas", "adaptive_input_cutoff",
-    "adaptive_softmax_cutoff", "character_filters", "conv_aggregator_layers", "conv_dec_config",
-    "conv_enc_config", "conv_feature_layers", "decoder_attention", "decoder_glu",
-    "decoder_kernel_size_list", "decoder_layers", "decoder_zero_init", "downsample",
-    "encoder_attention", "encoder_glu", "encoder_kernel_size_list", "encoder_layers",
-    "extra_data", "extra_lang_pairs", "feature_encoder_spec", "gated_attention", "lamb_betas",
-    "langtoks", "left_pad_source", "left_pad_target", "model_overrides", "pipeline_balance",
-    "pipeline_decoder_balance", "pipeline_decoder_devices", "pipeline_devices",
-    "pipeline_encoder_balance", "pipeline_encoder_devices", "pretrained", "project_input",
-    "sampling_weights", "self_attention", "transformer_context", "transformer_dec_config",
-    "transformer_enc_config", "transformer_sampling", "vggblock_enc_config", "weight_softmax",
-    "wer_args", "xformers_att_config",
+    "adafactor_eps", "adam_betas", "adamax_betas", "adaptive_input_cutoff", "adaptive_softmax_cutoff",
+    "character_filters", "conv_aggregator_layers", "conv_dec_config", "conv_enc_config",
+    "conv_feature_layers", "decoder_attention", "decoder_glu", "decoder_kernel_size_list", "decoder_layers",
+    "decoder_zero_init", "downsample", "encoder_attention", "encoder_glu", "encoder_kernel_size_list",
+    "encoder_layers", "extra_data", "extra_lang_pairs", "feature_encoder_spec", "gated_attention",
+    "lamb_betas", "langtoks", "left_pad_source", "left_pad_target", "model_overrides", "pipeline_balance",
+    "pipeline_decoder_balance", "pipeline_decoder_devices", "pipeline_devices", "pipeline_encoder_balance",
+    "pipeline_encoder_devices", "pretrained", "project_input", "sampling_weights", "self_attention",
+    "transformer_context", "transformer_dec_config", "transformer_enc_config", "transformer_sampling",
+    "vggblock_enc_config", "weight_softmax", "wer_args", "xformers_att_config",
 })  # fmt: skip
 # fairseq copies encoder_KEY and decoder_KEY of the options to KEY of its encoder and decoder.
 PREFIXES = ("encoder_", "decoder_")

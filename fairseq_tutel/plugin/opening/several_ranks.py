@@ -87,7 +87,13 @@ class Command:
         """Let the layers of a model wait for the other ranks' calls, if ranks share its experts."""
         if layers[0].topology.expert_parallel_size == 1:
             return
-        agree(_facts_of(layers))
+        facts: dict[str, Any] = {
+            label_of(field.name): [getattr(layer.config, field.name) for layer in layers]
+            for field in fields(MoEConfig)
+        }
+        facts["the layers with experts"] = [layer.name for layer in layers]
+        facts["how rows cross ranks"] = [str(layer.strategy) for layer in layers]
+        agree(facts)
         if self.lockstep is None:
             self.lockstep = Lockstep(layers[0].topology.expert_group)
         self._turns |= {layer: self.lockstep.add(layer.run_without_tokens) for layer in layers}
@@ -125,24 +131,18 @@ def run_on_several_ranks(main: Any, cfg: Any, **kwargs: Any) -> None:
     if world.size() == 1:
         main(cfg, **kwargs)
         return
-    command, results = Command(cfg), None
-    _separate_files(command)
+    command, rank, results = Command(cfg), dist.get_rank(), None
+    if cfg.common_eval.results_path is not None:
+        cfg.common_eval.results_path = os.path.join(cfg.common_eval.results_path, f"rank{rank}")
+    if command.expert_parallel_size > 1 and rank > 0:
+        cfg.interactive.input = os.devnull  # rank 0 reads it
     allocate_gather_buffers(cfg)
     with RUN.having(command=command):
         try:
             results = main(cfg, **kwargs)
         except NoSentences:
-            logger.warning("rank %d has no sentences of its own", dist.get_rank())
+            logger.warning("rank %d has no sentences of its own", rank)
         command.end(results)
-
-
-def _separate_files(command: Command) -> None:
-    """Give each rank a folder for its results; only the first one reads interactive input."""
-    cfg, rank = command.cfg, dist.get_rank()
-    if cfg.common_eval.results_path is not None:
-        cfg.common_eval.results_path = os.path.join(cfg.common_eval.results_path, f"rank{rank}")
-    if command.expert_parallel_size > 1 and rank > 0:
-        cfg.interactive.input = os.devnull
 
 
 def topology_of_opened(
@@ -172,13 +172,3 @@ def topology_of_opened(
     RUN.update(topology=topology)
     limit_fairseq_groups()
     return topology
-
-
-def _facts_of(layers: Sequence[MoEFeedForward]) -> dict[str, Any]:
-    facts: dict[str, Any] = {
-        label_of(field.name): [getattr(layer.config, field.name) for layer in layers]
-        for field in fields(MoEConfig)
-    }
-    facts["the layers with experts"] = [layer.name for layer in layers]
-    facts["how rows cross ranks"] = [str(layer.strategy) for layer in layers]
-    return facts

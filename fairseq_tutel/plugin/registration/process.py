@@ -78,10 +78,10 @@ def refusals_are_sentences() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        sentence = _sentence(error)
-        if sentence is None:
+        line = _last_line(error)
+        if line is None:
             raise
-        sys.exit(_last_line(error, sentence))
+        sys.exit(line)
 
 
 def excepthook(original: Any) -> Any:
@@ -89,28 +89,23 @@ def excepthook(original: Any) -> Any:
 
     @functools.wraps(original)
     def hook(kind: Any, error: BaseException, trace: Any) -> None:
-        sentence = _sentence(error)
-        if sentence is None:
-            _end_calls()
+        line = _last_line(error)
+        if line is None:
             original(kind, error, trace)
         else:
-            print(_last_line(error, sentence), file=sys.stderr)
+            print(line, file=sys.stderr)
 
     return hook
 
 
-def _last_line(error: BaseException, sentence: str) -> str:
-    """Return the line that a refusal ends this process with, after everything that is logged before it."""
+def _last_line(error: BaseException) -> str | None:
+    """Return the line that ends this process after the calls at its end; None for a traceback."""
     _end_calls()
+    sentence = str(error) if is_refusal(error) else sentence_of(error)
     # The logger's level does not decide: a module of fairseq's wav2vec2 sets the root's to DEBUG.
-    if os.environ.get("LOGLEVEL", "").upper() == "DEBUG":
+    if sentence is not None and os.environ.get("LOGLEVEL", "").upper() == "DEBUG":
         logger.debug("refused here", exc_info=error)
-    return error_line(sentence)
-
-
-def _sentence(error: BaseException) -> str | None:
-    """Return one sentence for an error; None where the traceback is needed."""
-    return str(error) if is_refusal(error) else sentence_of(error)
+    return None if sentence is None else error_line(sentence)
 
 
 def is_refusal(error: BaseException | None) -> bool:

@@ -44,14 +44,22 @@ from typing import Any
 from fairseq import checkpoint_utils
 from fairseq.distributed import utils as distributed_utils
 from fairseq.file_io import PathManager
+from fairseq.models import ARCH_MODEL_REGISTRY, MODEL_REGISTRY
 from fairseq.optim.fp16_optimizer import FP16Optimizer
+from fairseq.utils import import_user_module
 
+from fairseq_tutel import plugin
 from fairseq_tutel.optim.moe_optimizer import MoEOptimizerMixin
 from fairseq_tutel.optim.zero import ZeroFP16Optimizer, zero_options
 from fairseq_tutel.plugin.opening.load import load_checkpoint_to_cpu
-from fairseq_tutel.plugin.registration.commands import call_main
-from fairseq_tutel.plugin.registration.process import end_readers, excepthook
-from fairseq_tutel.plugin.training import save
+from fairseq_tutel.plugin.opening.several_ranks import run_on_several_ranks
+from fairseq_tutel.plugin.registration.flags import drop_suggestions, warn_of_given
+from fairseq_tutel.plugin.registration.process import end_readers, excepthook, refusals_are_sentences
+from fairseq_tutel.plugin.registration.variants import give_system_options
+from fairseq_tutel.plugin.run_state import RUN
+from fairseq_tutel.plugin.training import save, startup
+from fairseq_tutel.ranks import rendezvous, world
+from fairseq_tutel.ranks.guard import guarded, keeps_the_store
 
 logger = logging.getLogger(__name__)
 
@@ -64,6 +72,66 @@ def _check_source(function: Any, digest: str) -> None:
             "whether the reasons in %s still hold",
             function.__qualname__,
             __file__,
+        )
+
+
+def call_main(original: Any) -> Any:
+    """Wrap fairseq's `call_main`; see item 5."""
+
+    @functools.wraps(original)
+    @refusals_are_sentences()
+    def wrapper(cfg: Any, main: Any, **kwargs: Any) -> Any:
+        distributed = cfg.distributed_training
+        startup.drop_tpu(cfg)
+        startup.join_torchrun(cfg)
+        if distributed.distributed_init_method is None:
+            distributed_utils.infer_init_method(distributed)
+        run: Any = run_on_several_ranks
+        if cfg.common_eval.path is None:
+            run = save.run_training
+            # torch >= 2.6 refuses the unpickler of fairseq's broadcast, so every rank reads the checkpoint.
+            cfg.checkpoint.load_checkpoint_on_all_dp_ranks = True
+        if distributed.distributed_init_method == "env://" and keeps_the_store():
+            distributed.distributed_init_method = rendezvous.METHOD
+        # A partial can be pickled for processes that fairseq spawns.
+        on_each = functools.partial(run_with_root, functools.partial(run, main))
+        with guarded("a collective of fairseq's own", timed=False), startup.meeting_of(cfg) as met:
+
+            def met_main(*args: Any, **kwargs: Any) -> Any:
+                met()
+                return on_each(*args, **kwargs)
+
+            return original(cfg, met_main if met else on_each, **kwargs)
+
+    return wrapper
+
+
+def run_with_root(main: Any, cfg: Any, **kwargs: Any) -> Any:
+    """Run a command's main function while `RUN` has its FairseqConfig."""
+    import_user_module(cfg.common)  # hydra does not; it may register tasks
+    # A spawned rank has imported this file, so fairseq skips a --user-dir that is the package.
+    plugin.register()
+    drop_suggestions()
+    give_system_options()
+    _check_model(cfg)
+    with RUN.having(cfg=cfg):
+        return main(cfg, **kwargs)
+
+
+def _check_model(cfg: Any) -> None:
+    """Refuse data-parallel wrappers that break a training run's experts; warn of options without effect."""
+    if cfg.common_eval.path is not None:
+        return
+    name = getattr(cfg.model, "ensemble_arch", None) or getattr(cfg.model, "_name", None)
+    model = ARCH_MODEL_REGISTRY.get(name, MODEL_REGISTRY.get(name))
+    backend = str(cfg.distributed_training.ddp_backend)
+    if not getattr(model, "has_experts", model is None):
+        if world.is_first():
+            warn_of_given(cfg.task, f"--arch {name}")
+    elif backend in ("fully_sharded", "slowmo"):
+        raise ValueError(
+            f"--ddp-backend is {backend}, which would shard or average experts as if they were "
+            "replicas; use legacy_ddp, or pytorch_ddp on a GPU."
         )
 
 
@@ -92,32 +160,25 @@ WRAPPED = (
     (FP16Optimizer, "build_optimizer", build_optimizer, "c7ff6d890b7d"),
 )
 
-# Attributes of other objects that are set, because fairseq or torch constructs or reads them: the file, the
-# attribute, and the reason. Configurations, and data and gradients of tensors, are not listed.
-CHANGED = (
-    ("plugin/registration/variants.py", "__class__", "`change_class`: fairseq constructs tasks that --task "
-     "names, their iterators, models whose build_model names a class, data sets whose __del__ fails"),
-    ("plugin/registration/variants.py", "__dataclass", "as fairseq's register_task does"),
-    ("plugin/registration/variants.py", "add_args", "flags of a task without a dataclass"),
-    ("plugin/registration/process.py", "_max_len", "ends a thread that reads batches"),
-    ("plugin/registration/wrapped.py", "excepthook", "prints error sentences"),
-    ("plugin/feed_forward.py", "fc1", "a stock layer's forward calls it"),
-    ("plugin/feed_forward.py", "fc2", "likewise"),
-    ("plugin/feed_forward.py", "activation_fn", "likewise"),
-    ("plugin/feed_forward.py", "ffn_layernorm", "likewise"),
-    ("plugin/feed_forward.py", "p", "the repr of a lightconv layer reads its dropout's"),
-    ("plugin/install.py", "_ddp_params_and_buffers_to_ignore", "DistributedDataParallel reads it"),
-    ("plugin/training/finite.py", "train", "fairseq's training loop has no hook before its first epoch"),
-    ("plugin/training/startup.py", "_buffer", "fairseq's all_gather_list allocates it on a GPU"),
-    ("plugin/training/startup.py", "_cpu_buffer", "likewise"),
-    ("plugin/training/task.py", "_cur_epoch_itr", "releases the workers of an iterator"),
-    ("plugin/training/task.py", "dataloader", "likewise"),
-    ("optim/zero.py", "disable_mem_eff_fp16_loading_hack", "fairseq would replace the loaded state"),
-    ("optim/zero.py", "__name__", "the Trainer compares it with a checkpoint's"),
-    ("ranks/groups.py", "param_group", "the only attribute that fairseq copies to fp32 masters"),
-    ("ranks/guard.py", "daemon", "a timer must not keep the process"),
-    ("zero/state.py", "zero_hook", "fairseq rebuilds its optimizer; the latest one's hook replaces it"),
-)  # fmt: skip
+# By file, attributes of other objects that are set, because fairseq or torch constructs or reads them.
+# Configurations, and data and gradients of tensors, are not listed.
+CHANGED = {
+    # fairseq constructs tasks, their iterators, models whose build_model names a class, and data sets.
+    "plugin/registration/variants.py": "__class__ __dataclass add_args",
+    "plugin/registration/process.py": "_max_len",  # ends a thread that reads batches
+    "plugin/registration/wrapped.py": "excepthook",  # prints error sentences
+    # A stock layer's forward calls these; the repr of a lightconv layer reads its dropout's p.
+    "plugin/feed_forward.py": "fc1 fc2 activation_fn ffn_layernorm p",
+    "plugin/install.py": "_ddp_params_and_buffers_to_ignore",  # DistributedDataParallel reads it
+    "plugin/training/finite.py": "train",  # fairseq's training loop has no hook before its first epoch
+    "plugin/training/startup.py": "_buffer _cpu_buffer",  # fairseq's all_gather_list needs a GPU for them
+    "plugin/training/task.py": "_cur_epoch_itr dataloader",  # releases the workers of an iterator
+    # fairseq would replace the loaded state; the Trainer compares the name with a checkpoint's.
+    "optim/zero.py": "disable_mem_eff_fp16_loading_hack __name__",
+    "ranks/groups.py": "param_group",  # the only attribute that fairseq copies to fp32 masters
+    "ranks/guard.py": "daemon",  # a timer must not keep the process
+    "zero/state.py": "zero_hook",  # fairseq rebuilds its optimizer; the latest one's hook replaces it
+}
 
 
 def install() -> None:

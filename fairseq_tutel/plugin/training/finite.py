@@ -39,16 +39,12 @@ SHAPED = (
 LARGEST = 1e300  # whole numbers beyond are not floats
 # Options that fairseq's optimizers read; torch adds others to `defaults` that groups may lack.
 READ = ("betas", "eps", "weight_decay", "amsgrad")
-# Name, tensor, and a limit of its magnitude.
-Named = Iterable[tuple[str, Tensor, float]]
 
 
-def first_bad(named: Named) -> str | None:
-    """Return the name of the first tensor with a NaN, or with a magnitude that reaches its limit."""
+def first_bad(named: Iterable[tuple[str, Tensor, float]]) -> str | None:
+    """Return the first name of (name, tensor, limit) with a NaN or a magnitude that reaches the limit."""
     checked = [
-        each
-        for each in named
-        if each[1].is_floating_point() and each[1].numel() and each[1].device.type != "meta"
+        each for each in named if each[1].is_floating_point() and each[1].numel() and not each[1].is_meta
     ]
     # On a CPU a sum of squares is ten times as fast as the largest magnitude, and usually finite.
     norms = [_norm(tensor, 2) for _, tensor, _ in checked]
@@ -196,9 +192,8 @@ def way_back_from(save_dir: str, model: nn.Module, failed_at: int | None = None)
     untrained = {name for name, _ in model.named_buffers()}
     untrained |= {name for name, p in model.named_parameters() if not p.requires_grad}
 
-    paths = [*saved_in(save_dir), os.path.join(save_dir, "checkpoint_last.pt")]
-
     def newest_good(before: float = math.inf) -> tuple[int, str] | None:
+        paths = [*saved_in(save_dir), os.path.join(save_dir, "checkpoint_last.pt")]
         return newest_whole(paths, before=before, accepts=lambda path: _is_good(path, untrained))
 
     def look() -> str:

@@ -13,15 +13,8 @@ from typing import Any
 
 from fairseq.file_io import PathManager
 
-from fairseq_tutel.checkpoint.files import (
-    IS_CORRUPT,
-    NOT_CHECKPOINTS,
-    has_an_end,
-    identity,
-    is_whole,
-    mapped,
-    unlike_a_file,
-)
+from fairseq_tutel.checkpoint import files
+from fairseq_tutel.checkpoint.files import NOT_CHECKPOINTS, mapped
 from fairseq_tutel.checkpoint.saved import SavedModel
 from fairseq_tutel.checkpoint.shards import bind
 from fairseq_tutel.moe.option_table import options_of
@@ -51,10 +44,10 @@ def checkpoint_to_load(cfg: Any) -> str | None:
     flag, path = flag_and_path(cfg)
     found = _found_by_all(path)
     if CORRUPT in found:
-        others = _other_checkpoints(path)
-        such_as = f", such as --restore-file {others[0]}" if others else ""
+        others = set(glob.glob(os.path.join(os.path.dirname(path), "checkpoint*.pt"))) - {path}
+        such_as = f", such as --restore-file {max(others, key=os.path.getmtime)}" if others else ""
         raise ValueError(
-            f"{flag} is {path}, which {IS_CORRUPT}; remove it and give an older checkpoint{such_as}."
+            f"{flag} is {path}, which {files.IS_CORRUPT}; remove it and give an older checkpoint{such_as}."
         )
     if any(other != found[0] for other in found):
         ranks = name_ranks([rank for rank, other in enumerate(found) if other != found[0]])
@@ -71,14 +64,6 @@ def checkpoint_to_load(cfg: Any) -> str | None:
         raise ValueError(
             f"{flag} is {path}, which does not exist; give a path from the current folder, or drop it."
         )
-    if found[0] == NOTHING and world.is_first():
-        others = _other_checkpoints(path)
-        if others:
-            logger.warning(
-                "there is no %s, but %d other checkpoints in its folder: training starts from the "
-                "beginning; give --restore-file %s to resume",
-                *(path, len(others), others[0]),
-            )
     return None if found[0] in (NOTHING, ELSEWHERE) else path
 
 
@@ -149,7 +134,7 @@ def newest_whole(
 ) -> tuple[int, str] | None:
     """Return updates and path of the whole checkpoint with the most updates, between the bounds."""
     for updates, path in sorted(((updates_of(path), path) for path in paths), reverse=True):
-        if after < updates < before and is_whole(path) and accepts(path):
+        if after < updates < before and files.is_whole(path) and accepts(path):
             return updates, path
     return None
 
@@ -217,7 +202,7 @@ def _found_by_all(path: str) -> list[str]:
     found = world.all_gather_object((own, inode), operation)
     is_file = own not in (NOTHING, CORRUPT, ELSEWHERE, *NOT_CHECKPOINTS)
     reads = is_file and found.index(found[world.rank()]) == world.rank()
-    reading = Work(lambda: is_whole(path) if reads else True)
+    reading = Work(lambda: files.is_whole(path) if reads else True)
     # Repeated short collectives: reading a large file exceeds the time-out of one.
     while True:
         ended, whole, error = reading.look()
@@ -227,18 +212,12 @@ def _found_by_all(path: str) -> list[str]:
 
 
 def _found(path: str) -> str:
-    kind = unlike_a_file(path)
+    kind = files.unlike_a_file(path)
     if kind is not None:
         return kind
     if not os.path.isfile(path):
         return ELSEWHERE if PathManager.exists(path) else NOTHING
-    return identity(path) if has_an_end(path) else CORRUPT
-
-
-def _other_checkpoints(path: str) -> list[str]:
-    """Return the other checkpoints of a folder, the newest first."""
-    found = set(glob.glob(os.path.join(os.path.dirname(path), "checkpoint*.pt"))) - {path}
-    return sorted(found, key=os.path.getmtime, reverse=True)
+    return files.identity(path) if files.has_an_end(path) else CORRUPT
 
 
 def warn_of_changed_options(path: str | None, cfg: Any) -> None:

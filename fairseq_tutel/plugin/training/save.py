@@ -1,9 +1,7 @@
 """Saves checkpoints: --save-dir has one writer, files are whole, and they contain all ranks' experts.
 
-Training holds the lease of its --save-dir from before its start to its end; rank 0 holds it for all.
-Two runs in one folder would remove each other's experts and overwrite each other's files.
-
-The functions that take an original wrap a fairseq function; see `registration/wrapped.py`.
+Rank 0 holds the lease of --save-dir: two runs would remove each other's experts and overwrite each other's
+files. The functions that take an original wrap a fairseq function; see `registration/wrapped.py`.
 """
 
 import contextlib
@@ -52,7 +50,8 @@ def writing(save_dir: str, writes: bool = True) -> Iterator[None]:
 
     def take_lease() -> None:
         try:
-            taken.extend([take(save_dir)] if writes else [])
+            if writes:
+                taken.append(take(save_dir))
         except OSError as error:
             sentence = files.unwritten(str(Path(save_dir) / NAME), error).args[-1]
             raise ValueError(sentence) from error

@@ -26,7 +26,7 @@ from fairseq_tutel.optim.moe_optimizer import variant_name
 from fairseq_tutel.optim.zero import NOT_ELEMENTWISE, refuse_first, refuse_with_zero, zero_options
 from fairseq_tutel.options.option import flag_of, read
 from fairseq_tutel.plugin.feed_forward import named_stacks
-from fairseq_tutel.plugin.plans import plans_of, prove_once_a_host
+from fairseq_tutel.plugin.plans import check_together, plans_of
 from fairseq_tutel.plugin.run_state import config_of, device_of
 from fairseq_tutel.ranks import guard
 from fairseq_tutel.ranks.agreement import agree
@@ -99,7 +99,7 @@ def start_together(root: Any, model: nn.Module, task: Any) -> None:
     """Compare all ranks' options, and set the time-out of their collectives."""
     set_timeout(config_of(task))
     if dist.is_initialized():
-        prove_once_a_host(config_of(task))
+        check_together(config_of(task))
         agree(_facts_of(root, model, task))
         limit_fairseq_groups()
         allocate_gather_buffers(root)

@@ -18,7 +18,7 @@ Convert = Callable[[argparse.Namespace, list[Path], Path], str]
 
 def option(flag: str, help: str, metavar: str | None = None, **keywords: Any) -> Option:
     """Return an option of a conversion; a whole number has the metavar N, another one X."""
-    usual = {int: "N", float: "X"}.get(keywords.get("type"))
+    usual = {int: "N", float: "X"}.get(keywords.get("type", str))
     if metavar or usual:
         keywords["metavar"] = metavar or usual
     return flag, {"help": help, **keywords}
@@ -29,14 +29,11 @@ class Conversion:
     """A kind of `convert`.
 
     Attributes:
-        name: its name on the command line.
         convert: writes the output of (arguments, input files, output); returns what to print after the name
             of the output. Its docstring is the help.
         source: help of --input; empty if other options name the input.
-        output: help of --output.
-        is_folder: whether --output is a folder.
+        output: help of --output, the name of a folder if `is_folder`.
         inputs: returns the input files, which are never replaced.
-        options: its options.
         one_of: options of which exactly one must be given.
         exclusive: groups of options of which at most one can be given.
         late: adds options that are slow to import.

@@ -5,9 +5,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from fairseq_tutel.checkpoint.saved import Layer, SavedModel
-from fairseq_tutel.convert import fewer_experts
 from fairseq_tutel.convert.configs import configs_of
-from fairseq_tutel.convert.dense import to_dense
+from fairseq_tutel.convert.experts import Groups, neighbors, regroup, to_dense
 from fairseq_tutel.tools.convert.conversion import NEW_RUN, Conversion, one_file, option
 from fairseq_tutel.tools.convert.selection import expert_ids, loads
 
@@ -34,9 +33,9 @@ def _merge(arguments: argparse.Namespace, inputs: list[Path]) -> tuple[SavedMode
     saved = SavedModel.open(inputs[0])
     configs = configs_of(saved)
     load = loads(arguments, configs)
-    groups: Mapping[Layer, fewer_experts.Groups]
+    groups: Mapping[Layer, Groups]
     if arguments.groups is None:
-        groups = fewer_experts.neighbors(arguments.moe_expert_count, configs)
+        groups = neighbors(arguments.moe_expert_count, configs)
     else:
         groups = expert_ids("--groups", arguments.groups, configs, in_groups=True)
         for layer, of_layer in groups.items():
@@ -46,7 +45,7 @@ def _merge(arguments: argparse.Namespace, inputs: list[Path]) -> tuple[SavedMode
                     f"--groups names {named} of the {E} experts of {layer.label}; name every one once, in "
                     "a group of one to keep it (convert prune removes experts)."
                 )
-    for line in fewer_experts.regroup(saved, groups, load, arguments.moe_top_k):
+    for line in regroup(saved, groups, load, arguments.moe_top_k):
         print(line)
     return saved, f"; means are {'by load' if load else 'even'}{NEW_RUN}"
 
@@ -82,7 +81,7 @@ def _prune(arguments: argparse.Namespace, inputs: list[Path]) -> tuple[SavedMode
         if not groups[layer]:
             flag = "--drop" if arguments.drop is not None else f"--below {arguments.below:g}"
             raise ValueError(f"{flag} leaves none of the {E} experts of {layer.label}; keep one.")
-    for line in fewer_experts.regroup(saved, groups, top_k=arguments.moe_top_k):
+    for line in regroup(saved, groups, top_k=arguments.moe_top_k):
         print(line)
     return saved, NEW_RUN
 

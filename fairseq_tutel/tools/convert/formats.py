@@ -6,7 +6,7 @@ from pathlib import Path
 
 from fairseq_tutel.checkpoint.quantized import EXPERT_DTYPES
 from fairseq_tutel.checkpoint.saved import SavedModel
-from fairseq_tutel.convert import meta, safetensors_folder, sharded, swin, swin_experts, tutel
+from fairseq_tutel.convert import meta, safetensors_folder, sharded, swin, tutel
 from fairseq_tutel.files.small import printable
 from fairseq_tutel.kernels.activations import ACTIVATIONS
 from fairseq_tutel.options.option import UNITS, bytes_of
@@ -64,14 +64,14 @@ def _to_safetensors(arguments: argparse.Namespace, inputs: list[Path], output: P
             f"--output {output} holds no {safetensors_folder.INDEX}, and is not replaced; give another."
         )
     saved = SavedModel.open(inputs[0], keep_shards=True)
-    count = safetensors_folder.to_folder(saved, output, limit)
+    count = safetensors_folder.write(saved, output, limit)
     return f": {count} file{'s' * (count > 1)} of weights"
 
 
 @one_file
 def _from_safetensors(arguments: argparse.Namespace, inputs: list[Path]) -> tuple[SavedModel, str]:
     """Make a checkpoint of a folder that `convert safetensors` wrote."""
-    return safetensors_folder.from_folder(inputs[0]), NEW_RUN
+    return safetensors_folder.read(inputs[0]), NEW_RUN
 
 
 @one_file
@@ -119,7 +119,7 @@ def _from_swin(arguments: argparse.Namespace, inputs: list[Path]) -> tuple[Saved
     """
     if arguments.classes is not None and arguments.classes < 1:
         raise ValueError(f"--classes is {arguments.classes}; give a number of at least 1.")
-    files = swin_experts.files_of(Path(arguments.input))
+    files = swin.files_of(Path(arguments.input))
     saved = swin.read(files, arguments.classes, arguments.class_map)
     options, images = saved.options, saved.state["task_state"]["images"]
     channels, size, _ = images["shape"]
@@ -180,7 +180,7 @@ KINDS = (
         name="swin",
         convert=_from_swin,
         source="the released .pth file",
-        inputs=lambda arguments: [*chain(*swin_experts.files_of(Path(arguments.input)))],
+        inputs=lambda arguments: [*chain(*swin.files_of(Path(arguments.input)))],
         exclusive=(
             (
                 option("--classes", "replace the released head by one of zeros for N classes", type=int),

@@ -82,36 +82,30 @@ def _kept(arguments: argparse.Namespace, sizes: Mapping[str, int]) -> dict[str, 
     kept = {side: list(range(size)) for side, size in sizes.items()}
     for prefix, side in (("", main), ("encoder_", "encoder")):
         for verb in ("drop", "keep"):
-            text = getattr(arguments, f"{prefix}{verb}_layers")
+            key = f"{prefix}{verb}_layers"
+            text = getattr(arguments, key)
             if text is None:
                 continue
-            flag = flag_of(f"{prefix}{verb}_layers")
             if prefix and len(sizes) == 1:
                 raise ValueError(
-                    f"{flag} is {text}, but the model has one side; give {flag_of(verb)}-layers."
+                    f"{flag_of(key)} is {text}, but the model has one side; give --{verb}-layers."
                 )
-            named = _numbers(flag, text, sizes[side], side)
+            named = [int(part) if part.strip().isdecimal() else -1 for part in text.split(",")]
+            if not {*named} <= {*range(sizes[side])} or len({*named}) < len(named):
+                raise ValueError(
+                    f"{flag_of(key)} is {text!r}, but the {side} has the layers 0 to {sizes[side] - 1}; "
+                    "name some of these, once each, with commas between, as 1,3."
+                )
             kept[side] = [i for i in range(sizes[side]) if (i in named) == (verb == "keep")]
             if not kept[side]:
-                raise ValueError(f"{flag} is {text}, which leaves no layer of the {side}; leave one.")
+                raise ValueError(
+                    f"{flag_of(key)} is {text}, which leaves no layer of the {side}; leave one."
+                )
     if all(len(kept[side]) == size for side, size in sizes.items()):
         raise ValueError(
             "no layer would be removed; give --drop-layers, --keep-layers, or those of the encoder."
         )
     return kept
-
-
-def _numbers(flag: str, text: str, count: int, side: str) -> set[int]:
-    parts = [part.strip() for part in text.split(",")]
-    if not all(part.isdecimal() for part in parts):
-        raise ValueError(f"{flag} is {text!r}; give numbers of layers with commas between, as 1,3.")
-    named = {int(part) for part in parts}
-    if max(named) >= count or len(named) < len(parts):
-        raise ValueError(
-            f"{flag} is {text}, but the {side} has the layers 0 to {count - 1}; name some of these, once "
-            "each."
-        )
-    return named
 
 
 @one_file

@@ -18,7 +18,16 @@ from fairseq_tutel.tools.report.figures import (
     line_chart,
     scale_of,
 )
-from fairseq_tutel.tools.training_log import DROPPED, LAYERS, LOAD, Run, layer_of, list_keys, units_of
+from fairseq_tutel.tools.training_log import (
+    DROPPED,
+    LAYERS,
+    LOAD,
+    Record,
+    Run,
+    layer_of,
+    list_keys,
+    units_of,
+)
 
 HOUR = 3600  # seconds
 COLUMNS = 4000  # of all heat maps of a section, which bounds the size of the page
@@ -57,7 +66,7 @@ def sections_of(runs: dict[str, Run]) -> list[Section]:
 
 @dataclass(frozen=True)
 class Chart:
-    """A chart of one quantity. Texts may contain the words of `_words_of` in braces."""
+    """A chart of one quantity. Texts may contain {units}, of speed."""
 
     title: str
     keys: str  # pattern of logged keys; with a group, every match is a curve
@@ -106,7 +115,8 @@ SECTIONS = {
     ],
     ("experts", "Experts", "Averages over the MoE layers."): [
         Chart("Balance loss", "moe_gate_loss", "balance loss",
-              "{balance}", validation=True),
+              "Before its weight. gshard and switch are 1 at an even load, E if one of E experts has all.",
+              validation=True),
         *(_chart_of(metric) for metric in METRICS if metric.drawn),
     ],
     ("speed", "Speed", ""): [
@@ -129,7 +139,8 @@ SECTIONS = {
 
 def curve_sections(runs: dict[str, Run]) -> list[Section]:
     """Return the sections of curves, with a picture for each chart that has values."""
-    made, words = [], _words_of(runs)
+    units = units_of(runs.values())
+    made, words = [], {"units": units, "Units": units.capitalize()}
     for heading, templates in SECTIONS.items():
         charts = []
         for chart in templates:
@@ -144,17 +155,6 @@ def curve_sections(runs: dict[str, Run]) -> list[Section]:
     return made
 
 
-def _words_of(runs: dict[str, Run]) -> dict[str, str]:
-    """Return the words of texts that depend on the task: units, and the balance losses."""
-    units = units_of(runs.values())
-    names = sorted(set().union(*(run.balance_losses for run in runs.values())))
-    balance = f"Unweighted: {', '.join(names)}." if names else "Unweighted."
-    if any(name.startswith(("gshard", "switch")) for name in names):
-        balance += " gshard and switch are 1 at an even load, and E if one of E experts has all."
-    rows = {"tokens": "tokens", "images": "image patches"}.get(units, "tokens or image patches")
-    return {"units": units, "Units": units.capitalize(), "rows": rows, "balance": balance}
-
-
 def _pictures(chart: Chart, runs: dict[str, Run], time: bool = False) -> list[Picture]:
     """Return the picture of a chart, against updates or time, or [] if it has no values."""
     longest = max((s for run in runs.values() if not math.isnan(s := run.seconds)), default=0)
@@ -162,13 +162,16 @@ def _pictures(chart: Chart, runs: dict[str, Run], time: bool = False) -> list[Pi
     curves = _curves_of(chart, runs, seconds if time else None)
     if not curves or (chart.unless_zero and not any(any(curve.y) for curve in curves)):
         return []
+    # The entropy of uniform probabilities, for every number of experts in the runs.
+    is_entropy = chart.keys == "entropy_gating"
+    uniform = {e for run in runs.values() for e in run.experts.values() if is_entropy}
     svg = line_chart(
         curves,
         f"training time ({unit})" if time else "updates",
         chart.unit,
         log=chart.log,
         from_zero=chart.from_zero,
-        references=_even_entropy(runs) if chart.keys == "entropy_gating" else [],
+        references=[(math.log(e), f"ln {e} = {math.log(e):.2f}") for e in sorted(uniform)],
         points=max(100, min(400, 2000 // len(curves))),
     )
     title = f"{chart.title} against {'time' if time else 'updates'}"
@@ -199,102 +202,96 @@ def _curves_of(chart: Chart, runs: dict[str, Run], seconds: float | None) -> lis
     return curves
 
 
-def _even_entropy(runs: dict[str, Run]) -> list[tuple[float, str]]:
-    """Return the entropy of uniform probabilities, for every number of experts in the runs."""
-    numbers = {e for run in runs.values() for e in run.experts.values()}
-    return [(math.log(e), f"ln {e} = {math.log(e):.2f}") for e in sorted(numbers)]
-
-
 LAYERS_TEXT = """
-One line for each MoE layer in training. With more layers than colours, a map with the first layer on top.
-A layer that differs from its neighbours deserves a look at its map below.
+One line for each MoE layer in training. With more layers than colours, a map with the first layer on top. A
+layer that differs from its neighbours deserves a look at its map below.
 """
 
 
 def layer_section(runs: dict[str, Run]) -> Section:
-    """Return the section of lists over layers."""
+    """Return the section of lists over layers; one that begins at 0 and is always 0 is left out."""
     section = Section("layers", "Layer by layer", LAYERS_TEXT)
     for name, run in runs.items():
-        made = [_layer_picture(name, run, key) for key in list_keys(LAYERS, run.training)]
-        section.groups[name] = [picture for picture in made if picture is not None]
+        pictures = section.groups[name] = []
+        labels = [layer_of(load, LOAD) for load in list_keys(LOAD, run.training)]
+        for key in list_keys(LAYERS, run.training):
+            title, unit, from_zero = _quantity(key.removeprefix(LAYERS))
+            updates, values_UL = _values(run.training, key)
+            if from_zero and not _any_above_0(values_UL):
+                continue
+            last = ", ".join(
+                f"{layer} {value:g}" for layer, value in zip(labels, values_UL[-1], strict=True)
+            )
+            if len(labels) > len(COLORS):
+                svg = heat_map(updates, values_UL, scale_of(unit, values_UL), rows="MoE layer")
+            else:
+                lines = enumerate(zip(labels, zip(*values_UL, strict=True), strict=True))
+                curves = [Curve(label, updates, values, run=i) for i, (label, values) in lines]
+                svg = line_chart(curves, "updates", unit, from_zero=from_zero)
+            alt = f"{name}, {title.lower()} by layer: at update {updates[-1]} {last}."
+            pictures.append(Picture(title, "", alt, svg))
     return section
 
 
-def _layer_picture(name: str, run: Run, key: str) -> Picture | None:
-    """Return the picture of a list over layers, or None if it begins at 0 and is always 0."""
-    title, unit, from_zero = key.removeprefix(LAYERS), "", False
+def _quantity(name: str) -> tuple[str, str, bool]:
+    """Return a list's title, the label of its axis and whether that begins at 0, of any name."""
     for metric in METRICS:
-        if match := re.fullmatch(metric.layers.format(r"(\d+)"), title):
+        if match := re.fullmatch(metric.layers.format(r"(\d+)"), name):
             choice = f" of choice {match[1]}" if match.groups() else ""
-            title, unit, from_zero = (metric.title or title) + choice, metric.unit, metric.from_zero
-            break
-    records = [record for record in run.training if key in record.lists]
-    values_UL = [record.lists[key] for record in records]
-    if from_zero and not any(value > 0 for values_L in values_UL for value in values_L):
-        return None
-    labels = [layer_of(load, LOAD) for load in list_keys(LOAD, run.training)]
-    last = ", ".join(f"{label} {value:g}" for label, value in zip(labels, values_UL[-1], strict=True))
-    updates = [record.update for record in records]
-    alt = f"{name}, {title.lower()} by layer: at update {updates[-1]} {last}."
-    if len(labels) > len(COLORS):
-        svg = heat_map(updates, values_UL, scale_of(unit, values_UL), rows="MoE layer")
-    else:
-        lines = enumerate(zip(labels, zip(*values_UL, strict=True), strict=True))
-        curves = [Curve(label, updates, values, run=i) for i, (label, values) in lines]
-        svg = line_chart(curves, "updates", unit, from_zero=from_zero)
-    return Picture(title, "", alt, svg)
+            return (metric.title or name) + choice, metric.unit, metric.from_zero
+    return name, "", False
+
+
+def _values(records: list[Record], key: str) -> tuple[list[int], list[list[float]]]:
+    """Return the updates of the records that have a list, and the lists."""
+    found = [record for record in records if key in record.lists]
+    return [record.update for record in found], [record.lists[key] for record in found]
+
+
+def _any_above_0(rows: list[list[float]]) -> bool:
+    return any(value > 0 for row in rows for value in row)
 
 
 LOAD_TEXT = """
 One picture for each MoE layer: a row is an expert, a column the updates from one record to the next. White
-is an even share of the {rows}; orange experts get more, violet ones less. A row that stays dark violet
-is an expert that hardly learns.
+is an even share; orange experts get more, violet ones less. A row that stays dark violet hardly learns.
 """
 DROPPED_TEXT = """
 The share of each expert's assignments that were dropped, if any were. Rows and columns are as above. White
 is 0. A row that stays dark is an expert whose load exceeds its capacity all the time.
 """
+LOAD_COLOURS = "From violet, a quarter of an even share or less, over white to orange, four or more."
+DROPPED_COLOURS = "From white, nothing dropped, over orange, a quarter, to black, all of it."
 
 
 def expert_sections(runs: dict[str, Run]) -> list[Section]:
     """Return the sections of heat maps over experts."""
-    load = Section("load", "Load of every expert", LOAD_TEXT.format(**_words_of(runs)))
-    colours = "From violet, a quarter of an even share or less, over white to orange, four or more."
-    _add_maps(load, runs, LOAD, LOAD_SCALE, colours, "have {:.2f} to {:.2f} even shares", -1)
+    load = Section("load", "Load of every expert", LOAD_TEXT)
+    _add_maps(load, runs, LOAD, LOAD_SCALE, LOAD_COLOURS, "have {:.2f} to {:.2f} even shares")
     dropped = Section("dropped", "Dropped share of every expert", DROPPED_TEXT)
-    colours = "From white, nothing dropped, over orange, a quarter, to black, all of it."
-    _add_maps(dropped, runs, DROPPED, DROPPED_SCALE, colours, "drop a share of {:.3f} to {:.3f}", 0)
+    _add_maps(dropped, runs, DROPPED, DROPPED_SCALE, DROPPED_COLOURS, "drop a share of {:.3f} to {:.3f}")
     return [load, dropped]
 
 
 def _add_maps(
-    section: Section,
-    runs: dict[str, Run],
-    prefix: str,
-    scale: Scale,
-    colours: str,
-    words: str,
-    above: float,
+    section: Section, runs: dict[str, Run], prefix: str, scale: Scale, colours: str, words: str
 ) -> None:
-    """Add a map for every list with the prefix that has a value above a number."""
+    """Add a map for every list with the prefix that is not always 0."""
     shown = [
-        (name, what, key, kept)
+        (f"{name}, {what}", layer_of(key, prefix), *_values(records, key))
         for name, run in runs.items()
         for what, records in {"training": run.training, **run.subsets}.items()
         for key in list_keys(prefix, records)
-        if (kept := [record for record in records if key in record.lists])
-        and any(value > above for record in kept for value in record.lists[key])
     ]
+    shown = [row for row in shown if _any_above_0(row[3])]
     if shown:
         section.groups[""] = [Picture("Colours", "", colours, legend_of(scale))]
     columns = min(200, max(40, COLUMNS // max(len(shown), 1)))
-    for name, what, key, records in shown:
-        values = [record.lists[key] for record in records]
-        updates = [record.update for record in records]
-        layer, last = layer_of(key, prefix), words.format(min(values[-1]), max(values[-1]))
-        alt = f"{name}, {what}, {layer}: at update {updates[-1]} the {len(values[-1])} experts {last}."
+    for group, layer, updates, values in shown:
+        last = words.format(min(values[-1]), max(values[-1]))
+        alt = f"{group}, {layer}: at update {updates[-1]} the {len(values[-1])} experts {last}."
         svg = heat_map(updates, values, scale, columns=columns)
-        section.groups.setdefault(f"{name}, {what}", []).append(Picture(layer, "", alt, svg))
+        section.groups.setdefault(group, []).append(Picture(layer, "", alt, svg))
 
 
 DATA_TEXT = """

@@ -1,7 +1,4 @@
-"""`convert student` on small files: which layers are left and what their options are, or why not.
-
-tests/e2e/test_distillation.py trains what it writes.
-"""
+"""`convert student` and `pregate` on small files; tests/e2e trains on what they write."""
 
 import pytest
 import torch
@@ -14,8 +11,9 @@ BOTH = ("encoder.layers.0!", "encoder.layers.1", "encoder.layers.2", *EIGHT)
 
 
 @pytest.fixture
-def files(tmp_path):
-    return ("student", "--input", tmp_path / "a.pt", "--output", tmp_path / "b.pt")
+def files(request, tmp_path):
+    kind = "pregate" if "pre_gated" in request.node.name else "student"
+    return (kind, "--input", tmp_path / "a.pt", "--output", tmp_path / "b.pt")
 
 
 def written(tmp_path, layers, freq, **options):
@@ -78,7 +76,7 @@ def test_each_side_of_a_translator_has_its_own(files, tmp_path):
             "the decoder has the layers 0 to 5; name some of these, once each",
         ),
         (("--drop-layers", "1,1"), "name some of these, once each"),
-        (("--keep-layers", "one"), "--keep-layers is 'one'; give numbers of layers with commas"),
+        (("--keep-layers", "one"), "--keep-layers is 'one', but the decoder has the layers 0 to 5; name"),
         (("--drop-layers", "0,1,2,3,4,5"), "leaves no layer of the decoder"),
         (("--encoder-drop-layers", "0"), "but the model has one side; give --drop-layers"),
         (
@@ -105,3 +103,34 @@ def test_gates_that_would_see_too_far_back_are_refused(files, tmp_path):
     message = refusal(*files, "--drop-layers", "0,1")
     assert "pregate (--moe-pregate) is 2 but the decoder has 2 MoE layers; give 1 to 1" in message
     assert not (tmp_path / "b.pt").exists()
+
+
+def test_gates_of_pre_gated_layers_see_an_earlier_input_and_weights_stay(files, tmp_path):
+    save(tmp_path / "a.pt", ("encoder.layers.1", *EIGHT), balance_bias=True)
+    printed = convert(*files, "--moe-pregate", 1)
+    assert printed.splitlines()[:4] == [
+        "encoder_1: its gate reads its own input",
+        "decoder_1: its gate reads its own input",
+        "decoder_3: its gate reads the input of decoder_1",
+        "decoder_5: its gate reads the input of decoder_3",
+    ]
+    a, b = load(tmp_path / "a.pt"), load(tmp_path / "b.pt")
+    assert list(a["model"]) == list(b["model"])
+    assert all(torch.equal(a["model"][key], b["model"][key]) for key in a["model"])
+    assert b["cfg"] == {**a["cfg"], "model": {**a["cfg"]["model"], "moe_pregate": 1}}
+    assert "last_optimizer_state" not in b  # of gates that read something else
+
+
+def test_what_cannot_be_pre_gated_is_refused(files, tmp_path):
+    save(tmp_path / "a.pt", ("encoder.layers.1", *EIGHT))
+    sentence = "the encoder has 1 MoE layers and the decoder has 3 MoE layers; give 1 to 2."
+    for ahead in (3, 0):
+        assert (
+            refusal(*files, "--moe-pregate", ahead) == f"pregate (--moe-pregate) is {ahead} but {sentence}"
+        )
+    save(tmp_path / "a.pt", ("decoder.layers.0!", "decoder.layers.1!"))
+    assert "whose model has no experts" in refusal(*files, "--moe-pregate", 1)
+    save(tmp_path / "a.pt")
+    convert(*files, "--moe-pregate", 1)
+    (tmp_path / "b.pt").replace(tmp_path / "a.pt")
+    assert "which is pre-gated already (--moe-pregate 1); give the" in refusal(*files, "--moe-pregate", 1)

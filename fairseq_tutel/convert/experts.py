@@ -1,0 +1,253 @@
+"""Merges or prunes the experts of a checkpoint, or makes a dense one of them."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fairseq_tutel.checkpoint.saved import DENSE, LAYER_NORM, PARTS, Layer, SavedModel
+from fairseq_tutel.convert.configs import (
+    Tensors,
+    configs_of,
+    counts_text,
+    gate_rows,
+    replaced,
+    without_experts,
+)
+from fairseq_tutel.convert.upcycle import sums_to_1
+from fairseq_tutel.moe.config import GATE_TYPES, MoEConfig, label_of
+from fairseq_tutel.moe.option_table import BY_OWNER, options_of
+from fairseq_tutel.moe.slots import capacity_of
+from fairseq_tutel.options.option import options_in
+from fairseq_tutel.plugin.feed_forward import SIDES
+from fairseq_tutel.vision.options import SwinExpertsConfig
+
+# IDs of the old experts that make up each new expert.
+Groups = Sequence[Sequence[int]]
+
+
+def neighbors(text: str, configs: Mapping[Layer, MoEConfig]) -> dict[Layer, Groups]:
+    """Return groups of neighboring experts, as many as a value of --moe-expert-count says."""
+    from fairseq_tutel.plugin.registration.flags import expert_counts
+
+    found: dict[Layer, Groups] = {}
+    for layer, count in zip(configs, expert_counts(text, len(configs)), strict=True):
+        num_experts = configs[layer].num_experts
+        if count > num_experts:
+            raise ValueError(
+                f"--moe-expert-count is {count}, but {layer.label} has {num_experts} experts; give "
+                "no more than these."
+            )
+        edges = [i * num_experts // count for i in range(count + 1)]
+        found[layer] = [list(range(a, b)) for a, b in pairwise(edges)]
+    return found
+
+
+def regroup(
+    saved: SavedModel,
+    groups: Mapping[Layer, Groups],
+    loads: Mapping[Layer, Sequence[float]] | None = None,
+    top_k: int | None = None,
+) -> list[str]:
+    """Replace the experts of a checkpoint by the mean of each group, in place.
+
+    Layers without groups keep their experts. Means are weighted by loads [E], evenly in groups without any.
+    Returns a line for each MoE layer with the old experts of each new one.
+
+    Raises:
+        ValueError: experts that do not fit a layer's gate, expert groups or top_k.
+    """
+    weights, counts, lines = dict(saved.weights), [], []
+    for layer, config in configs_of(saved).items():
+        unchanged = [[i] for i in range(config.num_experts)]
+        of_layer = groups.get(layer, unchanged)
+        if of_layer != unchanged:
+            _refuse_gates(config, layer, of_layer)
+            _refuse_uneven_groups(config, layer, of_layer)
+            load = (loads or {}).get(layer)
+            for name in _per_expert(saved, layer, config):
+                stack = weights[name]
+                weights[name] = torch.stack([_mean(stack, group, load) for group in of_layer])
+        try:
+            chosen = config.top_k if top_k is None else top_k
+            dataclasses.replace(config, num_experts=len(of_layer), top_k=chosen)
+        except ValueError as error:
+            raise ValueError(f"{layer.label}: {error}") from None
+        counts.append(len(of_layer))
+        ids = "/".join(",".join(map(str, group)) for group in of_layer)
+        lines.append(f"{layer.label}: {config.num_experts} -> {len(of_layer)} experts, {ids}")
+    saved.options["moe_expert_count"] = counts_text(counts)
+    if top_k is not None:
+        saved.options.update(moe_top_k=top_k, moe_top1_expert=False)
+    saved.restart(weights)
+    return lines
+
+
+def _per_expert(saved: SavedModel, layer: Layer, config: MoEConfig) -> list[str]:
+    """Return the names of a layer's tensors that have an entry per expert."""
+    names = [f"{layer.moe}.experts.{name}" for name in saved.stacks(layer)]
+    names += gate_rows(config, layer)
+    bias = f"{layer.moe}.balance_bias.bias"
+    return [*names, bias] if bias in saved.weights else names
+
+
+def _mean(stack: Tensor, ids: Sequence[int], load: Sequence[float] | None) -> Tensor:
+    if len(ids) == 1:
+        return stack[ids[0]]
+    weights = torch.tensor([1.0 if load is None else load[i] for i in ids], dtype=torch.float64)
+    if weights.sum() == 0:
+        weights.fill_(1.0)
+    weights /= weights.sum()
+    total = torch.zeros(stack.shape[1:], dtype=torch.promote_types(stack.dtype, torch.float32))
+    for i, weight in zip(ids, weights.tolist(), strict=True):
+        total += weight * stack[i]
+    return total.to(stack.dtype)
+
+
+def _refuse_gates(config: MoEConfig, layer: Layer, groups: Groups) -> None:
+    for kind in config.gate_types:
+        if kind not in GATE_TYPES:
+            raise ValueError(
+                f"{layer.label} has a custom gate, {kind} ({label_of('gate_type')}), whose tensors have no "
+                "known layout; merge and prune take linear, cosine and hash gates."
+            )
+        if kind == "hash" and groups != [[i] for i in range(len(groups))]:
+            raise ValueError(
+                f"{layer.label} has a hash gate ({label_of('gate_type')}), which chooses experts by ID; "
+                "drop only the last experts."
+            )
+
+
+def _refuse_uneven_groups(config: MoEConfig, layer: Layer, groups: Groups) -> None:
+    if config.expert_groups == 1:
+        return
+    size = config.num_experts // config.expert_groups
+    found = [sorted({i // size for i in ids}) for ids in groups]
+    # The same number of new experts in each of the gate's groups, in order.
+    even = [[g // (len(groups) // config.expert_groups or 1)] for g in range(len(groups))]
+    if found != even or len(groups) % config.expert_groups:
+        raise ValueError(
+            f"{layer.label} has {config.expert_groups} groups of {size} neighboring experts "
+            f"({label_of('expert_groups')}); keep the same number in each, and merge none of two groups."
+        )
+
+
+def to_dense(
+    saved: SavedModel, chosen: Mapping[Layer, Sequence[int]], weight: float | None = None
+) -> tuple[dict[str, int], list[str]]:
+    """Replace the experts of every MoE layer by one FFN, of the chosen ones side by side, in place.
+
+    `weight` is the total weight of the chosen experts: by default the sum of a token's weights where this
+    is constant, else 1. Returns the labels of padded layers with their width, and of those whose outputs
+    may change.
+
+    Raises:
+        ValueError: experts that no dense FFN can represent.
+    """
+    made: dict[Layer, Tensors] = {}
+    changed = []
+    for layer, config in configs_of(saved).items():
+        usual = config.routed_scaling_factor if sums_to_1(config) else 1.0
+        total = usual if weight is None else weight
+        made[layer] = _dense_ffn(saved, layer, config, chosen[layer], total)
+        if total != usual or not _is_exact(saved, layer, config):
+            changed.append(layer.label)
+    made |= {layer: saved.dense_ffn(layer) for layer in saved.layers if not layer.has_experts}
+    widths, padded = _pad(made)
+    _use_dense_options(saved, widths)
+    saved.restart(replaced(saved, made))
+    return padded, changed
+
+
+def _pad(made: dict[Layer, Tensors]) -> tuple[dict[str, int], dict[str, int]]:
+    """Add units of zeros up to one width per side; return the sides' and the padded layers' widths."""
+    widths: dict[str, int] = {}
+    for layer, ffn in made.items():
+        widths[layer.side] = max(widths.get(layer.side, 0), len(ffn["fc1.bias"]))
+    padded = {}
+    for layer, ffn in made.items():
+        more = widths[layer.side] - len(ffn["fc1.bias"])
+        if more and LAYER_NORM[0] in ffn:
+            raise ValueError(
+                "--input normalizes hidden layers (--scale-fc) of several widths, but those of a dense "
+                "model have one width; choose --experts of one width."
+            )
+        if more:
+            padded[layer.label] = widths[layer.side]
+            ffn["fc1.weight"] = F.pad(ffn["fc1.weight"], (0, 0, 0, more))
+            ffn["fc1.bias"] = F.pad(ffn["fc1.bias"], (0, more))
+            ffn["fc2.weight"] = F.pad(ffn["fc2.weight"], (0, more))
+    return widths, padded
+
+
+def _use_dense_options(saved: SavedModel, widths: Mapping[str, int]) -> None:
+    """Set the options and names of a dense fairseq model."""
+    for part in PARTS:
+        saved.rename(part, without_experts(saved.name(part)))
+    saved.drop([option.key for owner in BY_OWNER for option in options_of(owner)])
+    saved.drop([option.key for option in options_in(SwinExpertsConfig)])
+    options = saved.options
+    for side, width in widths.items():
+        if side in SIDES:
+            options[f"{side}_ffn_embed_dim"] = width
+            continue
+        dim, ratio = options["swin_embed_dim"], options["swin_mlp_ratio"]
+        if width != int(dim * 2 ** int(side.partition(".")[2]) * ratio):
+            raise ValueError(
+                f"--experts makes the FFNs of {side} {width} wide, but a Swin's are {ratio:g} times as "
+                "wide as its tokens (--swin-mlp-ratio); choose one expert of that width."
+            )
+
+
+def _dense_ffn(
+    saved: SavedModel, layer: Layer, config: MoEConfig, chosen: Sequence[int], weight: float
+) -> Tensors:
+    """Return the tensors of the dense FFN; each expert's fc2 has an even share of the weight."""
+    _refuse_no_dense(config, layer, len(chosen))
+    scale = weight / len(chosen)
+    experts = [saved.expert(layer, i) for i in chosen]
+    made = {}
+    for name in DENSE:
+        parts = [expert[name.replace(".", "_")] for expert in experts]
+        if name.startswith("fc2") and scale != 1:
+            parts = [part * scale for part in parts]
+        if config.shared_experts:
+            parts.append(saved.weights[f"{layer.moe}.beside.shared.{name}"])
+        if name == "fc2.bias":
+            made[name] = torch.stack(parts).sum(dim=0)
+        else:
+            made[name] = torch.cat(parts, dim=1 if name == "fc2.weight" else 0)
+    for kind in ("weight", "bias") if config.hidden_layer_norm else ():
+        norm = saved.weights[f"{layer.moe}.experts.hidden_layer_norm.{kind}"]
+        made[f"ffn_layernorm.{kind}"] = norm
+    return made
+
+
+def _refuse_no_dense(config: MoEConfig, layer: Layer, number: int) -> None:
+    if config.expert_type != "ffn":
+        raise ValueError(
+            f"{layer.label} has experts of the type {config.expert_type} ({label_of('expert_type')}), for "
+            "which fairseq has no dense layer; convert dense takes ffn."
+        )
+    if config.residual:
+        raise ValueError(
+            f"{layer.label} mixes experts and a dense network per token ({label_of('residual')}), which no "
+            "dense layer can do; convert dense takes models without it."
+        )
+    if config.hidden_layer_norm and (number > 1 or config.shared_experts):
+        raise ValueError(
+            f"{layer.label} normalizes the hidden layer of each expert (--scale-fc), which a dense layer "
+            "of several experts cannot do; choose one in --experts, of a model without shared experts."
+        )
+
+
+def _is_exact(saved: SavedModel, layer: Layer, config: MoEConfig) -> bool:
+    """Whether the gate has no effect in evaluation: experts are equal, and their weights sum to 1."""
+    if not sums_to_1(config) or config.choice == "experts" or config.prescore:
+        return False
+    return not capacity_of(config, training=False).is_limited and all(
+        torch.equal(expert, stack[0]) for stack in saved.stacks(layer).values() for expert in stack
+    )
