@@ -78,14 +78,10 @@ def walk(plan: Plan) -> Walked:
 
 
 class Layout:
-    """The positions of all chunks in one call.
+    """The positions of all chunks in one call, in elements; a row has `width` of them.
 
-    Args:
-        walked: the plan.
-        sizes: rows of a shard, or of each block.
-        width: elements of a row.
-        window: the elements of every chunk that take part; None: all. Slots of `tmp` and `staged` then have
-            the length of the window. Positions in `in` and `out` are those of the whole chunks.
+    With a window, only those elements of every chunk take part, and slots of `tmp` and `staged` have its
+    length. Positions in `in` and `out` are those of the whole chunks.
     """
 
     def __init__(self, walked: Walked, sizes: Sizes, width: int = 1, window: range | None = None) -> None:

@@ -57,15 +57,9 @@ class View(NamedTuple):
 
 
 class Steps(NamedTuple):
-    """The steps of a rank in one slice.
+    """The steps of a rank in one slice: those of each lane, then those after all lanes.
 
-    Attributes:
-        lanes: the steps of each lane.
-        last: steps after all lanes.
-        callers: by number, the views of the caller's buffers.
-        regions: by number, the views of regions.
-        summed: numbers of the views that take part in sums.
-        opened: by parity of the call, the views of regions, made at the first use.
+    Views are numbered; `summed` take part in sums. `opened` has those of regions by parity of the call.
     """
 
     lanes: list[list[Step]]
@@ -128,7 +122,8 @@ class Program:
 
         lanes = [[each for pair in lane for each in steps_of(*pair)] for lane in self.lanes]
         last = list(moved(self.last))
-        callers, regions = [], []
+        callers: list[tuple[int, View]] = []
+        regions: list[tuple[int, View]] = []
         for view, number in views.items():
             (callers if view.buffer in ("in", "out") else regions).append((number, view))
         return Steps(lanes, last, callers, regions, summed, {})
