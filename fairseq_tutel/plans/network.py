@@ -266,8 +266,8 @@ def boxes(
 ) -> Network:
     """Return boxes of `local` GPUs with a switch each, and one switch between them.
 
-    `inside` and `between` are bandwidths of a GPU in its box, and to other boxes. If `shared`, a box has one
-    link to other boxes for all its GPUs.
+    `inside` and `between` are bandwidths of a GPU in its box, and to other boxes. With `shared`, all GPUs of
+    a box share one link to other boxes.
     """
     ranks = number * local
     links = [(rank, ranks + rank // local, inside) for rank in range(ranks)]

@@ -43,7 +43,7 @@ COPY, REDUCE, SIGNAL, WAIT, POST, PEND = range(6)
 CODES = {"signal": SIGNAL, "wait": WAIT, "post": POST, "pend": PEND}
 # Code; number of the target view, channel or semaphore; numbers of the source views.
 Step = tuple[int, Any, Any]
-# By number, the bytes of a view, and if it takes part in sums its tensor.
+# By number, the bytes of each view, and the tensors of those that are summed.
 Views = tuple[list[Any], list[Any]]
 
 
@@ -59,7 +59,7 @@ class View(NamedTuple):
 class Steps(NamedTuple):
     """The steps of a rank in one slice: those of each lane, then those after all lanes.
 
-    Views are numbered; `summed` take part in sums. `opened` has those of regions by parity of the call.
+    Views are numbered; `summed` are those of sums. `opened` has those of regions by parity of the call.
     """
 
     lanes: list[list[Step]]
