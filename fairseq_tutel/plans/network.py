@@ -266,8 +266,8 @@ def boxes(
 ) -> Network:
     """Return boxes of `local` GPUs with a switch each, and one switch between them.
 
-    `inside` and `between` are bandwidths of a GPU in its box, and to other boxes. With `shared`, all GPUs of
-    a box share one link to other boxes.
+    `inside` and `between` are bandwidths of a GPU in its box, and to other boxes. With `shared`, the GPUs
+    of a box share one link to other boxes.
     """
     ranks = number * local
     links = [(rank, ranks + rank // local, inside) for rank in range(ranks)]

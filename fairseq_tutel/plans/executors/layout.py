@@ -112,10 +112,10 @@ class Layout:
             lengths = [max(map(self.length, each), default=0) for each in kinds]
         return [0, *accumulate(lengths)]
 
-    def runs(self, kinds: Sequence[Kind], *ends: End) -> list[tuple[list[int], int]]:
-        """Join chunks that are adjacent at all ends; return each run's first element there, and its length.
+    def runs(self, kinds: Sequence[Kind], *ends: End) -> list[tuple[list[tuple[int, str, int]], int]]:
+        """Join chunks that are adjacent at all ends, without empty ones.
 
-        Empty runs are left out.
+        Return each run's length, and before it the rank, buffer and first element at each end.
         """
         starts = [(self.starts(rank, place.buffer), place.chunk) for rank, place in ends]
         found: list[tuple[list[int], int]] = []
@@ -125,4 +125,5 @@ class Layout:
                 found[-1] = (found[-1][0], found[-1][1] + length)
             elif length:
                 found.append((at, length))
-        return found
+        places = [(rank, place.buffer) for rank, place in ends]
+        return [([(*end, start) for end, start in zip(places, at, strict=True)], n) for at, n in found]

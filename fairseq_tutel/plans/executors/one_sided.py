@@ -102,11 +102,10 @@ class Program:
         summed: set[int] = set()
 
         def moved(move: Move) -> Iterator[Step]:
-            ends = (*move.sources, move.target)
-            for starts, length in layout.runs(move.kinds, *ends):
+            for ends, length in layout.runs(move.kinds, *move.sources, move.target):
                 *sources, target = [
-                    views.setdefault(View(place.buffer, rank, start, length), len(views))
-                    for (rank, place), start in zip(ends, starts, strict=True)
+                    views.setdefault(View(buffer, rank, start, length), len(views))
+                    for rank, buffer, start in ends
                 ]
                 if len(sources) == 1:
                     yield COPY, target, sources[0]
