@@ -38,12 +38,8 @@ def result(plan: Plan, sizes: Sizes, ins: Sequence[Tensor]) -> list[Tensor]:
         for rank, own in enumerate(ins)
     ]
     for move in walk(plan).moves:
-        ends = (*move.sources, move.target)
-        for starts, n in layout.runs(move.kinds, *ends):
-            *parts, out = (
-                memory[rank][place.buffer][at : at + n]
-                for (rank, place), at in zip(ends, starts, strict=True)
-            )
+        for ends, n in layout.runs(move.kinds, *move.sources, move.target):
+            *parts, out = (memory[rank][buffer][at : at + n] for rank, buffer, at in ends)
             add_up(parts, out)
     return [each["out"] for each in memory]
 

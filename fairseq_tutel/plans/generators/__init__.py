@@ -31,10 +31,10 @@ _SUMS = ("all_gather", "reduce_scatter", "all_reduce")
 GENERATORS = {
     "ring": Generator(named.ring, _SUMS),
     "recursive_doubling": Generator(named.recursive_doubling, _SUMS),
-    "one_phase": Generator(named.one_phase, _SUMS),
+    "one_phase": Generator(named.all_pairs, _SUMS),
     "two_phase": Generator(named.two_phase, ("all_reduce",)),
     "hierarchical": Generator(named.hierarchical, ("all_reduce",), has_nodes=True),
-    "linear": Generator(named.linear, ("all_to_all",)),
+    "linear": Generator(named.all_pairs, ("all_to_all",)),
     "two_hops": Generator(named.two_hops, ("all_to_all",), has_nodes=True),
 }
 
