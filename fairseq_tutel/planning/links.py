@@ -86,10 +86,9 @@ def faster_algorithm(machine: Machine | None, nodes: int, local: int, bytes_per_
 def all_gather_seconds(
     num_bytes: float, machine: Machine, nodes: int, local: int, on_link: int | None = None
 ) -> float:
-    """Return the seconds of a ring all-gather, or of a ring reduce-scatter.
+    """Return the seconds of a ring all-gather, or of a ring reduce-scatter, of a rank's input.
 
-    `num_bytes` is the input of a rank. `on_link` is the number of ranks of a node, of this group or others,
-    that gather at once (default: L). Their bytes add up if a node has one link.
+    The bytes of `on_link` ranks of a node, of this group or others (default: L), add up on a shared link.
     """
     ranks = nodes * local
     if ranks == 1:

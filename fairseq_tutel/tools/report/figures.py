@@ -16,7 +16,6 @@ from matplotlib.ticker import EngFormatter, FuncFormatter, LogLocator, MaxNLocat
 
 # The palette of Okabe and Ito, for colour-blind readers.
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-MARKERS = ("o", "s", "^", "D")
 LINES = ("-", "--", ":", "-.")
 LINE_LETTERS = 70  # characters in a line of a legend, with gaps and line samples
 FEW_POINTS = 40  # a curve with at most so many points has markers
@@ -32,8 +31,7 @@ class Scale:
     ticks: dict[float, str] | None = None
 
 
-# The scales are the same in all reports. Values outside have the colour of the end. White is an even load,
-# and nothing dropped.
+# The scales are the same in all reports. White is an even load, and nothing dropped.
 LOAD_SCALE = Scale(
     LogNorm(0.25, 4, clip=True),
     matplotlib.colormaps["PuOr_r"].resampled(17),
@@ -214,7 +212,7 @@ def _draw(axes: Axes, curve: Curve, points: int) -> None:
         color=COLORS[curve.run % len(COLORS)],
         linestyle=LINES[curve.line % len(LINES)],
         linewidth=1.4,
-        marker=MARKERS[curve.run // len(COLORS) % len(MARKERS)] if len(x) <= FEW_POINTS else None,
+        marker="o" if len(x) <= FEW_POINTS else None,
         markersize=3,
     )
 
