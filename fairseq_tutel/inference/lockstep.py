@@ -24,11 +24,10 @@ def next_layer(requests: Sequence[int]) -> int | None:
 
 
 class Lockstep:
-    """One rank's side of the lockstep.
+    """One rank's side of the lockstep; `group` has the ranks that share experts, None for all.
 
-    `group` has the ranks that share experts, None for all. Each must `add` the same layers in the same
-    order, and call `end`. A rank that fails sends no message: its connections break, so that the others'
-    next agreement fails.
+    Each rank must `add` the same layers in the same order, and call `end`. A rank that fails sends no
+    message: its connections break, so that the others' next agreement fails.
     """
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:

@@ -59,10 +59,7 @@ class _Ahead(NamedTuple):
 
 
 class Chain:
-    """Routes the layers of one stack, each when the layer N before it is called.
-
-    Every routing is used once, in the forward that computed it: the first layer drops all others.
-    """
+    """Routes the layers of one stack, each when the layer N before it is called, for that forward only."""
 
     def __init__(self, layers: Sequence[MoELayer], ahead: int) -> None:
         self.layers, self.ahead = list(layers), ahead

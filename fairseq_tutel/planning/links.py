@@ -6,9 +6,9 @@ N nodes of L ranks. The fit minimizes the squared relative error.
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from fractions import Fraction
-from typing import NotRequired, TypedDict
+from typing import NamedTuple, NotRequired, TypedDict
 
 import numpy as np
 
@@ -141,8 +141,7 @@ class Row(TypedDict):
     on_link: NotRequired[int]  # ranks of a node that did the same at once; default: `local`
 
 
-@dataclass(frozen=True, kw_only=True)
-class Errors:
+class Errors(NamedTuple):
     """Relative errors of a model, each |predicted / measured - 1|."""
 
     median: float
@@ -153,10 +152,9 @@ class Errors:
 def fit_machine(rows: Sequence[Row], start: Machine) -> Machine:
     """Return `start` with the links and launch time that fit the rows best.
 
-    A linear all-to-all is bounded by one kind of link. Each round of the fit determines it by the links of
-    the previous round, until it is stable. Links that the rows do not determine stay those of `start`.
-    If launch and alpha cannot be separated, alpha includes the launch, which is 0. ValueError: the rows do
-    not determine the seconds of a byte.
+    A linear all-to-all is bounded by one kind of link, which each round determines by the links of the
+    previous one. Links that the rows do not determine stay those of `start`. If launch and alpha cannot be
+    separated, the launch is 0. ValueError: the rows do not determine the seconds of a byte.
     """
     if not rows:
         raise ValueError("there is no measured all-to-all to fit; measure one.")

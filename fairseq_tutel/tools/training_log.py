@@ -140,7 +140,6 @@ def read_log(lines: Iterable[str]) -> Log:
 
 
 def _read_entry(stats: object) -> Record | None:
-    """Return the record of a JSON value, or None if it is none."""
     if not isinstance(stats, dict):
         return None
     key = next((key for key in stats if key.endswith(_UPDATES)), None)
@@ -159,7 +158,6 @@ def _read_entry(stats: object) -> Record | None:
 
 
 def _prefix_of_evaluation(keys: list[str]) -> str | None:
-    """Return the prefix of all keys of a fairseq-validate record, or None if it is none."""
     prefix = keys[0].removesuffix("loss") if keys and keys[0].endswith("_loss") else ""
     return prefix if prefix and all(key.startswith(prefix) for key in keys) else None
 

@@ -95,9 +95,8 @@ def line_chart(
 ) -> str:
     """Return a chart of the curves as SVG, with gaps at values that are not finite.
 
-    The y axis is logarithmic with `log` if the values are positive and differ by a factor of five or more.
-    `references` are heights and names of horizontal lines. With more than `points` points of a curve,
-    neighbours are averaged.
+    With `log`, the y axis is logarithmic if positive values differ by a factor of five or more. With more
+    than `points` points of a curve, neighbours are averaged. `references` are horizontal lines.
     """
     figure = Figure(figsize=(5, 3.2))
     axes = figure.add_subplot(xlabel=x_label, ylabel=y_label)
@@ -187,10 +186,7 @@ def _draw_map(axes: Axes, edges: np.ndarray, values_RC: np.ndarray, scale: Scale
 
 
 def averaged(values: np.ndarray, count: int) -> np.ndarray:
-    """Average neighbours along the last axis, so that at most `count` values remain.
-
-    Values that are not finite are left out. The average of no value is nan.
-    """
+    """Average finite neighbours along the last axis, so that at most `count` values or nan remain."""
     values = np.where(np.isfinite(values), values, np.nan)
     step = -(-values.shape[-1] // count)
     if step <= 1:
@@ -203,8 +199,7 @@ def averaged(values: np.ndarray, count: int) -> np.ndarray:
 
 
 def _draw(axes: Axes, curve: Curve, points: int) -> None:
-    x = averaged(np.asarray(curve.x, dtype=float), points)
-    y = averaged(np.asarray(curve.y, dtype=float), points)
+    x, y = (averaged(np.asarray(values, dtype=float), points) for values in (curve.x, curve.y))
     axes.plot(
         x,
         y,
