@@ -5,7 +5,7 @@ N nodes of L ranks. The fit minimizes the squared relative error.
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from fractions import Fraction
 from typing import NamedTuple, NotRequired, TypedDict
