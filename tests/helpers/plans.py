@@ -8,9 +8,9 @@ from torch import Tensor
 from fairseq_tutel.plans.checker import check
 from fairseq_tutel.plans.executors.layout import Layout, Sizes, walk
 from fairseq_tutel.plans.executors.two_sided import add_up
+from fairseq_tutel.plans.files import PlacedPlan
 from fairseq_tutel.plans.format import Plan
 from fairseq_tutel.plans.generators import GENERATORS, make
-from fairseq_tutel.plans.placed import PlacedPlan
 
 
 def of(ranks: int) -> list[Plan]:

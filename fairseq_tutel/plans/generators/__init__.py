@@ -2,10 +2,10 @@
 
 A rank has one lane.
 
-**Equal results.** One rank makes each sum, or all ranks make it in the same order: all get the same bits.
+One rank makes each sum, or all ranks make it in the same order: all get the same bits.
 
-**Calls in a row** need no further signals. `tmp` alternates between calls. A rank's result needs a part of
-each other rank's `in`. So a rank that ends a call has heard that all ranks began it, and so ended the call
+Calls in a row need no further signals. `tmp` alternates between calls. A rank's result needs a part of each
+other rank's `in`. So a rank that ends a call has heard that all ranks began it, and so ended the call
 before. A put to another rank's `out` follows a signal of the same call that its owner has begun. In the
 second phase of all pairs and ring the first phase is that signal; all_gather's ring and the trees send one
 first. A put from `in` or `out` is flushed, unless a later signal of its reader makes that unnecessary.
