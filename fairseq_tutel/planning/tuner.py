@@ -148,7 +148,6 @@ class Tuner:
         self.best[key] = min(active, key=middle.__getitem__)
 
     def _watch(self, key: str, strategy: Strategy, cost: float) -> None:
-        """Search a bucket again if the cost of its best strategy has drifted."""
         best, recent = self.best[key], self._recent.setdefault(key, [])
         if strategy != best:
             return
