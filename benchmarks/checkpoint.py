@@ -36,7 +36,7 @@ States = dict[str, list[Tensor]]
 
 
 def main() -> None:
-    """Measure what the command line asks for."""
+    """Run the requested measurements."""
     arguments = _parser().parse_args()
     try:
         report = _report(arguments)

@@ -49,7 +49,7 @@ _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_i
 
 
 def main(words: list[str] | None = None) -> int:
-    """Measure what the command line asks for; return the exit status."""
+    """Run the requested measurements; return the exit status."""
     parser = parser_of("collectives", __doc__.splitlines()[0])
     parser.add_argument("--ranks", nargs="+", type=int, default=[2, 4], help="how many")
     parser.add_argument(

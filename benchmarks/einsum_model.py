@@ -20,7 +20,7 @@ class EinsumFeedForward(nn.Module):
         super().__init__()
         self.config = ours.config
         self.gate, self.experts = ours.gate, ours.experts
-        # Places of an expert; None for those of the capacity factor, which is 1 where there is none.
+        # Slots of an expert; None for those of the capacity factor, 1 by default.
         self.capacity: int | None = None
 
     def begin_call(self, *_: object, **__: object) -> None:

@@ -51,7 +51,7 @@ def main(words: list[str] | None = None, builders: Mapping[str, Builder] = BUILD
     add("--device", choices=("cpu", "cuda"), default="cpu", help="cpu in float32, cuda in bfloat16")
     add("--configs", help="names separated by commas, or small; all of the device by default")
     add("--variants", help="names separated by commas; all by default, dense always")
-    add("--threads", type=int, nargs="+", default=[1, 2], help="on CPU, every number by itself")
+    add("--threads", type=int, nargs="+", default=[1, 2], help="on a CPU, each number separately")
     text = "on CPU, let freed memory go back to the system, as outside of fairseq"
     add("--release-memory", action="store_true", help=text)
     add("--rounds", type=int, help="timed rounds: 15 on CPU, 20 on cuda by default")
@@ -186,7 +186,7 @@ def _compared(y: Tensor, variant: Variant, inputs: Inputs, wanted: dict[str, Ten
 
 
 def step_of(mode: str, variant: Variant, inputs: Inputs) -> timing.Step:
-    """Return a forward that keeps what a backward needs, or a forward and a backward."""
+    """Return a forward that saves activations for backward, or a forward and a backward."""
     if mode == "forward":
         return lambda: variant(inputs.x_TD)
 
@@ -218,7 +218,7 @@ def memory_of(variant: Variant, inputs: Inputs) -> dict[str, int]:
 
 
 def _is_bad(rows: list[Row]) -> bool:
-    """Whether what is written here is wrong or failed, or no backend of ours ran."""
+    """Whether our own results are wrong or failed, or none of our backends ran."""
     own = [row for row in rows if row["variant"] not in BUILDERS or row["variant"] in OWN]
     ran = {row["variant"] for row in rows if row["status"] == "ok"}
     asked = {row["variant"] for row in rows}

@@ -28,7 +28,7 @@ def expected(case: Case, inputs: Inputs, capacity: int | None = None) -> dict[st
     Args:
         case: the layer.
         inputs: of the case.
-        capacity: places of an expert, first choices and earlier tokens first; None drops nothing.
+        capacity: slots of an expert, first choices and earlier tokens first; None drops nothing.
     """
     dtype = REFERENCE_DTYPES[inputs.x_TD.device.type]
     x_TD, *_ = leaves = [
@@ -62,7 +62,7 @@ def in_order(ids_TK: Tensor, probs_TE: Tensor) -> Tensor:
 
 
 def _kept(ids_TK: Tensor, capacity: int | None) -> Tensor:
-    """Return [T, K] bool: which copies find a place."""
+    """Return [T, K] bool: which assignments get a slot."""
     if capacity is None:
         return torch.ones_like(ids_TK, dtype=torch.bool)
     ids_N = ids_TK.t().flatten()

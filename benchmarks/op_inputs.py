@@ -74,7 +74,7 @@ class Tensors:
         x_TD, y_TD: values in the benchmark's dtype, as are all weights and rows.
         logits_TE: fp32, or fp64 for fp64 values; none of a token's are so close that a precision
             confuses them.
-        weights_TK: of the copies, in the same dtype.
+        weights_TK: of the assignments, in the same dtype.
         ids_TK: int64, every token's experts, drawn with equal chances.
         row_of_TK, source_of_R: int64, each the other's inverse; rows are expert-major.
         token_of_R: int64, the token of every row.
@@ -154,7 +154,7 @@ def make_tensors(sizes: Sizes, device: torch.device, dtype: torch.dtype) -> Tens
 
 
 def _gather_rows(t: Tensors) -> Call:
-    # A token is read once for each of its copies.
+    # A token is read once for each of its assignments.
     work = 2 * t.rows_RD.nbytes + t.token_of_R.nbytes + t.gate_R.nbytes
     return Call(arguments=(t.x_TD, t.token_of_R, t.gate_R), work=work)
 
@@ -189,7 +189,7 @@ def _assign_slots(t: Tensors) -> Call:
 
 def _assign_slots_by(t: Tensors) -> Call:
     ids_KT = t.ids_TK.t().contiguous()
-    # As good as any: the copies by weight, as batch prioritised routing has them.
+    # Any order will do: the assignments by weight, as in batch-prioritized routing.
     order_N = t.weights_TK.t().flatten().argsort(descending=True)
     work = 2 * ids_KT.nbytes + order_N.nbytes
     return Call(arguments=(order_N, ids_KT, len(t.fc1)), work=work)

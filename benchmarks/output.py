@@ -64,7 +64,7 @@ class Report:
         self.rows += new
         self._write(complete=False)
         print(f"\n{title_of(new[0])}\n\n{table(new)}")
-        # Once: most of these say that a package is not installed.
+        # Once: most of these are about a package that is not installed.
         for reason in dict.fromkeys(map(_why_not, new)):
             if reason is not None and reason not in known:
                 print(reason)
@@ -158,7 +158,7 @@ def _why_not(row: Row) -> str | None:
 
 
 def title_of(row: Row) -> str:
-    """Return what a row's neighbours have in common: configuration and threads."""
+    """Return the part that a row shares with its neighbours: configuration and threads."""
     number = row.get("threads")
     threads = "" if number is None else f", {number} thread{'s' if number > 1 else ''}"
     return f"{row['configuration']}{threads}"

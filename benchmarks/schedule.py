@@ -45,7 +45,7 @@ def main() -> None:
 
 
 def row_of(name: str, rounds: int) -> dict[str, Any]:
-    """Return what there is to say of a network."""
+    """Return the facts about a network."""
     network = find(name)
     best = optimum(network)
     few, few_s = _made(name, None, rounds)

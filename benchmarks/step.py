@@ -134,7 +134,7 @@ def _compared(ours: nn.Module, einsum: nn.Module, shape: Shape) -> Row:
 
 
 def profiled(step: timing.Step) -> list[dict[str, Any]]:
-    """Return the operations that take most CPU time of a step by themselves, largest first."""
+    """Return the operations with the most CPU time of their own in a step, largest first."""
     with profile(activities=[ProfilerActivity.CPU]) as profiler:
         step()
     entries = profiler.key_averages()

@@ -49,7 +49,7 @@ BASE = "resident"
 GOAL = 0.25  # of resident's memory, for pregated
 FILE = "checkpoint.pt"
 SECONDS = 8.0  # of decoding, at most; prefetch-all reads all experts for every token
-# Of a fetch, and of a block beside its layer, in seconds.
+# Of a fetch, and of a block without its layer, in seconds.
 TIMES = ((0.01, 0.02), (0.02, 0.02), (0.03, 0.02))
 BLOCKS, STEPS = 8, 5
 
@@ -119,7 +119,7 @@ def _folder(given: Path | None) -> Iterator[Path]:
 
 
 def _in_child(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Return what a function gives in a process that has imported what it needs, and no more."""
+    """Return the result of a function in a new process, with only its own imports."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["benchmarks.fairseq_models", "fairseq_tutel.models"])
     with context.Pool(1) as pool:
@@ -188,7 +188,7 @@ def _decode_by_every_policy(
 
 
 def _drop(file: Path) -> None:
-    """Let the page cache forget a file, as far as nobody maps it."""
+    """Drop a file from the page cache, unless a process maps it."""
     descriptor = os.open(file, os.O_RDONLY)
     os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
     os.close(descriptor)
@@ -277,7 +277,7 @@ def overlap(kind: str, steps: int) -> list[Row]:
     """Return a row for every policy, d and c, with the time of a block beside the formula.
 
     Args:
-        kind: what c is made of beside the layer, sleeping or computing.
+        kind: the part of c outside of the layer, sleeping or computing.
         steps: of all blocks.
     """
     rest: Callable[[float], None] = time.sleep if kind == "sleeping" else _compute
@@ -298,7 +298,7 @@ def overlap(kind: str, steps: int) -> list[Row]:
                     store.add(layer.experts)
             stack.enter_context(mock.patch.object(FromHost, "read", slow))
             for step in range(steps):
-                own = 0.0  # c: what a block takes in this round with its experts in memory
+                own = 0.0  # c: seconds of a block in this round with its experts in memory
                 for policy, layers in sides.items():
                     times = _blocks(layers, lambda pause=pause: rest(pause), step)
                     own = own or median(times)

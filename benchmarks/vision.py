@@ -60,7 +60,7 @@ def main(words: list[str] | None = None) -> int:
     add("--depths", default="1,1,8,2", help="blocks of each stage")
     add("--experts", type=int, default=8, help="of a layer that has some")
     add("--capacity", type=float, default=1.25, help="places, in even shares")
-    add("--modes", nargs="+", choices=MODES, default=list(MODES), help="what is timed")
+    add("--modes", nargs="+", choices=MODES, default=list(MODES), help="modes to time")
     add("--threads", type=int, default=1, help="on CPU")
     add("--rounds", type=int, default=ROUNDS, help="timed steps of each")
     add("--profile", action="store_true", help="what takes most of a step, dense and with experts")

@@ -2,5 +2,5 @@
 
     python -m benchmarks.cluster --nodes 2 --local 2 --json out.json
 
-What it can and cannot say: benchmarks/README.md.
+Its limits: benchmarks/README.md.
 """

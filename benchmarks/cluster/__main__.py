@@ -26,7 +26,7 @@ def main() -> int:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     add_options(parser)
-    parser.add_argument("--json", type=Path, help="where to write what was measured")
+    parser.add_argument("--json", type=Path, help="file of the results")
     arguments = parser.parse_args()
     try:
         settings = settings_of(arguments)
@@ -64,7 +64,7 @@ def _measure(settings: Settings, path: Path | None) -> int:
 
 
 def _runs(settings: Settings) -> Iterator[list[ranks.Row]]:
-    """Yield what is measured in each network."""
+    """Yield the measurements in each network."""
     if settings.collectives is None:
         with network.network(settings.nodes, settings.rate_mbit):
             yield ranks.run(settings)
@@ -83,7 +83,7 @@ def _wiring() -> ModuleType:
 
 
 def _by_section(config: dict[str, Any], rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return what the file holds: the configuration, and the rows of every section under its name."""
+    """Return the content of the file: the configuration, and the rows of every section under its name."""
     sections: dict[str, Any] = {}
     for row in rows:
         row = dict(row)

@@ -53,7 +53,7 @@ def collectives(settings: Settings) -> Iterator[dict[str, Any]]:
                 **summary(times),
             }
             if name in plans:
-                row |= foretold(network, plans[name], shard_bytes, settings.unit_mbit, alpha)
+                row |= predicted(network, plans[name], shard_bytes, settings.unit_mbit, alpha)
             yield row
 
 
@@ -67,7 +67,7 @@ def plans_of(network: Network, collective: str) -> dict[str, Plan]:
     }
 
 
-def foretold(
+def predicted(
     network: Network, plan: Plan, shard_bytes: int, unit_mbit: float, alpha: float
 ) -> dict[str, Any]:
     """Return the seconds of a plan by rounds, and by the busiest link alone.
@@ -77,7 +77,7 @@ def foretold(
         plan: of its ranks.
         shard_bytes: of a rank, before an all-gather.
         unit_mbit: of a link of bandwidth 1.
-        alpha: seconds of a trip.
+        alpha: seconds of a message.
     """
     size = shard_bytes * (network.ranks if plan.collective == "all_reduce" else 1)
     unit = 1e6 * unit_mbit / 8
@@ -98,7 +98,7 @@ def foretold(
 
 
 def alpha_of(ranks: int, repeats: int) -> float:
-    """Return the seconds of a trip: of an all-gather of a float a rank by the ring, over its depth."""
+    """Return the seconds of a message: a ring all-gather of one float per rank, divided by its depth."""
     forms = {"ring": _by_plan(ring("all_gather", ranks))}
     return median(measured("all_gather", FLOAT_BYTES, forms, repeats)["ring"]) / ranks
 

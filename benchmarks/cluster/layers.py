@@ -77,7 +77,7 @@ def step_of(layer: ft.MoELayer, x_TD: Tensor) -> Step:
 
 
 def experts_alone(layer: ft.MoELayer, rows_RD: Tensor) -> Step:
-    """Return forward and backward of this rank's expert by itself, on rows that are here."""
+    """Return forward and backward of this rank's expert alone, on local rows."""
     return _forward_and_backward(
         layer, rows_RD, lambda r: layer.experts(r, Groups.of_host([len(r)], r.device))
     )

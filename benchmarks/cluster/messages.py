@@ -1,4 +1,4 @@
-"""Links and all-to-alls: what the network gives, then linear against 2DH over message sizes."""
+"""Links and all-to-alls: speed of the network, then linear against 2DH over message sizes."""
 
 from collections.abc import Iterator
 from typing import Any

@@ -58,7 +58,7 @@ def network(nodes: int, rate_mbit: float) -> Iterator[None]:
         rate_mbit: of every node's link, each way, in Mbit/s.
 
     Raises:
-        CalledProcessError: a command of ip or tc failed; its stderr says why.
+        CalledProcessError: a command of ip or tc failed; the error has its stderr.
     """
     with removed_in_the_end():
         switch = f"{PREFIX}-{os.getpid()}-switch"
@@ -112,7 +112,7 @@ def _add_node(node: int, switch: str, rate_mbit: float) -> None:
 
 
 def limit(where: str, interface: str, rate_mbit: float) -> None:
-    """Limit what a namespace sends over an interface."""
+    """Limit the rate at which a namespace sends over an interface."""
     bits = round(rate_mbit * 1e6)
     burst = max(SMALLEST_BURST, round(bits / 8 * BURST_SECONDS))
     limits = ["rate", f"{bits}bit", "burst", str(burst), "limit", str(QUEUE_BYTES)]

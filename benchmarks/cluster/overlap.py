@@ -1,4 +1,4 @@
-"""Pipelining: a step of the layer for every d, beside its exchanges alone and its experts alone."""
+"""Pipelining: a step of the layer for every d, compared with its exchanges and its experts alone."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -22,7 +22,7 @@ from benchmarks.cluster.settings import Settings
 from benchmarks.cluster.timing import Step, interleaved, summary
 from fairseq_tutel.planning.strategy import Strategy
 
-# Sleeping experts that are faster and slower than the option says, to either side of the exchange.
+# Sleeping experts that are faster and slower than the option, to either side of the exchange.
 COSTS = {"compute": (1.0,), "sleep": (0.5, 1.0, 2.0)}
 
 

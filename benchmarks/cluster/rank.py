@@ -1,4 +1,4 @@
-"""One rank: joins the others, measures what is asked for, and, as rank 0, writes it down row by row."""
+"""One rank: joins the others, runs the requested measurements, and on rank 0 writes them row by row."""
 
 import json
 import sys
@@ -39,7 +39,7 @@ def main() -> None:
             if dist.get_rank() == 0:
                 file.write(json.dumps(row) + "\n")
                 file.flush()
-    # Nobody leaves while another still waits for a message of its own.
+    # No rank exits while another still waits for a message.
     dist.barrier()
     dist.destroy_process_group()
 

@@ -26,7 +26,7 @@ class RankError(RuntimeError):
 
 
 def run(settings: Settings) -> list[Row]:
-    """Run all ranks in a network that exists, and return what they measured.
+    """Run all ranks in a network that exists, and return their measurements.
 
     Raises:
         RankError: a rank ended with an error, or `limit_s` was not enough.
@@ -79,7 +79,7 @@ def _wait(processes: "list[subprocess.Popen[bytes]]", settings: Settings, folder
         codes = [process.poll() for process in processes]
         failed = [rank for rank, code in enumerate(codes) if code]
         if failed:
-            # One of them says why; those that it left alone say only that it is gone.
+            # One of them logs the reason; the others log only that it is gone.
             return "\n".join(
                 f"rank {rank} ended with code {codes[rank]}: {_log(folder, rank).read_text()[-2000:]}"
                 for rank in failed

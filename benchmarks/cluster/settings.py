@@ -1,4 +1,4 @@
-"""What a run is asked for, as the ranks get it too."""
+"""The options of a run, which all ranks get."""
 
 import argparse
 import json
@@ -81,7 +81,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--delay-us",
         type=float,
         default=0,
-        help="what a sender waits for every message to another node, in microseconds",
+        help="delay of every message to another node, in microseconds",
     )
     add(
         "--sizes-kib",
@@ -111,7 +111,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--expert-ms-per-row",
         type=float,
         default=0.05,
-        help="what a sleeping expert takes for a row's forward, in milliseconds; backward takes twice that",
+        help="milliseconds of a sleeping expert for a row's forward; backward takes twice as long",
     )
     add("--overlaps", type=int, nargs="+", default=[1, 2, 4, 8], help="every d")
     add(

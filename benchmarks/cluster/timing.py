@@ -12,7 +12,7 @@ Step = Callable[[], object]
 
 
 def seconds_of(step: Step) -> float:
-    """Run a step once on every rank; return what the slowest took, alike on all ranks."""
+    """Run a step once on every rank; return the seconds of the slowest, the same on all ranks."""
     dist.barrier()
     begin = time.perf_counter()
     step()

@@ -40,7 +40,7 @@ def networks(names: Sequence[str]) -> list[Network]:
 
 
 def within(settings: Settings, topology: Network) -> Settings:
-    """Return what the ranks of a network get."""
+    """Return the settings of a network's ranks."""
     text = json.dumps(to_json(topology))
     ranks = topology.ranks
     return replace(settings, nodes=ranks, local=1, sections=("collectives",), collectives=(text,))
@@ -57,7 +57,7 @@ def wired(topology: Network, unit_mbit: float) -> Iterator[None]:
         unit_mbit: of a link of bandwidth 1, in Mbit/s.
 
     Raises:
-        CalledProcessError: a command of ip or tc failed; its stderr says why.
+        CalledProcessError: a command of ip or tc failed; the error has its stderr.
     """
     with removed_in_the_end():
         for vertex in range(len(topology.vertices)):
@@ -76,7 +76,7 @@ def wired(topology: Network, unit_mbit: float) -> Iterator[None]:
 
 
 def next_hops(topology: Network) -> dict[tuple[int, int], int]:
-    """Return, by (vertex, rank), where a vertex sends what is for another rank."""
+    """Return the next vertex of a message by (vertex, target rank)."""
     hops = {}
     for rank in range(topology.ranks):
         for vertex, hop in ways(topology.reversed, rank).items():

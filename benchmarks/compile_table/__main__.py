@@ -25,7 +25,7 @@ def rows(targets: Sequence[str], only: str) -> list[tuple[str, str, int, int, in
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Print the table, and write it as markdown where --markdown says."""
+    """Print the table, and write it as markdown to the file of --markdown."""
     names = [build.name_of(target) for target in build.TARGETS]
     parser = argparse.ArgumentParser(description=(compile_table.__doc__ or "").split("\n")[0])
     parser.add_argument("--target", action="append", choices=names, help="default: all of them")

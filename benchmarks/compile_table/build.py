@@ -1,6 +1,6 @@
 """Compile every Triton kernel ahead of time, for GPUs that need not be there.
 
-Shows that one source serves CUDA and ROCm, and says what a new kernel costs before it meets a GPU.
+Shows that one source compiles for CUDA and ROCm, and the resources of a kernel that no GPU has run.
 """
 
 import re
@@ -33,7 +33,7 @@ TARGETS = (
 
 @dataclass(frozen=True)
 class Figures:
-    """What a compiled kernel needs.
+    """The resources of a compiled kernel.
 
     Attributes:
         registers: vector registers of a thread.
@@ -70,7 +70,7 @@ def name_of(target: GPUTarget) -> str:
 
 
 def figures(compiled: Any) -> Figures:
-    """Return what a kernel from `build` needs, from the compiled code itself."""
+    """Return the resources of a kernel from `build`, read from the compiled code."""
     if "cubin" in compiled.asm:
         return _cuda_figures(compiled)
     text = compiled.asm["amdgcn"]

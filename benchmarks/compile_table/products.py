@@ -63,7 +63,7 @@ def product_variants(target: GPUTarget) -> Iterator[Variant]:
 
 @dataclass(frozen=True)
 class _Reading:
-    """How a kernel reads: what `_product` needs beside its own arguments."""
+    """How a kernel reads: the arguments of `_product` in addition to its own."""
 
     precision: str
     config: Config

@@ -41,7 +41,7 @@ class Variant:
 
     @property
     def attributes(self) -> dict[tuple[int], list[tuple[str, int]]]:
-        """What is known of the arguments' values: the divisible ones, by position."""
+        """Known properties of the arguments: the divisible ones, by position."""
         varying = (p.name for p in self.kernel.params if p.do_not_specialize)
         uneven = {*UNEVEN, *varying}
         return {
@@ -66,7 +66,7 @@ def variant(
         kernel: a triton.jit function.
         pointers: dtype of what each points to.
         integers: names of the 32-bit integers.
-        constants: what is fixed at compile time; None for an absent argument.
+        constants: arguments that are fixed at compile time; None for an absent one.
         config: its warps and stages; None for Triton's defaults.
     """
     signature = {key: f"*{dtype.lstrip('*')}" for key, dtype in pointers.items()}

@@ -38,7 +38,7 @@ OWN: dict[str, Builder] = {
     "loop": loop.build,
     "grouped_mm": grouped_mm.build,
 }
-# Packages of others, where they are installed; what they do wrong is not our failure.
+# Packages of others, where they are installed; their errors are not our failure.
 PACKAGES: dict[str, Builder] = {
     "tutel": tutel.build,
     "scattermoe": scattermoe.build,

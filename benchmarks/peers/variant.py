@@ -21,9 +21,9 @@ class Variant(nn.Module):
 
     # Whether it computes the layer, by which its numbers are checked.
     is_layer: bool = True
-    # Places of an expert where the variant drops; None computes the dropless layer.
+    # Slots of an expert if the variant drops; None computes the dropless layer.
     capacity: int | None = None
-    # What a reader of its times must know.
+    # A note for readers of its times.
     note: str = ""
     # What it should keep for backward beside x and its parameters, where it says so.
     formula_bytes: int | None = None

@@ -31,7 +31,7 @@ SECTIONS: dict[str, Callable[[bool], Iterator[Row]]] = {
 
 
 def main(words: list[str] | None = None) -> int:
-    """Measure what the command line asks for; return the exit status."""
+    """Run the requested measurements; return the exit status."""
     parser = parser_of("scale", __doc__)
     parser.add_argument(
         "--sections", nargs="+", choices=SECTIONS, default=list(SECTIONS), help="what to measure"

@@ -1,4 +1,4 @@
-"""Ranks that look for each other: the health check after a failure, and the rendezvous after a restart."""
+"""Ranks that find each other: the health check after a failure, and the rendezvous of restarted ranks."""
 
 import time
 from collections.abc import Iterator

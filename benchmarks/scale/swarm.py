@@ -18,7 +18,7 @@ Action = Callable[[dist.Store, int], bool]
 
 
 class CountingStore(dist.HashStore):
-    """A store that counts what it is asked for.
+    """A store that counts its requests.
 
     Attributes:
         asked: keys of every call.
@@ -60,7 +60,7 @@ class CountingStore(dist.HashStore):
 
 
 def run(world: int, action: Action) -> dict[str, float]:
-    """Let ranks do something at once; return what it took.
+    """Run a function on all ranks at once; return its cost.
 
     Returns:
         seconds, of the slowest rank; median_seconds; requests to the store and the keys in them; wrong,

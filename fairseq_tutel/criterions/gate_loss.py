@@ -1,6 +1,5 @@
 """Adds the balance loss, combined over layers and weighted, to a criterion's loss."""
 
-import logging
 from typing import Any
 
 import torch
@@ -12,8 +11,6 @@ from fairseq_tutel.moe.balance_options import CriterionConfig
 from fairseq_tutel.options.option import read, refuse_bad_values
 from fairseq_tutel.plugin.feed_forward import MoEFeedForward, contexts_of, moe_layers
 from fairseq_tutel.plugin.run_state import root_of
-
-logger = logging.getLogger(__name__)
 
 
 class GateLossMixin:

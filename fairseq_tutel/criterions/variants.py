@@ -41,7 +41,6 @@ class _FlagsMixin(GateLossMixin):
 
     @classmethod
     def add_args(cls, parser: Any) -> None:
-        """Add the stock flags and those of the balance loss."""
         super().add_args(parser)  # type: ignore[misc]
         gen_parser_from_dataclass(parser, GateLossOptions())
 

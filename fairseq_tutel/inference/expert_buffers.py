@@ -4,6 +4,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,10 +16,7 @@ ALIGNMENT = 64  # bytes, as for torch's own CPU tensors
 Stored = tuple[torch.dtype, tuple[int, ...], Quantized | None]
 
 
-@dataclass(frozen=True)
-class Field:
-    """A stored tensor of one expert in its buffer; dtype and shape are those of the storage."""
-
+class _Field(NamedTuple):
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -31,17 +29,17 @@ class Field:
 class BufferLayout:
     """The positions of an expert's tensors in its buffer."""
 
-    fields: tuple[Field, ...]
+    fields: tuple[_Field, ...]
     num_bytes: int
 
     @classmethod
     def of(cls, tensors: Mapping[str, Stored]) -> "BufferLayout":
         """Return the layout of tensors by name."""
-        fields: list[Field] = []
+        fields: list[_Field] = []
         begin = 0
         for name, (dtype, shape, quantized) in tensors.items():
             end = begin + math.prod(shape) * dtype.itemsize
-            fields.append(Field(name, dtype, shape, quantized, begin, end))
+            fields.append(_Field(name, dtype, shape, quantized, begin, end))
             begin = -(-end // ALIGNMENT) * ALIGNMENT
         return cls(tuple(fields), begin)
 

@@ -11,9 +11,8 @@ Key = tuple[int, int]  # of a stack and an expert
 class ExpertCache:
     """The keys of cached experts, with limits in bytes and in experts; None for no limit.
 
-    The policy selects the expert that is evicted first: `lfu`, the least frequently used since the store
-    was opened, of several the least recently used; `lru`, the least recently used; `fifo`, the one that was
-    fetched first.
+    Evicted first: with `lfu` the least frequently used since the store was opened, of several the least
+    recently used; with `lru` the least recently used; with `fifo` the one that was fetched first.
     """
 
     def __init__(self, policy: str, most_bytes: int | None, most_experts: int | None) -> None:

@@ -1,6 +1,6 @@
 """The thread that fetches experts, one after the other.
 
-It holds no reference to the store. So a store without references is collected, which ends the thread.
+It holds no reference to the store, so that a store without references is collected and ends the thread.
 """
 
 import os
@@ -58,10 +58,7 @@ class Fetch:
 
 
 class Fetcher:
-    """A queue of fetches and its thread, which starts with the first fetch.
-
-    An exception in the thread ends it, and every later call raises ValueError.
-    """
+    """A queue of fetches and its thread; after an exception there, every later call raises ValueError."""
 
     def __init__(self) -> None:
         self._queue: deque[Fetch] = deque()  # those that are needed now, then those ahead

@@ -1,8 +1,7 @@
 """Sources of offloaded experts: shard files or host memory.
 
 Files are read with `os.preadv`, since the pages of a memory mapping would count as memory of the process. A
-piece's SHA-256 is checked at the first read; after that the file is trusted while its size and times do not
-change.
+piece's SHA-256 is checked at the first read; then the file is trusted while its size and times stay.
 """
 
 import hashlib

@@ -61,11 +61,10 @@ class ExpertStore:
     deep copy of a model shares its store. A forked process or a second thread needs its own store. A model
     in a store can be neither saved nor loaded.
 
-    Policies: `on-demand` fetches the experts of a call; `pregated` also those of `prefetch`; `prefetch-all`
-    all experts of the next block, which is the one that followed the last time, at first the one that was
-    added next. Tiers: `disk` for the shard files of a checkpoint, `host` for memory (pinned if there is a
-    GPU). The cache size is in experts or, with a unit (`"2GiB"`), in bytes; eviction: see `ExpertCache`.
-    Memory of each policy: docs/inference.md.
+    Policies (docs/inference.md): `on-demand` fetches the experts of a call; `pregated` also those of
+    `prefetch`; `prefetch-all` all experts of the next block, which is the one that followed the last time,
+    at first the one that was added next. Tiers: `disk` for the shard files of a checkpoint, `host` for
+    memory (pinned if there is a GPU). The cache size is in experts or, with a unit (`"2GiB"`), in bytes.
 
     Raises:
         ValueError: an unknown policy, tier or eviction.
@@ -100,10 +99,7 @@ class ExpertStore:
         """Offload a layer's experts to the store, and free the stack's parameters.
 
         `tensors` by name have all E experts or this rank's: `ShardedTensor`s of a checkpoint or, on tier
-        `host`, tensors (default: the stack's own).
-
-        Raises:
-            ValueError: the tensors do not fit the stack or the tier, or a file cannot be read.
+        `host`, tensors (default: the stack's own). ValueError: they do not fit the stack or the tier.
         """
         self._fetcher.refuse_ended()
         own = {name: getattr(stack, name) for name in stack.names}

@@ -1,8 +1,7 @@
 """Lockstep: inference with expert parallelism if ranks call layers at different times, or not at all.
 
-In training all ranks make the same calls. In inference one rank has more sentences, longer ones or none. So
-ranks first agree on the next call: each requests a layer, the most requested layer runs, and the other
-ranks join its collectives without tokens and request again. This needs no knowledge of the decoding.
+One rank has more sentences, longer ones or none. So ranks first agree on the next call: each requests a
+layer, the most requested one runs, and the others join its collectives without tokens and request again.
 """
 
 from collections import Counter
@@ -25,11 +24,10 @@ def next_layer(requests: Sequence[int]) -> int | None:
 
 
 class Lockstep:
-    """One rank's side of the lockstep.
+    """One rank's side of the lockstep; `group` has the ranks that share experts, None for all.
 
-    `group` has the ranks that share experts, None for all. Each must `add` the same layers in the same
-    order, and call `end`. A rank that fails sends no message: its connections break, so that the others'
-    next agreement fails.
+    Each rank must `add` the same layers in the same order, and call `end`. A rank that fails sends no
+    message: its connections break, so that the others' next agreement fails.
     """
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:

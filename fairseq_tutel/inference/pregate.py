@@ -1,10 +1,7 @@
 """Pre-gating: the gate of a MoE block gets the input of the block N before it.
 
-So the experts are known while the blocks between compute, and offloaded ones can be fetched. The gate stays
-in its block; only its input changes, to other hidden states of the same tokens. The first N blocks of a
-stack use their own input.
-
-T tokens, D model_dim. Source: Pre-gated MoE (Hwang et al. 2024).
+So the experts are known while the blocks between compute, and offloaded ones can be fetched. The first N
+blocks of a stack use their own input. T tokens, D model_dim. Source: Pre-gated MoE (Hwang et al. 2024).
 """
 
 from collections.abc import Mapping, Sequence
@@ -62,10 +59,7 @@ class _Ahead(NamedTuple):
 
 
 class Chain:
-    """Routes the layers of one stack, each when the layer N before it is called.
-
-    Every routing is used once, in the forward that computed it: the first layer drops all others.
-    """
+    """Routes the layers of one stack, each when the layer N before it is called, for that forward only."""
 
     def __init__(self, layers: Sequence[MoELayer], ahead: int) -> None:
         self.layers, self.ahead = list(layers), ahead
@@ -98,10 +92,12 @@ class Chain:
                 "was not called in this forward, or without gradients; call the layers of a stack in "
                 "order, and without activation checkpointing."
             )
-        if _arguments(found.call) != _arguments(call):
+        names = ("shape", "time_first", "capacity_factor", "top_k", "gate_index")
+        given, before = ({name: getattr(one, name) for name in names} for one in (call, found.call))
+        if given != before:
             raise ValueError(
-                f"{label} is called with {_arguments(call)}, but was pre-gated by a call with "
-                f"{_arguments(found.call)}; call the layers of a stack with the same tokens and arguments."
+                f"{label} is called with {given}, but was pre-gated by a call with {before}; call the "
+                "layers of a stack with the same tokens and arguments."
             )
         return found.routing
 
@@ -111,9 +107,3 @@ def _prefetched(layer: MoELayer, x_TD: Tensor, call: Call) -> Routing:
     routing = layer.route(x_TD, call)
     layer.experts.weights.prefetch(layer.experts, routing.groups)
     return routing
-
-
-def _arguments(call: Call) -> dict[str, Any]:
-    """Return the arguments that must be equal in the two calls of one routing."""
-    names = ("shape", "time_first", "capacity_factor", "top_k", "gate_index")
-    return {name: getattr(call, name) for name in names}

@@ -64,7 +64,7 @@ class Call:
         return x_TD.masked_fill(self.padding_T.unsqueeze(1), 0.0)
 
     def micro_batch(self, config: MoEConfig, training: bool, bias_E: Tensor | None = None) -> MicroBatch:
-        """Return what is routed; raise ValueError for an invalid capacity factor."""
+        """Return the arguments of routing; raise ValueError for an invalid capacity factor."""
         return MicroBatch(
             top_k=self.top_k_of(config),
             capacity=capacity_of(config, training, self.capacity_factor),

@@ -56,7 +56,7 @@ class Capacity:
 
 @dataclass(frozen=True, kw_only=True)
 class MicroBatch:
-    """What is routed by a forward, in addition to the logits and the configuration."""
+    """The arguments of one routing, in addition to the logits and the configuration."""
 
     top_k: int
     capacity: Capacity = Capacity()

@@ -6,9 +6,9 @@ N nodes of L ranks. The fit minimizes the squared relative error.
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from fractions import Fraction
-from typing import NotRequired, TypedDict
+from typing import NamedTuple, NotRequired, TypedDict
 
 import numpy as np
 
@@ -87,10 +87,9 @@ def faster_algorithm(machine: Machine | None, nodes: int, local: int, bytes_per_
 def all_gather_seconds(
     num_bytes: float, machine: Machine, nodes: int, local: int, on_link: int | None = None
 ) -> float:
-    """Return the seconds of a ring all-gather, or of a ring reduce-scatter.
+    """Return the seconds of a ring all-gather, or of a ring reduce-scatter, of a rank's input.
 
-    `num_bytes` is the input of a rank. `on_link` is the number of ranks of a node, of this group or others,
-    that gather at once (default: L). Their bytes add up if a node has one link.
+    The bytes of `on_link` ranks of a node, of this group or others (default: L), add up on a shared link.
     """
     ranks = nodes * local
     if ranks == 1:
@@ -143,8 +142,7 @@ class Row(TypedDict):
     on_link: NotRequired[int]  # ranks of a node that did the same at once; default: `local`
 
 
-@dataclass(frozen=True, kw_only=True)
-class Errors:
+class Errors(NamedTuple):
     """Relative errors of a model, each |predicted / measured - 1|."""
 
     median: float
@@ -155,10 +153,9 @@ class Errors:
 def fit_machine(rows: Sequence[Row], start: Machine) -> Machine:
     """Return `start` with the links and launch time that fit the rows best.
 
-    A linear all-to-all is bounded by one kind of link. Each round of the fit determines it by the links of
-    the previous round, until it is stable. Links that the rows do not determine stay those of `start`.
-    If launch and alpha cannot be separated, alpha includes the launch, which is 0. ValueError: the rows do
-    not determine the seconds of a byte.
+    A linear all-to-all is bounded by one kind of link, which each round determines by the links of the
+    previous one. Links that the rows do not determine stay those of `start`. If launch and alpha cannot be
+    separated, the launch is 0. ValueError: the rows do not determine the seconds of a byte.
     """
     if not rows:
         raise ValueError("there is no measured all-to-all to fit; measure one.")

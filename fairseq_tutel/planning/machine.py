@@ -2,9 +2,8 @@
 
 import json
 import re
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from fairseq_tutel.files.small import json_of
 
@@ -48,36 +47,27 @@ class Machine:
         fix = "give a file of `tune --json`"
         try:
             values = json_of(path)
+            links = {name: Link(**values[name]) for name in ("intra", "inter")}
+            machine = cls(**values | links)
         except (OSError, ValueError) as error:
             raise ValueError(f"{path} cannot be read as a hardware profile ({error}); {fix}.") from error
-        known = {field.name for field in fields(cls)}
-        optional = {"launch_s", *_FLAGS}
-        found = set(values) if isinstance(values, dict) else set()
-        if not known - optional <= found <= known:
-            wrong = sorted((known - optional - found) | (found - known))
-            raise ValueError(
-                f"{path} is no hardware profile: {', '.join(wrong)} missing or unknown; {fix}."
-            )
-        for key in ("intra", "inter"):
-            link = values[key]
-            if not isinstance(link, dict) or set(link) != {"alpha_s", "bytes_per_s"}:
-                raise ValueError(f"{path} has {key} {link!r}; it needs alpha_s and bytes_per_s.")
-            _check_numbers(path, {f"{key}.{part}": number for part, number in link.items()})
-            values[key] = Link(**link)
-        _check_numbers(path, {key: values[key] for key in found - _FLAGS - {"name", "intra", "inter"}})
-        for key in _FLAGS & found:
-            if not isinstance(values[key], bool):
-                raise ValueError(f"{path} has {key} {values[key]!r}; give true or false.")
-        return cls(**values)
-
-
-def _check_numbers(path: Path, numbers: dict[str, Any]) -> None:
-    for key, value in numbers.items():
-        may_be_0 = key.endswith(("alpha_s", "launch_s"))
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not is_number or not (value >= 0 if may_be_0 else value > 0):
-            fix = "seconds, from 0" if may_be_0 else "a number above 0"
-            raise ValueError(f"{path} has {key} {value!r}; give {fix}.")
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"{path} is no hardware profile ({error!r}); {fix}.") from error
+        numbers = asdict(machine)
+        for name in links:
+            numbers |= {f"{name}.{key}": number for key, number in numbers.pop(name).items()}
+        del numbers["name"]
+        for key, value in numbers.items():
+            fix = "a number above 0"
+            is_number = isinstance(value, int | float) and not isinstance(value, bool)
+            is_right = is_number and value > 0
+            if key in _FLAGS:
+                is_right, fix = isinstance(value, bool), "true or false"
+            elif key.endswith(("alpha_s", "launch_s")):
+                is_right, fix = is_number and value >= 0, "seconds, from 0"
+            if not is_right:
+                raise ValueError(f"{path} has {key} {value!r}; give {fix}.")
+        return machine
 
 
 # Achieved parts of datasheet numbers; docs/scaling.md lists the sources.

@@ -49,25 +49,20 @@ class Tuner:
         self._recent: dict[str, list[float]] = {}
 
     def choose(self, key: str, predict: Predict | None = None) -> Strategy:
-        """Return the best strategy of a bucket or, during its search, the next candidate.
-
-        `predict` returns the predicted seconds of a strategy. Without it, all strategies are candidates.
-        """
+        """Return a bucket's best strategy or, in its search, the next candidate by predicted seconds."""
         if key not in self.best and key not in self._next:
             self._candidates[key] = self._pruned(predict)
             self._advance(key)
         return self.best[key] if key in self.best else self._next[key]
 
     def record(self, key: str, strategy: Strategy, cost: float) -> None:
-        """Record the cost of an update, in a unit that is the same within a bucket.
-
-        The first update of each candidate is not counted, since it allocates buffers of new sizes.
-        """
+        """Record the cost of an update, in a unit that is the same within a bucket."""
         if not math.isfinite(cost):
             return
         if key in self.best:
             self._watch(key, strategy, cost)
         elif strategy == self._next.get(key):
+            # The first update of each candidate is not counted: it allocates buffers of new sizes.
             if (key, strategy) in self._warm:
                 self.costs[key].setdefault(strategy, []).append(cost)
                 self._advance(key)
@@ -153,7 +148,6 @@ class Tuner:
         self.best[key] = min(active, key=middle.__getitem__)
 
     def _watch(self, key: str, strategy: Strategy, cost: float) -> None:
-        """Search a bucket again if the cost of its best strategy has drifted."""
         best, recent = self.best[key], self._recent.setdefault(key, [])
         if strategy != best:
             return

@@ -1,8 +1,6 @@
 """The format of collective plans: a collective as steps for each rank, in one JSON file.
 
-N ranks, C chunks, S temporary chunks. Generators write plans (`plans.generators`), the checker refuses
-plans that could hang, race or give another result (`plans.checker`), and executors run them
-(`plans.executors`).
+N ranks, C chunks, S temporary chunks.
 
 **Chunks.** All offsets are numbers of chunks. A shard is divided into C chunks of equal size. If C does not
 divide it, the last chunks are short or empty, so one plan serves any number of elements, even 0. Each rank

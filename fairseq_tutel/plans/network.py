@@ -13,7 +13,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from functools import cached_property
+from functools import cached_property, partial
 from heapq import heappop, heappush
 from itertools import product
 from pathlib import Path
@@ -261,27 +261,22 @@ def _made(
     )
 
 
-def boxes(number: int, local: int, inside: int, between: int, unit: str = "units") -> Network:
+def boxes(
+    number: int, local: int, inside: int, between: int, unit: str = "units", shared: bool = False
+) -> Network:
     """Return boxes of `local` GPUs with a switch each, and one switch between them.
 
-    `inside` and `between` are bandwidths of a GPU in its box, and to other boxes.
+    `inside` and `between` are bandwidths of a GPU in its box, and to other boxes. With `shared`, the GPUs
+    of a box share one link to other boxes.
     """
     ranks = number * local
     links = [(rank, ranks + rank // local, inside) for rank in range(ranks)]
     switches = [f"switch{box}" for box in range(number)]
     if number > 1:
-        links += [(rank, ranks + number, between) for rank in range(ranks)]
+        ends = range(ranks, ranks + number) if shared else range(ranks)
+        links += [(end, ranks + number, between) for end in ends]
         switches.append("network")
     return _made(number, local, switches, links, unit)
-
-
-def cluster(nodes: int, local: int, inside: int, between: int) -> Network:
-    """Return nodes with one shared link each to a bridge, as in benchmarks.cluster; see `boxes`."""
-    ranks = nodes * local
-    links = [(rank, ranks + rank // local, inside) for rank in range(ranks)]
-    links += [(ranks + node, ranks + nodes, between) for node in range(nodes)]
-    names = [f"node{node}" for node in range(nodes)]
-    return _made(nodes, local, [*names, "bridge"], links, "units")
 
 
 # xGMI links of the 16 dies of a box of eight MI250: within each half, and between halves. Sources: the
@@ -325,6 +320,7 @@ NETWORKS: dict[str, tuple[str, Callable[..., Network]]] = {
     "dgx_h100": ("BOXES", lambda number: boxes(number, 8, 450, 50, "GB/s")),
     "mi250": ("BOXES", _mi250),
     "boxes": ("BOXESxGPUS:INSIDE:BETWEEN", boxes),
-    "cluster": ("NODESxRANKS:INSIDE:BETWEEN", cluster),
+    # As in benchmarks.cluster.
+    "cluster": ("NODESxRANKS:INSIDE:BETWEEN", partial(boxes, shared=True)),
     "torus": ("ROWSxCOLUMNS", _torus),
 }

@@ -15,9 +15,8 @@ from fairseq_tutel.planning.links import exchange_seconds, plan_seconds
 from fairseq_tutel.planning.machine import Machine
 from fairseq_tutel.planning.strategy import ALGORITHMS, PLAN
 from fairseq_tutel.planning.tuner import HOPELESS
-from fairseq_tutel.plans import placed
 from fairseq_tutel.plans.executors.backend import PlanBackend
-from fairseq_tutel.plans.placed import PlacedPlan
+from fairseq_tutel.plans.files import PlacedPlan, read_run, refuse_unused
 from fairseq_tutel.plugin.run_state import RUN
 from fairseq_tutel.ranks import world
 from fairseq_tutel.ranks.groups import Topology
@@ -31,7 +30,7 @@ def plans_of(task_cfg: Any) -> tuple[PlacedPlan, ...]:
     """Return the checked plans of a training run."""
     path = read(TaskConfig, task_cfg).moe_collective_plans
     if path and path not in RUN.plans:
-        RUN.plans[path] = placed.read(path)
+        RUN.plans[path] = read_run(path)
     return RUN.plans[path] if path else ()
 
 
@@ -64,7 +63,7 @@ def use_plans(task_cfg: Any, topology: Topology, config: MoEConfig) -> None:
     """
     plans = plans_of(task_cfg) if topology.world_size > 1 else ()
     local = read(TaskConfig, task_cfg).moe_local_size or ranks_per_node()
-    placed.refuse_unused(plans, _groups(topology), local)
+    refuse_unused(plans, _groups(topology), local)
     name = config.a2a_algorithm.removeprefix(PLAN)
     size = topology.expert_parallel_size
     known = [each.name for each in _all_to_alls(plans, topology, local)]

@@ -19,7 +19,7 @@ from fairseq_tutel.ranks.groups import Topology
 if TYPE_CHECKING:
     from fairseq_tutel.checkpoint.lease import Lease
     from fairseq_tutel.inference.expert_store import ExpertStore
-    from fairseq_tutel.plans.placed import PlacedPlan
+    from fairseq_tutel.plans.files import PlacedPlan
     from fairseq_tutel.plugin.opening.several_ranks import Command
 
 

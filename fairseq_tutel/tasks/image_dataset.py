@@ -122,11 +122,9 @@ class ImageDataset(FairseqDataset):
             return {}
         images_BCHW = torch.stack([sample["image"] for sample in kept])
         batch: dict[str, Any] = {
-            "id": torch.tensor([sample["id"] for sample in kept]),
-            "nsentences": len(kept),
-            "ntokens": len(kept),
             "net_input": {"images": images_BCHW},
-            "target": torch.tensor([sample["target"] for sample in kept]),
+            **{key: torch.tensor([sample[key] for sample in kept]) for key in ("id", "target")},
+            **dict.fromkeys(("nsentences", "ntokens"), len(kept)),
         }
         if kept[0]["mixing"] is not None:
             mixings = [sample["mixing"] for sample in kept]
@@ -139,8 +137,7 @@ class ImageDataset(FairseqDataset):
         i = sample["index"] % len(self)
         if not self._left_out_N[i]:
             self._left_out_N[i] = True
-            count = int(self._left_out_N.sum())
-            logger.warning("left out %s (%d so far)", sample["unreadable"], count)
+            logger.warning("left out %s (%d so far)", sample["unreadable"], int(self._left_out_N.sum()))
 
     def _next_readable(self, index: int) -> dict[str, Any]:
         epoch, i = divmod(index, len(self))

@@ -51,10 +51,9 @@ def output_path(text: str) -> Path:
 def refuse_output(
     output: Path, inputs: Sequence[Path] = (), overwrite: bool = True, flag: str = "--output"
 ) -> None:
-    """Check before any work that an output can be written.
+    """Check before any work that an output can be written without replacing an input.
 
-    `inputs` are never replaced, another file only with `overwrite`. With inputs, the output must be an
-    ordinary file.
+    `overwrite` allows it to replace another file. With inputs, it must be an ordinary file.
     """
     if output.is_dir() or not output.parent.is_dir():
         raise ValueError(f"{flag} is {output}; give the name of a file in an existing folder.")
@@ -101,10 +100,7 @@ def needing(what: str, extra: str = "") -> Iterator[None]:
 
 
 class LateParser(argparse.ArgumentParser):
-    """An ArgumentParser that calls `late` before the first parse, to add options that are slow to import.
-
-    A failed import there ends the program like a wrong option.
-    """
+    """An ArgumentParser that calls `late` before the first parse, for options that are slow to import."""
 
     late: Callable[[argparse.ArgumentParser], None] | None = None
 

@@ -66,15 +66,7 @@ def chosen_inputs(arguments: argparse.Namespace) -> list[Path]:
             f"--checkpoint-upper-bound is {bound}, which needs --num-epoch-checkpoints or "
             "--num-update-checkpoints; add one of them or drop it."
         )
-    if flag == "num_best_checkpoints":
-        return _best(paths, count)
-    for path in paths:
-        if path.is_dir():
-            raise ValueError(
-                f"--inputs names the folder {path}; add --num-epoch-checkpoints, "
-                "--num-update-checkpoints or --num-best-checkpoints, or name files."
-            )
-    return paths
+    return _best(paths, count) if flag else paths
 
 
 def _last(paths: list[Path], flag: str, count: int, bound: int | None) -> list[Path]:

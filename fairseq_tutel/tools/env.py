@@ -93,9 +93,6 @@ def _choices() -> Iterator[tuple[str, str]]:
         yield "backend of torch.distributed", gloo
         halves = "fp32, --bf16, --memory-efficient-bf16; not --fp16 and --amp, which need a GPU"
         yield "precisions", halves
-    adam, norm = _fairseq_classes(on_gpu)
-    yield "moe_adam", adam
-    yield "LayerNorm", norm
 
 
 def _apex() -> str:
@@ -104,20 +101,3 @@ def _apex() -> str:
     if importlib.util.find_spec("amp_C") is None:
         return "a package of that name without NVIDIA's extensions (PyPI's apex is another project)"
     return "NVIDIA's"
-
-
-def _fairseq_classes(on_gpu: bool) -> tuple[str, str]:
-    """Return descriptions of the Adam and the LayerNorm that fairseq will use."""
-    try:
-        from fairseq.modules.layer_norm import has_fused_layernorm
-        from fairseq.optim.fused_adam import get_fused_adam_class
-    except ImportError:
-        return ("fairseq is not installed",) * 2
-    why = "no apex" if on_gpu else "apex needs a GPU"
-    adam = f"torch's fused AdamW for fp32 and fp64, fairseq's loop for half weights, since: {why}"
-    norm = f"torch's, since: {why}"
-    if on_gpu and get_fused_adam_class() is not None:
-        adam = "apex's FusedAdam, since it can be imported; torch's fused AdamW with --fp16-adam-stats"
-    if on_gpu and has_fused_layernorm:
-        norm = "apex's FusedLayerNorm, since it can be imported"
-    return adam, norm

@@ -110,12 +110,9 @@ def _lines(plan: Plan, report: Report, names: Mapping[int, str], size: int) -> l
 def _routed(report: Report, plan: Plan, network: Network) -> Report:
     """Return the report with the loads of a network's links."""
     if plan.network and plan.network != network.digest:
-        raise ValueError(
-            f"--network {network.name} is not the plan's network {plan.network}; give that network."
-        )
+        text = f"is not the plan's network {plan.network}; give that network"
+        raise ValueError(f"--network {network.name} {text}.")
     if network.ranks != plan.ranks:
-        raise ValueError(
-            f"--network {network.name} has {network.ranks} GPUs, but the plan has {plan.ranks} ranks; give "
-            "the plan's network."
-        )
+        text = f"has {network.ranks} GPUs, but the plan has {plan.ranks} ranks; give the plan's network"
+        raise ValueError(f"--network {network.name} {text}.")
     return replace(report, loads=tuple(routed(network, load) for load in report.loads))

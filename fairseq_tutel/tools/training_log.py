@@ -1,9 +1,8 @@
 """Reads fairseq's training logs, and joins their records to one run.
 
 A record is a line that ends in JSON: `… | train_inner | {"epoch": 1, …}` in a captured output,
-`[…][train_inner][INFO] - {…}` under hydra, or only the JSON in a `--log-file`. The key that ends in
-`num_updates` has the update as value, and the data subset as prefix. A record of fairseq-validate has no
-update.
+`[…][train_inner][INFO] - {…}` under hydra, or only the JSON in a `--log-file`. Its key that ends in
+`num_updates` has the update, and the data subset as prefix. A record of fairseq-validate has no update.
 """
 
 import math
@@ -11,7 +10,7 @@ import os
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from itertools import groupby
 from pathlib import Path
 
 from fairseq_tutel.files.small import open_ordinary, parse_json
@@ -20,11 +19,9 @@ LOG_NAMES = ("*.log", "*.json", "*.txt")  # in a folder
 
 # Tags of training records: since the previous record, and over an epoch. Other tags are data subsets.
 SINCE_LAST, EPOCH = "train_inner", "train"
-
 # Prefixes of lists over experts, before the layer: load, in even shares, and dropped share, 0 to 1.
 LOAD, DROPPED = "moe_load_", "moe_dropped_"
-# Prefix of lists over MoE layers, before the name of the metric.
-LAYERS = "moe_layers_"
+LAYERS = "moe_layers_"  # prefix of lists over MoE layers, before the name of the metric
 
 UNKNOWN = -1  # the update of a record without one
 LONGEST_LINE = 2**24  # characters; longer lines, in files that are no logs, are read in parts
@@ -143,7 +140,6 @@ def read_log(lines: Iterable[str]) -> Log:
 
 
 def _read_entry(stats: object) -> Record | None:
-    """Return the record of a JSON value, or None if it is none."""
     if not isinstance(stats, dict):
         return None
     key = next((key for key in stats if key.endswith(_UPDATES)), None)
@@ -162,7 +158,6 @@ def _read_entry(stats: object) -> Record | None:
 
 
 def _prefix_of_evaluation(keys: list[str]) -> str | None:
-    """Return the prefix of all keys of a fairseq-validate record, or None if it is none."""
     prefix = keys[0].removesuffix("loss") if keys and keys[0].endswith("_loss") else ""
     return prefix if prefix and all(key.startswith(prefix) for key in keys) else None
 
@@ -207,7 +202,7 @@ def join(log: Log) -> Run:
     by_tag: dict[str, dict[int, Record]] = {}
     for record in kept:
         by_tag.setdefault(record.tag, {})[record.update] = record
-    ranks = log.ranks[:1] + [after for first, after in pairwise(log.ranks) if after != first]
+    ranks = [number for number, _ in groupby(log.ranks)]
     records = {tag: list(of.values()) for tag, of in by_tag.items()}
     return Run(records, ranks, notes, log.evaluations)
 
@@ -262,11 +257,7 @@ def _lines_of(path: Path) -> Iterator[str]:
 
 
 def find_log(path: Path) -> tuple[Log, list[Path]]:
-    """Return the log of a training run, and its files; see docs/report.md for the files of a folder.
-
-    Raises:
-        ValueError: the path cannot be read, or has records of no run or of several.
-    """
+    """Return the log of a training run, and its files; ValueError: there are none, or those of several."""
     if not path.exists():
         raise ValueError(f"{path} does not exist; give a log of fairseq-train, or its --save-dir.")
     texts = [path]

@@ -125,7 +125,7 @@ class WindowAttention(nn.Module):
     """
 
     def __init__(
-        self, dim: int, heads: int, form: str, *, attention_dropout: float = 0.0, position_window: int = 0
+        self, dim: int, heads: int, form: str, attention_dropout: float = 0.0, position_window: int = 0
     ) -> None:
         super().__init__()
         self.heads, self.attention_dropout = heads, attention_dropout

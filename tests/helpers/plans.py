@@ -8,9 +8,9 @@ from torch import Tensor
 from fairseq_tutel.plans.checker import check
 from fairseq_tutel.plans.executors.layout import Layout, Sizes, walk
 from fairseq_tutel.plans.executors.two_sided import add_up
+from fairseq_tutel.plans.files import PlacedPlan
 from fairseq_tutel.plans.format import Plan
 from fairseq_tutel.plans.generators import GENERATORS, make
-from fairseq_tutel.plans.placed import PlacedPlan
 
 
 def of(ranks: int) -> list[Plan]:
@@ -38,12 +38,8 @@ def result(plan: Plan, sizes: Sizes, ins: Sequence[Tensor]) -> list[Tensor]:
         for rank, own in enumerate(ins)
     ]
     for move in walk(plan).moves:
-        ends = (*move.sources, move.target)
-        for starts, n in layout.runs(move.kinds, *ends):
-            *parts, out = (
-                memory[rank][place.buffer][at : at + n]
-                for (rank, place), at in zip(ends, starts, strict=True)
-            )
+        for ends, n in layout.runs(move.kinds, *move.sources, move.target):
+            *parts, out = (memory[rank][buffer][at : at + n] for rank, buffer, at in ends)
             add_up(parts, out)
     return [each["out"] for each in memory]
 

@@ -74,10 +74,7 @@ def measured_cells():
 
 
 def test_the_regret_on_measured_clusters_is_small():
-    """The links there are a hundred times slower than those of the predictions.
-
-    Of 1,000 updates, the search and its choice lose at most those that the former unimodal search lost.
-    """
+    """The links there are a hundred times slower than those of the predictions."""
     regrets, lost = [], []
     for seconds, predicted in measured_cells():
         best = min(seconds.values())

@@ -1,12 +1,16 @@
 """Errors of stock fairseq that users cause end a command with one sentence."""
 
 import gc
+import sys
 
 import numpy as np
 import pytest
 import torch
-from fairseq.data import data_utils, indexed_dataset
+from fairseq.data import Dictionary, audio, data_utils, indexed_dataset
+from fairseq.data.audio import audio_utils
 from fairseq.data.iterators import EpochBatchIterator
+from fairseq.models import FairseqIncrementalDecoder, FairseqLanguageModel
+from fairseq.sequence_generator import SequenceGenerator
 from omegaconf import OmegaConf
 from torch.utils.data import TensorDataset
 
@@ -45,6 +49,35 @@ def test_data_without_a_batch_is_refused_by_the_options_that_leave_none(multiple
     said = sentence(lambda: main(cfg))
     given = f"--max-tokens is 10, --required-batch-size-multiple is {multiple}: every example is longer"
     assert said.startswith(f"error: no batch fits {given} than --max-tokens, or there are fewer")
+
+
+class Undecided(FairseqIncrementalDecoder):
+    def max_positions(self):
+        return 8
+
+    def forward(self, prev_output_tokens, **kwargs):
+        return torch.full((*prev_output_tokens.shape, len(self.dictionary)), torch.nan), {"attn": None}
+
+
+def test_a_model_without_a_finite_score_is_named():
+    words = Dictionary()
+    words.add_symbol("a")
+    search = SequenceGenerator([FairseqLanguageModel(Undecided(words))], words, beam_size=1)
+    said = sentence(lambda: search({"net_input": {"src_tokens": torch.tensor([[4, 4]])}}))
+    assert said.startswith("error: the model gives no word a finite score, as with NaN weights; give")
+
+
+def test_a_module_that_fairseq_lacks_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "soundfile", None)
+    wanted = "error: fairseq needs the module soundfile here, which is not installed; `pip install s"
+    assert sentence(lambda: audio_utils.get_waveform("a.flac")).startswith(wanted)
+
+    def of_a_worker():
+        raise ModuleNotFoundError(
+            f"Caught it in a worker. File \"{audio.__file__}\"\nNo module named 'soundfile'"
+        )
+
+    assert sentence(of_a_worker).startswith(wanted)
 
 
 def test_other_errors_keep_their_traceback():

@@ -1,6 +1,7 @@
 """What is checked of any run's configuration."""
 
 import argparse
+import math
 from types import SimpleNamespace
 
 import pytest
@@ -30,6 +31,16 @@ def test_a_sharding_wrapper_is_refused_for_experts_before_fairseq_looks_for_its_
     cfg.model._name = "moe_transformer_lm"
     with pytest.raises(ValueError, match=r"^--ddp-backend is fully_sharded, which would shard or average"):
         wrapped.run_with_root(ran.append, cfg)
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "value"), [("optimization", "lr", [0.1, math.nan]), ("model", "dropout", math.nan)]
+)
+def test_nan_is_refused_as_any_option(section, key, value):
+    cfg = config()
+    setattr(getattr(cfg, section), key, value)
+    with pytest.raises(ValueError, match=f"^--{key} is nan; give a number"):
+        wrapped.run_with_root(lambda cfg: None, cfg)
 
 
 def test_options_of_experts_are_said_to_have_no_effect_on_a_dense_checkpoint(tmp_path, monkeypatch, caplog):

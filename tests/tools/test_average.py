@@ -141,7 +141,7 @@ REFUSED = {
         ("GOOD", "FOLDER/wider.pt"),
         "fc1.experts.fc1_weight is (3, 6, 4) in GOOD and (8, 6, 4) in FOLDER/wider.pt",
     ),
-    "a folder alone": (("FOLDER",), "--inputs names the folder FOLDER; add --num-epoch-checkpoints"),
+    "a folder alone": (("FOLDER",), "--inputs names FOLDER, which is a folder; give a checkpoint file"),
     "too few": (
         ("FOLDER", "--num-epoch-checkpoints", 3),
         "--num-epoch-checkpoints is 3, but --inputs holds only 0 files checkpointEPOCH.pt; lower it",

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from tool_in_process import refusal_of, tool
 
-from fairseq_tutel.plans import placed
+from fairseq_tutel.plans.files import read_run
 from fairseq_tutel.plans.format import COLLECTIVES, to_json
 from fairseq_tutel.plans.generators import make
 from fairseq_tutel.plans.network import find
@@ -104,7 +104,7 @@ def test_what_is_refused(written, tmp_path):
 def test_the_usual_plans_are_a_folder_for_a_training(tmp_path):
     folder = tmp_path / "plans"
     said = tool("plans", 2, 4, "--output", folder)
-    found = placed.read(str(folder))
+    found = read_run(str(folder))
     assert said.count("wrote ") == len(found) == 9
     assert {each.plan.ranks for each in found} == {2, 4}
     assert {each.plan.collective for each in found} == set(COLLECTIVES)

@@ -18,27 +18,15 @@ from fairseq_tutel.plans.format import Plan, PlanError, Step
 class Order:
     """The order of one call's steps in a plan that has passed `check_shape`.
 
-    Attributes:
-        steps: all steps, by number.
-        lanes: the lane of each step, numbered over all ranks.
-        sites: (rank, lane, index) of each step.
-        rank_lanes: the lanes of each rank, at least one.
-        cause: for a wait its signal, for a pend its post.
-        arrival: for a put, the wait that ends it.
-        release: for a put, the next flush, if any.
-        run: all steps, in a possible order.
-        rounds: for a put its round; for other steps, the number of rounds that end before.
-        depth: signals on the longest chain of steps.
-
     Raises:
         PlanError: there is a deadlock; names its cycle.
     """
 
     def __init__(self, plan: Plan) -> None:
         self.steps: list[Step] = []
-        self.sites: list[tuple[int, int, int]] = []
-        self.lanes: list[int] = []
-        self.rank_lanes: list[list[int]] = []
+        self.sites: list[tuple[int, int, int]] = []  # (rank, lane, index) of each step
+        self.lanes: list[int] = []  # the lane of each step, numbered over all ranks
+        self.rank_lanes: list[list[int]] = []  # at least one of each rank
         self._by_lane: list[range] = []
         for rank, program in enumerate(plan.programs):
             self.rank_lanes.append([])
@@ -48,11 +36,12 @@ class Order:
                 self._by_lane.append(range(len(self.steps), len(self.steps) + len(steps)))
                 self.steps += steps
                 self.sites += [(rank, lane, index) for index in range(len(steps))]
-        self.cause: dict[int, int] = {}
-        self.arrival: dict[int, int] = {}
-        self.release: dict[int, int] = {}
+        self.cause: dict[int, int] = {}  # for a wait its signal, for a pend its post
+        self.arrival: dict[int, int] = {}  # for a put, the wait that ends it
+        self.release: dict[int, int] = {}  # for a put, the next flush, if any
         self._match()
         self.run = self._run(plan.name)
+        # For a put its round, for other steps the number of rounds that end before; signals in a row.
         self.rounds, self.depth = self._levels()
 
     def name(self, number: int) -> str:
@@ -60,7 +49,6 @@ class Order:
         return f"{site(*self.sites[number])} ({self.steps[number].op})"
 
     def _match(self) -> None:
-        """Find causes, arrivals and releases."""
         by_kind: dict[tuple[str, int, int | None], list[int]] = defaultdict(list)
         signal_of: dict[int, int] = {}
         issued: dict[int | None, list[int]] = defaultdict(list)  # puts before the next signal

@@ -7,14 +7,13 @@ flush, the one to its destination with that wait. Two accesses to a chunk, one o
 ordered.
 
 Calls follow each other without a pause, so three calls in a row are checked. `tmp` is a different buffer
-in the second one. Between calls the caller may write a rank's `in` and `out`. One step at the start of each
-call, after all lanes of the rank's previous call, represents that. Three calls suffice: all data for a rank
-is waited for in the same call, and an order between two calls holds for all such pairs.
+in the second one. Between calls the caller may write a rank's `in` and `out`: one step at the start of each
+call, after all lanes of the rank's previous call. Three calls suffice: all data for a rank is waited for in
+the same call, and an order between two calls holds for all such pairs.
 """
 
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -47,8 +46,7 @@ class Clock(NamedTuple):
         return counts
 
 
-@dataclass(slots=True, eq=False)
-class Access:
+class Access(NamedTuple):
     """An access to chunks by a step of a call, or by the caller (None).
 
     It has ended when any lane of `ends`, as (lane, count), has taken that many steps.

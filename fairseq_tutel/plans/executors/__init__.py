@@ -1,5 +1,1 @@
-"""Executors: run plans on tensors.
-
-`backend` chooses the plan of each collective. `one_sided` runs it in shared memory, `two_sided` by
-messages, `one_device` on one GPU for tests. `layout` maps chunks to elements.
-"""
+"""Executors of plans on tensors: shared memory, two-sided messages, and one GPU, for tests."""

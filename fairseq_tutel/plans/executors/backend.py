@@ -17,8 +17,8 @@ from fairseq_tutel.plans.executors.layout import Sizes
 from fairseq_tutel.plans.executors.one_sided import Call, OneSided
 from fairseq_tutel.plans.executors.shared_memory import SharedMemoryError
 from fairseq_tutel.plans.executors.two_sided import TwoSided
+from fairseq_tutel.plans.files import PlacedPlan
 from fairseq_tutel.plans.format import REDUCING, Plan
-from fairseq_tutel.plans.placed import PlacedPlan
 from fairseq_tutel.ranks import world
 
 logger = logging.getLogger(__name__)

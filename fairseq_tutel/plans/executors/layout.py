@@ -78,14 +78,10 @@ def walk(plan: Plan) -> Walked:
 
 
 class Layout:
-    """The positions of all chunks in one call.
+    """The positions of all chunks in one call, in elements; a row has `width` of them.
 
-    Args:
-        walked: the plan.
-        sizes: rows of a shard, or of each block.
-        width: elements of a row.
-        window: the elements of every chunk that take part; None: all. Slots of `tmp` and `staged` then have
-            the length of the window. Positions in `in` and `out` are those of the whole chunks.
+    With a window, only those elements of every chunk take part, and slots of `tmp` and `staged` have its
+    length. Positions in `in` and `out` are those of the whole chunks.
     """
 
     def __init__(self, walked: Walked, sizes: Sizes, width: int = 1, window: range | None = None) -> None:
@@ -116,10 +112,10 @@ class Layout:
             lengths = [max(map(self.length, each), default=0) for each in kinds]
         return [0, *accumulate(lengths)]
 
-    def runs(self, kinds: Sequence[Kind], *ends: End) -> list[tuple[list[int], int]]:
-        """Join chunks that are adjacent at all ends; return each run's first element there, and its length.
+    def runs(self, kinds: Sequence[Kind], *ends: End) -> list[tuple[list[tuple[int, str, int]], int]]:
+        """Join chunks that are adjacent at all ends, without empty ones.
 
-        Empty runs are left out.
+        Return each run's length, and before it the rank, buffer and first element at each end.
         """
         starts = [(self.starts(rank, place.buffer), place.chunk) for rank, place in ends]
         found: list[tuple[list[int], int]] = []
@@ -129,4 +125,5 @@ class Layout:
                 found[-1] = (found[-1][0], found[-1][1] + length)
             elif length:
                 found.append((at, length))
-        return found
+        places = [(rank, place.buffer) for rank, place in ends]
+        return [([(*end, start) for end, start in zip(places, at, strict=True)], n) for at, n in found]

@@ -90,12 +90,8 @@ def _table(
         before = len(rows)
         if step.dst is not None:
             move = moves[site]
-            ends = (*move.sources, move.target)
-            for starts_there, length in layout.runs(move.kinds, *ends):
-                *own, to = [
-                    place(rank, at.buffer, start)
-                    for (rank, at), start in zip(ends, starts_there, strict=True)
-                ]
+            for ends, length in layout.runs(move.kinds, *move.sources, move.target):
+                *own, to = (place(*end) for end in ends)
                 rows.append((MOVE, len(sources), to, length, len(own)))
                 sources += own
         elif number in order.cause:

@@ -43,7 +43,7 @@ COPY, REDUCE, SIGNAL, WAIT, POST, PEND = range(6)
 CODES = {"signal": SIGNAL, "wait": WAIT, "post": POST, "pend": PEND}
 # Code; number of the target view, channel or semaphore; numbers of the source views.
 Step = tuple[int, Any, Any]
-# By number, the bytes of a view, and its tensor if it is part of a sum.
+# By number, the bytes of each view, and the tensors of those that are summed.
 Views = tuple[list[Any], list[Any]]
 
 
@@ -57,15 +57,9 @@ class View(NamedTuple):
 
 
 class Steps(NamedTuple):
-    """The steps of a rank in one slice.
+    """The steps of a rank in one slice: those of each lane, then those after all lanes.
 
-    Attributes:
-        lanes: the steps of each lane.
-        last: steps after all lanes.
-        callers: by number, the views of the caller's buffers.
-        regions: by number, the views of regions.
-        summed: numbers of the views that are summed.
-        opened: by parity of the call, the views of regions, made at the first use.
+    Views are numbered; `summed` are those of sums. `opened` has those of regions by parity of the call.
     """
 
     lanes: list[list[Step]]
@@ -108,11 +102,10 @@ class Program:
         summed: set[int] = set()
 
         def moved(move: Move) -> Iterator[Step]:
-            ends = (*move.sources, move.target)
-            for starts, length in layout.runs(move.kinds, *ends):
+            for ends, length in layout.runs(move.kinds, *move.sources, move.target):
                 *sources, target = [
-                    views.setdefault(View(place.buffer, rank, start, length), len(views))
-                    for (rank, place), start in zip(ends, starts, strict=True)
+                    views.setdefault(View(buffer, rank, start, length), len(views))
+                    for rank, buffer, start in ends
                 ]
                 if len(sources) == 1:
                     yield COPY, target, sources[0]

@@ -51,11 +51,7 @@ class SharedMemoryError(OSError):
 class SharedMemory:
     """The shared memory of a group's ranks: `words`, and a region of bytes for each rank. Collective.
 
-    Args:
-        group: None for all ranks.
-        lines: number of the caller's cache lines.
-        region: the most bytes that a rank's region may ever have.
-        size: bytes that it has at first.
+    The caller gets `lines` cache lines of words. A region has `size` bytes at first, `region` at most.
 
     Raises:
         SharedMemoryError: the ranks cannot share memory; it has the reason.

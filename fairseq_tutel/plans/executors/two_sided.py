@@ -160,8 +160,7 @@ def _joined(puts: Sequence[Move], layout: Layout, is_sent: bool) -> list[Run]:
     found: list[Run] = []
     for put in puts:
         end = put.sources[0] if is_sent else put.target
-        buffer = end[1].buffer
-        for (start,), length in layout.runs(put.kinds, end):
+        for ((_, buffer, start),), length in layout.runs(put.kinds, end):
             if found and found[-1][0] == buffer and sum(found[-1][1:]) == start:
                 found[-1] = (buffer, found[-1][1], found[-1][2] + length)
             else:
@@ -170,9 +169,6 @@ def _joined(puts: Sequence[Move], layout: Layout, is_sent: bool) -> list[Run]:
 
 
 def _sums(move: Move, layout: Layout) -> Iterator[tuple[list[Run], Run]]:
-    ends = (*move.sources, move.target)
-    for starts, length in layout.runs(move.kinds, *ends):
-        *sources, target = [
-            (place.buffer, start, length) for (_, place), start in zip(ends, starts, strict=True)
-        ]
+    for ends, length in layout.runs(move.kinds, *move.sources, move.target):
+        *sources, target = [(buffer, start, length) for _, buffer, start in ends]
         yield sources, target

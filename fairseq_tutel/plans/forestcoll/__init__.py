@@ -1,5 +1,1 @@
-"""ForestColl: the fastest trees of a network.
-
-`optimum`: the lower bound and the number of trees. `edge_splitting`: removal of switches. `tree_packing`:
-the trees. `forest`: all three in turn. `max_flow`: the flows that they need.
-"""
+"""ForestColl, the fastest trees of a network: `forest` takes the steps of the other modules in turn."""

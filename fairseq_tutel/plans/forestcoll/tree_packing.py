@@ -8,13 +8,12 @@ can spare nothing never will again, since its capacity and its demand shrink tog
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from fairseq_tutel.plans.forestcoll.max_flow import Flow, members
 
 
-@dataclass(frozen=True)
-class Tree:
+class Tree(NamedTuple):
     """A tree of m copies, with its edges (parent, child) in breadth-first order."""
 
     root: int
@@ -63,7 +62,7 @@ class _Packing:
             self.links.add(source, target, -copies)
             graph.add(source, target, -copies)
             if copies < tree.copies:
-                others.append(replace(tree, copies=tree.copies - copies))
+                others.append(tree._replace(copies=tree.copies - copies))
                 graph = self._with_demands(others)
             tree = Tree(tree.root, copies, (*tree.edges, (source, target)))
             depths[target] = depths[source] + 1

@@ -2,10 +2,10 @@
 
 A rank has one lane.
 
-**Equal results.** One rank makes each sum, or all ranks make it in the same order: all get the same bits.
+One rank makes each sum, or all ranks make it in the same order: all get the same bits.
 
-**Calls in a row** need no further signals. `tmp` alternates between calls. A rank's result needs a part of
-each other rank's `in`. So a rank that ends a call has heard that all ranks began it, and so ended the call
+Calls in a row need no further signals. `tmp` alternates between calls. A rank's result needs a part of each
+other rank's `in`. So a rank that ends a call has heard that all ranks began it, and so ended the call
 before. A put to another rank's `out` follows a signal of the same call that its owner has begun. In the
 second phase of all pairs and ring the first phase is that signal; all_gather's ring and the trees send one
 first. A put from `in` or `out` is flushed, unless a later signal of its reader makes that unnecessary.
@@ -31,10 +31,10 @@ _SUMS = ("all_gather", "reduce_scatter", "all_reduce")
 GENERATORS = {
     "ring": Generator(named.ring, _SUMS),
     "recursive_doubling": Generator(named.recursive_doubling, _SUMS),
-    "one_phase": Generator(named.one_phase, _SUMS),
+    "one_phase": Generator(named.all_pairs, _SUMS),
     "two_phase": Generator(named.two_phase, ("all_reduce",)),
     "hierarchical": Generator(named.hierarchical, ("all_reduce",), has_nodes=True),
-    "linear": Generator(named.linear, ("all_to_all",)),
+    "linear": Generator(named.all_pairs, ("all_to_all",)),
     "two_hops": Generator(named.two_hops, ("all_to_all",), has_nodes=True),
 }
 

@@ -86,11 +86,13 @@ def _distribute(w: Writer, forest: Forest, begun: bool, slices: int) -> None:
     branches = _branches(forest, slices)
     if not begun:
         pairs = sorted({(each.child, each.parent) for each in branches})
-        _signal(w, pairs)
+        for child, parent in pairs:
+            w.signal(child, parent)
         chunks = slices * forest.share.trees
         for rank in range(w.ranks):
             w.copy(rank, Place("in", 0), Place("out", rank * chunks), chunks)
-        _wait(w, pairs)
+        for child, parent in pairs:
+            w.wait(parent, child)
     for depth in range(1 + max(branch.depth for branch in branches)):
         messages = []
         for branch in branches:
@@ -136,16 +138,6 @@ def _reduce(w: Writer, forest: Forest, collective: str, slices: int) -> int:
     return max(used.values())
 
 
-def _signal(w: Writer, pairs: Iterable[tuple[int, int]]) -> None:
-    for rank, other in pairs:
-        w.signal(rank, other)
-
-
-def _wait(w: Writer, pairs: Iterable[tuple[int, int]]) -> None:
-    for rank, other in pairs:
-        w.wait(other, rank)
-
-
 def _send(w: Writer, messages: Iterable[tuple[int, int, Place, Place, int]]) -> None:
     """Put, signal and wait for all messages (rank, other rank, source, target, chunks) of a round."""
     pairs: dict[tuple[int, int], list[tuple[Place, Place, int]]] = defaultdict(list)
@@ -161,5 +153,7 @@ def _send(w: Writer, messages: Iterable[tuple[int, int, Place, Place, int]]) -> 
     for (rank, other), pieces in pairs.items():
         for source, target, n in pieces:
             w.put(rank, other, source, target, n)
-    _signal(w, pairs)
-    _wait(w, pairs)
+    for rank, other in pairs:
+        w.signal(rank, other)
+    for rank, other in pairs:
+        w.wait(other, rank)

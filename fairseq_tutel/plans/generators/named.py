@@ -110,21 +110,12 @@ def _double(w: Writer, r: int, rounds: int) -> None:
     w.flush(r, r ^ 1)
 
 
-def one_phase(collective: str, ranks: int) -> Plan:
-    """all_gather, reduce_scatter or all_reduce (1PA): put the needed chunks to each `tmp`, then sum.
+def all_pairs(collective: str, ranks: int) -> Plan:
+    """all_gather, reduce_scatter, all_reduce (1PA), all_to_all: put chunks to each `tmp`, then copy or sum.
 
     Sums are in the order of ranks. Source of this, two_phase and hierarchical: MSCCL++ (Shah et al. 2025),
     section 5, for all_reduce.
     """
-    return _all_pairs("one_phase", collective, ranks)
-
-
-def linear(collective: str, ranks: int) -> Plan:
-    """all_to_all: each rank puts to each other rank."""
-    return _all_pairs("linear", collective, ranks)
-
-
-def _all_pairs(name: str, collective: str, ranks: int) -> Plan:
     w = Writer(ranks)
     # The distance between the chunks for two adjacent ranks.
     stride = int(collective in ("reduce_scatter", "all_to_all"))
@@ -139,6 +130,7 @@ def _all_pairs(name: str, collective: str, ranks: int) -> Plan:
         else:
             _copy_but(w, r, 0, range(r, r + 1))
         _flush_each(w, r, peers)
+    name = "linear" if collective == "all_to_all" else "one_phase"
     return w.plan(f"{name} {collective}", collective, 1, temporary=ranks)
 
 

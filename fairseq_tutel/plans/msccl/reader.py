@@ -10,14 +10,13 @@ s, for in, out and scratch.
 | r    | receive to dst     | rrs  | receive, add to src, send        | re   | add src to dst      |
 | rcs  | the same, and send | rrcs | receive, add to src, dst, send   | nop  | wait for another    |
 
-**Two-sided steps as one-sided ones.** In MSCCL the receiver chooses a message's place when it receives it,
-and the sender may be ahead. A put to that place would race with earlier accesses. So each message has its
-own chunks of `tmp`, from which the receiver's step copies or adds. Only a message to scratch that no other
-step writes is put there at once. A block is a lane, dependencies become posts and pends, and a put's source
-is flushed before it is written.
+In MSCCL the receiver chooses a message's place when it receives it, and the sender may be ahead. A put to
+that place would race with earlier accesses. So each message has its own chunks of `tmp`, from which the
+receiver's step copies or adds. Only a message to scratch that no other step writes is put there at once. A
+block is a lane, dependencies become posts and pends, and a put's source is flushed before it is written.
 
-**In place** (inplace is 1 and outofplace is not) the caller's one buffer is `out`, after a copy of `in`;
-for reduce_scatter it is a part of `tmp`. That part also holds `in` if a file writes its input.
+In place (inplace is 1 and outofplace is not) the caller's one buffer is `out`, after a copy of `in`; for
+reduce_scatter it is a part of `tmp`. That part also holds `in` if a file writes its input.
 
 Source: the files of MSCCLang (Cowan et al. 2023) and their meaning in MSCCL's interpreter.
 """

@@ -1,8 +1,7 @@
 """A command that uses a model on several ranks, such as fairseq-generate.
 
 With --moe-expert-parallel-size P > 1 on the command line, P ranks share the experts of every model that the
-command opens. They run in lockstep until all have finished. For fairseq-eval-lm, which logs the perplexity
-of each rank's part, the perplexity of all ranks is logged, too.
+command opens, and run in lockstep. fairseq-eval-lm logs each rank's perplexity; that of all is logged here.
 """
 
 import logging

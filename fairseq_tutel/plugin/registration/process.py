@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
 from typing import Any
 
+import torch
 from fairseq.data.iterators import BackgroundConsumer
 from torch.utils.data import Dataset
 
@@ -42,6 +43,7 @@ OPENING = {
 }
 # Functions that read data within those.
 READING = {"load_dataset", "get_train_iterator"}
+MISSING_MODULE = re.compile(r"No module named '([\w.]+)'|Please install (\w+)")
 
 
 def end_readers() -> None:
@@ -126,7 +128,7 @@ def is_refusal(error: BaseException | None) -> bool:
 def sentence_of(error: BaseException) -> str | None:
     """Return the sentence for an error that fairseq raised; None for any other error."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    for explain in (_empty_data, _no_batch, _missing_file, _misfit):
+    for explain in (_empty_data, _no_batch, _no_finite_score, _missing_module, _missing_file, _misfit):
         sentence = explain(error, frames) if frames else None
         if sentence is not None:
             return sentence
@@ -160,6 +162,29 @@ def _no_batch(error: BaseException, frames: Sequence[FrameType]) -> str | None:
         "there are fewer examples than --required-batch-size-multiple; raise the first, lower the second, "
         "or shorten the examples (--tokens-per-sample)."
     )
+
+
+def _no_finite_score(error: BaseException, frames: Sequence[FrameType]) -> str | None:
+    """Explain fairseq's assertion that a search ended: without a finite score it does not."""
+    last = frames[-1]
+    is_search = last.f_globals.get("__name__") == "fairseq.sequence_generator"
+    scores = last.f_locals.get("lprobs")
+    if not (isinstance(error, AssertionError) and is_search and torch.is_tensor(scores)):
+        return None
+    if scores.isfinite().any():
+        return None
+    return "the model gives no word a finite score, as with NaN weights; give --path another checkpoint."
+
+
+def _missing_module(error: BaseException, frames: Sequence[FrameType]) -> str | None:
+    # In one place fairseq raises a str, which causes a TypeError while the ImportError is handled.
+    cause = error.__context__ if isinstance(error, TypeError) else error
+    found = MISSING_MODULE.search(str(cause)) if isinstance(cause, ImportError) else None
+    # A DataLoader worker passes its traceback as text.
+    if not (found and (_is_of_fairseq(frames[-1]) or "/fairseq/" in str(error))):
+        return None
+    name = found[1] or found[2]
+    return f"fairseq needs the module {name} here, which is not installed; `pip install {name}`."
 
 
 def _missing_file(error: BaseException, frames: Sequence[FrameType]) -> str | None:

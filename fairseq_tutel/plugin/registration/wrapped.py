@@ -38,6 +38,7 @@ import functools
 import hashlib
 import inspect
 import logging
+import math
 import sys
 from typing import Any
 
@@ -51,6 +52,8 @@ from fairseq.utils import import_user_module
 from fairseq_tutel import plugin
 from fairseq_tutel.optim.moe_optimizer import MoEOptimizerMixin
 from fairseq_tutel.optim.zero import ZeroFP16Optimizer, zero_options
+from fairseq_tutel.options.option import flag_of
+from fairseq_tutel.plugin.opening.literals import options_within
 from fairseq_tutel.plugin.opening.load import load_checkpoint_to_cpu
 from fairseq_tutel.plugin.opening.several_ranks import run_on_several_ranks
 from fairseq_tutel.plugin.registration.flags import drop_suggestions, warn_of_given
@@ -113,9 +116,18 @@ def run_with_root(main: Any, cfg: Any, **kwargs: Any) -> Any:
     plugin.register()
     drop_suggestions()
     give_system_options()
+    _refuse_nan(cfg)
     _check_model(cfg)
     with RUN.having(cfg=cfg):
         return main(cfg, **kwargs)
+
+
+def _refuse_nan(cfg: Any) -> None:
+    """Refuse NaN as the value of any option: fairseq's comparisons with it are false without an error."""
+    for key, value in options_within(cfg):
+        numbers = value if isinstance(value, list) else [value]
+        if any(isinstance(number, float) and math.isnan(number) for number in numbers):
+            raise ValueError(f"{flag_of(key)} is nan; give a number, or leave it out.")
 
 
 def _check_model(cfg: Any) -> None:

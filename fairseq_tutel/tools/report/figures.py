@@ -16,7 +16,6 @@ from matplotlib.ticker import EngFormatter, FuncFormatter, LogLocator, MaxNLocat
 
 # The palette of Okabe and Ito, for colour-blind readers.
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-MARKERS = ("o", "s", "^", "D")
 LINES = ("-", "--", ":", "-.")
 LINE_LETTERS = 70  # characters in a line of a legend, with gaps and line samples
 FEW_POINTS = 40  # a curve with at most so many points has markers
@@ -32,8 +31,7 @@ class Scale:
     ticks: dict[float, str] | None = None
 
 
-# The scales are the same in all reports. Values outside have the colour of the end. White is an even load,
-# and nothing dropped.
+# The scales are the same in all reports. White is an even load, and nothing dropped.
 LOAD_SCALE = Scale(
     LogNorm(0.25, 4, clip=True),
     matplotlib.colormaps["PuOr_r"].resampled(17),
@@ -97,9 +95,8 @@ def line_chart(
 ) -> str:
     """Return a chart of the curves as SVG, with gaps at values that are not finite.
 
-    The y axis is logarithmic with `log` if the values are positive and differ by a factor of five or more.
-    `references` are heights and names of horizontal lines. With more than `points` points of a curve,
-    neighbours are averaged.
+    With `log`, the y axis is logarithmic if positive values differ by a factor of five or more. With more
+    than `points` points of a curve, neighbours are averaged. `references` are horizontal lines.
     """
     figure = Figure(figsize=(5, 3.2))
     axes = figure.add_subplot(xlabel=x_label, ylabel=y_label)
@@ -189,10 +186,7 @@ def _draw_map(axes: Axes, edges: np.ndarray, values_RC: np.ndarray, scale: Scale
 
 
 def averaged(values: np.ndarray, count: int) -> np.ndarray:
-    """Average neighbours along the last axis, so that at most `count` values remain.
-
-    Values that are not finite are left out. The average of no value is nan.
-    """
+    """Average finite neighbours along the last axis, so that at most `count` values or nan remain."""
     values = np.where(np.isfinite(values), values, np.nan)
     step = -(-values.shape[-1] // count)
     if step <= 1:
@@ -205,8 +199,7 @@ def averaged(values: np.ndarray, count: int) -> np.ndarray:
 
 
 def _draw(axes: Axes, curve: Curve, points: int) -> None:
-    x = averaged(np.asarray(curve.x, dtype=float), points)
-    y = averaged(np.asarray(curve.y, dtype=float), points)
+    x, y = (averaged(np.asarray(values, dtype=float), points) for values in (curve.x, curve.y))
     axes.plot(
         x,
         y,
@@ -214,7 +207,7 @@ def _draw(axes: Axes, curve: Curve, points: int) -> None:
         color=COLORS[curve.run % len(COLORS)],
         linestyle=LINES[curve.line % len(LINES)],
         linewidth=1.4,
-        marker=MARKERS[curve.run // len(COLORS) % len(MARKERS)] if len(x) <= FEW_POINTS else None,
+        marker="o" if len(x) <= FEW_POINTS else None,
         markersize=3,
     )
 

@@ -57,11 +57,11 @@ def _names(names: list[str] | None, paths: list[Path]) -> list[str]:
         raise ValueError(
             f"--name is given {len(names)} time(s) for {len(paths)} run(s); give it once for each."
         )
-    for name in names:
-        if names.count(name) > 1:
-            raise ValueError(
-                f"two runs are named {name}; give different names with --name, or drop a repeated run."
-            )
+    repeated = [name for name in names if names.count(name) > 1]
+    if repeated:
+        raise ValueError(
+            f"two runs are named {repeated[0]}; give different names with --name, or drop a repeated run."
+        )
     return names
 
 

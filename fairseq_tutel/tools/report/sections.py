@@ -3,7 +3,7 @@
 import base64
 import math
 import re
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from fairseq_tutel.moe.metrics import METRICS, Metric
 from fairseq_tutel.tools.report.figures import (
@@ -66,7 +66,7 @@ def sections_of(runs: dict[str, Run]) -> list[Section]:
 
 @dataclass(frozen=True)
 class Chart:
-    """A chart of one quantity. Texts may contain {units}, of speed."""
+    """A chart of one quantity."""
 
     title: str
     keys: str  # pattern of logged keys; with a group, every match is a curve
@@ -75,8 +75,6 @@ class Chart:
     part: str = ""  # name of a curve, with {} for the pattern's group
     log: bool = False  # logarithmic y axis
     from_zero: bool = False  # the y axis begins at 0
-    against_time: bool = False  # a second chart is drawn against time
-    validation: bool = False  # validation subsets are drawn, too
     unless_zero: bool = False  # a chart of zeros alone is left out
 
 
@@ -89,7 +87,6 @@ def _chart_of(metric: Metric) -> Chart:
         metric.text,
         part="choice {}" if metric.is_per_choice else "",
         from_zero=metric.from_zero,
-        validation=not metric.is_per_choice,
         unless_zero=metric.unless_zero,
     )
 
@@ -97,32 +94,26 @@ def _chart_of(metric: Metric) -> Chart:
 SECTIONS = {
     ("loss", "Loss", ""): [
         Chart("Perplexity", "ppl", "perplexity",
-              "Per token, without balance loss, so dense and MoE runs are comparable.",
-              log=True, against_time=True, validation=True),
+              "Per token, without balance loss, so dense and MoE runs are comparable.", log=True),
         Chart("Accuracy", "accuracy", "correct (%)",
-              "Percent of {units} whose most likely class is correct; in training, of augmented ones.",
-              against_time=True, validation=True),
+              "Percent of samples whose most likely class is correct; in training, of augmented ones."),
         Chart("Oracle error", "oracle_error", "wrong (%)",
-              "Percent of {units} for which no member of the ensemble is correct.", validation=True),
+              "Percent of samples for which no member of the ensemble is correct."),
         Chart("Accuracy of five", "top5_accuracy", "correct (%)",
-              "Percent of {units} whose class is among the five most likely.", validation=True),
+              "Percent of samples whose class is among the five most likely."),
         Chart("Loss", "loss", "loss (bits)",
-              "The training objective. In a MoE run it includes the weighted balance loss.",
-              against_time=True, validation=True),
+              "The training objective. In a MoE run it includes the weighted balance loss."),
         Chart("Negative log-likelihood", "nll_loss", "nll loss (bits)",
-              "Without balance loss and smoothing. If a criterion logs none, it equals the loss.",
-              against_time=True, validation=True),
+              "Without balance loss and smoothing. If a criterion logs none, it equals the loss."),
     ],
     ("experts", "Experts", "Averages over the MoE layers."): [
         Chart("Balance loss", "moe_gate_loss", "balance loss",
-              "Before its weight. gshard and switch are 1 at an even load, E if one of E experts has all.",
-              validation=True),
+              "Before its weight. gshard and switch are 1 at an even load, E if one of E experts has all."),
         *(_chart_of(metric) for metric in METRICS if metric.drawn),
     ],
     ("speed", "Speed", ""): [
-        Chart("{Units} per second", "wps", "{units} per second",
-              "All ranks together. Dips are validation, checkpoints or other processes.",
-              from_zero=True),
+        Chart("Speed", "wps", "per second",
+              "All ranks together. Dips are validation, checkpoints or other processes.", from_zero=True),
         Chart("Row exchanges", r"all_to_all_(cpu|cuda)_time_ms", "time of a micro-batch (ms)",
               "Time of dispatch and combine across ranks, from --record-a2a-perf-stats.",
               part="{} clock", from_zero=True),
@@ -139,27 +130,23 @@ SECTIONS = {
 
 def curve_sections(runs: dict[str, Run]) -> list[Section]:
     """Return the sections of curves, with a picture for each chart that has values."""
-    units = units_of(runs.values())
-    made, words = [], {"units": units, "Units": units.capitalize()}
-    for heading, templates in SECTIONS.items():
-        charts = []
-        for chart in templates:
-            title, unit, text = (part.format(**words) for part in (chart.title, chart.unit, chart.text))
-            charts.append(replace(chart, title=title, unit=unit, text=text))
-        timed = [chart for chart in charts if chart.against_time]
-        groups = {
-            "": [p for chart in charts for p in _pictures(chart, runs)],
-            "Against time": [p for chart in timed for p in _pictures(chart, runs, time=True)],
-        }
-        made.append(Section(*heading, groups))
+    made = []
+    for (name, title, text), charts in SECTIONS.items():
+        groups = {"": [p for chart in charts for p in _pictures(name, chart, runs)]}
+        if name == "loss":
+            groups["Against time"] = [
+                p for chart in charts for p in _pictures(name, chart, runs, time=True)
+            ]
+        made.append(Section(name, title, text, groups))
     return made
 
 
-def _pictures(chart: Chart, runs: dict[str, Run], time: bool = False) -> list[Picture]:
+def _pictures(section: str, chart: Chart, runs: dict[str, Run], time: bool = False) -> list[Picture]:
     """Return the picture of a chart, against updates or time, or [] if it has no values."""
     longest = max((s for run in runs.values() if not math.isnan(s := run.seconds)), default=0)
-    unit, seconds = ("h", HOUR) if longest > 3 * HOUR else ("s", 1)
-    curves = _curves_of(chart, runs, seconds if time else None)
+    x_unit, seconds = ("h", HOUR) if longest > 3 * HOUR else ("s", 1)
+    has_subsets = section in ("loss", "experts") and not chart.part
+    curves = _curves_of(chart, runs, has_subsets, seconds if time else None)
     if not curves or (chart.unless_zero and not any(any(curve.y) for curve in curves)):
         return []
     # The entropy of uniform probabilities, for every number of experts in the runs.
@@ -167,8 +154,8 @@ def _pictures(chart: Chart, runs: dict[str, Run], time: bool = False) -> list[Pi
     uniform = {e for run in runs.values() for e in run.experts.values() if is_entropy}
     svg = line_chart(
         curves,
-        f"training time ({unit})" if time else "updates",
-        chart.unit,
+        f"training time ({x_unit})" if time else "updates",
+        f"{units_of(runs.values())} per second" if chart.keys == "wps" else chart.unit,
         log=chart.log,
         from_zero=chart.from_zero,
         references=[(math.log(e), f"ln {e} = {math.log(e):.2f}") for e in sorted(uniform)],
@@ -179,11 +166,11 @@ def _pictures(chart: Chart, runs: dict[str, Run], time: bool = False) -> list[Pi
     return [Picture(title, chart.text, f"{title}: {'; '.join(ends)}.", svg)]
 
 
-def _curves_of(chart: Chart, runs: dict[str, Run], seconds: float | None) -> list[Curve]:
+def _curves_of(chart: Chart, runs: dict[str, Run], has_subsets: bool, seconds: float | None) -> list[Curve]:
     """Return the curves of a chart. `seconds`: unit of the time axis; None: against updates."""
     curves = []
     for index, (name, run) in enumerate(runs.items()):
-        measured = {"training": run.training, **(run.subsets if chart.validation else {})}
+        measured = {"training": run.training, **(run.subsets if has_subsets else {})}
         keys = {what: dict.fromkeys(key for r in of for key in r.values) for what, of in measured.items()}
         matches = [
             (what, match) for what in keys for key in keys[what] if (match := re.fullmatch(chart.keys, key))
@@ -195,7 +182,7 @@ def _curves_of(chart: Chart, runs: dict[str, Run], seconds: float | None) -> lis
                 if match[0] in r.values and not (seconds and math.isnan(r.seconds))
             ]
             if points:
-                whose = [name] * (len(runs) > 1) + [what] * chart.validation
+                whose = [name] * (len(runs) > 1) + [what] * has_subsets
                 part = [chart.part.format(*match.groups())] * bool(chart.part)
                 x, y = zip(*points, strict=True)
                 curves.append(Curve(", ".join(whose + part) or what, x, y, index, line))

@@ -5,8 +5,7 @@ import json
 
 import pytest
 
-from fairseq_tutel.plans import network
-from fairseq_tutel.plans import placed as placed_plans
+from fairseq_tutel.plans import files, network
 from fairseq_tutel.plans.format import to_json
 from fairseq_tutel.plans.generators import make
 
@@ -23,16 +22,16 @@ def test_a_folder_has_plans_in_the_order_of_names_and_their_network(tmp_path):
     write(tmp_path / "b.json", to_json(PLAN))
     write(tmp_path / "a.json", to_json(make("ring", "all_gather", 2)))
     write(tmp_path / "network.json", network.to_json(BOXES))
-    found = placed_plans.read(str(tmp_path))
+    found = files.read_run(str(tmp_path))
     assert [(each.name, each.plan.ranks, each.hosts) for each in found] == [
         ("a", 2, None),
         ("b", 4, (2, 2)),
     ]
     assert found[1].report.depth == 1
-    assert placed_plans.read(str(tmp_path / "b.json")) == found[1:]
+    assert files.read_run(str(tmp_path / "b.json")) == found[1:]
     groups = [range(4), (0, 2), (0, 1)]
     for local in (0, 2):  # ranks of a host, if known
-        placed_plans.refuse_unused(found, groups, local)
+        files.refuse_unused(found, groups, local)
         assert found[1].fits(range(4), local) and not found[1].fits((0, 1), local)
 
 
@@ -60,7 +59,7 @@ def test_what_is_no_plan_is_refused_with_its_file(data, sentence, tmp_path):
         if "gpus" in data and place == tmp_path:  # a folder with a network's file alone
             continue
         with pytest.raises(ValueError, match=sentence) as error:
-            placed_plans.read(str(place))
+            files.read_run(str(place))
         said = str(error.value)
         assert said.startswith("--moe-collective-plans") and said.endswith(".")
 
@@ -68,7 +67,7 @@ def test_what_is_no_plan_is_refused_with_its_file(data, sentence, tmp_path):
 @pytest.mark.parametrize("name", ("", "none.json"))
 def test_where_no_plan_lies_there_is_a_sentence(name, tmp_path):
     with pytest.raises(ValueError, match=r"--moe-collective-plans.*(which has no plan|No such file)"):
-        placed_plans.read(str(tmp_path / name))
+        files.read_run(str(tmp_path / name))
 
 
 @pytest.mark.parametrize(
@@ -83,6 +82,6 @@ def test_where_no_plan_lies_there_is_a_sentence(name, tmp_path):
     ],
 )
 def test_a_plan_that_no_group_can_run_is_refused(plan, hosts, sentence):
-    placed = placed_plans.PlacedPlan("x", plan, placed_plans.check(plan), hosts)
+    placed = files.PlacedPlan("x", plan, files.check(plan), hosts)
     with pytest.raises(ValueError, match=f"--moe-collective-plans: {sentence}"):
-        placed_plans.refuse_unused([placed], [range(4), (0, 2)], 4)
+        files.refuse_unused([placed], [range(4), (0, 2)], 4)
