@@ -84,8 +84,7 @@ class Step:
     semaphore: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Channel:
+class Channel(NamedTuple):
     """A channel from one rank to another."""
 
     source: int
@@ -224,25 +223,17 @@ class Writer:
 
 def to_json(plan: Plan) -> dict[str, Any]:
     """Return a plan as the content of its JSON file."""
+    names = ("name", "collective", "ranks", "chunks", "temporary", "network", "channels")
     return {
         "format": FORMAT,
-        "name": plan.name,
-        "collective": plan.collective,
-        "ranks": plan.ranks,
-        "chunks": plan.chunks,
-        "temporary": plan.temporary,
+        **{name: getattr(plan, name) for name in names},
         "bytes": [plan.min_bytes, plan.max_bytes],
-        "network": plan.network,
-        "channels": [[each.source, each.target, each.kind] for each in plan.channels],
         "programs": [[[_step_to_json(s) for s in lane] for lane in lanes] for lanes in plan.programs],
     }
 
 
 def _step_to_json(step: Step) -> dict[str, Any]:
-    fields = {name: getattr(step, name) for name in OPERATIONS[step.op]}
-    if "dst" in fields:
-        fields |= {"src": [list(place) for place in step.src], "dst": list(fields["dst"])}
-    return {"op": step.op, **fields}
+    return {"op": step.op} | {name: getattr(step, name) for name in OPERATIONS[step.op]}
 
 
 def from_json(data: Any) -> Plan:

@@ -107,5 +107,5 @@ def _inserted(plan: Plan, dice: Random, rank: int, step: Step) -> Plan:
 
 def in_packets(plan: Plan) -> Plan:
     """Return the plan with channels of kind ll."""
-    channels = tuple(replace(channel, kind="ll") for channel in plan.channels)
+    channels = tuple(channel._replace(kind="ll") for channel in plan.channels)
     return replace(plan, channels=channels)
