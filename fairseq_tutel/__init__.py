@@ -8,7 +8,6 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from fairseq_tutel.hub import from_checkpoint as from_checkpoint
     from fairseq_tutel.inference.expert_store import ExpertStore as ExpertStore
     from fairseq_tutel.inference.pregate import pregate as pregate
     from fairseq_tutel.moe.balance import gshard_loss as gshard_loss
@@ -24,6 +23,7 @@ if TYPE_CHECKING:
     from fairseq_tutel.moe.update_tuner import UpdateTuner as UpdateTuner
     from fairseq_tutel.planning.strategy import Strategy as Strategy
     from fairseq_tutel.plugin import keep_freed_memory as keep_freed_memory
+    from fairseq_tutel.plugin.hub import from_checkpoint as from_checkpoint
     from fairseq_tutel.ranks.groups import Topology as Topology
     from fairseq_tutel.ranks.groups import make_topology as make_topology
     from fairseq_tutel.tutel.layer import moe_layer as moe_layer
@@ -42,7 +42,7 @@ _MODULES = {
     "UpdateTuner": "moe.update_tuner",
     "combine": "moe.dispatch",
     "dispatch": "moe.dispatch",
-    "from_checkpoint": "hub",
+    "from_checkpoint": "plugin.hub",
     "gshard_loss": "moe.balance",
     "keep_freed_memory": "plugin",
     "make_topology": "ranks.groups",

@@ -11,9 +11,9 @@ from importlib import import_module
 from fairseq_tutel import __version__
 from fairseq_tutel.files.small import error_line
 
-# Group -> tool -> its module in tools/ and one line of help. A module's `add_to(tools)` adds a subparser with
-# the default `run`, which is called with the parsed arguments and raises a ValueError of one sentence on
-# failure. Only the module of the given tool is imported.
+# Group -> tool -> its module in tools/, the only one that is imported, and one line of help. A module's
+# `add_to(tools)` adds a subparser with the default `run`: it gets the parsed arguments, and raises a
+# ValueError of one sentence on failure.
 GROUPS = {
     "see a training run": {
         "report": ("report.page", "draw one HTML page of training runs, from fairseq's logs"),

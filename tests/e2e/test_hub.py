@@ -111,7 +111,7 @@ def test_dictionaries_are_found_beside_the_checkpoint_or_given(lm, lm_data, tmp_
     bpe = {"_name": "sentencepiece", "sentencepiece_model": "/nowhere"}
     torch.save({**state, "cfg": {**state["cfg"], "bpe": bpe}}, path)
     level = logging.root.level
-    with mock.patch("fairseq_tutel.hub.register", lambda: logging.root.setLevel(level + 1)):
+    with mock.patch("fairseq_tutel.plugin.hub.register", lambda: logging.root.setLevel(level + 1)):
         assert fairseq_tutel.from_checkpoint(path, bpe="characters").apply_bpe("ab") == "a b"
     assert logging.root.level == level
     (tmp_path / "sentencepiece.bpe.model").touch()  # what is given goes before it

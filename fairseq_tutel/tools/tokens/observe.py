@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from fairseq_tutel.moe.call import Call
-from fairseq_tutel.moe.layer import MoELayer, Router
+from fairseq_tutel.moe.layer import MoELayer
 from fairseq_tutel.moe.routing import Routing
 from fairseq_tutel.plugin.feed_forward import MoEFeedForward
 
@@ -46,7 +46,7 @@ class Recorder:
     """A router that routes as a layer does, and keeps the last routing as arrays [batch, T, K]."""
 
     def __init__(self, layer: MoELayer) -> None:
-        self.before: Router | None = layer.router
+        self.before = layer.router
         self.experts: np.ndarray | None = None
         self.weights: np.ndarray | None = None
 

@@ -80,7 +80,8 @@ def _opened(arguments: argparse.Namespace) -> tuple[Any, Any, Any]:
     """Return the model, its task, and for texts its interface."""
     from fairseq import checkpoint_utils
 
-    from fairseq_tutel import hub, plugin
+    from fairseq_tutel import plugin
+    from fairseq_tutel.plugin import hub
 
     if arguments.text:
         opened = hub.from_checkpoint(arguments.model, arguments.data)
