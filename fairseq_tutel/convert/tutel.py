@@ -96,7 +96,7 @@ def _weights_in(state: Any, path: Path, namespace: str) -> Tensors:
 
 
 def _expert_counts(ranks: list[Tensors]) -> dict[str, int]:
-    """Return the number of experts of each of Tutel's layers, by the prefix of its names."""
+    """Return the number of experts of each Tutel layer, keyed by the prefix of the layer's weights."""
     names = [name for name in ranks[0] if name.rpartition(".")[2] == COUNT]
     if not names:
         raise ValueError(f"{FLAG} has no layer of Tutel's (no {COUNT}); give files that Tutel saved.")

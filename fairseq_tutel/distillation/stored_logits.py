@@ -130,7 +130,7 @@ class StoredLogits:
         if not path.exists():
             if facts["the teacher"] is None:
                 raise ValueError(
-                    f"{FLAG} is {self.folder}, which has no answers of a teacher; give --distill-teacher "
+                    f"{FLAG} is {self.folder}, which has no logits of a teacher; give --distill-teacher "
                     "to write them."
                 )
             self._begin(path, facts)
@@ -142,8 +142,8 @@ class StoredLogits:
         for what, value in facts.items():
             if value is not None and found.get(what) != value:
                 raise ValueError(
-                    f"{FLAG} is {self.folder}, whose answers differ from this run: {what} "
-                    f"was {found.get(what)} and is {value}; give another folder."
+                    f"{FLAG} is {self.folder}, whose logits were stored by a different run: {what} "
+                    f"was {found.get(what)} and is now {value}; give another folder."
                 )
 
     def _begin(self, path: Path, facts: Mapping[str, Any]) -> None:

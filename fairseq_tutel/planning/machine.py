@@ -56,7 +56,7 @@ class Machine:
         if not known - optional <= found <= known:
             wrong = sorted((known - optional - found) | (found - known))
             raise ValueError(
-                f"{path} is no hardware profile: {', '.join(wrong)} missing or unknown; {fix}."
+                f"{path} is not a hardware profile: {', '.join(wrong)} missing or unknown; {fix}."
             )
         for key in ("intra", "inter"):
             link = values[key]
@@ -137,6 +137,6 @@ def typical(gpu: str | None) -> Machine:
     if gpu is None:
         return CPU
     for key, machine in PRESETS.items():
-        if re.search(rf"{key}(?!\d)", gpu.lower()):  # "RTX A1000" is no A100
+        if re.search(rf"{key}(?!\d)", gpu.lower()):  # "RTX A1000" is not an A100
             return machine
     return replace(PRESETS["a100"], name=f"A100, since {gpu} is not known")

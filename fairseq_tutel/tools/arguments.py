@@ -59,7 +59,7 @@ def refuse_output(
     if output.is_dir() or not output.parent.is_dir():
         raise ValueError(f"{flag} is {output}; give the name of a file in an existing folder.")
     if inputs and output.exists() and not output.is_file():  # a device
-        raise ValueError(f"{flag} is {output}, which is no ordinary file; give another name.")
+        raise ValueError(f"{flag} is {output}, which is not an ordinary file; give another name.")
     for path in inputs:
         if output.exists() and path.exists() and output.samefile(path):
             raise ValueError(

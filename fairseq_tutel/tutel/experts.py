@@ -106,7 +106,7 @@ class ModuleExperts(ExpertStack):
             isinstance(module, nn.Module),
             f"experts' module built {type(module).__name__}; give the class of a torch module.",
         )
-        # In a list, so that it is no submodule: only its forward is used.
+        # In a list, so that it is not a submodule: only its forward is used.
         self._module = [module]
         for name, parameter in module.named_parameters():
             require(

@@ -44,7 +44,7 @@ def test_a_machine_survives_its_file(tmp_path):
         ({"launch_s": -1e-6}, "has launch_s -1e-06; give seconds, from 0"),
         ({"launch_s": False}, "has launch_s False; give seconds, from 0"),
         ({"inter_shared": 1}, "has inter_shared 1; give true or false"),
-        ({"speed": 1}, "is no hardware profile: speed missing or unknown; give a file of `tune"),
+        ({"speed": 1}, "is not a hardware profile: speed missing or unknown; give a file of `tune"),
     ],
 )
 def test_a_bad_machine_is_refused_in_one_sentence(change, sentence, tmp_path):

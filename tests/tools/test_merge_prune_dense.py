@@ -275,9 +275,9 @@ REFUSED = {
     "output is input": ({}, ("prune", "--drop", 0, "--output", "a.pt"), "would overwrite"),
     "no such expert": ({}, ("prune", "--drop", "1,4"),
                        "--drop names expert 4, but decoder_0 has 4; give IDs from 0 to 3"),
-    "no word": ({}, ("prune", "--drop", ""), "--drop has an empty word, where '' is no expert ID"),
+    "no word": ({}, ("prune", "--drop", ""), "--drop has an empty word, where '' is not an expert ID"),
     "below zero": ({}, ("dense", "--experts", "-1"),
-                   "--experts has -1, where '-1' is no expert ID; give IDs with commas between them, "
+                   "--experts has -1, where '-1' is not an expert ID; give IDs with commas between them, "
                    "as 0,3, or all."),
     "no such layer": ({}, ("prune", "--drop", "decoder_2=1"),
                       "no layer with experts; there are decoder_0, decoder_1"),

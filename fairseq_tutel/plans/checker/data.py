@@ -100,7 +100,7 @@ def _leaf(numbers: Numbers, rank: int, chunk: int) -> _Value:
 
 
 def _sum(numbers: Numbers, terms: Sequence[_Value]) -> _Value:
-    """Return the sum of terms in this order; a ValueError ends a sentence."""
+    """Return the sum of terms in this order; raise ValueError if they cannot be added."""
     first, *others = terms
     if not others:
         return first

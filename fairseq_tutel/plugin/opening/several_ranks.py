@@ -105,7 +105,7 @@ class Command:
             self.lockstep.wait_for_turn(self._turns[layer])
 
     def count(self, batches: Any, dictionary: Any) -> Scored:
-        """Return batches for fairseq-eval-lm, whose tokens are counted."""
+        """Return the batches of fairseq-eval-lm, wrapped in a counter of their tokens."""
         self.scored = Scored(batches, dictionary, self.cfg)
         return self.scored
 

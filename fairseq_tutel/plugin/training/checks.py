@@ -141,7 +141,7 @@ def _refuse_options(root: Any, on_gpu: bool) -> None:
         (
             read(TaskConfig, root.task).moe_checkpoint == "sharded"
             and PathManager.path_requires_pathmanager(root.checkpoint.save_dir),
-            f"--save-dir is {root.checkpoint.save_dir}, which is no local folder, and --moe-checkpoint "
+            f"--save-dir is {root.checkpoint.save_dir}, which is not a local folder, and --moe-checkpoint "
             "sharded needs one; give a folder, or --moe-checkpoint full.",
         ),
         (

@@ -251,8 +251,8 @@ def _refuse_options(root: Any, on_gpu: bool) -> None:
         (
             read(TaskConfig, root.task).moe_checkpoint == "sharded"
             and PathManager.path_requires_pathmanager(save_dir),
-            f"--save-dir is {save_dir}, which is no local folder, and --moe-checkpoint sharded needs one; "
-            "give a folder, or --moe-checkpoint full.",
+            f"--save-dir is {save_dir}, which is not a local folder, and --moe-checkpoint sharded needs "
+            "one; give a folder, or --moe-checkpoint full.",
         ),
         (
             root.checkpoint.write_checkpoints_asynchronously,

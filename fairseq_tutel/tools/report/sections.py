@@ -50,7 +50,7 @@ class Picture:
 
 @dataclass
 class Section:
-    """A part of the page. `groups` maps the headings in it to pictures; "" is no heading."""
+    """A part of the page. `groups` maps the headings in it to pictures; "" is not a heading."""
 
     name: str
     title: str
