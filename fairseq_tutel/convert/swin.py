@@ -149,7 +149,8 @@ def _layer(ranks: list[Tensors], prefix: str) -> Tensors:
         return our_layer(ranks, prefix, experts)
     except ValueError as error:
         raise ValueError(
-            f"--input has the MoE layer {label}, which {error}; give the files of all ranks of a SwinV2-MoE."
+            f"--input has the MoE layer {label}, which {error}; give the files of all ranks of a "
+            "SwinV2-MoE."
         ) from error
 
 

@@ -1,4 +1,4 @@
-"""Pre-gating: the gate of a MoE block gets the input of the block N before it.
+"""Pre-gating: the gate of a MoE block gets the input of the N-th MoE block before it.
 
 So the experts are known while the blocks between compute, and offloaded ones can be fetched. The gate stays
 in its block; only its input changes, to other hidden states of the same tokens. The first N blocks of a

@@ -131,7 +131,7 @@ class UpdateTuner:
         return strategy
 
     def add_micro_batch(self, num_tokens: int) -> None:
-        """Add a further micro-batch: an update's cost is its time per token of all micro-batches."""
+        """Add a micro-batch to the update, whose cost is its time per token of all its micro-batches."""
         self._micro_batches.append(num_tokens)
 
     def end(self) -> None:

@@ -54,7 +54,7 @@ class ExpertContext:
 
 
 class FFNExperts(Experts):
-    """Experts with a custom activation, single biases, or another output dimension, from their dict."""
+    """FFN experts with a custom activation, only one bias, or a different output dimension."""
 
     def __init__(self, config: MoEConfig, part: Part, options: Mapping[str, Any]) -> None:
         super().__init__(config, part)

@@ -25,7 +25,10 @@ BUCKET_RANKS, MOST_TIMES = 64, 8
 
 @dataclass(frozen=True)
 class Share:
-    """The group of G = `size` ranks among which a parameter's state is sharded; None is all ranks."""
+    """The ranks among which a parameter's optimizer state is sharded, `size` in number.
+
+    If `group` is None, they are all ranks.
+    """
 
     size: int = 1
     index: int = 0  # of this rank

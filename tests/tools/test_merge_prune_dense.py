@@ -288,7 +288,7 @@ REFUSED = {
     "none left": ({}, ("prune", "--drop", "decoder_1=0,1,2,3"),
                   "--drop leaves none of the 4 experts of decoder_1; keep one."),
     "ids and loads": ({}, ("prune", "--drop", 3, "--load", "1,1,1,1"),
-                      "--drop names the experts, so that --log and --load have no effect"),
+                      "--drop names the experts to remove, so --log and --load have no effect"),
     "no loads but zero": ({}, ("merge", "--moe-expert-count", 2, "--load", "0,0,0,0"),
                           "has only loads of 0 for decoder_0; give one above 0"),
     "no number of a load": ({}, ("merge", "--moe-expert-count", 2, "--load", "nan,1,1,1"),

@@ -77,7 +77,10 @@ class Steps(NamedTuple):
 
 
 class Program:
-    """The program of one rank, for any size. `staged` is the number of its slots."""
+    """The part of a plan that one rank runs, for buffers of any size.
+
+    `staged` is the number of slots of the staging buffer.
+    """
 
     def __init__(self, walked: Walked, rank: int) -> None:
         plan = walked.plan

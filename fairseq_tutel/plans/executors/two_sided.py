@@ -96,7 +96,10 @@ class Call:
 
 
 def add_up(sources: Sequence[Tensor], out: Tensor) -> None:
-    """Write the sum of tensors, in their order, to `out`, which may be the first; half types in fp32."""
+    """Add tensors in the given order, and write the sum to `out`.
+
+    `out` may be the first tensor. Half-precision tensors are added in fp32.
+    """
     first, *others = sources
     if not others:
         out.copy_(first)

@@ -127,7 +127,7 @@ class Command:
 
 
 def run_on_several_ranks(main: Any, cfg: Any, **kwargs: Any) -> None:
-    """Run a command's `main` on this rank's sentences, then serve the other ranks to their end."""
+    """Run a command's `main` on this rank's sentences, then serve the other ranks until they finish."""
     if world.size() == 1:
         main(cfg, **kwargs)
         return

@@ -159,8 +159,8 @@ def _newer_than(last: str) -> str | None:
     if newer is not None:
         updates, path = newer
         logger.warning(
-            "training resumes from %s (update %d), which was saved after checkpoint_last.pt (%s), "
-            "as when the disk was full between the two; give --restore-file %s to resume from that one",
+            "training resumes from %s (update %d), which is newer than checkpoint_last.pt (%s), for "
+            "example because the disk was full; give --restore-file %s to resume from the latter",
             *(os.path.basename(path), updates),
             f"update {updates_of_last}" if updates_of_last >= 0 else "corrupt",
             last,
