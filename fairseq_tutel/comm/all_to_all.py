@@ -111,7 +111,7 @@ class AllToAll:
         return _AllToAll.apply(rows_RD, self, False)
 
     def combine(self, rows_RD: Tensor) -> Tensor:
-        """Send rows, by source rank, back; return them in the order in which they were dispatched."""
+        """Send rows, sorted by source rank, back; return own rows in the order of their dispatch."""
         return _AllToAll.apply(rows_RD, self, True)
 
     def start(self, rows_RD: Tensor, combine: bool) -> "Started":

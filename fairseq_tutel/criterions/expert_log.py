@@ -181,7 +181,7 @@ def _averages(sums_LN: Tensor, column: int) -> list[tuple[float | None, float]]:
 
 
 def _loads(sums_2E: Tensor, part: slice) -> list[tuple[float, float]]:
-    """Return the load of a layer's experts, in even shares."""
+    """Return the load of a layer's experts, relative to an even share."""
     assigned_E = sums_2E[0, part].tolist()
     total = sum(assigned_E)
     return [(n / (max(total, 1) / len(assigned_E)), total) for n in assigned_E]

@@ -30,7 +30,8 @@ def refuse_numbers(arguments: argparse.Namespace, numbers: Sequence[Number]) -> 
             raise ValueError(f"{flag_of(key)} is {getattr(arguments, key)}; give a number of at least 1.")
     if arguments.top_k > arguments.experts:
         raise ValueError(
-            f"--top-k is {arguments.top_k} of {arguments.experts} --experts; give at most the experts."
+            f"--top-k is {arguments.top_k}, but --experts is {arguments.experts}; give at most "
+            f"{arguments.experts}."
         )
     if arguments.dtype is not None and arguments.dtype not in DTYPES:
         raise ValueError(f"--dtype is {arguments.dtype}; give one of {', '.join(DTYPES)}.")

@@ -113,12 +113,12 @@ def test_answers_of_something_else_are_refused(other, tmp_path):
 def test_answers_to_another_text_are_refused(tmp_path):
     store = opened(tmp_path)
     store.write(0, text(0), answers(0))
-    with pytest.raises(ValueError, match="answers to sample 0 are for another text"):
+    with pytest.raises(ValueError, match="probabilities of sample 0 are for different text"):
         store.read(0, text(1))
 
 
 def test_a_folder_without_answers_needs_a_teacher(tmp_path):
-    with pytest.raises(ValueError, match="has no logits of a teacher; give --distill-teacher"):
+    with pytest.raises(ValueError, match="has no probabilities of a teacher; give --distill-teacher"):
         opened(tmp_path, **{"the teacher": None})
     for damaged in ("{", "[" * 200_000, "null"):
         (tmp_path / "about.json").write_text(damaged)

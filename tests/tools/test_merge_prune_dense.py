@@ -280,7 +280,7 @@ REFUSED = {
                    "--experts has -1, where '-1' is not an expert ID; give IDs with commas between them, "
                    "as 0,3, or all."),
     "no such layer": ({}, ("prune", "--drop", "decoder_2=1"),
-                      "no layer with experts; there are decoder_0, decoder_1"),
+                      "is not a layer with experts; choose from decoder_0, decoder_1"),
     "two for all": ({}, ("prune", "--drop", "1", "2"), "give one value for all layers, or LAYER="),
     "too few left": ({}, ("prune", "--drop", "0,1,2"),
                      "decoder_0: top_k (--moe-top-k) is 2 but there are 1 experts"),

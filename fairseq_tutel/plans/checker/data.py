@@ -29,7 +29,7 @@ class Kind(NamedTuple):
 
 
 class _Value(NamedTuple):
-    """An expression: its number, its chunk of `in` and, as bits, the ranks whose chunks are summed."""
+    """A sum of one chunk of `in` over ranks: a number that identifies it, the chunk, the ranks as bits."""
 
     number: int
     chunk: int

@@ -145,11 +145,11 @@ class Call:
         self._run: Callable[[], None] | None = run
 
     def is_completed(self) -> bool:
-        """Return whether it has run."""
+        """Return whether the collective has run."""
         return self._run is None
 
     def wait(self) -> None:
-        """Run it, unless it has run."""
+        """Run the collective, if it has not run yet."""
         if self._run is not None:
             self._run()
             self._run = None

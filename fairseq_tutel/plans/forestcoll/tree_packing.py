@@ -15,7 +15,7 @@ from fairseq_tutel.plans.forestcoll.max_flow import Flow, members
 
 @dataclass(frozen=True)
 class Tree:
-    """A tree of m copies, with its edges (parent, child) in breadth-first order."""
+    """m = `copies` equal trees, with their edges (parent, child) in breadth-first order."""
 
     root: int
     copies: int

@@ -164,8 +164,8 @@ def _refuse_options(root: Any, on_gpu: bool) -> None:
 def _refuse_with_pregating(model: nn.Module, ahead: int) -> None:
     if any(hasattr(module, "precheckpoint_forward") for module in model.modules()):
         raise ValueError(
-            f"--moe-pregate is {ahead} and --checkpoint-activations is set, which recomputes a layer "
-            "without the earlier one whose input its gate reads; drop one of them "
+            f"--moe-pregate is {ahead}, so gates read the input of an earlier layer, but "
+            "--checkpoint-activations recomputes each layer alone; drop one of them "
             "(--moe-recompute-experts saves memory with --moe-pregate)."
         )
     _refuse_layerdrop(

@@ -61,9 +61,7 @@ def checkpoint_to_load(cfg: Any) -> str | None:
     # Scripts that restart a job name the last checkpoint at the first start, too.
     if found[0] == NOTHING and os.path.abspath(path) != os.path.abspath(_last(cfg)):
         # fairseq would train from scratch.
-        raise ValueError(
-            f"{flag} is {path}, which does not exist; give a path from the current folder, or drop it."
-        )
+        raise ValueError(f"{flag} is {path}, which does not exist; give an existing file, or drop {flag}.")
     return None if found[0] in (NOTHING, ELSEWHERE) else path
 
 

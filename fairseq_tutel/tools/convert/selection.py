@@ -40,8 +40,8 @@ def by_layer(
             )
         if equals and (label not in named or named[label] in found):
             raise ValueError(
-                f"{flag} has {word}, but {label} is given twice or no layer with experts; there are "
-                f"{', '.join(named)}."
+                f"{flag} has {word}, but {label} is given twice or is not a layer with experts; choose "
+                f"from {', '.join(named)}."
             )
         try:
             value = read(text)
