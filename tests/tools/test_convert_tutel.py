@@ -305,9 +305,9 @@ REFUSED = {
         all_changed(lambda s: s.pop("moe._num_global_experts")),
     "--input-prefix has the layer moe, which lacks experts.batched_fc2_w":
         all_changed(lambda s: s.pop("moe.experts.batched_fc2_w")),
-    "that has experts.batched_fc1_bias of the shapes [(2, 7), (2, 8)] on different ranks":
+    "which has experts.batched_fc1_bias of the shapes [(2, 7), (2, 8)] on different ranks":
         changed(LAST, lambda s: s.update({"moe.experts.batched_fc1_bias": drawn(2, 7)})),
-    "that has experts.batched_fc1_bias of shape (4, 7) together, not (4, 8)":
+    "which has experts.batched_fc1_bias of shape (4, 7) together, not (4, 8)":
         all_changed(lambda s: s.update({"moe.experts.batched_fc1_bias": drawn(2, 7)})),
     "--input-prefix has ranks that differ in moe._num_global_experts":
         changed(LAST, lambda s: s.update({"moe._num_global_experts": torch.tensor(8)})),

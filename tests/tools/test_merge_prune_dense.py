@@ -298,7 +298,7 @@ REFUSED = {
                       "has 2 loads for decoder_0, which has 4 experts; give one per expert"),
     "no log": ({}, ("prune", "--below", 0.1, "--log", "none.log"), "does not exist; give a log"),
     "missing from groups": ({}, ("merge", "--groups", "0,1/3"),
-                            "--groups names 3 of the 4 experts of decoder_0; name every one once"),
+                            "--groups names 3 of the 4 experts of decoder_0; name each expert once"),
     "twice in groups": ({}, ("merge", "--groups", "0,3/3,2,1"),
                         "where expert 3 is named twice; name it once."),
     "more experts": ({}, ("merge", "--moe-expert-count", 5),

@@ -90,7 +90,7 @@ def test_what_is_refused(written, tmp_path):
         assert refusal_of("plan-check", bad).startswith(f"{bad} can not be read as a plan (")
     bad.unlink()
     os.mkfifo(bad)
-    assert "no ordinary file" in refusal_of("plan-check", bad)
+    assert "not an ordinary file" in refusal_of("plan-check", bad)
     bad.unlink()
     assert "No such file" in refusal_of("plan-check", tmp_path / "none.json")
     for option, value in (("--bytes", 0), ("--gb-s", "nan"), ("--alpha-us", -1), ("--network", "web")):
@@ -110,5 +110,5 @@ def test_the_usual_plans_are_a_folder_for_a_training(tmp_path):
     assert {each.plan.collective for each in found} == set(COLLECTIVES)
     ranges = [(p.plan.min_bytes, p.plan.max_bytes) for p in found if "reduce_4" in p.name]
     assert (0, 131072) in ranges and (131073, None) in ranges
-    assert "no empty folder" in refusal_of("plans", 2, "--output", folder)
+    assert "not an empty folder" in refusal_of("plans", 2, "--output", folder)
     assert "N is 1; give a number from 2 to 512" in refusal_of("plans", 1, "--output", tmp_path / "b")
