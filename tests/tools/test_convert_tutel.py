@@ -298,7 +298,7 @@ FILE = f"--input-prefix names FOLDER/{LAST}, which"
 REFUSED = {
     f"{FILE} does not exist": lambda folder: (folder / LAST).unlink(),
     f"{FILE} is corrupt or no checkpoint": lambda folder: (folder / LAST).write_bytes(b"PK half"),
-    f"{FILE} holds no weights; give --namespace": lambda folder: torch.save({"epoch": 3}, folder / LAST),
+    f"{FILE} holds no weights; set --namespace": lambda folder: torch.save({"epoch": 3}, folder / LAST),
     f"{FILE} lacks moe.experts.batched_fc1_bias":
         changed(LAST, lambda s: s.pop("moe.experts.batched_fc1_bias")),
     "has no layer of Tutel's (no _num_global_experts)":
