@@ -34,7 +34,7 @@ ONLY_OF_RANK = "only_of_rank"
 class MoEOptimizerMixin:
     """Adds experts and ZeRO to a FairseqOptimizer class, as its first base class.
 
-    On one rank, or without experts and ZeRO, it changes nothing.
+    It changes nothing for a model without experts, or on one rank without offload.
     """
 
     optimizer: Any  # torch's

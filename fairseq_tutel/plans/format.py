@@ -319,7 +319,7 @@ def _step_of(data: Any, where: str) -> Step:
 
 def _place_of(data: Any, where: str) -> Place:
     is_place = _is_list(data) and len(data) == 2 and data[0] in BUFFERS
-    _demand(is_place, f'{where}: {data!r} is not a place, as ["in", 0]')
+    _demand(is_place, f'{where}: {data!r} is not a place such as ["in", 0]')
     return Place(data[0], _number(data[1], f"{where}: a place's chunk"))
 
 

@@ -216,14 +216,14 @@ def _gpu_of(data: Any) -> tuple[int, int, str]:
         and data.keys() == {"name", "host", "local"}
         and isinstance(data["name"], str)
         and all(_is_whole(data[key]) and data[key] >= 0 for key in ("host", "local")),
-        f'{data!r} is not a GPU, as {{"name": "gpu0", "host": 0, "local": 0}}',
+        f'{data!r} is not a GPU such as {{"name": "gpu0", "host": 0, "local": 0}}',
     )
     return data["host"], data["local"], data["name"]
 
 
 def _link_of(data: Any, index: Mapping[str, int]) -> Link:
     is_link = isinstance(data, list) and len(data) == 3 and all(isinstance(name, str) for name in data[:2])
-    _demand(is_link, f"{data!r} is not a link, as [from, to, bandwidth]")
+    _demand(is_link, f"{data!r} is not a link such as [from, to, bandwidth]")
     source, target, bandwidth = data
     where = f"the link from {source} to {target}"
     for name in (source, target):

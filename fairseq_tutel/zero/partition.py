@@ -25,9 +25,9 @@ BUCKET_RANKS, MOST_TIMES = 64, 8
 
 @dataclass(frozen=True)
 class Share:
-    """The ranks among which a parameter's optimizer state is sharded, `size` in number.
+    """The group of G = `size` ranks among which a parameter's state is sharded.
 
-    If `group` is None, they are all ranks.
+    If `group` is None, it has all ranks.
     """
 
     size: int = 1

@@ -49,4 +49,4 @@ def test_a_training_goes_on_from_what_is_there_where_the_last_file_is_not(lm_dat
 @pytest.mark.parametrize("flag", ["--finetune-from-model", "--continue-once"])
 def test_a_file_to_begin_with_that_is_nowhere_is_refused(lm_data, tmp_path, flag):
     output = refused("train", *lm_args(lm_data, tmp_path, flag, "nowhere.pt"))
-    assert f"{flag} is nowhere.pt, which does not exist; give an existing file" in output
+    assert f"{flag} is nowhere.pt, which does not exist; give a path" in output

@@ -48,7 +48,7 @@ STEP = ("programs", 0, 0, 0)
         (STEP, {"op": "wait"}, "a wait, has the fields ['op'], not ['channel', 'op']"),
         ((*STEP, "n"), 0, "rank 0, lane 0, step 0: n is 0, no whole number from 1 to 2^62"),
         ((*STEP, "src"), 0, "rank 0, lane 0, step 0: src is not a list of places"),
-        ((*STEP, "dst"), ["top", 0], """: ['top', 0] is not a place, as ["in", 0]"""),
+        ((*STEP, "dst"), ["top", 0], """: ['top', 0] is not a place such as ["in", 0]"""),
         ((*STEP, "dst", 1), -1, "a place's chunk is -1, no whole number from 0 to 2^62"),
     ],
 )

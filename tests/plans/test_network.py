@@ -56,10 +56,10 @@ REFUSED = {
     "links": ({"links": None}, "it has no list of links"),
     "switches": ({"switches": [1]}, "its switches are no list of names"),
     "many": ({"switches": ["s"] * 5000}, "it has 5,002 vertices, more than 4,096"),
-    "gpu": ({"gpus": [{"name": "a"}]}, "{'name': 'a'} is not a GPU, as {"),
+    "gpu": ({"gpus": [{"name": "a"}]}, "{'name': 'a'} is not a GPU such as {"),
     "names": ({"switches": ["a"]}, "two vertices have the name 'a'"),
     "places": ({"gpus": [GPU, GPU | {"name": "b"}]}, "two GPUs are local rank 0 of host 0"),
-    "link": ({"links": [["a", "b"]]}, "['a', 'b'] is not a link, as [from, to, bandwidth]"),
+    "link": ({"links": [["a", "b"]]}, "['a', 'b'] is not a link such as [from, to, bandwidth]"),
     "end": ({"links": [["a", "c", 1]]}, "the link from a to c names 'c', which is not a vertex"),
     "loop": ({"links": [["a", "a", 1]]}, "the link from a to a ends where it begins"),
     "width": (

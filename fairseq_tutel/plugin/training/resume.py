@@ -61,7 +61,10 @@ def checkpoint_to_load(cfg: Any) -> str | None:
     # Scripts that restart a job name the last checkpoint at the first start, too.
     if found[0] == NOTHING and os.path.abspath(path) != os.path.abspath(_last(cfg)):
         # fairseq would train from scratch.
-        raise ValueError(f"{flag} is {path}, which does not exist; give an existing file, or drop {flag}.")
+        raise ValueError(
+            f"{flag} is {path}, which does not exist; give a path relative to the current folder, or drop "
+            f"{flag}."
+        )
     return None if found[0] in (NOTHING, ELSEWHERE) else path
 
 

@@ -120,7 +120,7 @@ def limit_fairseq_groups() -> None:
 
 
 def allocate_gather_buffers(cfg: Any) -> None:
-    """On a CPU, allocate the two buffers of fairseq's all_gather_list, which would use a GPU."""
+    """On a CPU, allocate the buffers of all_gather_list, which fairseq would allocate on a GPU."""
     if not torch.cuda.is_available():
         size, gather = cfg.common.all_gather_list_size, distributed_utils.all_gather_list
         gather._buffer = torch.empty(size * dist.get_world_size(), dtype=torch.uint8)

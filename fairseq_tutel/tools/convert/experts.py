@@ -42,8 +42,8 @@ def _merge(arguments: argparse.Namespace, inputs: list[Path]) -> tuple[SavedMode
             E, named = configs[layer].num_experts, sum(map(len, of_layer))
             if named < E:
                 raise ValueError(
-                    f"--groups names {named} of the {E} experts of {layer.label}; name each expert once. A "
-                    "group of one expert keeps it (convert prune removes experts)."
+                    f"--groups names {named} of the {E} experts of {layer.label}; name each expert once "
+                    "(a group of one expert keeps it; convert prune removes experts)."
                 )
     for line in regroup(saved, groups, load, arguments.moe_top_k):
         print(line)
