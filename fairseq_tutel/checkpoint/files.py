@@ -111,7 +111,7 @@ def is_pipe(path: str | os.PathLike) -> bool:
     """Whether a path is a pipe, device or socket, which a reader could wait for without end."""
     try:
         mode = os.stat(path).st_mode
-    except (OSError, ValueError):  # there is none, or the text is no path
+    except (OSError, ValueError):  # there is none, or the text is not a path
         return False
     return not (stat.S_ISREG(mode) or stat.S_ISDIR(mode))
 

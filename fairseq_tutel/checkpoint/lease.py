@@ -93,7 +93,7 @@ def read(path: str) -> tuple[Writer | None, float]:
     except OSError as error:
         if error.errno:
             raise
-        raise OSError(f"{path} is no lease: {error}; remove it.") from error
+        raise OSError(f"{path} is not a lease: {error}; remove it.") from error
 
 
 def take(folder: str) -> "Lease":

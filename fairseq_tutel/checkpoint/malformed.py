@@ -81,7 +81,7 @@ def _is_count(value: Any, whole: bool = False) -> bool:
 
 
 def _problem_of(key: Any, value: Any) -> str | None:
-    """Return why a model cannot hold a value; None for a tensor, or an entry that is no weight."""
+    """Return why a model cannot hold a value; None for a tensor, or an entry that is not a weight."""
     if not isinstance(key, str):
         return "a value"
     if value is None:

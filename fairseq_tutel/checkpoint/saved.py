@@ -156,7 +156,7 @@ class SavedModel:
 
     @property
     def options(self) -> dict[str, Any]:
-        """The model's options; edits change the checkpoint. A checkpoint without them is a ValueError."""
+        """The model's options; raises ValueError if there are none. Edits change the checkpoint."""
         found = self.options_of("model")
         if not found:
             raise ValueError(

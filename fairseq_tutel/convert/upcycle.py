@@ -74,7 +74,7 @@ def upcycle(saved: SavedModel, given: Mapping[str, Any], how: Variation) -> dict
         how: how the copies differ.
 
     Raises:
-        ValueError: it is no dense checkpoint, or options that do not fit it.
+        ValueError: it is not a dense checkpoint, or options that do not fit it.
     """
     configs, made = _set_options(saved, given), {}
     for layer, config in configs.items():

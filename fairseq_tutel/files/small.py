@@ -42,7 +42,7 @@ def open_ordinary(path: str | os.PathLike, flags: int = os.O_RDONLY) -> int:
     os.close(descriptor)
     if stat.S_ISDIR(mode):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
-    raise OSError("it is no ordinary file")
+    raise OSError("it is not an ordinary file")
 
 
 def json_of(path: str | os.PathLike) -> Any:

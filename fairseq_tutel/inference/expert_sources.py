@@ -162,8 +162,8 @@ def _check_tensor(stack: ExpertStack, name: str, tensor: Any) -> None:
         )
     if isinstance(tensor, ShardedTensor) and tensor.slicing.count > 1:
         raise ValueError(
-            f"{tensor.root / tensor.folder} has experts in {tensor.slicing.count} slices, but a store "
-            "reads whole experts; convert them with `python -m fairseq_tutel convert sharded`."
+            f"{tensor.root / tensor.folder} has experts in {tensor.slicing.count} shards each, but a "
+            "store reads whole experts; convert them with `python -m fairseq_tutel convert sharded`."
         )
 
 

@@ -65,7 +65,7 @@ def accepted(default: Any, reason: str, **parts: Any) -> Any:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The options of a model in addition to the MoEConfig of its layers: MoE layers and older names."""
+    """The options of a model that MoEConfig lacks: which layers have experts, and older option names."""
 
     # fmt: off
     moe_freq: int = experts(

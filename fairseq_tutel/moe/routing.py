@@ -150,7 +150,7 @@ def _decide_by_experts(
 
 
 def _count_tokens(values_TX: Tensor, real_T: Tensor | None) -> Tensor:
-    """Return [] int64, the tokens that are not padding: all T rows of `values_TX` if `real_T` is None."""
+    """Return the number of tokens that are not padding ([] int64); T if `real_T` is None."""
     if real_T is not None:
         return real_T.sum()
     # Filled on the device: a copy from the host would wait for the device.

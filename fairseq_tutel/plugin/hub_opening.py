@@ -123,6 +123,6 @@ def _refuse_unknown(options: Mapping[str, Any], known: Collection[str], has_expe
     unknown = sorted(options.keys() - known)
     if unknown:
         raise ValueError(
-            f"{unknown[0]} is no option of this model, its task or a run; leave it out, or find its "
+            f"{unknown[0]} is not an option of this model, its task or a run; leave it out, or find its "
             "name in docs/flags.md or fairseq's help, where it has dashes."
         )

@@ -279,8 +279,8 @@ class _Gather:
         if not self.is_logged:
             self.is_logged = True
             logger.info(
-                "the model generates while it is trained: for that each rank gathers all experts, %.1f MB, "
-                "since beams differ in length; --moe-expert-parallel-size 1 would keep them there",
+                "the model generates during training: each rank gathers all experts (%.1f MB) for this, "
+                "because beams differ in length; --moe-expert-parallel-size 1 avoids it",
                 num_bytes / 1e6,
             )
 

@@ -139,6 +139,6 @@ def _shape(shape: Sequence[int]) -> str:
 
 
 def _size(count: int) -> str:
-    """Return bytes with a unit, as a number below 1024."""
+    """Return a number of bytes with a unit, such as 1.5 MiB."""
     unit = min(max(count.bit_length() - 1, 0) // 10, len(UNITS) - 1)
     return f"{count / 1024**unit:.{1 if unit else 0}f} {UNITS[unit]}"

@@ -50,7 +50,7 @@ def add_to(tools: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Make the plan, write the files and print the optimum, its cut and the trees."""
+    """Make the plan and write the files; print the optimal time, the bottleneck cut and the trees."""
     _refuse(arguments)
     collective, network = arguments.collective, find(arguments.topology)
     if network.ranks > MOST_GPUS:

@@ -211,7 +211,7 @@ class TutelMoELayer(nn.Module):
             self.moe.configure(configs[0], configs)
 
     def _strategy(self, overlap: int | None = None, adaptive_r: int | None = None) -> Strategy:
-        """Return the strategy of one call; None for the layer's values."""
+        """Return the strategy of one call; None means the layer's value."""
         slices = self.experts.part.slices
         return arguments.changed(self.moe.strategy, self.sharded_count, slices, overlap, adaptive_r)
 

@@ -178,7 +178,7 @@ REFUSED = {
     ),
     "output is a device": (
         ("GOOD", "--output", "/dev/null"),
-        "--output is /dev/null, which is no ordinary file; give another name",
+        "--output is /dev/null, which is not an ordinary file; give another name",
     ),
     "a device": (("/dev/null",), "--inputs names /dev/null, which is a pipe, device or socket"),
 }  # fmt: skip

@@ -51,7 +51,7 @@ REFERENCE = re.compile(r"\$\{[\w.]+\}")
 
 
 def refuse_code(state: Mapping[str, Any], path: str, given: Mapping[str, Any]) -> None:
-    """Refuse a checkpoint in which an option that fairseq evaluates is no literal.
+    """Refuse a checkpoint in which an option that fairseq evaluates is not a literal.
 
     Lists and tuples may be added and multiplied, as in wav2vec's "[(512, 10, 5)] + [(512, 3, 2)] * 4".
     Values that equal the user's own overrides, `given`, are accepted.

@@ -59,7 +59,9 @@ def refuse_misspelt(overrides: dict[str, Any]) -> None:
     for key in overrides:
         close = meant(key)
         if close:
-            raise ValueError(f"--model-overrides has {key!r}, which is no option; did you mean {close!r}?")
+            raise ValueError(
+                f"--model-overrides has {key!r}, which is not an option; did you mean {close!r}?"
+            )
 
 
 def warn_of_given(task_cfg: Any, dense: str) -> None:
