@@ -20,11 +20,11 @@ from fairseq_tutel.checkpoint.saved import LAYER_NORM, Layer, SavedModel
 from fairseq_tutel.convert.configs import SWIN, Tensors, replaced, use_moe_variants
 from fairseq_tutel.inference.pregate import refuse_too_far
 from fairseq_tutel.moe.build import seeded_generator
+from fairseq_tutel.moe.capacity import capacity_of
 from fairseq_tutel.moe.config import GATE_TYPES, MoEConfig, label_of
 from fairseq_tutel.moe.experts import Experts
 from fairseq_tutel.moe.gates import CosineGate, LinearGate
 from fairseq_tutel.moe.layer import MoELayer
-from fairseq_tutel.moe.slots import capacity_of
 from fairseq_tutel.options.option import (
     NOT_NEGATIVE,
     POSITIVE,

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from fairseq_tutel.kernels.groups import Groups
+from fairseq_tutel.moe.capacity import Capacity, MicroBatch, keep, sentence_order, take_slots
 from fairseq_tutel.moe.choice import (
     Chosen,
     check_top_k,
@@ -22,7 +23,6 @@ from fairseq_tutel.moe.choice import (
     scores_of,
 )
 from fairseq_tutel.moe.config import MoEConfig
-from fairseq_tutel.moe.slots import Capacity, MicroBatch, keep, sentence_order, take_slots
 
 
 @dataclass(frozen=True, kw_only=True)

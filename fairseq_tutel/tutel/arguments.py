@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from fairseq_tutel.moe.capacity import Capacity
 from fairseq_tutel.moe.config import OVERLAP, TEMPERATURE, MoEConfig
-from fairseq_tutel.moe.slots import Capacity
 from fairseq_tutel.options.option import (
     AT_LEAST_0,
     AT_LEAST_1,

@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from fairseq_tutel.comm.collectives import all_reduce
 from fairseq_tutel.moe.adaptive import allowed_degrees
 from fairseq_tutel.moe.build import hashed_seed
+from fairseq_tutel.moe.capacity import Capacity
 from fairseq_tutel.moe.config import MoEConfig
 from fairseq_tutel.moe.expert_stack import ExpertStack
 from fairseq_tutel.moe.gates import build_gate, reset_gate
 from fairseq_tutel.moe.layer import MoELayer
-from fairseq_tutel.moe.slots import Capacity
 from fairseq_tutel.options.option import AT_LEAST_1, require
 from fairseq_tutel.planning.strategy import Strategy
 from fairseq_tutel.ranks import world
