@@ -1,6 +1,6 @@
 """Mixture-of-Experts layers in torch; the same package is a fairseq `--user-dir` plugin.
 
-Importing this needs torch and numpy only. The walk, in reading order, in moe/: gates, choice, slots,
+Importing this needs torch and numpy only. The walk, in reading order, in moe/: gates, choice, capacity,
 routing, balance, dispatch, experts, layer.
 """
 

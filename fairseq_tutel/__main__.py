@@ -6,7 +6,7 @@ import sys
 from importlib import import_module
 
 from fairseq_tutel import __version__
-from fairseq_tutel.files.small import error_line
+from fairseq_tutel.files.untrusted import error_line
 
 # Modules of tools/. The function `add_to(tools)` of each adds a subparser with the default `run`, which is
 # called with the parsed arguments. `run` raises ValueError with a one-sentence message on failure.

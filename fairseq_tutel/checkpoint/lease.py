@@ -15,7 +15,8 @@ import time
 from dataclasses import asdict, dataclass
 
 from fairseq_tutel.checkpoint.files import replacing
-from fairseq_tutel.files.small import content_and_time, parse_json, renamed_when_whole, temporary_beside
+from fairseq_tutel.files.atomic import renamed_when_whole, temporary_beside
+from fairseq_tutel.files.untrusted import content_and_time, parse_json
 
 logger = logging.getLogger(__name__)
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from fairseq_tutel.checkpoint.files import walk
-from fairseq_tutel.files.small import shown
+from fairseq_tutel.files.untrusted import shown
 
 # Types of entries, if they are there; None counts as absent.
 TYPES = {"optimizer_history": list} | dict.fromkeys((

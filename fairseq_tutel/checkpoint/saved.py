@@ -17,7 +17,7 @@ from fairseq_tutel.checkpoint import files
 from fairseq_tutel.checkpoint.files import read_file
 from fairseq_tutel.checkpoint.malformed import refuse_malformed
 from fairseq_tutel.checkpoint.shards import bind, unbind
-from fairseq_tutel.files.small import renamed_when_whole
+from fairseq_tutel.files.atomic import renamed_when_whole
 
 # The parts of a configuration, and the key of each part's name in a flat one.
 PARTS = {"model": "arch", "task": "task", "criterion": "criterion", "optimizer": "optimizer"}

@@ -28,7 +28,8 @@ import torch
 from torch import Tensor
 
 from fairseq_tutel.distillation.loss import Answers
-from fairseq_tutel.files.small import json_of, temporary_beside
+from fairseq_tutel.files.atomic import temporary_beside
+from fairseq_tutel.files.untrusted import json_of
 
 logger = logging.getLogger(__name__)
 

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fairseq_tutel.inference.disk_reader import Fetch, Fetcher, Source
 from fairseq_tutel.inference.expert_buffers import Buffer, BufferLayout
 from fairseq_tutel.inference.expert_cache import ExpertCache, Key
 from fairseq_tutel.inference.expert_sources import ShardFiles, source_of
+from fairseq_tutel.inference.fetch_thread import Fetch, Fetcher, Source
 from fairseq_tutel.kernels import backend_for
 from fairseq_tutel.kernels.groups import Groups
 from fairseq_tutel.kernels.weights import ExpertTensorList

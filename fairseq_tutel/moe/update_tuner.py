@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 
 from fairseq_tutel.comm.collectives import all_reduce
-from fairseq_tutel.files.small import json_of, renamed_when_whole
+from fairseq_tutel.files.atomic import renamed_when_whole
+from fairseq_tutel.files.untrusted import json_of
 from fairseq_tutel.moe.adaptive import allowed_degrees, predicted_seconds
 from fairseq_tutel.moe.layer import MoELayer
 from fairseq_tutel.moe.option_table import TaskConfig

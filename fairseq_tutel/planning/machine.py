@@ -5,7 +5,7 @@ import re
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from fairseq_tutel.files.small import json_of
+from fairseq_tutel.files.untrusted import json_of
 
 _FLAGS = {"inter_shared", "reduce_scatter_as_all_reduce"}
 

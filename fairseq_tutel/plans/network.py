@@ -19,7 +19,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fairseq_tutel.files.small import json_of
+from fairseq_tutel.files.untrusted import json_of
 from fairseq_tutel.planning.links import Load
 
 FORMAT = 1

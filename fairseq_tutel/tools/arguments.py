@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from fairseq_tutel.files.small import TEMPORARY
+from fairseq_tutel.files.atomic import TEMPORARY
 from fairseq_tutel.options.option import flag_of
 
 Number = tuple[str, int, str]  # key, default, help

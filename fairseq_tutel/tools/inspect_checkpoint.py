@@ -13,7 +13,7 @@ from typing import Any
 from fairseq_tutel.checkpoint.description import OURS, Facts, describe
 from fairseq_tutel.checkpoint.files import read_file
 from fairseq_tutel.checkpoint.saved import Layer
-from fairseq_tutel.files.small import printable
+from fairseq_tutel.files.untrusted import printable
 from fairseq_tutel.tools.convert.selection import of_log
 
 UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB")

@@ -16,7 +16,7 @@ from typing import Any
 from fairseq.dataclass import ChoiceEnum, FairseqDataclass
 from fairseq.models import ARCH_MODEL_REGISTRY
 
-from fairseq_tutel.files.small import shown
+from fairseq_tutel.files.untrusted import shown
 from fairseq_tutel.moe.balance_options import CriterionConfig
 from fairseq_tutel.moe.config import LAYER, MoEConfig
 from fairseq_tutel.moe.option_table import BY_OWNER, ModelConfig, SidesConfig, TaskConfig, options_of

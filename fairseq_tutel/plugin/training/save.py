@@ -18,7 +18,7 @@ from fairseq.trainer import Trainer
 
 from fairseq_tutel.checkpoint import experts, files, folders
 from fairseq_tutel.checkpoint.lease import NAME, Lease, take
-from fairseq_tutel.files.small import is_temporary
+from fairseq_tutel.files.atomic import is_temporary
 from fairseq_tutel.moe.expert_stack import ExpertStack
 from fairseq_tutel.optim.moe_optimizer import ONLY_OF_RANK, MoEOptimizerMixin, innermost_optimizer
 from fairseq_tutel.plugin.run_state import RUN

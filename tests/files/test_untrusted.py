@@ -13,7 +13,7 @@ from moe_files import save
 from tool_in_process import refusal_of, tool
 
 from fairseq_tutel.checkpoint.lease import NAME, read, take
-from fairseq_tutel.files.small import content_of, error_line, json_of, printable
+from fairseq_tutel.files.untrusted import content_of, error_line, json_of, printable
 from fairseq_tutel.kernels.tuning_cache import TuningCache
 from fairseq_tutel.moe import update_tuner
 from fairseq_tutel.plans.format import to_json
