@@ -14,7 +14,7 @@ import threading
 import time
 from dataclasses import asdict, dataclass
 
-from fairseq_tutel.checkpoint.files import replacing
+from fairseq_tutel.checkpoint.atomic_save import replacing
 from fairseq_tutel.files.atomic import renamed_when_whole, temporary_beside
 from fairseq_tutel.files.untrusted import content_and_time, parse_json
 

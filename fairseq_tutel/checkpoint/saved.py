@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-from fairseq_tutel.checkpoint import files
+from fairseq_tutel.checkpoint import atomic_save
 from fairseq_tutel.checkpoint.files import read_file
 from fairseq_tutel.checkpoint.malformed import refuse_malformed
 from fairseq_tutel.checkpoint.shards import bind, unbind
@@ -226,14 +226,14 @@ def write_all(contents: Iterable[tuple[Path, Any]]) -> None:
     try:
         with contextlib.ExitStack() as stack:
             for path, content in contents:
-                files.write(content, stack.enter_context(renamed_when_whole(path)))
+                atomic_save.write(content, stack.enter_context(renamed_when_whole(path)))
     except (OSError, RuntimeError) as error:
         raise not_written(path, error) from error
 
 
 def not_written(output: Path, error: Exception) -> ValueError:
     """Return an error with the system's reason why a file was not written."""
-    cause = files.system_error(error)
+    cause = atomic_save.system_error(error)
     number = None if cause is None else cause.errno
     reason = os.strerror(number) if number else str(error).partition("\n")[0]
     fix = "make room, or give another place" if number in FULL else "give another place"

@@ -19,7 +19,8 @@ from typing import Any
 
 from torch import Tensor
 
-from fairseq_tutel.checkpoint.files import DICTIONARY, synced
+from fairseq_tutel.checkpoint.atomic_save import synced
+from fairseq_tutel.checkpoint.files import DICTIONARY
 from fairseq_tutel.checkpoint.folders import sync
 from fairseq_tutel.checkpoint.saved import SavedModel, Weights, not_written
 from fairseq_tutel.checkpoint.shards import ShardedTensor, write_file
