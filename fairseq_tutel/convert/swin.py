@@ -25,7 +25,7 @@ from fairseq_tutel.files.untrusted import content_of
 from fairseq_tutel.moe.config import MoEConfig
 from fairseq_tutel.moe.layer import MoELayer
 from fairseq_tutel.options.option import options_in
-from fairseq_tutel.plugin.feed_forward import chosen_layers
+from fairseq_tutel.plugin.install import chosen_layers
 from fairseq_tutel.vision.attention import SPAN
 from fairseq_tutel.vision.options import SwinConfig, numbers
 from fairseq_tutel.vision.swin_v2 import SwinV2

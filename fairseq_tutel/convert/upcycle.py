@@ -34,7 +34,8 @@ from fairseq_tutel.options.option import (
     read,
     refuse_bad_values,
 )
-from fairseq_tutel.plugin.feed_forward import SIDES, chosen_layers
+from fairseq_tutel.plugin.feed_forward import SIDES
+from fairseq_tutel.plugin.install import chosen_layers
 from fairseq_tutel.ranks.groups import Part
 from fairseq_tutel.vision.options import SwinExpertsConfig
 

@@ -28,7 +28,6 @@ from fairseq_tutel.plugin.feed_forward import (
     Context,
     MoEFeedForward,
     children_of,
-    chosen_layers,
     layer_facts,
     models_of,
     moe_layers,
@@ -78,6 +77,14 @@ class MoEModelMixin:
             if any(layer.context.trains for layer in moe_layers(self)):  # type: ignore[arg-type]
                 sys.exit(f"error: {error}")
             raise
+
+
+def chosen_layers(numbers: Sequence[int], freq: int) -> list[int]:
+    """Return the indices of the layers that get experts (--moe-freq): every freq-th by number; none if 0.
+
+    Layer number i has experts if (i + 1) % freq == 0, as in Meta's moe branch.
+    """
+    return [index for index, i in enumerate(numbers) if freq and (i + 1) % freq == 0]
 
 
 def install_experts(
