@@ -33,14 +33,6 @@ _LAYER = re.compile(
     r"\b(?P<name>(?P<side>encoder|decoder|stages\.\d+)(?P<inner>\.sentence_encoder)?"
     r"\.((transformer_)?layers|blocks)\.(?P<index>\d+))\.fc1\.(?P<what>weight|experts\.)"
 )
-# Checkpoints of other systems, by a part of a tensor's name.
-SIGNS = {
-    "Meta's moe branch, one rank's experts": ".moe_layer.experts.",
-    "Meta's moe branch, what all ranks share": ".moe_layer.",
-    "Tutel, one rank's part": "_num_global_experts",
-    "Tutel, one rank's part or a layer": "batched_fc1_w",
-    "fairseq_tutel, the state dict of a layer or model": "experts.fc1_weight",
-}
 # Tensors by name; experts may be `ShardedTensor`s, which are read with the same indexing.
 Weights = dict[str, Any]
 
@@ -89,11 +81,6 @@ def layers_of(weights: Iterable[str], within: bool = False) -> list[Layer]:
             name = key[: match.end("name")]
             found.add(Layer(stack, int(match["index"]), side, name, has_experts))
     return sorted(found)
-
-
-def kind_of(names: Collection[str]) -> str | None:
-    """Return the system that wrote tensors with these names, such as Tutel; None for others."""
-    return next((kind for kind, sign in SIGNS.items() if any(sign in name for name in names)), None)
 
 
 class SavedModel:

@@ -8,13 +8,13 @@ import re
 import numpy as np
 import pytest
 
-from fairseq_tutel.moe.balance import LOSSES
-from fairseq_tutel.moe.balance_options import CriterionConfig, parse_balance_loss
+from fairseq_tutel.moe.balance import LOSSES, parse_balance_loss
 from fairseq_tutel.moe.capacity import DROP_POLICIES
 from fairseq_tutel.moe.config import LAYER, MoEConfig
 from fairseq_tutel.moe.gates import GATES
 from fairseq_tutel.moe.option_table import (
     BY_OWNER,
+    CriterionConfig,
     ModelConfig,
     SidesConfig,
     StoreConfig,

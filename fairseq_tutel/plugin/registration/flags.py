@@ -17,9 +17,15 @@ from fairseq.dataclass import ChoiceEnum, FairseqDataclass
 from fairseq.models import ARCH_MODEL_REGISTRY
 
 from fairseq_tutel.files.untrusted import shown
-from fairseq_tutel.moe.balance_options import CriterionConfig
 from fairseq_tutel.moe.config import LAYER, MoEConfig
-from fairseq_tutel.moe.option_table import BY_OWNER, ModelConfig, SidesConfig, TaskConfig, options_of
+from fairseq_tutel.moe.option_table import (
+    BY_OWNER,
+    CriterionConfig,
+    ModelConfig,
+    SidesConfig,
+    TaskConfig,
+    options_of,
+)
 from fairseq_tutel.options.option import Option, flag_of, key_of, options_in, plain, read, refuse_bad_values
 
 logger = logging.getLogger(__name__)

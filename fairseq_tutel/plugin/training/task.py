@@ -16,9 +16,8 @@ from torch import nn
 
 from fairseq_tutel.checkpoint import experts
 from fairseq_tutel.moe.balance import update_biases
-from fairseq_tutel.moe.balance_options import CriterionConfig
 from fairseq_tutel.moe.config import MoEConfig
-from fairseq_tutel.moe.option_table import SidesConfig, TaskConfig
+from fairseq_tutel.moe.option_table import CriterionConfig, SidesConfig, TaskConfig
 from fairseq_tutel.moe.update_tuner import UpdateTuner
 from fairseq_tutel.optim.moe_optimizer import innermost_optimizer
 from fairseq_tutel.options.option import read
