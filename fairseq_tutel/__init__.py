@@ -1,7 +1,7 @@
 """Mixture-of-Experts layers in torch; the same package is a fairseq `--user-dir` plugin.
 
-Layers need torch and numpy only, and import them at the first use of a name below. The walk, in reading
-order, in moe/: gates, choice, slots, routing, balance, dispatch, experts, layer.
+The layers need torch and numpy only; a name below imports its module at its first use. The walk, in reading
+order, in moe/: gates, choice, capacity, routing, balance, dispatch, experts, layer.
 """
 
 from importlib import import_module

@@ -9,7 +9,7 @@ import sys
 from importlib import import_module
 
 from fairseq_tutel import __version__
-from fairseq_tutel.files.small import error_line
+from fairseq_tutel.files.untrusted import error_line
 
 # Group -> tool -> its module in tools/, the only one that is imported, and one line of help. A module's
 # `add_to(tools)` adds a subparser with the default `run`: it gets the parsed arguments, and raises a

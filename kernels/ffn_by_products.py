@@ -66,7 +66,7 @@ def _up(
     activation: str,
     keep: bool,
 ) -> tuple[Tensor, SavedActivations]:
-    """Return (a_RH, saved activations)."""
+    """Return the activations a_RH, which are fc2's input, and the saved activations."""
     w = weights
     a_RH, h_RH, g_RH = ops.ffn_up(
         x_ND, index_R, w.fc1_weight, w.fc1_bias, w.fc3_weight, w.fc3_bias, groups, activation, keep

@@ -163,7 +163,7 @@ def place_assignments(
 def _block_starts(
     ids_CL: Tensor, order_L: Tensor | None, totals_CE: Tensor, time: int, batch: int
 ) -> Tensor:
-    """Return [C * blocks, E] int32, each expert's assignments before each block, and fill `totals_CE`.
+    """Count each expert's assignments before each block [C * blocks, E] int32; fill `totals_CE`.
 
     The blocks split C chains of L positions, one chain after the other.
     """

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from fairseq_tutel.files.small import json_of
+from fairseq_tutel.files.untrusted import json_of
 
 logger = logging.getLogger(__name__)
 

@@ -5,6 +5,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import safetensors
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from benchmarks.output import Row
 from fairseq_tutel import MoEConfig, MoELayer
 from fairseq_tutel.checkpoint import experts as written
-from fairseq_tutel.checkpoint.shards import ShardedTensor, bind
+from fairseq_tutel.checkpoint.shards import Piece, ShardedTensor, bind
 from fairseq_tutel.planning.links import all_gather_seconds
 from fairseq_tutel.planning.machine import PRESETS
 from fairseq_tutel.ranks.groups import Topology
@@ -41,10 +42,8 @@ def shards(quick: bool) -> Iterator[Row]:
                 for rank in range(first, world, experts):
                     place = Topology(world_size=world, rank=rank, expert_parallel_size=experts)
                     own = written._write_own(model, place, _states, folder)
-                    if own[2] is not None:
-                        raise RuntimeError(own[2])
-                    parts.append(own[0])
-                    files.append(len(own[1]))
+                    parts.append(own)
+                    files.append(len(own.sizes))
                     told.append(len(pickle.dumps(own)))
             # Objects are gathered in buffers as long as the longest.
             gathered = world * max(told)
@@ -61,7 +60,7 @@ def shards(quick: bool) -> Iterator[Row]:
                 f"{gathered / 1e6:.1f} MB",
             }
             if world == WORLDS[0] or (quick and world == 4):
-                yield _load(Path(root), folder, written._joined(parts))
+                yield _load(Path(root), folder, written._joined(parts, folder))
 
 
 def _model(place: Topology, experts: int, layers: int) -> nn.Module:
@@ -73,13 +72,13 @@ def _states(parameter: nn.Parameter) -> dict[str, Tensor]:
     return {name: parameter.detach().clone() for name in STATES}
 
 
-def _load(root: Path, folder: Path, tensors: written.Written) -> Row:
+def _load(root: Path, folder: Path, tensors: dict[Any, dict[tuple[int, int], Piece]]) -> Row:
     state = {
-        key: ShardedTensor(
-            root=root, folder=f"experts/{folder.name}", shape=shape, dtype=dtype, slicing=slicing,
-            pieces=tuple(pieces[order] for order in sorted(pieces)),
+        f"{stack.layer}.{stack.name}": ShardedTensor(
+            root=root, folder=f"experts/{folder.name}", shape=stack.shape, dtype=stack.dtype,
+            slicing=stack.slicing, pieces=tuple(pieces[order] for order in sorted(pieces)),
         ).record()
-        for key, (shape, dtype, slicing, pieces) in tensors.items()
+        for stack, pieces in tensors.items()
     }  # fmt: skip
     path, opened, safe_open = root / "checkpoint.pt", [], safetensors.safe_open
     torch.save(state, path)

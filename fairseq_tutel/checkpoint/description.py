@@ -11,7 +11,8 @@ from torch import Tensor
 
 from fairseq_tutel.checkpoint.files import is_whole
 from fairseq_tutel.checkpoint.malformed import refuse_malformed
-from fairseq_tutel.checkpoint.saved import PARTS, Layer, SavedModel, kind_of, layers_of
+from fairseq_tutel.checkpoint.recognition import kind_of
+from fairseq_tutel.checkpoint.saved import PARTS, Layer, SavedModel, layers_of
 from fairseq_tutel.checkpoint.shards import ShardedTensor, bind
 from fairseq_tutel.moe.option_table import options_of
 from fairseq_tutel.options.option import plain

@@ -151,7 +151,7 @@ def _commit(folder: Path, digests: list[str], sizes: dict[str, int]) -> str:
     for file, size in sizes.items():
         path = folder / file
         if not path.is_file() or path.stat().st_size != size:
-            raise OSError(f"{path}, which another rank wrote, is missing or has another size")
+            raise OSError(f"{path}, which another rank wrote, is missing or has the wrong size")
     return folders.commit(folder, digests)
 
 

@@ -1,27 +1,22 @@
-"""Files of torch.save: atomic writes, checks, and safe reading, which runs no pickled code."""
+"""Files of torch.save: checks, and safe reading, which runs no pickled code."""
 
 import argparse
-import contextlib
 import hashlib
 import os
 import re
-import shutil
 import stat
-import time
 import zipfile
 from collections.abc import Callable, Iterator
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 import torch
 
-from fairseq_tutel.files.small import renamed_when_whole
+from fairseq_tutel.checkpoint.atomic_save import system_error
 
-# Number of attempts and the pause between them, as in fairseq.
-TRIES, PAUSE_SECONDS = 3, 2.5
 DOS_FOLDER = 0x10
 CHUNK = 2**20
 # What a path may be in place of a checkpoint.
@@ -29,72 +24,6 @@ NOT_CHECKPOINTS = ("a folder", "a pipe, device or socket", "a link that leads no
 IS_CORRUPT = "is corrupt (truncated while it was written, or changed on its disk)"
 # A class in checkpoints of speech tasks. It is imported on demand, since fairseq takes seconds to import.
 DICTIONARY = "fairseq.data.dictionary.Dictionary"
-
-
-def save(content: Any, path: str) -> None:
-    """Write a local file atomically with torch.save, with several attempts; raise as `replacing`."""
-    with replacing(path) as temporary:
-        for left in reversed(range(TRIES)):
-            try:
-                write(content, temporary)
-                return
-            except Exception:
-                if left == 0:
-                    raise
-                time.sleep(PAUSE_SECONDS)
-
-
-@contextlib.contextmanager
-def replacing(path: str) -> Iterator[str]:
-    """Yield a temporary name, and rename that file to `path`, a file of a training run, after the block.
-
-    Raises:
-        OSError: names the file and the reason; the temporary file is removed.
-    """
-    try:
-        with renamed_when_whole(path) as temporary:
-            yield temporary
-    except Exception as error:
-        raise unwritten(path, error) from error
-
-
-@contextlib.contextmanager
-def synced(path: str | os.PathLike) -> Iterator[IO[bytes]]:
-    """Open a file for writing, and call fsync after the block."""
-    with open(path, "wb") as file:
-        yield file
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def write(content: Any, path: str | os.PathLike) -> None:
-    """Write a file with torch.save and fsync."""
-    with synced(path) as file:
-        torch.save(content, file)
-
-
-def unwritten(path: str, error: BaseException) -> OSError:
-    """Return an error that names a file that could not be written, the reason and the fix."""
-    cause, number, reason = system_error(error), None, str(error).partition("\n")[0]
-    if cause is not None:
-        number, reason = cause.errno, str(cause.strerror)
-    folder = os.path.dirname(os.path.abspath(path))
-    while not os.path.isdir(folder):
-        folder = os.path.dirname(folder)
-    free = shutil.disk_usage(folder).free
-    message = (
-        f"{path} could not be written: {reason} ({free / 1e6:.1f} MB are free there); earlier checkpoints "
-        "are unchanged; check the disk, and start again to resume from the newest."
-    )
-    return OSError(number, message) if number else OSError(message)
-
-
-def system_error(error: BaseException) -> OSError | None:
-    """Return the OSError behind an error of torch; None if there is none."""
-    cause: BaseException | None = error
-    while cause is not None and not (isinstance(cause, OSError) and cause.errno):
-        cause = cause.__cause__ or cause.__context__
-    return cause if isinstance(cause, OSError) else None
 
 
 def unlike_a_file(path: str | os.PathLike) -> str | None:
@@ -111,7 +40,7 @@ def is_pipe(path: str | os.PathLike) -> bool:
     """Whether a path is a pipe, device or socket, which a reader could wait for without end."""
     try:
         mode = os.stat(path).st_mode
-    except (OSError, ValueError):  # there is none, or the text is no path
+    except (OSError, ValueError):  # there is none, or the text is not a path
         return False
     return not (stat.S_ISREG(mode) or stat.S_ISDIR(mode))
 

@@ -14,8 +14,9 @@ import threading
 import time
 from dataclasses import asdict, dataclass
 
-from fairseq_tutel.checkpoint.files import replacing
-from fairseq_tutel.files.small import content_and_time, parse_json, renamed_when_whole, temporary_beside
+from fairseq_tutel.checkpoint.atomic_save import replacing
+from fairseq_tutel.files.atomic import renamed_when_whole, temporary_beside
+from fairseq_tutel.files.untrusted import content_and_time, parse_json
 
 logger = logging.getLogger(__name__)
 
@@ -93,7 +94,7 @@ def read(path: str) -> tuple[Writer | None, float]:
     except OSError as error:
         if error.errno:
             raise
-        raise OSError(f"{path} is no lease: {error}; remove it.") from error
+        raise OSError(f"{path} is not a lease: {error}; remove it.") from error
 
 
 def take(folder: str) -> "Lease":

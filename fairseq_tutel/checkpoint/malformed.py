@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from fairseq_tutel.checkpoint.files import walk
-from fairseq_tutel.files.small import shown
+from fairseq_tutel.files.untrusted import shown
 
 # Types of entries, if they are there; None counts as absent.
 TYPES = {"optimizer_history": list} | dict.fromkeys((
@@ -81,7 +81,7 @@ def _is_count(value: Any, whole: bool = False) -> bool:
 
 
 def _problem_of(key: Any, value: Any) -> str | None:
-    """Return why a model cannot hold a value; None for a tensor, or an entry that is no weight."""
+    """Return why a model cannot hold a value; None for a tensor, or an entry that is not a weight."""
     if not isinstance(key, str):
         return "a value"
     if value is None:

@@ -13,11 +13,11 @@ from typing import Any
 
 from torch import Tensor
 
-from fairseq_tutel.checkpoint import files
+from fairseq_tutel.checkpoint import atomic_save
 from fairseq_tutel.checkpoint.files import read_file
 from fairseq_tutel.checkpoint.malformed import refuse_malformed
 from fairseq_tutel.checkpoint.shards import bind, unbind
-from fairseq_tutel.files.small import renamed_when_whole
+from fairseq_tutel.files.atomic import renamed_when_whole
 
 # The parts of a configuration, and the key of each part's name in a flat one.
 PARTS = {"model": "arch", "task": "task", "criterion": "criterion", "optimizer": "optimizer"}
@@ -33,14 +33,6 @@ _LAYER = re.compile(
     r"\b(?P<name>(?P<side>encoder|decoder|stages\.\d+)(?P<inner>\.sentence_encoder)?"
     r"\.((transformer_)?layers|blocks)\.(?P<index>\d+))\.fc1\.(?P<what>weight|experts\.)"
 )
-# Checkpoints of other systems, by a part of a tensor's name.
-SIGNS = {
-    "Meta's moe branch, one rank's experts": ".moe_layer.experts.",
-    "Meta's moe branch, what all ranks share": ".moe_layer.",
-    "Tutel, one rank's part": "_num_global_experts",
-    "Tutel, one rank's part or a layer": "batched_fc1_w",
-    "fairseq_tutel, the state dict of a layer or model": "experts.fc1_weight",
-}
 # Tensors by name; experts may be `ShardedTensor`s, which are read with the same indexing.
 Weights = dict[str, Any]
 
@@ -89,11 +81,6 @@ def layers_of(weights: Iterable[str], within: bool = False) -> list[Layer]:
             name = key[: match.end("name")]
             found.add(Layer(stack, int(match["index"]), side, name, has_experts))
     return sorted(found)
-
-
-def kind_of(names: Collection[str]) -> str | None:
-    """Return the system that wrote tensors with these names, such as Tutel; None for others."""
-    return next((kind for kind, sign in SIGNS.items() if any(sign in name for name in names)), None)
 
 
 class SavedModel:
@@ -156,7 +143,7 @@ class SavedModel:
 
     @property
     def options(self) -> dict[str, Any]:
-        """The model's options; edits change the checkpoint. A checkpoint without them is a ValueError."""
+        """The model's options; raises ValueError if there are none. Edits change the checkpoint."""
         found = self.options_of("model")
         if not found:
             raise ValueError(
@@ -226,14 +213,14 @@ def write_all(contents: Iterable[tuple[Path, Any]]) -> None:
     try:
         with contextlib.ExitStack() as stack:
             for path, content in contents:
-                files.write(content, stack.enter_context(renamed_when_whole(path)))
+                atomic_save.write(content, stack.enter_context(renamed_when_whole(path)))
     except (OSError, RuntimeError) as error:
         raise not_written(path, error) from error
 
 
 def not_written(output: Path, error: Exception) -> ValueError:
     """Return an error with the system's reason why a file was not written."""
-    cause = files.system_error(error)
+    cause = atomic_save.system_error(error)
     number = None if cause is None else cause.errno
     reason = os.strerror(number) if number else str(error).partition("\n")[0]
     fix = "make room, or give another place" if number in FULL else "give another place"

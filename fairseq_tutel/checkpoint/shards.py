@@ -26,7 +26,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fairseq_tutel.checkpoint.files import synced, walk
+from fairseq_tutel.checkpoint.atomic_save import synced
+from fairseq_tutel.checkpoint.files import walk
 from fairseq_tutel.checkpoint.quantized import EXPERT_DTYPES, Quantized, quantized_form
 from fairseq_tutel.ranks.groups import Slice
 

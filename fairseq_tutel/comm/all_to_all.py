@@ -42,7 +42,7 @@ class Counts(NamedTuple):
     call_ids_P: Tensor | None = None
 
     def chunk(self, index: int, number: int) -> "Counts":
-        """Return the counts of chunk `index` of `number`: all ranks cut every block in the same way."""
+        """Return the row counts of one of `number` chunks; all ranks split blocks in the same way."""
         if number == 1:
             return self
         blocks = (self.leaving_PE, self.arriving_PE, self.passing_LNE, self.crossing_PPE)
@@ -66,7 +66,7 @@ def exchange_counts(counts_PE: Tensor, group: dist.ProcessGroup, call_id: CallId
 
 
 def exchange_counts_in_two_hops(counts_PE: Tensor, grid: Grid, call_id: CallId = NO_CALL_ID) -> Counts:
-    """Send the counts as `exchange_counts` does, in two hops: the counts of a hierarchical all-to-all."""
+    """Send the counts as `exchange_counts` does, but in two hops, for a hierarchical all-to-all."""
     own = slice(1, 1 + counts_PE.shape[1])
     leaving_NLX = call_id.prepended_to(counts_PE).view(grid.nodes, grid.local, -1)
     passing_LNX = all_to_all(leaving_NLX.transpose(0, 1).contiguous(), COUNTS_OPERATION, grid.node_group)
@@ -111,7 +111,7 @@ class AllToAll:
         return _AllToAll.apply(rows_RD, self, False)
 
     def combine(self, rows_RD: Tensor) -> Tensor:
-        """Send rows, by source rank, back; return them in the order in which they were dispatched."""
+        """Send rows, sorted by source rank, back; return own rows in the order of their dispatch."""
         return _AllToAll.apply(rows_RD, self, True)
 
     def start(self, rows_RD: Tensor, combine: bool) -> "Started":

@@ -76,7 +76,7 @@ _worker: _Worker | None = None
 
 
 def _leave() -> None:
-    """End the thread before the interpreter exits, or the process with status 1.
+    """End the thread before the interpreter exits, or after an error end the process with status 1.
 
     After an error, this thread or one of gloo may still wait for a peer. At interpreter exit that aborts
     the process, which a launcher would report as a crash.

@@ -10,7 +10,7 @@ The backward is the reverse, since autograd runs the last node first. Source: Tu
 section 3.3.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -78,13 +78,11 @@ class Chunk:
     device: Counts
     host: Counts
 
-    def compute(self, received_RD: Tensor, expert_fn: ExpertFn) -> Tensor:
-        """Apply `expert_fn` to received rows in expert-major order; return them by source rank."""
+    def regrouping(self) -> tuple[Tensor, Tensor, Groups]:
+        """Return the maps of received rows to expert-major order and back, and the experts' groups."""
         per_expert = self.host.arriving_PE.sum(0).tolist()
         to_expert, to_source = regroup_maps(self.device.arriving_PE, sum(per_expert))
-        groups = Groups(self.device.arriving_PE.sum(0), per_expert)
-        out_RD = expert_fn(permute(received_RD, to_expert, to_source), groups)
-        return permute(out_RD, to_source, to_expert)
+        return to_expert, to_source, Groups(self.device.arriving_PE.sum(0), per_expert)
 
 
 def exchange_rows(
@@ -116,27 +114,26 @@ def exchange_rows(
     if number == 1:
         (chunk,) = chunks
         received_RD = chunk.all_to_all.dispatch(rows_RD)
-        rows_RD = chunk.all_to_all.combine(chunk.compute(received_RD, expert_fn))
-    else:
-        rows_RD = overlapped(chunks, rows_RD, expert_fn)
+        to_expert, to_source, groups = chunk.regrouping()
+        out_RD = expert_fn(permute(received_RD, to_expert, to_source), groups)
+        rows_RD = chunk.all_to_all.combine(permute(out_RD, to_source, to_expert))
+    else:  # in parallel to the experts
+        blocks_BC = torch.stack([chunk.device.leaving_PE.reshape(-1) for chunk in chunks], 1)
+        to_chunk, to_block = regroup_maps(blocks_BC, len(rows_RD))
+        sizes = [int(chunk.host.leaving_PE.sum()) for chunk in chunks]
+        parts = zip(chunks, permute(rows_RD, to_chunk, to_block).split(sizes), strict=True)
+        leaving = [chunk.all_to_all.start(part, combine=False) for chunk, part in parts]
+        returning = []
+        for chunk, started in zip(chunks, leaving, strict=True):
+            received_RD = started.finish()
+            to_expert, to_source, groups = chunk.regrouping()
+            out_RD = permute(
+                expert_fn(permute(received_RD, to_expert, to_source), groups), to_source, to_expert
+            )
+            returning.append(chunk.all_to_all.start(out_RD, combine=True))
+        rows_RD = torch.cat([started.finish() for started in returning])
+        rows_RD = permute(rows_RD, to_block, to_chunk)
     return rows_RD if repeats is None else sum_copies(rows_RD, *repeats)
-
-
-def overlapped(chunks: Sequence[Chunk], rows_RD: Tensor, expert_fn: ExpertFn) -> Tensor:
-    """Exchange rows in chunks, in parallel to `expert_fn`."""
-    blocks_BC = torch.stack([chunk.device.leaving_PE.reshape(-1) for chunk in chunks], 1)
-    to_chunk, to_block = regroup_maps(blocks_BC, len(rows_RD))
-    sizes = [int(chunk.host.leaving_PE.sum()) for chunk in chunks]
-    parts = permute(rows_RD, to_chunk, to_block).split(sizes)
-    leaving = [
-        chunk.all_to_all.start(part, combine=False) for chunk, part in zip(chunks, parts, strict=True)
-    ]
-    returning = []
-    for chunk, started in zip(chunks, leaving, strict=True):
-        out_RD = chunk.compute(started.finish(), expert_fn)
-        returning.append(chunk.all_to_all.start(out_RD, combine=True))
-    rows_RD = torch.cat([started.finish() for started in returning])
-    return permute(rows_RD, to_block, to_chunk)
 
 
 def agreed_capacity(counts_E: Tensor, options: ExchangeOptions, call_id: CallId = NO_CALL_ID) -> int:

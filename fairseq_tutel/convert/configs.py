@@ -10,7 +10,7 @@ from torch import Tensor
 from fairseq_tutel import plugin
 from fairseq_tutel.checkpoint.saved import Layer, SavedModel
 from fairseq_tutel.moe.config import MoEConfig
-from fairseq_tutel.plugin.feed_forward import chosen_layers
+from fairseq_tutel.plugin.install import chosen_layers
 
 Tensors = dict[str, Tensor]
 # The tensor with a row per expert, by type of gate.

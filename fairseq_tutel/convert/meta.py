@@ -16,7 +16,7 @@ from fairseq_tutel.checkpoint.saved import SavedModel
 from fairseq_tutel.convert.configs import Tensors, use_moe_variants
 from fairseq_tutel.moe.option_table import options_of
 from fairseq_tutel.options.option import flag_of
-from fairseq_tutel.plugin.feed_forward import chosen_layers
+from fairseq_tutel.plugin.install import chosen_layers
 
 # Prefixes that sharded data parallel adds to names, and its name of flattened weights.
 WRAPPERS, FLAT = r"(_fsdp_wrapped_module|_fpw_module)\.", r"(^|\.)flat_param"

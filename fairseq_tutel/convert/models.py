@@ -23,7 +23,7 @@ def sides_of(saved: SavedModel) -> dict[str, list[Layer]]:
     """Return the layers of each side of a transformer.
 
     Raises:
-        ValueError: it is no transformer.
+        ValueError: it is not a transformer.
     """
     sides = {side: list(layers) for side, layers in groupby(saved.layers, lambda one: one.side)}
     if not sides or not sides.keys() <= {*SIDES}:  # Swin has stages
@@ -132,7 +132,7 @@ def ensemble_size(saved: SavedModel) -> int:
     """Return the number of members.
 
     Raises:
-        ValueError: it is no ensemble.
+        ValueError: it is not an ensemble.
     """
     if saved.name("model") != ENSEMBLE:
         raise ValueError(

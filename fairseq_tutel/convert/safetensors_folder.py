@@ -19,11 +19,13 @@ from typing import Any
 
 from torch import Tensor
 
-from fairseq_tutel.checkpoint.files import DICTIONARY, synced
+from fairseq_tutel.checkpoint.atomic_save import synced
+from fairseq_tutel.checkpoint.files import DICTIONARY
 from fairseq_tutel.checkpoint.folders import sync
 from fairseq_tutel.checkpoint.saved import SavedModel, Weights, not_written
 from fairseq_tutel.checkpoint.shards import ShardedTensor, write_file
-from fairseq_tutel.files.small import content_of, parse_json, temporary_of
+from fairseq_tutel.files.atomic import temporary_of
+from fairseq_tutel.files.untrusted import content_of, parse_json
 
 INDEX, OPTIONS = "model.safetensors.index.json", "options.json"
 SHARD = re.compile(r"model-\d{5,}-of-\d{5,}\.safetensors")

@@ -18,7 +18,7 @@ from fairseq_tutel.checkpoint import folders
 from fairseq_tutel.checkpoint.quantized import Quantized, RoundingError, quantized_form
 from fairseq_tutel.checkpoint.saved import SavedModel, not_written
 from fairseq_tutel.checkpoint.shards import Piece, ShardedTensor, digest, unbind, write_pieces
-from fairseq_tutel.files.small import TEMPORARY
+from fairseq_tutel.files.atomic import TEMPORARY
 from fairseq_tutel.ranks.groups import Slice
 
 EXPERTS = ".experts"

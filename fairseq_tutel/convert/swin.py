@@ -21,11 +21,11 @@ from fairseq_tutel.checkpoint.files import read_file
 from fairseq_tutel.checkpoint.saved import Layer, SavedModel, layers_of
 from fairseq_tutel.convert.configs import ROWS, SWIN, Tensors, counts_text, with_experts
 from fairseq_tutel.convert.tutel_layer import COUNT, our_gates, our_layer
-from fairseq_tutel.files.small import content_of
+from fairseq_tutel.files.untrusted import content_of
 from fairseq_tutel.moe.config import MoEConfig
 from fairseq_tutel.moe.layer import MoELayer
 from fairseq_tutel.options.option import options_in
-from fairseq_tutel.plugin.feed_forward import chosen_layers
+from fairseq_tutel.plugin.install import chosen_layers
 from fairseq_tutel.vision.attention import SPAN
 from fairseq_tutel.vision.options import SwinConfig, numbers
 from fairseq_tutel.vision.swin_v2 import SwinV2
@@ -149,7 +149,8 @@ def _layer(ranks: list[Tensors], prefix: str) -> Tensors:
         return our_layer(ranks, prefix, experts)
     except ValueError as error:
         raise ValueError(
-            f"--input has the MoE layer {label} that {error}; give the files of all ranks of a SwinV2-MoE."
+            f"--input has the MoE layer {label}, which {error}; give the files of all ranks of a "
+            "SwinV2-MoE."
         ) from error
 
 
@@ -189,7 +190,7 @@ def _gate(weights: Mapping[str, Tensor], prefix: str, label: str) -> tuple[str, 
 def _command_line(
     model: Mapping[str, Tensor], config: SwinConfig, saved: Mapping[str, Any]
 ) -> Iterator[str]:
-    """Yield the options of experts as words of a command line; none for a dense model.
+    """Yield the command-line arguments for the experts; none for a dense model.
 
     Options that `saved` lacks have the architecture's defaults.
     """
@@ -200,8 +201,8 @@ def _command_line(
     kinds = {(kind, rows.shape[1] if kind == "cosine" else 0) for kind, rows in gates}
     if len(kinds) > 1:
         raise ValueError(
-            f"--input has gates of several types or projections ({sorted(kinds)}), and a model here has "
-            "one; give another checkpoint."
+            f"--input has gates of several types or projections ({sorted(kinds)}), but all gates of a "
+            "fairseq_tutel model have the same type and projection; give another checkpoint."
         )
     kind, projection_dim = kinds.pop()
     counts = counts_text([len(rows) for _, rows in gates])
@@ -227,8 +228,8 @@ def _blocks(depths: list[int], blocks: set[tuple[int, int]]) -> tuple[str, ...]:
         if blocks == {(i, j) for i in stages for j in chosen_layers(range(depths[i]), freq)}:
             return ("--moe-freq", str(freq), "--swin-expert-stages", str(len(stages)))
     raise ValueError(
-        f"--input has experts in the blocks (stage, index) {sorted(blocks)}, which no --moe-freq and "
-        "--swin-expert-stages give; give another checkpoint."
+        f"--input has experts in the blocks (stage, index) {sorted(blocks)}, which no values of "
+        "--moe-freq and --swin-expert-stages select; give another checkpoint."
     )
 
 

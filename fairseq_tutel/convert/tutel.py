@@ -89,14 +89,14 @@ def _weights_in(state: Any, path: Path, namespace: str) -> Tensors:
     if not isinstance(found, dict) or not any(torch.is_tensor(value) for value in found.values()):
         raise ValueError(
             f"{FLAG} names {path}, which holds no weights{f' under {namespace}' if namespace else ''}; "
-            "give --namespace the keys that lead to them, joined by /."
+            "set --namespace to their keys, joined by /, such as model/weights."
         )
     refuse_weights(found, f"{FLAG} {path}")
     return found
 
 
 def _expert_counts(ranks: list[Tensors]) -> dict[str, int]:
-    """Return the number of experts of each of Tutel's layers, by the prefix of its names."""
+    """Return the number of experts of each Tutel layer, keyed by the prefix of the layer's weights."""
     names = [name for name in ranks[0] if name.rpartition(".")[2] == COUNT]
     if not names:
         raise ValueError(f"{FLAG} has no layer of Tutel's (no {COUNT}); give files that Tutel saved.")
@@ -126,7 +126,7 @@ def _joined(ranks: list[Tensors], counts: dict[str, int], within: str) -> tuple[
                 found = our_layer(ranks, prefix, counts[prefix])
             except ValueError as error:
                 raise ValueError(
-                    f"{FLAG} has the layer {prefix.rstrip('.') or 'at the top'} that {error}; give the "
+                    f"{FLAG} has the layer {prefix.rstrip('.') or 'at the top'}, which {error}; give the "
                     "files of all ranks of one model."
                 ) from error
             weights |= {prefix + within + key: value for key, value in found.items()}

@@ -125,7 +125,7 @@ def _our_llama(
 ) -> Tensor:
     """Return a tensor of llama_ffn; ranks hold it flat, padded if they share an expert."""
     if model_dim is None:
-        raise ValueError("has llama_ffn behind a custom gate, so that the width of a token is unknown")
+        raise ValueError("has llama_ffn experts and a custom gate, so the model dimension is unknown")
     if name not in parts:
         raise ValueError(f"lacks experts.{name}")
     own = parts[name]

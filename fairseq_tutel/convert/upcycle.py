@@ -20,11 +20,11 @@ from fairseq_tutel.checkpoint.saved import LAYER_NORM, Layer, SavedModel
 from fairseq_tutel.convert.configs import SWIN, Tensors, replaced, use_moe_variants
 from fairseq_tutel.inference.pregate import refuse_too_far
 from fairseq_tutel.moe.build import seeded_generator
+from fairseq_tutel.moe.capacity import capacity_of
 from fairseq_tutel.moe.config import GATE_TYPES, MoEConfig, label_of
 from fairseq_tutel.moe.experts import Experts
 from fairseq_tutel.moe.gates import CosineGate, LinearGate
 from fairseq_tutel.moe.layer import MoELayer
-from fairseq_tutel.moe.slots import capacity_of
 from fairseq_tutel.options.option import (
     NOT_NEGATIVE,
     POSITIVE,
@@ -34,7 +34,8 @@ from fairseq_tutel.options.option import (
     read,
     refuse_bad_values,
 )
-from fairseq_tutel.plugin.feed_forward import SIDES, chosen_layers
+from fairseq_tutel.plugin.feed_forward import SIDES
+from fairseq_tutel.plugin.install import chosen_layers
 from fairseq_tutel.ranks.groups import Part
 from fairseq_tutel.vision.options import SwinExpertsConfig
 
@@ -74,7 +75,7 @@ def upcycle(saved: SavedModel, given: Mapping[str, Any], how: Variation) -> dict
         how: how the copies differ.
 
     Raises:
-        ValueError: it is no dense checkpoint, or options that do not fit it.
+        ValueError: it is not a dense checkpoint, or options that do not fit it.
     """
     configs, made = _set_options(saved, given), {}
     for layer, config in configs.items():

@@ -76,7 +76,8 @@ class CMCLCriterion(FairseqCriterion):
             )
         if logits_MXC is not None and teaches_router:
             raise ValueError(
-                "--cmcl-teach-router is for one model with experts, but the model is an ensemble; drop it."
+                "--cmcl-teach-router is only for a single model with experts, but the model is an "
+                "ensemble; drop it."
             )
         if logits_MXC is not None and overlap > len(logits_MXC):
             raise ValueError(

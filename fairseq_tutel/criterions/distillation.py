@@ -143,7 +143,7 @@ class _Call(NamedTuple):
         ids, source = self.sample.get("id"), self.sample["net_input"].get("src_tokens")
         if ids is None or source is None or self.counts.dim() != 2:
             raise ValueError(
-                "--distill-logits is for sentences with ids, and this task has none; leave it out."
+                "--distill-logits needs sentences with IDs, and this task has none; leave it out."
             )
         padding = 0 if source.is_floating_point() else self.padding  # filter banks
         tables = (source.cpu(), self.sample["target"].cpu(), self.counts.cpu())
@@ -282,8 +282,8 @@ class MoEDistillationCriterion(FairseqCriterion):
             raise ValueError(f"--distill-criterion is {name}; choose one of {', '.join(_WITH_MIXIN)}.")
         if "sentence" in name and cfg.regression_target:
             raise ValueError(
-                "--regression-target is set, with which a model returns numbers, not probabilities; drop "
-                "it or --criterion moe_distillation."
+                "--regression-target is set, so the model returns numbers, not probabilities; drop it or "
+                "--criterion moe_distillation."
             )
         if name.startswith("moe_") and not getattr(task, "_has_experts", False):
             raise ValueError(

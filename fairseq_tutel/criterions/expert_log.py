@@ -18,8 +18,8 @@ import torch
 from fairseq.logging import metrics
 from torch import Tensor
 
+from fairseq_tutel.moe.capacity import capacity_of
 from fairseq_tutel.moe.metrics import METRICS, metric_names, metric_rows
-from fairseq_tutel.moe.slots import capacity_of
 from fairseq_tutel.plugin.feed_forward import MoEFeedForward
 
 PREFIX = "moe_numbers "
@@ -181,7 +181,7 @@ def _averages(sums_LN: Tensor, column: int) -> list[tuple[float | None, float]]:
 
 
 def _loads(sums_2E: Tensor, part: slice) -> list[tuple[float, float]]:
-    """Return the load of a layer's experts, in even shares."""
+    """Return the load of a layer's experts, relative to an even share."""
     assigned_E = sums_2E[0, part].tolist()
     total = sum(assigned_E)
     return [(n / (max(total, 1) / len(assigned_E)), total) for n in assigned_E]
@@ -194,7 +194,7 @@ def _dropped(sums_2E: Tensor, part: slice) -> list[tuple[float, float]]:
 
 
 def _sum_up(name: str, sums: Tensor, index: int) -> str:
-    """Add to a meter, and return its key."""
+    """Add sums to the meter of their name, shape and index; return the meter's key."""
     # Checkpoints contain meters. Sums of layouts with another shape or index are never added.
     key = "_moe_" + name + "_" + "x".join(map(str, sums.shape)) + (f"_{index}" if index else "")
     metrics.log_scalar(key, sums, 1)

@@ -1,4 +1,4 @@
-"""The criterion image_classification: cross entropy over the classes of plain and mixed images, accuracies.
+"""The criterion image_classification: the cross entropy and accuracy of plain and mixed images.
 
 B images, C classes.
 """

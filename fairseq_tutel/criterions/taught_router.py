@@ -19,11 +19,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fairseq_tutel.moe.call import Call
+from fairseq_tutel.moe.capacity import Capacity
 from fairseq_tutel.moe.choice import Chosen
 from fairseq_tutel.moe.gates import HashGate, gate_input, gate_logits
 from fairseq_tutel.moe.layer import MoELayer
 from fairseq_tutel.moe.routing import Routing, placed
-from fairseq_tutel.moe.slots import Capacity
 from fairseq_tutel.plugin.feed_forward import MoEFeedForward, moe_layers, unwrapped
 
 

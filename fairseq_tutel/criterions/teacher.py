@@ -38,7 +38,9 @@ class Teacher:
         self.options, self.task, self.overrides = options, task, _read(options)
         self._model: nn.Module | None = None
         if not os.path.isfile(options.distill_teacher):
-            raise ValueError(f"{FLAG} is {options.distill_teacher}, which is no file; give a checkpoint.")
+            raise ValueError(
+                f"{FLAG} is {options.distill_teacher}, which is not a file; give a checkpoint."
+            )
         if not has_an_end(options.distill_teacher):
             raise ValueError(
                 f"{FLAG} is {options.distill_teacher}, which is cut off or no checkpoint; give another."

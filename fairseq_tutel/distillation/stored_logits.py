@@ -1,4 +1,6 @@
-"""A folder with a teacher's answers: one record per sample of the data set, by its ID, in order of tokens.
+"""A folder with a teacher's answers, its K most probable words and their log-probabilities per token.
+
+There is one record per sample of the data set, found by the sample's ID.
 
 - Every writing process appends to its own file, one record per call. Runs may fill a folder together, and
   only the end of a file can be truncated.
@@ -26,7 +28,8 @@ import torch
 from torch import Tensor
 
 from fairseq_tutel.distillation.loss import Answers
-from fairseq_tutel.files.small import json_of, temporary_beside
+from fairseq_tutel.files.atomic import temporary_beside
+from fairseq_tutel.files.untrusted import json_of
 
 logger = logging.getLogger(__name__)
 
@@ -85,9 +88,9 @@ class StoredLogits:
         record, content = found
         if record.text != text:
             raise ValueError(
-                f"{FLAG} is {self.folder}, whose answers to sample {sample} are for another text: of "
-                "another data set, other --tokens-per-sample or --ignore-prefix-size, or a task that draws "
-                "its text in every epoch; give another folder, or leave it out."
+                f"{FLAG} is {self.folder}, whose probabilities of sample {sample} are for different text: "
+                "another data set, another --tokens-per-sample or --ignore-prefix-size, or a task that "
+                "samples new text each epoch; give another folder, or leave it out."
             )
         pair_2nK = np.frombuffer(content, WORD).reshape(2, -1, self.top_k)
         logs_nK = pair_2nK[1].view(LOG).copy()
@@ -102,7 +105,7 @@ class StoredLogits:
                 content = os.pread(file.fileno(), 8 * record.tokens * self.top_k, record.start)
                 if _check(sample, record.tokens, record.text, content) == record.check:
                     return record, content
-            logger.warning("%s: the answers to sample %d are damaged", records.pop().path, sample)
+            logger.warning("%s: the probabilities of sample %d are corrupt", records.pop().path, sample)
         return None
 
     def write(self, sample: int, text: bytes, answers: Answers) -> None:
@@ -130,8 +133,8 @@ class StoredLogits:
         if not path.exists():
             if facts["the teacher"] is None:
                 raise ValueError(
-                    f"{FLAG} is {self.folder}, which has no answers of a teacher; give --distill-teacher "
-                    "to write them."
+                    f"{FLAG} is {self.folder}, which has no probabilities of a teacher; give "
+                    "--distill-teacher to write them."
                 )
             self._begin(path, facts)
         found = None
@@ -142,8 +145,8 @@ class StoredLogits:
         for what, value in facts.items():
             if value is not None and found.get(what) != value:
                 raise ValueError(
-                    f"{FLAG} is {self.folder}, whose answers differ from this run: {what} "
-                    f"was {found.get(what)} and is {value}; give another folder."
+                    f"{FLAG} is {self.folder}, whose probabilities were stored by a different run: {what} "
+                    f"was {found.get(what)} and is now {value}; give another folder."
                 )
 
     def _begin(self, path: Path, facts: Mapping[str, Any]) -> None:

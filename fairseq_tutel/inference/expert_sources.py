@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from fairseq_tutel.checkpoint.shards import Piece, ShardedTensor, unreadable
-from fairseq_tutel.files.small import open_ordinary, parse_json
+from fairseq_tutel.files.untrusted import open_ordinary, parse_json
 from fairseq_tutel.inference.expert_buffers import Buffer, BufferLayout, buffers_on_host
-from fairseq_tutel.inference.expert_fetcher import Source
+from fairseq_tutel.inference.fetch_thread import Source
 from fairseq_tutel.moe.expert_stack import ExpertStack
 
 MOST_OPEN = 64  # descriptors
@@ -162,8 +162,8 @@ def _check_tensor(stack: ExpertStack, name: str, tensor: Any) -> None:
         )
     if isinstance(tensor, ShardedTensor) and tensor.slicing.count > 1:
         raise ValueError(
-            f"{tensor.root / tensor.folder} has experts in {tensor.slicing.count} slices, but a store "
-            "reads whole experts; convert them with `python -m fairseq_tutel convert sharded`."
+            f"{tensor.root / tensor.folder} has experts in {tensor.slicing.count} shards each, but a "
+            "store reads whole experts; convert them with `python -m fairseq_tutel convert sharded`."
         )
 
 

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from fairseq_tutel.inference.expert_buffers import Buffer, BufferLayout
 from fairseq_tutel.inference.expert_cache import ExpertCache, Key
-from fairseq_tutel.inference.expert_fetcher import Fetch, Fetcher, Source
 from fairseq_tutel.inference.expert_sources import ShardFiles, source_of
+from fairseq_tutel.inference.fetch_thread import Fetch, Fetcher, Source
 from fairseq_tutel.kernels import backend_for
 from fairseq_tutel.kernels.groups import Groups
 from fairseq_tutel.kernels.weights import ExpertTensorList

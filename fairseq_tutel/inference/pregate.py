@@ -1,4 +1,4 @@
-"""Pre-gating: the gate of a MoE block gets the input of the block N before it.
+"""Pre-gating: the gate of a MoE block gets the input of the N-th MoE block before it.
 
 So the experts are known while the blocks between compute, and offloaded ones can be fetched. The first N
 blocks of a stack use their own input. T tokens, D model_dim. Source: Pre-gated MoE (Hwang et al. 2024).

@@ -88,8 +88,8 @@ class SwinV2MoEModel(MoEModelMixin, SwinV2Model):
         refuse_bad_values(own)
         if cfg.moe_pregate and cfg.swin_checkpoint_activations:
             raise ValueError(
-                f"--moe-pregate is {cfg.moe_pregate} and --swin-checkpoint-activations is set, which "
-                "recomputes a block without the earlier one whose input its gate reads; drop one."
+                f"--moe-pregate is {cfg.moe_pregate}, so gates read the input of an earlier block, but "
+                "--swin-checkpoint-activations recomputes each block alone; drop one."
             )
         model = super().build_model(cfg, task)
         model.expert_stages = own.expert_stages

@@ -16,8 +16,8 @@ from torch import Tensor
 from fairseq_tutel import kernels
 from fairseq_tutel.kernels.first_order import first_order
 from fairseq_tutel.kernels.reference_route import choose_experts
+from fairseq_tutel.moe.capacity import MicroBatch
 from fairseq_tutel.moe.config import MoEConfig
-from fairseq_tutel.moe.slots import MicroBatch
 from fairseq_tutel.options.option import is_whole
 
 

@@ -10,7 +10,7 @@ from typing import ClassVar
 
 from fairseq_tutel.kernels.activations import ACTIVATIONS
 from fairseq_tutel.kernels.autotune import SECONDS
-from fairseq_tutel.moe.balance_options import BALANCE_LOSSES, NEED_GATE_NOISE, parse_balance_loss
+from fairseq_tutel.moe.balance import LOSSES, balance_loss_option, parse_balance_loss
 from fairseq_tutel.options.option import (
     AT_LEAST_0,
     AT_LEAST_1,
@@ -215,11 +215,7 @@ class MoEConfig:
         help="dropout probability of the gate's input",
     )
     gate_fp32: bool = option(True)
-    balance_loss: str = balance(
-        "gshard:1",
-        help="balance losses of a layer and their relative weights, as name:weight separated by commas, or "
-        "none; " + ", ".join(f"{name} ({what})" for name, what in BALANCE_LOSSES.items()),
-    )
+    balance_loss: str = balance_loss_option()
     balance_bias: bool = balance(
         False, excluded=(EXPERTS_CHOOSE, HASHED),
         help="balance by a bias that is added to scores for the choice only; after every update it rises "
@@ -373,7 +369,7 @@ def _refuse_contradictions(config: MoEConfig) -> None:
     if config.second_expert_policy == "sampling":
         ways.append(given("second_expert_policy"))
     require(len(ways) < 2, f"{' and '.join(ways[:2])}, two ways to choose experts; keep one.")
-    if not NEED_GATE_NOISE.isdisjoint(parse_balance_loss(config.balance_loss)):
+    if any(LOSSES[name].needs_gate_noise for name in parse_balance_loss(config.balance_loss)):
         loss = f"{label_of('balance_loss')} is {config.balance_loss!r}"
         require(config.gate_noise > 0, f"{loss}, which needs gate noise; set --moe-gate-noise, such as 1.")
         require(

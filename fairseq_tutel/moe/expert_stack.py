@@ -180,7 +180,7 @@ class ExpertStack(nn.Module):
 
     @cached_property
     def names(self) -> tuple[str, ...]:
-        """The stacked tensors at construction; pruning, for example, replaces parameters later."""
+        """The names of the stacked parameters, fixed at construction: pruning replaces parameters later."""
         return tuple(self.expert_parameters())
 
     @property

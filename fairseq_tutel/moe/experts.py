@@ -170,7 +170,7 @@ class CustomExperts(ExpertStack):
             not list(template.buffers()),
             f"{name} has buffers, which all experts would share; make them parameters or class constants.",
         )
-        # In a list, so that it is no submodule: only its forward is used.
+        # In a list, so that it is not a submodule: only its forward is used.
         self._template = [template]
         for name, parameter in template.named_parameters():
             shape = (self.num_local, *parameter.shape)

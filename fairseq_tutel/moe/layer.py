@@ -13,9 +13,9 @@ from fairseq_tutel.comm.call_id import CallCounter
 from fairseq_tutel.comm.transfer import ExchangeTimer
 from fairseq_tutel.kernels import autotune
 from fairseq_tutel.moe.adaptive import static_strategy
-from fairseq_tutel.moe.balance import BalanceBias, balance_losses
-from fairseq_tutel.moe.balance_options import parse_balance_loss
+from fairseq_tutel.moe.balance import BalanceBias, balance_losses, parse_balance_loss
 from fairseq_tutel.moe.call import Call
+from fairseq_tutel.moe.capacity import Capacity
 from fairseq_tutel.moe.config import MoEConfig
 from fairseq_tutel.moe.decode import are_few, decide_few
 from fairseq_tutel.moe.deferred import Deferred, can_defer
@@ -25,7 +25,6 @@ from fairseq_tutel.moe.experts import build_experts
 from fairseq_tutel.moe.gates import build_gate, gate_input, gate_logits, noise_std, noisy_logits, reset_gate
 from fairseq_tutel.moe.routing import GateOutput, Routing, decide
 from fairseq_tutel.moe.shared_experts import SharedResidualExperts
-from fairseq_tutel.moe.slots import Capacity
 from fairseq_tutel.options.option import is_whole
 from fairseq_tutel.planning.strategy import Strategy
 from fairseq_tutel.ranks.groups import Topology

@@ -3,13 +3,14 @@
 from dataclasses import dataclass
 from typing import Any
 
-from fairseq_tutel.moe.balance_options import CriterionConfig
 from fairseq_tutel.moe.config import ALL_LOCAL, LAYER, NOT_TUNED, ONE_RANK
 from fairseq_tutel.options.option import (
     AT_LEAST_0,
+    NOT_NEGATIVE,
     UNITS,
     Option,
     Rule,
+    balance,
     because,
     bytes_of,
     checkpoints,
@@ -41,6 +42,9 @@ BOTH_SIDES = because(
     lambda f: -1 not in (f.sides.encoder_moe_freq, f.sides.decoder_moe_freq),
     "--encoder-moe-freq and --decoder-moe-freq are given",
 )
+NO_BALANCE_LOSS = because(
+    lambda f: f.layer.balance_loss.strip() in ("", "none"), "--moe-balance-loss is none"
+)
 NO_NODES = needs(
     lambda f: f.plans or f.layer.a2a_algorithm != "linear" or f.layer.adaptive == "auto",
     "--moe-a2a-algorithm 2dh or auto, --moe-collective-plans or --moe-adaptive auto",
@@ -65,7 +69,7 @@ def accepted(default: Any, reason: str, **parts: Any) -> Any:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The options of a model in addition to the MoEConfig of its layers: MoE layers and older names."""
+    """The options of a model that MoEConfig lacks: which layers have experts, and older option names."""
 
     # fmt: off
     moe_freq: int = experts(
@@ -213,6 +217,33 @@ class StoreConfig:
         no_effect=(NO_STORE, needs(lambda f: f.store.moe_expert_cache != "0", "--moe-expert-cache")),
         help="which expert a full cache evicts: lfu, the least frequently used; lru, the least recently "
         "used; fifo, the first fetched",
+    )
+    # fmt: on
+
+
+@dataclass(frozen=True)
+class CriterionConfig:
+    """How a criterion uses the balance losses; the model's options choose the losses."""
+
+    # fmt: off
+    moe_gate_loss_wt: float = balance(
+        0.01, of="criterion",
+        rule=(NOT_NEGATIVE[0], "give a finite number, at least 0, which is for no balance loss"),
+        no_effect=(NO_BALANCE_LOSS,),
+        help="weight of the balance loss per unit of sample size; 0 trains without it",
+    )
+    moe_gate_loss_combine_method: str = balance(
+        "average", of="criterion", choices=("average", "sum"), no_effect=(NO_BALANCE_LOSS,),
+        help="how the balance losses of the layers are combined",
+    )
+    moe_gate_loss_transform: str = balance(
+        "none", of="criterion", choices=("none", "neg_log"), no_effect=(NO_BALANCE_LOSS,),
+        help="function applied to the combined balance loss: none, or neg_log for -log",
+    )
+    moe_log_layers: bool = logging(
+        False, of="criterion",
+        help="log every MoE layer's metrics and every expert's load as scalars for TensorBoard and Weights "
+        "& Biases",
     )
     # fmt: on
 

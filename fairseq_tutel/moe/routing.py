@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from fairseq_tutel.kernels.groups import Groups
+from fairseq_tutel.moe.capacity import Capacity, MicroBatch, keep, sentence_order, take_slots
 from fairseq_tutel.moe.choice import (
     Chosen,
     check_top_k,
@@ -22,7 +23,6 @@ from fairseq_tutel.moe.choice import (
     scores_of,
 )
 from fairseq_tutel.moe.config import MoEConfig
-from fairseq_tutel.moe.slots import Capacity, MicroBatch, keep, sentence_order, take_slots
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,7 +150,7 @@ def _decide_by_experts(
 
 
 def _count_tokens(values_TX: Tensor, real_T: Tensor | None) -> Tensor:
-    """Return [] int64, the tokens that are not padding: all T rows of `values_TX` if `real_T` is None."""
+    """Return the number of tokens that are not padding ([] int64); T if `real_T` is None."""
     if real_T is not None:
         return real_T.sum()
     # Filled on the device: a copy from the host would wait for the device.

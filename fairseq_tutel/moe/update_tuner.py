@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 
 from fairseq_tutel.comm.collectives import all_reduce
-from fairseq_tutel.files.small import json_of, renamed_when_whole
+from fairseq_tutel.files.atomic import renamed_when_whole
+from fairseq_tutel.files.untrusted import json_of
 from fairseq_tutel.moe.adaptive import allowed_degrees, predicted_seconds
 from fairseq_tutel.moe.layer import MoELayer
 from fairseq_tutel.moe.option_table import TaskConfig
@@ -131,7 +132,7 @@ class UpdateTuner:
         return strategy
 
     def add_micro_batch(self, num_tokens: int) -> None:
-        """Add a further micro-batch: an update's cost is its time per token of all micro-batches."""
+        """Add a micro-batch to the update, whose cost is its time per token of all its micro-batches."""
         self._micro_batches.append(num_tokens)
 
     def end(self) -> None:
@@ -336,7 +337,7 @@ def _read(path: str, signature: dict[str, Any]) -> dict[str, Any]:
     names = [name for name in here if saved.get(name) != here[name]]
     if names:
         differing = ", ".join(f"{n} is {saved.get(n)} there and {here[n]} here" for n in names)
-        logger.info("adaptive: %s is of another setup; measuring again: %s", path, differing)
+        logger.info("adaptive: %s was measured with another setup (%s); measuring again", path, differing)
         return {}
     return buckets
 

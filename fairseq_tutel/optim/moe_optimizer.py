@@ -32,7 +32,10 @@ ONLY_OF_RANK = "only_of_rank"
 
 
 class MoEOptimizerMixin:
-    """Precedes a FairseqOptimizer class; on one rank, without experts or ZeRO, it changes nothing."""
+    """Adds experts and ZeRO to a FairseqOptimizer class, as its first base class.
+
+    It changes nothing for a model without experts, or on one rank without offload.
+    """
 
     optimizer: Any  # torch's
     params: Any
@@ -73,7 +76,7 @@ class MoEOptimizerMixin:
 
     @property
     def is_apart(self) -> bool:
-        """Whether a rank has only a part of its parameters' state."""
+        """Whether each rank has the optimizer state of only a part of its parameters."""
         return self.zero is not None and any(bucket.share.size > 1 for bucket in self.zero.buckets)
 
     def model_params(self) -> list[nn.Parameter]:
@@ -123,7 +126,7 @@ class MoEOptimizerMixin:
             gradients.spread_overflow(module.parameters())
 
     def multiply_grads(self, c: float | Tensor) -> None:
-        """Multiply the gradients; those of partitions when the step converts them to fp32."""
+        """Multiply the gradients by c; under ZeRO, the step does so when it converts them to fp32."""
         if self.zero is None:
             super().multiply_grads(c)  # type: ignore[misc]
         else:

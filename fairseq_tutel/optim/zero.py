@@ -31,9 +31,10 @@ class ZeroOptions:
 
 
 def zero_options(cfg: Any) -> ZeroOptions | None:
-    """Return the options of a FairseqConfig, an optimizer's section or an old optimizer's command line.
+    """Return the ZeRO and offload options; None if neither is used or the model has no experts.
 
-    None is for ordinary optimizers, and for a model without experts. On one rank the stage is 0.
+    `cfg` is a FairseqConfig, its optimizer section, or an old optimizer's namespace. On one rank the stage
+    is 0.
     """
     if hasattr(cfg, "_get_root"):
         root = cfg._get_root()

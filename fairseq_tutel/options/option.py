@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields, replace
 from functools import cache, partial
 from typing import Any, TypeVar
 
-from fairseq_tutel.files.small import shown
+from fairseq_tutel.files.untrusted import shown
 
 T = TypeVar("T")
 # A test of a value, and the end of the error message if it fails.

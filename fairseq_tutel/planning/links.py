@@ -172,7 +172,7 @@ def fit_machine(rows: Sequence[Row], start: Machine) -> Machine:
 
 
 def predicted(row: Row, machine: Machine) -> float:
-    """Return the predicted seconds of a row."""
+    """Return the predicted seconds of an all-to-all."""
     return exchange_seconds(*_arguments(row, machine))
 
 

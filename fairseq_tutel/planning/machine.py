@@ -5,7 +5,7 @@ import re
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from fairseq_tutel.files.small import json_of
+from fairseq_tutel.files.untrusted import json_of
 
 _FLAGS = {"inter_shared", "reduce_scatter_as_all_reduce"}
 
@@ -52,7 +52,7 @@ class Machine:
         except (OSError, ValueError) as error:
             raise ValueError(f"{path} cannot be read as a hardware profile ({error}); {fix}.") from error
         except (KeyError, TypeError) as error:
-            raise ValueError(f"{path} is no hardware profile ({error!r}); {fix}.") from error
+            raise ValueError(f"{path} is not a hardware profile ({error!r}); {fix}.") from error
         numbers = asdict(machine)
         for name in links:
             numbers |= {f"{name}.{key}": number for key, number in numbers.pop(name).items()}
@@ -127,6 +127,6 @@ def typical(gpu: str | None) -> Machine:
     if gpu is None:
         return CPU
     for key, machine in PRESETS.items():
-        if re.search(rf"{key}(?!\d)", gpu.lower()):  # "RTX A1000" is no A100
+        if re.search(rf"{key}(?!\d)", gpu.lower()):  # "RTX A1000" is not an A100
             return machine
     return replace(PRESETS["a100"], name=f"A100, since {gpu} is not known")

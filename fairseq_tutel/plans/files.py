@@ -12,7 +12,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import NamedTuple
 
-from fairseq_tutel.files.small import content_of, json_of
+from fairseq_tutel.files.untrusted import content_of, json_of
 from fairseq_tutel.plans import network
 from fairseq_tutel.plans.checker import Report, check
 from fairseq_tutel.plans.format import Plan, from_json, to_json
@@ -37,8 +37,8 @@ def find(text: str) -> Plan:
     given = re.fullmatch(r"(\w+):(\w+):([0-9]{1,4})(?::([0-9]{1,4}))?", text, re.ASCII)
     if not given or int(given[3]) > MOST:
         raise ValueError(
-            f"{text} is no plan; give a FILE.json, a FILE.xml or {NAMED}, of at most {MOST} ranks and with "
-            f"NAME one of {', '.join(GENERATORS)}."
+            f"{text} is not a plan; give a FILE.json, a FILE.xml or {NAMED}, of at most {MOST} ranks and "
+            f"with NAME one of {', '.join(GENERATORS)}."
         )
     return make(given[1], given[2], int(given[3]), nodes=int(given[4] or 1))
 

@@ -242,7 +242,7 @@ def from_json(data: Any) -> Plan:
     Raises:
         PlanError: a field is missing, unknown or of another type; names the place.
     """
-    _demand(isinstance(data, Mapping), "the plan is no JSON object")
+    _demand(isinstance(data, Mapping), "the plan is not a JSON object")
     _demand(data.get("format") == FORMAT, f"its format is {data.get('format')!r}, not {FORMAT}")
     known = {
         "format", "name", "collective", "ranks", "chunks", "temporary", "root", "bytes", "network", "cut",
@@ -252,7 +252,7 @@ def from_json(data: Any) -> Plan:
     _demand(data.get("root") is None, f"it has the root {data.get('root')!r}, but its collective has none")
     _demand(data.get("collective") in COLLECTIVES, f"collective is {data.get('collective')!r}")
     sizes = data.get("bytes", [0, None])
-    _demand(_is_list(sizes) and len(sizes) == 2, "bytes is no pair of numbers")
+    _demand(_is_list(sizes) and len(sizes) == 2, "bytes is not a pair of numbers")
     _demand(_is_list(data.get("channels")), "it has no list of channels")
     _demand(_is_list(data.get("programs")), "it has no list of programs")
     return Plan(
@@ -271,24 +271,24 @@ def from_json(data: Any) -> Plan:
 
 def _channel_of(data: Any, index: int) -> Channel:
     where = f"channel {index}"
-    _demand(_is_list(data) and len(data) in (2, 3), f"{where} is no [from, to] or [from, to, kind]")
+    _demand(_is_list(data) and len(data) in (2, 3), f"{where} is not [from, to] or [from, to, kind]")
     kind = data[2] if len(data) == 3 else "simple"
     _demand(kind in KINDS, f"{where} is of kind {kind!r}; known are {', '.join(KINDS)}")
     return Channel(_number(data[0], where), _number(data[1], where), kind)
 
 
 def _program_of(data: Any, rank: int) -> tuple[Lane, ...]:
-    _demand(_is_list(data), f"the program of rank {rank} is no list of lanes")
+    _demand(_is_list(data), f"the program of rank {rank} is not a list of lanes")
     lanes = []
     for lane, steps in enumerate(data):
-        _demand(_is_list(steps), f"lane {lane} of rank {rank} is no list of steps")
+        _demand(_is_list(steps), f"lane {lane} of rank {rank} is not a list of steps")
         where = f"rank {rank}, lane {lane}, step"
         lanes.append(tuple(_step_of(step, f"{where} {i}") for i, step in enumerate(steps)))
     return tuple(lanes)
 
 
 def _step_of(data: Any, where: str) -> Step:
-    _demand(isinstance(data, Mapping), f"{where} is no JSON object")
+    _demand(isinstance(data, Mapping), f"{where} is not a JSON object")
     op = data.get("op")
     known = isinstance(op, str) and op in OPERATIONS
     _demand(known, f"{where} has the unknown operation {op!r}")
@@ -297,7 +297,7 @@ def _step_of(data: Any, where: str) -> Step:
     fields: dict[str, Any] = {}
     for name in OPERATIONS[op]:
         if name == "src":
-            _demand(_is_list(data[name]), f"{where}: src is no list of places")
+            _demand(_is_list(data[name]), f"{where}: src is not a list of places")
             fields[name] = tuple(_place_of(each, where) for each in data[name])
         elif name == "dst":
             fields[name] = _place_of(data[name], where)
@@ -308,7 +308,7 @@ def _step_of(data: Any, where: str) -> Step:
 
 def _place_of(data: Any, where: str) -> Place:
     is_place = _is_list(data) and len(data) == 2 and data[0] in BUFFERS
-    _demand(is_place, f'{where}: {data!r} is no place, as ["in", 0]')
+    _demand(is_place, f'{where}: {data!r} is not a place such as ["in", 0]')
     return Place(data[0], _number(data[1], f"{where}: a place's chunk"))
 
 
@@ -324,4 +324,4 @@ def _number(value: Any, what: str, least: int = 0) -> int:
 
 def _demand(holds: bool, otherwise: str) -> None:
     if not holds:
-        raise PlanError(f"This is no plan: {otherwise}.")
+        raise PlanError(f"This is not a plan: {otherwise}.")

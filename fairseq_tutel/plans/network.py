@@ -19,7 +19,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fairseq_tutel.files.small import json_of
+from fairseq_tutel.files.untrusted import json_of
 from fairseq_tutel.planning.links import Load
 
 FORMAT = 1
@@ -124,12 +124,12 @@ def find(text: str) -> Network:
     kind, _, given = text.partition(":")
     if kind not in NETWORKS:
         known = ", ".join(f"{key}:{usage}" for key, (usage, _) in NETWORKS.items())
-        raise ValueError(f"{text} is no network; give a FILE.json or one of {known}.")
+        raise ValueError(f"{text} is not a network; give a FILE.json or one of {known}.")
     usage, make = NETWORKS[kind]
     sizes = re.split("[:x]", given)
     is_number = [re.fullmatch("[1-9][0-9]{0,4}", each) for each in sizes]
     if len(sizes) != len(re.split("[:x]", usage)) or not all(is_number):
-        raise ValueError(f"{text} is no network; give it as {kind}:{usage}, of whole numbers.")
+        raise ValueError(f"{text} is not a network; give it as {kind}:{usage}, of whole numbers.")
     numbers = [int(each) for each in sizes]
     if math.prod(numbers[: 1 + usage.count("x")]) > MOST:
         raise ValueError(f"{text} has too many GPUs; give no more than {MOST}.")
@@ -164,7 +164,7 @@ def to_json(network: Network) -> dict[str, Any]:
 
 def from_json(data: Any) -> Network:
     """Return the network of a JSON value."""
-    _demand(isinstance(data, Mapping), "it is no JSON object")
+    _demand(isinstance(data, Mapping), "it is not a JSON object")
     _demand(data.get("format") == FORMAT, f"its format is {data.get('format')!r}, not {FORMAT}")
     known = {"format", "name", "unit", "gpus", "switches", "links"}
     _demand(data.keys() <= known, f"it has unknown fields: {sorted(data.keys() - known)}")
@@ -216,18 +216,18 @@ def _gpu_of(data: Any) -> tuple[int, int, str]:
         and data.keys() == {"name", "host", "local"}
         and isinstance(data["name"], str)
         and all(_is_whole(data[key]) and data[key] >= 0 for key in ("host", "local")),
-        f'{data!r} is no GPU, as {{"name": "gpu0", "host": 0, "local": 0}}',
+        f'{data!r} is not a GPU such as {{"name": "gpu0", "host": 0, "local": 0}}',
     )
     return data["host"], data["local"], data["name"]
 
 
 def _link_of(data: Any, index: Mapping[str, int]) -> Link:
     is_link = isinstance(data, list) and len(data) == 3 and all(isinstance(name, str) for name in data[:2])
-    _demand(is_link, f"{data!r} is no link, as [from, to, bandwidth]")
+    _demand(is_link, f"{data!r} is not a link such as [from, to, bandwidth]")
     source, target, bandwidth = data
     where = f"the link from {source} to {target}"
     for name in (source, target):
-        _demand(name in index, f"{where} names {name!r}, which is no vertex")
+        _demand(name in index, f"{where} names {name!r}, which is not a vertex")
     _demand(source != target, f"{where} ends where it begins")
     is_width = _is_whole(bandwidth) and 0 < bandwidth <= WIDEST
     _demand(is_width, f"{where} has the bandwidth {bandwidth!r:.40}, no whole number from 1 to {WIDEST}")
@@ -244,7 +244,7 @@ def _repeated(values: Iterable[Any]) -> list[Any]:
 
 def _demand(holds: bool, otherwise: str) -> None:
     if not holds:
-        raise ValueError(f"This is no network: {otherwise}.")
+        raise ValueError(f"This is not a network: {otherwise}.")
 
 
 def _made(

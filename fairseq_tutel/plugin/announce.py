@@ -10,11 +10,11 @@ import torch
 from torch import nn
 
 from fairseq_tutel.moe.adaptive import is_tuned
+from fairseq_tutel.moe.capacity import evaluates_as_in_training
 from fairseq_tutel.moe.config import MoEConfig
 from fairseq_tutel.moe.expert_stack import ExpertStack
 from fairseq_tutel.moe.layer import MoELayer
 from fairseq_tutel.moe.option_table import ModelConfig, SidesConfig, StoreConfig, TaskConfig
-from fairseq_tutel.moe.slots import evaluates_as_in_training
 from fairseq_tutel.options.option import options_in, read
 
 logger = logging.getLogger(__name__)

@@ -230,11 +230,6 @@ def contexts_of(layers: Iterable[MoEFeedForward]) -> set[Context]:
     return {layer.context for layer in layers}
 
 
-def chosen_layers(numbers: Sequence[int], freq: int) -> list[int]:
-    """Return the indices of MoE layers by Meta's rule: (i + 1) % freq == 0 for number i, none for 0."""
-    return [index for index, i in enumerate(numbers) if freq and (i + 1) % freq == 0]
-
-
 def children_of(layers: nn.Module) -> Sequence[nn.Module]:
     """Return all layers of a stack; iterating LayerDrop's list would drop some at random."""
     return list(layers._modules.values())  # type: ignore[arg-type]

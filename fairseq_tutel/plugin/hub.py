@@ -80,7 +80,7 @@ def _data_folder(given: str | Path | None, trained: str, beside: Path) -> Path:
     """Return the given folder, else that of the training run if it has dictionaries, else `beside`."""
     if given is not None:
         if not Path(given).is_dir():
-            raise ValueError(f"data is {given}, which is no folder; give that of the dictionaries.")
+            raise ValueError(f"data is {given}, which is not a folder; give the dictionaries' folder.")
         return Path(given).absolute()
     folder = Path(trained.split(":")[0]).absolute()  # of several data folders the first has dictionaries
     return folder if trained and any(folder.glob("dict*.txt")) else beside

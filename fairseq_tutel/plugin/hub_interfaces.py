@@ -91,7 +91,7 @@ class Generating(Interface):
         unknown = sorted(options.keys() - GENERATION)
         if unknown:
             raise ValueError(
-                f"{unknown[0]} is no option of generation; leave it out, or find its name in "
+                f"{unknown[0]} is not an option of generation; leave it out, or find its name in "
                 "fairseq-generate's help, where it has dashes."
             )
         if not isinstance(beam, int) or beam < 1:

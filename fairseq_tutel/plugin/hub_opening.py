@@ -14,7 +14,7 @@ from fairseq.registry import REGISTRIES
 from omegaconf import OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
-from fairseq_tutel.files.small import printable
+from fairseq_tutel.files.untrusted import printable
 from fairseq_tutel.moe.option_table import options_of
 from fairseq_tutel.plugin.feed_forward import moe_layers
 from fairseq_tutel.plugin.hub_interfaces import Interface, interface_of
@@ -123,6 +123,6 @@ def _refuse_unknown(options: Mapping[str, Any], known: Collection[str], has_expe
     unknown = sorted(options.keys() - known)
     if unknown:
         raise ValueError(
-            f"{unknown[0]} is no option of this model, its task or a run; leave it out, or find its "
+            f"{unknown[0]} is not an option of this model, its task or a run; leave it out, or find its "
             "name in docs/flags.md or fairseq's help, where it has dashes."
         )

@@ -17,7 +17,7 @@ from fairseq_tutel.comm.gradients import is_expert
 from fairseq_tutel.inference.pregate import pregate, refuse_too_far
 from fairseq_tutel.kernels import backend_for
 from fairseq_tutel.moe.adaptive import is_tuned, static_degree
-from fairseq_tutel.moe.balance_options import parse_balance_loss
+from fairseq_tutel.moe.balance import parse_balance_loss
 from fairseq_tutel.moe.config import MoEConfig
 from fairseq_tutel.moe.option_table import ModelConfig, SidesConfig, TaskConfig
 from fairseq_tutel.options.option import flag_of, is_custom, read, refuse_bad_values
@@ -28,7 +28,6 @@ from fairseq_tutel.plugin.feed_forward import (
     Context,
     MoEFeedForward,
     children_of,
-    chosen_layers,
     layer_facts,
     models_of,
     moe_layers,
@@ -78,6 +77,14 @@ class MoEModelMixin:
             if any(layer.context.trains for layer in moe_layers(self)):  # type: ignore[arg-type]
                 sys.exit(f"error: {error}")
             raise
+
+
+def chosen_layers(numbers: Sequence[int], freq: int) -> list[int]:
+    """Return the indices of the layers that get experts (--moe-freq): every freq-th by number; none if 0.
+
+    Layer number i has experts if (i + 1) % freq == 0, as in Meta's moe branch.
+    """
+    return [index for index, i in enumerate(numbers) if freq and (i + 1) % freq == 0]
 
 
 def install_experts(
@@ -279,8 +286,8 @@ class _Gather:
         if not self.is_logged:
             self.is_logged = True
             logger.info(
-                "the model generates while it is trained: for that each rank gathers all experts, %.1f MB, "
-                "since beams differ in length; --moe-expert-parallel-size 1 would keep them there",
+                "the model generates during training: each rank gathers all experts (%.1f MB) for this, "
+                "because beams differ in length; --moe-expert-parallel-size 1 avoids it",
                 num_bytes / 1e6,
             )
 

@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 
 def plans_of(task_cfg: Any) -> tuple[PlacedPlan, ...]:
-    """Return the checked plans of a training run."""
+    """Read and check the collective plans of a training run; return them."""
     path = read(TaskConfig, task_cfg).moe_collective_plans
     if path and path not in RUN.plans:
         RUN.plans[path] = read_run(path)

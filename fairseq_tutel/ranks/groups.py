@@ -31,7 +31,7 @@ class Slice:
 
 @dataclass(frozen=True)
 class Part:
-    """Which of a layer's experts a rank holds: `num_local` from the global ID `first`.
+    """The experts of a layer that a rank holds: `num_local` experts, from global ID `first`.
 
     If s = `slices` ranks share an expert's hidden dimension, this rank holds shard `index`.
     """

@@ -135,7 +135,7 @@ def _rendezvous(
     of_torch = "env" + url.removeprefix(SCHEME)
     store, rank, world_size = next(rendezvous(of_torch, timeout=timeout, **options))
     yield fresh(store, rank, world_size, timeout), rank, world_size
-    raise RuntimeError(f"a second rendezvous by {METHOD} needs a launcher")
+    raise RuntimeError(f"a second rendezvous with {METHOD} needs a launcher such as torchrun")
 
 
 register_rendezvous_handler(SCHEME, _rendezvous)

@@ -142,7 +142,7 @@ class ImageClassificationTask(InferenceMixin, FairseqTask):
         return super().valid_step(sample, *args, **kwargs)
 
     def _read_training_set(self) -> dict[str, Any]:
-        """Return the classes, and the shape by the options and the first readable image."""
+        """Return the classes and the image shape, from the options and the first readable image."""
         root, config = root_of(self), self.image_config
         images = self._opened(self.cfg.data, "train" if root is None else root.dataset.train_subset)
         for i in range(len(images)):

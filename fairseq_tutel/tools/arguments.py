@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from fairseq_tutel.files.small import TEMPORARY
+from fairseq_tutel.files.atomic import TEMPORARY
 from fairseq_tutel.options.option import flag_of
 
 Number = tuple[str, int, str]  # key, default, help
@@ -30,7 +30,8 @@ def refuse_numbers(arguments: argparse.Namespace, numbers: Sequence[Number]) -> 
             raise ValueError(f"{flag_of(key)} is {getattr(arguments, key)}; give a number of at least 1.")
     if arguments.top_k > arguments.experts:
         raise ValueError(
-            f"--top-k is {arguments.top_k} of {arguments.experts} --experts; give at most the experts."
+            f"--top-k is {arguments.top_k}, but --experts is {arguments.experts}; give at most "
+            f"{arguments.experts}."
         )
     if arguments.dtype is not None and arguments.dtype not in DTYPES:
         raise ValueError(f"--dtype is {arguments.dtype}; give one of {', '.join(DTYPES)}.")
@@ -58,7 +59,7 @@ def refuse_output(
     if output.is_dir() or not output.parent.is_dir():
         raise ValueError(f"{flag} is {output}; give the name of a file in an existing folder.")
     if inputs and output.exists() and not output.is_file():  # a device
-        raise ValueError(f"{flag} is {output}, which is no ordinary file; give another name.")
+        raise ValueError(f"{flag} is {output}, which is not an ordinary file; give another name.")
     for path in inputs:
         if output.exists() and path.exists() and output.samefile(path):
             raise ValueError(

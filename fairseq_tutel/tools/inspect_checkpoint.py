@@ -13,7 +13,7 @@ from typing import Any
 from fairseq_tutel.checkpoint.description import OURS, Facts, describe
 from fairseq_tutel.checkpoint.files import read_file
 from fairseq_tutel.checkpoint.saved import Layer
-from fairseq_tutel.files.small import printable
+from fairseq_tutel.files.untrusted import printable
 from fairseq_tutel.tools.convert.selection import of_log
 
 UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB")
@@ -139,6 +139,6 @@ def _shape(shape: Sequence[int]) -> str:
 
 
 def _size(count: int) -> str:
-    """Return bytes with a unit, as a number below 1024."""
+    """Return a number of bytes with a unit, such as 1.5 MiB."""
     unit = min(max(count.bit_length() - 1, 0) // 10, len(UNITS) - 1)
     return f"{count / 1024**unit:.{1 if unit else 0}f} {UNITS[unit]}"

@@ -31,7 +31,7 @@ def run(arguments: argparse.Namespace) -> None:
             raise ValueError(f"N is {ranks}; give a number from 2 to {MOST}.")
     folder = arguments.output
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ValueError(f"--output is {folder}, which is no empty folder; give a new folder.")
+        raise ValueError(f"--output is {folder}, which is not an empty folder; give a new folder.")
     folder.mkdir(parents=True, exist_ok=True)
     for ranks in sorted(set(arguments.ranks)):
         for plan in (plan for collective in COLLECTIVES for plan in usual(collective, ranks)):

@@ -1,4 +1,4 @@
-"""predict: writes a trained model's classes of images.
+"""predict: classifies images with a trained model, and writes the classes to a file.
 
 The images are one split of a data folder, as in training: folders of classes, or arrays. Each line of the
 file has an image, its class, and up to five classes with their probabilities, the most likely first.

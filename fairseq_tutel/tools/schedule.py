@@ -11,7 +11,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
-from fairseq_tutel.files.small import printable
+from fairseq_tutel.files.untrusted import printable
 from fairseq_tutel.plans.files import write
 from fairseq_tutel.plans.forestcoll.forest import Forest, grow_for
 from fairseq_tutel.plans.forestcoll.max_flow import members
@@ -50,7 +50,7 @@ def add_to(tools: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Make the plan, write the files and print the optimum, its cut and the trees."""
+    """Make the plan and write the files; print the optimal time, the bottleneck cut and the trees."""
     _refuse(arguments)
     collective, network = arguments.collective, find(arguments.topology)
     if network.ranks > MOST_GPUS:

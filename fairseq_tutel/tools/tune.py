@@ -193,7 +193,7 @@ def _experts(
 def _exchanges(arguments: argparse.Namespace, device: torch.device, topology: Topology) -> Iterator[Row]:
     """Time all-to-alls of all sizes: of the EP group and, on a grid, of nodes, of rails and by 2DH."""
     grid, group, ranks_of_group = topology.grid, topology.expert_group, topology.expert_parallel_size
-    # A group over several nodes that is no grid has one rank in each.
+    # A group over several nodes that is not a grid has one rank in each.
     one_each = (ranks_per_node() or topology.world_size) == 1
     shape = (grid.nodes, grid.local) if grid else (ranks_of_group, 1) if one_each else (1, ranks_of_group)
     # Nodes, ranks of each, algorithm, ranks of a node that send at once, group.

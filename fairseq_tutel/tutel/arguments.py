@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from fairseq_tutel.moe.capacity import Capacity
 from fairseq_tutel.moe.config import OVERLAP, TEMPERATURE, MoEConfig
-from fairseq_tutel.moe.slots import Capacity
 from fairseq_tutel.options.option import (
     AT_LEAST_0,
     AT_LEAST_1,
@@ -149,7 +149,7 @@ def changed(
     adaptive_r: Any = None,
     parallel_type: Any = None,
 ) -> Strategy:
-    """Return a strategy with another overlap and r, None for no change.
+    """Return the strategy with a new overlap and r; None keeps the old value.
 
     r is clamped to 0 .. s as in Tutel, for the s = `shared_by` ranks of an expert. `slices` is 1 if each of
     them has the whole expert.
@@ -216,14 +216,14 @@ def gate_fields(gate: Mapping[str, Any], num_experts: int, module: nn.Module | N
 
 
 def show_fields(gate: nn.Module, config: MoEConfig) -> None:
-    """Set the attributes on a gate that `set_fields` reads, if it lacks them."""
+    """Set those attributes of a gate that `set_fields` reads and the gate lacks."""
     for name, _, _ in COMMON.values():
         if not hasattr(gate, name):
             setattr(gate, name, getattr(config, name))
 
 
 def set_fields(gate: nn.Module, index: int, config: MoEConfig) -> dict[str, Any]:
-    """Return the current fields of MoEConfig that are attributes of a gate."""
+    """Return the fields of MoEConfig that a gate has as attributes, with their current values."""
     fields = {}
     for name, _, rule in COMMON.values():
         fields[name] = getattr(gate, name)

@@ -54,7 +54,7 @@ class ExpertContext:
 
 
 class FFNExperts(Experts):
-    """Experts with a custom activation, single biases, or another output dimension, from their dict."""
+    """FFN experts with a custom activation, only one bias, or a different output dimension."""
 
     def __init__(self, config: MoEConfig, part: Part, options: Mapping[str, Any]) -> None:
         super().__init__(config, part)
@@ -106,7 +106,7 @@ class ModuleExperts(ExpertStack):
             isinstance(module, nn.Module),
             f"experts' module built {type(module).__name__}; give the class of a torch module.",
         )
-        # In a list, so that it is no submodule: only its forward is used.
+        # In a list, so that it is not a submodule: only its forward is used.
         self._module = [module]
         for name, parameter in module.named_parameters():
             require(

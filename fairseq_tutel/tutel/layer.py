@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from fairseq_tutel.comm.collectives import all_reduce
 from fairseq_tutel.moe.adaptive import allowed_degrees
 from fairseq_tutel.moe.build import hashed_seed
+from fairseq_tutel.moe.capacity import Capacity
 from fairseq_tutel.moe.config import MoEConfig
 from fairseq_tutel.moe.expert_stack import ExpertStack
 from fairseq_tutel.moe.gates import build_gate, reset_gate
 from fairseq_tutel.moe.layer import MoELayer
-from fairseq_tutel.moe.slots import Capacity
 from fairseq_tutel.options.option import AT_LEAST_1, require
 from fairseq_tutel.planning.strategy import Strategy
 from fairseq_tutel.ranks import world
@@ -211,7 +211,7 @@ class TutelMoELayer(nn.Module):
             self.moe.configure(configs[0], configs)
 
     def _strategy(self, overlap: int | None = None, adaptive_r: int | None = None) -> Strategy:
-        """Return the strategy of one call; None for the layer's values."""
+        """Return the strategy of one call; None means the layer's value."""
         slices = self.experts.part.slices
         return arguments.changed(self.moe.strategy, self.sharded_count, slices, overlap, adaptive_r)
 

@@ -91,7 +91,7 @@ class ImageArrays:
             raise
         except Exception as error:  # corrupt and foreign files raise many types
             raise ValueError(
-                f"{path} is no .npz file of plain arrays ({_reason(error)}); save it with numpy.savez."
+                f"{path} is not an .npz file of plain arrays ({_reason(error)}); save it with numpy.savez."
             ) from None
         for name in ("images", "labels"):
             if name not in found:

@@ -25,7 +25,10 @@ BUCKET_RANKS, MOST_TIMES = 64, 8
 
 @dataclass(frozen=True)
 class Share:
-    """The group of G = `size` ranks among which a parameter's state is sharded; None is all ranks."""
+    """The group of G = `size` ranks among which a parameter's state is sharded.
+
+    If `group` is None, it has all ranks.
+    """
 
     size: int = 1
     index: int = 0  # of this rank

@@ -6,8 +6,8 @@ import os
 import pytest
 import torch
 
-from fairseq_tutel.checkpoint import files
-from fairseq_tutel.files.small import is_temporary
+from fairseq_tutel.checkpoint import atomic_save, files
+from fairseq_tutel.files.atomic import is_temporary
 
 CONTENT = {"weight": torch.arange(12.0), "step": 3}
 
@@ -102,21 +102,21 @@ def failing(path, monkeypatch):
         original(content, file)
 
     monkeypatch.setattr(torch, "save", save)
-    monkeypatch.setattr(files, "PAUSE_SECONDS", 0)
+    monkeypatch.setattr(atomic_save, "PAUSE_SECONDS", 0)
     return Failing
 
 
 def test_a_disk_that_comes_back_gets_the_whole_file(failing, path):
-    failing.times = files.TRIES - 1
-    files.save(CONTENT, str(path))
+    failing.times = atomic_save.TRIES - 1
+    atomic_save.save(CONTENT, str(path))
     assert files.is_whole(str(path))
 
 
 def test_a_full_disk_is_named_with_the_file_and_its_bytes_are_given_back(failing, path):
-    failing.times = files.TRIES
+    failing.times = atomic_save.TRIES
     before = path.read_bytes()
     with pytest.raises(OSError, match=r"checkpoint_1_2\.pt could not be written: No space left") as caught:
-        files.save(CONTENT, str(path))
+        atomic_save.save(CONTENT, str(path))
     assert caught.value.errno == errno.ENOSPC
     assert "earlier checkpoints are unchanged" in str(caught.value)
     assert os.listdir(path.parent) == [path.name]
@@ -124,11 +124,11 @@ def test_a_full_disk_is_named_with_the_file_and_its_bytes_are_given_back(failing
 
 
 def test_two_that_write_the_same_file_do_not_meet(path):
-    with files.replacing(str(path)) as first, files.replacing(str(path)) as second:
+    with atomic_save.replacing(str(path)) as first, atomic_save.replacing(str(path)) as second:
         assert first != second
         for name in (first, second):
             assert is_temporary(os.path.basename(name))
-            files.write(CONTENT, name)
+            atomic_save.write(CONTENT, name)
     assert os.listdir(path.parent) == [path.name]
     assert not is_temporary(path.name)
     assert not is_temporary(f"{path.name}.tmp")  # another program's
@@ -137,5 +137,5 @@ def test_two_that_write_the_same_file_do_not_meet(path):
 def test_what_is_written_is_on_the_disk(tmp_path, monkeypatch):
     synced = []
     monkeypatch.setattr(os, "fsync", lambda file: synced.append(os.fstat(file).st_size))
-    files.write(CONTENT, tmp_path / "a.pt")
+    atomic_save.write(CONTENT, tmp_path / "a.pt")
     assert synced == [(tmp_path / "a.pt").stat().st_size]

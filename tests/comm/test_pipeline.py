@@ -119,9 +119,10 @@ def test_all_chunks_leave_before_the_first_expert_works_and_backward_runs_in_rev
     lines = []
     monkeypatch.setattr(background, "start", lambda f, rows: lines.append("start") or (lambda: f(rows)))
     x = torch.randn(4, 2, requires_grad=True)
-    counts = Counts(torch.full((1, 1), 2), torch.full((1, 1), 2))
-    chunks = [exchange.Chunk(Diary(name=str(i), lines=lines), counts, counts) for i in range(2)]
-    numbers = iter(range(2))
+    counts = Counts(torch.full((1, 1), 4), torch.full((1, 1), 4))
+    monkeypatch.setattr(exchange, "_counts", lambda *_: (counts, counts))
+    names, numbers = iter("01"), iter(range(2))
+    monkeypatch.setattr(exchange, "_all_to_all", lambda *_: Diary(name=next(names), lines=lines))
 
     def expert_fn(rows, groups):
         i = next(numbers)
@@ -130,7 +131,8 @@ def test_all_chunks_leave_before_the_first_expert_works_and_backward_runs_in_rev
         rows.register_hook(lambda _: lines.append(f"experts {i} backward"))
         return rows
 
-    y = exchange.overlapped(chunks, x, expert_fn)
+    options = exchange.ExchangeOptions(group=None, strategy=Strategy(overlap=2))
+    y = exchange.exchange_rows(x, torch.tensor([4]), options, expert_fn)
     forward, lines[:] = list(lines), []
     assert forward == [
         "start", "start", "there 0", "experts 0", "start", "there 1", "experts 1", "start", "back 0",

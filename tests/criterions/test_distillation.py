@@ -65,12 +65,12 @@ def test_each_other_criterion_has_a_reason():
     "options, sentence",
     [
         ({}, "needs a teacher; give --distill-teacher CHECKPOINT"),
-        ({"teacher": "no.pt"}, "--distill-teacher is no.pt, which is no file"),
+        ({"teacher": "no.pt"}, "--distill-teacher is no.pt, which is not a file"),
         ({"teacher": __file__}, "which is cut off or no checkpoint; give another"),
         ({"criterion": "ctc"}, "--distill-criterion is ctc; choose one of cross_entropy"),
         ({"alpha": 0}, "--distill-alpha is 0.0; give a finite number above 0"),
         ({"logits": "new"}, "give --distill-top-k, such as 16"),
-        ({"logits": "new", "top_k": 4}, "has no answers of a teacher; give --distill-teacher"),
+        ({"logits": "new", "top_k": 4}, "has no probabilities of a teacher; give --distill-teacher"),
         ({"logits": "new", "top_k": 4, "in_validation": True}, "give --distill-teacher too"),
         ({"teacher": __file__, "teacher_overrides": "5"}, "-overrides is '5'; give a dictionary"),
         (

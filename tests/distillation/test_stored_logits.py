@@ -82,7 +82,7 @@ def test_of_two_runs_that_begin_a_folder_the_first_one_s_facts_stay(tmp_path, mo
     opened(tmp_path)
     # The second run looked before the first one wrote.
     monkeypatch.setattr(Path, "exists", lambda _: False)
-    with pytest.raises(ValueError, match="the dictionary was d and is e"):
+    with pytest.raises(ValueError, match="the dictionary was d and is now e"):
         opened(tmp_path, **{"the dictionary": "e"})
     opened(tmp_path)
     assert os.listdir(tmp_path) == ["about.json"]
@@ -106,19 +106,19 @@ def test_of_two_answers_the_whole_one_is_read(damaged, tmp_path, monkeypatch):
 def test_answers_of_something_else_are_refused(other, tmp_path):
     opened(tmp_path)
     (what,) = other
-    with pytest.raises(ValueError, match=rf"{what} was .* and is {other[what]}; give another"):
+    with pytest.raises(ValueError, match=rf"{what} was .* and is now {other[what]}; give another"):
         opened(tmp_path, **other)
 
 
 def test_answers_to_another_text_are_refused(tmp_path):
     store = opened(tmp_path)
     store.write(0, text(0), answers(0))
-    with pytest.raises(ValueError, match="answers to sample 0 are for another text"):
+    with pytest.raises(ValueError, match="probabilities of sample 0 are for different text"):
         store.read(0, text(1))
 
 
 def test_a_folder_without_answers_needs_a_teacher(tmp_path):
-    with pytest.raises(ValueError, match="has no answers of a teacher; give --distill-teacher"):
+    with pytest.raises(ValueError, match="has no probabilities of a teacher; give --distill-teacher"):
         opened(tmp_path, **{"the teacher": None})
     for damaged in ("{", "[" * 200_000, "null"):
         (tmp_path / "about.json").write_text(damaged)

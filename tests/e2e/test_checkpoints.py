@@ -68,7 +68,7 @@ def _train_with_fault(data, folder, fault, ranks, rank=0, updates=6):
 def test_a_failing_rank_ends_the_job_with_its_error(lm_data, tmp_path):
     run = _train_with_fault(lm_data, tmp_path, "step:3:oom", ranks=2, rank=1)
     assert all(code not in (0, None) for code in run.exit_codes)
-    sentence = "rank 1 had too little memory in the training step of update 2"
+    sentence = "rank 1 ran out of memory in the training step of update 2"
     assert sentence in run.logs[1].splitlines()[-1]
 
 

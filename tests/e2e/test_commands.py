@@ -82,7 +82,7 @@ def test_a_damaged_checkpoint_is_evaluated_by_the_user_s_word_alone(lm, lm_data,
         content[content.index(archive.read(record))] ^= 1  # a bit of the largest tensor
     (tmp_path / "damaged.pt").write_bytes(content)
     words = (lm_data, "--user-dir", USER_DIR, "--path", tmp_path / "damaged.pt", "--gen-subset", "valid")
-    assert "damaged.pt is no checkpoint, or one that is corrupt (truncated" in refused("eval-lm", *words)
+    assert "damaged.pt is not a checkpoint, or one that is corrupt (truncated" in refused("eval-lm", *words)
     assert "Perplexity" in fairseq("eval-lm", *words, env={"FAIRSEQ_TUTEL_OPEN_DAMAGED": "1"}).output
 
 

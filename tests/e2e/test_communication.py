@@ -177,7 +177,7 @@ def test_every_option_goes_through_hydra(lm_data, tmp_path):
     )  # fmt: skip
     said = "shards of an expert 2, adaptive_r 0, overlap 3, linear all-to-all, ragged buffers, transfer"
     assert f"experts across ranks: {said} dtype bf16, tuned: all but the last two" in run.output
-    assert "--moe-a2a-algorithm auto: linear, by the numbers of this one" in run.output
+    assert "--moe-a2a-algorithm auto: linear, by the hardware profile of this one" in run.output
     assert list((tmp_path / "experts").glob("*/*.slice-1-of-2.safetensors"))
 
 

@@ -67,7 +67,7 @@ def test_translate_gives_what_fairseq_generate_prints(mt, mt_data):
             refused(sources)
     assert model.translate([]) == [] and len(model.translate(["w1 " * 200], max_len_b=2)) == 1
     for sentence, options in (
-        ("lenpn is no option of generation; leave", {"lenpn": 2}),
+        ("lenpn is not an option of generation; leave", {"lenpn": 2}),
         ("beam is 0; give a number of at least 1", {"beam": 0}),
     ):
         with pytest.raises(ValueError, match=sentence):
@@ -209,11 +209,11 @@ REFUSED = {
     "a folder without checkpoint_best.pt or checkpoint_last.pt": {"path": ""},
     "is corrupt": {"path": "cut.pt"},
     "which is corrupt or no checkpoint": {"path": "text.pt"},
-    "data is nowhere, which is no folder": {"data": "nowhere"},
+    "data is nowhere, which is not a folder": {"data": "nowhere"},
     "does not contain the languages of .*; add source_lang=": {"of": "mt", "data": "."},
     "bpe is letters; give one of bert, ": {"bpe": "letters"},
-    "beams is no option of this model": {"of": "mt", "beams": 5},
-    "has 'moe_expert_stor', which is no option": {"moe_expert_stor": "on-demand"},
+    "beams is not an option of this model": {"of": "mt", "beams": 5},
+    "has 'moe_expert_stor', which is not an option": {"moe_expert_stor": "on-demand"},
     "moe_expert_store: invalid value 'far'": {"moe_expert_store": "far"},
 }
 

@@ -225,7 +225,10 @@ def test_a_broken_log_and_a_hostile_name_are_no_obstacle(runs, tmp_path):
                     "--log-format json --log-file empty/train.log."),
         (["empty/a.txt"], "empty/a.txt has no training record"),
         (["run", "run"], "two runs are named run; give different names with --name, or drop"),
-        (["run", "--output", "empty/a.txt"], "--output is empty/a.txt, which exists and is no .html file"),
+        (
+            ["run", "--output", "empty/a.txt"],
+            "--output is empty/a.txt, which exists and is not an .html file",
+        ),
         (["run", "--name", "a", "--name", "b"], "--name is given 2 time(s) for 1 run(s)"),
         (["run", "--output", "empty"], "--output is empty; give the name of a file in an existing folder."),
         (["run", "--output", "no/page.html"], "--output is no/page.html; give the name of a file"),

@@ -11,7 +11,7 @@ CLEAR = (
     r"CommunicationError: rank \d+ could not ",
     r"CommunicationError: ranks? [\d, -]+ did not come ",
     r"an injected fault",
-    r"MemoryError: rank \d+ had too little memory in ",
+    r"MemoryError: rank \d+ ran out of memory in ",
     r"FloatingPointError: the loss or a gradient became NaN or infinite at update \d+",
     r"rror: .* which is corrupt",
     r"rror: (\[Errno \d+\] )?\S+ could not be written: ",

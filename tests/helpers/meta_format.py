@@ -1,9 +1,9 @@
 """Checkpoints in the layout of Meta's moe branch of fairseq, and its MoE layer token by token; and those of
 Tutel's fairseq example, with the same weights.
 
-Written from what the branch documents: X-shared.pt holds all that is no expert's; X-rank-N.pt the experts
-of rank N under local numbers; where there are more ranks than experts, rank N has expert N mod E. Known
-weights: those of a name are drawn from a generator of that name.
+Written from the branch's documentation: X-shared.pt holds all weights outside experts; X-rank-N.pt the
+experts of rank N under local numbers. If there are more ranks than experts, rank N has expert N mod E.
+Weights are known: those of a name are drawn from a generator of that name.
 """
 
 import argparse

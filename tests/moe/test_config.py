@@ -8,19 +8,19 @@ import re
 import numpy as np
 import pytest
 
-from fairseq_tutel.moe.balance import LOSSES
-from fairseq_tutel.moe.balance_options import CriterionConfig, parse_balance_loss
+from fairseq_tutel.moe.balance import LOSSES, parse_balance_loss
+from fairseq_tutel.moe.capacity import DROP_POLICIES
 from fairseq_tutel.moe.config import LAYER, MoEConfig
 from fairseq_tutel.moe.gates import GATES
 from fairseq_tutel.moe.option_table import (
     BY_OWNER,
+    CriterionConfig,
     ModelConfig,
     SidesConfig,
     StoreConfig,
     TaskConfig,
     options_of,
 )
-from fairseq_tutel.moe.slots import DROP_POLICIES
 from fairseq_tutel.options.option import flag_of, key_of, read, refuse_bad_values
 
 GOOD = {"model_dim": 8, "hidden_dim": 16, "num_experts": 4}

@@ -6,8 +6,8 @@ from torch.overrides import TorchFunctionMode
 
 from fairseq_tutel import MoEConfig
 from fairseq_tutel.moe import balance, metrics
-from fairseq_tutel.moe.routing import decide
-from fairseq_tutel.moe.slots import Capacity, MicroBatch
+from fairseq_tutel.moe.capacity import Capacity, MicroBatch
+from fairseq_tutel.moe.routing import GateOutput, decide
 
 COPIES = (torch.tensor, torch.as_tensor, torch.asarray, torch.Tensor.new_tensor, torch.from_numpy)
 RULES = (
@@ -41,7 +41,7 @@ def test_routing_losses_and_metrics_read_nothing_from_the_device(rules, padded, 
     )
     with NoCopies():
         decided = decide(logits_TE, MoEConfig(1, 1, logits_TE.shape[1], **rules), batch)
-        gate = balance.GateOutput(
+        gate = GateOutput(
             logits_TE=logits_TE, clean_TE=logits_TE, noise=1.0, sentences=(4, 3), time_first=True
         )
         found = balance.balance_losses(dict.fromkeys(balance.LOSSES, 1.0), decided, gate)

@@ -35,13 +35,16 @@ def test_a_machine_survives_its_file(tmp_path):
     [
         ({"flops_per_s": 0}, "has flops_per_s 0; give a number above 0"),
         ({"memory_bytes": "80G"}, "has memory_bytes '80G'; give a number above 0"),
-        ({"intra": 3}, "is no hardware profile (TypeError("),
+        ({"intra": 3}, "is not a hardware profile (TypeError("),
         ({"inter": {"alpha_s": -1, "bytes_per_s": 1}}, "has inter.alpha_s -1; give seconds, from 0"),
         ({"inter": {"alpha_s": 0, "bytes_per_s": 0}}, "has inter.bytes_per_s 0; give a number"),
         ({"launch_s": -1e-6}, "has launch_s -1e-06; give seconds, from 0"),
         ({"launch_s": False}, "has launch_s False; give seconds, from 0"),
         ({"inter_shared": 1}, "has inter_shared 1; give true or false"),
-        ({"speed": 1}, 'is no hardware profile (TypeError("Machine.__init__() got an unexpected keyword'),
+        (
+            {"speed": 1},
+            'is not a hardware profile (TypeError("Machine.__init__() got an unexpected keyword',
+        ),
     ],
 )
 def test_a_bad_machine_is_refused_in_one_sentence(change, sentence, tmp_path):

@@ -15,19 +15,11 @@ def gather_parked():
         w.copy(rank, ("in", 1), ("out", 2 * rank))
         w.copy(rank, ("out", 2 * rank), ("out", 2 * rank + 1))
         w.copy(rank, ("in", 0), ("out", 2 * rank))
-        w.put(rank, other, ("in", 0), ("tmp", 0), 2)
-        w.signal(rank, other)
+        w.send(rank, other, ("in", 0), ("tmp", 0), 2)
         w.wait(rank, other)
         w.copy(rank, ("tmp", 0), ("out", 2 * other), 2)
         w.flush(rank, other)
     return w.plan("gather", "all_gather", 2, temporary=2)
-
-
-def receive_block(w, rank, other):
-    """Send the other rank its block of `in`, and wait for its block in tmp[0]."""
-    w.put(rank, other, ("in", other), ("tmp", 0))
-    w.signal(rank, other)
-    w.wait(rank, other)
 
 
 def exchange_parked():
@@ -35,7 +27,8 @@ def exchange_parked():
     w = Writer(2)
     for rank in range(2):
         other = 1 - rank
-        receive_block(w, rank, other)
+        w.send(rank, other, ("in", other), ("tmp", 0))
+        w.wait(rank, other)
         w.copy(rank, ("tmp", 0), ("out", rank))
         w.copy(rank, ("out", rank), ("out", other))
         w.copy(rank, ("in", rank), ("out", rank))
@@ -48,7 +41,8 @@ def sum_of_blocks():
     w = Writer(2)
     for rank in range(2):
         other = 1 - rank
-        receive_block(w, rank, other)
+        w.send(rank, other, ("in", other), ("tmp", 0))
+        w.wait(rank, other)
         w.copy(rank, ("tmp", 0), ("out", other))
         w.copy(rank, ("in", rank), ("out", rank))
         w.reduce(rank, [("in", rank), ("tmp", 0)], ("tmp", 1))

@@ -164,8 +164,7 @@ def test_lanes_come_back_and_chunks_used_twice():
     for r in range(2):
         for c in range(2):
             w.copy(r, ("in", c), ("tmp", 4))
-            w.put(r, 1 - r, ("tmp", 4), ("tmp", c))
-            w.signal(r, 1 - r)
+            w.send(r, 1 - r, ("tmp", 4), ("tmp", c))
             w.flush(r, 1 - r)
             w.wait(r, 1 - r, lane=1)
         w.copy(r, ("tmp", 0), ("tmp", 2), 2, lane=1)

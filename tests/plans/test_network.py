@@ -50,17 +50,17 @@ GPU = {"name": "a", "host": 0, "local": 0}
 GPUS = [GPU, {"name": "b", "host": 0, "local": 1}]
 LINKS = [["a", "b", 1], ["b", "a", 1]]
 REFUSED = {
-    "no object": ([], "it is no JSON object"),
+    "no object": ([], "it is not a JSON object"),
     "format": ({"format": 2}, "its format is 2, not 1"),
     "unknown": ({"speed": 1}, "it has unknown fields: ['speed']"),
     "links": ({"links": None}, "it has no list of links"),
     "switches": ({"switches": [1]}, "its switches are no list of names"),
     "many": ({"switches": ["s"] * 5000}, "it has 5,002 vertices, more than 4,096"),
-    "gpu": ({"gpus": [{"name": "a"}]}, "{'name': 'a'} is no GPU, as {"),
+    "gpu": ({"gpus": [{"name": "a"}]}, "{'name': 'a'} is not a GPU such as {"),
     "names": ({"switches": ["a"]}, "two vertices have the name 'a'"),
     "places": ({"gpus": [GPU, GPU | {"name": "b"}]}, "two GPUs are local rank 0 of host 0"),
-    "link": ({"links": [["a", "b"]]}, "['a', 'b'] is no link, as [from, to, bandwidth]"),
-    "end": ({"links": [["a", "c", 1]]}, "the link from a to c names 'c', which is no vertex"),
+    "link": ({"links": [["a", "b"]]}, "['a', 'b'] is not a link such as [from, to, bandwidth]"),
+    "end": ({"links": [["a", "c", 1]]}, "the link from a to c names 'c', which is not a vertex"),
     "loop": ({"links": [["a", "a", 1]]}, "the link from a to a ends where it begins"),
     "width": (
         {"links": [["a", "b", 0.5]]},
@@ -85,18 +85,18 @@ def test_what_is_no_network_is_refused_in_one_sentence(case):
     with pytest.raises(ValueError) as refused:
         from_json(change if isinstance(change, list) else good | change)
     message = str(refused.value)
-    assert message.startswith(f"This is no network: {sentence}")
+    assert message.startswith(f"This is not a network: {sentence}")
     assert message.endswith(".") and "\n" not in message
 
 
 @pytest.mark.parametrize(
     ("name", "sentence"),
     [
-        ("dgx", "dgx is no network; give a FILE.json or one of dgx_a100:BOXES, "),
-        ("torus:4", "torus:4 is no network; give it as torus:ROWSxCOLUMNS, of whole numbers."),
-        ("torus:-4x1", "torus:-4x1 is no network; give it as torus:ROWSxCOLUMNS"),
+        ("dgx", "dgx is not a network; give a FILE.json or one of dgx_a100:BOXES, "),
+        ("torus:4", "torus:4 is not a network; give it as torus:ROWSxCOLUMNS, of whole numbers."),
+        ("torus:-4x1", "torus:-4x1 is not a network; give it as torus:ROWSxCOLUMNS"),
         ("boxes:99x99:1:1", "boxes:99x99:1:1 has too many GPUs; give no more than 512."),
-        ("torus:1x1", "This is no network: it has less than two GPUs"),
+        ("torus:1x1", "This is not a network: it has less than two GPUs"),
         ("none.json", "none.json can not be read as a network ("),
     ],
 )

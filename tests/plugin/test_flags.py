@@ -120,7 +120,7 @@ def test_flags_are_found_by_a_part_of_their_name_or_help():
     ],
 )
 def test_a_misspelt_override_is_refused(key, meant):
-    with pytest.raises(ValueError, match=f"has '{key}', which is no option; did you mean '{meant}'"):
+    with pytest.raises(ValueError, match=f"has '{key}', which is not an option; did you mean '{meant}'"):
         checkpoint_utils.load_checkpoint_to_cpu("nowhere.pt", {"moe_freq": 1, key: 1})
 
 

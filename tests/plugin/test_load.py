@@ -108,7 +108,7 @@ def test_a_file_that_fairseq_did_not_save_is_named(kind, words, tmp_path, monkey
         path.write_bytes(content)
     else:
         torch.save(content, path)
-    with pytest.raises(ValueError, match=rf"^{re.escape(str(path))} is no checkpoint.*; give") as e:
+    with pytest.raises(ValueError, match=rf"^{re.escape(str(path))} is not a checkpoint.*; give") as e:
         checkpoint_utils.load_checkpoint_to_cpu(str(path), *words)
     assert "\n" not in str(e.value)
     assert ("mkdir, which is not run" in str(e.value)) == (kind == "code")

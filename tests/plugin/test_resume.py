@@ -61,7 +61,7 @@ def test_what_was_saved_after_the_last_checkpoint_is_newer(tmp_path, caplog):
     newer = save(tmp_path, "checkpoint_1_20.pt", 20)
     cfg = config(tmp_path)
     assert checkpoint_to_load(cfg) == cfg.restore_file == newer
-    assert "checkpoint_1_20.pt (update 20), which was saved after checkpoint_last.pt" in caplog.text
+    assert "checkpoint_1_20.pt (update 20), which is newer than checkpoint_last.pt" in caplog.text
     assert checkpoint_to_load(config(tmp_path, restore_file=last)) == last
     os.truncate(newer, os.path.getsize(newer) - 1)
     assert checkpoint_to_load(config(tmp_path)) == last

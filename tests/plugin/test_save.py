@@ -10,7 +10,7 @@ from leases import ELSEWHERE, leave
 
 from fairseq_tutel import plugin
 from fairseq_tutel.checkpoint import folders, lease
-from fairseq_tutel.files.small import temporary_of
+from fairseq_tutel.files.atomic import temporary_of
 from fairseq_tutel.plugin.training import save
 
 plugin.register()

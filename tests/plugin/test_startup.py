@@ -121,7 +121,7 @@ def _refuse():
     """Raise a refusal as if it were code of the package, with text of a file in it."""
 
     def refuse():
-        raise ValueError("\x1b[31mred.pt is no checkpoint;\ngive another.")
+        raise ValueError("\x1b[31mred.pt is not a checkpoint;\ngive another.")
 
     FunctionType(refuse.__code__, {"__name__": "fairseq_tutel.anywhere"})()
 
@@ -145,7 +145,7 @@ def test_a_refusal_is_the_last_line(wrapped_main, debug, capsys, caplog, monkeyp
     except ValueError as error:
         hook(type(error), error, error.__traceback__)
     store.close()
-    sentence = "error: \\x1b[31mred.pt is no checkpoint;\\ngive another."
+    sentence = "error: \\x1b[31mred.pt is not a checkpoint;\\ngive another."
     assert capsys.readouterr().err.splitlines() == ["counters", sentence]
     assert ("in _refuse\n" in caplog.text) == debug
 

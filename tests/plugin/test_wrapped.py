@@ -12,7 +12,7 @@ from fairseq import checkpoint_utils
 from fairseq.file_io import PathManager
 
 from fairseq_tutel import plugin
-from fairseq_tutel.checkpoint import files
+from fairseq_tutel.checkpoint import atomic_save
 from fairseq_tutel.optim.moe_optimizer import ONLY_OF_RANK
 from fairseq_tutel.plugin.registration import wrapped
 from fairseq_tutel.plugin.training import save
@@ -102,7 +102,7 @@ def test_a_second_try_of_a_save_begins_at_the_first_byte(tmp_path, monkeypatch):
         original(content, file)
 
     monkeypatch.setattr(torch, "save", fails_once)
-    monkeypatch.setattr(files, "PAUSE_SECONDS", 0)
+    monkeypatch.setattr(atomic_save, "PAUSE_SECONDS", 0)
     checkpoint_utils.torch_persistent_save({"x": torch.ones(3)}, str(tmp_path / "a.pt"))
     assert len(tries) == 2
     assert torch.equal(torch.load(tmp_path / "a.pt")["x"], torch.ones(3))

@@ -8,7 +8,7 @@ import pytest
 import torch
 from tool_in_process import convert, tool
 
-from fairseq_tutel.checkpoint import files as whole_files
+from fairseq_tutel.checkpoint import atomic_save
 from fairseq_tutel.checkpoint.average import average, mean
 from fairseq_tutel.checkpoint.shards import ShardedTensor
 
@@ -178,7 +178,7 @@ REFUSED = {
     ),
     "output is a device": (
         ("GOOD", "--output", "/dev/null"),
-        "--output is /dev/null, which is no ordinary file; give another name",
+        "--output is /dev/null, which is not an ordinary file; give another name",
     ),
     "a device": (("/dev/null",), "--inputs names /dev/null, which is a pipe, device or socket"),
 }  # fmt: skip
@@ -238,7 +238,7 @@ def test_a_disk_to_read_from_alone_ends_in_one_sentence(tmp_path, monkeypatch):
     def refuse(*_, **__):
         raise OSError(errno.EROFS, "Read-only file system")
 
-    monkeypatch.setattr(whole_files, "write", refuse)
+    monkeypatch.setattr(atomic_save, "write", refuse)
     monkeypatch.setattr(os, "remove", refuse)
     with pytest.raises(SystemExit, match=r"written \(Read-only file system\); give another place"):
         tool("average", "--inputs", good, good, "--output", tmp_path / "mean.pt")

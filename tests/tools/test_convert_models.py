@@ -78,7 +78,7 @@ def test_each_side_of_a_translator_has_its_own(files, tmp_path):
         (("--drop-layers", "1,1"), "name some of these, once each"),
         (("--keep-layers", "one"), "--keep-layers is 'one', but the decoder has the layers 0 to 5; name"),
         (("--drop-layers", "0,1,2,3,4,5"), "leaves no layer of the decoder"),
-        (("--encoder-drop-layers", "0"), "but the model has one side; give --drop-layers"),
+        (("--encoder-drop-layers", "0"), "but the model is not an encoder-decoder; give --drop-layers"),
         (
             ("--drop-layers", "0"),
             "those with experts would be 0, 2, 4 (from 0), which no --moe-freq",

@@ -298,22 +298,22 @@ FILE = f"--input-prefix names FOLDER/{LAST}, which"
 REFUSED = {
     f"{FILE} does not exist": lambda folder: (folder / LAST).unlink(),
     f"{FILE} is corrupt or no checkpoint": lambda folder: (folder / LAST).write_bytes(b"PK half"),
-    f"{FILE} holds no weights; give --namespace": lambda folder: torch.save({"epoch": 3}, folder / LAST),
+    f"{FILE} holds no weights; set --namespace": lambda folder: torch.save({"epoch": 3}, folder / LAST),
     f"{FILE} lacks moe.experts.batched_fc1_bias":
         changed(LAST, lambda s: s.pop("moe.experts.batched_fc1_bias")),
     "has no layer of Tutel's (no _num_global_experts)":
         all_changed(lambda s: s.pop("moe._num_global_experts")),
-    "--input-prefix has the layer moe that lacks experts.batched_fc2_w":
+    "--input-prefix has the layer moe, which lacks experts.batched_fc2_w":
         all_changed(lambda s: s.pop("moe.experts.batched_fc2_w")),
-    "that has experts.batched_fc1_bias of the shapes [(2, 7), (2, 8)] on different ranks":
+    "which has experts.batched_fc1_bias of the shapes [(2, 7), (2, 8)] on different ranks":
         changed(LAST, lambda s: s.update({"moe.experts.batched_fc1_bias": drawn(2, 7)})),
-    "that has experts.batched_fc1_bias of shape (4, 7) together, not (4, 8)":
+    "which has experts.batched_fc1_bias of shape (4, 7) together, not (4, 8)":
         all_changed(lambda s: s.update({"moe.experts.batched_fc1_bias": drawn(2, 7)})),
     "--input-prefix has ranks that differ in moe._num_global_experts":
         changed(LAST, lambda s: s.update({"moe._num_global_experts": torch.tensor(8)})),
     "experts.batched_fc1_w of shape (2, 8, 6) on each of 2 ranks, which is not 8 experts":
         all_changed(lambda s: s.update({"moe._num_global_experts": torch.tensor(8)})),
-    "--input-prefix has the layer moe that has 3 experts, which 2 ranks cannot hold; give":
+    "--input-prefix has the layer moe, which has 3 experts, which 2 ranks cannot hold; give":
         all_changed(lambda s: s.update({"moe._num_global_experts": torch.tensor(3)})),
 }  # fmt: skip
 

@@ -106,7 +106,7 @@ def test_a_machine_s_file_gives_its_plans(tmp_path):
     ("words", "sentence"),
     [
         ("--nodes 0", "--nodes is 0; give a number of at least 1."),
-        ("--top-k 65", "--top-k is 65 of 64 --experts; give at most the experts."),
+        ("--top-k 65", "--top-k is 65, but --experts is 64; give at most 64."),
         ("--gpu v100", "--gpu is v100; give one of a100, h100, h200, mi250, or a --machine"),
         ("--dtype fp8", "--dtype is fp8; give one of fp32, fp16, bf16."),
         ("--intra-gb-s 0", "--intra-gb-s is 0; give GB/s above 0."),

@@ -66,7 +66,7 @@ def test_plans_by_name_and_files_of_msccl(tmp_path):
     for name, sentence in (
         (
             "ring",
-            "ring is no plan; give a FILE.json, a FILE.xml or NAME:COLLECTIVE:RANKS[:NODES], of at most",
+            "ring is not a plan; give a FILE.json, a FILE.xml or NAME:COLLECTIVE:RANKS[:NODES], of at most",
         ),
         ("ring:all_gather:9999", "at most 512 ranks"),
         ("ring:broadcast:4", "ring makes no 'broadcast'"),
@@ -84,13 +84,13 @@ def test_what_is_refused(written, tmp_path):
     bad = written(replace(RING, programs=(RING.programs[0][:1], *RING.programs[:3])))
     assert refusal_of("plan-check", bad).startswith(f"{bad}: Plan 'ring all_gather' is malformed: rank ")
     bad.write_text(json.dumps(to_json(RING) | {"ranks": 0}))
-    assert refusal_of("plan-check", bad).startswith(f"{bad}: This is no plan: ranks is 0")
+    assert refusal_of("plan-check", bad).startswith(f"{bad}: This is not a plan: ranks is 0")
     for content in (b"{", b"\xff", b"[" * 100000):
         bad.write_bytes(content)
         assert refusal_of("plan-check", bad).startswith(f"{bad} can not be read as a plan (")
     bad.unlink()
     os.mkfifo(bad)
-    assert "no ordinary file" in refusal_of("plan-check", bad)
+    assert "not an ordinary file" in refusal_of("plan-check", bad)
     bad.unlink()
     assert "No such file" in refusal_of("plan-check", tmp_path / "none.json")
     for option, value in (("--bytes", 0), ("--gb-s", "nan"), ("--alpha-us", -1), ("--network", "web")):
@@ -110,5 +110,5 @@ def test_the_usual_plans_are_a_folder_for_a_training(tmp_path):
     assert {each.plan.collective for each in found} == set(COLLECTIVES)
     ranges = [(p.plan.min_bytes, p.plan.max_bytes) for p in found if "reduce_4" in p.name]
     assert (0, 131072) in ranges and (131073, None) in ranges
-    assert "no empty folder" in refusal_of("plans", 2, "--output", folder)
+    assert "not an empty folder" in refusal_of("plans", 2, "--output", folder)
     assert "N is 1; give a number from 2 to 512" in refusal_of("plans", 1, "--output", tmp_path / "b")

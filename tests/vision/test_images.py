@@ -139,7 +139,7 @@ BAD_ARRAYS = {
     r"classes of .* \[3\] of 2 names; give": {"classes": np.array(["a", "a", "b"])},
     r"classes of .* \[\] of 1 names; give": {"classes": np.array("a")},
     r"labels of .* has 1, and classes names 1,": {"classes": np.array(["a"])},
-    r"is no .npz file of plain arrays \(Object arrays": {"classes": np.array(["a", None])},
+    r"is not an .npz file of plain arrays \(Object arrays": {"classes": np.array(["a", None])},
     r"has one class, 0; give two": {"labels": np.array([0, 0])},
 }
 
@@ -155,7 +155,7 @@ def test_what_is_not_there_or_does_not_belong_is_refused(tmp_path):
     with pytest.raises(ValueError, match="neither exists; give one"):
         open_images(str(tmp_path), "train")
     (tmp_path / "train.npz").write_bytes(b"PK")
-    with pytest.raises(ValueError, match=r"is no .npz file"):
+    with pytest.raises(ValueError, match=r"is not an .npz file"):
         open_images(str(tmp_path), "train")
     arrays = open_images(arrays_of(tmp_path, **OK), "train")
     with pytest.raises(ValueError, match="1 channels, but the model takes 3; give arrays of 3"):

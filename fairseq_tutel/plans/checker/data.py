@@ -29,7 +29,7 @@ class Kind(NamedTuple):
 
 
 class _Value(NamedTuple):
-    """An expression: its number, its chunk of `in` and, as bits, the ranks whose chunks are summed."""
+    """A sum of one chunk of `in` over ranks: a number that identifies it, the chunk, the ranks as bits."""
 
     number: int
     chunk: int
@@ -100,7 +100,7 @@ def _leaf(numbers: Numbers, rank: int, chunk: int) -> _Value:
 
 
 def _sum(numbers: Numbers, terms: Sequence[_Value]) -> _Value:
-    """Return the sum of terms in this order; a ValueError ends a sentence."""
+    """Return the sum of terms in this order; raise ValueError if they cannot be added."""
     first, *others = terms
     if not others:
         return first

@@ -71,7 +71,10 @@ class Steps(NamedTuple):
 
 
 class Program:
-    """The program of one rank, for any size. `staged` is the number of its slots."""
+    """The part of a plan that one rank runs, for buffers of any size.
+
+    `staged` is the number of slots of the staging buffer.
+    """
 
     def __init__(self, walked: Walked, rank: int) -> None:
         plan = walked.plan
@@ -135,11 +138,11 @@ class Call:
         self._run: Callable[[], None] | None = run
 
     def is_completed(self) -> bool:
-        """Return whether it has run."""
+        """Return whether the collective has run."""
         return self._run is None
 
     def wait(self) -> None:
-        """Run it, unless it has run."""
+        """Run the collective, if it has not run yet."""
         if self._run is not None:
             self._run()
             self._run = None

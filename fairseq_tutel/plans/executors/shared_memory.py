@@ -120,7 +120,7 @@ class SharedMemory:
         return (self._first + index) * WORDS_OF_LINE
 
     def region(self, rank: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
-        """Return a rank's bytes, of which the first `size` are allocated."""
+        """Return a rank's region of the shared memory; only its first `size` bytes are allocated."""
         start = self._start + rank * self._region
         return np.frombuffer(self._mapped, np.uint8, self._region, start)
 

@@ -96,7 +96,10 @@ class Call:
 
 
 def add_up(sources: Sequence[Tensor], out: Tensor) -> None:
-    """Write the sum of tensors, in their order, to `out`, which may be the first; half types in fp32."""
+    """Add tensors in the given order, and write the sum to `out`.
+
+    `out` may be the first tensor. Half-precision tensors are added in fp32.
+    """
     first, *others = sources
     if not others:
         out.copy_(first)
@@ -129,7 +132,10 @@ class TwoSided:
                 self._sums[move.round].append(move)
 
     def start(self, own: Tensor, out: Tensor, sizes: Sizes) -> Call:
-        """Start a call with `in` and `out`, contiguous, with elements along their first dimension."""
+        """Start the collective, and return a handle to wait for it.
+
+        `own` is the plan's `in`. Both tensors are contiguous, with elements along the first dimension.
+        """
         if self.is_new and own.is_cuda:
             # NCCL needs all ranks in a group's first call, and a round may have no message for some.
             dist.all_reduce(own.new_zeros(1), group=self.group)

@@ -53,7 +53,7 @@ class Share(NamedTuple):
 
 
 def optimum(network: Network) -> Optimum:
-    """Return the optimum and its cut."""
+    """Return the shortest possible time of an all-gather, and the cut that limits it."""
     everything = (1 << len(network.vertices)) - 1
     best = max(
         (_narrow(network, everything & ~(1 << rank)) for rank in range(network.ranks)),

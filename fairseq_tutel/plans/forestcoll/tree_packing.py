@@ -14,7 +14,7 @@ from fairseq_tutel.plans.forestcoll.max_flow import Flow, members
 
 
 class Tree(NamedTuple):
-    """A tree of m copies, with its edges (parent, child) in breadth-first order."""
+    """m = `copies` equal trees, with their edges (parent, child) in breadth-first order."""
 
     root: int
     copies: int

@@ -127,7 +127,7 @@ def _parse(text: str | bytes) -> ET.Element:
     parser.EndElementHandler = builder.end
 
     def refuse(*_: object) -> None:
-        raise PlanError("This is no MSCCL algorithm: it has a document type; remove <!DOCTYPE …>.")
+        raise PlanError("This is not an MSCCL algorithm: it has a document type; remove <!DOCTYPE …>.")
 
     parser.StartDoctypeDeclHandler = refuse
     try:
@@ -135,7 +135,7 @@ def _parse(text: str | bytes) -> ET.Element:
     except PlanError:
         raise
     except (expat.ExpatError, LookupError, ValueError) as error:
-        raise PlanError(f"This is no MSCCL algorithm: {error}.") from None
+        raise PlanError(f"This is not an MSCCL algorithm: {error}.") from None
     root: ET.Element = builder.close()
     _demand(root.tag == "algo", f"its root is {root.tag!r}, not 'algo'")
     return root
@@ -147,7 +147,7 @@ def _blocks_of(
     blocks: list[_Block] = []
     for index, tb in enumerate(gpu):
         where = f"gpu {rank}, tb {index}"
-        _demand(tb.tag == "tb" and _number(tb, "id") == index, f"{where} is no tb of this id")
+        _demand(tb.tag == "tb" and _number(tb, "id") == index, f"{where} is not a tb of this id")
         send, recv = _number(tb, "send", -1, "-1"), _number(tb, "recv", -1, "-1")
         is_peer = max(send, recv) < ranks and rank not in (send, recv)
         _demand(is_peer, f"{where} has the peers {send} and {recv}, not others of {ranks} ranks")
@@ -170,7 +170,7 @@ def _step_of(
     step: ET.Element, at: int, where: str, sizes: Mapping[str, int], homes: Mapping[str, Place]
 ) -> _Step:
     where = f"{where}, step {at}"
-    _demand(step.tag == "step" and _number(step, "s") == at, f"{where} is no step of this number")
+    _demand(step.tag == "step" and _number(step, "s") == at, f"{where} is not a step of this number")
     kind = step.get("type", "")
     _demand(kind in TYPES, f"{where} has the type {kind!r}; known are {', '.join(TYPES)}")
     n = 0 if kind == "nop" else _number(step, "cnt", 1)
@@ -361,4 +361,4 @@ def _number(
 
 def _demand(holds: bool, otherwise: str) -> None:
     if not holds:
-        raise PlanError(f"This is no MSCCL algorithm: {otherwise}.")
+        raise PlanError(f"This is not an MSCCL algorithm: {otherwise}.")

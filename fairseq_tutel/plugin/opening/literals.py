@@ -18,7 +18,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from fairseq_tutel.checkpoint.files import is_pipe, walk
-from fairseq_tutel.files.small import printable, shown
+from fairseq_tutel.files.untrusted import printable, shown
 
 # Every option that fairseq's sources pass to eval(). tests/plugin/test_literals.py derives this list.
 EVALUATED = frozenset({
@@ -51,7 +51,7 @@ REFERENCE = re.compile(r"\$\{[\w.]+\}")
 
 
 def refuse_code(state: Mapping[str, Any], path: str, given: Mapping[str, Any]) -> None:
-    """Refuse a checkpoint in which an option that fairseq evaluates is no literal.
+    """Refuse a checkpoint in which an option that fairseq evaluates is not a literal.
 
     Lists and tuples may be added and multiplied, as in wav2vec's "[(512, 10, 5)] + [(512, 3, 2)] * 4".
     Values that equal the user's own overrides, `given`, are accepted.

@@ -92,7 +92,7 @@ def _refuse_damaged(path: str) -> None:
     """Refuse a local file that differs from what was saved: its weights cannot be trusted."""
     if os.path.isfile(path) and not os.environ.get(OPEN_DAMAGED) and not is_whole(path):
         raise ValueError(
-            f"{path} is no checkpoint, or one that {IS_CORRUPT}; give another file, or set "
+            f"{path} is not a checkpoint, or one that {IS_CORRUPT}; give another file, or set "
             f"{OPEN_DAMAGED}=1 to use it as it is."
         )
 
@@ -102,7 +102,7 @@ def _foreign_file(path: str, error: BaseException) -> ValueError:
     refused = refused_class(error)
     reason = f"{type(error).__name__}: {error}".partition("\n")[0]
     holds = f"it holds {refused}, which is not run" if refused else reason
-    return ValueError(f"{path} is no checkpoint that fairseq saved ({holds}); give one that it did.")
+    return ValueError(f"{path} is not a checkpoint that fairseq saved ({holds}); give one that it did.")
 
 
 def mark_as_opened(state: Any) -> bool:

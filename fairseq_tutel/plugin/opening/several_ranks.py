@@ -104,7 +104,7 @@ class Command:
             self.lockstep.wait_for_turn(self._turns[layer])
 
     def count(self, batches: Any, dictionary: Any) -> Scored:
-        """Return batches for fairseq-eval-lm, whose tokens are counted."""
+        """Return the batches of fairseq-eval-lm, wrapped in a counter of their tokens."""
         self.scored = Scored(batches, dictionary, self.cfg)
         return self.scored
 
@@ -126,7 +126,7 @@ class Command:
 
 
 def run_on_several_ranks(main: Any, cfg: Any, **kwargs: Any) -> None:
-    """Run a command's `main` on this rank's sentences, then serve the other ranks to their end."""
+    """Run a command's `main` on this rank's sentences, then serve the other ranks until they finish."""
     if world.size() == 1:
         main(cfg, **kwargs)
         return

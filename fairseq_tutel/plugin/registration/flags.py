@@ -16,10 +16,16 @@ from typing import Any
 from fairseq.dataclass import ChoiceEnum, FairseqDataclass
 from fairseq.models import ARCH_MODEL_REGISTRY
 
-from fairseq_tutel.files.small import shown
-from fairseq_tutel.moe.balance_options import CriterionConfig
+from fairseq_tutel.files.untrusted import shown
 from fairseq_tutel.moe.config import LAYER, MoEConfig
-from fairseq_tutel.moe.option_table import BY_OWNER, ModelConfig, SidesConfig, TaskConfig, options_of
+from fairseq_tutel.moe.option_table import (
+    BY_OWNER,
+    CriterionConfig,
+    ModelConfig,
+    SidesConfig,
+    TaskConfig,
+    options_of,
+)
 from fairseq_tutel.options.option import Option, flag_of, key_of, options_in, plain, read, refuse_bad_values
 
 logger = logging.getLogger(__name__)
@@ -59,7 +65,9 @@ def refuse_misspelt(overrides: dict[str, Any]) -> None:
     for key in overrides:
         close = meant(key)
         if close:
-            raise ValueError(f"--model-overrides has {key!r}, which is no option; did you mean {close!r}?")
+            raise ValueError(
+                f"--model-overrides has {key!r}, which is not an option; did you mean {close!r}?"
+            )
 
 
 def warn_of_given(task_cfg: Any, dense: str) -> None:

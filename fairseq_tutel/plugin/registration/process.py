@@ -20,7 +20,7 @@ import torch
 from fairseq.data.iterators import BackgroundConsumer
 from torch.utils.data import Dataset
 
-from fairseq_tutel.files.small import error_line
+from fairseq_tutel.files.untrusted import error_line
 from fairseq_tutel.options.option import flag_of
 from fairseq_tutel.plugin.registration.variants import change_class
 from fairseq_tutel.plugin.run_state import RUN

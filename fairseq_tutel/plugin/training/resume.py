@@ -62,7 +62,8 @@ def checkpoint_to_load(cfg: Any) -> str | None:
     if found[0] == NOTHING and os.path.abspath(path) != os.path.abspath(_last(cfg)):
         # fairseq would train from scratch.
         raise ValueError(
-            f"{flag} is {path}, which does not exist; give a path from the current folder, or drop it."
+            f"{flag} is {path}, which does not exist; give a path relative to the current folder, or drop "
+            f"{flag}."
         )
     return None if found[0] in (NOTHING, ELSEWHERE) else path
 
@@ -159,8 +160,8 @@ def _newer_than(last: str) -> str | None:
     if newer is not None:
         updates, path = newer
         logger.warning(
-            "training resumes from %s (update %d), which was saved after checkpoint_last.pt (%s), "
-            "as when the disk was full between the two; give --restore-file %s to resume from that one",
+            "training resumes from %s (update %d), which is newer than checkpoint_last.pt (%s), for "
+            "example because the disk was full; give --restore-file %s to resume from the latter",
             *(os.path.basename(path), updates),
             f"update {updates_of_last}" if updates_of_last >= 0 else "corrupt",
             last,

@@ -16,9 +16,9 @@ from typing import Any
 from fairseq.file_io import PathManager
 from fairseq.trainer import Trainer
 
-from fairseq_tutel.checkpoint import experts, files, folders
+from fairseq_tutel.checkpoint import atomic_save, experts, folders
 from fairseq_tutel.checkpoint.lease import NAME, Lease, take
-from fairseq_tutel.files.small import is_temporary
+from fairseq_tutel.files.atomic import is_temporary
 from fairseq_tutel.moe.expert_stack import ExpertStack
 from fairseq_tutel.optim.moe_optimizer import ONLY_OF_RANK, MoEOptimizerMixin, innermost_optimizer
 from fairseq_tutel.plugin.run_state import RUN
@@ -53,7 +53,7 @@ def writing(save_dir: str, writes: bool = True) -> Iterator[None]:
             if writes:
                 taken.append(take(save_dir))
         except OSError as error:
-            sentence = files.unwritten(str(Path(save_dir) / NAME), error).args[-1]
+            sentence = atomic_save.unwritten(str(Path(save_dir) / NAME), error).args[-1]
             raise ValueError(sentence) from error
 
     run_on_rank_zero(take_lease, "rank 0's check of writers in --save-dir")
@@ -151,7 +151,7 @@ def copy(original: Any) -> Any:
         if not PathManager.supports_rename(dst_path):
             return original(src_path, dst_path, overwrite)
         # Follow a link, as fairseq does, which writes through it.
-        with files.replacing(os.path.realpath(dst_path)) as temporary:
+        with atomic_save.replacing(os.path.realpath(dst_path)) as temporary:
             copied = original(src_path, temporary, True)
             with open(temporary, "rb") as file:
                 os.fsync(file.fileno())
@@ -176,6 +176,6 @@ def persistent_save(original: Any) -> Any:
         if async_write or not PathManager.supports_rename(filename):
             original(obj, filename, async_write)
         else:
-            files.save(obj, filename)
+            atomic_save.save(obj, filename)
 
     return wrapper

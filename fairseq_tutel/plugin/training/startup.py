@@ -120,7 +120,7 @@ def limit_fairseq_groups() -> None:
 
 
 def allocate_gather_buffers(cfg: Any) -> None:
-    """On a CPU, give fairseq's all_gather_list, which allocates on a GPU, its two buffers."""
+    """On a CPU, allocate the buffers of all_gather_list, which fairseq would allocate on a GPU."""
     if not torch.cuda.is_available():
         size, gather = cfg.common.all_gather_list_size, distributed_utils.all_gather_list
         gather._buffer = torch.empty(size * dist.get_world_size(), dtype=torch.uint8)
@@ -251,8 +251,8 @@ def _refuse_options(root: Any, on_gpu: bool) -> None:
         (
             read(TaskConfig, root.task).moe_checkpoint == "sharded"
             and PathManager.path_requires_pathmanager(save_dir),
-            f"--save-dir is {save_dir}, which is no local folder, and --moe-checkpoint sharded needs one; "
-            "give a folder, or --moe-checkpoint full.",
+            f"--save-dir is {save_dir}, which is not a local folder, and --moe-checkpoint sharded needs "
+            "one; give a folder, or --moe-checkpoint full.",
         ),
         (
             root.checkpoint.write_checkpoints_asynchronously,

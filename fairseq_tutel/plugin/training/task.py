@@ -16,9 +16,8 @@ from torch import nn
 
 from fairseq_tutel.checkpoint import experts
 from fairseq_tutel.moe.balance import update_biases
-from fairseq_tutel.moe.balance_options import CriterionConfig
 from fairseq_tutel.moe.config import MoEConfig
-from fairseq_tutel.moe.option_table import SidesConfig, TaskConfig
+from fairseq_tutel.moe.option_table import CriterionConfig, SidesConfig, TaskConfig
 from fairseq_tutel.moe.update_tuner import UpdateTuner
 from fairseq_tutel.optim.moe_optimizer import innermost_optimizer
 from fairseq_tutel.options.option import read
@@ -44,7 +43,7 @@ class InferenceMixin:
     target_dictionary: Any  # of a language modeling task
 
     def get_batch_iterator(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the stock iterator; release the workers of iterators that no later epoch reads.
+        """Return fairseq's iterator; stop the workers of iterators that later epochs do not use.
 
         Iterators are in reference cycles, and the garbage collector takes 5 seconds for each worker.
         """
@@ -60,7 +59,7 @@ class InferenceMixin:
         return iterator
 
     def build_generator(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the stock generator; raise NoSentences if this rank has none of the batches."""
+        """Return fairseq's generator; raise NoSentences if this rank has no batches."""
         last = self._iterator
         if last is not None and last.shard_id >= len(last.frozen_batches):
             raise NoSentences
@@ -70,7 +69,7 @@ class InferenceMixin:
         return super().build_generator(*args, **kwargs)  # type: ignore[misc]
 
     def eval_lm_dataloader(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the batches of fairseq-eval-lm; on several ranks their tokens are counted."""
+        """Return the batches of fairseq-eval-lm; on several ranks, wrap them in a token counter."""
         batches, command = super().eval_lm_dataloader(*args, **kwargs), RUN.command  # type: ignore[misc]
         if command is None:
             return batches
@@ -82,7 +81,7 @@ class InferenceMixin:
         return command.count(batches, self.target_dictionary)
 
     def valid_step(self, sample: Any, model: nn.Module, criterion: Any, **kwargs: Any) -> Any:
-        """Run the stock step, if this rank has a batch left; serve other ranks until they finish theirs."""
+        """Run fairseq's step if this rank has a batch left; then serve other ranks until they finish."""
         if RUN.command is None:
             return super().valid_step(sample, model, criterion, **kwargs)  # type: ignore[misc]
         result: Any = (0.0, 0, {})
@@ -264,8 +263,8 @@ def _out_of_memory_ends_the_job(what: str) -> Iterator[None]:
         if topology.world_size == 1 or "out of memory" not in str(error):
             raise
         raise MemoryError(
-            f"rank {topology.rank} had too little memory in {what}; lower --max-tokens or "
-            "--batch-size, or add --checkpoint-activations."
+            f"rank {topology.rank} ran out of memory in {what}; lower --max-tokens or --batch-size, or "
+            "add --checkpoint-activations."
         ) from error
 
 

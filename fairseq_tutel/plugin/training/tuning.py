@@ -43,7 +43,11 @@ def choose_algorithm(model: nn.Module, task_cfg: Any, root: Any) -> None:
     strategies = world.broadcast_object(strategies, "the agreement on --moe-a2a-algorithm auto")
     for layer, strategy in zip(layers, strategies, strict=True):
         layer.follow(strategy)
-    logger.info("--moe-a2a-algorithm auto: %s, by the numbers of %s", strategies[0].algorithm, machine.name)
+    logger.info(
+        "--moe-a2a-algorithm auto: %s, by the hardware profile of %s",
+        strategies[0].algorithm,
+        machine.name,
+    )
 
 
 def tuner_of(model: nn.Module, cfg: Any, task_cfg: Any, root: Any) -> UpdateTuner | None:

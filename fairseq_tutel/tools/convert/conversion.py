@@ -75,7 +75,7 @@ class Conversion:
         if self.is_folder:
             output = Path(arguments.output)
             if not output.parent.is_dir() or (output.exists() and not output.is_dir()):
-                raise ValueError(f"--output is {output}; give the name of a folder in an existing one.")
+                raise ValueError(f"--output is {output}; give a folder whose parent folder exists.")
         else:
             output = output_path(arguments.output)
             refuse_output(output, inputs, arguments.overwrite)

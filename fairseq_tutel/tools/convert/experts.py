@@ -42,8 +42,8 @@ def _merge(arguments: argparse.Namespace, inputs: list[Path]) -> tuple[SavedMode
             E, named = configs[layer].num_experts, sum(map(len, of_layer))
             if named < E:
                 raise ValueError(
-                    f"--groups names {named} of the {E} experts of {layer.label}; name every one once, in "
-                    "a group of one to keep it (convert prune removes experts)."
+                    f"--groups names {named} of the {E} experts of {layer.label}; name each expert once "
+                    "(a group of one expert keeps it; convert prune removes experts)."
                 )
     for line in regroup(saved, groups, load, arguments.moe_top_k):
         print(line)
@@ -63,8 +63,8 @@ def _prune(arguments: argparse.Namespace, inputs: list[Path]) -> tuple[SavedMode
     if arguments.drop is not None:
         if load:
             raise ValueError(
-                "--drop names the experts, so that --log and --load have no effect; leave them out, or "
-                "give --below instead."
+                "--drop names the experts to remove, so --log and --load have no effect; leave them out, "
+                "or give --below instead of --drop."
             )
         removed = {layer: ids for layer, (ids,) in expert_ids("--drop", arguments.drop, configs).items()}
     elif not load:

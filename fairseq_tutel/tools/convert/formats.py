@@ -7,7 +7,7 @@ from pathlib import Path
 from fairseq_tutel.checkpoint.quantized import EXPERT_DTYPES
 from fairseq_tutel.checkpoint.saved import SavedModel
 from fairseq_tutel.convert import meta, safetensors_folder, sharded, swin, tutel
-from fairseq_tutel.files.small import printable
+from fairseq_tutel.files.untrusted import printable
 from fairseq_tutel.kernels.activations import ACTIVATIONS
 from fairseq_tutel.options.option import UNITS, bytes_of
 from fairseq_tutel.tools.convert.conversion import NEW_RUN, Conversion, one_file, option

@@ -88,13 +88,14 @@ def _kept(arguments: argparse.Namespace, sizes: Mapping[str, int]) -> dict[str, 
                 continue
             if prefix and len(sizes) == 1:
                 raise ValueError(
-                    f"{flag_of(key)} is {text}, but the model has one side; give --{verb}-layers."
+                    f"{flag_of(key)} is {text}, but the model is not an encoder-decoder; give "
+                    f"--{verb}-layers."
                 )
             named = [int(part) if part.strip().isdecimal() else -1 for part in text.split(",")]
             if not {*named} <= {*range(sizes[side])} or len({*named}) < len(named):
                 raise ValueError(
                     f"{flag_of(key)} is {text!r}, but the {side} has the layers 0 to {sizes[side] - 1}; "
-                    "name some of these, once each, with commas between, as 1,3."
+                    "name some of these, once each, separated by commas, such as 1,3."
                 )
             kept[side] = [i for i in range(sizes[side]) if (i in named) == (verb == "keep")]
             if not kept[side]:

@@ -1,6 +1,7 @@
-"""Reads options per MoE layer, as 3,5 for all or decoder_1=3,5 encoder_3=0 for some, and experts' loads.
+"""Reads options that have a value per MoE layer, and the loads of experts.
 
-A load of 1 is that of an even distribution. Loads are read from a training log or the command line.
+"3,5" is the value of all layers; "decoder_1=3,5 encoder_3=0" are the values of two. A load of 1 is that of
+an even distribution. Loads are read from a training log or the command line.
 """
 
 import argparse
@@ -39,8 +40,8 @@ def by_layer(
             )
         if equals and (label not in named or named[label] in found):
             raise ValueError(
-                f"{flag} has {word}, but {label} is given twice or no layer with experts; there are "
-                f"{', '.join(named)}."
+                f"{flag} has {word}, but {label} is given twice or is not a layer with experts; choose "
+                f"from {', '.join(named)}."
             )
         try:
             value = read(text)
@@ -66,7 +67,9 @@ def expert_ids(
         for part in (part for group in groups for part in group):
             if not part.strip().isdecimal():
                 form = f"0,3{', and / between groups, as 0,3/1,2' * in_groups}{', or all' * or_all}"
-                raise ValueError(f"{part!r} is no expert ID; give IDs with commas between them, as {form}")
+                raise ValueError(
+                    f"{part!r} is not an expert ID; give IDs with commas between them, as {form}"
+                )
         found = [[int(part) for part in group] for group in groups]
         ids = [i for group in found for i in group]
         for i in ids:

@@ -62,7 +62,7 @@ _STYLE: dict[Any, Any] = {
     "grid.color": "#e5e5e5",
     "axes.edgecolor": "#666666",
     "figure.constrained_layout.use": True,
-    # A dollar sign in the name of a run is no formula.
+    # A dollar sign in the name of a run is not a formula.
     "text.parse_math": False,
     # Text stays text, in the reader's fonts. Equal values give equal files.
     "svg.fonttype": "none",

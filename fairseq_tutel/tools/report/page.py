@@ -40,7 +40,7 @@ def run(arguments: argparse.Namespace) -> None:
     output = arguments.output
     refuse_output(output)
     if output.exists() and output.suffix != ".html":  # may be a log or a checkpoint
-        raise ValueError(f"--output is {output}, which exists and is no .html file; give another name.")
+        raise ValueError(f"--output is {output}, which exists and is not an .html file; give another name.")
     names = _names(arguments.names, arguments.runs)
     logs = {name: find_log(path) for name, path in zip(names, arguments.runs, strict=True)}
     files = {name: list(map(str, of)) for name, (_, of) in logs.items()}

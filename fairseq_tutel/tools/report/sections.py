@@ -50,7 +50,7 @@ class Picture:
 
 @dataclass
 class Section:
-    """A part of the page. `groups` maps the headings in it to pictures; "" is no heading."""
+    """A part of the page. `groups` maps the headings in it to pictures; "" is not a heading."""
 
     name: str
     title: str
@@ -230,7 +230,7 @@ def _quantity(name: str) -> tuple[str, str, bool]:
 
 
 def _values(records: list[Record], key: str) -> tuple[list[int], list[list[float]]]:
-    """Return the updates of the records that have a list, and the lists."""
+    """Return the update numbers and the lists of the records that have the list `key`."""
     found = [record for record in records if key in record.lists]
     return [record.update for record in found], [record.lists[key] for record in found]
 

@@ -100,7 +100,7 @@ def capacity_of(config: MoEConfig, training: bool, factor: float | Capacity | No
 
 
 def by_position(scores_TE: Tensor, expert_ids_TK: Tensor, position_T: Tensor, training: bool) -> Tensor:
-    """First choices before second ones, then (sentence, time) order."""
+    """First choices first, then tokens in (sentence, time) order."""
     return _choice_by_choice(position_T.expand(expert_ids_TK.shape[1], -1))
 
 
@@ -114,7 +114,10 @@ def by_largest_score(
 
 
 def at_random(scores_TE: Tensor, expert_ids_TK: Tensor, position_T: Tensor, training: bool) -> Tensor:
-    """First choices first, in training tokens in random order (DeepSpeed-MoE, Rajbhandari et al. 2022)."""
+    """First choices first, then tokens in random order; in evaluation as `by_position`.
+
+    Source: DeepSpeed-MoE (Rajbhandari et al. 2022).
+    """
     if not training:
         return by_position(scores_TE, expert_ids_TK, position_T, training)
     num_tokens, top_k = expert_ids_TK.shape

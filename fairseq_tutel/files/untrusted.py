@@ -1,20 +1,15 @@
-"""Reads small untrusted files: never waits, and limits their size and depth. Replaces files atomically."""
+"""Reads small untrusted files: never waits, and limits their size and depth."""
 
-import contextlib
 import errno
 import json
 import os
-import re
-import secrets
 import stat
-from collections.abc import Iterator
 from typing import Any
 
 # Plans of many ranks are the largest of these files.
 LARGEST_BYTES = 2**28
 # Characters of a value that an error message quotes.
 SHOWN = 60
-TEMPORARY = ".tmp"
 
 
 def content_of(path: str | os.PathLike, largest: int = LARGEST_BYTES) -> bytes:
@@ -42,7 +37,7 @@ def open_ordinary(path: str | os.PathLike, flags: int = os.O_RDONLY) -> int:
     os.close(descriptor)
     if stat.S_ISDIR(mode):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
-    raise OSError("it is no ordinary file")
+    raise OSError("it is not an ordinary file")
 
 
 def json_of(path: str | os.PathLike) -> Any:
@@ -56,35 +51,6 @@ def parse_json(text: str | bytes | bytearray, **options: Any) -> Any:
         return json.loads(text if isinstance(text, str) else text.decode("utf-8"), **options)
     except RecursionError as error:
         raise ValueError("its JSON nests too deeply") from error
-
-
-def temporary_of(path: str | os.PathLike) -> str:
-    """Return an unused name in the folder of a file."""
-    return f"{os.fspath(path)}.{secrets.token_hex(4)}{TEMPORARY}"
-
-
-def is_temporary(name: str) -> bool:
-    """Whether a name is one of `temporary_of`."""
-    return re.fullmatch(r".+\.[0-9a-f]{8}" + re.escape(TEMPORARY), name) is not None
-
-
-@contextlib.contextmanager
-def temporary_beside(path: str | os.PathLike) -> Iterator[str]:
-    """Yield an unused name in the folder of a file, and remove a file of that name after the block."""
-    temporary = temporary_of(path)
-    try:
-        yield temporary
-    finally:
-        with contextlib.suppress(OSError):
-            os.remove(temporary)
-
-
-@contextlib.contextmanager
-def renamed_when_whole(path: str | os.PathLike) -> Iterator[str]:
-    """Yield a temporary name to write to, and rename that file to `path` after the block."""
-    with temporary_beside(path) as temporary:
-        yield temporary
-        os.replace(temporary, path)
 
 
 def printable(text: str) -> str:

@@ -44,9 +44,9 @@ WRONG["programs"][1][0] = [step for step in WRONG["programs"][1][0] if step["op"
     [
         ("{", r"x\.json can not be read as a plan \("),
         ("[" * 100_000, r"x\.json can not be read as a plan \("),
-        (json.dumps({"format": 1}), r"x\.json: This is no plan: collective is None"),
+        (json.dumps({"format": 1}), r"x\.json: This is not a plan: collective is None"),
         (json.dumps(WRONG), r"x\.json: Plan 'one_phase all_reduce' .*channel"),
-        (json.dumps(network.to_json(BOXES)), r"x\.json: This is no plan: "),
+        (json.dumps(network.to_json(BOXES)), r"x\.json: This is not a plan: "),
         (
             json.dumps(to_json(PLAN)),
             r"x\.json: the plan is for the network \w+, but no network file in its folder",

@@ -1,0 +1,81 @@
+"""Saves files so that a crash, a full disk or an error leaves the old file unchanged."""
+
+import contextlib
+import os
+import shutil
+import time
+from collections.abc import Iterator
+from typing import IO, Any
+
+import torch
+
+from fairseq_tutel.files.atomic import renamed_when_whole
+
+# Number of attempts and the pause between them, as in fairseq.
+TRIES, PAUSE_SECONDS = 3, 2.5
+
+
+def save(content: Any, path: str) -> None:
+    """Write a local file atomically with torch.save, with several attempts; raise as `replacing`."""
+    with replacing(path) as temporary:
+        for left in reversed(range(TRIES)):
+            try:
+                write(content, temporary)
+                return
+            except Exception:
+                if left == 0:
+                    raise
+                time.sleep(PAUSE_SECONDS)
+
+
+@contextlib.contextmanager
+def replacing(path: str) -> Iterator[str]:
+    """Yield a temporary name, and rename that file to `path`, a file of a training run, after the block.
+
+    Raises:
+        OSError: names the file and the reason; the temporary file is removed.
+    """
+    try:
+        with renamed_when_whole(path) as temporary:
+            yield temporary
+    except Exception as error:
+        raise unwritten(path, error) from error
+
+
+@contextlib.contextmanager
+def synced(path: str | os.PathLike) -> Iterator[IO[bytes]]:
+    """Open a file for writing, and call fsync after the block."""
+    with open(path, "wb") as file:
+        yield file
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def write(content: Any, path: str | os.PathLike) -> None:
+    """Write a file with torch.save and fsync."""
+    with synced(path) as file:
+        torch.save(content, file)
+
+
+def unwritten(path: str, error: BaseException) -> OSError:
+    """Return an error that names a file that could not be written, the reason and the fix."""
+    cause, number, reason = system_error(error), None, str(error).partition("\n")[0]
+    if cause is not None:
+        number, reason = cause.errno, str(cause.strerror)
+    folder = os.path.dirname(os.path.abspath(path))
+    while not os.path.isdir(folder):
+        folder = os.path.dirname(folder)
+    free = shutil.disk_usage(folder).free
+    message = (
+        f"{path} could not be written: {reason} ({free / 1e6:.1f} MB are free there); earlier checkpoints "
+        "are unchanged; check the disk, and start again to resume from the newest."
+    )
+    return OSError(number, message) if number else OSError(message)
+
+
+def system_error(error: BaseException) -> OSError | None:
+    """Return the OSError behind an error of torch; None if there is none."""
+    cause: BaseException | None = error
+    while cause is not None and not (isinstance(cause, OSError) and cause.errno):
+        cause = cause.__cause__ or cause.__context__
+    return cause if isinstance(cause, OSError) else None
