@@ -24,6 +24,7 @@ from fairseq_tutel.options.option import (
     because,
     capacity,
     communication,
+    documented,
     experts,
     kernels,
     memory,
@@ -109,9 +110,16 @@ class MoEConfig:
     # fmt: off
     prefix: ClassVar[str] = "moe_"  # of the keys
     # Fields without `of` are set from the stock model's options, or from ModelConfig.
-    model_dim: int = option(MISSING, rule=AT_LEAST_1, flag="--decoder-embed-dim / --encoder-embed-dim")
-    hidden_dim: int = option(MISSING, rule=AT_LEAST_1, flag="--moe-expert-ffn-dim")
-    num_experts: int = option(MISSING, rule=AT_LEAST_1, flag="--moe-expert-count")
+    model_dim: int = option(
+        MISSING, rule=AT_LEAST_1, flag="--decoder-embed-dim / --encoder-embed-dim",
+        help="D, the width of a token",
+    )
+    hidden_dim: int = option(
+        MISSING, "H, the hidden dimension of an expert", rule=AT_LEAST_1, flag="--moe-expert-ffn-dim"
+    )
+    num_experts: int = option(
+        MISSING, "E, the experts of the layer, over all ranks", rule=AT_LEAST_1, flag="--moe-expert-count"
+    )
     top_k: int = routing(2, "experts per token, from 1 to the number of experts", rule=AT_LEAST_1)
     capacity_factor: float = capacity(
         0.0, rule=CAPACITY,
@@ -214,7 +222,7 @@ class MoEConfig:
         0.0, rule=PROBABILITY, excluded=(HASHED,),
         help="dropout probability of the gate's input",
     )
-    gate_fp32: bool = option(True)
+    gate_fp32: bool = option(True, "compute the gate and its softmax in fp32")
     balance_loss: str = balance_loss_option()
     balance_bias: bool = balance(
         False, excluded=(EXPERTS_CHOOSE, HASHED),
@@ -245,12 +253,20 @@ class MoEConfig:
         help="divisor of the experts' summed gradients on several ranks: world_size, as for other "
         "parameters, or sqrt_world_size",
     )
-    activation: str = option("relu", rule=one_of(tuple(ACTIVATIONS)), flag="--activation-fn")
-    expert_bias: bool = option(True)
-    activation_dropout: float = option(0.0, rule=PROBABILITY, flag="--activation-dropout")
-    hidden_layer_norm: bool = option(False)
+    activation: str = option(
+        "relu", rule=one_of(tuple(ACTIVATIONS)), flag="--activation-fn",
+        help=f"activation of the experts: {', '.join(ACTIVATIONS)}",
+    )
+    expert_bias: bool = option(True, "experts have biases")
+    activation_dropout: float = option(
+        0.0, "dropout probability after the activation", rule=PROBABILITY, flag="--activation-dropout"
+    )
+    hidden_layer_norm: bool = option(False, "layer norm after the activation, as --scale-fc does")
     # Standard deviation of the experts' initial weights (biases are zero); 0 initializes as nn.Linear.
-    init_std: float = option(0.0, rule=NOT_NEGATIVE)
+    init_std: float = option(
+        0.0, "standard deviation of the experts' initial weights; 0: fairseq's initialization",
+        rule=NOT_NEGATIVE,
+    )
     backend: str = kernels(
         "auto", choices=("auto", "reference", "triton"),
         help="kernels for routing, dispatch, experts and combine: auto uses triton on a GPU if it is "
@@ -328,6 +344,7 @@ class MoEConfig:
 
 
 LAYER = {item.name: item for item in options_in(MoEConfig)}
+MoEConfig.__doc__ = documented(MoEConfig)
 
 
 def label_of(name: str) -> str:

@@ -4,7 +4,7 @@ import math
 import numbers
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import MISSING, dataclass, field, fields, replace
 from functools import cache, partial
 from typing import Any, TypeVar
 
@@ -106,6 +106,15 @@ def _options_in(config: Any) -> tuple[Option, ...]:
         return replace(entry, name=name, key=key_of(flag) if entry.of else "", flag=flag, type=type)
 
     return tuple(named(item.metadata["option"], item.name, item.type) for item in fields(config))
+
+
+def documented(config: type) -> str:
+    """Return a dataclass's docstring with an entry for each option: type, meaning with unit, and default."""
+    lines = [str(config.__doc__), "", "Attributes:"]
+    for item in options_in(config):
+        default = "" if item.default is MISSING else f" [{item.shown_default}]"
+        lines.append(f"    {item.name} ({item.type.__name__}): {item.text}{default}")
+    return "\n".join(lines)
 
 
 def plain(value: Any) -> Any:
