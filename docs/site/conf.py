@@ -14,3 +14,13 @@ html_theme = "furo"
 html_title = f"fairseq_tutel {release}"
 autodoc_typehints = "description"
 autodoc_typehints_description_target = "documented"
+
+
+def _escape(app, what, name, obj, options, lines) -> None:
+    """Escape bars, which are absolute values here and substitutions in reStructuredText."""
+    lines[:] = [line.replace("|", r"\|") for line in lines]
+
+
+def setup(app) -> None:
+    """Connect to Sphinx."""
+    app.connect("autodoc-process-docstring", _escape)

@@ -109,7 +109,7 @@ def _options_in(config: Any) -> tuple[Option, ...]:
 
 
 def documented(config: type) -> str:
-    """Return a dataclass's docstring with an entry for each option: type, meaning with unit, and default."""
+    """Return a dataclass's docstring and an entry for each option: type, meaning, unit and default."""
     lines = [str(config.__doc__), "", "Attributes:"]
     for item in options_in(config):
         default = "" if item.default is MISSING else f" [{item.shown_default}]"

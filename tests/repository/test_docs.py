@@ -2,6 +2,8 @@
 
 import importlib.util
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -57,3 +59,13 @@ def test_every_yes_of_the_routing_table_is_shown_by_a_test_that_exists():
         for test in shown:
             path, name = test.split("::")
             assert f"\ndef {name}(" in (ROOT / path).read_text(), f"{row[0]}: {test}"
+
+
+@pytest.mark.long
+def test_the_site_builds_without_a_warning(tmp_path):
+    pytest.importorskip("sphinx")
+    words = ["-m", "sphinx", "-q", "-W", "--keep-going", "-c", "docs/site", ".", str(tmp_path / "site")]
+    done = subprocess.run([sys.executable, *words], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    page = (tmp_path / "site" / "docs" / "site" / "api.html").read_text()
+    assert "experts per token, from 1 to the number of experts" in page
