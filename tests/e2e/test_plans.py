@@ -92,5 +92,8 @@ def test_a_training_by_plans_is_one_of_a_fixed_order_and_near_torchs(ranks, flag
 def test_a_plan_of_other_ranks_is_refused_before_training(lm_data, tmp_path):
     plans = write(tmp_path / "files", [2, 8])
     output = train(lm_data, tmp_path, "--moe-collective-plans", plans, ranks=2, check=False)
-    sentence = "error: --moe-collective-plans: one_phase_all_gather_8 is for 8 ranks, and this run's "
-    assert f"{sentence}groups have 2; make it for one of these, or leave it out.\n" in output
+    sentence = "error: --moe-collective-plans: plan one_phase_all_gather_8 is for 8 ranks, but the groups "
+    assert (
+        f"{sentence}of this run have 2 ranks; make the plan for a group of this run, or remove it.\n"
+        in output
+    )

@@ -200,5 +200,5 @@ def test_a_file_that_is_wrong_is_refused(before, after, sentence):
 
 
 def test_an_all_to_all_in_place_is_refused_since_blocks_need_not_be_alike():
-    with pytest.raises(PlanError, match="writes a chunk of another length to out"):
+    with pytest.raises(PlanError, match="writes a chunk of a different length to out"):
         check(from_xml(exchanged()))
