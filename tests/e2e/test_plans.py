@@ -76,14 +76,14 @@ def test_a_training_by_plans_is_one_of_a_fixed_order_and_near_torchs(ranks, flag
         plain = loaded(tmp_path / "torch")
         assert facts_of(got) == pytest.approx(facts_of(plain), rel=1e-6, abs=1e-7)
         same_weights(plain["model"], got["model"], adam=True)
-    said = [f"the exchange of rows runs by the plan {rows}_all_to_all_2 (2 ranks, digest "]
+    said = [f"the exchange of rows uses the collective plan {rows}_all_to_all_2 (2 ranks, digest "]
     if flags:
-        said += [f"the reduce-scatter of gradients runs by the plan one_phase_reduce_scatter_{ranks} "]
-        said += [f"the all-gather of updated weights runs by the plan one_phase_all_gather_{ranks} "]
+        said += [f"reduce-scatter of gradients uses the collective plan one_phase_reduce_scatter_{ranks} "]
+        said += [f"all-gather of updated weights uses the collective plan one_phase_all_gather_{ranks} "]
     else:
-        said += [f"the all-reduce of dense gradients runs by the plan {sums}_all_reduce_{ranks} "]
+        said += [f"the all-reduce of dense gradients uses the collective plan {sums}_all_reduce_{ranks} "]
     if ranks > 2 and not flags:
-        said += ["the all-reduce of expert gradients runs by the plan two_phase_all_reduce_2 "]
+        said += ["the all-reduce of expert gradients uses the collective plan two_phase_all_reduce_2 "]
     for sentence in said:
         assert run.output.count(sentence) == 1, sentence
 

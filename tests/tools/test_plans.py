@@ -69,8 +69,8 @@ def test_plans_by_name_and_files_of_msccl(tmp_path):
             "ring is not a collective plan; give a FILE.json, a FILE.xml or NAME:COLLECTIVE:RANKS[:NODES], with",
         ),
         ("ring:all_gather:9999", "at most 512 ranks"),
-        ("ring:broadcast:4", "ring makes no 'broadcast'"),
-        ("hierarchical:all_reduce:4:3", "4 ranks cannot be divided among 3 nodes"),
+        ("ring:broadcast:4", "ring cannot make 'broadcast' plans"),
+        ("hierarchical:all_reduce:4:3", "4 ranks cannot be divided equally among 3 nodes"),
     ):
         assert sentence in refusal_of("plan-check", name)
 
