@@ -49,7 +49,7 @@ def test_its_plan_and_its_network_are_files_that_can_be_used(tmp_path, words, le
 
 REFUSED = {
     "GPUs": (("torus:1x257",), "torus:1x257 has 257 GPUs; give a network of at most 256."),
-    "topology": (("dgx",), "dgx is not a network; give a FILE.json or one of dgx_a100:BOXES, "),
+    "topology": (("dgx",), "dgx is not a network; give the path of a JSON file or one of dgx_a100:BOXES, "),
     "collective": (
         ("torus:1x4", "--collective", "all_to_all"),
         "--collective is all_to_all; give one of all_gather, reduce_scatter, all_reduce.",

@@ -66,11 +66,11 @@ def test_plans_by_name_and_files_of_msccl(tmp_path):
     for name, sentence in (
         (
             "ring",
-            "ring is not a plan; give a FILE.json, a FILE.xml or NAME:COLLECTIVE:RANKS[:NODES], of at most",
+            "ring is not a collective plan; give a FILE.json, a FILE.xml or NAME:COLLECTIVE:RANKS[:NODES], with",
         ),
         ("ring:all_gather:9999", "at most 512 ranks"),
-        ("ring:broadcast:4", "ring makes no 'broadcast'"),
-        ("hierarchical:all_reduce:4:3", "4 ranks cannot be divided among 3 nodes"),
+        ("ring:broadcast:4", "ring cannot make 'broadcast' plans"),
+        ("hierarchical:all_reduce:4:3", "4 ranks cannot be divided equally among 3 nodes"),
     ):
         assert sentence in refusal_of("plan-check", name)
 
@@ -84,10 +84,10 @@ def test_what_is_refused(written, tmp_path):
     bad = written(replace(RING, programs=(RING.programs[0][:1], *RING.programs[:3])))
     assert refusal_of("plan-check", bad).startswith(f"{bad}: Plan 'ring all_gather' is malformed: rank ")
     bad.write_text(json.dumps(to_json(RING) | {"ranks": 0}))
-    assert refusal_of("plan-check", bad).startswith(f"{bad}: This is not a plan: ranks is 0")
+    assert refusal_of("plan-check", bad).startswith(f"{bad}: This is not a collective plan: ranks is 0")
     for content in (b"{", b"\xff", b"[" * 100000):
         bad.write_bytes(content)
-        assert refusal_of("plan-check", bad).startswith(f"{bad} can not be read as a plan (")
+        assert refusal_of("plan-check", bad).startswith(f"{bad} cannot be read as a collective plan (")
     bad.unlink()
     os.mkfifo(bad)
     assert "not an ordinary file" in refusal_of("plan-check", bad)
