@@ -1,1 +1,1 @@
-"""ZeRO: ranks with the same parameters each keep a part of the optimizer state."""
+"""ZeRO: each rank keeps a part of the optimizer state of parameters that several ranks have."""

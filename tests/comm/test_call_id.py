@@ -158,7 +158,7 @@ def test_call_ids_of_a_gpu_are_compared_at_the_next_call(monkeypatch):
 def test_a_topology_made_for_other_experts_is_refused_with_the_layer(experts):
     place = Topology(world_size=4, rank=1, expert_parallel_size=4)
     config = dataclasses.replace(CONFIG, num_experts=experts)
-    with pytest.raises(ValueError, match=r"but the layer's topology was made .*make_topology"):
+    with pytest.raises(ValueError, match=r"but the layer's topology (was|has no) .*make_topology"):
         MoELayer(config, place)
 
 
