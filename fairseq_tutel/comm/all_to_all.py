@@ -34,7 +34,7 @@ Move = Callable[[Tensor], Tensor]
 
 
 class Counts(NamedTuple):
-    """The numbers of rows in all blocks of one exchange, as int64 tensors."""
+    """Row counts of one exchange, by rank and expert, as int64 tensors."""
 
     leaving_PE: Tensor  # rows from this rank to each expert of each rank
     arriving_PE: Tensor  # rows from each rank to each local expert
@@ -46,7 +46,7 @@ class Counts(NamedTuple):
     call_ids_P: Tensor | None = None
 
     def chunk(self, index: int, number: int) -> "Counts":
-        """Return the row counts of chunk `index` after every block is split into `number` chunks.
+        """Return the row counts of chunk `index` if every block of rows is split into `number` chunks.
 
         All ranks split blocks in the same way.
         """
@@ -217,7 +217,7 @@ class Hop(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class HopAllToAll(AllToAll):
-    """An all-to-all in one hop (linear), or in two: within nodes, then between nodes (2DH)."""
+    """An all-to-all in one hop (linear), or in two hops: within nodes, then between nodes (2DH)."""
 
     hops: tuple[Hop, ...]
 
@@ -264,7 +264,7 @@ class PlannedAllToAll(AllToAll):
 
     @classmethod
     def of(cls, host: Counts, group: dist.ProcessGroup, plan: str, **options: Any) -> Self:
-        """Return an all-to-all by `plan` for these row counts; `options` are the fields of `AllToAll`."""
+        """Return an all-to-all that uses collective plan `plan`; `options` are the fields of `AllToAll`."""
         assert host.crossing_PPE is not None
         rows = host.crossing_PPE.sum(2).tolist()
         return cls(group=group, plan=plan, crossing_PP=tuple(map(tuple, rows)), **options)

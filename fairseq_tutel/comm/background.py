@@ -22,7 +22,7 @@ Wait = Callable[[], Tensor]
 
 
 def start(function: Callable[[Tensor], Tensor], rows: Tensor) -> Wait:
-    """Start `function(rows)` in the background, without autograd; return a function that awaits its result.
+    """Start `function(rows)` in the background, without autograd; return a function to wait for its result.
 
     On a CPU the calling thread waits, on a GPU its stream. After a failure, queued jobs fail without
     sending: a peer would take their rows for rows of the failed job. Jobs that start after the error was

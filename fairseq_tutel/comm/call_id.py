@@ -1,4 +1,4 @@
-"""Call IDs: numbers of a layer and its call that ranks compare before an exchange.
+"""Call IDs identify a layer and its call; ranks compare them before an exchange.
 
 Without call IDs, ranks that call different layers would exchange rows without an error.
 """
@@ -52,7 +52,7 @@ class CallId:
 
     @_untraced
     def prepended_to(self, counts_PX: Tensor) -> Tensor:
-        """Return the counts with the call ID as first column, padded to the width of the widest layer.
+        """Return the counts after a first column with the call ID, padded to the widest layer's width.
 
         Call it once per layer call. Without padding, ranks in different layers would exchange unequal
         sizes, which ends with an unclear error, or never.
@@ -108,7 +108,7 @@ _pending: list[tuple[Any, Tensor, str, dist.ProcessGroup]] = []
 
 @_untraced
 def compare_later(call_ids_P: Tensor, operation: str, group: dist.ProcessGroup) -> None:
-    """Check call IDs like `compare`, but on a GPU only at the next call, to avoid a synchronization."""
+    """Check call IDs like `compare`; on a GPU, the check runs at the next call, without synchronization."""
     if not call_ids_P.is_cuda:
         compare(call_ids_P, operation, group)
         return

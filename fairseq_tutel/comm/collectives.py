@@ -88,7 +88,7 @@ class Started:
 
 
 def start_all_reduce(own: Tensor, operation: str, group: Group = None) -> tuple[Started, Tensor]:
-    """Start to sum all ranks' tensors; return the started collective and the tensor for the sum.
+    """Start to sum all ranks' tensors; return a handle and the tensor that will hold the sum.
 
     That tensor is `own` or a new tensor.
     """
@@ -165,7 +165,7 @@ def all_to_all(
     receive: Sequence[int] | None = None,
     send: Sequence[int] | None = None,
 ) -> Tensor:
-    """Send block p of the contiguous rows to rank p of the group; return received rows, sorted by source.
+    """Send block p of the contiguous rows to rank p; return the received rows, sorted by source rank.
 
     `receive` and `send` are the numbers of rows from and to each rank; None if all G blocks are equal.
     """
@@ -196,7 +196,7 @@ def all_to_all_by(
 
 
 def barrier() -> None:
-    """Wait until all ranks have called this."""
+    """Wait until all ranks have called this function."""
     if world.size() > 1:
         with guarded("the barrier of all ranks"):
             dist.barrier()

@@ -66,7 +66,7 @@ class ExchangeOptions:
 
     @property
     def hops(self) -> Grid | None:
-        """The grid of nodes for a hierarchical all-to-all; None for other algorithms."""
+        """The node grid for a hierarchical all-to-all; None for other algorithms."""
         return self.grid if self.strategy.algorithm == "2dh" else None
 
 

@@ -24,23 +24,23 @@ BUCKET_BYTES = 25 * 2**20
 
 
 def mark_expert(parameter: nn.Parameter) -> None:
-    """Mark a parameter as a parameter of this rank's experts."""
+    """Mark a parameter as belonging to this rank's experts."""
     parameter.expert = True  # type: ignore[attr-defined]  # skipped by fairseq's data parallelism
     parameter._tutel_expert = True  # type: ignore[attr-defined]  # skipped by Tutel's optimizer
 
 
 def mark_root_scaled(parameter: nn.Parameter) -> None:
-    """Let an expert's summed gradient be divided by sqrt(W), as Meta's sqrt_world_size does, not by W."""
+    """Mark an expert parameter to divide its gradient sum by sqrt(W) (Meta's sqrt_world_size), not W."""
     parameter.root_scaled = True  # type: ignore[attr-defined]
 
 
 def gradient_divisor(parameter: Tensor, world_size: int) -> float:
-    """Return the divisor of a parameter's summed gradient: W, or sqrt(W) after `mark_root_scaled`."""
+    """Return the divisor of a summed gradient: the world size W, or sqrt(W) after `mark_root_scaled`."""
     return world_size**0.5 if getattr(parameter, "root_scaled", False) else world_size
 
 
 def rescale_expert_gradients(parameters: Iterable[nn.Parameter], world_size: int) -> None:
-    """Multiply the gradients of parameters that `mark_root_scaled` marked by sqrt(W), in place.
+    """Multiply the gradients of `mark_root_scaled` parameters by sqrt(world size), in place.
 
     The gradients have already been divided by W.
     """
@@ -55,7 +55,7 @@ def is_expert(parameter: Tensor) -> bool:
 
 
 def reduce_expert_gradients(parameters: Iterable[nn.Parameter], topology: Topology) -> None:
-    """Sum each expert gradient over the EP replicas and divide it by W, in place. Collective."""
+    """Sum each expert gradient over EP replicas and divide it by the world size, in place. Collective."""
     experts = [parameter for parameter in parameters if is_expert(parameter)]
     divide_gradients(experts, topology.world_size)
     if topology.replica_group is not None:
@@ -70,7 +70,7 @@ def reduce_dense_gradients(parameters: Iterable[nn.Parameter], world_size: int) 
 
 
 def divide_gradients(parameters: Iterable[nn.Parameter], divisor: float) -> None:
-    """Divide gradients in place before they are summed, so scaled fp16 gradients do not overflow."""
+    """Divide gradients by `divisor` in place before the sum: scaled fp16 gradients must not overflow."""
     for parameter in parameters:
         if parameter.requires_grad:
             if parameter.grad is None:
@@ -168,7 +168,7 @@ def clip_gradients(parameters: Iterable[Tensor], max_norm: float, norm: Tensor) 
 
 
 def square_norm(grads: list[Tensor], device: torch.device) -> Tensor:
-    """Return the gradients' sum of squares in fp32 (fp64 for fp64); without gradients, 0 on `device`."""
+    """Return the sum of squares of all gradients, in fp32 (fp64 for fp64); without gradients, return 0."""
     if not grads:
         return torch.zeros((), device=device, dtype=torch.float32)
     dtype = torch.promote_types(grads[0].dtype, torch.float32)

@@ -1,4 +1,4 @@
-"""Reorder blocks of rows from (a, b) to (b, a) order with one gather; repeat rows and sum the copies.
+"""Reorder blocks of rows from (a, b) to (b, a) order in one gather; repeat rows, and sum their copies.
 
 R rows, D model_dim, E experts (e local), P ranks, s shards of an expert, r ranks that receive a row,
 M copies of a row. Block (a, b) has counts_AB[a, b] rows.
@@ -13,7 +13,7 @@ from fairseq_tutel.kernels.first_order import first_order
 
 
 def regroup_maps(counts_AB: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
-    """Return the row maps [R] from a-major to b-major order of blocks, and back.
+    """Return two index maps [R] that reorder rows from a-major to b-major blocks, and back.
 
     B-major row r is a-major row to_b_major[r]. `num_rows` is R, known on the host.
     """
@@ -55,7 +55,7 @@ def _block_starts(counts: Tensor) -> Tensor:
 
 
 def _spread(values: Tensor, counts: Tensor, num_rows: int) -> Tensor:
-    """Return for each row the value of its block [R], without a host synchronization."""
+    """Repeat each block's value for all rows of the block [R], without a host synchronization."""
     return torch.repeat_interleave(values.reshape(-1), counts.reshape(-1), output_size=num_rows)
 
 
@@ -73,7 +73,7 @@ class _Gather(torch.autograd.Function):
 
 
 def chunk_of(count: Tensor, index: int, number: int) -> Tensor:
-    """Return the size of chunk `index` of a block in `number` chunks; sizes differ by at most one."""
+    """Return the size of chunk `index` if a block is split into `number` chunks, equal within one row."""
     return count * (index + 1) // number - count * index // number
 
 
@@ -104,7 +104,7 @@ def repeat_blocks(counts_E: Tensor, num_rows: int, degree: int) -> tuple[Tensor,
 
 
 def sum_copies(rows_XD: Tensor, source_X: Tensor, copies_MR: Tensor) -> Tensor:
-    """Return the sum of each row's copies [R, D] in the order of m; the backward pass repeats gradients."""
+    """Return the sum of each row's copies [R, D]; the backward pass repeats each row's gradient."""
     return _Sum.apply(rows_XD, source_X, copies_MR)
 
 

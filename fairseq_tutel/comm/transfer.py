@@ -47,7 +47,7 @@ def _fresh(tensor: Tensor) -> Tensor:
 
 
 class ExchangeTimer:
-    """Measures the milliseconds of row exchanges by the host clock and, on a GPU, by CUDA events."""
+    """Measures the duration of row exchanges in ms, by the host clock and, on a GPU, by CUDA events."""
 
     def __init__(self) -> None:
         self.cpu_ms = 0.0

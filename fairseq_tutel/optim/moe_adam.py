@@ -142,7 +142,7 @@ def _widened(state: dict[str, Any], key: str, device: torch.device) -> Tensor:
 
 @register_optimizer("moe_adam", dataclass=FairseqAdamConfig)
 class MoEFairseqAdam(MoEOptimizerMixin, FairseqAdam):
-    """fairseq's Adam (decoupled weight decay) for experts on several ranks, fused for fp32.
+    """fairseq's Adam (decoupled weight decay) for experts on several ranks, with a fused fp32 kernel.
 
     On a GPU with apex, fairseq uses apex's fused class, and so does this class. There are two exceptions:
     --fp16-adam-stats, because apex has one scale for all experts of a rank, and ZeRO or offload, because

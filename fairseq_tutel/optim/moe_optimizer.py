@@ -71,12 +71,12 @@ class MoEOptimizerMixin:
 
     @property
     def supports_memory_efficient_fp16(self) -> bool:
-        """Whether half-precision parameters are accepted, as under ZeRO, whose partitions are fp32."""
+        """Whether half-precision parameters are accepted; under ZeRO they are: its partitions are fp32."""
         return self.zero is not None or super().supports_memory_efficient_fp16  # type: ignore[misc]
 
     @property
     def is_apart(self) -> bool:
-        """Whether the optimizer state is sharded, so each rank has only a part."""
+        """Whether the optimizer state is sharded over several ranks."""
         return self.zero is not None and any(bucket.share.size > 1 for bucket in self.zero.buckets)
 
     def model_params(self) -> list[nn.Parameter]:
@@ -264,7 +264,7 @@ class MoEOptimizerMixin:
 
 
 def _reduces_here(module: Any) -> bool:
-    """Return whether a collective plan sums dense gradients; torch's wrapper does so in backward."""
+    """Return whether a collective plan, instead of torch's wrapper, sums dense gradients."""
     while not isinstance(module, LegacyDistributedDataParallel):
         module = getattr(module, "module", None)  # inside fairseq's other wrappers
         if module is None:
@@ -280,7 +280,7 @@ def _is_per_expert(value: Any, parameter: Tensor, num_experts: int) -> bool:
 
 
 def own_part(state: dict[str, Any], parameter: Tensor, topology: Topology) -> dict[str, Any]:
-    """Return this rank's part of a parameter's optimizer state, which has all experts."""
+    """Return this rank's part of a parameter's optimizer state that includes all experts."""
     slicing, shape = slice_of(parameter), list(parameter.shape)
     shape[0] = shape[0] * topology.expert_parallel_size // slicing.count
     shape[slicing.dim] *= slicing.count
@@ -311,7 +311,7 @@ def innermost_optimizer(optimizer: FairseqOptimizer) -> Any:
 
 
 def variant_name(name: str) -> str:
-    """Return the registered MoE name of an optimizer: adam -> moe_adam."""
+    """Return the registered name of an optimizer's MoE variant: adam -> moe_adam."""
     return name if name.startswith("moe_") else f"moe_{name}"
 
 

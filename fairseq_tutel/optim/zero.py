@@ -104,7 +104,7 @@ class ZeroFP16Optimizer(MemoryEfficientFP16Optimizer):
         self.wrapped_optimizer.finish_backward()
 
     def load_state_dict(self, state_dict: dict, optimizer_overrides: dict | None = None) -> Any:
-        """Load an optimizer state; fairseq's method would replace loaded tensors by those of the file."""
+        """Load an optimizer state, and prevent fairseq from replacing its tensors by those of the file."""
         self.optimizer.disable_mem_eff_fp16_loading_hack = True
         super().load_state_dict(state_dict, optimizer_overrides)
 

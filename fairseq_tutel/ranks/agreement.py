@@ -31,9 +31,9 @@ _numbers: WeakKeyDictionary[dist.ProcessGroup, Iterator[int]] = WeakKeyDictionar
 
 
 def agree(facts: Mapping[str, Any]) -> None:
-    """Check that all ranks have the same facts: names for users, such as options, and values.
+    """Check that all ranks have the same facts, such as option values.
 
-    Every rank must call it equally often.
+    `facts` maps names, as users see them, to values. Every rank must call it equally often.
 
     Raises:
         ValueError: ranks differ; all ranks get the same message, with option, values and fix.
@@ -67,7 +67,7 @@ def agree(facts: Mapping[str, Any]) -> None:
 
 
 def _compare(store: dist.Store, prefix: str, timeout: timedelta) -> tuple[list[int], str]:
-    """Compare the digests on rank 0; return (missing ranks, error message), both empty if all agree."""
+    """Compare all ranks' facts; return (missing ranks, error message), both empty if all ranks agree."""
     ranks = range(dist.get_world_size())
     start = time.monotonic()
     try:
@@ -90,7 +90,7 @@ def _compare(store: dist.Store, prefix: str, timeout: timedelta) -> tuple[list[i
 
 
 def _sentence(parties: list[tuple[list[int], dict[str, Any]]]) -> str:
-    """Return an error message with the differing facts; each party is (ranks, their common facts)."""
+    """Return an error message with the facts that differ; a party is (ranks, facts that they share)."""
     names = sorted({name for _, facts in parties for name in facts})
     differing = []
     for name in names:

@@ -65,7 +65,7 @@ class Grid:
 
 @dataclass(frozen=True, kw_only=True)
 class Topology:
-    """The process groups of one rank; a group is None if it would have only this rank.
+    """The process groups of one rank; a group is None if it would contain only this rank.
 
     `share_groups` gather the shards of an expert; their keys are the sizes of the groups.
     """
@@ -103,7 +103,7 @@ class Topology:
         return range(part.first, part.first + part.num_local)
 
     def share_group(self, slices: int, degree: int) -> dist.ProcessGroup | None:
-        """Return the group that gathers the s / r shards of an expert for r >= 1; None if s / r is 1."""
+        """Return the group of `slices` / `degree` ranks that gather an expert's shards; None for 1 rank."""
         joined = slices // degree
         if joined > 1 and joined not in self.share_groups:
             raise ValueError(
@@ -120,7 +120,7 @@ class Topology:
 
 
 def expert_parallel_size(world_size: int, expert_counts: Sequence[int], requested: int = 0) -> int:
-    """Return P: `requested`, or if it is 0, the greatest common divisor of W and all expert counts."""
+    """Return P: `requested`, or if that is 0, the greatest common divisor of ranks and expert counts."""
     if requested == 0:
         return math.gcd(world_size, *expert_counts)
     fits = requested > 0 and world_size % requested == 0
@@ -138,7 +138,7 @@ def expert_parallel_size(world_size: int, expert_counts: Sequence[int], requeste
 def share_sizes(
     size: int, expert_counts: Sequence[int], degree_of: Callable[[int], int] | None = None
 ) -> tuple[int, ...]:
-    """Return the sizes s / r > 1 of the groups that may gather an expert's shards.
+    """Return the possible sizes s / r > 1 of groups that gather an expert's s shards.
 
     degree_of(s) is the r of a layer with s shards; with None, r may be any divisor of s.
     """
@@ -261,7 +261,7 @@ def _new_in_world(groups: Sequence[range]) -> dist.ProcessGroup:
 
 
 def _new_in_group(group: dist.ProcessGroup, groups: Sequence[range]) -> dist.ProcessGroup:
-    """Create only this rank's group: ranks outside of `group` make no call."""
+    """Create only this rank's group, which is part of `group`; ranks outside of `group` make no call."""
     ranks = groups[_of_rank(dist.get_rank(group), groups)]
     if len(ranks) == dist.get_world_size(group):
         return group
@@ -287,7 +287,7 @@ def mark_slice(parameter: nn.Parameter, slicing: Slice) -> None:
 
 
 def slice_of(parameter: Tensor) -> Slice:
-    """Return the sharding that `mark_slice` stored in a parameter; by default there is one shard."""
+    """Return the sharding that `mark_slice` stored in a parameter; the default is no sharding."""
     slicing = getattr(parameter, "param_group", None)
     return slicing if isinstance(slicing, Slice) else Slice()
 

@@ -92,10 +92,10 @@ class guarded:  # noqa: N801 - a context manager
 
 @contextlib.contextmanager
 def watched(operation: str, rank: int | None = None) -> Iterator[None]:
-    """End this process with a message if torch waits forever for a store in the block.
+    """Context manager that ends this process if torch waits forever for the rendezvous store.
 
     A store's client has a time-out for missing keys, but not for a store whose process is stopped. No
-    exception reaches a thread that waits for such a store. Before this process has a group, give `rank`.
+    exception reaches a thread that waits for such a store. Give `rank` if this process is in no group yet.
     """
     timeout = timeout_of_groups() or distributed_c10d.default_pg_timeout
     seconds = timeout.total_seconds() + WATCH_SECONDS
@@ -124,7 +124,7 @@ def is_of_communication(error: BaseException) -> bool:
 
 
 def absent(store: dist.Store, prefix: str, ranks: Sequence[int]) -> list[int]:
-    """Return the ranks that have no key `prefix/rank` in the store; bisection saves requests."""
+    """Return the ranks that have no key `prefix/rank` in the store; bisection needs few requests."""
     if not ranks or store.check([f"{prefix}/{rank}" for rank in ranks]):
         return []
     if len(ranks) == 1:
@@ -134,7 +134,7 @@ def absent(store: dist.Store, prefix: str, ranks: Sequence[int]) -> list[int]:
 
 
 def wait_for(store: dist.Store, prefix: str, ranks: Sequence[int], seconds: float) -> list[int]:
-    """Wait at most `seconds` until each rank has a key `prefix/rank`; return ranks without a key."""
+    """Wait at most `seconds` until each rank has a key `prefix/rank`; return the ranks without a key."""
     deadline, pause = time.monotonic() + seconds, 0.05
     keys = [f"{prefix}/{rank}" for rank in ranks]
     while not store.check(keys):

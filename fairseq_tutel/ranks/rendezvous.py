@@ -76,7 +76,7 @@ def meeting(rank: int, world_size: int, seconds: int) -> Iterator[Callable[[], N
 
 
 def fresh(store: Store, rank: int, world_size: int, timeout: timedelta) -> Store:
-    """Return a view of the store that has no keys of earlier starts. Every rank must call it."""
+    """Return a view of the store without keys of earlier starts of the job. Every rank must call it."""
     deadline = time.monotonic() + timeout.total_seconds()
     name = _publish_name(store, world_size, deadline) if rank == 0 else _request_name(store, rank, deadline)
     return PrefixStore(f"{PREFIX}/{name}", store)

@@ -57,7 +57,7 @@ LARGE, COARSE = 256, 128
 
 
 def check(name: str, value: Any, rule: Rule) -> None:
-    """Raise ValueError if a value, which may have any type, breaks its rule."""
+    """Raise ValueError if an argument's value breaks its rule; the value may have any type."""
     try:
         holds = rule[0](value)
     except TypeError:
@@ -255,7 +255,7 @@ def custom_gate(gate: Mapping[str, Any], model_dim: int, num_experts: int) -> nn
 
 
 def check_noise(index: int, fields: Mapping[str, Any]) -> None:
-    """Raise ValueError if a gate has the load loss but no gate noise; `fields` are of its MoEConfig."""
+    """Raise ValueError if a gate's MoEConfig fields select the load loss without gate noise."""
     require(
         fields["balance_loss"] == "gshard" or fields["gate_noise"] > 0,
         f"is_gshard_loss is False, but gate {index} has no gate_noise, which the load loss needs; set "

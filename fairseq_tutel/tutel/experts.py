@@ -133,7 +133,7 @@ class ModuleExperts(ExpertStack):
 
     @contextmanager
     def features(self, shape: tuple[int, ...]) -> Iterator[Callable[[], tuple[int, ...]]]:
-        """Context in which D has the dimensions `shape` in the module's input.
+        """Context manager in which the module's input has the dimensions `shape` in place of D.
 
         It yields a function that returns the dimensions of the output.
         """

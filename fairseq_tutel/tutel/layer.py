@@ -1,4 +1,4 @@
-"""A layer with Tutel's constructor and call; docs/tutel.md lists all arguments and differences."""
+"""An MoE layer with Tutel's arguments; docs/tutel.md lists all arguments and differences."""
 
 import dataclasses
 import logging
@@ -249,7 +249,7 @@ class TutelMoELayer(nn.Module):
 
     @property
     def topology(self) -> Topology:
-        """The groups of ranks that exchange tokens, and of EP replicas."""
+        """The process groups of this layer's ranks."""
         return self.moe.topology
 
     def get_parameter_iterator(self, param_type: str) -> Iterator[tuple[str, nn.Parameter]]:

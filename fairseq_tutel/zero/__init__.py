@@ -1,1 +1,1 @@
-"""ZeRO: each rank keeps a part of the optimizer state of parameters that several ranks have."""
+"""ZeRO: the optimizer state is sharded over the ranks that have the same parameters."""

@@ -47,7 +47,7 @@ def share_of(parameter: nn.Parameter, topology: Topology) -> Share:
 
 
 def partition_length(numel: int, size: int) -> int:
-    """Return m, the number of elements per rank, including padding."""
+    """Return the number of elements per rank, including padding, if a tensor is split over `size` ranks."""
     return -(-numel // size)
 
 
@@ -58,7 +58,7 @@ def own_elements(tensor: Tensor, share: Share) -> Tensor:
 
 
 class Partition:
-    """A parameter, and a tensor `own` with those of its elements that this rank updates.
+    """A parameter, and the part of its elements that this rank updates (`own`).
 
     `own` is a view of an fp32 (or fp64) parameter, an fp32 master copy of a half-precision parameter, or
     with `offload` a copy in host memory.
@@ -117,7 +117,7 @@ class Bucket:
         )
 
     def reduce_gradients(self) -> Started:
-        """Start to reduce gradients to the ranks that own them, and free them; `gradient` gets the sum."""
+        """Start to reduce gradients to the ranks that own them; the sum is added to `gradient`."""
         share = self.share
         stacked = self._take_gradients()
         # Divide before the sum, as data parallel does: scaled fp16 gradients must not overflow.
@@ -131,7 +131,7 @@ class Bucket:
         return started.then(arrived)
 
     def _take_gradients(self) -> Tensor:
-        """Stack the gradients [G * M], with zeros for missing gradients; free those of the parameters."""
+        """Return the stacked gradients [G * M], with zeros for missing gradients; free the originals."""
         grads = [partition.parameter.grad for partition in self.partitions]
         for partition in self.partitions:
             partition.parameter.grad = None
@@ -153,7 +153,7 @@ class Bucket:
         return [None if grad is None else grad.reshape(-1) for grad in grads]
 
     def convert_gradient(self, convert: Callable[[Tensor], Tensor]) -> bool:
-        """Apply `convert` to the reduced gradient, if there is one; return whether there is one."""
+        """Apply `convert` to the reduced gradient; return False if there is no reduced gradient."""
         if self.gradient is not None:
             self.gradient = convert(self.gradient)
         return self.gradient is not None
@@ -196,7 +196,7 @@ class Bucket:
 
 
 def _rows(partition: Partition, stacked: Tensor, flat: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield at most two pairs of views: elements in the bucket [G, M], and in the flat parameter."""
+    """Yield one or two pairs of views of the same elements: in the bucket [G, M] and in the parameter."""
     columns = stacked[:, partition.start : partition.start + partition.length]
     full, rest = divmod(flat.numel(), max(1, partition.length))
     yield columns[:full], flat[: full * partition.length].view(full, partition.length)

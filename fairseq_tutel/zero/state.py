@@ -232,7 +232,7 @@ class ZeroState:
 
     @torch.no_grad()
     def own_state(self, index: int, state: dict[str, Any]) -> dict[str, Any]:
-        """Return this rank's part of a complete optimizer state of a parameter, saved by any run."""
+        """Return this rank's part of a parameter's complete optimizer state; any run may have saved it."""
         partition, own = self.partitions[index], _without_fp16_stats(state)
         shape = partition.parameter.shape
         for key, value in own.items():

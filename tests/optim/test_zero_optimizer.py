@@ -187,10 +187,10 @@ def test_a_model_without_experts_asked_for_no_groups(monkeypatch):
 REFUSED = {
     "moe_adafactor": "--optimizer is moe_adafactor, whose updates need complete parameters",
     "composite": "--optimizer is composite, whose updates",
-    "fp16_adam_stats": "--fp16-adam-stats is set, whose scales are of whole parameters",
+    "fp16_adam_stats": "--fp16-adam-stats is set, which needs complete parameters",
     "amp": "--amp is set, whose scaler checks only a rank's own gradients",
-    "memory_efficient_bf16": "--memory-efficient-bf16 is set, which keeps no fp32 masters",
-    "memory_efficient_fp16": "--memory-efficient-fp16 is set, which keeps no fp32 masters",
+    "memory_efficient_bf16": "--memory-efficient-bf16 is set, which has no fp32 master weights",
+    "memory_efficient_fp16": "--memory-efficient-fp16 is set, which has no fp32 master weights",
     "use_bmuf": "--use-bmuf is set, which averages complete weights",
 }
 
