@@ -140,7 +140,7 @@ def refused(kind: str, pattern: str, path: str) -> str:
     ("kind", "held"),
     [
         ("ffn", ("experts 0 to 1 of 4", "experts 2 to 3 of 4")),
-        ("one expert on all ranks", ("expert 0 of 1 in slice 0 of 2", "expert 0 of 1 in slice 1 of 2")),
+        ("one expert on all ranks", ("expert 0 of 1, shard 0 of 2", "expert 0 of 1, shard 1 of 2")),
     ],
 )
 def test_another_ranks_file_is_refused(ranks, tmp_path, kind, held):

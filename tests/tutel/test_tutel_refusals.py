@@ -7,7 +7,7 @@ from tutel_case import FFN, TOP, D, T, build, tokens
 import fairseq_tutel as ft
 
 BAD = [
-    ({"gate_type": {"type": "top", "kk": 2}}, "has the key 'kk'; choose from type, k, cap"),
+    ({"gate_type": {"type": "top", "kk": 2}}, "has the unknown key 'kk'; choose from type, k, cap"),
     ({"gate_type": {"type": "topp"}}, "with a type of top, cosine_top or custom"),
     ({"gate_type": "Top2Gate"}, "gate_type is 'Top2Gate'; give a dict"),
     ({"gate_type": []}, "gate_type is an empty list"),
@@ -22,7 +22,7 @@ BAD = [
     ({"model_dim": 0}, "model_dim is 0; give a whole number"),
     ({"experts": {"type": "fnn"}}, "with a type of ffn, llama_ffn or custom"),
     ({"experts": {"type": "ffn"}}, "experts has no hidden_size_per_expert; give the hidden"),
-    ({"experts": {**FFN, "dropout": 1}}, "experts 'ffn' has the key 'dropout'; choose from"),
+    ({"experts": {**FFN, "dropout": 1}}, "experts 'ffn' has the unknown key 'dropout'; choose from"),
     ({"experts": {**FFN, "count_per_node": 1}}, "has both num_experts_per_device and count_per_node"),
     ({"experts": {**FFN, "hidden_size_per_expert": 0}}, "experts' hidden_size_per_expert is 0; give"),
     ({"experts": {**FFN, "activation_fn": "relu"}}, "activation_fn is 'relu'; give a function"),
@@ -58,8 +58,8 @@ def test_bad_arguments_are_refused_in_one_sentence(options, message):
         ({"top_k": 0}, "top_k is 0; give a whole number, at least 1"),
         ({"capacity_factor": float("nan")}, "capacity_factor is nan; give a finite number"),
         ({"a2a_ffn_overlap_degree": 0}, "a2a_ffn_overlap_degree is 0; give"),
-        ({"reserve_dims": 3}, "reserve_dims is 3 but the input has the shape"),
-        ({"reserve_dims": 2}, "66 features for a token, but model_dim is 6"),
+        ({"reserve_dims": 3}, "reserve_dims is 3, but the input has shape"),
+        ({"reserve_dims": 2}, "66 features per token, but model_dim is 6"),
         ({"inequivalent_tokens": 2}, "inequivalent_tokens is 2; give True or False"),
         ({"adaptive_r": 1.5}, "adaptive_r is 1.5; give a whole number, or None"),
         ({"megablocks_size": -1}, "megablocks_size is -1; give a whole number, at least 0"),
