@@ -42,7 +42,7 @@ def test_a_moe_criterion_with_a_dense_architecture_is_refused(mt_data, tmp_path)
         at = words.index(flag)
         del words[at : at + 2]
     output = refused("train", *words)
-    assert "needs MoE layers, and the model has none" in output.splitlines()[-1]
+    assert "needs MoE layers, but the model has none" in output.splitlines()[-1]
     assert "num. shared model params" not in output
 
 

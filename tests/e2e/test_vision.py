@@ -139,7 +139,7 @@ def test_an_unreadable_image_is_left_out_and_a_stock_criterion_trains_a_dense_mo
     found = fairseq("validate", folders, *words, "--task", "image_classification", ranks=2).output
     assert f"| loss {float(run.stats('valid')[0]['valid_loss']):g} |" in found
     dense += ["--save-dir", tmp_path / "refused"]
-    sentence = r"^error: \S.*4\.png: .*; repair or remove it, or add --image-errors skip\.$"
+    sentence = r"^error: \S.*4\.png: .*; repair or remove the image, or add --image-errors skip\.$"
     assert re.search(sentence, refused("train", *dense, ranks=2), re.MULTILINE)
     for split in ("train", "valid"):
         (folders / split / "digit 1").rename(folders / split / "one")

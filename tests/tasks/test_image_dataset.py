@@ -161,7 +161,7 @@ def test_an_unreadable_image_is_refused_in_a_sentence(images, unshuffled, monkey
     break_images(images, monkeypatch, {1})
     batch = next(iterator_of(dataset_of(images, None), workers=1).next_epoch_itr(shuffle=False))
     assert batch == {
-        "refused": f"{images.origin}[1]: torn; repair or remove it, or add --image-errors skip."
+        "refused": f"{images.origin}[1]: torn; repair or remove the image, or add --image-errors skip."
     }
     break_images(images, monkeypatch, set(range(N)))
     with pytest.raises(ValueError, match=r"has 22 images, none of which can be read\.$"):

@@ -153,7 +153,7 @@ HASH = {"moe_gate_type": "hash", "moe_gate_noise": 0.0, "moe_balance_loss": "non
 
 def test_what_contradicts_itself_is_refused():
     for options, sentence in (
-        ({"swin_heads": "1,3"}, "of which 3 does not divide a stage's model dimension of 32"),
+        ({"swin_heads": "1,3"}, "but 3 does not divide the stage's model dimension 32"),
         ({"swin_depths": "2,2,2"}, "--swin-heads is '1,2', but --swin-depths '2,2,2' has 3 stages"),
         ({"swin_window": 0}, "--swin-window"),
         ({"moe_pregate": 1, "swin_checkpoint_activations": True}, "drop one"),
