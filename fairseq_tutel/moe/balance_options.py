@@ -1,4 +1,4 @@
-"""The balance losses by name (their functions are in balance.py), and the criterion's options for them."""
+"""Options of the balance losses: the names of the losses and the criterion's options."""
 
 import math
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ BALANCE_LOSSES = {
     "load_importance_tutel": "load_importance in Tutel's form",
     "z": "squared logarithm of the sum of the logits' exponentials",
 }
-# Their load is the probability that a token chooses an expert if the gate's noise is drawn again.
+# These losses use the probability that a token chooses an expert if the gate's noise is drawn again.
 NEED_GATE_NOISE = {"load_importance", "load_importance_tutel"}
 NO_BALANCE_LOSS = because(
     lambda f: f.layer.balance_loss.strip() in ("", "none"), "--moe-balance-loss is none"
@@ -25,7 +25,7 @@ NO_BALANCE_LOSS = because(
 
 @dataclass(frozen=True)
 class CriterionConfig:
-    """How a criterion uses the balance losses; the model's options choose the losses."""
+    """Options that set how a criterion uses the balance losses. Options of the model choose the losses."""
 
     # fmt: off
     moe_gate_loss_wt: float = balance(
@@ -51,7 +51,7 @@ class CriterionConfig:
 
 
 def parse_balance_loss(text: str) -> dict[str, float]:
-    """Parse "gshard:1,z:0.1" to {"gshard": 1.0, "z": 0.1}, "none" and "" to {}, or raise ValueError."""
+    """Parse loss weights: "gshard:1,z:0.1" gives {"gshard": 1.0, "z": 0.1}, "none" and "" give {}."""
     weights: dict[str, float] = {}
     for part in text.split(",") if text.strip() not in ("", "none") else ():
         name, _, weight = (word.strip() for word in part.partition(":"))

@@ -1,7 +1,7 @@
-"""The options of a MoE layer: `MoEConfig`, a table from which flags, hydra keys and docs/flags.md are made.
+"""The options of a MoE layer. Flags, hydra keys and docs/flags.md are made from the table `MoEConfig`.
 
-A model's options change the result and are saved with it. A task's options change how the result is
-computed, and may differ between runs from one checkpoint.
+Options of a model change the result and are saved with the model. Options of a task change the execution,
+not the result. They may differ between runs that load the same checkpoint.
 """
 
 import math
@@ -57,7 +57,8 @@ PARALLEL_TYPE: Rule = (
 )
 TEMPERATURE: Rule = (lambda v: 0.01 <= v < math.inf, "give at least 0.01, the gate's lower limit")
 
-# Conditions under which an option has no effect. f: plugin's Facts; f.layer: the first layer's MoEConfig.
+# Conditions under which an option has no effect. f is the plugin's Facts. f.layer is the first layer's
+# MoEConfig.
 NO_CAPACITY = needs(
     lambda f: bool(
         f.layer.capacity_factor or f.layer.eval_capacity_factor or f.layer.eval_capacity_token_fraction > 0
@@ -90,7 +91,7 @@ R_TOO_LARGE = because(
     lambda f: f.layer.adaptive_r > f.slices, "an expert has {f.slices} ranks, so {f.slices} is used"
 )
 
-# Conditions under which an option is refused. f: the MoEConfig.
+# Conditions under which an option is refused. f is the MoEConfig.
 EXPERTS_CHOOSE = Condition(
     lambda f: f.choice == "experts",
     "experts choose their tokens (--moe-choice experts), so it has no effect",
@@ -104,11 +105,11 @@ HASHED = Condition(
 
 @dataclass(frozen=True)
 class MoEConfig:
-    """Configuration of one MoE layer. An invalid value raises a ValueError with option, value and fix."""
+    """The options of one MoE layer. An invalid value raises ValueError with option, value and fix."""
 
     # fmt: off
-    prefix: ClassVar[str] = "moe_"  # of the keys
-    # Fields without `of` are set from the stock model's options, or from ModelConfig.
+    prefix: ClassVar[str] = "moe_"  # prefix of the keys
+    # Fields without `of` are set from the fairseq model's own options or from ModelConfig.
     model_dim: int = option(MISSING, rule=AT_LEAST_1, flag="--decoder-embed-dim / --encoder-embed-dim")
     hidden_dim: int = option(MISSING, rule=AT_LEAST_1, flag="--moe-expert-ffn-dim")
     num_experts: int = option(MISSING, rule=AT_LEAST_1, flag="--moe-expert-count")
@@ -253,7 +254,7 @@ class MoEConfig:
     expert_bias: bool = option(True)
     activation_dropout: float = option(0.0, rule=PROBABILITY, flag="--activation-dropout")
     hidden_layer_norm: bool = option(False)
-    # Standard deviation of the experts' initial weights (biases are zero); 0 initializes as nn.Linear.
+    # Standard deviation of the experts' initial weights, with zero biases. 0 initializes as nn.Linear does.
     init_std: float = option(0.0, rule=NOT_NEGATIVE)
     backend: str = kernels(
         "auto", choices=("auto", "reference", "triton"),
@@ -320,14 +321,14 @@ class MoEConfig:
         refuse_bad_values(self)
         for item in LAYER.values():
             value = getattr(self, item.name)
-            if item.type in (int, float) and not isinstance(value, int | float):  # a NumPy number
+            if item.type in (int, float) and not isinstance(value, int | float):  # converts NumPy numbers
                 object.__setattr__(self, item.name, item.type(value))
         _refuse_contradictions(self)
         refuse_excluded(self)
 
     @property
     def gate_types(self) -> list[str]:
-        """The names of the gates, in the order of their index."""
+        """The types of the layer's gates, ordered by gate index."""
         return [name.strip() for name in self.gate_type.split(",")]
 
 
@@ -335,12 +336,12 @@ LAYER = {item.name: item for item in options_in(MoEConfig)}
 
 
 def label_of(name: str) -> str:
-    """Return the name of a field of MoEConfig in messages: the field, and its flag if it has one."""
+    """Return a field of MoEConfig as messages show it: its name, and its flag if it has one."""
     return LAYER[name].label
 
 
 def _refuse_contradictions(config: MoEConfig) -> None:
-    """Refuse options that are valid each but contradict each other."""
+    """Raise ValueError for options that are valid separately but contradict each other."""
 
     def given(name: str) -> str:
         return f"{label_of(name)} is {getattr(config, name)}"
