@@ -65,8 +65,8 @@ def weights_of(
     this rank's shard. If r is 0, the ranks exchange no row counts, so this function compares the call ID.
 
     Raises:
-        ValueError: the experts were pruned or parametrized, which prevents gathering, or the topology has no
-            groups for this r.
+        ValueError: the experts were pruned or parametrized, which prevents gathering, or the topology
+            has no groups for this r.
     """
     named, slices = experts.expert_parameters(), experts.part.slices
     gone = sorted(set(experts.names) - set(named))
