@@ -1,4 +1,4 @@
-"""All options of a MoE model, its task and its criterion; those of its layers are in config.py."""
+"""All options of a MoE model, its task and its criterion. The options of its layers are in config.py."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -51,21 +51,21 @@ NOT_PREDICTED = needs(
 
 
 def older(name: str, value: Any, of: str = "model") -> Any:
-    """Return the option of an older flag that sets a field of MoEConfig to a value."""
+    """Define the option of an older flag, which sets a field of MoEConfig to a fixed value."""
     flag = f"--moe-{name.replace('_', '-')}"
     help = f"the same as {flag} {value}"
     return option(False, help, theme="Older names", of=of, same_as=(name, value))
 
 
 def accepted(default: Any, reason: str, **parts: Any) -> Any:
-    """Return an option without effect that older command lines may contain."""
+    """Define an option that has no effect but is accepted, since older command lines may contain it."""
     help = f"accepted for older command lines: {reason}"
     return option(default, help, theme="Older names", of="model", **parts)
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The options of a model that MoEConfig lacks: which layers have experts, and older option names."""
+    """Model options that are not in MoEConfig: which layers have experts, and older option names."""
 
     # fmt: off
     moe_freq: int = experts(
@@ -102,7 +102,7 @@ class ModelConfig:
 
 @dataclass(frozen=True)
 class SidesConfig:
-    """The options of an encoder-decoder model in addition to ModelConfig."""
+    """The options that encoder-decoder models have in addition to ModelConfig."""
 
     # fmt: off
     encoder_moe_freq: int = experts(
@@ -118,10 +118,10 @@ class SidesConfig:
 
 @dataclass(frozen=True)
 class TaskConfig:
-    """The options of a run in addition to the MoEConfig of its layers; every task has them."""
+    """The task options that are not in MoEConfig; every task of the package has them."""
 
     # fmt: off
-    # ranks/groups.py checks it against the number of ranks.
+    # ranks/groups.py checks this value against the number of ranks.
     moe_expert_parallel_size: int = parallelism(
         0, unit="ranks",
         help="size of an expert-parallel (EP) group, whose ranks hold one set of experts and exchange "
@@ -188,7 +188,7 @@ class TaskConfig:
 
 @dataclass(frozen=True)
 class StoreConfig:
-    """Where experts are stored during inference, and when they are loaded; every task has these options."""
+    """Options that set where experts are stored during inference and when they are loaded."""
 
     # fmt: off
     moe_expert_store: str = memory(
@@ -225,12 +225,12 @@ BY_OWNER = {
 
 
 def options_of(owner: str) -> list[Option]:
-    """Return all options of the model, the task or the criterion, in order."""
+    """Return all options of an owner ("model", "task" or "criterion"), in the order of definition."""
     return [item for item in BY_OWNER[owner] if item.of == owner]
 
 
 def cache_limits(cache: int | str) -> tuple[int | None, int | None]:
-    """Return the most bytes and experts of a cache (one is None), or raise ValueError."""
+    """Parse a cache size to limits (bytes, experts), where one limit is None, or raise ValueError."""
     limits = _limits_of(str(cache))
     if limits is None:
         raise ValueError(f"cache (--moe-expert-cache) is {cache!r}; {CACHE_SIZES}.")
