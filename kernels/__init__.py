@@ -53,7 +53,7 @@ def backend_for(requested: str, device: torch.device) -> tuple[str, str]:
         return "triton", "interpreted" if device.type != "cuda" else "requested"
     if not lacking:
         return "triton", "a GPU and Triton are available"
-    return "reference", f"{lacking}; experts run one by one, with a host synchronization per layer"
+    return "reference", f"{lacking}; experts run one at a time, with one host synchronization per layer"
 
 
 def ops(requested: str, device: torch.device, dtype: torch.dtype = torch.float32) -> Any:

@@ -165,7 +165,7 @@ class Tuner:
             if not _cannot_compile(error):
                 raise
             reason = f"{type(error).__name__}: {error}".splitlines()[0]
-            logger.warning("skipping a kernel configuration that fails: %s: %s", candidate, reason)
+            logger.warning("kernel configuration %s cannot run and is skipped: %s", candidate, reason)
             return reason
         finally:
             self.spent += self.clock() - started
@@ -200,7 +200,8 @@ def _seconds_of(given: str | None, otherwise: float) -> float:
         seconds = -1.0
     if not 0 <= seconds < math.inf:
         raise ValueError(
-            f"{VARIABLE} is {given!r}; give the seconds that a process may measure kernels, at least 0."
+            f"{VARIABLE} is {given!r}; give the seconds that kernel tuning may take per process, at least "
+            "0."
         )
     return seconds
 

@@ -57,6 +57,6 @@ class _Refused(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *_: Tensor) -> None:
         raise RuntimeError(
-            "a MoE layer supports first derivatives only, but a gradient through one was "
-            "differentiated; compute it without create_graph=True, or leave out the layer."
+            "a gradient of a MoE layer was differentiated, but a MoE layer supports only first "
+            "derivatives; compute the gradient without create_graph=True, or remove the layer."
         )

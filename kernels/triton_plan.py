@@ -39,7 +39,7 @@ def run_plan(memory: Tensor, table: PlanTable, calls: int, spins: int = SPINS) -
         most = torch.cuda.get_device_properties(memory.device).multi_processor_count
         if instances > most:
             raise ValueError(
-                f"The plan has {instances} lanes, which must run at the same time, but the GPU runs at "
+                f"The collective plan has {instances} lanes that must run together, but the GPU runs at "
                 f"most {most}; use a plan with fewer ranks or lanes."
             )
     semaphores = table.rows.new_zeros(table.semaphores * LINE)

@@ -36,7 +36,7 @@ from fairseq_tutel.planning.machine import Machine, typical
 from fairseq_tutel.planning.strategy import Strategy, degree_of
 from fairseq_tutel.ranks.groups import Topology, slice_of
 
-OPERATION = "the gathering of experts' weights"
+OPERATION = "the all-gather of expert weights"
 TOKENS = 4096  # default number of tokens in a micro-batch of one rank
 WIRE_BYTES = {"bf16": 2, "fp8": 1}  # transfer dtype: bytes per element
 
@@ -123,7 +123,7 @@ class _Gather(torch.autograd.Function):
     @first_order
     def backward(ctx: Any, *dstacks: Tensor) -> tuple[Tensor | None, ...]:
         outs = [stack.new_empty(stack.shape[1:]) for stack in dstacks]
-        what = "the summing of experts' gradients"
+        what = "the reduce-scatter of expert gradients"
         started = [
             start_reduce_scatter(out, stack.contiguous(), what, ctx.group, as_list=True)
             for out, stack in zip(outs, dstacks, strict=True)
@@ -172,12 +172,12 @@ def static_degree(config: MoEConfig, slices: int) -> int:
     given = f"{label_of(name)} is {value}"
     require(
         degree in allowed_degrees(slices),
-        f"{given}, but {slices} ranks hold one expert; give 0 or a divisor of {slices}.",
+        f"{given}, but each expert is split over {slices} ranks; give 0 or a divisor of {slices}.",
     )
     require(
         degree <= 1 or not config.hidden_layer_norm,
-        f"{given}, which splits the hidden dimension, but the layer norm of --scale-fc needs the whole; "
-        "give 0 or 1.",
+        f"{given}, which splits the hidden dimension, but the layer norm of --scale-fc needs the complete "
+        "hidden dimension; give 0 or 1.",
     )
     return degree
 

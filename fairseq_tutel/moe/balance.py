@@ -36,7 +36,7 @@ def gshard_global_loss(routing: Routing, gate: GateOutput) -> Tensor:
     """
     assigned_E = routing.assigned_KE.sum(dim=0)
     if gate.num_ranks > 1:
-        all_reduce(assigned_E, "the sum of all ranks' loads")
+        all_reduce(assigned_E, "the all-reduce of expert loads for the gshard_global loss")
     return _load_times_probability(routing, assigned_E)
 
 
@@ -178,7 +178,7 @@ class BalanceBias(nn.Module):
 
     @torch.no_grad()
     def update(self, load_E: Tensor) -> None:
-        """Raise the bias of experts below the mean load by `rate`, lower the others, and reset the load."""
+        """Raise the bias of experts below the mean load, lower it above the mean, and reset the load."""
         # Integer arithmetic ensures that every rank makes the same step: sign(mean - load), both times E.
         below_E = load_E.sum() - load_E * len(load_E)
         self.bias.add_(below_E.sign().to(self.bias.dtype), alpha=self.rate)
@@ -208,6 +208,6 @@ def update_biases(model: nn.Module) -> None:
     if not biases:
         return
     load = torch.cat([bias.load for bias in biases])
-    all_reduce(load, "the all-reduce of the experts' load")
+    all_reduce(load, "the all-reduce of expert loads for the balance bias")
     for bias, load_E in zip(biases, load.split([len(b.load) for b in biases]), strict=True):
         bias.update(load_E)

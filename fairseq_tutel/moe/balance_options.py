@@ -7,13 +7,13 @@ from fairseq_tutel.options.option import NOT_NEGATIVE, balance, because, logging
 
 BALANCE_LOSSES = {
     "gshard": "fraction of first choices times mean probability, summed over experts",
-    "gshard_all": "the same with the fraction of all choices",
+    "gshard_all": "gshard with the fraction of all choices",
     "gshard_sequence": "gshard_all per sentence",
     "gshard_global": "gshard_all with the fraction over all ranks",
     "switch": "alias of gshard",
-    "load_importance": "variation of the experts' summed probabilities and of their load; needs "
+    "load_importance": "variation of the experts' summed probabilities and of the experts' loads; needs "
     "--moe-gate-noise",
-    "load_importance_tutel": "load_importance in Tutel's form",
+    "load_importance_tutel": "Tutel's variant of load_importance",
     "z": "squared logarithm of the sum of the logits' exponentials",
 }
 # These losses use the probability that a token chooses an expert if the gate's noise is drawn again.
@@ -30,9 +30,9 @@ class CriterionConfig:
     # fmt: off
     moe_gate_loss_wt: float = balance(
         0.01, of="criterion",
-        rule=(NOT_NEGATIVE[0], "give a finite number, at least 0, which is for no balance loss"),
+        rule=(NOT_NEGATIVE[0], "give a finite number, at least 0 (0 disables the balance loss)"),
         no_effect=(NO_BALANCE_LOSS,),
-        help="weight of the balance loss per unit of sample size; 0 trains without it",
+        help="weight of the balance loss per unit of sample size; 0 disables the balance loss",
     )
     moe_gate_loss_combine_method: str = balance(
         "average", of="criterion", choices=("average", "sum"), no_effect=(NO_BALANCE_LOSS,),

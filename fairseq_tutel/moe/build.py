@@ -16,8 +16,8 @@ def load_class(label: str, name: str) -> type:
         found = getattr(importlib.import_module(module_name), class_name)
     except (ImportError, AttributeError, ValueError) as error:
         raise ValueError(
-            f"{label} is {name!r}, which cannot be imported ({error}); give package.module.Class of a "
-            "module on PYTHONPATH."
+            f"{label} is {name!r}, which cannot be imported ({error}); give package.module.Class, where "
+            "the module is on PYTHONPATH."
         ) from error
     if not (isinstance(found, type) and issubclass(found, nn.Module)):
         raise ValueError(

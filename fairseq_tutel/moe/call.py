@@ -36,16 +36,16 @@ class Call:
     ) -> "Call":
         """Check the arguments of a forward pass and return them as a Call, or raise ValueError."""
         if not x.is_floating_point():
-            raise ValueError(f"x is {x.dtype}; give tokens of a floating-point dtype.")
+            raise ValueError(f"x has dtype {x.dtype}; give a tensor of a floating-point dtype.")
         if x.shape[-1:] != (model_dim,):
             raise ValueError(
-                f"x has shape {tuple(x.shape)} but model_dim is {model_dim}; give tokens whose last "
+                f"x has shape {tuple(x.shape)} but model_dim is {model_dim}; give a tensor whose last "
                 f"dimension is {model_dim}."
             )
         if time_first and x.dim() != 3:
             raise ValueError(
                 f"x has shape {tuple(x.shape)} but time_first is True; give [time, batch, {model_dim}], or "
-                "leave time_first out."
+                "remove time_first."
             )
         return cls(
             shape=tuple(x.shape[:-1]),
@@ -99,7 +99,7 @@ def _flat(
     if tuple(values.shape) != expected or values.dtype != dtype:
         meaning = ", True for padding" if dtype == torch.bool else ""
         raise ValueError(
-            f"{name} is {values.dtype} of shape {tuple(values.shape)}; give {dtype} of shape "
-            f"{expected}{meaning}."
+            f"{name} has dtype {values.dtype} and shape {tuple(values.shape)}; give dtype {dtype} and "
+            f"shape {expected}{meaning}."
         )
     return (values.t() if time_first else values).reshape(-1)

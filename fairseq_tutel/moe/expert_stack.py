@@ -85,7 +85,7 @@ class ExpertStack(nn.Module):
         if self.part.slices > 1 and not self.slice_dims:
             raise ValueError(
                 f"--moe-expert-parallel-size gives {self.part.slices} ranks to one expert, but expert_type "
-                f"(--moe-expert-type) {config.expert_type} cannot be sliced; give a size of at "
+                f"(--moe-expert-type) {config.expert_type} cannot be split; give a size of at "
                 f"most {config.num_experts}, the number of experts."
             )
         self.config = config
@@ -264,8 +264,8 @@ class ExpertStack(nn.Module):
     def _refuse_offloaded(self, prefix: str) -> None:
         require(
             not self._is_offloaded,
-            f"{prefix}* are in an expert store and can be neither saved nor loaded; open the checkpoint "
-            "without a store to save it.",
+            f"{prefix}* are in an expert store, so they cannot be saved or loaded; to save them, open the "
+            "checkpoint without an expert store.",
         )
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
@@ -315,7 +315,7 @@ class ExpertStack(nn.Module):
             if prefix + name in state_dict
         ):
             logger.warning(
-                "%s of a state dict does not name its experts; it is loaded as this rank's, %s.",
+                "%s: the state dict does not record which experts it contains; they are loaded as %s.",
                 prefix[:-1],
                 mine,
             )
@@ -345,13 +345,13 @@ class ExpertStack(nn.Module):
     def _check_shape(self, key: str, tensor: Tensor | StoredStack) -> None:
         expected = (self.config.num_experts, *self.whole_shape(key.rpartition(".")[2]))
         fix = (
-            "give the --moe-expert-count and --moe-expert-ffn-dim it was saved with (a first number below "
-            "the expert count is a crash file that holds one rank's part)"
+            "give the --moe-expert-count and --moe-expert-ffn-dim of the saved model (if the first number "
+            "is below the expert count, this is a crash file with the experts of one rank)"
         )
         if self._saved_by_rank:
             fix = (
-                f"or {self.num_local} of them in a rank's own file; build the layer with the arguments and "
-                "the number of ranks that it was saved with"
+                f"or {self.num_local} experts in a file of one rank; build the layer with the arguments "
+                "and the number of ranks of the run that saved it"
             )
         require(
             tuple(tensor.shape) == expected,

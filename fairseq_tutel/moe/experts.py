@@ -222,8 +222,8 @@ def _key(name: str) -> str:
 def _part_of(width: int, slices: int, name: str) -> int:
     require(
         width % slices == 0,
-        f"{label_of(name)} is {width}, but --moe-expert-parallel-size cuts an expert into {slices} slices; "
-        "give a multiple of that, or a smaller size.",
+        f"{label_of(name)} is {width}, but --moe-expert-parallel-size splits experts into {slices} shards; "
+        "give a multiple of that number, or a smaller expert-parallel size.",
     )
     return width // slices
 

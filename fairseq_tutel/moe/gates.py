@@ -179,8 +179,8 @@ def gate_logits(gate: nn.Module, x_TD: Tensor, call: Call, config: MoEConfig) ->
         return logits_TE
     if call.token_ids_T is None:
         raise ValueError(
-            "gate_type (--moe-gate-type) is 'hash' but the layer was called without token_ids; pass them, "
-            "or choose linear or cosine."
+            "gate_type (--moe-gate-type) is 'hash' but the layer was called without token_ids; pass "
+            "token_ids, or choose linear or cosine."
         )
     return gate(call.token_ids_T, call.top_k_of(config))
 

@@ -70,7 +70,7 @@ class UpdateTuner:
     ) -> None:
         require(
             isinstance(layers, Sequence) and len(layers) > 0,
-            "UpdateTuner takes a list of at least one MoELayer, all of one model.",
+            "layers must be a list with at least one MoELayer; give all MoE layers of one model.",
         )
         self.layers, self.window, self.path = list(layers), window, path
         first = self.layers[0]
@@ -179,7 +179,7 @@ class UpdateTuner:
         # The cost is per token, since updates in one bucket have different numbers of tokens.
         self.tuner.record(key, strategy, 1000 * milliseconds / max(tokens, 1))
         if was_settled and not self.tuner.settled(key) and world.is_first():
-            logger.info("adaptive: %s: the time of updates has changed; measuring again", key)
+            logger.info("adaptive: %s: the update time has changed; measuring again", key)
         if not was_settled:
             if self.tuner.settled(key):
                 self._log_best(key)
@@ -280,8 +280,8 @@ class UpdateTuner:
         if world.is_first() and found:
             settled, all_of_them = len(self.tuner.best), len(self.tuner.costs)
             logger.info(
-                "adaptive: loaded %s: %d buckets settled, %d unfinished, %d skipped, since their best "
-                "strategy is not available here",
+                "adaptive: loaded %s: %d buckets settled, %d unfinished, %d skipped because their best "
+                "strategy is not available in this run",
                 self.path, settled, all_of_them - settled, skipped,
             )  # fmt: skip
 
@@ -341,7 +341,7 @@ def _read(path: str, signature: dict[str, Any]) -> dict[str, Any]:
     here = {"format": FORMAT, **signature}
     names = [name for name in here if saved.get(name) != here[name]]
     if names:
-        differing = ", ".join(f"{n} is {saved.get(n)} there and {here[n]} here" for n in names)
+        differing = ", ".join(f"{n} was {saved.get(n)} and is {here[n]} now" for n in names)
         logger.info("adaptive: %s was measured with another setup (%s); measuring again", path, differing)
         return {}
     return buckets

@@ -142,7 +142,7 @@ def refuse_excluded(config: Any) -> None:
         for condition in entry.excluded if value != entry.default else ():
             if condition.holds(config):
                 reason = condition.words.format(f=config)
-                raise ValueError(f"{entry.label} is {value} but {reason}; drop one of the two.")
+                raise ValueError(f"{entry.label} is {value} but {reason}; remove one of the two options.")
 
 
 def _is_of_type(value: Any, kind: Any) -> bool:
@@ -198,7 +198,7 @@ def require(condition: bool, message: str) -> None:
 
 
 AT_LEAST_0, AT_LEAST_1 = whole(0), whole(1)
-CAPACITY: Rule = (lambda v: abs(v) <= 1e6, "give a finite number, at most a million")
+CAPACITY: Rule = (lambda v: abs(v) <= 1e6, "give a finite number from -1,000,000 to 1,000,000")
 NOT_NEGATIVE: Rule = (lambda v: 0 <= v < math.inf, "give a finite number, at least 0")
 POSITIVE: Rule = (lambda v: 0 < v < math.inf, "give a finite number above 0")
 PROBABILITY: Rule = (lambda v: 0 <= v < 1, "give a number from 0 to below 1")
