@@ -142,5 +142,5 @@ def test_a_checkpoint_of_another_shape_is_refused(lm_data, trained, tmp_path):
     shutil.copy(trained / "checkpoint_last.pt", tmp_path)
     output = refused("train", *lm_args(lm_data, tmp_path, "--moe-expert-count", 8))
     assert "the checkpoint's decoder.layers.0.fc1.experts" in output
-    assert "give the --moe-expert-count and --moe-expert-ffn-dim it was saved with" in output
+    assert "give the --moe-expert-count and --moe-expert-ffn-dim of the saved model" in output
     assert "architectures match" not in output

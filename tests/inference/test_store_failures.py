@@ -276,7 +276,7 @@ def test_a_copy_shares_the_store_and_a_fork_is_told(tmp_path):
         with pytest.raises(ValueError, match="cannot be pickled or sent to another process; open its"):
             torch.save(model, tmp_path / "a.pt")
         for use in (model.state_dict, lambda: model.load_state_dict(model_of(FFN).state_dict())):
-            with pytest.raises(ValueError, match="are in an expert store and can be neither"):
+            with pytest.raises(ValueError, match="are in an expert store, so they cannot be saved"):
                 use()
         child = os.fork()
         if child == 0:
@@ -304,7 +304,7 @@ def test_what_is_no_evaluation_is_refused():
         ({"policy": "resident"}, "choose from on-demand, pregated, prefetch-all."),
         ({"tier": "tape"}, "choose from host, disk."),
         ({"eviction": "mru"}, "choose from lfu, lru, fifo."),
-        ({"cache": "3 cats"}, "give a number of experts, such as 64, or of bytes with a unit, such as"),
+        ({"cache": "3 cats"}, "give a number of experts, such as 64, or a size with a unit, such as"),
         ({"cache": "0.5KB", "tier": "host"}, "is 500 bytes, but one expert has 896; give at least that"),
         ({}, "not in shard files of a checkpoint; write them with `python -m fairseq_tutel convert"),
     ],
