@@ -1,4 +1,4 @@
-"""Reads small untrusted files: never waits, and limits their size and depth. Replaces files atomically."""
+"""Reads small untrusted files without blocking and with limits, and replaces files atomically."""
 
 import contextlib
 import errno
@@ -10,31 +10,34 @@ import stat
 from collections.abc import Iterator
 from typing import Any
 
-# Plans of many ranks are the largest of these files.
+# The largest of these files are collective plans for many ranks.
 LARGEST_BYTES = 2**28
-# Characters of a value that an error message quotes.
+# Maximum number of characters of a value in an error message.
 SHOWN = 60
 TEMPORARY = ".tmp"
 
 
 def content_of(path: str | os.PathLike, largest: int = LARGEST_BYTES) -> bytes:
-    """Return a file's bytes; a file that is not regular, too large or unreadable is an OSError."""
+    """Return a file's bytes; raise OSError if the file is not regular, too large or unreadable."""
     return content_and_time(path, largest)[0]
 
 
 def content_and_time(path: str | os.PathLike, largest: int = LARGEST_BYTES) -> tuple[bytes, float]:
-    """Return a file's bytes as `content_of`, and the time of its last change, in seconds."""
+    """Return a file's bytes, and the time of its last change in seconds; see `content_of` for errors."""
     with open(path, "rb", opener=open_ordinary) as file:
         content = file.read(largest + 1)
         changed = os.fstat(file.fileno()).st_mtime
     if len(content) > largest:
-        raise OSError(f"it has more than {largest:,} bytes")
+        raise OSError(f"the file has more than {largest:,} bytes")
     return content, changed
 
 
 def open_ordinary(path: str | os.PathLike, flags: int = os.O_RDONLY) -> int:
-    """Return a descriptor of a file, as an `opener` of `open`; a pipe, folder or device is an OSError."""
-    # Without O_NONBLOCK a pipe would wait here for a writer.
+    """Open a regular file without blocking, for use as the `opener` of `open`; return the descriptor.
+
+    Raises OSError for a pipe, folder or device.
+    """
+    # Without O_NONBLOCK, opening a pipe would block until another process writes to it.
     descriptor = os.open(path, flags | os.O_CLOEXEC | os.O_NONBLOCK)
     mode = os.fstat(descriptor).st_mode
     if stat.S_ISREG(mode):
@@ -42,35 +45,35 @@ def open_ordinary(path: str | os.PathLike, flags: int = os.O_RDONLY) -> int:
     os.close(descriptor)
     if stat.S_ISDIR(mode):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
-    raise OSError("it is not an ordinary file")
+    raise OSError("the path is not a regular file")
 
 
 def json_of(path: str | os.PathLike) -> Any:
-    """Return what a JSON file holds; raise as `content_of` and `parse_json`."""
+    """Load a JSON file; see `content_of` and `parse_json` for errors."""
     return parse_json(content_of(path))
 
 
 def parse_json(text: str | bytes | bytearray, **options: Any) -> Any:
-    """Return what a JSON text holds, as `json.loads`; text that nests too deeply is a ValueError, too."""
+    """Parse a JSON text like `json.loads`; raise ValueError also if the text nests too deeply."""
     try:
         return json.loads(text if isinstance(text, str) else text.decode("utf-8"), **options)
     except RecursionError as error:
-        raise ValueError("its JSON nests too deeply") from error
+        raise ValueError("the JSON nests too deeply") from error
 
 
 def temporary_of(path: str | os.PathLike) -> str:
-    """Return an unused name in the folder of a file."""
+    """Return the path of an unused temporary file in the folder of `path`."""
     return f"{os.fspath(path)}.{secrets.token_hex(4)}{TEMPORARY}"
 
 
 def is_temporary(name: str) -> bool:
-    """Whether a name is one of `temporary_of`."""
+    """Whether a file name has the form of the temporary names from `temporary_of`."""
     return re.fullmatch(r".+\.[0-9a-f]{8}" + re.escape(TEMPORARY), name) is not None
 
 
 @contextlib.contextmanager
 def temporary_beside(path: str | os.PathLike) -> Iterator[str]:
-    """Yield an unused name in the folder of a file, and remove a file of that name after the block."""
+    """Yield the path of a temporary file in the folder of `path`; remove this file after the block."""
     temporary = temporary_of(path)
     try:
         yield temporary
@@ -81,23 +84,23 @@ def temporary_beside(path: str | os.PathLike) -> Iterator[str]:
 
 @contextlib.contextmanager
 def renamed_when_whole(path: str | os.PathLike) -> Iterator[str]:
-    """Yield a temporary name to write to, and rename that file to `path` after the block."""
+    """Yield a temporary path to write to; rename that file to `path` if the block succeeds."""
     with temporary_beside(path) as temporary:
         yield temporary
         os.replace(temporary, path)
 
 
 def printable(text: str) -> str:
-    """Return a text with its control characters escaped, so that no file can command the terminal."""
+    """Escape the control characters of a text, so text from a file cannot control the terminal."""
     return "".join(c if c.isprintable() or c in "\n\t" else ascii(c)[1:-1] for c in text)
 
 
 def shown(value: Any) -> str:
-    """Return a value as printable ASCII of limited length, for an error message."""
+    """Return a value as printable ASCII text of limited length, for an error message."""
     text = ascii(value)
     return text if len(text) <= SHOWN else f"{text[:SHOWN]}…"
 
 
 def error_line(error: BaseException | str) -> str:
-    """Return the one line that a command ends with on an error."""
+    """Return an error as one line of text, which a command prints before it exits."""
     return f"error: {printable(str(error))}".replace("\n", "\\n")
