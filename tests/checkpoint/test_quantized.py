@@ -104,7 +104,7 @@ def test_numbers_that_no_scale_fits_are_refused(tmp_path):
     torch.save(state, path)
     words = ("--input", path, "--output", tmp_path / "b.pt", "--expert-dtype", "int8")
     assert refusal("sharded", *words) == (
-        f"--expert-dtype int8 cannot store expert 1 of {key}: it holds values that are not finite; leave "
+        f"--expert-dtype int8 cannot store expert 1 of {key}: the tensor has values that are not finite; remove "
         "the option out."
     )
     assert list(tmp_path.iterdir()) == [path]

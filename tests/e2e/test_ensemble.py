@@ -176,7 +176,7 @@ def test_an_unknown_member_is_refused_in_a_sentence(lm_data, tmp_path):
 def test_another_checkpoint_has_no_members(lm_data, tmp_path):
     torch.save({"model": {}, "cfg": {"model": {"_name": "transformer_lm"}}}, tmp_path / "a.pt")
     said = refusal("members", "--input", tmp_path / "a.pt", "--output", tmp_path / "members")
-    assert "a checkpoint of transformer_lm; give one of --arch ensemble_of" in said
+    assert "a checkpoint of transformer_lm; give a checkpoint of --arch ensemble_of" in said
 
 
 EXAMPLE = str(ROOT / "examples" / "cmcl")

@@ -208,7 +208,7 @@ REFUSED = {
     "which does not exist": {"path": "nowhere.pt"},
     "a folder without checkpoint_best.pt or checkpoint_last.pt": {"path": ""},
     "is corrupt": {"path": "cut.pt"},
-    "which is corrupt or no checkpoint": {"path": "text.pt"},
+    "which is corrupt or not a checkpoint": {"path": "text.pt"},
     "data is nowhere, which is not a folder": {"data": "nowhere"},
     "does not contain the languages of .*; add source_lang=": {"of": "mt", "data": "."},
     "bpe is letters; give one of bert, ": {"bpe": "letters"},

@@ -15,7 +15,7 @@ CLEAR = (
     r"FloatingPointError: the loss or a gradient became NaN or infinite at update \d+",
     r"rror: .* which is corrupt",
     r"rror: (\[Errno \d+\] )?\S+ could not be written: ",
-    r"error: rank \d+ could not (write its experts|prepare or commit the folder)",
+    r"error: rank \d+ could not (write its experts|create or rename the folder)",
     r"\S+ keeps its experts in \S+, where \d+ files are missing",
     r"the checkpoint keeps experts in \S+, which is corrupt or missing",
 )

@@ -98,7 +98,7 @@ def test_a_damaged_file_is_named(tmp_path, damage):
     message = refusal(model)
     assert message.startswith("the expert store is closed: the checkpoint keeps experts in ")
     assert "0.experts.experts-0000-0005.safetensors, which is corrupt or missing (" in message
-    assert reason in message and "; give an older checkpoint, or put the folder back" in message
+    assert reason in message and "; give an older checkpoint, or restore the folder" in message
 
 
 def test_a_file_that_changes_in_use_is_named(tmp_path):

@@ -130,8 +130,8 @@ def test_the_best_of_a_training_that_maximized_its_metric_are_the_largest(tmp_pa
 
 REFUSED = {
     "missing": (("FOLDER/none.pt",), "--inputs names FOLDER/none.pt, which does not exist."),
-    "truncated": (("GOOD", "FOLDER/cut.pt"), "FOLDER/cut.pt, which is corrupt or no checkpoint; leave"),
-    "text": (("FOLDER/text.pt",), "names FOLDER/text.pt, which is corrupt or no checkpoint; leave"),
+    "truncated": (("GOOD", "FOLDER/cut.pt"), "FOLDER/cut.pt, which is corrupt or not a checkpoint; remove"),
+    "text": (("FOLDER/text.pt",), "names FOLDER/text.pt, which is corrupt or not a checkpoint; remove"),
     "no model": (("FOLDER/tensor.pt",), "FOLDER/tensor.pt, which holds no model"),
     "fewer weights": (
         ("GOOD", "FOLDER/fewer.pt"),
@@ -240,5 +240,5 @@ def test_a_disk_to_read_from_alone_ends_in_one_sentence(tmp_path, monkeypatch):
 
     monkeypatch.setattr(atomic_save, "write", refuse)
     monkeypatch.setattr(os, "remove", refuse)
-    with pytest.raises(SystemExit, match=r"written \(Read-only file system\); give another place"):
+    with pytest.raises(SystemExit, match=r"written \(Read-only file system\); give another path"):
         tool("average", "--inputs", good, good, "--output", tmp_path / "mean.pt")

@@ -109,7 +109,7 @@ def test_inspect_finds_a_changed_byte_of_the_file_itself_with_check(tmp_path):
     mark = torch.full((64,), 7.5).numpy().tobytes()
     path.write_bytes(path.read_bytes().replace(mark, b"\1" + mark[1:]))
     inspect(path)
-    with pytest.raises(SystemExit, match=r"a\.pt, whose bytes differ from their checksums"):
+    with pytest.raises(SystemExit, match=r"a\.pt, whose bytes do not match their checksums"):
         inspect(path, "--check")
     torch.save({"a": torch.ones(1)}, path, _use_new_zipfile_serialization=False)
     assert "not checked: a file from before" in inspect(path, "--check")
@@ -163,7 +163,7 @@ KINDS = {
     "Meta's moe branch, one rank's experts": {
         "model": {"decoder.layers.1.moe_layer.experts.0.fc1.weight": torch.ones(3, 2)}
     },
-    "Meta's moe branch, what all ranks share": {
+    "Meta's moe branch, weights that all ranks share": {
         "model": {"decoder.layers.1.moe_layer.gate.wg.weight": torch.ones(3, 2)}
     },
     "Tutel, one rank's part": {
