@@ -1,7 +1,7 @@
-"""Mixture-of-Experts layers in torch; the same package is a fairseq `--user-dir` plugin.
+"""Mixture-of-Experts layers for torch, and a plugin for fairseq's `--user-dir`.
 
-Importing this needs torch and numpy only. The walk, in reading order, in moe/: gates, choice, capacity,
-routing, balance, dispatch, experts, layer.
+The import of this package needs only torch and numpy. To understand a layer, read these files of moe/ in
+this order: gates, choice, capacity, routing, balance, dispatch, experts, layer.
 """
 
 from fairseq_tutel.hub import from_checkpoint
@@ -21,7 +21,7 @@ from fairseq_tutel.tutel.layer import moe_layer
 
 __version__ = "0.1.0"
 
-How = Strategy  # its former name
+How = Strategy  # the former name of Strategy
 
 __all__ = [
     "ExpertStore", "How", "MoEConfig", "MoELayer", "MoEOutput", "Routing", "Strategy", "Topology",

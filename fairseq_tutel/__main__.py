@@ -8,8 +8,8 @@ from importlib import import_module
 from fairseq_tutel import __version__
 from fairseq_tutel.files.untrusted import error_line
 
-# Modules of tools/. The function `add_to(tools)` of each adds a subparser with the default `run`, which is
-# called with the parsed arguments. `run` raises ValueError with a one-sentence message on failure.
+# Modules of tools/. Each has a function `add_to(tools)`, which adds a subparser with the default `run`.
+# `run` is called with the parsed arguments and raises ValueError with a one-sentence message on failure.
 TOOLS = (
     "average", "convert.command", "env", "flags", "inspect_checkpoint", "plan", "plan_check", "plans",
     "predict", "report.page", "schedule", "tune",
@@ -17,7 +17,7 @@ TOOLS = (
 
 
 def main() -> None:
-    """Run the tool given on the command line."""
+    """Run the tool that the command line names."""
     parser = argparse.ArgumentParser(prog="python -m fairseq_tutel", description=__doc__)
     parser.add_argument("--version", action="version", version=f"fairseq_tutel {__version__}")
     tools = parser.add_subparsers(dest="tool", required=True, metavar="TOOL")
@@ -28,7 +28,7 @@ def main() -> None:
         arguments.run(arguments)
         sys.stdout.flush()
     except BrokenPipeError:  # such as `inspect … | head`: the reader has closed the pipe
-        # Otherwise Python would flush the rest into the closed pipe at exit.
+        # Otherwise Python would write the remaining output into the closed pipe at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (ImportError, OSError, ValueError) as error:
         sys.exit(error_line(error))

@@ -33,19 +33,7 @@ _LAYER = re.compile(
     r"\b(?P<name>(?P<side>encoder|decoder|stages\.\d+)(?P<inner>\.sentence_encoder)?"
     r"\.((transformer_)?layers|blocks)\.(?P<index>\d+))\.fc1\.(?P<what>weight|experts\.)"
 )
-<<<<<<< HEAD
-# Tensors by name; experts may be `ShardedTensor`s, which are read with the same indexing.
-=======
-# Description of a checkpoint -> a part of a tensor's name that identifies such a checkpoint.
-SIGNS = {
-    "Meta's moe branch, one rank's experts": ".moe_layer.experts.",
-    "Meta's moe branch, weights that all ranks share": ".moe_layer.",
-    "Tutel, one rank's part": "_num_global_experts",
-    "Tutel, one rank's part or a layer": "batched_fc1_w",
-    "fairseq_tutel, the state dict of a layer or model": "experts.fc1_weight",
-}
 # Tensors by name. Experts may be `ShardedTensor`s, which support the same indexing.
->>>>>>> w2
 Weights = dict[str, Any]
 
 
@@ -98,14 +86,6 @@ def layers_of(weights: Iterable[str], within: bool = False) -> list[Layer]:
     return sorted(found)
 
 
-<<<<<<< HEAD
-=======
-def kind_of(names: Collection[str]) -> str | None:
-    """Return a description of the system that wrote tensors with these names; None if unknown."""
-    return next((kind for kind, sign in SIGNS.items() if any(sign in name for name in names)), None)
-
-
->>>>>>> w2
 class SavedModel:
     """An open fairseq checkpoint. Tensors stay on disk until they are read; edits change `state`."""
 
@@ -253,13 +233,8 @@ def write_all(contents: Iterable[tuple[Path, Any]]) -> None:
 
 
 def not_written(output: Path, error: Exception) -> ValueError:
-<<<<<<< HEAD
-    """Return an error with the system's reason why a file was not written."""
-    cause = atomic_save.system_error(error)
-=======
     """Return a ValueError that says why the operating system could not write the file `output`."""
-    cause = files.system_error(error)
->>>>>>> w2
+    cause = atomic_save.system_error(error)
     number = None if cause is None else cause.errno
     reason = os.strerror(number) if number else str(error).partition("\n")[0]
     fix = "free disk space, or give another path" if number in FULL else "give another path"
