@@ -93,7 +93,6 @@ R_GIVEN = because(
 R_TOO_LARGE = because(
     lambda f: f.layer.adaptive_r > f.slices,
     "the number of ranks per expert is {f.slices}, so {f.slices} is used",
-    "the number of ranks per expert is {f.slices}, so {f.slices} is used",
 )
 
 # Conditions under which an option is refused. f is the MoEConfig.
