@@ -1,6 +1,7 @@
 """All-to-all exchanges of token rows with autograd: row counts, dispatch and combine.
 
-Combine sends rows back. It is also the backward pass of dispatch, and dispatch that of combine.
+Dispatch sends rows to the ranks of their experts, and combine sends them back. Each is the backward pass of
+the other.
 
 R rows, D model_dim, e local experts. The group has P ranks, or N nodes of L ranks: rank = n * L + l.
 

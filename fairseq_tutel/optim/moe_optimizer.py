@@ -51,7 +51,7 @@ class MoEOptimizerMixin:
     # Increases once per update, also if an overflow skips its step.
     times_clipped: int = 0
     # Under --amp fairseq unscales the gradients of torch's optimizer, and passes this object to
-    # GradScaler.step, which would unscale them again. With this attribute it sets found_inf on this object.
+    # GradScaler.step, which would unscale them again. With this attribute, GradScaler only sets found_inf.
     _step_supports_amp_scaling: bool = True
 
     def __init__(self, cfg: Any, params: Any) -> None:
@@ -109,7 +109,7 @@ class MoEOptimizerMixin:
         """Reduce the gradients of dense parameters and experts over the ranks. Collective.
 
         Under ZeRO, each rank gets the part that it owns, also of a criterion's gradients. Otherwise the
-        data-parallel wrapper or a collective plan reduces dense gradients. Expert gradients follow.
+        data-parallel wrapper or a collective plan reduces dense gradients, before expert gradients.
         """
         if self.zero is not None and self.zero.stage > 0:
             self.zero.reduce()
@@ -243,7 +243,7 @@ class MoEOptimizerMixin:
         if ONLY_OF_RANK in state_dict:
             raise ValueError(
                 f"the checkpoint has only rank {state_dict[ONLY_OF_RANK]}'s part of the optimizer state, "
-                "such as a crash file of a run with --moe-zero-stage; give an older checkpoint, or "
+                "as crash files of runs with --moe-zero-stage do; give an older checkpoint, or "
                 "--reset-optimizer to continue from the weights alone."
             )
         topology = RUN.topology

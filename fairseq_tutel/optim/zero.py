@@ -55,8 +55,8 @@ def refuse_with_zero(root: Any, asked: ZeroOptions) -> None:
     bad = [
         (
             name.removeprefix("moe_") in NOT_ELEMENTWISE,
-            f"--optimizer is {name}, whose updates need complete parameters, but {asked.flags} gives it "
-            "parts of them; use moe_adam, or remove the ZeRO and offload options.",
+            f"--optimizer is {name}, whose updates need complete parameters, but {asked.flags} gives the "
+            "optimizer only parts of them; use moe_adam, or remove the ZeRO and offload options.",
         ),
         (
             getattr(root.optimizer, "fp16_adam_stats", False),
@@ -78,7 +78,7 @@ def refuse_with_zero(root: Any, asked: ZeroOptions) -> None:
         ),
         (
             root.optimization.use_bmuf,
-            f"--use-bmuf is set, which averages complete weights; remove it or {asked.flags}.",
+            f"--use-bmuf is set, which averages complete weights, not parts; remove it or {asked.flags}.",
         ),
     ]
     refuse_first(bad)

@@ -53,8 +53,8 @@ class Part:
 class Grid:
     """The ranks of an EP group on N nodes of L ranks: rank n * L + l has local index l on node n.
 
-    node_group has the ranks of this rank's node. rail_group has one rank of each node: that with this
-    rank's local index.
+    node_group has the ranks of this rank's node. rail_group has one rank of each node, with the same local
+    index as this rank.
     """
 
     nodes: int
@@ -108,9 +108,9 @@ class Topology:
         if joined > 1 and joined not in self.share_groups:
             raise ValueError(
                 f"adaptive_r (--moe-adaptive-r) is {degree}, which needs groups of {joined} ranks that "
-                "gather the shards of an expert, but the layer's topology has no such groups; give "
-                "make_topology the numbers of experts of all layers, and no degree_of or one that returns "
-                "this r."
+                "gather the shards of an expert, but the layer's topology has no such groups; call "
+                "make_topology with the numbers of experts of all layers, and without degree_of or with "
+                "one that returns this r."
             )
         return self.share_groups.get(joined)
 
@@ -282,7 +282,7 @@ def _new(ranks: Sequence[int], callers: dist.ProcessGroup | None, **options: Any
 
 def mark_slice(parameter: nn.Parameter, slicing: Slice) -> None:
     """Store the sharding of a parameter as an attribute, which fairseq's fp32 copy also gets."""
-    # fairseq copies only this attribute. fairseq's composite optimizer reads it, but rejects experts.
+    # fairseq copies only this attribute. Its composite optimizer reads it, but experts reject that class.
     parameter.param_group = slicing  # type: ignore[attr-defined]
 
 

@@ -1,6 +1,6 @@
 """The number of ranks, this process's rank, and collectives of pickled Python objects.
 
-Without torch.distributed there is one rank. `guarded` explains `operation`.
+Without torch.distributed there is one rank. For `operation`, see `guarded`.
 """
 
 import threading

@@ -136,8 +136,8 @@ def split_shape(x: Tensor, reserve_dims: int, model_dim: int) -> tuple[torch.Siz
     outer, features = x.shape[:-reserve_dims], x.shape[-reserve_dims:]
     require(
         features.numel() == model_dim,
-        f"the input has shape {tuple(x.shape)}, so {features.numel()} features per token, but model_dim "
-        f"is {model_dim}; give an input whose last dimension is {model_dim}, or set reserve_dims.",
+        f"the input has shape {tuple(x.shape)}, that is {features.numel()} features per token, but "
+        f"model_dim is {model_dim}; give an input whose last dimension is {model_dim}, or set reserve_dims.",
     )
     return outer, features
 
@@ -173,7 +173,7 @@ def changed(
     degree = min(max(degree, 0), shared_by)
     require(
         degree == 0 or shared_by % degree == 0,
-        f"{name} is {value!r} but {shared_by} ranks hold one expert; give 0 or a divisor of {shared_by}.",
+        f"{name} is {value!r}, but {shared_by} ranks hold one expert; give 0 or a divisor of {shared_by}.",
     )
     if degree > slices:
         log_no_effect(name, value)

@@ -115,7 +115,8 @@ class ModuleExperts(ExpertStack):
             require(
                 parameter.shape[:1] == (part.num_local,),
                 f"expert {type(module).__name__} has the parameter {name} of shape "
-                f"{tuple(parameter.shape)}; dimension 0 must be the {part.num_local} local experts.",
+                f"{tuple(parameter.shape)}; its dimension 0 must be {part.num_local}, the number of local "
+                "experts.",
             )
             self.register_parameter(_key(name), parameter)
         for name, buffer in module.named_buffers():

@@ -229,8 +229,8 @@ class TutelMoELayer(nn.Module):
         top_k = config.top_k if top_k is None else top_k
         return arguments.tutel_capacity(factor, top_k, self.num_global_experts, num_tokens, multiple)
 
-    a2a_ffn_overlap_degree = _part_of_strategy("overlap", "The number of chunks; can be set.")
-    adaptive_degree = _part_of_strategy("adaptive_r", "The r of `parallel_type`; one of `valid_rs`.")
+    a2a_ffn_overlap_degree = _part_of_strategy("overlap", "The number of chunks of an exchange; settable.")
+    adaptive_degree = _part_of_strategy("adaptive_r", "The r of `parallel_type`, one of `valid_rs`.")
 
     @property
     def num_local_experts(self) -> int:

@@ -26,7 +26,7 @@ class GradientReducer:
 
     With `eager` this happens during a backward pass. A bucket is sent when all its gradients exist and all
     earlier buckets are sent. So all ranks call the same collectives, even if some do not use all
-    parameters. Only the end of the backward pass waits for results: another rank may send its buckets then.
+    parameters. The results arrive at the end of the backward pass: other ranks may send buckets only then.
     """
 
     def __init__(self, buckets: Sequence[Bucket], world_size: int, eager: bool) -> None:
@@ -64,7 +64,7 @@ class GradientReducer:
     def finish_backward(self) -> None:
         """Reduce the remaining gradients at the end of a backward pass. Collective.
 
-        Some remain if a rank did not use all parameters.
+        Gradients remain if this rank did not use all parameters.
         """
         if not self.eager:
             return
@@ -125,7 +125,7 @@ class ZeroState:
     Args:
         parameters: in the same order on all ranks.
         stage: 0: nothing is sharded, and other code reduces gradients; 1: the state is sharded, and
-            gradients are reduced after the last backward pass; 2: they are reduced during each one.
+            gradients are reduced after the last backward pass; 2: during every backward pass.
         offload: keep this rank's elements, and the optimizer's moments, in host memory.
         bucket_bytes: see `partitions_of`.
     """
@@ -220,7 +220,7 @@ class ZeroState:
     def whole_state(self, index: int, state: dict[str, Any]) -> dict[str, Any]:
         """Return a parameter's complete optimizer state, with an fp32 master copy if there is one.
 
-        Collective over the ranks that own parts.
+        Collective over the ranks that own parts of it.
         """
         partition, whole = self.partitions[index], dict(state)
         if partition.is_master:
@@ -242,8 +242,8 @@ class ZeroState:
             if value.shape != shape:
                 raise ValueError(
                     f"the checkpoint's {key} of parameter {index} has shape {tuple(value.shape)}, but this "
-                    f"model needs {tuple(shape)}; give a checkpoint that all ranks wrote together, not a "
-                    "crash file."
+                    f"model needs shape {tuple(shape)}; give a checkpoint that all ranks wrote together, "
+                    "not a crash file."
                 )
             if key == MASTER and not partition.is_master:
                 # From a half-precision run: all ranks read the master copy and continue from it.
