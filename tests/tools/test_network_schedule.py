@@ -58,7 +58,7 @@ REFUSED = {
     "slices": (("torus:1x4", "--slices", 0), "--slices is 0; give a number of at least 1."),
     "more trees": (("torus:1x4", "--trees", 99999999), "--trees is 99999999; give at most "),
     "more slices": (("torus:1x4", "--slices", 9999), "--slices is 9999; give at most "),
-    "kind": (("torus:1x4", "--output", "x.xml"), "--output is x.xml; end it in .json."),
+    "kind": (("torus:1x4", "--output", "x.xml"), "--output is x.xml; give a name that ends with .json."),
     "one file": (
         ("torus:1x4", "--output", "x.json", "--network", "x.json"),
         "--output and --network are both x.json; give two files.",
