@@ -187,7 +187,7 @@ BOMB = '<!DOCTYPE algo [<!ENTITY a "aaaaaaaaaa"><!ENTITY b "&a;&a;&a;&a;">]>'
     ('ngpus="3"', 'ngpus="9e9"', "ngpus of <algo> is '9e9'; give a whole number from 1 to 65536"),
     ('<gpu id="2"', '<gpu id="1"', "two gpu elements have the id 1"),
     ('<tb id="0" send="1"', '<tb id="0" send="0"', "gpu 0, tb 0 has the peers 0 and 2; give other ranks below 3"),
-    ('send="1"', 'send="-1"', "gpu 0, tb 0, step 0 \(s\) needs a peer"),
+    ('send="1"', 'send="-1"', r"gpu 0, tb 0, step 0 \(s\) needs a peer"),
     ('type="rcs"', 'type="rcx"', "gpu 0, tb 0, step 1 has the type 'rcx'"),
     ('dstbuf="o" dstoff="2"', 'dstbuf="q" dstoff="2"', "gpu 0, tb 0, step 1 has the dstbuf 'q'"),
     ('dstbuf="o" dstoff="2"', 'dstbuf="o" dstoff="3"', "step 1 goes beyond the 3 chunks of dstbuf"),
