@@ -1,1 +1,1 @@
-"""Inference: pre-gating, offloaded experts, and ranks in lockstep."""
+"""Inference: pre-gating, stores for offloaded experts, and expert parallelism without a fixed schedule."""

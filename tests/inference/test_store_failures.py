@@ -73,12 +73,12 @@ DAMAGES = {
     "missing": (lambda path: path.unlink(), "No such file"),
     "a FIFO": (lambda path: (path.unlink(), os.mkfifo(path)), "it is not an ordinary file"),
     "a folder": (lambda path: (path.unlink(), path.mkdir()), "Is a directory"),
-    "short": (lambda content: content[:-9], "its length is not what it was"),
-    "longer": (lambda content: content + b".", "its length is not what it was"),
+    "short": (lambda content: content[:-9], "its length has changed or is wrong"),
+    "longer": (lambda content: content + b".", "its length has changed or is wrong"),
     "cut in its header": (lambda content: content[:99], "before its header"),
-    "no header": (lambda _: b"\x01" + b"\0" * 7 + b"[" * 99, "none of a safetensors file"),
+    "no header": (lambda _: b"\x01" + b"\0" * 7 + b"[" * 99, "no valid safetensors header"),
     "a deep header": (
-        lambda _: (200_000).to_bytes(8, "little") + b"[" * 200_000, "none of a safetensors file",
+        lambda _: (200_000).to_bytes(8, "little") + b"[" * 200_000, "no valid safetensors header",
     ),
     "a flipped bit": (flipped, "is not what was saved"),
 }  # fmt: skip
@@ -305,7 +305,10 @@ def test_what_is_no_evaluation_is_refused():
         ({"tier": "tape"}, "choose from host, disk."),
         ({"eviction": "mru"}, "choose from lfu, lru, fifo."),
         ({"cache": "3 cats"}, "give a number of experts, such as 64, or a size with a unit, such as"),
-        ({"cache": "0.5KB", "tier": "host"}, "is 500 bytes, but one expert has 896; give at least that"),
+        (
+            {"cache": "0.5KB", "tier": "host"},
+            "is 500 bytes, but one expert has 896 bytes; give at least this",
+        ),
         ({}, "not in shard files of a checkpoint; write them with `python -m fairseq_tutel convert"),
     ],
 )

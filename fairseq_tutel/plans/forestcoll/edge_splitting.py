@@ -58,9 +58,9 @@ class _Splitting:
         return into, list(members(self.graph.out[switch]))
 
     def _nearness(self, pair: tuple[int, int]) -> tuple[int, int, int]:
-        """Return the key by which pairs of vertices are sorted: the next host and the same local rank first.
+        """Return the key that sorts pairs of vertices: the next host and the same local rank come first.
 
-        Next hosts and next local ranks come first, so the ranks have different neighbours.
+        So different ranks have different neighbours.
         """
         places, (u, t) = self.network.places, pair
         if max(pair) >= len(places):
@@ -71,7 +71,7 @@ class _Splitting:
         return (u == t, hops, (to_local - local) % most)
 
     def _even(self, switch: int) -> Iterator[Piece]:
-        """Yield new links whose capacities are in proportion to the links of the switch that they replace."""
+        """Yield new links with capacities in proportion to the links of the switch that they replace."""
         into, out = self._neighbours(switch)
         left = self.graph.left
         for u in into:

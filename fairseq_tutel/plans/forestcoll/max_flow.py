@@ -54,7 +54,7 @@ class Flow:
         return sent, 0
 
     def _layers(self, source: int, target: int) -> tuple[list[int], int]:
-        """Return the set of vertices at each distance from the source, up to the target, and their union."""
+        """Return the sets of vertices by distance from the source, up to the target, and their union."""
         out = self.out
         layers = [1 << source]
         seen, end = layers[0], 1 << target

@@ -120,7 +120,7 @@ def reaches_all(graph: Flow, ranks: int, needed: int) -> bool:
 
 
 def with_source(capacities: Sequence[Sequence[int]], ranks: int, trees: int) -> Flow:
-    """Return a graph with a source as additional last vertex; its edge to each rank has capacity `trees`."""
+    """Return a graph with a source as last vertex, whose edges of capacity `trees` lead to all ranks."""
     graph = Flow.of(capacities, 1)
     for rank in range(ranks):
         graph.add(len(capacities), rank, trees)
