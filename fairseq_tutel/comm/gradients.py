@@ -30,7 +30,10 @@ def mark_expert(parameter: nn.Parameter) -> None:
 
 
 def mark_root_scaled(parameter: nn.Parameter) -> None:
-    """Mark an expert parameter to divide its gradient sum by sqrt(W) (Meta's sqrt_world_size), not W."""
+    """Mark an expert parameter, to divide its summed gradient by sqrt(world size), not by world size.
+
+    This is Meta's sqrt_world_size.
+    """
     parameter.root_scaled = True  # type: ignore[attr-defined]
 
 
@@ -42,7 +45,7 @@ def gradient_divisor(parameter: Tensor, world_size: int) -> float:
 def rescale_expert_gradients(parameters: Iterable[nn.Parameter], world_size: int) -> None:
     """Multiply the gradients of `mark_root_scaled` parameters by sqrt(world size), in place.
 
-    The gradients have already been divided by W.
+    The gradients have already been divided by the world size.
     """
     for parameter in parameters:
         if getattr(parameter, "root_scaled", False) and parameter.grad is not None:

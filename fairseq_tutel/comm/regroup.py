@@ -73,7 +73,7 @@ class _Gather(torch.autograd.Function):
 
 
 def chunk_of(count: Tensor, index: int, number: int) -> Tensor:
-    """Return the size of chunk `index` if a block is split into `number` chunks, equal within one row."""
+    """Return the size of chunk `index` of `number` chunks of a block; sizes differ by at most one."""
     return count * (index + 1) // number - count * index // number
 
 

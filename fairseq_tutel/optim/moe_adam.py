@@ -145,8 +145,9 @@ class MoEFairseqAdam(MoEOptimizerMixin, FairseqAdam):
     """fairseq's Adam (decoupled weight decay) for experts on several ranks, with a fused fp32 kernel.
 
     On a GPU with apex, fairseq uses apex's fused class, and so does this class. There are two exceptions:
-    --fp16-adam-stats, because apex has one scale for all experts of a rank, and ZeRO or offload, because
-    partitions may be in host memory.
+
+    - --fp16-adam-stats: apex has one scale for all experts of a rank.
+    - ZeRO and offload: partitions may be in host memory.
     """
 
     def __init__(self, cfg: FairseqAdamConfig, params: Any) -> None:

@@ -71,7 +71,7 @@ class MoEOptimizerMixin:
 
     @property
     def supports_memory_efficient_fp16(self) -> bool:
-        """Whether half-precision parameters are accepted; under ZeRO they are: its partitions are fp32."""
+        """Whether half-precision parameters are accepted; ZeRO accepts them, as its partitions are fp32."""
         return self.zero is not None or super().supports_memory_efficient_fp16  # type: ignore[misc]
 
     @property

@@ -137,7 +137,7 @@ def split_shape(x: Tensor, reserve_dims: int, model_dim: int) -> tuple[torch.Siz
     require(
         features.numel() == model_dim,
         f"the input has shape {tuple(x.shape)}, that is {features.numel()} features per token, but "
-        f"model_dim is {model_dim}; give an input whose last dimension is {model_dim}, or set reserve_dims.",
+        f"model_dim is {model_dim}; give an input with last dimension {model_dim}, or set reserve_dims.",
     )
     return outer, features
 
