@@ -113,7 +113,7 @@ class UpdateTuner:
 
         Collective over all ranks. The previous update is recorded only if every rank called `end` for it.
         """
-        require(num_tokens >= 0, f"num_tokens is {num_tokens}; give the tokens of a micro-batch.")
+        require(num_tokens >= 0, f"num_tokens is {num_tokens}; give a number of tokens.")
         tokens, milliseconds, busiest, of_update, of_last = self._agreed(num_tokens)
         if math.isfinite(milliseconds):
             self._warm += 1
