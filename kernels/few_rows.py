@@ -1,4 +1,4 @@
-"""The FFN of one expert for few rows on a CPU, without gradients. Reading the weights dominates.
+"""The FFN of one expert on a CPU, for few rows and without gradients; limited by weight reads.
 
 The results equal the results of `ffn_by_expert.ffn_forward`. n rows, D model_dim, H hidden_dim, I and O the
 input and output dimensions of a linear map.

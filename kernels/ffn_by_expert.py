@@ -103,7 +103,7 @@ def _up(
     keep: bool,
     y_RD: Tensor | None,
 ) -> SavedActivations:
-    """Compute the activations that backward needs, and unless y_RD is None write the FFN output to y_RD."""
+    """Return the activations that backward needs; also write the FFN output to y_RD unless it is None."""
     w, blocks = weights, _blocks(weights, groups, x_ND)
     num_rows = x_ND.shape[0] if index_R is None else index_R.shape[0]
     hidden_dim = w.fc1_weight.shape[1]
@@ -241,7 +241,7 @@ def _by_expert(block: Block, *rows: Tensor) -> Iterable[tuple[Any, ...]]:
 
 
 def _blocks(weights: FFNWeights, groups: Groups, x_ND: Tensor) -> list[Block]:
-    """Return the blocks of rows that are computed together; with several threads, one expert per block."""
+    """Return the blocks of rows that are computed together; several threads use one expert per block."""
     row_bytes = weights.fc1_weight.shape[1] * x_ND.itemsize
     return blocks_of(groups.host, BLOCK_BYTES // row_bytes if torch.get_num_threads() == 1 else 0)
 
@@ -265,7 +265,7 @@ def _parts(rows: Tensor | None, blocks: Sequence[Block]) -> Sequence[Any]:
 def _readers(
     x_ND: Tensor, index_R: Tensor | None, blocks: Sequence[Block]
 ) -> Callable[[], Callable[[int], Tensor]]:
-    """Return a factory of functions that map a block number to the rows of the block.
+    """Return a factory of functions that map a block's number to the block's rows.
 
     Each thread calls the factory once. The thread's function gathers the rows of every block into the same
     buffer, which stays in cache.
@@ -283,7 +283,7 @@ def _readers(
 
 
 def _places(rows: Tensor, width: int, blocks: Sequence[Block]) -> Callable[[], Callable[[int], Tensor]]:
-    """Return a factory of functions that map a block number to a buffer for the results of the block.
+    """Return a factory of functions that map a block's number to a buffer for the block's results.
 
     Each thread calls the factory once. If the blocks exceed `SMALL_BYTES` in total, a thread uses the same
     buffer for all its blocks. This buffer stays in cache.

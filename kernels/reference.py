@@ -147,7 +147,9 @@ def grouped_weight_grad(
     scale_R: Tensor | None = None,
     bias: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return each expert's weight gradient, sum of (scale[r] dout[r]) x rows[r], and bias gradient.
+    """Return the gradients of each expert's weight and bias, summed over the expert's rows.
+
+    dweight[e] is the sum over group e of (scale[r] dout[r]) x rows[r].
 
     Args:
         dout_NO: [R, O], or [N, O] if `dout_index_R` gives each row's source.
@@ -182,9 +184,9 @@ def ffn_up(
     activation: str,
     keep: bool,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Compute the FFN's hidden rows: a = act(h) with h = x @ fc1.T + bias, or a = silu(h) * g with fc3.
+    """Compute the FFN up to fc2's input: a = act(fc1(x)), or silu(fc1(x)) * fc3(x) for gated experts.
 
-    Returns (a_RH, h_RH, g_RH), where g is computed as h is, but with fc3.
+    Returns (a_RH, h_RH, g_RH): h = x @ fc1.T + bias is the activation's input, and g = x @ fc3.T + bias.
 
     Args:
         x_ND: [R, D], or [N, D] if `index_R` gives each row's source; any float dtype.
@@ -286,7 +288,7 @@ def ffn_up_backward(
     fc3_weight: Tensor | None,
     groups: Groups,
 ) -> Tensor:
-    """Compute the input gradient dx_RD = dh @ fc1 (+ dg @ fc3); each row uses its expert's weights.
+    """Compute the gradient of the FFN's input rows from the gradients of fc1's and fc3's outputs.
 
     The tail of the result is 0.
 
@@ -315,7 +317,7 @@ def _read_rows(x_ND: Tensor, index_R: Tensor | None, own: slice) -> Tensor:
 
 
 def stride_copy(rows_RD: Tensor, outer: int, inner: int) -> Tensor:
-    """Reorder the blocks of rows from [outer, inner, n, D] to [inner, outer, n, D].
+    """Reorder blocks of rows from [outer, inner, n, D] to [inner, outer, n, D].
 
     Args:
         rows_RD: [outer * inner * n, D], any dtype.

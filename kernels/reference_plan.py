@@ -45,12 +45,12 @@ class PlanTable(NamedTuple):
 
 
 def run_plan(memory: Tensor, table: PlanTable, calls: int, spins: int = SPINS) -> Tensor:
-    """Run a collective plan for several consecutive calls; the first call has parity 0.
+    """Run a collective plan for several consecutive calls.
 
     Args:
         memory: modified in place, contiguous. Half dtypes are summed in fp32 and rounded once.
         table: the plan, on the same device.
-        calls: the number of calls.
+        calls: the number of calls; the first call has parity 0.
         spins: polls of a semaphore before a wait fails; unused here, because instances run sequentially.
 
     Returns:

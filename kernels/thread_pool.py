@@ -46,7 +46,7 @@ def for_each(make_worker: Callable[[], Worker], counts: Sequence[int], row_work:
 
 
 def _shares(counts: Sequence[int], row_work: int) -> tuple[Sequence[int], Sequence[int]]:
-    """Divide the experts: return those that all threads compute together, and those for single threads."""
+    """Return the experts that all threads compute together, and the experts for one thread each."""
     threads, all_experts = torch.get_num_threads(), range(len(counts))
     busy = sum(count > 0 for count in counts)
     work = (sum(counts) + ROWS_OF_READING * busy) * row_work
@@ -89,7 +89,7 @@ def _spread(make_worker: Callable[[], Worker], experts: Iterator[int]) -> None:
 
 @functools.cache
 def _region() -> tuple[Any, Any] | None:
-    """Return OpenMP's function that starts a parallel region, and its callback type; None if not found."""
+    """Return OpenMP's function for parallel regions and its callback type; None if it is not found."""
     kind = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
     try:
         region = ctypes.CDLL(torch._C.__file__).GOMP_parallel  # LLVM's and Intel's OpenMP also have it

@@ -170,5 +170,5 @@ def choose(
 
 
 def _fit(block: int, size: int) -> int:
-    """Reduce a block size to the smallest power of two >= 16 that covers `size`, if that is smaller."""
+    """Return `block`, but at most the smallest power of two that is >= 16 and covers `size`."""
     return min(block, max(16, 1 << max(size - 1, 0).bit_length()))

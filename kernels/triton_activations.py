@@ -50,7 +50,7 @@ def activate(h, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def activate_backward(da, kept, ACTIVATION: tl.constexpr):
-    """Return dh from da and the saved tensor: a for relu, tanh and linear, h for other activations."""
+    """Return the input gradient dh from da and the saved tensor (the output a or the input h)."""
     if ACTIVATION == "relu":
         dh = tl.where(kept <= 0, 0.0, da)
     elif ACTIVATION == "relu_squared":

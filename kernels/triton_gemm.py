@@ -37,7 +37,7 @@ def ffn_up_backward(
     fc3_weight: Tensor | None,
     groups: Groups,
 ) -> Tensor:
-    """Compute the input gradient dx_RD = dh @ fc1 (+ dg @ fc3); each row uses its expert's weights."""
+    """Compute the gradient of the FFN's input rows from the gradients of fc1's and fc3's outputs."""
     fc3_weight = None if fc3_weight is None else fc3_weight.mT
     return triton_linear(dh_RH, fc1_weight.mT, None, dg_RH, fc3_weight, groups.counts)
 
@@ -62,7 +62,7 @@ def triton_linear(
     more_weight_EOI: Tensor | None,
     counts_E: Tensor,
 ) -> Tensor:
-    """Return rows @ weight.T + bias + more @ more_weight.T, where each row uses its expert's weights."""
+    """Return rows @ weight.T + bias + more @ more_weight.T; each row uses its expert's weights."""
     num_experts, out_dim, in_dim = weight_EOI.shape
     num_rows = rows_RI.shape[0]
     out_RO = rows_RI.new_empty(num_rows, out_dim)

@@ -295,7 +295,7 @@ def _hidden_backward(
     N,
     ACTIVATION: tl.constexpr,
 ):
-    """Write dh, dg and a of one tile, and return <da, a> per row; da is not scaled by the gate."""
+    """Write one tile of dh, dg and a (the gradients and output of the activation); return <da, a>."""
     if a_in is not None:
         a = load_tile(a_in, first, last_read, n, N, da.shape[0], da.shape[1]).to(da.dtype)
         kept = a

@@ -65,7 +65,7 @@ def input_precision_of(rows: Tensor) -> str:
 
 
 def described(tensors: list[Tensor], block: list[int]) -> list[Any] | None:
-    """Return descriptors that load tiles of shape `block`; None if a tensor cannot have a descriptor."""
+    """Return TMA descriptors that load tiles of shape `block`; None if a tensor does not support TMA."""
     if not all(has_descriptors(t.device) and _is_describable(t) for t in tensors):
         return None
     return [TensorDescriptor(t, list(t.shape), list(t.stride()), block) for t in tensors]
@@ -74,7 +74,7 @@ def described(tensors: list[Tensor], block: list[int]) -> list[Any] | None:
 def described_weights(
     weights_ENK: list[Tensor], block_n: int, block_k: int
 ) -> tuple[list[Any] | None, bool]:
-    """Return (descriptors of the weights, whether their contiguous dimension is k instead of n).
+    """Return TMA descriptors of the weights, and whether their contiguous dimension is k instead of n.
 
     Args:
         weights_ENK: weights with equal strides; see `alike`.

@@ -117,7 +117,7 @@ def load_bias(bias, expert, columns, N):
 
 @triton.jit
 def tile_offsets(N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Return the offsets of a tile's elements from its first element; int32 halves the register use."""
+    """Return the offsets of a tile's elements from its first element, as int32 to save registers."""
     return tl.arange(0, BLOCK_M)[:, None] * N + tl.arange(0, BLOCK_N)[None, :]
 
 
@@ -137,7 +137,7 @@ def load_tile(x, first, end, n, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr)
 
 @triton.jit
 def store_tile(x, values, first, end, n, N):
-    """Write the tile of x [R, N] at (first, n), only before row `end` and column N."""
+    """Write a tile of x [R, N] at (first, n), except elements from row `end` or from column N on."""
     inside = tile_mask(first, end, n, N, values.shape[0], values.shape[1])
     offsets = tile_offsets(N, values.shape[0], values.shape[1])
     tl.store(x + first * N + n + offsets, values, mask=inside)

@@ -285,7 +285,7 @@ def _copies_at(
     batch,
     HAS_ORDER: tl.constexpr,
 ):
-    """Return the assignments at these positions of a chain, and their experts (E after the chain's end)."""
+    """Return the assignments at these positions of a chain and their experts; E after the chain's end."""
     inside = positions < length
     if HAS_ORDER:
         copies = tl.load(order_ptr + positions, mask=inside, other=0)

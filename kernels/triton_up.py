@@ -45,7 +45,7 @@ def ffn_up(
     activation: str,
     keep: bool,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Compute the FFN's hidden rows: a = act(h) with h = x @ fc1.T + bias, or a = silu(h) * g with fc3."""
+    """Compute the FFN up to fc2's input: a = act(fc1(x)), or silu(fc1(x)) * fc3(x) for gated experts."""
     is_glu = fc3_weight is not None
     keep_h = keep and (is_glu or not ACTIVATIONS[activation].keeps_output)
     a_RH, h_RH, g_RH = triton_up(

@@ -28,7 +28,7 @@ def grouped_weight_grad(
     scale_R: Tensor | None = None,
     bias: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return each expert's weight gradient, sum of (scale[r] dout[r]) x rows[r], and bias gradient."""
+    """Return the gradients of each expert's weight and bias, summed over the expert's rows."""
     dweight_EOI, dbias_EO = triton_weight_grad(
         dout_NO, rows_NI, groups.counts, dout_index_R, rows_index_R, scale_R, bias
     )
@@ -106,7 +106,7 @@ def triton_weight_grad(
 
 @triton.jit
 def _sources(index, r, end):
-    """Return the source rows of rows r as int64: index[r], or r if there is no index."""
+    """Return the source row of each row as int64: index[r], or r if there is no index."""
     source = r.to(tl.int64)
     if index is not None:
         source = tl.load(index + r, mask=r < end, other=0)
@@ -115,7 +115,7 @@ def _sources(index, r, end):
 
 @triton.jit
 def _load_scaled(x, source, scale, r, end, columns, D, ACC: tl.constexpr):
-    """Return the tile [columns, rows] of scale[r] * x[source], with zeros from row `end` on.
+    """Load a tile [columns, rows] of scale[r] * x[source], with zeros from row `end` on.
 
     The tile is loaded in the layout of the product, because not every GPU prefetches transposed tiles.
     """

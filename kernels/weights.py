@@ -15,7 +15,7 @@ from fairseq_tutel.kernels.large_pages import in_large_pages
 
 @dataclass(frozen=True)
 class ExpertTensorList:
-    """A list of n experts' tensors, with those methods of a stacked tensor that kernels use.
+    """A list of n experts' tensors that kernels can use like a stacked tensor [n, ...].
 
     It supports only forward passes without gradients.
 

@@ -42,13 +42,13 @@ WIRE_BYTES = {"bf16": 2, "fp8": 1}  # transfer dtype: bytes per element
 
 
 def allowed_degrees(slices: int, whole_hidden: bool = False) -> tuple[int, ...]:
-    """Return every valid r: 0 and the divisors of s, or only 0 and 1 if `whole_hidden` (a norm over H)."""
+    """Return the valid values of adaptive_r: 0, and the divisors of `slices` (1 if `whole_hidden`)."""
     divisors = (r for r in range(1, slices + 1) if slices % r == 0)
     return (0, 1) if whole_hidden else (0, *divisors)
 
 
 def nearest_degree(degree: int, slices: int, whole_hidden: bool = False) -> int:
-    """Return the largest valid r up to `degree`, for layers that have fewer shards than others."""
+    """Return the largest valid adaptive_r that does not exceed `degree`."""
     return max(r for r in allowed_degrees(slices, whole_hidden) if r <= degree)
 
 
@@ -59,7 +59,7 @@ def weights_of(
     device: torch.device,
     call_id: CallId = NO_CALL_ID,
 ) -> Weights:
-    """Gather and return the weights that this rank needs for one forward with r = `degree`. Collective.
+    """Gather and return the expert weights that this rank needs if adaptive_r is `degree`. Collective.
 
     The backward pass sums the gradients of all ranks that gathered the weights. It keeps the gradients of
     this rank's shard. If r is 0, the ranks exchange no row counts, so this function compares the call ID.
@@ -95,7 +95,7 @@ def weights_of(
 
 
 def _merge(stack: Tensor, slices: int, dim: int) -> Tensor:
-    """Join expert shards: reshape weights [G, e, ...] from G ranks to [experts, ...], with H in `dim`."""
+    """Join the shards of each expert: reshape gathered weights [G, e, ...] to [experts, ...]."""
     flat = stack.flatten(0, 1)
     if slices == 1:
         return flat
@@ -162,7 +162,7 @@ def static_strategy(
 
 
 def static_degree(config: MoEConfig, slices: int) -> int:
-    """Return the configured r, at most `slices` (s); raise ValueError if the configured r is invalid."""
+    """Return the configured adaptive_r, limited to `slices`; raise ValueError if it is invalid."""
     degree = config.adaptive_r
     name, value = "adaptive_r", str(degree)
     if degree < 0:
@@ -190,7 +190,7 @@ def predicted_seconds(
     machine: Machine,
     element_bytes: int,
 ) -> float:
-    """Predict the seconds of a layer's forward and backward; a collective plan counts as linear."""
+    """Predict the seconds of a layer's forward and backward with a strategy, by the cost model."""
     grid, size = topology.grid, topology.expert_parallel_size
     nodes, local = (grid.nodes, grid.local) if grid else (1, size)
     slices = topology.slices(config.num_experts)

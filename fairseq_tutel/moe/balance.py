@@ -29,12 +29,12 @@ def gshard_loss(routing: Routing, gate: GateOutput | None = None) -> Tensor:
 
 
 def gshard_all_loss(routing: Routing, gate: GateOutput | None = None) -> Tensor:
-    """Return the GShard loss, where f_e counts all assignments instead of first choices only."""
+    """Return the GShard loss with the fractions of all assignments instead of first choices only."""
     return _load_times_probability(routing, routing.assigned_KE.sum(dim=0))
 
 
 def gshard_global_loss(routing: Routing, gate: GateOutput) -> Tensor:
-    """Return the gshard_all loss, where f_e covers all ranks and P_e covers this rank only.
+    """Return the gshard_all loss with the loads of all ranks and the probabilities of this rank.
 
     Collective in training: one all-reduce of E numbers. Source: Qiu et al. 2025, Demons in the Detail.
     """
@@ -89,7 +89,7 @@ def load_importance_loss(routing: Routing, gate: GateOutput) -> Tensor:
 
 
 def load_importance_tutel_loss(routing: Routing, gate: GateOutput) -> Tensor:
-    """Return Tutel's form of the load_importance loss, for resuming training runs that used it.
+    """Return Tutel's variant of the load_importance loss, to resume training runs that used it.
 
     It uses the K-th largest noisy logit of all experts, and subtracts this logit from a probability instead
     of from a logit.

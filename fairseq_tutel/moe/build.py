@@ -1,4 +1,4 @@
-"""Loading of custom classes, and initialization that does not depend on the number of ranks."""
+"""Loads custom classes, and initializes parameters equally for every number of ranks."""
 
 import hashlib
 import importlib
@@ -34,7 +34,7 @@ def build_custom(label: str, name: str, config: Any) -> nn.Module:
 
 
 def construct(label: str, kind: type, config: Any) -> Any:
-    """Return kind(config); raise ValueError if the class cannot be built from a configuration alone."""
+    """Build and return kind(config); raise ValueError if the class takes other arguments."""
     try:
         return kind(config)
     except TypeError as error:
@@ -60,7 +60,7 @@ def draw(kind: type, config: Any, seed: int) -> nn.Module:
 
 
 def seeded_generator(seed: int, name: str, expert: int, tensor: str) -> torch.Generator:
-    """Return a CPU generator seeded by a hash of the arguments; expert -1 means a shared tensor."""
+    """Return a CPU generator seeded by a hash of the arguments; `expert` is -1 for shared tensors."""
     return torch.Generator().manual_seed(hashed_seed(seed, name, expert, tensor))
 
 

@@ -114,7 +114,7 @@ def by_largest_score(
 
 
 def at_random(scores_TE: Tensor, expert_ids_TK: Tensor, position_T: Tensor, training: bool) -> Tensor:
-    """Order assignments: first choices first, in random order of the tokens (only in training).
+    """Order assignments: first choices first, and in training the tokens of each choice at random.
 
     In evaluation, the order is the order of `by_position`.
 

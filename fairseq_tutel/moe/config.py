@@ -361,8 +361,8 @@ def _refuse_contradictions(config: MoEConfig) -> None:
     )
     require(
         kept <= groups and kept * (experts // groups) >= config.top_k,
-        f"{given('groups_per_token')}, but there are {groups} groups of {experts // groups} experts; give "
-        f"at most {groups}, and enough groups for {config.top_k} experts per token.",
+        f"{given('groups_per_token')}, but the number of groups is {groups}, each of {experts // groups} "
+        f"experts; give at most {groups}, and enough groups for {config.top_k} experts per token.",
     )
     gates = len(config.gate_types)
     require(

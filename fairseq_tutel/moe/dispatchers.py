@@ -122,7 +122,7 @@ class Exchange:
         exchange.exchange_rows(rows_RD, counts_E, options, expert_fn, call_id)
 
     def _gathered(self, weights: Weights, device: torch.device) -> Weights:
-        """Return the expert weights, completed with the shards that other ranks hold, if r requires it."""
+        """Return the expert weights; gather other ranks' shards of the same experts if necessary."""
         if not weights.are_own:
             return weights
         degree = self.options.strategy.adaptive_r

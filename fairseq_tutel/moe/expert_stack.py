@@ -63,7 +63,7 @@ class StoredStack(Protocol):
     shape: tuple[int, ...]
 
     def read(self, first: int, count: int, slicing: Slice | None = None, index: int = 0) -> Tensor:
-        """Read and return experts first .. first + count - 1, or expert shard `index` of each."""
+        """Read and return `count` experts from `first` on, or expert shard `index` of each."""
 
 
 class ExpertStack(nn.Module):
@@ -102,7 +102,7 @@ class ExpertStack(nn.Module):
         self.weights = weights
 
     def offload_to(self, weights: Weights) -> None:
-        """Compute with these tensors from now on, and free the parameters; names and shapes are kept."""
+        """Replace the parameters by another source of tensors and free their memory; shapes are kept."""
         self._compute_device, self.weights, self._is_offloaded = self.device, weights, True
         for name, parameter in self.expert_parameters().items():
             empty = torch.empty_like(parameter, device="meta")
@@ -186,7 +186,7 @@ class ExpertStack(nn.Module):
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of the expert weights, and without autocast also of the experts' rows."""
+        """The dtype of the expert weights, and without autocast also of the experts' inputs."""
         dtypes = (getattr(self, name).dtype for name in self.names)
         return next(dtype for dtype in dtypes if dtype.is_floating_point)
 
@@ -198,11 +198,11 @@ class ExpertStack(nn.Module):
         return next(iter(self.expert_parameters().values())).device
 
     def prepared(self, tensors: Tensors, device: torch.device) -> Tensors:
-        """Convert the tensors once for one forward and all its row chunks, such as to autocast's dtype."""
+        """Convert the tensors for one forward, such as to autocast's dtype; row chunks share the result."""
         return tensors
 
     def slice_of(self, name: str) -> Slice:
-        """Return the number of shards of a parameter and the dimension that they split."""
+        """Return how a parameter is split: the number of expert shards and the split dimension."""
         slices = self.part.slices
         return Slice(slices, self.slice_dims[name]) if slices > 1 else Slice()
 
@@ -301,7 +301,7 @@ class ExpertStack(nn.Module):
         self.mark()
 
     def _check_part(self, state_dict: Any, prefix: str, held: tuple[int, ...] | None) -> None:
-        """Raise ValueError for a state dict of another rank; warn if the rank is not recorded."""
+        """Raise ValueError if a state dict has another rank's experts; warn if it records no rank."""
         num_experts, mine = self.config.num_experts, self.part.of(self.config.num_experts)
         if held is not None and held not in (self._held(), (num_experts, num_experts, 0, 1, 0)):
             raise ValueError(

@@ -96,7 +96,7 @@ class Experts(ExpertStack):
 
     @property
     def checkpoints(self) -> bool:
-        """Whether backward recomputes complete experts; a single autograd node recomputes only h."""
+        """Whether backward reruns complete experts; fused experts only recompute their hidden rows."""
         return super().checkpoints and not self.is_one_node
 
     @property
@@ -135,7 +135,7 @@ def feed_forward(
     norm: nn.Module | None,
     training: bool,
 ) -> Tensor:
-    """Return the FFN of x [..., D]; `linear` applies the linear map with the given name to a tensor."""
+    """Compute the FFN of x [..., D]; `linear` applies the linear layer with the given name, such as fc1."""
     hidden = activate(linear("fc1", x))
     if config.expert_type == "glu":
         hidden = hidden * linear("fc3", x)

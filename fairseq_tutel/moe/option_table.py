@@ -262,7 +262,7 @@ def options_of(owner: str) -> list[Option]:
 
 
 def cache_limits(cache: int | str) -> tuple[int | None, int | None]:
-    """Parse a cache size to limits (bytes, experts), where one limit is None, or raise ValueError."""
+    """Parse a cache size to (bytes, experts), one of which is None; raise ValueError if it is invalid."""
     limits = _limits_of(str(cache))
     if limits is None:
         raise ValueError(f"cache (--moe-expert-cache) is {cache!r}; {CACHE_SIZES}.")

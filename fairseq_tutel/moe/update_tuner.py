@@ -114,7 +114,7 @@ class UpdateTuner:
 
         Collective over all ranks. The previous update is recorded only if every rank called `end` for it.
         """
-        require(num_tokens >= 0, f"num_tokens is {num_tokens}; give the tokens of a micro-batch.")
+        require(num_tokens >= 0, f"num_tokens is {num_tokens}; give a number of tokens.")
         tokens, milliseconds, busiest, of_update, of_last = self._agreed(num_tokens)
         if math.isfinite(milliseconds):
             self._warm += 1
@@ -136,7 +136,7 @@ class UpdateTuner:
         return strategy
 
     def add_micro_batch(self, num_tokens: int) -> None:
-        """Add the tokens of a further micro-batch; an update is rated by its time per token."""
+        """Add the tokens of a further micro-batch; the cost of an update is its time per token."""
         self._micro_batches.append(num_tokens)
 
     def end(self) -> None:
@@ -218,7 +218,7 @@ class UpdateTuner:
         return tuple(numbers.tolist())
 
     def _degrees(self) -> tuple[int, ...]:
-        """Return every r that the layers allow, except those whose gathered weights need too much memory.
+        """Return every adaptive_r that the layers allow, except values that need too much memory.
 
         Compared with the given r, gathered weights and their gradients may take at most half of the free
         memory of the rank with the least free memory.
@@ -234,7 +234,7 @@ class UpdateTuner:
         return tuple(r for r in sorted(every) if r == given or self._gathered_bytes(r) <= most)
 
     def _gathered_bytes(self, degree: int) -> int:
-        """Return the bytes that gathered weights and their gradients need on one rank with this r."""
+        """Return the bytes that gathered weights and their gradients need if adaptive_r is `degree`."""
         total = 0
         for layer in self.layers:
             own = sum(p.numel() * p.element_size() for p in _weights(layer))

@@ -27,12 +27,12 @@ class Condition:
 
 
 def because(holds: Callable[[Any], bool], reason: str) -> Condition:
-    """Return a condition under which an option has no effect: `holds` is true, for the logged reason."""
+    """Return a condition under which an option has no effect; the log shows the reason."""
     return Condition(holds, f": {reason}")
 
 
 def needs(holds: Callable[[Any], bool], what: str) -> Condition:
-    """Return a condition under which an option has no effect: `holds` is false, so `what` is missing."""
+    """Return a condition under which an option has no effect: the requirement `what` is missing."""
     return Condition(lambda facts: not holds(facts), f" without {what}")
 
 

@@ -191,7 +191,7 @@ SAID = {
     "--moe-local-size 2 has no effect without --moe-a2a-algorithm 2dh or auto, ": {"moe_local_size": 2},
     "--record-a2a-perf-stats has no effect: every rank has all ": {"record_a2a_perf_stats": True},
     "--moe-normalize-gate none has no effect without --moe-top-k 2": {"moe_normalize_gate": "none"},
-    "--moe-normalize-expert-grad sqrt_world_size has no effect: there is one rank": {
+    "--moe-normalize-expert-grad sqrt_world_size has no effect: the run has only one rank": {
         "moe_normalize_expert_grad": "sqrt_world_size",
     },
     "--moe-gate-loss-wt 0.5 has no effect: --moe-balance-loss is none": {"moe_gate_loss_wt": 0.5},

@@ -16,7 +16,7 @@ BAD = [
     ({"gate_type": {"type": "top", "capacity_factor": "1"}}, "capacity_factor is '1'; give a finite"),
     ({"gate_type": {"type": "top", "gate_noise": -1}}, "gate_noise is -1; give a finite number, at"),
     ({"gate_type": {"type": "top", "fp32_gate": "yes"}}, "fp32_gate is 'yes'; give True or False"),
-    ({"gate_type": {"type": "cosine_top", "init_t": 0}}, "gate_type's init_t is 0; give at least"),
+    ({"gate_type": {"type": "cosine_top", "init_t": 0}}, "gate_type's init_t is 0; give a number of"),
     ({"gate_type": {"type": "custom"}}, "gate_type's module is None; give the class"),
     ({"gate_type": {"type": "custom", "module": dict}}, "gate_type's module built dict; give the class"),
     ({"model_dim": 0}, "model_dim is 0; give a whole number"),
