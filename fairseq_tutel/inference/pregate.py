@@ -89,7 +89,7 @@ class Chain:
         return routing
 
     def _take(self, index: int, call: Call) -> Routing:
-        """Remove and return the pending routing of a layer; raise ValueError if it does not fit the call."""
+        """Remove and return a layer's pending routing; raise ValueError if it does not fit the call."""
         found = self._pending.pop(index, None)
         label = self.layers[index].name or f"layer {index}"
         if found is None or (torch.is_grad_enabled() and not found.has_graph):

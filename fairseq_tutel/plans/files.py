@@ -119,10 +119,7 @@ def _networks(paths: Iterable[Path]) -> Iterator[tuple[Path, Network]]:
 
 
 def _placed(file: Path, plan: Plan, hosts: Mapping[str, tuple[int, ...]]) -> PlacedPlan:
-    """Check a collective plan, and return it with the ranks on each host of its network.
-
-    `hosts` has these ranks by the digest of each network.
-    """
+    """Check a plan, and return it with its network's entry of `hosts` (ranks on each host by digest)."""
     if plan.network and plan.network not in hosts:
         raise ValueError(
             f"{file}: the plan is for the network with the digest {plan.network}, but no network file in "
@@ -153,5 +150,5 @@ def refuse_unused(plans: Sequence[PlacedPlan], groups: Sequence[Sequence[int]], 
         here = "+".join(map(str, hosts_of(range(plan.ranks), local)))
         raise ValueError(
             f"{OPTION}: plan {placed.name} is for a network with {hosts} ranks on its hosts, but this run "
-            f"has {here}; make the plan for these hosts, start {hosts} ranks, or remove the plan."
+            f"has {here}; make the plan for these hosts, start other numbers of ranks, or remove the plan."
         )

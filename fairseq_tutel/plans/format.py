@@ -76,10 +76,7 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One step of a collective plan, such as a put of n chunks from `src` to `dst`.
-
-    `OPERATIONS` lists the fields that each operation uses.
-    """
+    """One step of a collective plan, such as a put; `OPERATIONS` lists the fields of each operation."""
 
     op: str
     channel: int | None = None
@@ -105,8 +102,6 @@ class Plan:
     """A collective plan: the programs of all ranks for one collective.
 
     Attributes:
-        chunks: C, the chunks of a shard.
-        temporary: S, the chunks of `tmp`.
         programs: the lanes of each rank.
         min_bytes: the smallest size of a rank's `in` for which the plan is meant.
         max_bytes: the largest such size; None: no limit.

@@ -106,11 +106,7 @@ def routed(network: Network, messages: Load) -> Load:
 
 
 def ways(network: Network, source: int) -> dict[int, int]:
-    """Find the fastest routes from a source by Dijkstra's algorithm.
-
-    Returns:
-        The predecessor of every reachable vertex on its route.
-    """
+    """Return the predecessor of each reachable vertex on its fastest route from a source (Dijkstra)."""
     before: dict[int, int] = {}
     found = [(Fraction(0), 0, source, source)]
     while found:

@@ -29,10 +29,7 @@ class Kind(NamedTuple):
 
 
 class _Value(NamedTuple):
-    """The symbolic value of a chunk: the sum of the same chunk of `in` over some ranks.
-
-    `number` identifies the value. `ranks` has a bit for each rank in the sum.
-    """
+    """The symbolic value of a chunk: an ID, and the sum of one chunk of `in` over some ranks (as bits)."""
 
     number: int
     chunk: int
@@ -148,11 +145,7 @@ def _check_results(plan: Plan, order: Order, held: Held) -> None:
 
 
 def _wanted(plan: Plan, rank: int, chunk: int) -> tuple[int, int]:
-    """Return the required final content of a chunk of `out`.
-
-    Returns:
-        The index of a chunk of `in`, and a bit for each rank whose chunk is in the sum.
-    """
+    """Return the required content of a chunk of `out`: the chunk of `in`, and the ranks to sum as bits."""
     everyone = (1 << plan.ranks) - 1
     other, offset = divmod(chunk, plan.chunks)
     match plan.collective:

@@ -220,11 +220,7 @@ def _send_to_each(
 
 
 def _scatter(w: Writer, rank: int, members: Sequence[int]) -> list[Chunk]:
-    """Add the sends of chunk i of `in` to the i-th rank of a group, and wait for the other members' chunks.
-
-    Returns:
-        The places of all members' chunks on this rank.
-    """
+    """Add an exchange of chunks: chunk i of `in` goes to the i-th rank; return the places of all chunks."""
     own, count = members.index(rank), len(members)
     peers = _send_to_each(w, rank, members, [("in", i) for i in range(count)], ("tmp", own))
     _wait_for_each(w, rank, peers)
