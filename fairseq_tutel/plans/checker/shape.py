@@ -102,7 +102,7 @@ def _check_lanes(plan: Plan) -> None:
 
 
 def _check_pairs(plan: Plan) -> None:
-    """Raise PlanError if a put has no later signal, or if signals and waits (posts and pends) do not match."""
+    """Raise PlanError if a put has no later signal, or if signals and waits or posts and pends differ."""
     sites: dict[tuple[str, int, int | None], list[str]] = defaultdict(list)
     open_puts: dict[int | None, str] = {}
     for rank, lane, index, step in plan.steps():

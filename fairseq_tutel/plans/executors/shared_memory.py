@@ -105,7 +105,7 @@ class SharedMemory:
         return descriptor
 
     def _allocate(self, descriptor: int, size: int, words: int = 0) -> str:
-        """Allocate `words` bytes for words and `size` bytes for each region; return the error text or ""."""
+        """Allocate `words` bytes for words and `size` bytes for each region; return an error or ""."""
         regions = [(self._start + rank * self._region, size) for rank in range(self.ranks)]
         ranges = [(start, length) for start, length in [(0, words), *regions] if length]
         state = os.fstatvfs(descriptor)
