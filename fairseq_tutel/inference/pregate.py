@@ -49,7 +49,7 @@ def refuse_too_far(ahead: int, blocks: Mapping[str, int]) -> None:
     most = max(blocks.values(), default=0) - 1
     if not (is_whole(ahead) and 1 <= ahead <= most):
         has = " and ".join(f"the {name} has {count} MoE layers" for name, count in blocks.items())
-        fix = f"give 1 to {most}" if most > 0 else "leave it out, or make more layers MoE layers"
+        fix = f"give 1 to {most}" if most > 0 else "remove the option, or make more layers MoE layers"
         raise ValueError(f"pregate (--moe-pregate) is {ahead!r} but {has}; {fix}.")
 
 

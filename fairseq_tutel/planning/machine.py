@@ -44,7 +44,7 @@ class Machine:
     @classmethod
     def from_json(cls, path: Path) -> "Machine":
         """Read a hardware profile from a JSON file; raise ValueError if the file has no valid profile."""
-        fix = "give a file of `tune --json`"
+        fix = "give a file that `tune --json` wrote"
         try:
             values = json_of(path)
             links = {name: Link(**values[name]) for name in ("intra", "inter")}

@@ -252,7 +252,11 @@ def from_json(data: Any) -> Plan:
     }  # fmt: skip
     _demand(data.keys() <= known, f"it has unknown fields; remove {sorted(data.keys() - known)}")
     _demand(data.get("root") is None, f"root is {data.get('root')!r}, but plans have no root; remove it")
-    _demand(data.get("collective") in COLLECTIVES, f"collective is {data.get('collective')!r}")
+    _demand(
+        data.get("collective") in COLLECTIVES,
+        f"collective is {data.get('collective')!r}; "
+        "give all_gather, reduce_scatter, all_reduce or all_to_all",
+    )
     sizes = data.get("bytes", [0, None])
     _demand(_is_list(sizes) and len(sizes) == 2, "bytes is not a pair of numbers")
     _demand(_is_list(data.get("channels")), "it has no list of channels")

@@ -42,7 +42,7 @@ Held = dict[tuple[int, str], list[tuple[_Value, int] | None]]
 
 
 def kind_of(plan: Plan, rank: int, place: Place) -> Kind:
-    """Return the kind of the chunk that belongs at a place of a rank's `in` or `out`."""
+    """Return the kind of the chunk at a position in `in`, or of the final chunk at a position in `out`."""
     other, chunk = divmod(place.chunk, plan.chunks)
     if plan.collective != "all_to_all":
         return Kind(-1, -1, chunk)
@@ -109,7 +109,7 @@ def _sum(numbers: Numbers, terms: Sequence[_Value]) -> _Value:
     ranks = first.ranks
     for term in others:
         if term.chunk != first.chunk:
-            raise ValueError(f"adds in[{term.chunk}] to in[{first.chunk}]")
+            raise ValueError(f"adds in[{term.chunk}] to in[{first.chunk}], a different chunk")
         if ranks & term.ranks:
             raise ValueError(f"adds in[{first.chunk}] of {_ranks(ranks & term.ranks)} twice")
         ranks |= term.ranks

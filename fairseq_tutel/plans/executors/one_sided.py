@@ -102,7 +102,7 @@ class Program:
         self.last = Move((rank, 0, 0), "copy", ends[:1], ends[1], kinds, 0)
 
     def steps(self, layout: Layout) -> Steps:
-        """Return the steps of the rank for the window of a layout."""
+        """Return the steps of this rank for one slice, which is the window of a layout."""
         views: dict[View, int] = {}
         summed: set[int] = set()
 
@@ -177,7 +177,7 @@ class OneSided:
         self._for_sizes = lru_cache(MOST_SIZES)(self._compiled)
 
     def start(self, own: Tensor, out: Tensor, sizes: Sizes) -> Call:
-        """Return a handle whose `wait` runs the plan with `own` as `in` and with `out`.
+        """Return a handle whose `wait` runs the plan with input buffer `own` and output buffer `out`.
 
         Both tensors are contiguous, with elements along their first dimension.
 

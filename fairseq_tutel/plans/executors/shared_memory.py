@@ -173,7 +173,7 @@ class SharedMemory:
 
 
 class Backoff:
-    """The pauses of one wait for ranks: first yields of the processor, then sleeps, then a timeout."""
+    """Pauses while waiting for other ranks: yields the processor, later sleeps, and fails at a timeout."""
 
     __slots__ = ("_ended", "_memory", "_start")
 
@@ -223,7 +223,7 @@ def _whole_pages(size: int) -> int:
 def _open(path: str, flags: int) -> tuple[int, str]:
     """Open a file of shared memory; return the descriptor (-1 on failure) and the problem as text."""
     if (machine := platform.machine()) not in ORDERED:
-        return -1, f"processors of type {machine} do not show writes in order"
+        return -1, f"processors of type {machine} do not guarantee the order of writes"
     try:
         return os.open(path, os.O_RDWR | flags, 0o600), ""
     except FileNotFoundError:

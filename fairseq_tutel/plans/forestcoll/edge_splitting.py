@@ -143,7 +143,7 @@ class _Splitting:
         return limit - self.needed
 
     def _moved(self, graph: Flow, last: int, rank: int, end: int) -> bool:
-        """Return whether the flow over the endless edge of rank `last` can move to that of `rank`."""
+        """Return whether flow over the unlimited edge of rank `last` can move to the edge of `rank`."""
         graph.add(last, end, -self.endless)
         if (over := -graph.left[last][end]) > 0:
             graph.add(last, end, over)

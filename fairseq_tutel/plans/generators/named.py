@@ -54,7 +54,9 @@ def _pass_on(w: Writer, r: int, own: Chunk) -> None:
 
 
 def recursive_doubling(collective: str, ranks: int) -> Plan:
-    """Return a plan that exchanges data with ranks at distances of powers of two; N is a power of two.
+    """Return a recursive-doubling plan, in which ranks exchange data at distances of 1, 2, 4, ….
+
+    N must be a power of two.
 
     A rank sends log2 N messages. all_gather doubles them: 1, 2, 4, … shards. reduce_scatter halves them: a
     half, a quarter, … of `in`. all_reduce sends all of `in` each time, and each rank adds a group's upper

@@ -139,7 +139,7 @@ def _parse(text: str | bytes) -> ET.Element:
     except (expat.ExpatError, LookupError, ValueError) as error:
         raise PlanError(f"This is not an MSCCL algorithm: {error}.") from None
     root: ET.Element = builder.close()
-    _demand(root.tag == "algo", f"its root is {root.tag!r}, not 'algo'")
+    _demand(root.tag == "algo", f"its root element is {root.tag!r}; give 'algo'")
     return root
 
 
@@ -193,12 +193,12 @@ def _step_of(
 
 
 def cells_of(place: Place, n: int) -> set[Cell]:
-    """Return the set of n chunks from a place on, as (buffer, chunk)."""
+    """Return n adjacent chunks, starting at a place, as a set of (buffer, chunk)."""
     return {(place.buffer, place.chunk + i) for i in range(n)}
 
 
 def _merge_sums(blocks: list[_Block]) -> None:
-    """Merge a copy or sum with the sums that directly follow and write the same chunks, into one sum."""
+    """Merge each copy or sum with directly following sums to the same chunks."""
     depended = {step.after for block in blocks for step in block.steps}
     for index, block in enumerate(blocks):
         steps, last = block.steps, -1
