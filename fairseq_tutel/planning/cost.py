@@ -113,7 +113,7 @@ def held_bytes(
             gradients += weight_bytes * (own if stage == 2 else numel)
             if half and stage == 0 and not offload:
                 gradients += 4 * numel  # fairseq's optimizer keeps a full fp32 copy
-            # Two moments and master weights. fp32 weights need no masters, except in host memory.
+            # Two moments and master weights. fp32 weights need no master copy, except in host memory.
             state += 4 * own * (2 + (half or offload))
     on_device, on_host = (0, state) if offload else (state, 0)
     return Held(weights, gradients, on_device, on_host)

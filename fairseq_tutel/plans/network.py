@@ -322,7 +322,7 @@ NETWORKS: dict[str, tuple[str, Callable[..., Network]]] = {
     "dgx_h100": ("BOXES", lambda number: boxes(number, 8, 450, 50, "GB/s")),
     "mi250": ("BOXES", _mi250),
     "boxes": ("BOXESxGPUS:INSIDE:BETWEEN", boxes),
-    # As in benchmarks.cluster.
+    # The network that benchmarks.cluster emulates.
     "cluster": ("NODESxRANKS:INSIDE:BETWEEN", partial(boxes, shared=True)),
     "torus": ("ROWSxCOLUMNS", _torus),
 }

@@ -37,7 +37,7 @@ class _Splitting:
         self.source = len(network.vertices)
         self.needed = share.trees * network.ranks
         self.ranks = (1 << network.ranks) - 1
-        # More than any flow.
+        # A capacity that no flow can reach.
         self.endless = self.needed + sum(map(sum, share.capacities)) + 1
 
     def remove(self, switch: int) -> None:
