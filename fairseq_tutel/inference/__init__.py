@@ -1,1 +1,1 @@
-"""Inference: pre-gating, stores for offloaded experts, and expert parallelism without a fixed schedule."""
+"""Inference: pre-gating, offloaded experts, and the agreement of ranks on the next layer call."""

@@ -27,7 +27,7 @@ class _Field(NamedTuple):
 
 @dataclass(frozen=True)
 class BufferLayout:
-    """The positions of an expert's tensors in a buffer for one expert."""
+    """The positions of one expert's tensors in a buffer."""
 
     fields: tuple[_Field, ...]
     num_bytes: int
@@ -63,7 +63,7 @@ class Buffer:
         return (stored if quantized is None else quantized.dequantize(stored)).to(dtype)
 
     def note_free(self) -> None:
-        """Record that no work queued later on the current stream reads the buffer."""
+        """Mark the buffer as free once the work queued so far on the current stream has ended."""
         if self.memory.is_cuda:
             self.freed = torch.cuda.current_stream(self.memory.device).record_event()
 

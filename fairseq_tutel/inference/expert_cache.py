@@ -9,7 +9,7 @@ Key = tuple[int, int]  # the indices of a stack and an expert
 
 
 class ExpertCache:
-    """The keys of cached experts, limited to `most_bytes` bytes and `most_experts` experts; None: no limit.
+    """A cache of expert keys that is limited in bytes and in experts; a limit of None means no limit.
 
     The policy determines which expert is evicted first:
 

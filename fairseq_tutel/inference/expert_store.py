@@ -48,9 +48,9 @@ class Counters:
 class ExpertStore:
     """Keeps the experts of MoE layers on disk or in host memory, and fetches the experts that get rows.
 
-    An expert store is for evaluation only. Outputs are bit-identical to outputs with experts in memory. An
-    exception are CPUs: outputs can differ by rounding if the size of an expert's matrix is not a multiple
-    of 64 bytes. Example::
+    An expert store is for evaluation only. Outputs are bit-identical to outputs with experts in memory. On
+    a CPU, they can differ by rounding if the size of an expert's matrix is not a multiple of 64 bytes.
+    Example::
 
         layer = ft.MoELayer(ft.MoEConfig(model_dim=512, hidden_dim=2048, num_experts=64)).eval()
         with ft.ExpertStore("on-demand", tier="host", cache=8) as store, torch.no_grad():

@@ -36,7 +36,7 @@ class Fetch:
         self._copied: torch.cuda.Event | None = None
 
     def run(self, stream: torch.cuda.Stream | None) -> None:
-        """Read the expert into the buffer; on a GPU, in `stream`."""
+        """Read the expert into the buffer, on `stream` if the buffer is on a GPU."""
         if stream is None:
             self._source.read(self._expert, self.buffer)
         else:
@@ -50,7 +50,7 @@ class Fetch:
         self.is_here = True
 
     def use(self) -> bool:
-        """Make the current stream wait for the copy to the GPU; return whether it was used before."""
+        """Make the current stream wait for the expert; return whether the expert was used before."""
         if self._copied is not None:
             torch.cuda.current_stream(self.buffer.memory.device).wait_event(self._copied)
         was_new, self.is_new = self.is_new, False

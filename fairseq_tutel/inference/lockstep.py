@@ -28,7 +28,7 @@ def next_layer(requests: Sequence[int]) -> int | None:
 
 
 class Lockstep:
-    """Coordinates the layer calls of one rank with the other ranks of an EP group (None: all ranks).
+    """Coordinates the layer calls of one rank with the calls of the other ranks in an EP group.
 
     Each rank must `add` the same layers in the same order, and call `end`. If a rank fails, its connections
     break, and the next agreement of the other ranks fails.

@@ -49,7 +49,7 @@ def refuse_too_far(ahead: int, blocks: Mapping[str, int]) -> None:
     most = max(blocks.values(), default=0) - 1
     if not (is_whole(ahead) and 1 <= ahead <= most):
         has = " and ".join(f"the {name} has {count} MoE layers" for name, count in blocks.items())
-        fix = f"give 1 to {most}" if most > 0 else "leave it out, or make more layers MoE layers"
+        fix = f"give 1 to {most}" if most > 0 else "remove the option, or make more layers MoE layers"
         raise ValueError(f"pregate (--moe-pregate) is {ahead!r} but {has}; {fix}.")
 
 
@@ -89,7 +89,7 @@ class Chain:
         return routing
 
     def _take(self, index: int, call: Call) -> Routing:
-        """Remove and return the pending routing of a layer; raise ValueError if it does not fit the call."""
+        """Remove and return a layer's pending routing; raise ValueError if it does not fit the call."""
         found = self._pending.pop(index, None)
         label = self.layers[index].name or f"layer {index}"
         if found is None or (torch.is_grad_enabled() and not found.has_graph):

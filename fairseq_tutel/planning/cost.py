@@ -113,7 +113,7 @@ def held_bytes(
             gradients += weight_bytes * (own if stage == 2 else numel)
             if half and stage == 0 and not offload:
                 gradients += 4 * numel  # fairseq's optimizer keeps a full fp32 copy
-            # Two moments and master weights. fp32 weights need no masters, except in host memory.
+            # Two moments and master weights. fp32 weights need no master copy, except in host memory.
             state += 4 * own * (2 + (half or offload))
     on_device, on_host = (0, state) if offload else (state, 0)
     return Held(weights, gradients, on_device, on_host)
@@ -221,10 +221,7 @@ def step_seconds(work: Work, machine: Machine, cluster: Cluster, strategy: Strat
 
 
 def memory_bytes(work: Work, cluster: Cluster, strategy: Strategy) -> dict[str, float]:
-    """Return the bytes that a rank holds on its device, by kind, for Adam.
-
-    Activations are those of the MoE layers only.
-    """
+    """Return the device memory of a rank in bytes by kind, with Adam and activations of MoE layers only."""
     layer, bytes_held = _layer_of(work, cluster, strategy), held(work, cluster)
     size, dim, rows = work.bytes_per_element, work.model_dim, work.rows
     saved = work.tokens * dim + rows * (
@@ -301,7 +298,7 @@ def best(work: Work, machine: Machine, nodes: int, local: int) -> list[Candidate
 
 
 def _experts_seconds(work: Work, machine: Machine, layer: _Layer, chunks: int) -> float:
-    """Return the seconds in which the experts compute one row chunk.
+    """Return the predicted seconds that the experts of a rank need for one row chunk.
 
     This is the larger of two times: the arithmetic, and the memory traffic of weights and rows.
     """

@@ -62,9 +62,9 @@ def _terms(
 
 
 def _regroup_seconds(bytes_per_rank: float, machine: Machine, algorithm: str) -> float:
-    """Return the seconds in which a 2-D hierarchical all-to-all reorders its rows.
+    """Return the seconds for reordering rows in a 2-D hierarchical all-to-all; 0 for other algorithms.
 
-    It copies all rows twice, and a copy reads and writes each byte. Other algorithms need no copies.
+    All rows are copied twice, and each copy reads and writes each byte.
     """
     return 4 * bytes_per_rank / machine.memory_bytes_per_s if algorithm == "2dh" else 0.0
 
@@ -170,7 +170,7 @@ class Errors(NamedTuple):
 
 
 def fit_machine(rows: Sequence[Row], start: Machine) -> Machine:
-    """Return the hardware profile `start` with links and a launch time that fit measured all-to-alls best.
+    """Fit the links and the launch time of a hardware profile to measured all-to-alls.
 
     One kind of link bounds a linear all-to-all. Each round of the fit finds this kind with the links of the
     previous round. Links that the rows do not determine are kept from `start`. If launch time and alpha
@@ -223,7 +223,7 @@ def _machine_of(columns: np.ndarray, on_links: np.ndarray, seconds: np.ndarray, 
     found = dict(zip(chosen, _solve(columns[:, chosen], on_links, seconds), strict=True))
     if max(found.get(2, 0.0), found.get(4, 0.0)) <= 0:
         raise ValueError(
-            "the measured all-to-alls take no longer with more bytes; measure larger messages."
+            "the measured all-to-alls do not take longer with more bytes; measure larger messages."
         )
     return replace(
         start,

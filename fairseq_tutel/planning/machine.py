@@ -44,7 +44,7 @@ class Machine:
     @classmethod
     def from_json(cls, path: Path) -> "Machine":
         """Read a hardware profile from a JSON file; raise ValueError if the file has no valid profile."""
-        fix = "give a file of `tune --json`"
+        fix = "give a file that `tune --json` wrote"
         try:
             values = json_of(path)
             links = {name: Link(**values[name]) for name in ("intra", "inter")}
@@ -75,8 +75,8 @@ _NVLINK, _INFINIBAND = 370 / 450, 47 / 50
 _EXPERTS = 413 / 989  # bf16, forward and backward of a Triton MoE layer on H100
 _LAUNCH_S = 10e-6  # the launch time of a collective
 _INTRA_ALPHA_S = 0.6e-6  # the latency of an NVLink step with the LL protocol in NCCL's own model
-# The latency of one of many concurrent messages. With this value, 2DH is faster than linear from between
-# 128 and 256 A100s on.
+# The latency of one of many concurrent messages. With this value, the number of A100s from which 2DH is
+# faster than linear is between 128 and 256.
 _INTER_ALPHA_S = 1.0e-6
 
 

@@ -40,7 +40,7 @@ def is_algorithm(text: str) -> bool:
 
 
 def degree_of(parallel_type: str, slices: int) -> int | None:
-    """Return the r for a value of --moe-parallel-type, or None if the value is unknown.
+    """Return `adaptive_r` for a value of --moe-parallel-type, or None if the value is unknown.
 
     The values are adaptive:r, data (r = 1), model (r = `slices`) and auto (r = 1).
     """

@@ -88,7 +88,7 @@ class Tuner:
         }
 
     def load(self, state: dict[str, Any]) -> int:
-        """Load a state of `state`, including unfinished searches; return the number of skipped buckets.
+        """Load costs and best strategies that `state` returned; return the number of skipped buckets.
 
         A bucket is skipped if its best strategy is not available in this run.
 

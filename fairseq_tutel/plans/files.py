@@ -84,7 +84,7 @@ class PlacedPlan(NamedTuple):
 
 
 def hosts_of(ranks: Iterable[int], local: int) -> tuple[int, ...]:
-    """Return the number of the given ranks on each host, in order; a host has `local` ranks."""
+    """Count the given ranks on each host, in the order of hosts; each host has `local` ranks."""
     return tuple(len(list(same)) for _, same in groupby(ranks, lambda rank: rank // local))
 
 
@@ -119,10 +119,7 @@ def _networks(paths: Iterable[Path]) -> Iterator[tuple[Path, Network]]:
 
 
 def _placed(file: Path, plan: Plan, hosts: Mapping[str, tuple[int, ...]]) -> PlacedPlan:
-    """Check a collective plan, and return it with the ranks on each host of its network.
-
-    `hosts` has these ranks by the digest of each network.
-    """
+    """Check a plan; return it with the ranks on each host, which `hosts` has by network digest."""
     if plan.network and plan.network not in hosts:
         raise ValueError(
             f"{file}: the plan is for the network with the digest {plan.network}, but no network file in "
@@ -135,7 +132,7 @@ def _placed(file: Path, plan: Plan, hosts: Mapping[str, tuple[int, ...]]) -> Pla
 
 
 def refuse_unused(plans: Sequence[PlacedPlan], groups: Sequence[Sequence[int]], local: int) -> None:
-    """Raise ValueError if no group of the run can use one of the collective plans.
+    """Raise ValueError if a collective plan fits none of the groups of ranks in the run.
 
     `groups` has the ranks of each group with at least 2 ranks. A host has `local` ranks (0: unknown).
     """
@@ -153,5 +150,5 @@ def refuse_unused(plans: Sequence[PlacedPlan], groups: Sequence[Sequence[int]], 
         here = "+".join(map(str, hosts_of(range(plan.ranks), local)))
         raise ValueError(
             f"{OPTION}: plan {placed.name} is for a network with {hosts} ranks on its hosts, but this run "
-            f"has {here}; make the plan for these hosts, start {hosts} ranks, or remove the plan."
+            f"has {here}; make the plan for these hosts, start other numbers of ranks, or remove the plan."
         )

@@ -76,10 +76,7 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One step of a collective plan, such as a put of n chunks from `src` to `dst`.
-
-    `OPERATIONS` lists the fields that each operation uses.
-    """
+    """One step of a collective plan, such as a put; `OPERATIONS` lists the fields of each operation."""
 
     op: str
     channel: int | None = None
@@ -105,8 +102,6 @@ class Plan:
     """A collective plan: the programs of all ranks for one collective.
 
     Attributes:
-        chunks: C, the chunks of a shard.
-        temporary: S, the chunks of `tmp`.
         programs: the lanes of each rank.
         min_bytes: the smallest size of a rank's `in` for which the plan is meant.
         max_bytes: the largest such size; None: no limit.
@@ -257,7 +252,11 @@ def from_json(data: Any) -> Plan:
     }  # fmt: skip
     _demand(data.keys() <= known, f"it has unknown fields; remove {sorted(data.keys() - known)}")
     _demand(data.get("root") is None, f"root is {data.get('root')!r}, but plans have no root; remove it")
-    _demand(data.get("collective") in COLLECTIVES, f"collective is {data.get('collective')!r}")
+    _demand(
+        data.get("collective") in COLLECTIVES,
+        f"collective is {data.get('collective')!r}; "
+        "give all_gather, reduce_scatter, all_reduce or all_to_all",
+    )
     sizes = data.get("bytes", [0, None])
     _demand(_is_list(sizes) and len(sizes) == 2, "bytes is not a pair of numbers")
     _demand(_is_list(data.get("channels")), "it has no list of channels")

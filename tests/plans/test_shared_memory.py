@@ -40,7 +40,10 @@ def refused(what):
     ("what", "sentence"),
     [
         ("full", r"20\d\d KiB are needed, but \d+ KiB are free in \S+ \(No space left on device\)\.$"),
-        ("order", r"on rank 1 of the group, processors of type aarch64 do not show writes in order\.$"),
+        (
+            "order",
+            r"on rank 1 of the group, processors of type aarch64 do not guarantee the order of writes\.$",
+        ),
         ("host", r"on rank 1 of the group, /dev/shm/\S+ cannot be opened \(No space left on device\)"),
     ],
 )

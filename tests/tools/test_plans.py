@@ -73,7 +73,7 @@ def test_plans_by_name_and_files_of_msccl(tmp_path):
     for name, sentence in (
         (
             "ring",
-            "ring is not a collective plan; give a FILE.json, a FILE.xml or NAME:COLLECTIVE:RANKS[:NODES], with",
+            "ring is not a collective plan; give a FILE.json, a FILE.xml or NAME:COLLECTIVE:RANKS[:NODES]",
         ),
         ("ring:all_gather:9999", "at most 512 ranks"),
         ("ring:broadcast:4", "ring cannot make 'broadcast' plans"),

@@ -29,10 +29,7 @@ class Kind(NamedTuple):
 
 
 class _Value(NamedTuple):
-    """The symbolic value of a chunk: the sum of the same chunk of `in` over some ranks.
-
-    `number` identifies the value. `ranks` has a bit for each rank in the sum.
-    """
+    """The symbolic value of a chunk: an ID, and the sum of one chunk of `in` over some ranks (as bits)."""
 
     number: int
     chunk: int
@@ -45,7 +42,7 @@ Held = dict[tuple[int, str], list[tuple[_Value, int] | None]]
 
 
 def kind_of(plan: Plan, rank: int, place: Place) -> Kind:
-    """Return the kind of the chunk that belongs at a place of a rank's `in` or `out`."""
+    """Return the kind of the chunk at a position in `in`, or of the final chunk at a position in `out`."""
     other, chunk = divmod(place.chunk, plan.chunks)
     if plan.collective != "all_to_all":
         return Kind(-1, -1, chunk)
@@ -112,7 +109,7 @@ def _sum(numbers: Numbers, terms: Sequence[_Value]) -> _Value:
     ranks = first.ranks
     for term in others:
         if term.chunk != first.chunk:
-            raise ValueError(f"adds in[{term.chunk}] to in[{first.chunk}]")
+            raise ValueError(f"adds in[{term.chunk}] to in[{first.chunk}], a different chunk")
         if ranks & term.ranks:
             raise ValueError(f"adds in[{first.chunk}] of {_ranks(ranks & term.ranks)} twice")
         ranks |= term.ranks
@@ -148,11 +145,7 @@ def _check_results(plan: Plan, order: Order, held: Held) -> None:
 
 
 def _wanted(plan: Plan, rank: int, chunk: int) -> tuple[int, int]:
-    """Return the required final content of a chunk of `out`.
-
-    Returns:
-        The index of a chunk of `in`, and a bit for each rank whose chunk is in the sum.
-    """
+    """Return the required content of a chunk of `out`: the chunk of `in`, and the ranks to sum as bits."""
     everyone = (1 << plan.ranks) - 1
     other, offset = divmod(chunk, plan.chunks)
     match plan.collective:

@@ -58,10 +58,7 @@ class Access(NamedTuple):
 
 
 def check_races(plan: Plan, order: Order) -> None:
-    """Raise PlanError if two steps access the same chunk, one of them writes, and their order is not fixed.
-
-    The message names both steps.
-    """
+    """Raise PlanError if two steps access a chunk, one of them writes, and their order is not fixed."""
     last_write: dict[tuple[int, str, int], Access] = {}
     reads: dict[tuple[int, str, int], list[Access]] = defaultdict(list)
     for rank, buffer, first, n, writes, access, clock in _accesses(plan, order):

@@ -36,7 +36,7 @@ def check_shape(plan: Plan) -> None:
 
 def _check_head(plan: Plan) -> None:
     if len(plan.programs) != plan.ranks:
-        _refuse(plan, f"it has {len(plan.programs)} programs for {plan.ranks} ranks")
+        _refuse(plan, f"it has {len(plan.programs)} programs for {plan.ranks} ranks; give one per rank")
     cells = plan.ranks * sum(map(plan.size_of, BUFFERS))
     if cells > MOST:
         _refuse(plan, f"the buffers of all ranks have {cells} chunks; the limit is {MOST}")
@@ -102,11 +102,7 @@ def _check_lanes(plan: Plan) -> None:
 
 
 def _check_pairs(plan: Plan) -> None:
-    """Raise PlanError if a put has no later signal, or if signals and waits, or posts and pends, differ.
-
-    The numbers of signals and waits must be equal on each channel, and those of posts and pends for each
-    semaphore.
-    """
+    """Raise PlanError if a put has no later signal, or waits or pends do not match signals or posts."""
     sites: dict[tuple[str, int, int | None], list[str]] = defaultdict(list)
     open_puts: dict[int | None, str] = {}
     for rank, lane, index, step in plan.steps():
@@ -129,7 +125,7 @@ def _check_pairs(plan: Plan) -> None:
             if len(given) != len(taken):
                 last = max(given, taken, key=len)[-1]
                 text = f"{field} {number} has {len(given)} {first}s and {len(taken)} {second}s"
-                _refuse(plan, f"{last}: {text}")
+                _refuse(plan, f"{last}: {text}; give equal numbers")
 
 
 def _refuse(plan: Plan, what: str) -> NoReturn:

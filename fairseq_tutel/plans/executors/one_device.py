@@ -115,10 +115,7 @@ def _table(
 
 
 def _semaphore(order: Order, number: int) -> str:
-    """Return the name of the semaphore that a step uses; empty if it uses no semaphore.
-
-    A put ends at once, so a flush needs no semaphore.
-    """
+    """Return the name of the semaphore that a step uses, or an empty string if it uses none."""
     step = order.steps[number]
     if step.op in ("signal", "wait"):
         return f"channel {step.channel}"

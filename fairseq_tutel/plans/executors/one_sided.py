@@ -102,7 +102,7 @@ class Program:
         self.last = Move((rank, 0, 0), "copy", ends[:1], ends[1], kinds, 0)
 
     def steps(self, layout: Layout) -> Steps:
-        """Return the steps of the rank for the window of a layout."""
+        """Return the steps of this rank for one slice, which is the window of a layout."""
         views: dict[View, int] = {}
         summed: set[int] = set()
 
@@ -177,7 +177,7 @@ class OneSided:
         self._for_sizes = lru_cache(MOST_SIZES)(self._compiled)
 
     def start(self, own: Tensor, out: Tensor, sizes: Sizes) -> Call:
-        """Return a handle whose `wait` runs the plan with `own` as `in` and with `out`.
+        """Return a handle whose `wait` runs the plan with input buffer `own` and output buffer `out`.
 
         Both tensors are contiguous, with elements along their first dimension.
 
@@ -198,10 +198,7 @@ class OneSided:
             self._run(offset, steps, flat, raw)
 
     def _longest(self, sizes: Sizes) -> int:
-        """Return the number of elements in the longest chunk of all ranks.
-
-        Since this number is equal on all ranks, all ranks make equally many slices.
-        """
+        """Return the number of elements in the longest chunk, which is equal on all ranks."""
         longest = sizes if isinstance(sizes, int) else max(map(max, sizes))
         return -(-longest // self.plan.chunks)
 
@@ -239,11 +236,7 @@ class OneSided:
         return (self.plan.channels[number].source for code, number, _ in steps if code == WAIT)
 
     def _advance(self, steps: list[Step], at: int, arrays: list[Any], tensors: list[Any]) -> int:
-        """Run the steps of a lane from index `at` until a step would have to wait.
-
-        Returns:
-            The index of this step, or the number of steps.
-        """
+        """Run a lane's steps from index `at` until one would have to wait; return the next step's index."""
         memory, words, counts = self.memory.words, self._words, self._counts
         for code, target, source in steps[at:] if at else steps:
             if code == COPY:

@@ -105,11 +105,7 @@ class SharedMemory:
         return descriptor
 
     def _allocate(self, descriptor: int, size: int, words: int = 0) -> str:
-        """Allocate `words` bytes for words and `size` bytes for each region.
-
-        Returns:
-            The problem as text, or an empty string.
-        """
+        """Allocate `words` bytes for words and `size` bytes for each region; return an error or ""."""
         regions = [(self._start + rank * self._region, size) for rank in range(self.ranks)]
         ranges = [(start, length) for start, length in [(0, words), *regions] if length]
         state = os.fstatvfs(descriptor)
@@ -177,7 +173,7 @@ class SharedMemory:
 
 
 class Backoff:
-    """The pauses of one wait for ranks: first yields of the processor, then sleeps, then a timeout."""
+    """Pauses while waiting for other ranks: yields the processor, later sleeps, and fails at a timeout."""
 
     __slots__ = ("_ended", "_memory", "_start")
 
@@ -227,7 +223,7 @@ def _whole_pages(size: int) -> int:
 def _open(path: str, flags: int) -> tuple[int, str]:
     """Open a file of shared memory; return the descriptor (-1 on failure) and the problem as text."""
     if (machine := platform.machine()) not in ORDERED:
-        return -1, f"processors of type {machine} do not show writes in order"
+        return -1, f"processors of type {machine} do not guarantee the order of writes"
     try:
         return os.open(path, os.O_RDWR | flags, 0o600), ""
     except FileNotFoundError:

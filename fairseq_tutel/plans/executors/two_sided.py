@@ -27,10 +27,7 @@ Run = tuple[str, int, int]  # buffer, first element, length
 
 
 class Round(NamedTuple):
-    """One round of a rank: messages to and from other ranks, then sums on this rank.
-
-    A message is (other rank, runs), and a sum is (sources, target).
-    """
+    """One round of a rank: messages (other rank, runs), then sums on this rank (sources, target)."""
 
     send: list[tuple[int, list[Run]]]
     receive: list[tuple[int, list[Run]]]

@@ -37,7 +37,7 @@ class _Splitting:
         self.source = len(network.vertices)
         self.needed = share.trees * network.ranks
         self.ranks = (1 << network.ranks) - 1
-        # More than any flow.
+        # A capacity that no flow can reach.
         self.endless = self.needed + sum(map(sum, share.capacities)) + 1
 
     def remove(self, switch: int) -> None:
@@ -143,7 +143,7 @@ class _Splitting:
         return limit - self.needed
 
     def _moved(self, graph: Flow, last: int, rank: int, end: int) -> bool:
-        """Return whether the flow over the endless edge of rank `last` can move to that of `rank`."""
+        """Return whether flow over the unlimited edge of rank `last` can move to the edge of `rank`."""
         graph.add(last, end, -self.endless)
         if (over := -graph.left[last][end]) > 0:
             graph.add(last, end, over)

@@ -33,7 +33,7 @@ class Forest(NamedTuple):
 
 
 def grow(network: Network, trees: int | None = None, most_trees: int | None = None) -> Forest:
-    """Return the fastest forest of a network with k trees for each rank; k is `trees`.
+    """Return the fastest forest of a network with k = `trees` trees for each root.
 
     Without `trees`, k is at most `most_trees`, and the least number within `optimum.TOLERANCE` of the
     optimum.
@@ -57,7 +57,7 @@ def grow(network: Network, trees: int | None = None, most_trees: int | None = No
 def grow_for(
     network: Network, collective: str, trees: int | None = None, most_trees: int | None = None
 ) -> tuple[Forest | None, Forest | None]:
-    """Return the forests along which a collective reduces and distributes data; None if it does not.
+    """Return two forests for a collective: one to reduce data, one to distribute data (None: not needed).
 
     `grow` describes the options. Data is reduced from leaves to roots, so the forest for this is made for
     the network with reversed links.

@@ -15,7 +15,7 @@ from fairseq_tutel.plans.forestcoll.max_flow import Flow, members
 
 
 class Tree(NamedTuple):
-    """A number of equal trees (`copies`), with their edges (parent, child) in breadth-first order."""
+    """A tree and the number of its copies; edges (parent, child) are in breadth-first order."""
 
     root: int
     copies: int
@@ -77,7 +77,7 @@ class _Packing:
         return tree, others
 
     def _next(self, depths: Mapping[int, int], reached: int) -> tuple[int, int]:
-        """Return the next link for a tree: among links that no full set excludes, the nearest to the root.
+        """Return the next link for a tree: the nearest to the root among links that a copy can use.
 
         Of several links, the link with the largest capacity is returned.
         """
@@ -97,7 +97,7 @@ class _Packing:
         return found
 
     def _with_demands(self, others: Sequence[Tree]) -> Flow:
-        """Return the graph of links with the demands of other trees.
+        """Return the graph of remaining links, extended by the demands of the other trees.
 
         It has a source, a vertex for each other tree, and edges from this vertex to the tree's vertices.
         """
@@ -110,7 +110,7 @@ class _Packing:
         return graph
 
     def _most(self, graph: Flow, source: int, target: int, copies: int, others: Sequence[Tree]) -> int:
-        """Return the number of copies of a tree that can take a link."""
+        """Return how many copies of a tree can use the link from source to target."""
         size = len(self.links.out)
         demand = sum(tree.copies for tree in others)
         most = min(copies, self.links.left[source][target])

@@ -62,7 +62,7 @@ def make(name: str, collective: str, ranks: int, *, nodes: int = 1) -> Plan:
 
 
 def usual(collective: str, ranks: int) -> tuple[Plan, ...]:
-    """Return the fastest plans for ranks on one host, each with its range of bytes.
+    """Return the fastest collective plans for ranks on one host, each with its range of bytes.
 
     All ranks put to all others at once. For more than two ranks, an all_reduce is faster in two phases if
     the data of one phase does not fit a processor's cache, which is above 2 MiB / N^2. Measured by

@@ -54,7 +54,9 @@ def _pass_on(w: Writer, r: int, own: Chunk) -> None:
 
 
 def recursive_doubling(collective: str, ranks: int) -> Plan:
-    """Return a plan that exchanges data with ranks at distances of powers of two; N is a power of two.
+    """Return a recursive-doubling plan, in which ranks exchange data at distances of 1, 2, 4, ….
+
+    N must be a power of two.
 
     A rank sends log2 N messages. all_gather doubles them: 1, 2, 4, … shards. reduce_scatter halves them: a
     half, a quarter, … of `in`. all_reduce sends all of `in` each time, and each rank adds a group's upper
@@ -220,11 +222,7 @@ def _send_to_each(
 
 
 def _scatter(w: Writer, rank: int, members: Sequence[int]) -> list[Chunk]:
-    """Add the sends of chunk i of `in` to the i-th rank of a group, and wait for the other members' chunks.
-
-    Returns:
-        The places of all members' chunks on this rank.
-    """
+    """Add an exchange of chunks: chunk i of `in` goes to the i-th rank; return the places of all chunks."""
     own, count = members.index(rank), len(members)
     peers = _send_to_each(w, rank, members, [("in", i) for i in range(count)], ("tmp", own))
     _wait_for_each(w, rank, peers)

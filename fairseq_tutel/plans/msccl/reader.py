@@ -60,10 +60,7 @@ class _Step(NamedTuple):
 
 
 class _Block(NamedTuple):
-    """A thread block of an MSCCL file: its peers, its channel and its steps.
-
-    `send` and `recv` are the ranks to which the block sends and from which it receives; -1: no rank.
-    """
+    """A thread block of an MSCCL file: its peers (-1: no peer), its channel and its steps."""
 
     send: int
     recv: int
@@ -142,7 +139,7 @@ def _parse(text: str | bytes) -> ET.Element:
     except (expat.ExpatError, LookupError, ValueError) as error:
         raise PlanError(f"This is not an MSCCL algorithm: {error}.") from None
     root: ET.Element = builder.close()
-    _demand(root.tag == "algo", f"its root is {root.tag!r}, not 'algo'")
+    _demand(root.tag == "algo", f"its root element is {root.tag!r}; give 'algo'")
     return root
 
 
@@ -196,12 +193,12 @@ def _step_of(
 
 
 def cells_of(place: Place, n: int) -> set[Cell]:
-    """Return the set of n chunks from a place on, as (buffer, chunk)."""
+    """Return n adjacent chunks, starting at a place, as a set of (buffer, chunk)."""
     return {(place.buffer, place.chunk + i) for i in range(n)}
 
 
 def _merge_sums(blocks: list[_Block]) -> None:
-    """Merge a copy or sum with the sums that directly follow and write the same chunks, into one sum."""
+    """Merge each copy or sum with directly following sums to the same chunks."""
     depended = {step.after for block in blocks for step in block.steps}
     for index, block in enumerate(blocks):
         steps, last = block.steps, -1
@@ -218,11 +215,7 @@ def _merge_sums(blocks: list[_Block]) -> None:
 def _land(
     programs: Mapping[int, list[_Block]], scratch: int, base: int
 ) -> tuple[Mapping[Way, list[Place]], int]:
-    """Choose the places where messages arrive, from tmp[base] on.
-
-    Returns:
-        The places of the messages for each (source, target, channel), in order, and the chunks of `tmp`.
-    """
+    """Return the places where messages arrive, by (source, target, channel), and the chunks of `tmp`."""
     sent: dict[Way, list[int]] = {}
     received: dict[Way, list[int]] = {}
     landings: dict[Way, list[Place]] = defaultdict(list)
@@ -316,10 +309,7 @@ def _write_rank(
 
 
 def _effect(step: _Step, arrived: tuple[Place, ...]) -> tuple[tuple[Place, ...], Place, Place | None]:
-    """Return the sources that a step copies or sums, its destination, and the place that it sends.
-
-    Without a copy or sum, the sources are empty. Without a send, the place is None.
-    """
+    """Return the sources that a step copies or sums, its destination, and the place that it sends."""
     sources, dst = step.sources, step.dst
     match step.type:
         case "cpy" | "re":
@@ -348,11 +338,7 @@ def _stored(block: _Block) -> Counter[Cell]:
 def _dependencies(
     blocks: list[_Block],
 ) -> tuple[dict[tuple[int, int], int], dict[tuple[int, int], list[int]]]:
-    """Return the dependencies between thread blocks, by (block, step).
-
-    Returns:
-        The block for which a step waits, and the blocks to which a step posts.
-    """
+    """Return, for each (block, step), the block for which it waits, and the blocks to which it posts."""
     pends: dict[tuple[int, int], int] = {}
     posts: dict[tuple[int, int], list[int]] = defaultdict(list)
     for lane, block in enumerate(blocks):

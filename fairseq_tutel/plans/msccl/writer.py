@@ -63,7 +63,7 @@ def _texts(**values: object) -> dict[str, str]:
 
 
 def _channel_numbers(plan: Plan) -> list[int]:
-    """Return the number of each channel among the channels between the same two ranks."""
+    """Return a number for each channel, unique among the channels between the same two ranks."""
     used: Counter[tuple[int, int]] = Counter()
     numbers = []
     for channel in plan.channels:
