@@ -99,7 +99,7 @@ class Teacher:
             ) from error
 
     def _task_of(self) -> Any:
-        """Return a copy of the student's task that builds the teacher, with the teacher's overrides."""
+        """Return a copy of the student's task with the teacher's overrides, for building the teacher."""
         task, given = copy.copy(self.task), copy.deepcopy(config_of(self.task))
         of_task = {option.key for option in options_of("task")}
         values = {key: value for key, value in self.overrides.items() if key in of_task}

@@ -1,4 +1,4 @@
-"""Registers a MoE variant of every fairseq criterion, which adds the balance loss."""
+"""Registers a MoE variant of every fairseq criterion; MoE variants add the balance loss."""
 
 import dataclasses
 import math
