@@ -27,7 +27,7 @@ from fairseq_tutel.plugin.run_state import RUN, config_of
 logger = logging.getLogger(__name__)
 
 FLAG = "--distill-teacher"
-# Encoder or decoder: the attribute of the task that holds its dictionary.
+# For encoder and decoder: the attribute of the task that holds the dictionary.
 EMBEDDINGS = {"encoder": "source_dictionary", "decoder": "target_dictionary"}
 
 
