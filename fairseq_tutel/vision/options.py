@@ -90,7 +90,7 @@ class ImageConfig:
     )
     erase: float = image_option(
         0.0,
-        "random erasing in training: probability of setting a rectangle (2 to 33 % of the area) to the mean",
+        "random erasing in training: probability of setting a rectangle (2 to 33 % of area) to the mean",
         rule=SHARE,
     )
     mixup: float = image_option(
