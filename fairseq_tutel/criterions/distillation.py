@@ -285,8 +285,8 @@ class MoEDistillationCriterion(FairseqCriterion):
             raise ValueError(f"--distill-criterion is {name}; choose one of {', '.join(_WITH_MIXIN)}.")
         if "sentence" in name and cfg.regression_target:
             raise ValueError(
-                "--regression-target is set, but distillation needs probabilities; remove "
-                "--regression-target or --criterion moe_distillation."
+                "--regression-target is set, so the model returns numbers, but distillation needs "
+                "probabilities; remove --regression-target or --criterion moe_distillation."
             )
         if name.startswith("moe_") and not getattr(task, "_has_experts", False):
             raise ValueError(

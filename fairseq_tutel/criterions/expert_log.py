@@ -157,7 +157,7 @@ def _log_numbers(layout: Layout, numbers: Tensor, index: int) -> None:
 
 
 def _views(layout: Layout) -> Iterator[tuple[str, str, list[str], int, View]]:
-    """Yield (table, name, scalar names, digits, view) for each list; the view reads sums of the table."""
+    """For each logged list, yield (table of sums, name, names of scalars, digits, view function)."""
     columns = metric_names(layout.top_k)
     for metric in METRICS:
         names = metric.names(layout.top_k, metric.layers) if metric.layers else []

@@ -24,7 +24,7 @@ class GateLossMixin:
     def build_criterion(cls, cfg: Any, task: Any) -> Any:
         """Build the fairseq criterion with the options of the balance loss."""
         refuse_bad_values(read(CriterionConfig, cfg))
-        # The model was built before, and set the attribute. fairseq's own tasks do not have it.
+        # The model, which is built earlier, sets this attribute. fairseq's own tasks do not have it.
         if not getattr(task, "_has_experts", False):
             name = getattr(cfg, "_name", None) or cfg.criterion
             raise ValueError(

@@ -31,7 +31,7 @@ from fairseq_tutel.plugin.feed_forward import MoEFeedForward, moe_layers, unwrap
 def forward_with_router_loss(
     model: nn.Module, sample: dict[str, Any], counts_N: Tensor
 ) -> tuple[Any, Tensor, Tensor]:
-    """Return the model's output, the gate's loss, and the number of tokens whose first choice is best.
+    """Return (model output, gate loss, number of tokens for which the gate prefers the best expert).
 
     The loss is the sum of the cross entropy between the gate's logits and the best experts, over tokens for
     which `counts_N` is true.
@@ -69,7 +69,7 @@ def forward_with_router_loss(
 
 
 class _Router:
-    """Routes like the layer and stores the layer's inputs; an `expert` other than None gets all tokens."""
+    """Routes like the layer and stores the layer's inputs; if `expert` is given, it gets all tokens."""
 
     x_TD: Tensor
     call: Call

@@ -27,7 +27,7 @@ from fairseq_tutel.plugin.run_state import RUN, config_of
 logger = logging.getLogger(__name__)
 
 FLAG = "--distill-teacher"
-# Encoder or decoder: the attribute of the task that holds its dictionary.
+# For encoder and decoder: the attribute of the task that holds the dictionary.
 EMBEDDINGS = {"encoder": "source_dictionary", "decoder": "target_dictionary"}
 
 
@@ -99,7 +99,7 @@ class Teacher:
             ) from error
 
     def _task_of(self) -> Any:
-        """Return a copy of the student's task that builds the teacher, with the teacher's overrides."""
+        """Return a copy of the student's task with the teacher's overrides, for building the teacher."""
         task, given = copy.copy(self.task), copy.deepcopy(config_of(self.task))
         of_task = {option.key for option in options_of("task")}
         values = {key: value for key, value in self.overrides.items() if key in of_task}

@@ -86,7 +86,7 @@ class TokenLossMixin:
     def compute_loss(
         self, model: Any, net_output: Any, sample: Any, reduce: bool = True
     ) -> tuple[Tensor, Tensor]:
-        """Return the summed loss and nll loss; use fairseq's code if the model's softmax is not plain."""
+        """Return the summed loss and nll loss; fairseq's code is used unless the softmax is a plain one."""
         if not reduce or self.ignore_prefix_size or not _normalizes_logits(model):
             return super().compute_loss(model, net_output, sample, reduce=reduce)  # type: ignore[misc]
         target = model.get_targets(sample, net_output)

@@ -1,4 +1,4 @@
-"""Registers a MoE variant of every fairseq criterion, which adds the balance loss."""
+"""Registers a MoE variant of every fairseq criterion; MoE variants add the balance loss."""
 
 import dataclasses
 import math
@@ -54,7 +54,7 @@ SPECIAL: dict[str, tuple[tuple[type, ...], dict[str, Any]]] = {
     "speech_dlm_criterion": ((GateLossMixin,), {"keeps_loss": False}),
 }
 # composite_loss passes a substitute model to another criterion, which may be a MoE variant. The task
-# sentence_ranking requires its own criterion's name. vocab_parallel_cross_entropy needs Megatron.
+# sentence_ranking requires the criterion of the same name. vocab_parallel_cross_entropy needs Megatron.
 WITHOUT_VARIANT = ("composite_loss", "sentence_ranking", "vocab_parallel_cross_entropy")
 
 

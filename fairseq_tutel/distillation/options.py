@@ -14,8 +14,8 @@ class DistillationConfig:
 
     distill_criterion: str = distillation(
         "moe_cross_entropy",
-        "criterion to which the distillation loss is added; its flags are accepted, too; after "
-        "--distill-until its loss is the only loss",
+        "criterion to which the distillation loss is added; the flags of this criterion are accepted, too; "
+        "after --distill-until, its loss is the only loss",
     )
     distill_teacher: str = distillation(
         "", "checkpoint of the teacher (dense or MoE, full or sharded), which is opened at its first use"

@@ -29,7 +29,7 @@ def _scores(logits_NC: Tensor, target_N: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def assign(ce_MN: Tensor, kl_MN: Tensor, overlap: int, beta: float) -> Tensor:
-    """Return a bool mask [M, N] of the K members that learn each sample: smallest CE - beta KL.
+    """Return a bool mask [M, N] of the K members that learn each sample, with the smallest CE - beta KL.
 
     This choice minimizes the confident loss, since the sum of all members' KL does not depend on it. In a
     tie, the member with the smaller index learns.

@@ -34,8 +34,8 @@ class CMCLConfig:
 
     cmcl_overlap: int = of_criterion(
         4,
-        "number of members that learn each sample, namely those with the lowest loss; with the number of "
-        "all members, they learn independently",
+        "number of members that learn each sample (those with the lowest loss); if it is --ensemble-size, "
+        "the members learn independently",
         rule=AT_LEAST_1,
     )
     cmcl_beta: float = of_criterion(

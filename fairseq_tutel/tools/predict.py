@@ -67,7 +67,7 @@ def _predict(arguments: argparse.Namespace) -> None:
     model, task = _opened(arguments)
     task.load_dataset(arguments.split)
     dataset, names = task.dataset(arguments.split), task.class_names
-    # Keep one answer per image: if no image of a batch is readable, the batch repeats one of another batch.
+    # Keep one answer per image: a batch without readable images contains an image of another batch.
     answers = {answer[0]: answer for answer in _answers(model, dataset, arguments)}.values()
     numbers = range(1, min(LINE, len(names)) + 1)
     # File names may be invalid UTF-8.

@@ -63,7 +63,7 @@ class Run:
 
     @property
     def training(self) -> list[Record]:
-        """The training records between validations if there are any, else the records of epochs."""
+        """The training records of log intervals if there are any, else the training records of epochs."""
         return self.records.get(SINCE_LAST) or self.records.get(EPOCH, [])
 
     @property
@@ -289,7 +289,7 @@ def find_log(path: Path) -> tuple[Log, list[Path]]:
 
 
 def _by_name(evaluations: dict[Path, dict[str, Record]]) -> dict[str, Record]:
-    """Return evaluation records by name: the file, and the data subset if a file has several."""
+    """Return evaluation records by name; a name is the file, and the data subset if a file has several."""
     names = default_names(list(evaluations)) if evaluations else []
     return {
         f"{name}, {tag}" if len(records) > 1 else name: record

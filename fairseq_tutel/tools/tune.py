@@ -192,7 +192,7 @@ def _experts(
 
 
 def _exchanges(arguments: argparse.Namespace, device: torch.device, topology: Topology) -> Iterator[Row]:
-    """Measure all-to-alls of all sizes in the EP group.
+    """Measure the times of all-to-alls of several sizes in the EP group.
 
     On a grid of nodes, also measure those within a node, those between nodes, and the 2-D hierarchical one.
     """

@@ -80,7 +80,7 @@ def windows_of(height: int, width: int, window: int, is_shifted: bool, device: t
         # Positions in the last windows that the shift has moved there from the opposite edge.
         is_wrapped_GN2 = at_GN2 < at_GN2[:, :1]
         attends_GNN = (is_wrapped_GN2.unsqueeze(2) == is_wrapped_GN2.unsqueeze(1)).all(dim=3)
-        # Empty positions attend to all others, since a softmax of only -inf is NaN; the output is not used.
+        # Empty queries attend to all real tokens, since a softmax of only -inf is NaN. They are not used.
         attends_GNN = (attends_GNN | is_empty_GN.unsqueeze(2)) & ~is_empty_GN.unsqueeze(1)
         if attends_GNN.all():
             return windows

@@ -118,7 +118,7 @@ def _grey(image: Tensor) -> Tensor:
 def _box(
     height_share: float, width_share: float, height: int, width: int, draws: np.random.Generator
 ) -> Box:
-    """Return a rectangle around a random pixel, clipped to the image; shares are fractions of its sides."""
+    """Return a rectangle around a random pixel, clipped to the image; the shares are fractions."""
     rows, columns = round(height_share * height), round(width_share * width)
     top, left = int(draws.integers(height)) - rows // 2, int(draws.integers(width)) - columns // 2
     return max(top, 0), min(top + rows, height), max(left, 0), min(left + columns, width)

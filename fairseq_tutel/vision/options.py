@@ -48,14 +48,14 @@ class ImageConfig:
 
     size: int = image_option(
         0,
-        "height and width to which images are resized and center-cropped; 0: those of the first training "
-        "image",
+        "height and width to which images are resized and center-cropped; 0: the size of the first "
+        "training image",
         unit="pixels",
         rule=(lambda v: 0 <= v <= 16384, "give a whole number from 0 to 16384"),
     )
     channels: int = image_option(
         0,
-        "channels of images from files: 1 grey, 3 RGB; 0: those of the first training image",
+        "channels of images from files: 1 grey, 3 RGB; 0: as in the first training image",
         rule=(lambda v: v in (0, 1, 3), "give 0, 1 or 3"),
     )
     mean: str = image_option(
@@ -90,7 +90,7 @@ class ImageConfig:
     )
     erase: float = image_option(
         0.0,
-        "random erasing in training: probability that a rectangle (2 to 33 % of the area) becomes the mean",
+        "random erasing in training: probability of setting a rectangle (2 to 33 % of area) to the mean",
         rule=SHARE,
     )
     mixup: float = image_option(
@@ -101,8 +101,9 @@ class ImageConfig:
     )
     cutmix: float = image_option(
         0.0,
-        "cutmix in training: replace a rectangle of each image by that of the next image; its area is "
-        "drawn from Beta(a, a) for this a; 0: off; with --image-mixup, each image gets either of the two",
+        "cutmix in training: replace a rectangle of each image by the same rectangle of the next image; "
+        "the area is drawn from Beta(a, a) for this a; 0: off; with --image-mixup, each image gets one of "
+        "the two",
         rule=NOT_NEGATIVE,
     )
 
@@ -134,7 +135,7 @@ class SwinConfig:
         choices=("v2", "moe"),
     )
     patch_size: int = vision(
-        4, "height and width of a patch, which is one token", unit="pixels", rule=AT_LEAST_1
+        4, "height and width of a patch; each patch is one token", unit="pixels", rule=AT_LEAST_1
     )
     embed_dim: int = vision(
         96, "model dimension of the first stage; every stage doubles it", rule=AT_LEAST_1
@@ -183,7 +184,7 @@ class SwinExpertsConfig:
     prefix: ClassVar[str] = "swin_"
     expert_stages: int = vision(
         2,
-        "number of stages with experts, which are the last ones; --moe-freq counts blocks within a stage",
+        "number of stages with experts, counted from the last one; --moe-freq counts blocks within a stage",
         rule=whole(1),
     )
     expert_dropout: float = vision(

@@ -254,7 +254,7 @@ def test_teachers_of_something_else_are_refused(lm_data, mt_data, teacher, tmp_p
             tmp_path / "mt" / FILE,
             "a model of the task translation, but the student's task is ",
         ),
-        "words": (tmp_path / "others", teacher, "was trained with the words of"),
+        "words": (tmp_path / "others", teacher, "was trained with the dictionary"),
         "sizes": (tmp_path / "fewer", teacher, "give a teacher with the same dictionary"),
         "short": (lm_data, tmp_path / "lm" / FILE, "give a teacher with the student's task and "),
     }

@@ -79,7 +79,7 @@ class Chart:
 
 
 def _chart_of(metric: Metric) -> Chart:
-    """Return the chart of a metric's average over layers, with one curve for each choice (top-1, top-2)."""
+    """Return the chart of a metric's average over layers, with a curve per choice if it has choices."""
     return Chart(
         metric.title or metric.name.format("J"),
         metric.name.format(r"(\d+)"),
@@ -196,7 +196,7 @@ on top replaces the lines. If a layer differs from its neighbours, see the map o
 
 
 def layer_section(runs: dict[str, Run]) -> Section:
-    """Return the section of metrics for each layer; a metric from 0 up that is always 0 is left out."""
+    """Return the section of metrics for each layer, without non-negative metrics that are always 0."""
     section = Section("layers", "Layer by layer", LAYERS_TEXT)
     for name, run in runs.items():
         pictures = section.groups[name] = []
@@ -268,7 +268,7 @@ def expert_sections(runs: dict[str, Run]) -> list[Section]:
 def _add_maps(
     section: Section, runs: dict[str, Run], prefix: str, scale: Scale, colours: str, words: str
 ) -> None:
-    """Add to a section a heat map for each logged list with the prefix that is not always 0."""
+    """Add a heat map for each list whose key has the prefix, except lists that are always 0."""
     shown = [
         (f"{name}, {what}", layer_of(key, prefix), *_values(records, key))
         for name, run in runs.items()
