@@ -4,8 +4,8 @@ After backward, an expert's gradient is the sum over the tokens of its expert gr
 parameter's is averaged over the W ranks. Summing the replicas and dividing by W gives both the same scale.
 
 torch.distributed reduces one parameter at a time: the order of gloo's sum depends on an element's position
-in the tensor. A collective plan reduces buckets. Nothing is reduced during backward: an update's last one
-is not known in advance, and with NCCL, simultaneous row exchanges would change the order of sums.
+in the tensor. A collective plan reduces buckets. Nothing is reduced during backward: an update's last
+backward is not known in advance, and with NCCL, simultaneous row exchanges would change the order of sums.
 """
 
 from collections.abc import Iterable, Sequence

@@ -62,8 +62,8 @@ class ExpertStore:
     in a store can be neither saved nor loaded.
 
     Policies (docs/inference.md): `on-demand` fetches the experts of a call; `pregated` also those of
-    `prefetch`; `prefetch-all` all experts of the next block, which is the one that followed the last time,
-    at first the one that was added next. Tiers: `disk` for the shard files of a checkpoint, `host` for
+    `prefetch`; `prefetch-all` all experts of the next block: the one that followed in the last forward, or
+    in the first forward the one added next. Tiers: `disk` for the shard files of a checkpoint, `host` for
     memory (pinned if there is a GPU). The cache size is in experts or, with a unit (`"2GiB"`), in bytes.
 
     Raises:

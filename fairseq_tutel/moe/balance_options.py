@@ -16,7 +16,7 @@ BALANCE_LOSSES = {
     "load_importance_tutel": "load_importance in Tutel's form",
     "z": "squared logarithm of the sum of the logits' exponentials",
 }
-# Their load is the probability that a token chooses an expert if the gate's noise is drawn again.
+# The load in these losses: the probability that a token chooses an expert if gate noise is drawn again.
 NEED_GATE_NOISE = {"load_importance", "load_importance_tutel"}
 NO_BALANCE_LOSS = because(
     lambda f: f.layer.balance_loss.strip() in ("", "none"), "--moe-balance-loss is none"

@@ -93,12 +93,12 @@ R_TOO_LARGE = because(
 # Conditions under which an option is refused. f: the MoEConfig.
 EXPERTS_CHOOSE = Condition(
     lambda f: f.choice == "experts",
-    "experts choose their tokens (--moe-choice experts), so it has no effect",
+    "which cannot be combined with --moe-choice experts",
 )
 HASHED = Condition(
     lambda f: "hash" in f.gate_types,
-    "gate_type (--moe-gate-type) is {f.gate_type!r}, and a hash gate chooses experts without scores, with "
-    "the weight 1 / top_k",
+    "which cannot be combined with gate_type (--moe-gate-type) {f.gate_type!r}: a hash gate chooses "
+    "experts without scores, with the weight 1 / top_k",
 )
 
 
@@ -116,7 +116,8 @@ class MoEConfig:
     capacity_factor: float = capacity(
         0.0, rule=CAPACITY,
         help="expert capacity in training: with f > 0 every expert has top_k * ceil(f * tokens / experts) "
-        "slots; 0 drops no token; with f < 0 an expert has as many slots as needed, at most those of |f|",
+        "slots; 0 drops no token; f < 0: the limit of |f|, with buffers no larger than the busiest expert "
+        "needs",
     )
     eval_capacity_factor: float = capacity(
         0.0, rule=CAPACITY,

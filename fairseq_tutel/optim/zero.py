@@ -60,7 +60,7 @@ def refuse_with_zero(root: Any, asked: ZeroOptions) -> None:
         (
             getattr(root.optimizer, "fp16_adam_stats", False),
             f"--fp16-adam-stats is set, whose scales are of whole parameters, and {asked.flags} shards "
-            "them; drop one of the two.",
+            "them; leave out one of the two.",
         ),
         (
             common.amp,

@@ -231,7 +231,10 @@ def contexts_of(layers: Iterable[MoEFeedForward]) -> set[Context]:
 
 
 def chosen_layers(numbers: Sequence[int], freq: int) -> list[int]:
-    """Return the indices of MoE layers by Meta's rule: (i + 1) % freq == 0 for number i, none for 0."""
+    """Return the indices of the layers that get experts; none if freq is 0.
+
+    They are every freq-th layer by its number (Meta's rule).
+    """
     return [index for index, i in enumerate(numbers) if freq and (i + 1) % freq == 0]
 
 

@@ -125,13 +125,13 @@ CONTRADICTIONS = [
      ("--moe-eval-capacity-token-fraction", "give one of them")),
     ({"choice": "experts", "drop_policy": "bpr"}, ("--moe-drop-policy", "--moe-choice experts")),
     ({"choice": "experts", "second_expert_policy": "random"}, ("--moe-second-expert-policy",)),
-    ({"choice": "experts", "rsample": True}, ("--moe-rsample", "drop one")),
-    ({"choice": "experts", "balance_bias": True}, ("--moe-balance-bias", "drop one")),
-    ({"choice": "experts", "expert_groups": 2}, ("--moe-expert-groups", "drop one")),
+    ({"choice": "experts", "rsample": True}, ("--moe-rsample", "leave out one")),
+    ({"choice": "experts", "balance_bias": True}, ("--moe-balance-bias", "leave out one")),
+    ({"choice": "experts", "expert_groups": 2}, ("--moe-expert-groups", "leave out one")),
     ({"choice": "experts", "gate_type": "hash"}, ("--moe-choice", "--moe-gate-type", "a hash gate")),
     ({"choice": "experts", "balance_loss": "load_importance", "gate_noise": 1.0},
      ("--moe-balance-loss", "--moe-choice experts", "z or none")),
-    ({"choice": "experts", "sinkhorn": True}, ("--moe-sinkhorn", "drop one")),
+    ({"choice": "experts", "sinkhorn": True}, ("--moe-sinkhorn", "leave out one")),
     ({"gate_type": "linear,hash", "balance_bias": True}, ("--moe-balance-bias", "a hash gate chooses")),
     ({"gate_type": "hash", "expert_groups": 2}, ("--moe-expert-groups", "a hash gate chooses")),
     ({"sinkhorn": True, "rsample": True}, ("--moe-sinkhorn", "--moe-rsample", "keep one")),
@@ -141,7 +141,7 @@ CONTRADICTIONS = [
     ({"gate_type": "hash", "input_jitter": 0.1}, ("--moe-input-jitter", "is 0.1", "hash")),
     ({"gate_type": "hash", "input_dropout": 0.1}, ("--moe-input-dropout", "hash")),
     ({"gate_type": "hash", "second_expert_policy": "random"}, ("--moe-second-expert-policy", "hash")),
-    ({"gate_type": "linear,hash", "gate_noise": 1.0}, ("--moe-gate-noise", "hash", "drop one")),
+    ({"gate_type": "linear,hash", "gate_noise": 1.0}, ("--moe-gate-noise", "hash", "leave out one")),
 ]  # fmt: skip
 
 
