@@ -20,7 +20,9 @@ from fairseq_tutel.options.option import CAPACITY, is_number
 class Capacity:
     """The rule that gives the number of slots of each expert in one forward."""
 
-    factor: float = 0.0  # f > 0: K * ceil(f * T / E) slots; 0: no limit; f < 0: the limit of |f|
+    # f > 0: K * ceil(f * T / E) slots; 0: no limit; f < 0: the limit of |f|, with buffers no larger than
+    # the busiest expert needs
+    factor: float = 0.0
     token_fraction: float = 0.0  # above 0: ceil(token_fraction * T) slots; replaces the factor
     minimum: int = 0  # smallest limit
     multiple: int = 1  # a limit is rounded up to a multiple of this number

@@ -98,12 +98,12 @@ R_TOO_LARGE = because(
 # Conditions under which an option is refused. f is the MoEConfig.
 EXPERTS_CHOOSE = Condition(
     lambda f: f.choice == "experts",
-    "with --moe-choice experts, experts choose their tokens and the option has no effect",
+    "which cannot be combined with --moe-choice experts",
 )
 HASHED = Condition(
     lambda f: "hash" in f.gate_types,
-    "gate_type (--moe-gate-type) is {f.gate_type!r}, and a hash gate has no scores (the weight of each "
-    "expert is 1 / top_k)",
+    "which cannot be combined with gate_type (--moe-gate-type) {f.gate_type!r}: a hash gate chooses "
+    "experts without scores, with the weight 1 / top_k",
 )
 
 
@@ -120,9 +120,9 @@ class MoEConfig:
     top_k: int = routing(2, "experts per token, from 1 to the number of experts", rule=AT_LEAST_1)
     capacity_factor: float = capacity(
         0.0, rule=CAPACITY,
-        help="expert capacity in training: with f > 0 every expert has top_k * ceil(f * tokens / "
-        "experts) slots; 0 drops no token; with f < 0 an expert has as many slots as needed, at most the "
-        "limit of |f|",
+        help="expert capacity in training: with f > 0 every expert has top_k * ceil(f * tokens / experts) "
+        "slots; 0 drops no token; f < 0: the limit of |f|, with buffers no larger than the busiest expert "
+        "needs",
     )
     eval_capacity_factor: float = capacity(
         0.0, rule=CAPACITY,

@@ -142,7 +142,7 @@ def refuse_excluded(config: Any) -> None:
         for condition in entry.excluded if value != entry.default else ():
             if condition.holds(config):
                 reason = condition.words.format(f=config)
-                raise ValueError(f"{entry.label} is {value} but {reason}; remove one of the two options.")
+                raise ValueError(f"{entry.label} is {value}, {reason}; remove one of the two options.")
 
 
 def _is_of_type(value: Any, kind: Any) -> bool:
