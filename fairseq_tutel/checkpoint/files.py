@@ -1,4 +1,4 @@
-"""Writes, checks and reads files of torch.save: atomically, and without running pickled code."""
+"""Writes files of torch.save atomically, checks them, and reads them without running pickled code."""
 
 import argparse
 import contextlib

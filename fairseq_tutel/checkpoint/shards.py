@@ -92,7 +92,7 @@ class ShardedTensor:
         return tuple(shape[1:])
 
     def read(self, first: int, count: int, slicing: Slice | None = None, index: int = 0) -> Tensor:
-        """Return the tensors of experts first .. first + count - 1; raise ValueError for bad files.
+        """Return the tensors of `count` experts from expert `first` on; raise ValueError for bad files.
 
         With `slicing`, return only shard `index` of each expert.
         """
@@ -142,7 +142,7 @@ class ShardedTensor:
         out.copy_(joined.narrow(dim - 1, begin - touched[0] * width, length))
 
     def _read_piece(self, piece: Piece, out: Tensor | None = None) -> Tensor:
-        """Return the dequantized tensor of a piece, in `out` if given; raise if its digest differs."""
+        """Return the dequantized tensor of a piece, in `out` if given; raise ValueError for bad data."""
         stored = self._file(piece).get_tensor(piece.key)  # a memory mapping of the file
         if digest(stored) != piece.digest:
             raise _unlike(self.path_of(piece), piece)

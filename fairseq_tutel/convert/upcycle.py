@@ -1,4 +1,4 @@
-"""Makes a MoE checkpoint of a dense one: experts are copies of an FFN, and gates are initialized.
+"""Makes a MoE checkpoint from a dense one: experts are copies of an FFN, and gates are initialized.
 
 Source: Komatsuzaki et al. 2022 (Sparse Upcycling). E experts, D model_dim, H hidden dimension of the FFN.
 An expert's hidden dimension is h = H / G. With G > 1, each expert is one of G parts of the FFN. The G

@@ -1,4 +1,4 @@
-"""Reads small untrusted files without blocking and with limits, and replaces files atomically."""
+"""Reads small untrusted files without blocking, limits their size, and replaces files atomically."""
 
 import contextlib
 import errno
