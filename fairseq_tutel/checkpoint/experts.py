@@ -158,7 +158,7 @@ def _commit(folder: Path, digests: list[str], sizes: dict[str, int]) -> str:
     for file, size in sizes.items():
         path = folder / file
         if not path.is_file() or path.stat().st_size != size:
-            raise OSError(f"rank 0 finds {path}, written by another rank, missing or with a wrong size")
+            raise OSError(f"{path}, written by another rank, is missing or has the wrong size")
     return folders.commit(folder, digests)
 
 

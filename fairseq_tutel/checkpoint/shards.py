@@ -190,7 +190,7 @@ def unreadable(path: Path, reason: str) -> ValueError:
 
 
 def _unlike(path: Path, piece: Piece) -> ValueError:
-    return unreadable(path, f"its tensor {piece.key} differs from the saved one")
+    return unreadable(path, f"the tensor {piece.key} differs from the saved tensor")
 
 
 def write_file(values: Mapping[str, Tensor], path: Path, metadata: dict[str, str] | None = None) -> None:

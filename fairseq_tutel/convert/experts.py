@@ -39,7 +39,7 @@ def neighbors(text: str, configs: Mapping[Layer, MoEConfig]) -> dict[Layer, Grou
         if count > num_experts:
             raise ValueError(
                 f"--moe-expert-count is {count}, but {layer.label} has {num_experts} experts; give at most "
-                "this number."
+                f"{num_experts}."
             )
         edges = [i * num_experts // count for i in range(count + 1)]
         found[layer] = [list(range(a, b)) for a, b in pairwise(edges)]

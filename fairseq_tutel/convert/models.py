@@ -107,8 +107,8 @@ def _renumbered(saved: SavedModel, left: Mapping[str, Sequence[Layer]]) -> Weigh
 def pregate(saved: SavedModel, ahead: int) -> list[str]:
     """Enable pre-gating, in place: each gate reads the input of the MoE layer `ahead` layers earlier.
 
-    Only the option --moe-pregate changes (see inference/pregate.py). Returns one line per MoE layer that names the input of
-    its gate.
+    Only the option --moe-pregate changes (see inference/pregate.py). Returns one line per MoE layer, which
+    names the input of its gate.
 
     Raises:
         ValueError: the model is pre-gated already, or has too few MoE layers.

@@ -80,7 +80,7 @@ DAMAGES = {
     "a deep header": (
         lambda _: (200_000).to_bytes(8, "little") + b"[" * 200_000, "none of a safetensors file",
     ),
-    "a flipped bit": (flipped, "differs from the saved one"),
+    "a flipped bit": (flipped, "differs from the saved tensor"),
 }  # fmt: skip
 
 
