@@ -71,7 +71,7 @@ def flipped(content):
 
 DAMAGES = {
     "missing": (lambda path: path.unlink(), "No such file"),
-    "a FIFO": (lambda path: (path.unlink(), os.mkfifo(path)), "it is not an ordinary file"),
+    "a FIFO": (lambda path: (path.unlink(), os.mkfifo(path)), "the path is not a regular file"),
     "a folder": (lambda path: (path.unlink(), path.mkdir()), "Is a directory"),
     "short": (lambda content: content[:-9], "its length is not what it was"),
     "longer": (lambda content: content + b".", "its length is not what it was"),
@@ -80,7 +80,7 @@ DAMAGES = {
     "a deep header": (
         lambda _: (200_000).to_bytes(8, "little") + b"[" * 200_000, "none of a safetensors file",
     ),
-    "a flipped bit": (flipped, "differs from the saved tensor"),
+    "a flipped bit": (flipped, "is not what was saved"),
 }  # fmt: skip
 
 
