@@ -13,7 +13,7 @@ from fairseq_tutel.zero.state import MASTER
 
 
 def average(paths: list[Path]) -> SavedModel:
-    """Return a copy of the first checkpoint whose weights are the mean over all checkpoints.
+    """Return the first checkpoint with weights that are averaged over all checkpoints.
 
     Memory holds the averaged weights and, for sharded checkpoints, one tensor of each checkpoint. Tied
     tensors stay tied. Raises ValueError if names or shapes of the weights differ.

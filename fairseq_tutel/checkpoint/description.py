@@ -23,7 +23,7 @@ Facts = dict[str, Any]
 
 
 def describe(state: Any, path: Path, check: bool = False) -> tuple[Facts, list[Layer]]:
-    """Return a description of a file's content and a list of the MoE layers of all its models.
+    """Return a description of a file's content, and a list of all its MoE layers.
 
     `check` reads all bytes and compares them with the checksums.
     """

@@ -28,7 +28,7 @@ States = Callable[[nn.Parameter], Mapping[str, Tensor]]
 
 
 class _Stack(NamedTuple):
-    """A tensor [E, ...] of all experts of a layer: a parameter or one of its optimizer states."""
+    """Name, shape and dtype of a tensor [E, ...]: a parameter of all experts, or its optimizer state."""
 
     layer: str
     name: str
@@ -158,12 +158,12 @@ def _commit(folder: Path, digests: list[str], sizes: dict[str, int]) -> str:
     for file, size in sizes.items():
         path = folder / file
         if not path.is_file() or path.stat().st_size != size:
-            raise OSError(f"rank 0 finds {path}, written by another rank, missing or with a wrong size")
+            raise OSError(f"{path}, written by another rank, is missing or has the wrong size")
     return folders.commit(folder, digests)
 
 
 def _first_rank(action: Callable[[], Any]) -> Any:
-    """Run `action` on rank 0; every rank returns its result or raises its error."""
+    """Run `action` on rank 0; return the result, or raise the error, on every rank."""
     try:
         return world.run_on_rank_zero(action, "rank 0's work on the folder of shards")
     except ValueError as error:
@@ -226,7 +226,7 @@ def _write_layer(
 
 
 def _share(num_local: int, topology: Topology, turn: int) -> range:
-    """Return the local experts that this rank writes; its EP replicas write the others.
+    """Return the range of local experts that this rank writes; its EP replicas write the other experts.
 
     `turn` is the index of the layer. It changes the replicas that write if there are more replicas than
     experts.

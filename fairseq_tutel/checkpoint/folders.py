@@ -39,7 +39,7 @@ def begin(save_dir: Path, prefix: str = WRITING) -> Path:
 
 
 def commit(written: Path, digests: Iterable[str]) -> str:
-    """Rename a folder from `begin` to a hash of `digests`; return its path relative to the checkpoint."""
+    """Rename a complete folder to a hash of `digests`; return its path relative to the checkpoint."""
     name = hashlib.sha256("\n".join(sorted(digests)).encode()).hexdigest()[:16]
     folder = written.parent / name
     if folder.exists():  # the same weights were saved before, for example without an update since

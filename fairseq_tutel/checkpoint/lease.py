@@ -43,7 +43,7 @@ class Writer:
         return f"process {self.pid} on {self.host}"
 
     def is_alive(self) -> bool | None:
-        """Whether the process still runs; None if this machine cannot find out."""
+        """Whether the process still runs; None if unknown, for example on another machine."""
         if not self.machine or self.machine != _machine():
             return None
         try:

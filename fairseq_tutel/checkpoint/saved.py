@@ -70,7 +70,7 @@ def layer_label(name: str) -> str:
 
 
 def layers_of(weights: Iterable[str], within: bool = False) -> list[Layer]:
-    """Return the sorted layers with an FFN or experts, from the names of weights.
+    """Find the layers with an FFN or experts in a list of weight names; return them sorted.
 
     `within` adds the layers of models that are inside another model.
     """
@@ -115,7 +115,7 @@ class SavedModel:
 
     @cached_property
     def layers(self) -> list[Layer]:
-        """The layers with an FFN or experts, from the weights at the first access."""
+        """The sorted layers that have an FFN or experts."""
         return layers_of(self.weights)
 
     def stacks(self, layer: Layer) -> Weights:
@@ -126,7 +126,7 @@ class SavedModel:
         return {name: tensor for name, tensor in own.items() if "." not in name}
 
     def expert(self, layer: Layer, expert_id: int) -> dict[str, Tensor]:
-        """Return the tensors of the expert with a global ID."""
+        """Return the tensors of the expert with the global ID `expert_id`."""
         return {name: stack[expert_id] for name, stack in self.stacks(layer).items()}
 
     def num_experts(self, layer: Layer) -> int:
@@ -233,7 +233,7 @@ def write_all(contents: Iterable[tuple[Path, Any]]) -> None:
 
 
 def not_written(output: Path, error: Exception) -> ValueError:
-    """Return a ValueError that says why the operating system could not write the file `output`."""
+    """Return a ValueError with the operating system's reason why `output` could not be written."""
     cause = atomic_save.system_error(error)
     number = None if cause is None else cause.errno
     reason = os.strerror(number) if number else str(error).partition("\n")[0]

@@ -93,7 +93,7 @@ class ShardedTensor:
         return tuple(shape[1:])
 
     def read(self, first: int, count: int, slicing: Slice | None = None, index: int = 0) -> Tensor:
-        """Return the tensors of experts first .. first + count - 1; raise ValueError for bad files.
+        """Return the tensors of `count` experts from expert `first` on; raise ValueError for bad files.
 
         With `slicing`, return only shard `index` of each expert.
         """
@@ -143,7 +143,7 @@ class ShardedTensor:
         out.copy_(joined.narrow(dim - 1, begin - touched[0] * width, length))
 
     def _read_piece(self, piece: Piece, out: Tensor | None = None) -> Tensor:
-        """Return the dequantized tensor of a piece, in `out` if given; raise if its digest differs."""
+        """Return the dequantized tensor of a piece, in `out` if given; raise ValueError for bad data."""
         stored = self._file(piece).get_tensor(piece.key)  # a memory mapping of the file
         if digest(stored) != piece.digest:
             raise _unlike(self.path_of(piece), piece)
@@ -191,7 +191,7 @@ def unreadable(path: Path, reason: str) -> ValueError:
 
 
 def _unlike(path: Path, piece: Piece) -> ValueError:
-    return unreadable(path, f"its tensor {piece.key} differs from the saved one")
+    return unreadable(path, f"the tensor {piece.key} differs from the saved tensor")
 
 
 def write_file(values: Mapping[str, Tensor], path: Path, metadata: dict[str, str] | None = None) -> None:

@@ -71,7 +71,7 @@ def gate_rows(config: MoEConfig, layer: Layer) -> list[str]:
 
 
 def counts_text(counts: Sequence[int]) -> str:
-    """Return the value of --moe-expert-count for the given numbers of experts of all MoE layers."""
+    """Format the numbers of experts of all MoE layers as a value of --moe-expert-count."""
     return ",".join(map(str, counts if len(set(counts)) > 1 else counts[:1]))
 
 
@@ -97,12 +97,12 @@ def replaced(saved: SavedModel, made: Mapping[Layer, Tensors]) -> Tensors:
 
 
 def with_experts(name: str) -> str:
-    """Return the name of the MoE variant for the name of a model, task, criterion or optimizer."""
+    """Convert the name of a model, task, criterion or optimizer to the name of its MoE variant."""
     return name.replace(SWIN, f"{SWIN}_moe", 1) if name.startswith(SWIN) else f"moe_{name}"
 
 
 def without_experts(name: str) -> str:
-    """Return the dense fairseq name for the name of a MoE variant."""
+    """Convert the name of a MoE variant to the name of the original fairseq component."""
     return name.removeprefix("moe_").replace(f"{SWIN}_moe", SWIN)
 
 

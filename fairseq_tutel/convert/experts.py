@@ -30,7 +30,7 @@ Groups = Sequence[Sequence[int]]
 
 
 def neighbors(text: str, configs: Mapping[Layer, MoEConfig]) -> dict[Layer, Groups]:
-    """Split each layer's experts into groups of neighbors; --moe-expert-count is the number of groups."""
+    """Split each layer's experts into groups of neighbors; the number of groups is --moe-expert-count."""
     from fairseq_tutel.plugin.registration.flags import expert_counts
 
     found: dict[Layer, Groups] = {}
@@ -39,7 +39,7 @@ def neighbors(text: str, configs: Mapping[Layer, MoEConfig]) -> dict[Layer, Grou
         if count > num_experts:
             raise ValueError(
                 f"--moe-expert-count is {count}, but {layer.label} has {num_experts} experts; give at most "
-                "this number."
+                f"{num_experts}."
             )
         edges = [i * num_experts // count for i in range(count + 1)]
         found[layer] = [list(range(a, b)) for a, b in pairwise(edges)]
@@ -165,7 +165,7 @@ def to_dense(
 
 
 def _pad(made: dict[Layer, Tensors]) -> tuple[dict[str, int], dict[str, int]]:
-    """Pad FFNs with zero units, so all FFNs of the encoder, the decoder or a stage have the same width.
+    """Pad FFNs with zeros, so all FFNs of the encoder, the decoder or a stage have the same width.
 
     Returns the width of the encoder, decoder or each stage, and the widths of padded layers.
     """

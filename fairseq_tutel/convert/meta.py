@@ -106,7 +106,7 @@ class Row(NamedTuple):
 
 
 def files_of(name: str) -> list[Path]:
-    """Return the files of all ranks in order, then the shared file.
+    """Return the paths of the files of all ranks in order, then the path of the shared file.
 
     `name` is X, X.pt or the name of one of the files.
     """
@@ -226,7 +226,7 @@ def _refuse_other_layers(saved: SavedModel) -> None:
 
 
 def table(names: Iterable[str], experts: int, ranks: int) -> list[Row]:
-    """Return a row for each weight in Meta's files, in the order of the model.
+    """Return a `Row` for each weight in Meta's files, in the order of the model.
 
     `names` are the weights of the shared file. If there are more ranks than experts, each block of E
     neighboring ranks holds all experts once.

@@ -90,7 +90,7 @@ def _options_of(
 
 
 def _renumbered(saved: SavedModel, left: Mapping[str, Sequence[Layer]]) -> Weights:
-    """Return the tensors of the model without the removed layers; the other layers get new numbers."""
+    """Return the model's tensors without the removed layers; renumber the remaining layers."""
     new: dict[str, str | None] = {layer.name: None for layer in saved.layers}
     for layers in left.values():
         new |= {layer.name: f"{layer.name.rpartition('.')[0]}.{i}" for i, layer in enumerate(layers)}
@@ -105,10 +105,10 @@ def _renumbered(saved: SavedModel, left: Mapping[str, Sequence[Layer]]) -> Weigh
 
 
 def pregate(saved: SavedModel, ahead: int) -> list[str]:
-    """Set --moe-pregate, in place: each gate then reads the input of the MoE layer `ahead` layers earlier.
+    """Enable pre-gating, in place: each gate reads the input of the MoE layer `ahead` layers earlier.
 
-    Weights stay the same (see inference/pregate.py). Returns one line per MoE layer that names the input of
-    its gate.
+    Only the option --moe-pregate changes (see inference/pregate.py). Returns one line per MoE layer, which
+    names the input of its gate.
 
     Raises:
         ValueError: the model is pre-gated already, or has too few MoE layers.

@@ -102,7 +102,7 @@ def _untied(model: Mapping[str, Any]) -> tuple[Weights, dict[str, str]]:
 
 
 def _shards(weights: Weights, limit: int) -> Iterator[list[str]]:
-    """Yield a list of weight names for each file, so no file exceeds `limit` bytes if possible."""
+    """Split the weights into files of at most `limit` bytes; yield the weight names of each file."""
     keys: list[str] = []
     size = 0
     for key, value in weights.items():

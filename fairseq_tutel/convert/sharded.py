@@ -40,7 +40,10 @@ def to_full(saved: SavedModel, target: Path) -> None:
 
 
 def _in_a_file(sharded: ShardedTensor, folder: Path) -> Tensor:
-    """Copy a sharded tensor to an unnamed file in `folder`, because torch.save needs complete tensors."""
+    """Return a sharded tensor as a tensor that is memory-mapped to an unnamed file in `folder`.
+
+    torch.save needs all tensors at once, and they may not fit into memory.
+    """
     count = math.prod(sharded.shape)
     if count == 0:
         return sharded.whole()
@@ -55,7 +58,7 @@ def _in_a_file(sharded: ShardedTensor, folder: Path) -> Tensor:
 
 
 def to_sharded(saved: SavedModel, target: Path, expert_dtype: str = "") -> dict[str, tuple[float, float]]:
-    """Write a sharded checkpoint: experts and their optimizer state are in shard files next to it.
+    """Write a checkpoint, with the experts and their optimizer state in shard files next to it.
 
     An `expert_dtype` from EXPERT_DTYPES quantizes the experts' matrices. Returns, for each quantized
     weight, the relative error and the error of the worst row.

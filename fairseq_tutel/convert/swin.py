@@ -54,7 +54,7 @@ SWITCHES = {
 
 
 def files_of(path: Path) -> list[list[Path]]:
-    """Return one list of files per rank; `path` is one of the files or their common name X.pth."""
+    """Return a list of files for each rank; `path` is one of the files or their common name X.pth."""
     match = PART.fullmatch(path.name)
     base = path if match is None else path.with_name(match[1])
     whole = [p for p in (path, path.with_name(f"{path.name}.global")) if p.is_file()]
@@ -340,7 +340,7 @@ def _check(model: Mapping[str, Tensor], config: SwinConfig) -> None:
 def _checkpoint(
     weights: Tensors, config: SwinConfig, image_size: int, expert_options: list[str]
 ) -> SavedModel:
-    """Return a fairseq checkpoint with these weights; a command line is parsed to set its options."""
+    """Return a fairseq checkpoint with these weights, and with options parsed from a command line."""
     plugin.register()
     from fairseq import options
     from fairseq.dataclass.utils import convert_namespace_to_omegaconf

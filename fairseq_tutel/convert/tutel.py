@@ -51,7 +51,7 @@ def read(
     layer: str = LAYERS[0],
     activation: str = "linear",
 ) -> tuple[SavedModel, list[str]]:
-    """Join the files of all ranks to one checkpoint; also return notes for the user as sentences.
+    """Join the files of all ranks into one checkpoint; also return notes for the user as sentences.
 
     Args:
         paths: the file of each rank.

@@ -107,7 +107,7 @@ def _our_experts(parts: Mapping[str, Sequence[Tensor]], experts: int, model_dim:
 
 
 def _joined(name: str, parts: Sequence[Tensor], experts: int) -> Tensor:
-    """Concatenate the memory of a tensor on all ranks to a tensor [E, …]."""
+    """Concatenate a tensor's parts from all ranks in memory order; return a tensor [E, …]."""
     shapes, share = {tuple(part.shape) for part in parts}, max(1, len(parts) // experts)
     if len(shapes) > 1:
         raise ValueError(f"has experts.{name} of the shapes {sorted(shapes)} on different ranks")
@@ -128,7 +128,7 @@ def _joined(name: str, parts: Sequence[Tensor], experts: int) -> Tensor:
 def _our_llama(
     parts: Mapping[str, Sequence[Tensor]], name: str, experts: int, model_dim: int | None
 ) -> Tensor:
-    """Join a llama_ffn tensor of all ranks, which hold it in one dimension, padded for split experts."""
+    """Join a llama_ffn tensor from all ranks; their parts are flat, and padded if experts are split."""
     if model_dim is None:
         raise ValueError("has llama_ffn experts and a custom gate, so its model dimension is unknown")
     if name not in parts:

@@ -1,4 +1,4 @@
-"""Makes a MoE checkpoint of a dense one: experts are copies of an FFN, and gates are initialized.
+"""Makes a MoE checkpoint from a dense one: experts are copies of an FFN, and gates are initialized.
 
 Source: Komatsuzaki et al. 2022 (Sparse Upcycling). E experts, D model_dim, H hidden dimension of the FFN.
 An expert's hidden dimension is h = H / G. With G > 1, each expert is one of G parts of the FFN. The G
@@ -247,12 +247,12 @@ def differences(config: MoEConfig, how: Variation) -> list[str]:
         found.append("the weights of a token's experts do not sum to 1 (--moe-normalize-gate before)")
     elif not sums_to_1(config) and scale == 1:
         found.append(
-            "the weight of a token's one expert is its probability, not 1 (with --moe-top-k 2 the weights "
+            "the weight of a token's only expert is its probability, not 1 (with --moe-top-k 2 the weights "
             "sum to 1; with the number of experts as --moe-routed-scaling-factor, and --gate-scale 0.01, "
             "the weight is nearly 1 and the gate can learn)"
         )
     elif not sums_to_1(config):
-        found.append(f"the weight of a token's one expert is {scale:g} times its probability, not 1")
+        found.append(f"the weight of a token's only expert is {scale:g} times its probability, not 1")
     elif scale != 1:
         found.append(f"all weights are multiplied by {scale:g} (--moe-routed-scaling-factor)")
     if config.prescore and several:

@@ -148,7 +148,7 @@ def test_a_state_of_another_shape_is_the_same_for_all_slices(tmp_path):
 def test_a_file_that_is_not_there_as_written_is_refused(tmp_path, content):
     if content is not None:
         (tmp_path / "a").write_bytes(content)
-    with pytest.raises(OSError, match="missing or with a wrong size"):
+    with pytest.raises(OSError, match="is missing or has the wrong size"):
         checkpoint._commit(tmp_path, [], {"a": 3})
 
 

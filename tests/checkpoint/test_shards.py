@@ -126,14 +126,14 @@ def test_a_flipped_bit_is_found(tmp_path):
     data = bytearray(file.read_bytes())
     data[-1] ^= 1
     file.write_bytes(data)
-    with pytest.raises(ValueError, match=r"its 1\.[01] is not what was saved"):
+    with pytest.raises(ValueError, match=r"the tensor 1\.[01] differs from the saved tensor"):
         tensor.whole()
 
 
 @pytest.mark.parametrize("shape", [(4, 2, 1), (4, 10**15), (4, 10**20), (4, 10**12, 10**12)])
 def test_no_memory_is_taken_by_sizes_that_no_file_has(tmp_path, shape):
     tensor = write(tmp_path, torch.randn(4, 2), Slice())
-    with pytest.raises(ValueError, match=r"its 0\.0 is not what was saved"):
+    with pytest.raises(ValueError, match=r"the tensor 0\.0 differs from the saved tensor"):
         dataclasses.replace(tensor, shape=shape).whole()
 
 

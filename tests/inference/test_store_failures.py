@@ -71,7 +71,7 @@ def flipped(content):
 
 DAMAGES = {
     "missing": (lambda path: path.unlink(), "No such file"),
-    "a FIFO": (lambda path: (path.unlink(), os.mkfifo(path)), "it is not an ordinary file"),
+    "a FIFO": (lambda path: (path.unlink(), os.mkfifo(path)), "the path is not a regular file"),
     "a folder": (lambda path: (path.unlink(), path.mkdir()), "Is a directory"),
     "short": (lambda content: content[:-9], "its length has changed or is wrong"),
     "longer": (lambda content: content + b".", "its length has changed or is wrong"),

@@ -163,4 +163,4 @@ def write_elsewhere(values: dict, path: Path) -> None:
 
 def test_a_file_that_rank_0_does_not_see_is_no_checkpoint(ranks, tmp_path):
     for sentence in ranks(2).run(save_unseen, str(tmp_path)):
-        assert "missing or with a wrong size" in sentence
+        assert "is missing or has the wrong size" in sentence

@@ -178,8 +178,8 @@ def test_convert_full_that_has_no_room_for_its_second_stack_leaves_nothing(tmp_p
     with mock.patch("os.posix_fallocate", full):
         message = refusal("full", "--input", tmp_path / "b.pt", "--output", tmp_path / "c.pt")
     assert message == (
-        f"--output {tmp_path / 'c.pt'} could not be written (No space left on device); free disk space, or give "
-        "another place."
+        f"--output {tmp_path / 'c.pt'} could not be written (No space left on device); free disk "
+        "space, or give another path."
     )
     assert everything(tmp_path) == before
 

@@ -133,4 +133,4 @@ def test_what_cannot_be_pre_gated_is_refused(files, tmp_path):
     save(tmp_path / "a.pt")
     convert(*files, "--moe-pregate", 1)
     (tmp_path / "b.pt").replace(tmp_path / "a.pt")
-    assert "which is pre-gated already (--moe-pregate 1); give the" in refusal(*files, "--moe-pregate", 1)
+    assert "which is pre-gated already (--moe-pregate 1); give a" in refusal(*files, "--moe-pregate", 1)

@@ -95,7 +95,7 @@ def test_experts_in_shards_and_an_older_file_make_the_same(folder, tmp_path):
 
 def test_a_folder_is_written_whole_or_not_at_all(folder, tmp_path):
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
-    assert refusal(*there(tmp_path)).endswith("f exists; give another name, or add --overwrite.")
+    assert refusal(*there(tmp_path)).endswith("f exists; give another path, or add --overwrite.")
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1500, limits[1]))
     try:

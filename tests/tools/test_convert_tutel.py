@@ -244,7 +244,7 @@ def test_convert_finds_files_by_a_pattern_and_weights_by_their_keys(tmp_path):
         "tutel", "--input-prefix", tmp_path / "{rank}-of{size}.ckpt", "--input-size", 2, "--namespace",
         "net/ema", "--output", tmp_path / "o",
     )  # fmt: skip
-    assert "note: all but net/ema is left out" in printed
+    assert "note: everything except net/ema is left out" in printed
     found = load(tmp_path / "o")
     assert found.keys() == {"net"} and found["net"].keys() == {"ema"}
     assert found["net"]["ema"]["moe.moe.experts.fc1_weight"].shape == (4, H, D)

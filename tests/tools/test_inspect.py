@@ -94,7 +94,7 @@ def test_inspect_finds_damage_in_shards_by_their_headers_or_by_reading_all(tmp_p
     whole = file.read_bytes()
     flip_last(file)
     inspect(tmp_path / "b.pt")
-    with pytest.raises(SystemExit, match="is not what was saved") as end:
+    with pytest.raises(SystemExit, match="differs from the saved tensor") as end:
         inspect(tmp_path / "b.pt", "--check")
     assert str(file) in end.value.code
     for cut in (whole[:-1], whole[:20], b""):

@@ -72,7 +72,7 @@ def test_convert_merge_averages_every_tensor_evenly_or_by_load(name, load_, conv
     by_load = () if load_ is None else ("--load", ",".join(map(str, load_)))
     printed = convert("merge", "--groups", "decoder_0=0,1/2,3", *by_load)
     a, b = load(tmp_path / "a.pt")["model"], load(tmp_path / "b.pt")["model"]
-    assert ("means are by load" in printed) == bool(by_load)
+    assert ("means are weighted by load" in printed) == bool(by_load)
     first = 0.5 if load_ is None else 0.25
     for key in a:
         expected = a[key]

@@ -97,7 +97,7 @@ def test_what_is_refused(written, tmp_path):
         assert refusal_of("plan-check", bad).startswith(f"{bad} cannot be read as a collective plan (")
     bad.unlink()
     os.mkfifo(bad)
-    assert "not an ordinary file" in refusal_of("plan-check", bad)
+    assert "not a regular file" in refusal_of("plan-check", bad)
     bad.unlink()
     assert "No such file" in refusal_of("plan-check", tmp_path / "none.json")
     for option, value in (("--bytes", 0), ("--gb-s", "nan"), ("--alpha-us", -1), ("--network", "web")):

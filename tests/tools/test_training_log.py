@@ -271,7 +271,9 @@ def test_lines_that_no_training_wrote_are_counted_as_damaged(monkeypatch, tmp_pa
 def test_what_is_no_ordinary_file_is_no_log(kind, tmp_path):
     path = tmp_path / "log.json"
     os.mkfifo(path) if kind == "pipe" else path.symlink_to("/dev/zero")
-    with pytest.raises(ValueError, match=r"log\.json cannot be read \(it is not an ordinary file\); give"):
+    with pytest.raises(
+        ValueError, match=r"log\.json cannot be read \(the path is not a regular file\); give"
+    ):
         find_log(path)
 
 

@@ -1,4 +1,4 @@
-"""convert: write a checkpoint in the format of another system, or as a different kind of model."""
+"""convert: convert a checkpoint from or to another system, or to a different kind of model."""
 
 from typing import Any
 

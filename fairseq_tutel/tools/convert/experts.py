@@ -53,7 +53,7 @@ def _merge(arguments: argparse.Namespace, inputs: list[Path]) -> tuple[SavedMode
                 )
     for line in regroup(saved, groups, load, arguments.moe_top_k):
         print(line)
-    return saved, f"; means are {'by load' if load else 'even'}{NEW_RUN}"
+    return saved, f"; means are {'weighted by load' if load else 'unweighted'}{NEW_RUN}"
 
 
 @one_file

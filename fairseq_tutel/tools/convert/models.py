@@ -26,7 +26,9 @@ def _add_model_options(parser: argparse.ArgumentParser) -> None:
 
     from fairseq_tutel.plugin.registration.flags import made
 
-    group = parser.add_argument_group("the experts, as for fairseq-train; saved with the model")
+    group = parser.add_argument_group(
+        "options of the experts, as for fairseq-train; they are saved with the model"
+    )
     options = made("UpcycleOptions", OPTIONS)()
     gen_parser_from_dataclass(group, options, delete_default=True, with_prefix="")
 
@@ -51,7 +53,7 @@ def _upcycle(arguments: argparse.Namespace, inputs: list[Path]) -> tuple[SavedMo
     first, labels = next(iter(configs.values())), ", ".join(layer.label for layer in configs)
     reasons = dict.fromkeys(r for config in configs.values() for r in differences(config, how))
     what = (
-        f"differ from the dense model's: {'; '.join(reasons)}"
+        f"differ from the dense model's outputs: {'; '.join(reasons)}"
         if reasons
         else "equal the dense model's outputs up to rounding"
     )
@@ -77,7 +79,7 @@ def _student(arguments: argparse.Namespace, inputs: list[Path]) -> tuple[SavedMo
         numbers = ", ".join(map(str, kept[side]))
         print(f"{side}: {len(kept[side])} of {len(layers)} layers: {numbers}")
     words = " ".join(f"{flag_of(key)} {value}" for key, value in changed.items() if value is not None)
-    return saved, f"{NEW_RUN}, by --finetune-from-model, with {words}"
+    return saved, f"{NEW_RUN}, with --finetune-from-model and {words}"
 
 
 def _kept(arguments: argparse.Namespace, sizes: Mapping[str, int]) -> dict[str, list[int]]:
@@ -124,7 +126,7 @@ def _pregate(arguments: argparse.Namespace, inputs: list[Path]) -> tuple[SavedMo
     saved, ahead = SavedModel.open(inputs[0]), arguments.moe_pregate
     for line in models.pregate(saved, ahead):
         print(line)
-    return saved, f"; fine-tune it by --finetune-from-model, with --moe-pregate {ahead}"
+    return saved, f"; fine-tune it with --finetune-from-model and --moe-pregate {ahead}"
 
 
 def _members(arguments: argparse.Namespace, inputs: list[Path], output: Path) -> str:
