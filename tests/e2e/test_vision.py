@@ -175,7 +175,7 @@ def test_hydra_finetunes_on_other_classes_and_validates_the_training_set(plain, 
         f"checkpoint.finetune_from_model={plain[0] / 'checkpoint_last.pt'}",
     )  # fmt: skip
     assert "done training" in run.output
-    assert "checkpoint_last.pt is 9, and of" in run.output and "the head is initialized" in run.output
+    assert "checkpoint_last.pt is 9, and of" in run.output and "so the model gets a new head" in run.output
     seen = [re.findall(rf'"{split}_loss": "([\d.]+)"', run.output) for split in ("valid", "train")]
     assert seen[0][-1] in seen[1]
     assert float(re.findall(r'"valid_top5_accuracy": "([\d.]+)"', run.output)[-1]) > 20
