@@ -196,7 +196,7 @@ def _ends_on_all_ranks(words, fault, end):
     assert run.exit_codes == [1, 1]
     sentences = {log.splitlines()[-1] for log in run.logs}
     assert len(sentences) == 1
-    assert " on rank 1 NaN, infinite" in (sentence := sentences.pop())
+    assert " on rank 1 is NaN, infinite" in (sentence := sentences.pop())
     assert end in sentence
 
 

@@ -131,7 +131,7 @@ def test_an_unreadable_image_is_left_out_and_a_stock_criterion_trains_a_dense_mo
         "--log-format", "json", "--num-workers", 0, "--ddp-backend", "legacy_ddp",
     ]  # fmt: skip
     run = fairseq("train", *dense, "--image-errors", "skip", ranks=2)
-    (named,) = re.findall(r"left out (.*)", run.output)
+    (named,) = re.findall(r"skipped (.*)", run.output)
     assert "digit 1/4.png: " in named and named.endswith("(1 so far)")
     assert run.stats("train")[0]["train_num_updates"] == "12"
     # Of three batches the second rank has one, and an empty one.

@@ -70,7 +70,7 @@ def test_a_ruined_weight_is_not_saved_and_the_checkpoint_before_it_is_named(tmp_
     with torch.no_grad():
         trainer.get_model().weight[1, 1] = value
     torch.save(state_of(trainer, 7), tmp_path / "checkpoint_last.pt")
-    with pytest.raises(ValueError, match=r"update 7 made weight NaN") as refused:
+    with pytest.raises(ValueError, match=r"after update 7, weight is NaN") as refused:
         saves(trainer)
     assert f"{good} (update 6)" in str(refused.value)
     os.remove(good)

@@ -239,10 +239,10 @@ def test_options_that_others_replace_are_said(caplog):
 REFUSED = {
     "--moe-expert-parallel-size 3": "is 3, which does not fit the number of ranks (1)",
     "--moe-top-k 5": "top_k (--moe-top-k) is 5 but there are 3 experts; choose a value from 1 to 3",
-    "--moe-expert-count 0": "--moe-expert-count is '0'; give a number of experts",
-    "--moe-expert-count=-2": "--moe-expert-count is '-2'; give a number of experts",
-    "--moe-expert-count 1000000000000": " and --moe-expert-ffn-dim 16 need 4,096,000 GB for the weights on a",
-    "--moe-expert-count 4,4,4": "is '4,4,4', 3 numbers for 2 MoE layers; give one number or 2",
+    "--moe-expert-count 0": "--moe-expert-count is '0'; give a number of at least 1",
+    "--moe-expert-count=-2": "--moe-expert-count is '-2'; give a number of at least 1",
+    "--moe-expert-count 1000000000000": "-ffn-dim 16 need 4,096,000 GB for the weights on a",
+    "--moe-expert-count 4,4,4": "is '4,4,4', which has 3 numbers, but the model has 2 MoE layers; give",
     "--moe-freq 5": "no layer gets experts (4 decoder layers, --moe-freq 5); give a --moe-freq of at",
     "--moe-freq 0": "no layer gets experts (4 decoder layers, --moe-freq 0); give a --moe-freq of at",
     "--moe-top1-expert --moe-top-k 4": "--moe-top1-expert and --moe-top-k 4 are both given; remove one",
@@ -253,7 +253,7 @@ REFUSED = {
     "--base-layers 1": "--base-layers is 1: BASE layers are a different kind of experts; set it to 0",
     "--moe-pregate 2": "pregate (--moe-pregate) is 2 but the decoder has 2 MoE layers; give 1 to 1",
     "--moe-pregate 1 --checkpoint-activations": "is 1, which reads the input of an earlier layer, but",
-    "--moe-pregate 1 --decoder-layerdrop 0.1": "is 0.1, but with --moe-pregate 1 a layer's gate reads the inp",
+    "--moe-pregate 1 --decoder-layerdrop 0.1": "is 0.1, but with --moe-pregate 1 a layer's gate reads",
 }
 
 

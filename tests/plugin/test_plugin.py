@@ -27,8 +27,8 @@ def test_flags_of_experts_with_a_dense_architecture_are_refused(again):
     with pytest.raises(SystemExit) as end:
         again("--user-dir", "user_dir", "--arch", "transformer_lm", "--moe-top-k=2")
     assert end.value.code == (
-        "error: --moe-top-k=2 was given with --arch transformer_lm, which is dense; choose --arch "
-        "moe_transformer_lm or drop the flag."
+        "error: --moe-top-k=2 was given with --arch transformer_lm, which is dense; give --arch "
+        "moe_transformer_lm, or remove the flag."
     )
 
 
