@@ -1,6 +1,6 @@
-"""`torchrun --nproc_per_node N -m fairseq_tutel.run COMMAND <arguments of fairseq-COMMAND>`.
+"""Runs fairseq-generate, fairseq-interactive, fairseq-eval-lm or fairseq-validate on several ranks.
 
-Runs fairseq-generate, fairseq-interactive, fairseq-eval-lm or fairseq-validate on several ranks. The module
+Usage: `torchrun --nproc_per_node N -m fairseq_tutel.run COMMAND <arguments of fairseq-COMMAND>`. The module
 loads the plugin and reads the ranks from torchrun's environment. Sentences are distributed over the ranks.
 With --moe-expert-parallel-size, experts are distributed, too.
 """

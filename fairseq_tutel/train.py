@@ -1,7 +1,7 @@
-"""`torchrun --nproc_per_node N -m fairseq_tutel.train <arguments of fairseq-train>`.
+"""Runs fairseq-train, or fairseq-hydra-train if --config-name is given, with the plugin on several ranks.
 
-Runs fairseq-train, or fairseq-hydra-train if --config-name is given. The module loads the plugin and reads
-the ranks from torchrun's environment. Collectives use gloo on CPU and NCCL on GPU. Without torchrun, it
+Usage: `torchrun --nproc_per_node N -m fairseq_tutel.train <arguments of fairseq-train>`. The ranks are read
+from torchrun's environment. Collectives use gloo on CPU and NCCL on GPU. Without torchrun, the module
 trains in one process.
 """
 

@@ -219,7 +219,7 @@ def moe_layers(model: nn.Module) -> list[MoEFeedForward]:
 
 
 def unwrapped(model: Any) -> Any:
-    """Return the model inside data-parallel wrappers."""
+    """Return the model without its data-parallel wrappers."""
     while isinstance(getattr(model, "module", None), nn.Module):
         model = model.module
     return model

@@ -215,13 +215,8 @@ REFUSED = {
     "no flag": (("--moe-wings", 2), "unrecognized arguments: --moe-wings 2"),
     "no layer": (("--moe-freq", 3), "--moe-freq is 3, so none of the 2 layers would get experts"),
     "negative": (("--moe-freq", -1), "--moe-freq of the decoder is -1; give a whole number"),
-<<<<<<< HEAD
-    "one side": (("--encoder-moe-freq", 1), "--encoder-moe-freq is given, but moe_transformer_lm has one"),
-    "pregate": (("--moe-pregate", 1), "is 1 but the decoder has 1 MoE layers; remove the option, or"),
-=======
     "one side": (("--encoder-moe-freq", 1), "--encoder-moe-freq is given, but moe_transformer_lm has no separate"),
-    "pregate": (("--moe-pregate", 1), "is 1 but the decoder has 1 MoE layers; leave it out, or make more"),
->>>>>>> w2
+    "pregate": (("--moe-pregate", 1), "is 1 but the decoder has 1 MoE layers; remove the option, or"),
     "noise": (("--perturb", -1), "--perturb is -1.0; give a finite number, at least 0"),
     "share": (("--reinitialize", 2), "--reinitialize is 2.0; give a number from 0 to 1"),
     "scale": (("--gate-scale", 0), "--gate-scale is 0.0; give a finite number above 0"),
@@ -250,5 +245,5 @@ def test_upcycle_refuses_other_models_and_moe_models(lm, tmp_path):
         convert("upcycle", tmp_path / "other.pt", tmp_path / "two.pt")
     state["cfg"]["model"].update(_name="transformer_lm", quant_noise_pq=0.1)
     torch.save(state, tmp_path / "other.pt")
-    with pytest.raises(SystemExit, match=r"--quant-noise-pq is 0.1: quantization noise does not reach"):
+    with pytest.raises(SystemExit, match=r"--quant-noise-pq is 0.1: experts do not support quantization"):
         convert("upcycle", tmp_path / "other.pt", tmp_path / "two.pt")

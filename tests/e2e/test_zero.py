@@ -130,7 +130,7 @@ def test_zero_resumes_on_the_same_ranks_bit_for_bit(lm_data, tmp_path):
 
 
 def test_zero_refuses_in_one_sentence(lm_data, tmp_path):
-    sentence = "were replicas; set it to none and give --moe-zero-stage instead."
+    sentence = "replicas; set it to none, and give --moe-zero-stage instead."
     words = lm_args(lm_data, tmp_path, "--zero-sharding", "os")
     assert sentence in refused("train", *words).splitlines()[-1]
 

@@ -92,7 +92,7 @@ def _refuse_damaged(path: str) -> None:
     """Raise an error if a local checkpoint file is damaged, because its weights cannot be trusted."""
     if os.path.isfile(path) and not os.environ.get(OPEN_DAMAGED) and not is_whole(path):
         raise ValueError(
-            f"{path} is not a checkpoint, or a checkpoint that {IS_CORRUPT}; give another file, or set "
+            f"{path} is not a checkpoint, or one that {IS_CORRUPT}; give another file, or set "
             f"{OPEN_DAMAGED}=1 to open the file anyway."
         )
 
@@ -102,7 +102,7 @@ def _foreign_file(path: str, error: BaseException) -> ValueError:
     refused = refused_class(error)
     reason = f"{type(error).__name__}: {error}".partition("\n")[0]
     holds = f"it contains {refused}, which must not run" if refused else reason
-    return ValueError(f"{path} is not a fairseq checkpoint ({holds}); give a file that fairseq saved.")
+    return ValueError(f"{path} is not a checkpoint that fairseq saved ({holds}); give another file.")
 
 
 def mark_as_opened(state: Any) -> bool:
