@@ -214,8 +214,8 @@ def test_convert_merge_prune_and_dense_open_in_fairseq(lm, lm_data, tmp_path):
 REFUSED = {
     "no flag": (("--moe-wings", 2), "unrecognized arguments: --moe-wings 2"),
     "no layer": (("--moe-freq", 3), "--moe-freq is 3, so none of the 2 layers would get experts"),
-    "negative": (("--moe-freq", -1), "--moe-freq of the decoder is -1; give a whole number"),
-    "one side": (("--encoder-moe-freq", 1), "--encoder-moe-freq is given, but moe_transformer_lm has no separate"),
+    "negative": (("--moe-freq", -1), "--moe-freq of the decoder is -1; give a"),
+    "one side": (("--encoder-moe-freq", 1), "but moe_transformer_lm has no separate encoder"),
     "pregate": (("--moe-pregate", 1), "is 1 but the decoder has 1 MoE layers; remove the option, or"),
     "noise": (("--perturb", -1), "--perturb is -1.0; give a finite number, at least 0"),
     "share": (("--reinitialize", 2), "--reinitialize is 2.0; give a number from 0 to 1"),
