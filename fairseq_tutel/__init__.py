@@ -1,7 +1,8 @@
-"""Mixture-of-Experts layers in torch; the same package is a fairseq `--user-dir` plugin.
+"""Mixture-of-Experts layers for torch, and a plugin for fairseq's `--user-dir`.
 
-The layers need torch and numpy only; a name below imports its module at its first use. The walk, in reading
-order, in moe/: gates, choice, capacity, routing, balance, dispatch, experts, layer.
+The layers need only torch and numpy, which are imported when a public name is first used. To understand a
+layer, read these files of moe/ in this order: gates, choice, capacity, routing, balance, dispatch, experts,
+layer.
 """
 
 from importlib import import_module

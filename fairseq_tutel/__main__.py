@@ -65,7 +65,7 @@ def main() -> None:
         arguments.run(arguments)
         sys.stdout.flush()
     except BrokenPipeError:  # such as `inspect … | head`: the reader has closed the pipe
-        # Otherwise Python would flush the rest into the closed pipe at exit.
+        # Otherwise Python would write the remaining output into the closed pipe at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (ImportError, OSError, ValueError) as error:
         sys.exit(error_line(error))

@@ -1,8 +1,8 @@
-"""`torchrun --nproc_per_node N -m fairseq_tutel.run COMMAND <arguments of fairseq-COMMAND>`.
+"""Runs fairseq-generate, fairseq-interactive, fairseq-eval-lm or fairseq-validate on several ranks.
 
-Runs fairseq-generate, -interactive, -eval-lm or -validate on several ranks. It loads the plugin and reads
-the ranks from torchrun's environment. Sentences are distributed over the ranks, and experts too with
---moe-expert-parallel-size.
+Usage: `torchrun --nproc_per_node N -m fairseq_tutel.run COMMAND <arguments of fairseq-COMMAND>`. The module
+loads the plugin and reads the ranks from torchrun's environment. Sentences are distributed over the ranks.
+With --moe-expert-parallel-size, experts are distributed, too.
 """
 
 import io
@@ -18,7 +18,7 @@ COMMANDS = ("generate", "interactive", "eval-lm", "validate")
 
 @record
 def main() -> None:
-    """Run the command."""
+    """Run the fairseq command that the first argument names."""
     command = sys.argv.pop(1) if len(sys.argv) > 1 else ""
     if command not in COMMANDS:
         sys.exit(f"error: the command is {command!r}; give one of {', '.join(COMMANDS)}.")
@@ -31,7 +31,7 @@ def main() -> None:
 
 
 def _generate(module: Any) -> None:
-    """Run fairseq's generation like its `cli_main`, but initialize distributed ranks first."""
+    """Run fairseq-generate as its `cli_main` does, but initialize the distributed ranks first."""
     from fairseq import options
     from fairseq.dataclass.utils import convert_namespace_to_omegaconf
     from fairseq.distributed import utils as distributed_utils

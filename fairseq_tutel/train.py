@@ -1,7 +1,8 @@
-"""`torchrun --nproc_per_node N -m fairseq_tutel.train <arguments of fairseq-train>`.
+"""Runs fairseq-train, or fairseq-hydra-train if --config-name is given, with the plugin on several ranks.
 
-fairseq-train, or with --config-name fairseq-hydra-train, with the plugin loaded and ranks read from
-torchrun's environment, on CPU (gloo) and on GPU (NCCL). Without torchrun it trains on one process.
+Usage: `torchrun --nproc_per_node N -m fairseq_tutel.train <arguments of fairseq-train>`. The ranks are read
+from torchrun's environment. Collectives use gloo on CPU and NCCL on GPU. Without torchrun, the module
+trains in one process.
 """
 
 import importlib
@@ -17,20 +18,20 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 @record
 def main() -> None:
-    """Train."""
+    """Run fairseq-train or fairseq-hydra-train with the plugin loaded."""
     run_command("hydra_train" if _has("--config-name") or _has("-cn") else "train")
 
 
 def run_command(name: str, call: Callable[[Any], object] = methodcaller("cli_main")) -> None:
-    """Call a module of `fairseq_cli` with the plugin loaded; destroy the process group after success."""
+    """Run a command of `fairseq_cli` with the plugin loaded; destroy the process group after success."""
     if name != "hydra_train" and not _has("--user-dir"):
         sys.argv += ["--user-dir", os.path.dirname(os.path.abspath(__file__))]
-    # The first to be imported sets the format of the log.
+    # Import this module first, because the first import sets the format of the log.
     module = importlib.import_module(f"fairseq_cli.{name}")
 
     from fairseq_tutel.plugin import register
 
-    # fairseq skips a --user-dir whose package is already imported, and hydra imports it too late.
+    # Register here: fairseq skips a --user-dir whose package is imported, and hydra imports it too late.
     register()
     call(module)
     if dist.is_initialized():

@@ -1,6 +1,7 @@
-"""Kernels of the MoE layer: every op in plain torch (`reference`) and in Triton (`triton_ops`).
+"""Kernels of the MoE layer. Every op has a plain torch version (`reference`) and a Triton version.
 
-`OPS` lists the ops. Both backends implement them with the same signatures. `backend_for` selects one.
+`OPS` lists the ops. Both backends implement the ops with the same signatures. `backend_for` selects a
+backend.
 """
 
 import functools
@@ -28,7 +29,7 @@ OPS = (
 
 
 def backend_for(requested: str, device: torch.device) -> tuple[str, str]:
-    """Return (backend, reason) for a choice of --moe-backend on this device.
+    """Return (backend, reason): the backend that a --moe-backend choice selects on this device, and why.
 
     Raises:
         ValueError: "triton" was requested but cannot run on this device.
@@ -52,11 +53,11 @@ def backend_for(requested: str, device: torch.device) -> tuple[str, str]:
         return "triton", "interpreted" if device.type != "cuda" else "requested"
     if not lacking:
         return "triton", "a GPU and Triton are available"
-    return "reference", f"{lacking}; experts run one by one, with a host synchronization per layer"
+    return "reference", f"{lacking}; experts run one at a time, with one host synchronization per layer"
 
 
 def ops(requested: str, device: torch.device, dtype: torch.dtype = torch.float32) -> Any:
-    """Return a namespace of the `OPS` and the FFN functions for the requested backend.
+    """Return a namespace with the `OPS` and the FFN functions of the requested backend.
 
     Args:
         requested: a choice of --moe-backend.
@@ -75,19 +76,19 @@ def ops(requested: str, device: torch.device, dtype: torch.dtype = torch.float32
 
 @functools.cache
 def _lacks_triton() -> str:
-    """Return the reason why Triton cannot be used, or an empty string."""
+    """Return the reason why Triton cannot be used, or an empty string if it can."""
     try:
         import triton
     except ImportError:
         return "Triton is not installed"
-    # `triton.knobs` was added in 3.4.
+    # `triton.knobs` exists since Triton 3.4.
     if tuple(map(int, triton.__version__.split(".")[:2])) < (3, 4):
         return f"Triton {triton.__version__} is older than 3.4"
     return ""
 
 
 def interpreted() -> bool:
-    """Whether Triton interprets its kernels, on any device."""
+    """Return whether Triton runs its kernels in the interpreter, which works on any device."""
     from triton import knobs
 
     return bool(knobs.runtime.interpret)

@@ -1,8 +1,9 @@
-"""Autotuning: times the candidate configurations of a kernel and selects the fastest.
+"""Autotuning: measures the candidate configurations of each kernel and selects the fastest candidate.
 
-A process spends at most `SECONDS` on tuning, including compilation, so that the first steps are not delayed
-for long. Timings are stored on disk (`tuning_cache`), and later processes measure the remaining candidates.
-Nothing is measured without a GPU, in Triton's interpreter, or during CUDA graph capture or tracing.
+A process spends at most `SECONDS` on tuning, including compilation, so that the first training steps are
+not delayed for long. Timings are stored on disk (`tuning_cache`), and later processes measure the remaining
+candidates. Nothing is measured without a GPU, in Triton's interpreter, or during CUDA graph capture or
+tracing.
 """
 
 import functools
@@ -25,7 +26,7 @@ SECONDS = 3.0
 VARIABLE = "FAIRSEQ_TUTEL_TUNE_SECONDS"
 WARM, TIMED = 3, 7
 
-Config = TypeVar("Config")  # any type whose repr is unique among the candidates
+Config = TypeVar("Config")  # any type whose repr differs between candidates
 
 
 def pick(
@@ -34,20 +35,23 @@ def pick(
     candidates: Sequence[Config],
     launch: Callable[[Config], None],
 ) -> Config:
-    """Return the configuration to launch a kernel with; it is chosen once per process by timing.
+    """Return the launch configuration of a kernel, chosen once per process by timing the candidates.
 
     Args:
         kind: the name of the kernel.
-        key: its sizes as integers, and other values that timings depend on, each with a stable repr. Sizes
-            in the same `bucket` share one choice.
-        candidates: the default first; each must be valid for all sizes of the bucket.
+        key: the kernel's sizes as integers, and other values that timings depend on, each with a stable
+            repr. Sizes in the same `bucket` share one choice.
+        candidates: the configurations, starting with the default. Each must be valid for all sizes of the
+            bucket.
         launch: runs the kernel with a candidate; may be called any number of times.
     """
     return _tuner().pick(kind, key, candidates, launch)
 
 
 def allow(seconds: float) -> None:
-    """Set the time budget of this process for tuning; $FAIRSEQ_TUTEL_TUNE_SECONDS overrides it.
+    """Set the number of seconds that this process may spend on kernel tuning.
+
+    The environment variable FAIRSEQ_TUTEL_TUNE_SECONDS overrides it.
 
     Args:
         seconds: 0 selects the default configurations without reading the tuning cache.
@@ -59,17 +63,17 @@ def allow(seconds: float) -> None:
 
 
 def seconds_allowed() -> float:
-    """Return the time budget of this process for tuning."""
+    """Return the number of seconds that this process may spend on kernel tuning."""
     return _tuner().seconds
 
 
 def bucket(size: int) -> int:
-    """Return the bucket of a size: the smallest power of two that is at least `size`, or 1 for 0."""
+    """Return the bucket of a size: the smallest power of two that is not below `size`; 1 for size 0."""
     return 1 << max(size - 1, 0).bit_length()
 
 
 def milliseconds(run: Callable[[], None]) -> float:
-    """Return the median time of `run` on the current GPU, measured with CUDA events."""
+    """Return the median time in milliseconds of `run` on the current GPU, measured with CUDA events."""
     for _ in range(WARM):
         run()
     pairs = []
@@ -84,21 +88,21 @@ def milliseconds(run: Callable[[], None]) -> float:
 
 
 def may_measure() -> bool:
-    """Return whether a kernel can be timed now."""
+    """Return whether a kernel can be timed at this moment."""
     if torch.compiler.is_compiling() or not torch.cuda.is_available():
         return False
     return not torch.cuda.is_current_stream_capturing() and not _interpreted()
 
 
 class Tuner:
-    """The kernel configurations that a process has chosen, and its remaining time budget.
+    """The kernel configurations that a process has chosen, and its remaining tuning time.
 
     Args:
-        seconds: the total time budget.
+        seconds: the total tuning time.
         open_cache: called when timings are first needed, so that the GPU is not initialized earlier.
         measure: runs a launch and returns its time in milliseconds.
         clock: returns the time in seconds.
-        allowed: returns whether a kernel can be timed now.
+        allowed: returns whether a kernel can be timed at this moment.
     """
 
     def __init__(
@@ -124,11 +128,11 @@ class Tuner:
         candidates: Sequence[Config],
         launch: Callable[[Config], None],
     ) -> Config:
-        """See the function `pick`."""
+        """Return the launch configuration of a kernel; see the function `pick`."""
         key = tuple(bucket(part) if type(part) is int else part for part in key)
         if (kind, key) in self.chosen:
             return self.chosen[kind, key]
-        # The default is not recorded as the choice: a later call may be able to measure.
+        # The default is not recorded as the choice, because a later call may be able to measure.
         if self.seconds == 0 or len(candidates) == 1 or not self.allowed():
             return candidates[0]
         with self.lock:
@@ -141,7 +145,7 @@ class Tuner:
     def _timings(
         self, entry: str, candidates: Sequence[Config], launch: Callable[[Config], None]
     ) -> Timings:
-        """Return the known timings, and time more candidates while the budget lasts."""
+        """Return the known timings of the candidates, and time more candidates while time remains."""
         if self.cache is None:
             self.cache = self.open_cache()
         known = self.cache.entries.get(entry, {})
@@ -161,25 +165,25 @@ class Tuner:
             if not _cannot_compile(error):
                 raise
             reason = f"{type(error).__name__}: {error}".splitlines()[0]
-            logger.warning("skipping a kernel configuration that fails: %s: %s", candidate, reason)
+            logger.warning("kernel configuration %s cannot run and is skipped: %s", candidate, reason)
             return reason
         finally:
             self.spent += self.clock() - started
 
 
 def _fastest(timings: Sequence[float | str | None]) -> int:
-    """Return the index of the fastest measured candidate, else of the first that is not known to fail."""
+    """Return the index of the fastest candidate, or of the first candidate that is not known to fail."""
     measured = [(t, i) for i, t in enumerate(timings) if isinstance(t, float | int)]
     if measured:
         return min(measured)[1]
-    # If all candidates failed, launching the first one raises its error.
+    # If all candidates failed, launching the first candidate raises its error.
     return next((i for i, t in enumerate(timings) if t is None), 0)
 
 
 def _cannot_compile(error: Exception) -> bool:
     from triton.errors import TritonError
 
-    # LLVM failures are RuntimeErrors, and so are GPU errors, which must not be ignored.
+    # Both LLVM failures and GPU errors are RuntimeErrors. GPU errors must not be ignored.
     return isinstance(error, TritonError) or (type(error) is RuntimeError and "PassManager" in str(error))
 
 
@@ -196,7 +200,8 @@ def _seconds_of(given: str | None, otherwise: float) -> float:
         seconds = -1.0
     if not 0 <= seconds < math.inf:
         raise ValueError(
-            f"{VARIABLE} is {given!r}; give the seconds that a process may measure kernels, at least 0."
+            f"{VARIABLE} is {given!r}; give the seconds that kernel tuning may take per process, at least "
+            "0."
         )
     return seconds
 

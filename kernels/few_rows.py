@@ -1,7 +1,7 @@
-"""The FFN of one expert for few rows on a CPU, without gradients; reading the weights dominates the time.
+"""The FFN of one expert on a CPU, for few rows and without gradients; limited by weight reads.
 
-n rows, D model_dim, H hidden_dim, I and O the input and output dimensions of a linear map. It computes the
-same function as `ffn_by_expert.ffn_forward`.
+The results equal the results of `ffn_by_expert.ffn_forward`. n rows, D model_dim, H hidden_dim, I and O the
+input and output dimensions of a linear map.
 """
 
 from collections.abc import Mapping
@@ -11,16 +11,16 @@ from torch import Tensor
 
 from fairseq_tutel.kernels.activations import ACTIVATIONS
 
-# Number of elements of the rows up to which weight @ rows.T is faster than rows @ weight.T. A single row is
-# duplicated. Measured with MKL 2024.2 on one core of an AMD EPYC with AVX-512, in ms:
-# weights [2048, 512]: 0.26 vs. 0.44 for 1 row, 0.24 vs. 1.06 for 2 rows, 0.58 vs. 0.66 for 8 rows;
-# weights [512, 2048]: 0.31 vs. 0.45 for 2 rows.
+# Up to this number of elements in the rows, weight @ rows.T is faster than rows @ weight.T. A single row is
+# duplicated. Measured with MKL 2024.2 on one core of an AMD EPYC with AVX-512, in ms: weights [2048, 512]:
+# 0.26 vs. 0.44 for 1 row, 0.24 vs. 1.06 for 2 rows, 0.58 vs. 0.66 for 8 rows; weights [512, 2048]: 0.31 vs.
+# 0.45 for 2 rows.
 FEW_ELEMENTS = 4096
 FEW_ELEMENTS_OF_ONE = 1024
 
 
 def ffn_of_few(x_nD: Tensor, tensors: Mapping[str, Tensor], activation: str) -> Tensor:
-    """Apply one expert to n >= 1 rows [n, D]; `tensors` are those of `FFNWeights` by name."""
+    """Run the FFN of one expert on n >= 1 rows [n, D]; `tensors` are the fields of `FFNWeights` by name."""
 
     def linear(name: str, rows: Tensor) -> Tensor:
         return linear_of_few(rows, tensors[f"{name}_weight"], tensors.get(f"{name}_bias"))
@@ -49,6 +49,6 @@ def linear_of_few(x_nI: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Ten
 
 
 def are_few(x_nI: Tensor) -> bool:
-    """Return whether weight @ rows.T is faster than rows @ weight.T."""
+    """Return whether weight @ rows.T is faster than rows @ weight.T for these rows."""
     most = FEW_ELEMENTS_OF_ONE if x_nI.shape[0] == 1 else FEW_ELEMENTS
     return 0 < x_nI.numel() <= most and x_nI.dtype == torch.float32

@@ -1,4 +1,4 @@
-"""The FFN of all experts for CPUs, computed expert by expert so that an expert's data stays in cache.
+"""The FFN of all experts on a CPU, computed expert by expert to keep each expert's data in cache.
 
 - Rows are gathered just before they are multiplied.
 - The gradient of h exists for one block at a time.
@@ -6,9 +6,9 @@
 - A block holds the rows of one expert, or of several experts with few rows. Elementwise operations run once
   per block.
 
-It computes the same function as `ffn_by_products`, which tests use as the reference.
-N source rows, D model_dim, H hidden_dim, E experts, R rows (n in one block), B blocks, I and O the input
-and output dimensions of a linear map.
+The results equal the results of `ffn_by_products`, the reference of the tests. N source rows, D model_dim,
+H hidden_dim, E experts, R rows (n in one block), B blocks, I and O the input and output dimensions of a
+linear map.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -26,19 +26,19 @@ from fairseq_tutel.kernels.opaque import untraced
 from fairseq_tutel.kernels.products import linear, weight_grad
 from fairseq_tutel.kernels.weights import FFNGradients, FFNWeights, SavedActivations
 
-# Maximum size of a block's hidden rows, so that they stay in cache between two products.
+# Maximum size of the hidden rows of a block. They should stay in cache between two products.
 BLOCK_BYTES = 2**19
-# Up to this total size every block has its own buffer, and threads create no views.
+# Up to this total size, every block has its own buffer, and threads create no views.
 SMALL_BYTES = 2**22
 
 
 @dataclass(frozen=True)
 class Block:
-    """Consecutive experts that have rows.
+    """A block of rows that are computed together: the rows of consecutive experts that have rows.
 
     Attributes:
         rows: the rows of all experts of the block.
-        experts: their indices.
+        experts: the indices of these experts.
         counts: the number of rows of each expert.
     """
 
@@ -48,7 +48,7 @@ class Block:
 
 
 def blocks_of(counts: Sequence[int], most: int) -> list[Block]:
-    """Split the experts that have rows into blocks of at most `most` rows, or of one expert."""
+    """Split the experts that have rows into blocks of one expert or of at most `most` rows."""
     blocks, first, end = [], 0, 0
     inside: list[tuple[int, int]] = []
 
@@ -78,7 +78,7 @@ def ffn_forward(
     activation: str,
     keep: bool,
 ) -> tuple[Tensor, SavedActivations]:
-    """Return every row's output [R, D] and the saved activations; see `ffn_by_products.ffn_forward`."""
+    """Return the FFN output of every row [R, D], and the activations that backward needs."""
     num_rows = x_ND.shape[0] if index_R is None else index_R.shape[0]
     y_RD = x_ND.new_empty(num_rows, weights.fc2_weight.shape[1])
     saved = _up(x_ND, index_R, weights, groups, activation, keep, y_RD)
@@ -90,7 +90,7 @@ def ffn_forward(
 def ffn_activations(
     x_ND: Tensor, index_R: Tensor | None, weights: FFNWeights, groups: Groups, activation: str
 ) -> SavedActivations:
-    """Return only the saved activations; see `ffn_by_products.ffn_activations`."""
+    """Compute the activations that backward needs, without the FFN's output."""
     return _up(x_ND, index_R, weights, groups, activation, True, None)
 
 
@@ -103,7 +103,7 @@ def _up(
     keep: bool,
     y_RD: Tensor | None,
 ) -> SavedActivations:
-    """Write every row's output into y_RD unless it is None, and return the saved activations."""
+    """Return the activations that backward needs; also write the FFN output to y_RD unless it is None."""
     w, blocks = weights, _blocks(weights, groups, x_ND)
     num_rows = x_ND.shape[0] if index_R is None else index_R.shape[0]
     hidden_dim = w.fc1_weight.shape[1]
@@ -134,7 +134,7 @@ def _up(
     thread_pool.for_each(worker, _sizes(blocks), x_ND.shape[1] * hidden_dim)
     if w.is_glu or not kind.keeps_output:
         return SavedActivations(h_RH=h_RH, g_RH=g_RH)
-    return SavedActivations(a_RH=h_RH)  # the activation ran in place
+    return SavedActivations(a_RH=h_RH)  # the activation was computed in place
 
 
 @untraced
@@ -150,7 +150,7 @@ def ffn_backward(
     needs_dx: bool,
     needs_weights: bool,
 ) -> FFNGradients:
-    """Return all gradients; see `ffn_by_products.ffn_backward`."""
+    """Return the gradients of the FFN; see `ffn_by_products.ffn_backward`."""
     w, blocks = weights, _blocks(weights, groups, x_ND)
     num_rows = x_ND.shape[0] if index_R is None else index_R.shape[0]
     kind = ACTIVATIONS["swish" if w.is_glu else activation]
@@ -179,7 +179,7 @@ def ffn_backward(
                     for e, dy, dgate in _by_expert(block, dy_nD, dgate_n):
                         dgate += dy @ of_each.fc2_bias[e]
                 da_nH.mul_(gate_Bn1[number])
-                dy_nD.mul_(gate_Bn1[number])  # dy_nD is a gathered copy: gates imply an index
+                dy_nD.mul_(gate_Bn1[number])  # dy_nD is a gathered copy, because gates require an index
             if douts is not None:
                 _outer(dy_nD, a_nH, douts.fc2_weight, douts.fc2_bias, block)
             dg_nH = None
@@ -208,27 +208,27 @@ def ffn_backward(
 
 
 def _activated(kind: Activation, h_nH: Tensor, g_nH: Tensor | None) -> Tensor:
-    """Recompute the activation's output for a block."""
+    """Recompute the activation's output for one block of rows."""
     a_nH = kind.forward(h_nH)
     return a_nH if g_nH is None else a_nH.mul_(g_nH)
 
 
 def _linear(rows_nI: Tensor, weight_EOI: Any, bias_EO: Any, block: Block, out_nO: Tensor) -> Tensor:
-    """Write rows @ weight.T + bias, with the weights of each row's expert, into `out_nO` and return it."""
+    """Write rows @ weight.T + bias into `out_nO` and return it; each row uses its expert's weights."""
     for e, rows, out in _by_expert(block, rows_nI, out_nO):
         linear(rows, weight_EOI[e], None if bias_EO is None else bias_EO[e], out)
     return out_nO
 
 
 def _times(dout_nO: Tensor, weight_EOI: Any, block: Block, out_nI: Tensor) -> Tensor:
-    """Write dout @ weight, with the weights of each row's expert, into `out_nI` and return it."""
+    """Write dout @ weight into `out_nI` and return it; each row uses its expert's weight."""
     for e, dout, out in _by_expert(block, dout_nO, out_nI):
         torch.mm(dout, weight_EOI[e], out=out)
     return out_nI
 
 
 def _outer(dout_nO: Tensor, rows_nI: Tensor, dweight_EOI: Any, dbias_EO: Any, block: Block) -> None:
-    """Write the gradients of each expert's weight and bias."""
+    """Write the gradients of the weight and bias of each expert in a block."""
     for e, dout, rows in _by_expert(block, dout_nO, rows_nI):
         weight_grad(dout, rows, dweight_EOI[e], None if dbias_EO is None else dbias_EO[e])
 
@@ -241,7 +241,7 @@ def _by_expert(block: Block, *rows: Tensor) -> Iterable[tuple[Any, ...]]:
 
 
 def _blocks(weights: FFNWeights, groups: Groups, x_ND: Tensor) -> list[Block]:
-    """Return the blocks of the experts; with several threads each block holds one expert."""
+    """Return the blocks of rows that are computed together; several threads use one expert per block."""
     row_bytes = weights.fc1_weight.shape[1] * x_ND.itemsize
     return blocks_of(groups.host, BLOCK_BYTES // row_bytes if torch.get_num_threads() == 1 else 0)
 
@@ -252,9 +252,10 @@ def _sizes(blocks: Sequence[Block]) -> list[int]:
 
 
 def _parts(rows: Tensor | None, blocks: Sequence[Block]) -> Sequence[Any]:
-    """Return a view of the rows of every block, or None for every block if `rows` is None.
+    """Split a tensor into one view per block; return None for every block if the tensor is None.
 
-    All views are created at once: a view costs a microsecond, and threads would create them under the GIL.
+    All views are created at once. A view takes a microsecond, and threads would have to create views one at
+    a time under the GIL.
     """
     if rows is None or not blocks:
         return [None] * len(blocks)
@@ -264,9 +265,10 @@ def _parts(rows: Tensor | None, blocks: Sequence[Block]) -> Sequence[Any]:
 def _readers(
     x_ND: Tensor, index_R: Tensor | None, blocks: Sequence[Block]
 ) -> Callable[[], Callable[[int], Tensor]]:
-    """Return a factory that each thread calls once for a function from a block's number to its rows.
+    """Return a factory of functions that map a block's number to the block's rows.
 
-    The function gathers the rows of every block into the same buffer, which stays in cache.
+    Each thread calls the factory once. The thread's function gathers the rows of every block into the same
+    buffer, which stays in cache.
     """
     if index_R is None:
         x_BnD = _parts(x_ND, blocks)
@@ -281,9 +283,10 @@ def _readers(
 
 
 def _places(rows: Tensor, width: int, blocks: Sequence[Block]) -> Callable[[], Callable[[int], Tensor]]:
-    """Return a factory that each thread calls once for a function from a block's number to its buffer.
+    """Return a factory of functions that map a block's number to a buffer for the block's results.
 
-    If the blocks exceed `SMALL_BYTES` in total, a thread uses one buffer, which stays in cache, for all.
+    Each thread calls the factory once. If the blocks exceed `SMALL_BYTES` in total, a thread uses the same
+    buffer for all its blocks. This buffer stays in cache.
     """
     sizes = _sizes(blocks)
     if sum(sizes) * width * rows.itemsize <= SMALL_BYTES:
@@ -298,7 +301,7 @@ def _places(rows: Tensor, width: int, blocks: Sequence[Block]) -> Callable[[], C
 
 
 def _clear(weights: FFNWeights, counts: Sequence[int]) -> None:
-    """Set the gradients of experts without rows to 0."""
+    """Set the weight gradients of experts without rows to 0."""
     for tensor in weights.tensors():
         if tensor is not None:
             for e in (e for e, count in enumerate(counts) if count == 0):
@@ -306,7 +309,7 @@ def _clear(weights: FFNWeights, counts: Sequence[int]) -> None:
 
 
 def clear_tail(rows: Tensor, groups: Groups) -> Tensor:
-    """Set the rows after the last group to 0 and return all rows."""
+    """Set the rows after the last group to 0 and return the complete tensor."""
     used = sum(groups.host)
     if used < rows.shape[0]:
         rows[used:] = 0

@@ -1,4 +1,4 @@
-"""The FFN of all experts for GPUs, as grouped products with one kernel launch each.
+"""The FFN of all experts on a GPU, computed as grouped matrix products with one kernel launch each.
 
 N source rows, D model_dim, H hidden_dim, E experts, R rows.
 """
@@ -14,7 +14,7 @@ from fairseq_tutel.kernels.weights import FFNGradients, FFNWeights, SavedActivat
 
 
 def by_products(ops: dict[str, Any]) -> SimpleNamespace:
-    """Return a namespace of the ops and of the FFN functions that use them."""
+    """Return a namespace with the given ops and with FFN functions that use these ops."""
     whole = SimpleNamespace(**ops)
     for function in (ffn_forward, ffn_activations, ffn_backward):
         setattr(whole, function.__name__, functools.partial(function, whole))
@@ -30,7 +30,9 @@ def ffn_forward(
     activation: str,
     keep: bool,
 ) -> tuple[Tensor, SavedActivations]:
-    """Return every row's output [R, D], with a zero tail, and the saved activations.
+    """Return the FFN output of every row [R, D], and the activations that backward needs.
+
+    The rows after the last group (the tail) have output 0.
 
     Args:
         ops: a namespace with ffn_up and grouped_linear.
@@ -53,7 +55,7 @@ def ffn_activations(
     groups: Groups,
     activation: str,
 ) -> SavedActivations:
-    """Return only the saved activations, for a forward that did not save them."""
+    """Compute the activations that backward needs, if forward did not save them."""
     return _up(ops, x_ND, index_R, weights, groups, activation, True)[1]
 
 
@@ -66,7 +68,7 @@ def _up(
     activation: str,
     keep: bool,
 ) -> tuple[Tensor, SavedActivations]:
-    """Return the activations a_RH, which are fc2's input, and the saved activations."""
+    """Return fc2's input a_RH, and the activations that backward needs."""
     w = weights
     a_RH, h_RH, g_RH = ops.ffn_up(
         x_ND, index_R, w.fc1_weight, w.fc1_bias, w.fc3_weight, w.fc3_bias, groups, activation, keep
@@ -87,7 +89,7 @@ def ffn_backward(
     needs_dx: bool,
     needs_weights: bool,
 ) -> FFNGradients:
-    """Return all gradients.
+    """Return the gradients of the FFN's input rows, gates and weights.
 
     Args:
         ops: a namespace with ffn_down_backward, ffn_up_backward and grouped_weight_grad.

@@ -1,4 +1,4 @@
-"""Makes hand-written backward functions raise on double backward instead of returning wrong results."""
+"""Makes custom backward functions raise an error on double backward, where results would be wrong."""
 
 import functools
 from collections.abc import Callable
@@ -11,15 +11,15 @@ Gradients = Tensor | None | tuple[Tensor | None, ...]
 
 
 def first_order(backward: Callable[..., Gradients]) -> Callable[..., Gradients]:
-    """Wrap the backward of an autograd function so that differentiating its results raises.
+    """Decorate the backward of an autograd function so that differentiating its results raises an error.
 
     torch's `once_differentiable` raises only if an incoming gradient requires a gradient. The saved tensors
-    depend on the inputs too, so the second derivative through them would be silently wrong.
+    also depend on the inputs. The second derivative through these tensors would be wrong without an error.
     """
 
     @functools.wraps(backward)
     def wrapper(ctx: Any, *incoming: Tensor | None) -> Gradients:
-        if not torch.is_grad_enabled():  # no graph of this backward is built
+        if not torch.is_grad_enabled():  # no graph is built of this backward pass
             return backward(ctx, *incoming)
         read = _Read(ctx)
         with torch.no_grad():
@@ -35,7 +35,7 @@ def first_order(backward: Callable[..., Gradients]) -> Callable[..., Gradients]:
 
 
 class _Read:
-    """A context that reads its saved tensors only once, as activation checkpointing requires."""
+    """An autograd context whose saved tensors are read only once, as activation checkpointing requires."""
 
     def __init__(self, ctx: Any) -> None:
         self.ctx, self.saved_tensors = ctx, ctx.saved_tensors
@@ -45,9 +45,9 @@ class _Read:
 
 
 class _Refused(torch.autograd.Function):
-    """The identity on the first `number` tensors; the others are the tensors that they depend on.
+    """An identity function whose backward raises an error.
 
-    Its backward raises.
+    It returns the first `number` tensors. The other tensors are the tensors that these depend on.
     """
 
     @staticmethod
@@ -57,6 +57,6 @@ class _Refused(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *_: Tensor) -> None:
         raise RuntimeError(
-            "a MoE layer supports first derivatives only, but a gradient through one was "
-            "differentiated; compute it without create_graph=True, or leave out the layer."
+            "a gradient of a MoE layer was differentiated, but a MoE layer supports only first "
+            "derivatives; compute the gradient without create_graph=True, or remove the layer."
         )

@@ -1,4 +1,4 @@
-"""The number of rows of each expert, available on the host, on the device or on both."""
+"""The number of rows of each expert, available on the host and on the device."""
 
 from collections.abc import Sequence
 
@@ -7,10 +7,10 @@ from torch import Tensor
 
 
 class Groups:
-    """The sizes of e groups of consecutive rows; rows after the last group belong to no expert.
+    """The sizes of the experts' groups of consecutive rows. Rows after the last group have no expert.
 
-    `host` and `counts` are computed from each other on first access. On a GPU `host` synchronizes with the
-    device, so kernels read `counts`.
+    Each of `host` and `counts` is computed from the other at its first access. On a GPU, `host`
+    synchronizes with the device. Kernels therefore read `counts`.
     """
 
     def __init__(self, counts_E: Tensor | None, host: Sequence[int] | None) -> None:
@@ -19,19 +19,19 @@ class Groups:
 
     @classmethod
     def of_tensor(cls, counts_E: Tensor) -> "Groups":
-        """Create the groups from counts, [e] int64 on the device of the rows."""
+        """Create the groups from a tensor of counts, [e] int64 on the device of the rows."""
         return cls(counts_E, None)
 
     @classmethod
     def of_host(cls, counts: Sequence[int], device: torch.device) -> "Groups":
-        """Create the groups from e host integers, for rows on `device`."""
+        """Create the groups from a list of e integers, for rows on `device`."""
         groups = cls(None, counts)
         groups._device = device
         return groups
 
     @property
     def host(self) -> Sequence[int]:
-        """The counts as e host integers."""
+        """The number of rows of each group, as integers on the host."""
         if self._host is None:
             assert self._counts is not None
             self._host = self._counts.tolist()
@@ -39,7 +39,7 @@ class Groups:
 
     @property
     def counts(self) -> Tensor:
-        """The counts [e] int64 on the device of the rows."""
+        """The number of rows of each group, [e] int64 on the device of the rows."""
         if self._counts is None:
             self._counts = torch.tensor(self._host, dtype=torch.int64, device=self._device)
         return self._counts

@@ -1,7 +1,7 @@
-"""Large memory pages for big tensors that are allocated in every training step on a CPU.
+"""Requests large memory pages for big tensors that are allocated in every training step on a CPU.
 
-glibc allocates a tensor above 32 MiB with a new mmap each time. The operating system then clears its pages
-one by one on the first write: 4 KiB at a time by default.
+glibc allocates each tensor above 32 MiB with a new mmap. The operating system then clears the pages one by
+one on the first write. By default, a page has 4 KiB.
 """
 
 import ctypes
@@ -13,21 +13,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# glibc allocates larger blocks with mmap, unless `ft.keep_freed_memory` changed that.
+# glibc allocates larger blocks with mmap, unless `ft.keep_freed_memory` has changed the limit.
 LEAST_BYTES = 2**25
 PAGE_BYTES = 2**21
 MADV_HUGEPAGE = 14
 
 
 def in_large_pages(tensor: Tensor) -> Tensor:
-    """Request large pages for a tensor that has not been written yet, where supported, and return it."""
+    """Request large pages for a tensor that has not been written yet, and return the tensor."""
     if torch.compiler.is_compiling() or tensor.device.type != "cpu" or tensor.nbytes < LEAST_BYTES:
         return tensor
     madvise = _madvise()
     if madvise is not None:
         first = -(-tensor.data_ptr() // PAGE_BYTES) * PAGE_BYTES
         end = (tensor.data_ptr() + tensor.nbytes) // PAGE_BYTES * PAGE_BYTES
-        madvise(first, end - first, MADV_HUGEPAGE)  # only advice: errors are ignored
+        madvise(first, end - first, MADV_HUGEPAGE)  # the request is only a hint, so errors are ignored
     return tensor
 
 

@@ -1,4 +1,4 @@
-"""Makes kernel launches opaque to torch.compile and fake tensors.
+"""Hides kernel launches from torch.compile and fake tensors.
 
 A launch cannot be traced, but an operator with a fake implementation can. The fake implementation returns
 empty tensors of the right shapes and dtypes.
@@ -18,9 +18,9 @@ R = TypeVar("R")
 
 
 def opaque(fake: Callable[..., Any]) -> Callable[[Launch], Launch]:
-    """Register a function that launches kernels as the operator `fairseq_tutel::<its name>`.
+    """Register a function that launches kernels as the torch operator `fairseq_tutel::<its name>`.
 
-    Eager calls bypass the operator, since its dispatch costs more than a small launch.
+    Eager calls bypass the operator, because its dispatch takes longer than a small launch.
 
     Args:
         fake: takes the same arguments and returns empty tensors of the right shapes.
@@ -42,10 +42,11 @@ def opaque(fake: Callable[..., Any]) -> Callable[[Launch], Launch]:
 
 
 def untraced(function: Callable[P, R]) -> Callable[P, R]:
-    """Exclude a function and everything it calls from torch.compile.
+    """Exclude a function, and all functions that it calls, from torch.compile.
 
     It is used for functions whose control flow depends on values that change in every micro-batch.
-    torch.compiler.disable is applied only if the compiler is already imported, since it would import it.
+    torch.compiler.disable would import the compiler, so it is applied only if the compiler is already
+    imported.
     """
 
     @functools.cache

@@ -1,9 +1,9 @@
-"""Matrix products of an expert on a CPU, each in the form that is fastest for its number of rows.
+"""Matrix products of an expert on a CPU, each in the form that is fastest for the number of rows.
 
-With few rows, memory bandwidth limits the speed, since a weight is read or its gradient written. The form
-of the product determines the achieved bandwidth. All timings were measured with MKL 2024.2 on one core of
-an AMD EPYC (AVX-512, 1 MiB L2 cache) for fp32 weights [2048, 512].
-n rows, I and O the input and output dimensions of a linear map.
+With few rows, memory bandwidth limits the speed, because the weight is read or its gradient is written. The
+form of the product determines how much of the bandwidth is used. All timings were measured with MKL 2024.2
+on one core of an AMD EPYC (AVX-512, 1 MiB L2 cache) for fp32 weights [2048, 512]. n rows, I and O the input
+and output dimensions of a linear map.
 """
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fairseq_tutel.kernels.few_rows import are_few, linear_of_few
 
-# Smaller weights fit into the core's own cache, and the plain product is fastest.
+# Smaller weights fit into the core's own cache. For these, the plain product is fastest.
 LEAST_BYTES = 2**20
 # Clearing a weight gradient and then adding to it is faster than writing it:
 # - up to 32 rows in parts that fit into the cache: 0.47 vs. 0.85 ms for 8 rows, 0.94 vs. 1.13 ms for 32;
@@ -23,7 +23,7 @@ def linear(
     rows_nI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, out_nO: Tensor | None = None
 ) -> Tensor:
     """Return rows @ weight.T + bias, written into `out_nO` if given."""
-    if out_nO is None:  # allocated here, so that both cases run the same product, with equal bits
+    if out_nO is None:  # allocated first, so that both cases give equal bits
         out_nO = rows_nI.new_empty(len(rows_nI), len(weight_OI))
     if are_few(rows_nI) and weight_OI.numel() * weight_OI.itemsize >= LEAST_BYTES:
         return out_nO.copy_(linear_of_few(rows_nI, weight_OI, bias_O))
@@ -33,10 +33,10 @@ def linear(
 
 
 def weight_grad(dout_nO: Tensor, rows_nI: Tensor, dweight_OI: Tensor, dbias_O: Tensor | None) -> None:
-    """Overwrite dweight with dout.T @ rows and, if given, dbias with the sum of dout's rows."""
+    """Overwrite dweight with dout.T @ rows; if dbias is given, overwrite it with the sum of dout's rows."""
     is_float = dout_nO.dtype == torch.float32
     if is_float and 1 < len(rows_nI) <= MOST_CLEARED:
-        # The result is bit-identical to a single product.
+        # The result is bit-identical to the result of a single product.
         _cleared_and_added(dout_nO, rows_nI, dweight_OI)
     else:
         torch.mm(dout_nO.t(), rows_nI, out=dweight_OI)
@@ -52,7 +52,7 @@ def weight_grad(dout_nO: Tensor, rows_nI: Tensor, dweight_OI: Tensor, dbias_O: T
 def _cleared_and_added(dout_nO: Tensor, rows_nI: Tensor, dweight_OI: Tensor) -> None:
     out_dim, in_dim = dweight_OI.shape
     step = out_dim
-    # With several threads every part would cost two barriers.
+    # With several threads, every part would need two barriers.
     if len(rows_nI) <= MOST_IN_PARTS and torch.get_num_threads() == 1:
         step = max(1, PART_BYTES // (in_dim * dweight_OI.itemsize))
     if step >= out_dim:

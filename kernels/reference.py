@@ -1,8 +1,9 @@
-"""Every kernel in plain torch: the specification, the CPU implementation and the reference of the tests.
+"""Every kernel in plain torch. It is the specification, the CPU version and the reference of the tests.
 
 T tokens, D model_dim, K top_k, R rows, N source rows, E experts, H hidden_dim, I and O the input and output
-dimensions of a linear map. An index of -1 marks an empty row, which reads as zero. Rows are grouped by
-expert: expert e has the next counts[e] rows. The rows after the last group, the tail, belong to no expert.
+dimensions of a linear map. An index of -1 marks an empty row, which is read as zero. Rows are grouped by
+expert: expert e has the next counts[e] rows. The rows after the last group are called the tail. They belong
+to no expert.
 """
 
 import itertools
@@ -25,14 +26,14 @@ from fairseq_tutel.kernels.reference_route import assign_slots_by as assign_slot
 from fairseq_tutel.kernels.reference_route import softmax_top_k as softmax_top_k
 from fairseq_tutel.kernels.reference_route import softmax_top_k_backward as softmax_top_k_backward
 
-# The dtypes whose rows torch's embedding_bag sums without copying every row.
+# For these dtypes, torch's embedding_bag sums rows without copying every row.
 BAG_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 __all__ = ["ffn_activations", "ffn_backward", "ffn_forward"]  # re-exported
 
 
 def gather_rows(x_TD: Tensor, index_R: Tensor, scale_R: Tensor | None = None) -> Tensor:
-    """Return rows_RD with rows[r] = scale[r] * x[index[r]], or 0 where index[r] is -1.
+    """Gather rows: rows[r] = scale[r] * x[index[r]], or 0 where index[r] is -1.
 
     Args:
         x_TD: [T, D], any float dtype.
@@ -47,7 +48,9 @@ def gather_rows(x_TD: Tensor, index_R: Tensor, scale_R: Tensor | None = None) ->
 
 
 def gather_sum(rows_RD: Tensor, row_of_TK: Tensor, weights_TK: Tensor | None = None) -> Tensor:
-    """Return y_TD with y[t] = sum over j of weights[t, j] * rows[row_of[t, j]], without entries of -1.
+    """Sum the rows of each token: y[t] = sum over j of weights[t, j] * rows[row_of[t, j]].
+
+    Entries of -1 in `row_of_TK` are skipped.
 
     Args:
         rows_RD: [R, D], any float dtype.
@@ -72,10 +75,10 @@ def gather_sum(rows_RD: Tensor, row_of_TK: Tensor, weights_TK: Tensor | None = N
 
 
 def _sum_of_bags(rows_RD: Tensor, row_of_TK: Tensor, weights_TK: Tensor | None) -> Tensor:
-    """Return gather_sum on a CPU, which gathers and sums rows in one pass, in fp32 for half dtypes."""
+    """Compute gather_sum on a CPU in one pass, with fp32 sums for half-precision dtypes."""
     # Reading a value on the host would break the graph of torch.compile.
     is_read = len(row_of_TK) > 0 and not torch.compiler.is_compiling()
-    if is_read and row_of_TK.amin() >= 0:  # no dropped assignments: every bag has K rows
+    if is_read and row_of_TK.amin() >= 0:  # without dropped assignments, every bag has K rows
         weights_TK = None if weights_TK is None else weights_TK.to(rows_RD.dtype)
         return F.embedding_bag(row_of_TK, rows_RD, mode="sum", per_sample_weights=weights_TK)
     kept_TK = row_of_TK >= 0
@@ -92,7 +95,7 @@ def _sum_of_bags(rows_RD: Tensor, row_of_TK: Tensor, weights_TK: Tensor | None) 
 
 
 def gather_dot(rows_RD: Tensor, row_of_TK: Tensor, y_TD: Tensor) -> Tensor:
-    """Return dots_TK with dots[t, j] = <y[t], rows[row_of[t, j]]>, 0 where row_of is -1."""
+    """Compute dot products: dots[t, j] = <y[t], rows[row_of[t, j]]>, or 0 where row_of is -1."""
     num_tokens, top_k = row_of_TK.shape
     index_N = row_of_TK.reshape(-1)
     holes_N1 = _holes(index_N)
@@ -104,7 +107,7 @@ def gather_dot(rows_RD: Tensor, row_of_TK: Tensor, y_TD: Tensor) -> Tensor:
 
 
 def _holes(index_N: Tensor) -> Tensor | None:
-    """Return the mask [N, 1] of the -1 entries, or None on a CPU if there are none, to save a pass."""
+    """Return the mask [N, 1] of the entries that are -1; None on a CPU if no entry is -1."""
     holes_N1 = (index_N < 0).unsqueeze(1)
     if index_N.device.type == "cpu" and not holes_N1.any():
         return None
@@ -118,7 +121,9 @@ def _take(x: Tensor, index_N: Tensor, holes_N1: Tensor | None) -> Tensor:
 
 
 def grouped_linear(rows_RI: Tensor, weight_EOI: Tensor, bias_EO: Tensor | None, groups: Groups) -> Tensor:
-    """Return out_RO with out[r] = rows[r] @ weight[e].T + bias[e] for the rows r of group e; tail 0.
+    """Multiply each row of group e by its expert's weight: out[r] = rows[r] @ weight[e].T + bias[e].
+
+    The tail of the result is 0.
 
     Args:
         rows_RI: [R, I], any float dtype.
@@ -142,7 +147,9 @@ def grouped_weight_grad(
     scale_R: Tensor | None = None,
     bias: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return (dweight_EOI, dbias_EO): dweight[e] = sum over group e of (scale[r] dout[r]) x rows[r].
+    """Return the gradients of each expert's weight and bias, summed over the expert's rows.
+
+    dweight[e] is the sum over group e of (scale[r] dout[r]) x rows[r].
 
     Args:
         dout_NO: [R, O], or [N, O] if `dout_index_R` gives each row's source.
@@ -151,7 +158,7 @@ def grouped_weight_grad(
         dout_index_R: [R] int64.
         rows_index_R: [R] int64.
         scale_R: [R] in dout's dtype or wider, or None for ones; the tail is not read.
-        bias: whether to compute dbias[e] = sum over group e of scale[r] dout[r]; else it is None.
+        bias: whether to compute dbias[e], the sum of scale[r] dout[r] over group e; otherwise it is None.
     """
     num_experts = len(groups.host)
     dweight_EOI = dout_NO.new_empty(num_experts, dout_NO.shape[1], rows_NI.shape[1])
@@ -177,7 +184,9 @@ def ffn_up(
     activation: str,
     keep: bool,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Return (a_RH, h_RH, g_RH): a = act(h), h = x @ fc1.T + bias; with fc3 a = silu(h) * g, g by fc3.
+    """Compute the FFN up to fc2's input: a = act(fc1(x)), or silu(fc1(x)) * fc3(x) for gated experts.
+
+    Returns (a_RH, h_RH, g_RH): h = x @ fc1.T + bias is the activation's input, and g = x @ fc3.T + bias.
 
     Args:
         x_ND: [R, D], or [N, D] if `index_R` gives each row's source; any float dtype.
@@ -223,10 +232,11 @@ def ffn_down_backward(
     groups: Groups,
     activation: str,
 ) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
-    """Return (dh_RH, dg_RH, a_RH, dgate_R): backward through y = a @ fc2.T + bias and the activation.
+    """Compute the backward pass through the FFN's second linear map (fc2) and the activation.
 
-    The forward pass added gate[r] * y[r] to row index[r] of the tensor whose gradient is dy. The gradient
-    of gate[r] is computed without y: <dy, y> = <dy @ fc2, a> + <dy, bias>.
+    Returns (dh_RH, dg_RH, a_RH, dgate_R). The forward pass computed y = a @ fc2.T + bias and added gate[r]
+    * y[r] to row index[r] of a tensor, whose gradient is dy. The gradient of gate[r] is computed without y:
+    <dy, y> = <dy @ fc2, a> + <dy, bias>.
 
     Args:
         dy_ND: [R, D], or [N, D] if `index_R` gives each row's source.
@@ -278,7 +288,9 @@ def ffn_up_backward(
     fc3_weight: Tensor | None,
     groups: Groups,
 ) -> Tensor:
-    """Return dx_RD = dh @ fc1 (+ dg @ fc3) with the weights of each row's expert; tail 0.
+    """Compute the gradient of the FFN's input rows from the gradients of fc1's and fc3's outputs.
+
+    The tail of the result is 0.
 
     Args:
         dh_RH: [R, H].
@@ -305,7 +317,7 @@ def _read_rows(x_ND: Tensor, index_R: Tensor | None, own: slice) -> Tensor:
 
 
 def stride_copy(rows_RD: Tensor, outer: int, inner: int) -> Tensor:
-    """Return the rows with blocks of [outer, inner, n, D] in the order [inner, outer, n, D].
+    """Reorder blocks of rows from [outer, inner, n, D] to [inner, outer, n, D].
 
     Args:
         rows_RD: [outer * inner * n, D], any dtype.

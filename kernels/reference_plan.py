@@ -1,7 +1,7 @@
-"""Reference implementation of a collective plan whose ranks share one memory, as a table of steps.
+"""Plain torch version of a collective plan: runs a table of steps on ranks that share one memory.
 
-An instance is one lane of one rank. `memory` [calls * E + 2 * S] holds the callers' data, E elements per
-call, followed by two temporary areas of S elements. A call uses the area of its parity.
+An instance is one lane of one rank. `memory` [calls * E + 2 * S] holds the data of all calls, E elements
+per call, followed by two temporary areas of S elements. A call uses the temporary area of its parity.
 """
 
 from typing import NamedTuple
@@ -11,13 +11,14 @@ from torch import Tensor
 
 MOVE, SIGNAL, WAIT = range(3)
 COLUMNS = 5
-SPINS = 1 << 22  # polls of a semaphore before a wait fails: a count, not a time
+SPINS = 1 << 22  # polls of a semaphore before a wait fails, as a count instead of a time
 
 
 class PlanTable(NamedTuple):
-    """The steps of all instances.
+    """The table of steps that all instances of a collective plan run.
 
-    An offset p >= 0 is element p of the call's data, p < 0 is temporary element -1 - p. Columns of a row:
+    An offset p >= 0 is element p of the call's data. An offset p < 0 is temporary element -1 - p. The
+    columns of a row are:
 
     | step   | which        | to             | length                 | value |
     |--------|--------------|----------------|------------------------|-------|
@@ -44,16 +45,16 @@ class PlanTable(NamedTuple):
 
 
 def run_plan(memory: Tensor, table: PlanTable, calls: int, spins: int = SPINS) -> Tensor:
-    """Run a plan for several consecutive calls; the first call has parity 0.
+    """Run a collective plan for several consecutive calls.
 
     Args:
-        memory: modified in place, contiguous; half dtypes are summed in fp32 and rounded once.
+        memory: modified in place, contiguous. Half dtypes are summed in fp32 and rounded once.
         table: the plan, on the same device.
-        calls: the number of calls.
-        spins: polls of a semaphore before a wait fails; unused here, since instances run sequentially.
+        calls: the number of calls; the first call has parity 0.
+        spins: polls of a semaphore before a wait fails; unused here, because instances run sequentially.
 
     Returns:
-        [instances] int32: the semaphore whose wait failed, which stops the instance, or -1.
+        [instances] int32: the semaphore whose wait failed, which stops the instance; -1 without failure.
     """
     rows, sources, bounds = (each.tolist() for each in table[:3])
     counts, stuck = [0] * table.semaphores, [-1] * len(bounds)

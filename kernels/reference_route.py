@@ -1,6 +1,6 @@
-"""The routing kernels in plain torch: softmax with top-k, and the slots of the assignments.
+"""The routing kernels in plain torch: softmax with top-k, and the assignment of slots.
 
-T tokens, E experts, K top_k, N = K * T assignments: assignment j * T + t is token t's choice j.
+T tokens, E experts, K top_k, N = K * T assignments, where j * T + t is choice j of token t.
 """
 
 import math
@@ -10,9 +10,9 @@ from torch import Tensor
 
 
 def choose_experts(scores_TE: Tensor, top_k: int) -> Tensor:
-    """Return the ids [T, K] int64 of the K largest scores, largest first; ties: the lower id.
+    """Return the ids [T, K] int64 of the K largest scores, largest first; the lower id wins ties.
 
-    The choice must be deterministic on every device, but torch.topk does not define the order of ties.
+    The choice must be deterministic on every device. torch.topk does not define the order of ties.
     """
     if top_k > 4 and scores_TE.dtype == torch.float64:
         return scores_TE.sort(dim=1, descending=True, stable=True).indices[:, :top_k].contiguous()
@@ -29,7 +29,7 @@ def choose_experts(scores_TE: Tensor, top_k: int) -> Tensor:
 
 
 def _ranked_keys(scores_TE: Tensor) -> Tensor:
-    """Return distinct int64 keys in the order of scores of at most 32 bits; ties: the lower id first."""
+    """Map scores to distinct int64 keys with the same order; of equal scores, the lower id ranks first."""
     num_experts = scores_TE.shape[1]
     bits_TE = (scores_TE.to(torch.float32) + 0.0).view(torch.int32)  # + 0.0 turns -0.0 into 0.0
     order_TE = torch.where(bits_TE < 0, bits_TE ^ 0x7FFFFFFF, bits_TE).to(torch.int64)
@@ -37,11 +37,13 @@ def _ranked_keys(scores_TE: Tensor) -> Tensor:
 
 
 def softmax_top_k(logits_TE: Tensor, top_k: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (probs_TE, ids_TK, weights_TK): the softmax, its K largest by `choose_experts`, their values.
+    """Compute the softmax and each token's K largest probabilities: (probs_TE, ids_TK, weights_TK).
+
+    The ids are the ids of `choose_experts`.
 
     Args:
-        logits_TE: [T, E], any float dtype, which probs and weights have, too. In a row with a NaN or +inf
-            all probabilities are NaN, and the ids are 0 .. K - 1.
+        logits_TE: [T, E], any float dtype, which is also the dtype of probs and weights. If a row has a NaN
+            or +inf, all its probabilities are NaN, and its ids are 0 .. K - 1.
         top_k: K, from 1 to E.
     """
     probs_TE = torch.softmax(logits_TE, dim=1)
@@ -52,7 +54,7 @@ def softmax_top_k(logits_TE: Tensor, top_k: int) -> tuple[Tensor, Tensor, Tensor
 def softmax_top_k_backward(
     probs_TE: Tensor, ids_TK: Tensor, dprobs_TE: Tensor | None, dweights_TK: Tensor | None
 ) -> Tensor:
-    """Return dlogits_TE of `softmax_top_k`; a gradient that is None counts as zeros."""
+    """Return the logits' gradient of `softmax_top_k`; an incoming gradient of None counts as zeros."""
     wide = torch.promote_types(probs_TE.dtype, torch.float32)
     grads_TE = torch.zeros_like(probs_TE, dtype=wide) if dprobs_TE is None else dprobs_TE.to(wide)
     if dweights_TK is not None:
@@ -65,13 +67,15 @@ def softmax_top_k_backward(
 def assign_slots(
     ids_KT: Tensor, num_experts: int, time_first: tuple[int, int] | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Number the assignments of each expert: all first choices before all second ones, then token order.
+    """Number the assignments of each expert: all first choices before all second choices.
+
+    Within a choice, the order is the token order.
 
     Args:
-        ids_KT: [K, T] int64, the expert of each assignment; E for none.
+        ids_KT: [K, T] int64, the expert of each assignment; E for no expert.
         num_experts: E.
-        time_first: (time, batch) if token t is (t // batch, t % batch); the token order is (sentence, time)
-            in this case, too.
+        time_first: (time, batch) if token t is (t // batch, t % batch). The token order is then also
+            (sentence, time).
 
     Returns:
         slots_TK: [T, K] int64, -1 for assignments without an expert.
@@ -96,12 +100,12 @@ def assign_slots(
 
 
 def assign_slots_by(order_N: Tensor, ids_KT: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
-    """Number the assignments of each expert in a given order; returns the same as `assign_slots`.
+    """Number the assignments of each expert in a given order; return the same results as `assign_slots`.
 
     Args:
         order_N: [K * T] int64, the assignments in the order in which they take slots; assignment j * T + t
-            is token t's choice j.
-        ids_KT: [K, T] int64, the expert of each assignment; E for none.
+            is choice j of token t.
+        ids_KT: [K, T] int64, the expert of each assignment; E for no expert.
         num_experts: E.
     """
     top_k, num_tokens = ids_KT.shape

@@ -1,16 +1,16 @@
-"""Splits the rows of a table [N, V] into chunks, so that intermediate results stay small or in cache."""
+"""Splits the rows of a table [N, V] into chunks, so that intermediate results are small."""
 
 from collections.abc import Iterator
 
 from torch import Tensor
 
-# Elements of a row chunk: on a CPU they fit into the L2 cache, elsewhere they saturate the device.
+# Elements of a row chunk. On a CPU a chunk fits into the L2 cache. On a GPU it uses all multiprocessors.
 ELEMENTS = {"cpu": 2**18}
 ELEMENTS_ELSEWHERE = 2**26
 
 
 def row_chunks(table_NV: Tensor) -> Iterator[slice]:
-    """Yield the rows of each chunk, at least one row per chunk."""
+    """Yield the rows of each chunk; a chunk has at least one row."""
     num_rows, words = table_NV.shape
     size = ELEMENTS.get(table_NV.device.type, ELEMENTS_ELSEWHERE)
     step = max(1, size // max(words, 1))

@@ -1,9 +1,9 @@
-"""Runs whole experts on the threads of torch's OpenMP thread pool, in one parallel region.
+"""Runs each expert on one thread of torch's OpenMP thread pool, in one parallel region.
 
 The operations of an expert are many and short. If each operation ran on all threads, it would begin and end
 with a barrier. A barrier takes a time slice instead of a microsecond when another process occupies a core.
-Here each thread computes one expert at a time. Within the region torch and MKL operations are sequential,
-and the only barrier is at the end of the region.
+Therefore each thread computes one expert at a time. Within the region, torch and MKL operations are
+sequential, and the only barrier is at the end of the region.
 """
 
 import ctypes
@@ -15,9 +15,9 @@ import torch
 
 # Mean multiplications per expert below which threads lose more time to the GIL than they save.
 LEAST_WORK = 2**21
-# Reading an expert's weights takes as long as multiplying this many rows with them.
+# Reading an expert's weights takes as long as multiplying this many rows with the weights.
 ROWS_OF_READING = 8
-# Limit of a thread's rows relative to the mean; above it all threads compute one expert after the other.
+# Limit of a thread's rows relative to the mean. Above it, all threads compute each expert together.
 UNEVEN = 1.25
 
 Worker = Callable[[int], None]
@@ -27,8 +27,8 @@ def for_each(make_worker: Callable[[], Worker], counts: Sequence[int], row_work:
     """Call a worker once for every expert, in any order and on any thread.
 
     Args:
-        make_worker: returns a function that is called with an expert's number. Each thread creates its own
-            function, with its own buffers, and calls it without gradients. Create views beforehand: every
+        make_worker: returns a function that is called with an expert's number. Each thread creates one such
+            function, with separate buffers, and calls it without gradients. Create views beforehand: every
             torch operation releases the GIL and has to acquire it again.
         counts: the number of rows of each expert.
         row_work: the multiplications of one row with one weight.
@@ -46,7 +46,7 @@ def for_each(make_worker: Callable[[], Worker], counts: Sequence[int], row_work:
 
 
 def _shares(counts: Sequence[int], row_work: int) -> tuple[Sequence[int], Sequence[int]]:
-    """Return the experts that all threads compute together, and those that single threads compute."""
+    """Return the experts that all threads compute together, and the experts for one thread each."""
     threads, all_experts = torch.get_num_threads(), range(len(counts))
     busy = sum(count > 0 for count in counts)
     work = (sum(counts) + ROWS_OF_READING * busy) * row_work
@@ -54,7 +54,7 @@ def _shares(counts: Sequence[int], row_work: int) -> tuple[Sequence[int], Sequen
         return all_experts, ()
     experts = sorted(all_experts, key=lambda expert: -counts[expert])
     rest, first = sum(counts), 0
-    # The other threads would wait for an expert with more than an even share of the rows.
+    # The other threads would have to wait for an expert with more than an even share of the rows.
     while first < len(experts) and counts[experts[first]] * threads > rest:
         rest, first = rest - counts[experts[first]], first + 1
     loads = [0] * threads
@@ -89,10 +89,10 @@ def _spread(make_worker: Callable[[], Worker], experts: Iterator[int]) -> None:
 
 @functools.cache
 def _region() -> tuple[Any, Any] | None:
-    """Return OpenMP's function that starts a parallel region, and its callback type; None if absent."""
+    """Return OpenMP's function for parallel regions and its callback type; None if it is not found."""
     kind = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
     try:
-        region = ctypes.CDLL(torch._C.__file__).GOMP_parallel  # LLVM and Intel OpenMP have it, too
+        region = ctypes.CDLL(torch._C.__file__).GOMP_parallel  # LLVM's and Intel's OpenMP also have it
     except (OSError, AttributeError):
         return None
     region.argtypes = [kind, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]

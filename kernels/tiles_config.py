@@ -1,4 +1,4 @@
-"""Tile sizes of the grouped products: a few candidates per kind of product, hardware, dtype and shape.
+"""Tile sizes of the grouped matrix products: a few candidates per product kind, hardware, dtype and shape.
 
 The candidates were not chosen by timing. The first of each list is the default: the largest tile that
 compiles for its hardware without register spills (`benchmarks.compile_table` prints the figures, and a test
@@ -13,7 +13,7 @@ from fairseq_tutel.kernels import autotune
 
 @dataclass(frozen=True)
 class Config:
-    """The tile sizes and launch parameters of one product; a weight gradient has the shape [O, I].
+    """The tile sizes and launch parameters of one matrix product; a weight gradient has shape [O, I].
 
     Attributes:
         block_m: rows of an output tile (O for a weight gradient).
@@ -33,7 +33,7 @@ class Config:
 
     @property
     def blocks(self) -> dict[str, int]:
-        """The compile-time constants of a kernel over row tiles."""
+        """The compile-time constants that a kernel over row tiles gets."""
         return {
             "BLOCK_M": self.block_m,
             "BLOCK_N": self.block_n,
@@ -49,10 +49,11 @@ HARDWARE = ("hopper", "ampere", "amd")
 # half: fp16 and bf16; tf32; ieee: fp32 without tensor cores.
 PRECISIONS = ("half", "tf32", "ieee")
 
-# Small tiles, so that tests reach the edges; the cost of an interpreted program hardly depends on its tile.
+# Small tiles, so that tests cover the edges of tiles. The cost of an interpreted program hardly depends on
+# its tile size.
 INTERPRETED = Config(64, 16, 16, warps=1, stages=1, group=2)
 
-# (hardware, precision) -> kind -> candidates; "" is the entry of all other kinds.
+# (hardware, precision) -> kind -> candidates. "" is the entry for all other kinds.
 _TABLE: dict[tuple[str, str], dict[str, tuple[Config, ...]]] = {
     ("hopper", "half"): {
         "": (
@@ -71,7 +72,7 @@ _TABLE: dict[tuple[str, str], dict[str, tuple[Config, ...]]] = {
             Config(128, 64, 64, 8, 4),
             Config(64, 128, 64, 8, 4),
         ),
-        # It has two accumulators, which need as many registers as one of 256 columns.
+        # This product has two accumulators, which need as many registers as one accumulator of 256 columns.
         "glu_up": (
             Config(128, 128, 64, 8, 3),
             Config(128, 64, 64, 8, 4),
@@ -83,7 +84,7 @@ _TABLE: dict[tuple[str, str], dict[str, tuple[Config, ...]]] = {
         "glu_up": (Config(128, 64, 32, 8, 4), Config(64, 64, 32, 4, 4)),
         "glu_hidden": (Config(128, 64, 32, 8, 4), Config(64, 64, 32, 4, 4)),
     },
-    # At most 96 KiB of shared memory, so that they run on consumer GPUs, too.
+    # These tiles need at most 96 KiB of shared memory, so they also run on consumer GPUs.
     ("ampere", "half"): {
         "": (Config(128, 128, 64, 8, 3), Config(128, 128, 32, 8, 4), Config(64, 128, 32, 4, 4)),
         "glu_up": (Config(128, 64, 32, 8, 4), Config(64, 64, 64, 4, 3)),
@@ -94,7 +95,7 @@ _TABLE: dict[tuple[str, str], dict[str, tuple[Config, ...]]] = {
         "glu_up": (Config(128, 64, 32, 8, 3), Config(64, 64, 32, 4, 3)),
         "glu_hidden": (Config(128, 64, 32, 8, 3), Config(64, 64, 32, 4, 3)),
     },
-    # At most 64 KiB of shared memory.
+    # These tiles need at most 64 KiB of shared memory.
     ("amd", "half"): {
         "": (Config(128, 128, 64, 8, 2), Config(256, 128, 64, 8, 2), Config(64, 128, 64, 4, 2)),
         "glu_up": (Config(128, 128, 32, 8, 2), Config(128, 64, 64, 8, 2)),
@@ -105,7 +106,7 @@ _TABLE: dict[tuple[str, str], dict[str, tuple[Config, ...]]] = {
         "glu_up": (Config(128, 64, 32, 8, 2), Config(64, 64, 32, 4, 2)),
     },
 }
-# For hardware without matrix instructions, where a thread holds its operands in registers.
+# For hardware without matrix instructions, on which a thread holds its operands in registers.
 _FMA: dict[str, tuple[Config, ...]] = {
     "": (Config(64, 64, 16, 8, 3), Config(32, 64, 16, 4, 3)),
     "glu_up": (Config(64, 32, 16, 8, 3), Config(32, 32, 16, 4, 3)),
@@ -115,7 +116,7 @@ _FMA: dict[str, tuple[Config, ...]] = {
 def candidates(
     kind: str, hardware: str, precision: str, rows: int, experts: int, n: int, k: int
 ) -> list[Config]:
-    """Return the configurations worth trying, the default first.
+    """Return the tile configurations worth measuring for a matrix product, the default first.
 
     Args:
         kind: one of KINDS.
@@ -152,7 +153,7 @@ def choose(
     shape: tuple[int, int, int, int],
     launch: Callable[[Config], None],
 ) -> Config:
-    """Return the configuration to launch with: the autotuner's choice if there is one, else the default.
+    """Return the tile configuration for a launch: the autotuner's choice, else the default.
 
     Args:
         kind: see `candidates`.
@@ -162,12 +163,12 @@ def choose(
         launch: runs the product with a configuration; may be called any number of times.
     """
     rows, experts, n, k = shape
-    # Candidates depend on the bucket of the sizes only, as timings are stored per bucket.
+    # Candidates depend only on the bucket of the sizes, because timings are stored per bucket.
     classes = autotune.bucket(rows), autotune.bucket(experts)
     choices = candidates(kind, hardware, precision, *classes, n, k)
     return autotune.pick(kind, (hardware, precision, *shape), choices, launch)
 
 
 def _fit(block: int, size: int) -> int:
-    """Return the block size, reduced to the smallest power of two >= 16 that covers `size`."""
+    """Return `block`, but at most the smallest power of two that is >= 16 and covers `size`."""
     return min(block, max(16, 1 << max(size - 1, 0).bit_length()))

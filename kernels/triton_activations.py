@@ -1,4 +1,4 @@
-"""The activation functions of `activations.py` for the epilogues of Triton kernels, under the same names.
+"""The activation functions of `activations.py` with the same names, for use inside Triton kernels.
 
 All functions and derivatives propagate NaN, so that a loss scaler detects it.
 """
@@ -6,7 +6,7 @@ All functions and derivatives propagate NaN, so that a loss scaler detects it.
 import triton
 import triton.language as tl
 
-# Constants are right operands: the interpreter dispatches on the type of the left operand.
+# Constants are right operands, because the interpreter dispatches on the type of the left operand.
 _SQRT_HALF = tl.constexpr(0.7071067811865476)
 _PDF_0 = tl.constexpr(0.3989422804014327)  # 1 / sqrt(2 pi)
 _TANH_GELU = tl.constexpr(0.7978845608028654)  # sqrt(2 / pi)
@@ -19,16 +19,16 @@ _TANH_7 = tl.constexpr(-0.05396825396825397)
 
 @triton.jit
 def tanh(x):
-    """Return the tanh of x; libdevice's tanh is not available in the interpreter."""
+    """Return the hyperbolic tangent of x; libdevice's tanh is not available in the interpreter."""
     square = x * x
     near_0 = x * (1 + square * (square * (square * _TANH_7 + _TANH_5) + _TANH_3))
-    # Far from 0 the subtraction loses no precision.
+    # Far from 0, the subtraction does not lose precision.
     return tl.where(tl.abs(x) < 0.1, near_0, 2 * tl.sigmoid(2 * x) - 1)
 
 
 @triton.jit
 def activate(h, ACTIVATION: tl.constexpr):
-    """Return act(h) in h's dtype, fp32 or fp64."""
+    """Apply the activation to h; the dtype of h and of the result is fp32 or fp64."""
     if ACTIVATION == "relu":
         a = tl.where(h < 0, 0.0, h)
     elif ACTIVATION == "relu_squared":
@@ -50,7 +50,7 @@ def activate(h, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def activate_backward(da, kept, ACTIVATION: tl.constexpr):
-    """Return dh from da and the saved tensor, which is a for relu, tanh and linear, and h otherwise."""
+    """Return the input gradient dh from da and the saved tensor (the output a or the input h)."""
     if ACTIVATION == "relu":
         dh = tl.where(kept <= 0, 0.0, da)
     elif ACTIVATION == "relu_squared":

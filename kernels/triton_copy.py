@@ -1,4 +1,4 @@
-"""A Triton kernel that copies equal blocks in another order, to regroup rows around an all-to-all.
+"""A Triton kernel that reorders blocks of equal size, to regroup rows around an all-to-all.
 
 R rows, D model_dim, A and B the numbers of blocks.
 """
@@ -19,7 +19,7 @@ def _fake_stride_copy(rows_RD: Tensor, outer: int, inner: int) -> Tensor:
 
 @opaque(_fake_stride_copy)
 def stride_copy(rows_RD: Tensor, outer: int, inner: int) -> Tensor:
-    """Return the rows with blocks of [outer, inner, n, D] in the order [inner, outer, n, D]."""
+    """Reorder the blocks of rows from [outer, inner, n, D] to [inner, outer, n, D]."""
     rows_RD = rows_RD.contiguous()
     out_RD = torch.empty_like(rows_RD)
     if out_RD.numel() == 0:

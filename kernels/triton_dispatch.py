@@ -1,4 +1,4 @@
-"""Triton kernels of dispatch and combine, which gather rows; their signatures are those of `reference`.
+"""Triton kernels that gather rows for dispatch and combine, with the signatures of `reference`.
 
 - The same source runs on CUDA and ROCm.
 - One program writes each output element, without atomics, so results are deterministic.
@@ -16,7 +16,7 @@ from torch import Tensor
 from fairseq_tutel.kernels.opaque import opaque
 from fairseq_tutel.kernels.triton_launch import accumulator_of
 
-# Maximum columns per program. One or two programs cover common model dimensions. It is not tuned.
+# Maximum columns per program. One or two programs cover common model dimensions. The value is not tuned.
 MAX_BLOCK_D = 1024
 
 
@@ -26,7 +26,7 @@ def _fake_gather_rows(x_TD: Tensor, index_R: Tensor, scale_R: Tensor | None = No
 
 @opaque(_fake_gather_rows)
 def gather_rows(x_TD: Tensor, index_R: Tensor, scale_R: Tensor | None = None) -> Tensor:
-    """Return rows_RD with rows[r] = scale[r] * x[index[r]], or 0 where index[r] is -1."""
+    """Gather rows: rows[r] = scale[r] * x[index[r]], or 0 where index[r] is -1."""
     x_TD, index_R = x_TD.contiguous(), index_R.contiguous()
     scale_R = None if scale_R is None else scale_R.contiguous()
     rows_RD = _fake_gather_rows(x_TD, index_R)
@@ -54,7 +54,7 @@ def _fake_gather_sum(rows_RD: Tensor, row_of_TK: Tensor, weights_TK: Tensor | No
 
 @opaque(_fake_gather_sum)
 def gather_sum(rows_RD: Tensor, row_of_TK: Tensor, weights_TK: Tensor | None = None) -> Tensor:
-    """Return y_TD with y[t] = sum over j of weights[t, j] * rows[row_of[t, j]], without entries of -1."""
+    """Sum the rows of each token: y[t] = sum over j of weights[t, j] * rows[row_of[t, j]]."""
     rows_RD, row_of_TK = rows_RD.contiguous(), row_of_TK.contiguous()
     weights_TK = None if weights_TK is None else weights_TK.contiguous()
     num_tokens, top_k = row_of_TK.shape
@@ -85,7 +85,7 @@ def _fake_gather_dot(rows_RD: Tensor, row_of_TK: Tensor, y_TD: Tensor) -> Tensor
 
 @opaque(_fake_gather_dot)
 def gather_dot(rows_RD: Tensor, row_of_TK: Tensor, y_TD: Tensor) -> Tensor:
-    """Return dots_TK with dots[t, j] = <y[t], rows[row_of[t, j]]>, 0 where row_of is -1."""
+    """Compute dot products: dots[t, j] = <y[t], rows[row_of[t, j]]>, or 0 where row_of is -1."""
     rows_RD, row_of_TK, y_TD = rows_RD.contiguous(), row_of_TK.contiguous(), y_TD.contiguous()
     dots_TK = _fake_gather_dot(rows_RD, row_of_TK, y_TD)
     if dots_TK.numel() == 0:
@@ -151,7 +151,7 @@ def _gather_sum_kernel(
     columns = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     inside = columns < model_dim
     total = tl.zeros([BLOCK_D], dtype=ACC)
-    # Unrolled by BLOCK_K, so that the loads of several assignments are in flight at once for any top_k.
+    # Unrolled by BLOCK_K, so that several assignments are loaded at the same time for any top_k.
     for first in range(0, top_k, BLOCK_K):
         for offset in tl.static_range(BLOCK_K):
             j = first + offset

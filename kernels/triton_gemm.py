@@ -1,7 +1,8 @@
-"""A grouped matrix product in Triton, or the sum of two; every row is multiplied by its expert's weight.
+"""A grouped matrix product in Triton, or a sum of two. Each row is multiplied by its expert's weight.
 
-The signatures are those of `reference`. Sums are computed in fp32 (for fp64 tensors, which only the
-interpreter supports, in fp64). One program writes each output element, so results are deterministic.
+The signatures are the signatures of `reference`. Sums are computed in fp32. For fp64 tensors, which only
+the interpreter supports, they are computed in fp64. One program writes each output element, so results are
+deterministic.
 """
 
 import torch
@@ -25,7 +26,7 @@ from fairseq_tutel.kernels.triton_tiles import place, read_tile, tile_table
 
 
 def grouped_linear(rows_RI: Tensor, weight_EOI: Tensor, bias_EO: Tensor | None, groups: Groups) -> Tensor:
-    """Return out_RO with out[r] = rows[r] @ weight[e].T + bias[e] for the rows r of group e; tail 0."""
+    """Multiply each row of group e by its expert's weight: out[r] = rows[r] @ weight[e].T + bias[e]."""
     return triton_linear(rows_RI, weight_EOI, bias_EO, None, None, groups.counts)
 
 
@@ -36,7 +37,7 @@ def ffn_up_backward(
     fc3_weight: Tensor | None,
     groups: Groups,
 ) -> Tensor:
-    """Return dx_RD = dh @ fc1 (+ dg @ fc3) with the weights of each row's expert; tail 0."""
+    """Compute the gradient of the FFN's input rows from the gradients of fc1's and fc3's outputs."""
     fc3_weight = None if fc3_weight is None else fc3_weight.mT
     return triton_linear(dh_RH, fc1_weight.mT, None, dg_RH, fc3_weight, groups.counts)
 
@@ -61,7 +62,7 @@ def triton_linear(
     more_weight_EOI: Tensor | None,
     counts_E: Tensor,
 ) -> Tensor:
-    """Return rows @ weight.T + bias + more @ more_weight.T with each row's expert's weights; tail 0."""
+    """Return rows @ weight.T + bias + more @ more_weight.T; each row uses its expert's weights."""
     num_experts, out_dim, in_dim = weight_EOI.shape
     num_rows = rows_RI.shape[0]
     out_RO = rows_RI.new_empty(num_rows, out_dim)

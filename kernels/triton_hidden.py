@@ -1,8 +1,8 @@
 """The backward pass through fc2 and the activation of all experts, in one Triton kernel.
 
-The signature is that of `reference`. The gather of the output's gradient is fused into the loads of the
-product. The epilogue computes the gate's gradient and applies the gate's weight and the activation's
-derivative.
+The signature equals the signature in `reference`. The kernel gathers the output's gradient while it loads
+the operands of the product. The epilogue computes the gate's gradient, and applies the gate's weight and
+the activation's derivative.
 """
 
 import torch
@@ -44,7 +44,9 @@ def ffn_down_backward(
     groups: Groups,
     activation: str,
 ) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
-    """Return (dh_RH, dg_RH, a_RH, dgate_R): backward through y = a @ fc2.T + bias and the activation.
+    """Compute the backward pass through the FFN's second linear map (fc2) and the activation.
+
+    Returns (dh_RH, dg_RH, a_RH, dgate_R).
 
     Source: SonicMoE (Guo et al. 2025, arXiv 2512.14080), section 3, for the gate's gradient.
     """
@@ -101,10 +103,10 @@ def triton_hidden(
     counts_E: Tensor,
     activation: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return (dh_RH, dg_RH, a_RH, dgate_R) of `ffn_down_backward`; omitted results are empty tensors.
+    """Run the kernel of `ffn_down_backward`; results that are not needed are empty tensors.
 
-    The arguments are those of `ffn_down_backward`, with counts [E] int64 in place of groups. `activation`
-    is the function that was applied to h, which is "swish" with g.
+    The arguments are the arguments of `ffn_down_backward`, with counts [E] int64 in place of groups.
+    `activation` is the function that was applied to h. With g it is "swish".
     """
     dh_RH, dg_RH, made_RH, dgate_R = _hidden_shapes(
         dy_ND,
@@ -132,7 +134,8 @@ def triton_hidden(
     def launch(config: Config) -> None:
         table = tile_table(counts_E, num_rows, config.block_m)
         tiles_n = triton.cdiv(hidden_dim, config.block_n)
-        # One partial sum per column tile, added in a fixed order: no atomics, deterministic.
+        # Each column tile has one partial sum. The partial sums are added in a fixed order without atomics,
+        # so the result is deterministic.
         parts_nR = None
         if gate_R is not None:
             parts_nR = torch.empty(tiles_n, num_rows, dtype=sum_dtype, device=dy_ND.device)
@@ -252,7 +255,7 @@ def _hidden_kernel(
     scale = tl.full([BLOCK_M], 1, ACC)
     if gate is not None:
         scale = tl.load(gate + r, mask=r < last_read, other=0.0).to(ACC)
-    # Two halves reduce register use: the epilogue holds up to five values per element.
+    # Two halves reduce register use, because the epilogue holds up to five values per element.
     halves = da.reshape(BLOCK_M, 2, BLOCK_N // 2).permute(0, 2, 1).split()
     for half in tl.static_range(2):
         part += _hidden_backward(
@@ -292,7 +295,7 @@ def _hidden_backward(
     N,
     ACTIVATION: tl.constexpr,
 ):
-    """Write dh, dg and a of one tile and return <da, a> per row, where da is not scaled by the gate."""
+    """Write one tile of dh, dg and a (the gradients and output of the activation); return <da, a>."""
     if a_in is not None:
         a = load_tile(a_in, first, last_read, n, N, da.shape[0], da.shape[1]).to(da.dtype)
         kept = a

@@ -1,4 +1,4 @@
-"""Launch parameters of the grouped products: the hardware, the precision, and tensor descriptors (TMA)."""
+"""Launch parameters of the grouped matrix products: hardware, precision and tensor descriptors (TMA)."""
 
 import functools
 from collections.abc import Callable
@@ -13,15 +13,15 @@ from fairseq_tutel.kernels.tiles_config import Config, choose
 
 try:
     from triton.tools.tensor_descriptor import TensorDescriptor
-except ImportError:  # an older Triton: only plain loads
+except ImportError:  # an older Triton supports only plain loads
     TensorDescriptor = None
 
-ALIGNMENT = 16  # bytes; TMA requires it for a tensor's address and all strides but the innermost
+ALIGNMENT = 16  # bytes; TMA requires it for a tensor's address and all strides except the innermost
 
 
 @functools.cache
 def hardware_of(device: torch.device) -> str:
-    """Return the hardware class of a device: one of HARDWARE in tiles_config, or "interpreted"."""
+    """Return the hardware class of a device: a member of HARDWARE in tiles_config, or "interpreted"."""
     if knobs.runtime.interpret:
         return "interpreted"
     if torch.version.hip is not None:
@@ -30,11 +30,11 @@ def hardware_of(device: torch.device) -> str:
 
 
 def precision_of(dtype: torch.dtype) -> str:
-    """Return the precision of products of a dtype: "half", "ieee" or, if torch enables it, "tf32"."""
+    """Return the precision of matrix products of a dtype: "half", "ieee", or "tf32" if torch allows it."""
     if dtype in (torch.float16, torch.bfloat16):
         return "half"
     switch = torch.backends.cuda.matmul
-    # torch raises if allow_tf32 is read after fp32_precision was set.
+    # torch raises an error if allow_tf32 is read after fp32_precision was set.
     newer = getattr(switch, "fp32_precision", None)
     is_tf32 = (newer == "tf32" if newer else switch.allow_tf32) and torch.version.hip is None
     return "tf32" if is_tf32 and dtype == torch.float32 else "ieee"
@@ -43,29 +43,29 @@ def precision_of(dtype: torch.dtype) -> str:
 def chosen(
     kind: str, rows: Tensor, shape: tuple[int, int, int, int], launch: Callable[[Config], None]
 ) -> Config:
-    """Return the configuration for a product of `rows`; see `choose` for kind, shape and launch."""
+    """Return the tile configuration for a matrix product of `rows`; see `choose` for the arguments."""
     return choose(kind, hardware_of(rows.device), precision_of(rows.dtype), shape, launch)
 
 
 def accumulator_of(dtype: torch.dtype) -> tl.dtype:
-    """Return the accumulator dtype: fp64 for fp64, else fp32."""
+    """Return the dtype in which products are summed: fp64 for fp64, otherwise fp32."""
     return tl.float64 if dtype == torch.float64 else tl.float32
 
 
 def has_descriptors(device: torch.device) -> bool:
-    """Return whether kernels on this device can load with tensor descriptors (TMA)."""
+    """Return whether kernels on this device can load tiles with tensor descriptors (TMA)."""
     return TensorDescriptor is not None and hardware_of(device) == "hopper"
 
 
 def input_precision_of(rows: Tensor) -> str:
-    """Return the PRECISION of `multiply`; on a GPU it only affects fp32."""
+    """Return the PRECISION constant of `multiply`; on a GPU it affects only fp32."""
     if hardware_of(rows.device) == "interpreted" and rows.dtype == torch.bfloat16:
         return "interpreted"
     return "tf32" if precision_of(rows.dtype) == "tf32" else "ieee"
 
 
 def described(tensors: list[Tensor], block: list[int]) -> list[Any] | None:
-    """Return descriptors that load tiles of shape `block`, or None if a tensor does not support one."""
+    """Return TMA descriptors that load tiles of shape `block`; None if a tensor does not support TMA."""
     if not all(has_descriptors(t.device) and _is_describable(t) for t in tensors):
         return None
     return [TensorDescriptor(t, list(t.shape), list(t.stride()), block) for t in tensors]
@@ -74,7 +74,7 @@ def described(tensors: list[Tensor], block: list[int]) -> list[Any] | None:
 def described_weights(
     weights_ENK: list[Tensor], block_n: int, block_k: int
 ) -> tuple[list[Any] | None, bool]:
-    """Return (descriptors as `described` does, whether k and not n is the contiguous dimension).
+    """Return TMA descriptors of the weights, and whether their contiguous dimension is k instead of n.
 
     Args:
         weights_ENK: weights with equal strides; see `alike`.
@@ -87,7 +87,7 @@ def described_weights(
 
 
 def alike(weights: list[Tensor]) -> list[Tensor]:
-    """Return the weights with equal strides; if their strides differ, all are made contiguous."""
+    """Return the weights with equal strides; if the strides differ, all weights are made contiguous."""
     if all(w.stride() == weights[0].stride() for w in weights):
         return weights
     return [w.contiguous() for w in weights]

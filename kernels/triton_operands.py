@@ -1,7 +1,8 @@
-"""Loads the two operands of a row tile's product: the rows, gathered or not, and the expert's weight.
+"""Loads the two operands of a matrix product of one row tile: the rows and the expert's weight.
 
-An operand is loaded with a tensor descriptor (TMA) if there is one, else through pointers. A weight's
-descriptor has three dimensions, so that no tile overlaps the next expert. Addresses are int64.
+Rows may be gathered. An operand is loaded with a tensor descriptor (TMA) if it has one, otherwise through
+pointers. A weight's descriptor has three dimensions, so that no tile overlaps the next expert. Addresses
+are int64.
 """
 
 import triton
@@ -10,14 +11,14 @@ import triton.language as tl
 
 @triton.jit
 def rows_operand(rows, index, first, end, K, DESCRIPTOR: tl.constexpr, BLOCK_M: tl.constexpr):
-    """Return the operand of `load_rows`: the descriptor, or pointers [BLOCK_M, 1] to the rows."""
+    """Return the argument for `load_rows`: the tensor descriptor, or pointers [BLOCK_M, 1] to the rows."""
     if DESCRIPTOR:
         operand = rows
     else:
         r = first + tl.arange(0, BLOCK_M)
-        r = tl.where(r < end, r, first)  # repeats the first row past the end: no mask in the loop
+        r = tl.where(r < end, r, first)  # repeats the first row after the end: no mask in the loop
         if index is not None:
-            # In the tail only the index is read, which may be -1.
+            # In the tail, only the index is read. It may be -1.
             r = tl.load(index + r).to(tl.int64)
         operand = rows + (r * K)[:, None]
     return operand
@@ -25,7 +26,7 @@ def rows_operand(rows, index, first, end, K, DESCRIPTOR: tl.constexpr, BLOCK_M: 
 
 @triton.jit
 def load_rows(operand, first, k, K, DESCRIPTOR: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Return the tile [BLOCK_M, BLOCK_K] at column k, with zeros from column K on."""
+    """Return the tile [BLOCK_M, BLOCK_K] of the rows at column k, with zeros from column K on."""
     if DESCRIPTOR:
         tile = operand.load([first.to(tl.int32), k])
     else:
@@ -48,10 +49,10 @@ def load_weight(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """Return the tile [BLOCK_K, BLOCK_N] of weight[expert].T at (k, n), 0 outside.
+    """Return the tile [BLOCK_K, BLOCK_N] of weight[expert].T at (k, n), with zeros outside the weight.
 
-    `strides` are those of (expert, n, k). A descriptor has the dimensions (expert, N, K) if K_INNER, else
-    (expert, K, N).
+    `strides` are the strides of (expert, n, k). A descriptor has the dimensions (expert, N, K) if K_INNER
+    is set, otherwise (expert, K, N).
     """
     if DESCRIPTOR and K_INNER:
         tile = weight.load([expert.to(tl.int32), n, k]).reshape(BLOCK_N, BLOCK_K).T
@@ -68,8 +69,8 @@ def load_weight(
 
 @triton.jit
 def multiply(a, b, total, PRECISION: tl.constexpr):
-    """Return total + a @ b."""
-    if PRECISION == "interpreted":  # numpy has no bf16
+    """Return total + a @ b, computed in the given precision."""
+    if PRECISION == "interpreted":  # NumPy has no bf16
         a, b = a.to(total.dtype), b.to(total.dtype)
         total = tl.dot(a, b, total, input_precision="ieee", out_dtype=total.dtype)
     else:
@@ -96,7 +97,7 @@ def add_product(
     K_INNER: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """Return total + rows @ weight[expert].T for one tile, or total if the expert is -1."""
+    """Return total + rows @ weight[expert].T for one tile; return total if the expert is -1."""
     rows_from = rows_operand(rows, index, first, end, K, ROWS_DESCRIPTOR, total.shape[0])
     for k in range(0, tl.where(expert < 0, 0, K), BLOCK_K):
         a = load_rows(rows_from, first, k, K, ROWS_DESCRIPTOR, BLOCK_K)
@@ -109,34 +110,34 @@ def add_product(
 
 @triton.jit
 def load_bias(bias, expert, columns, N):
-    """Return bias[expert] at the columns; 0 outside and for expert -1."""
+    """Return the bias of an expert at the given columns; 0 outside the bias and for expert -1."""
     last = tl.where(expert < 0, 0, N)
     return tl.load(bias + expert * N + columns, mask=columns < last, other=0.0)
 
 
 @triton.jit
 def tile_offsets(N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Return the int32 offsets of a tile's elements from its first; int64 needs twice the registers."""
+    """Return the offsets of a tile's elements from its first element, as int32 to save registers."""
     return tl.arange(0, BLOCK_M)[:, None] * N + tl.arange(0, BLOCK_N)[None, :]
 
 
 @triton.jit
 def tile_mask(first, end, n, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Return the mask of the elements of the tile at (first, n) before row `end` and column N."""
+    """Return the mask of the tile's elements that are before row `end` and column N."""
     rows, columns = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
     return (rows < end - first)[:, None] & (columns < N - n)[None, :]
 
 
 @triton.jit
 def load_tile(x, first, end, n, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Return the tile of x [R, N] at (first, n); 0 from row `end` and column N on."""
+    """Return the tile of x [R, N] at (first, n), with zeros from row `end` and from column N on."""
     inside = tile_mask(first, end, n, N, BLOCK_M, BLOCK_N)
     return tl.load(x + first * N + n + tile_offsets(N, BLOCK_M, BLOCK_N), mask=inside, other=0.0)
 
 
 @triton.jit
 def store_tile(x, values, first, end, n, N):
-    """Write the tile of x [R, N] at (first, n), up to row `end` and column N."""
+    """Write a tile of x [R, N] at (first, n), except elements from row `end` or from column N on."""
     inside = tile_mask(first, end, n, N, values.shape[0], values.shape[1])
     offsets = tile_offsets(N, values.shape[0], values.shape[1])
     tl.store(x + first * N + n + offsets, values, mask=inside)

@@ -1,4 +1,4 @@
-"""The ops of `OPS` in Triton, which `kernels.ops` returns for a GPU."""
+"""The Triton versions of the `OPS`, which `kernels.ops` returns for a GPU."""
 
 from types import SimpleNamespace
 
@@ -35,5 +35,5 @@ _PRODUCTS = {
     "grouped_weight_grad": grouped_weight_grad,
 }
 BY_PRODUCTS = by_products({**_OTHERS, **_PRODUCTS})
-# The Triton products do not support fp64 on a GPU, so torch computes them expert by expert.
+# The Triton products do not support fp64 on a GPU, so torch computes fp64 products expert by expert.
 IN_FP64 = SimpleNamespace(**{**vars(reference), **_OTHERS})

@@ -1,9 +1,10 @@
-"""Runs a collective plan in one Triton kernel; each program is one lane of a rank, and ranks share a GPU.
+"""Runs a collective plan on ranks that share one GPU, in one Triton kernel.
 
-Programs wait for each other within one launch, so all must be resident: there are at most as many as the
-GPU has multiprocessors. A signal is an atomic addition with release order. A wait polls with acquire order
-until the count is reached. Barriers around both extend the order to all threads of a program.
-In the interpreter, programs run one after another, and every level is a separate launch.
+Each program is one lane of a rank. Programs wait for each other within one launch, so all programs must be
+resident. Their number is therefore at most the number of multiprocessors of the GPU. A signal is an atomic
+addition with release order. A wait polls with acquire order until it reads the required count. Barriers
+before and after extend the order to all threads of a program. In the interpreter, programs run one after
+another, and every level is a separate launch.
 """
 
 import torch
@@ -14,11 +15,11 @@ from torch import Tensor
 from fairseq_tutel.kernels import interpreted
 from fairseq_tutel.kernels.reference_plan import COLUMNS, MOVE, SIGNAL, SPINS, PlanTable
 
-LINE = 32  # distance of semaphores in int32: each has its own cache line of 128 bytes
+LINE = 32  # distance of semaphores in int32, so that each has a separate cache line of 128 bytes
 # BLOCK is not tuned.
 CONSTANTS = {"COLUMNS": COLUMNS, "MOVE": MOVE, "SIGNAL": SIGNAL, "LINE": LINE, "BLOCK": 256}
-# One warp: with several, a barrier on AMD does not wait for the stores of all warps, which a release must
-# cover. One stage: no load may move before a wait.
+# With several warps, a barrier on AMD would not wait for the stores of all warps, which a release must
+# cover. With several pipeline stages, a load could move before a wait.
 OPTIONS = {"num_warps": 1, "num_stages": 1}
 TABLES = ("rows", "sources", "bounds", "semaphores", "stuck")
 NUMBERS = (
@@ -28,7 +29,7 @@ NUMBERS = (
 
 
 def run_plan(memory: Tensor, table: PlanTable, calls: int, spins: int = SPINS) -> Tensor:
-    """Run a plan for several consecutive calls, as `reference_plan.run_plan` does.
+    """Run a collective plan for several consecutive calls, as `reference_plan.run_plan` does.
 
     Raises:
         ValueError: the GPU has fewer multiprocessors than the plan has instances.
@@ -38,7 +39,7 @@ def run_plan(memory: Tensor, table: PlanTable, calls: int, spins: int = SPINS) -
         most = torch.cuda.get_device_properties(memory.device).multi_processor_count
         if instances > most:
             raise ValueError(
-                f"The plan has {instances} lanes, which must run at the same time, but the GPU runs at "
+                f"The collective plan has {instances} lanes that must run together, but the GPU runs at "
                 f"most {most}; use a plan with fewer ranks or lanes."
             )
     semaphores = table.rows.new_zeros(table.semaphores * LINE)
@@ -130,7 +131,7 @@ def _plan_kernel(
                     looks += 1
                 if count < wanted:
                     stuck_at = which
-            # Makes the step's loads and stores visible to all threads before the next step.
+            # The barrier makes the step's loads and stores visible to all threads before the next step.
             tl.debug_barrier()
             row += 1
         call += 1
@@ -139,5 +140,5 @@ def _plan_kernel(
 
 @triton.jit
 def _address(place, call_at, tmp_at):
-    """Return the index into the memory of an offset of `PlanTable`."""
+    """Return the memory index of an offset that a row of `PlanTable` contains."""
     return tl.where(place < 0, tmp_at - 1 - place, call_at + place)

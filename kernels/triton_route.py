@@ -1,8 +1,9 @@
 """Triton kernels of routing: softmax with top-k, and slots, with the signatures of `reference_route`.
 
-Slots are computed by a block scan: a histogram of every block of assignments, an exclusive sum over the
-blocks, and comparisons of the ids within a block. It needs no atomics, sort, [T, E] tensor or host read.
-T tokens, E experts, K top_k, N = K * T assignments: assignment j * T + t is token t's choice j.
+Slots are computed by a block scan in three steps: a histogram of every block of assignments, an exclusive
+sum over the blocks, and comparisons of the ids within a block. The scan needs no atomics, sort, [T, E]
+tensor or host read. T tokens, E experts, K top_k, N = K * T assignments, where j * T + t is choice j of
+token t.
 """
 
 import torch
@@ -16,11 +17,12 @@ from fairseq_tutel.kernels.triton_launch import accumulator_of
 # Elements of a [tokens, experts] tile. With 4096 the fp64 kernel takes 25 s to compile for sm_80. With 1024
 # every kernel compiles in less than 1 s and needs at most 96 registers. Not tuned for speed on a GPU.
 TILE = 1024
-# Assignments per block: a slot costs BLOCK_N comparisons, and the scan takes N / BLOCK_N steps. PEERS are
-# compared at a time, since comparing all at once spills scalar registers on gfx942. Not tuned for speed.
+# Assignments per block. A slot costs BLOCK_N comparisons, and the scan takes N / BLOCK_N steps. PEERS
+# assignments are compared at a time, because comparing all at once spills scalar registers on gfx942. Not
+# tuned for speed.
 BLOCK_N, PEERS = 128, 32
 COUNT_BLOCK_E = 32
-# Tile of the scan over blocks: few experts per program, since only programs run in parallel.
+# Tile of the scan over blocks. It covers few experts per program, because only programs run in parallel.
 SCAN_BLOCK_B, SCAN_BLOCK_E = 256, 8
 
 
@@ -32,7 +34,7 @@ def _fake_softmax_top_k(logits_TE: Tensor, top_k: int) -> tuple[Tensor, Tensor, 
 
 @opaque(_fake_softmax_top_k)
 def softmax_top_k(logits_TE: Tensor, top_k: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (probs_TE, ids_TK, weights_TK): the softmax, its K largest (ties: lower id), their values."""
+    """Compute the softmax and each token's K largest probabilities: (probs_TE, ids_TK, weights_TK)."""
     logits_TE = logits_TE.contiguous()
     probs_TE, ids_TK, weights_TK = _fake_softmax_top_k(logits_TE, top_k)
     num_tokens, num_experts = logits_TE.shape
@@ -65,7 +67,7 @@ def _fake_softmax_top_k_backward(
 def softmax_top_k_backward(
     probs_TE: Tensor, ids_TK: Tensor, dprobs_TE: Tensor | None, dweights_TK: Tensor | None
 ) -> Tensor:
-    """Return dlogits_TE of `softmax_top_k`; a gradient that is None counts as zeros."""
+    """Return the logits' gradient of `softmax_top_k`; an incoming gradient of None counts as zeros."""
     probs_TE, ids_TK = probs_TE.contiguous(), ids_TK.contiguous()
     dprobs_TE = None if dprobs_TE is None else dprobs_TE.contiguous()
     dweights_TK = None if dweights_TK is None else dweights_TK.contiguous()
@@ -96,13 +98,13 @@ def softmax_top_k_backward(
 def assign_slots(
     ids_KT: Tensor, num_experts: int, time_first: tuple[int, int] | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return (slots_TK, assigned_KE): first choices before second ones, then token order."""
+    """Number the assignments of each expert: first choices before second choices, then by token order."""
     time, batch = time_first or (1, ids_KT.shape[1])
     return place_assignments(ids_KT, None, num_experts, time, batch)
 
 
 def assign_slots_by(order_N: Tensor, ids_KT: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
-    """Return (slots_TK, assigned_KE); assignments take slots in the given order."""
+    """Number the assignments of each expert in a given order; return the same results as `assign_slots`."""
     return place_assignments(ids_KT, order_N, num_experts, 1, ids_KT.shape[1])
 
 
@@ -117,12 +119,12 @@ def _fake_place_assignments(
 def place_assignments(
     ids_KT: Tensor, order_N: Tensor | None, num_experts: int, time: int, batch: int
 ) -> tuple[Tensor, Tensor]:
-    """Return (slots_TK, assigned_KE).
+    """Number the assignments of each expert and return (slots_TK, assigned_KE).
 
     Args:
-        ids_KT: [K, T] int64, the expert of each assignment; E for none.
+        ids_KT: [K, T] int64, the expert of each assignment; E for no expert.
         order_N: [K * T] int64, the assignments in the order in which they take slots. None: first choices
-            before second ones, then tokens by (sentence, time).
+            before second choices, then tokens by (sentence, time).
         num_experts: E.
         time: the time steps of a time-first layout, where token t is (t // batch, t % batch); else 1.
         batch: T / time.
@@ -137,7 +139,7 @@ def place_assignments(
         if order_N is not None:
             order_N, ids_1N = order_N.contiguous(), ids_KT.view(1, -1)
             # An order may mix choices, so its blocks do not give the counts per choice.
-            del starts_BE  # frees memory of the size of the next tensor
+            del starts_BE  # frees the memory for the next tensor, which has the same size
             starts_BE = _block_starts(ids_1N, order_N, torch.empty_like(assigned_KE[:1]), 1, 1)
         chains, length = (top_k, num_tokens) if order_N is None else (1, top_k * num_tokens)
         num_blocks = triton.cdiv(length, BLOCK_N)
@@ -163,9 +165,9 @@ def place_assignments(
 def _block_starts(
     ids_CL: Tensor, order_L: Tensor | None, totals_CE: Tensor, time: int, batch: int
 ) -> Tensor:
-    """Count each expert's assignments before each block [C * blocks, E] int32; fill `totals_CE`.
+    """Count each expert's assignments before each block [C * blocks, E] int32, and fill `totals_CE`.
 
-    The blocks split C chains of L positions, one chain after the other.
+    The blocks split C chains of L positions each. The blocks of one chain are consecutive.
     """
     (chains, length), num_experts = ids_CL.shape, totals_CE.shape[1]
     num_blocks = triton.cdiv(length, BLOCK_N)
@@ -196,7 +198,7 @@ def _block_starts(
 
 
 def _tile(num_experts: int, is_wide: bool) -> tuple[int, int]:
-    """Return (tokens, experts) of a tile that covers all experts; fp64 tiles have half the size."""
+    """Return the size (tokens, experts) of a tile that covers all experts; half the size for fp64."""
     block_e = max(triton.next_power_of_2(num_experts), 16)
     return max(TILE // (2 if is_wide else 1) // block_e, 1), block_e
 
@@ -223,8 +225,8 @@ def _softmax_top_k_kernel(
     exps = tl.exp(logits - tl.max(logits, axis=1)[:, None])
     probs = (exps / tl.sum(exps, axis=1)[:, None]).to(probs_ptr.dtype.element_ty)
     tl.store(probs_ptr + cells, probs, mask=inside)
-    # The rounded probabilities are compared, so equal stored values are ties. NaN is replaced by the
-    # largest key, since a maximum may skip NaN.
+    # The rounded probabilities are compared, so that equal stored values are ties. NaN is replaced by the
+    # largest key, because a maximum may skip NaN.
     keys = probs.to(ACC)
     keys = tl.where(keys == keys, keys, 2.0)
     keys = tl.where(inside, keys, -1.0)
@@ -283,13 +285,13 @@ def _copies_at(
     batch,
     HAS_ORDER: tl.constexpr,
 ):
-    """Return the assignments at these positions of a chain and their experts; E past the chain's end."""
+    """Return the assignments at these positions of a chain and their experts; E after the chain's end."""
     inside = positions < length
     if HAS_ORDER:
         copies = tl.load(order_ptr + positions, mask=inside, other=0)
     else:
         copies = chain.to(tl.int64) * length + positions % time * batch + positions // time
-    # Comparisons in 32 bits take half the instructions.
+    # Comparisons in 32 bits need half as many instructions.
     return copies, tl.load(ids_ptr + copies, mask=inside, other=num_experts).to(tl.int32)
 
 

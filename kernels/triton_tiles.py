@@ -1,8 +1,8 @@
 """Assigns row tiles to programs on the device, so that the host does not read the row counts.
 
-The grid has R // BLOCK_M + E + 1 row tiles, an upper bound. Rows after the last group form one more group,
-of expert -1. A row of the table is (expert, first row, end of the group's rows). The first row of an unused
-tile is not below the end.
+The grid has R // BLOCK_M + E + 1 row tiles, which is an upper bound. Rows after the last group form an
+additional group with expert -1. A row of the table is (expert, first row, end of the group's rows). In an
+unused tile, the first row is not below the end.
 """
 
 import torch
@@ -15,7 +15,7 @@ BLOCK_EXPERTS = 64
 
 
 def tile_table(counts_E: Tensor, num_rows: int, block_m: int) -> Tensor:
-    """Return the table [3, tiles] int64 of row tiles for counts [E] int64 on the same device."""
+    """Return a table [3, tiles] int64 of row tiles, computed from counts [E] int64 on the same device."""
     num_experts = counts_E.shape[0]
     num_tiles = num_rows // block_m + num_experts + 1
     table = torch.empty(3, num_tiles, dtype=torch.int64, device=counts_E.device)
@@ -72,7 +72,7 @@ def _tile_table_kernel(
 
 @triton.jit
 def place(pid, tiles_m, tiles_n, GROUP: tl.constexpr):
-    """Return the tile (m, n) of program `pid`; GROUP row tiles are processed for all columns together."""
+    """Return the tile (m, n) that program `pid` computes; GROUP row tiles are processed together."""
     group = pid // (GROUP * tiles_n)
     in_group = pid % (GROUP * tiles_n)
     height = tl.minimum(tiles_m - group * GROUP, GROUP)

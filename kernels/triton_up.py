@@ -1,9 +1,8 @@
-"""fc1 and the activation of all experts, in one Triton kernel.
+"""The FFN's first linear map (fc1) and the activation of all experts, in one Triton kernel.
 
-The signature is that of `reference`. The gather of tokens is fused into the loads of the product, and the
-activation into its epilogue. With fc3 both products share one read of the rows.
-h is rounded to the rows' dtype before the activation, so that saved and recomputed activations are
-bit-identical.
+The signature equals the signature in `reference`. The kernel gathers tokens while it loads the operands,
+and applies the activation in its epilogue. With fc3, both products share one read of the rows. h is rounded
+to the rows' dtype before the activation, so that saved and recomputed activations are bit-identical.
 """
 
 import torch
@@ -46,7 +45,7 @@ def ffn_up(
     activation: str,
     keep: bool,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Return (a_RH, h_RH, g_RH): a = act(h), h = x @ fc1.T + bias; with fc3 a = silu(h) * g, g by fc3."""
+    """Compute the FFN up to fc2's input: a = act(fc1(x)), or silu(fc1(x)) * fc3(x) for gated experts."""
     is_glu = fc3_weight is not None
     keep_h = keep and (is_glu or not ACTIVATIONS[activation].keeps_output)
     a_RH, h_RH, g_RH = triton_up(
@@ -93,10 +92,10 @@ def triton_up(
     activation: str,
     keep_h: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (a_RH, h_RH, g_RH) of `ffn_up`; omitted results are empty tensors.
+    """Run the kernel of `ffn_up`; results that are not needed are empty tensors.
 
-    The arguments are those of `ffn_up`, with counts [E] int64 in place of groups. `activation` is applied
-    to h and is "swish" with fc3. `keep_h`: whether to return h and, with fc3, g.
+    The arguments are the arguments of `ffn_up`, with counts [E] int64 in place of groups. `activation` is
+    applied to h. With fc3 it is "swish". `keep_h`: whether to return h and, with fc3, g.
     """
     a_RH, h_RH, g_RH = _up_shapes(
         x_ND,

@@ -1,8 +1,8 @@
-"""The gradients of every expert's weight and bias in Triton: products that sum over the expert's rows.
+"""The gradients of every expert's weight and bias in Triton: products that sum over an expert's rows.
 
-The signature is that of `reference`. Both gathers are fused into the loads, and the gate's weights scale
-the output's gradient as it is loaded. Each program writes one tile of one expert's gradient, so there are
-no sums across programs. The gradients of an expert without rows are set to zero.
+The signature equals the signature in `reference`. The kernel gathers both operands while it loads them, and
+scales the output's gradient by the gate's weights. Each program writes one tile of one expert's gradient,
+so no sums across programs are needed. The gradients of an expert without rows are set to zero.
 """
 
 import torch
@@ -28,7 +28,7 @@ def grouped_weight_grad(
     scale_R: Tensor | None = None,
     bias: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return (dweight_EOI, dbias_EO): dweight[e] = sum over group e of (scale[r] dout[r]) x rows[r]."""
+    """Return the gradients of each expert's weight and bias, summed over the expert's rows."""
     dweight_EOI, dbias_EO = triton_weight_grad(
         dout_NO, rows_NI, groups.counts, dout_index_R, rows_index_R, scale_R, bias
     )
@@ -60,7 +60,7 @@ def triton_weight_grad(
     scale_R: Tensor | None,
     bias: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Return (dweight_EOI, dbias_EO) of `grouped_weight_grad`; dbias is an empty tensor without `bias`."""
+    """Run the kernel of `grouped_weight_grad`; without `bias`, the bias gradient is an empty tensor."""
     dweight_EOI, dbias_EO = _weight_grad_shapes(
         dout_NO, rows_NI, counts_E, dout_index_R, rows_index_R, scale_R, bias
     )
@@ -106,7 +106,7 @@ def triton_weight_grad(
 
 @triton.jit
 def _sources(index, r, end):
-    """Return the source rows of rows r as int64: index[r], or r without an index."""
+    """Return the source row of each row as int64: index[r], or r if there is no index."""
     source = r.to(tl.int64)
     if index is not None:
         source = tl.load(index + r, mask=r < end, other=0)
@@ -115,9 +115,9 @@ def _sources(index, r, end):
 
 @triton.jit
 def _load_scaled(x, source, scale, r, end, columns, D, ACC: tl.constexpr):
-    """Return the tile [columns, rows] of scale[r] * x[source], with zeros from row `end` on.
+    """Load a tile [columns, rows] of scale[r] * x[source], with zeros from row `end` on.
 
-    It is loaded in the layout of the product: transposed tiles are not prefetched on every GPU.
+    The tile is loaded in the layout of the product, because not every GPU prefetches transposed tiles.
     """
     own = r < end
     inside = (columns < D)[:, None] & own[None, :]
@@ -157,7 +157,7 @@ def _weight_grad_kernel(
     i = tile_i * BLOCK_I + tl.arange(0, BLOCK_I)
     total = tl.zeros([BLOCK_O, BLOCK_I], dtype=ACC)
     r = first + tl.arange(0, BLOCK_R)
-    # Indices are read one step ahead, so that the loads of the tiles do not wait for them.
+    # Indices are read one step ahead, so that the loads of the tiles do not wait for the indices.
     dout_source, rows_source = _sources(dout_index, r, end), _sources(rows_index, r, end)
     for _ in range(first, end, BLOCK_R):
         dout_tile = _load_scaled(dout, dout_source, scale, r, end, o, OUT, ACC)
@@ -171,7 +171,7 @@ def _weight_grad_kernel(
     tl.store(dweight + row[:, None] * IN + i[None, :], total, mask=inside)
     if dbias is not None:  # noqa: SIM102 (evaluated at compile time)
         if tile_i == 0:
-            # A separate loop: a condition inside the first loop would delay its loads.
+            # A separate loop is used, because a condition inside the first loop would delay its loads.
             sums = tl.zeros([BLOCK_O], dtype=ACC)
             for r_0 in range(first, end, BLOCK_R):
                 r = r_0 + tl.arange(0, BLOCK_R)

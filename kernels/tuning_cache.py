@@ -24,12 +24,12 @@ logger = logging.getLogger(__name__)
 
 LOCK_SECONDS = 2
 
-# The timings of one entry: configuration -> milliseconds, or the error if it cannot run.
+# The timings of one entry: configuration -> milliseconds, or the error if the configuration cannot run.
 Timings = dict[str, float | str]
 
 
 class TuningCache:
-    """The timings of one device and version.
+    """The kernel timings of one device and one set of software versions, in memory and on disk.
 
     Args:
         path: the file; its directory is created at the first write.
@@ -49,8 +49,8 @@ class TuningCache:
         return cls(directory() / f"kernels-{digest[:16]}.json", identity)
 
     def add(self, entry: str, timings: Timings) -> None:
-        """Add timings in memory and on disk, and load those that other processes added."""
-        from filelock import FileLock  # imported here because the import takes 0.1 s
+        """Add timings in memory and on disk, and load the timings that other processes added."""
+        from filelock import FileLock  # imported late because the import takes 0.1 s
 
         self.entries.setdefault(entry, {}).update(timings)
         try:
@@ -59,7 +59,7 @@ class TuningCache:
                 for other, theirs in self._read().items():
                     self.entries[other] = {**theirs, **self.entries.get(other, {})}
                 self._write()
-        except (OSError, NotImplementedError) as error:  # the latter if file locks are unsupported
+        except (OSError, NotImplementedError) as error:  # NotImplementedError: file locks are unsupported
             reason = getattr(error, "strerror", None) or error
             _warn_once(f"kernel timings are not saved: {self.path} cannot be written ({reason})")
 
@@ -100,7 +100,7 @@ def directory() -> Path:
 
 
 def identity_here() -> dict[str, str]:
-    """Return the device and the versions on which all timings depend."""
+    """Return the device name and the software versions that timings depend on."""
     device, arch = platform.machine(), "cpu"
     if torch.cuda.is_available():
         facts = torch.cuda.get_device_properties(torch.cuda.current_device())
@@ -116,7 +116,7 @@ def identity_here() -> dict[str, str]:
 
 
 def _triton_version() -> str:
-    """Return the version of the module, since the package has another name on ROCm."""
+    """Return the version of the imported module, because the package has another name on ROCm."""
     try:
         import triton
     except ImportError:

@@ -1,4 +1,4 @@
-"""The weights of stacked experts, the activations that their FFN saves for backward, and its gradients.
+"""The weights of stacked experts, their gradients, and the activations that the FFN saves for backward.
 
 D model_dim, H hidden_dim, E experts, R rows.
 """
@@ -15,7 +15,7 @@ from fairseq_tutel.kernels.large_pages import in_large_pages
 
 @dataclass(frozen=True)
 class ExpertTensorList:
-    """A list of the tensors of n experts with the interface of a stacked tensor that kernels use.
+    """A list of n experts' tensors that kernels can use like a stacked tensor [n, ...].
 
     It supports only forward passes without gradients.
 
@@ -35,18 +35,18 @@ class ExpertTensorList:
         return self.make(index)
 
     def unbind(self, dim: int) -> "ExpertTensorList":
-        """Return the tensors; each is created when it is read."""
+        """Return a sequence of the experts' tensors; each tensor is created when it is read."""
         assert dim == 0
         return self
 
     def to(self, dtype: torch.dtype) -> "ExpertTensorList":
-        """Return the tensors in another dtype."""
+        """Return the list with its tensors converted to another dtype."""
         return ExpertTensorList(lambda index: self.make(index).to(dtype), self.shape, dtype)
 
 
 @dataclass(frozen=True)
 class FFNWeights:
-    """The weights of E experts, or of one expert without the first dimension; only gated experts have fc3.
+    """The FFN weights of E stacked experts, or of one expert; only gated experts have fc3.
 
     Attributes:
         fc1_weight: [E, H, D].
@@ -66,20 +66,20 @@ class FFNWeights:
 
     @property
     def is_glu(self) -> bool:
-        """Whether the experts are gated."""
+        """Whether the experts are gated, that is, have fc3."""
         return self.fc3_weight is not None
 
     @classmethod
     def of(cls, tensors: Sequence[Any]) -> "FFNWeights":
-        """Create the weights from tensors in the order of NAMES."""
+        """Create the weights from a sequence of tensors that is ordered as NAMES."""
         return cls(*tensors)
 
     def of_each(self) -> Any:
-        """Return the weights with each stacked tensor split into a list of the experts' tensors."""
+        """Return the weights with each stacked tensor split into a list with one tensor per expert."""
         return FFNWeights.of([None if t is None else t.unbind(0) for t in self.tensors()])
 
     def tensors(self) -> tuple[Tensor | None, ...]:
-        """Return the tensors in the order of NAMES."""
+        """Return the weight tensors in the order of NAMES."""
         return tuple(getattr(self, name) for name in NAMES)
 
 
@@ -88,7 +88,7 @@ NAMES = tuple(field.name for field in fields(FFNWeights))
 
 @dataclass(frozen=True)
 class SavedActivations:
-    """The activations that forward saves for backward; the input is not included.
+    """The activations that the FFN's forward saves for backward, without its input.
 
     Attributes:
         a_RH: [R, H] the activation function's output, if its derivative is computed from it; else None.
@@ -103,7 +103,7 @@ class SavedActivations:
 
 @dataclass(frozen=True)
 class FFNGradients:
-    """The gradients of one FFN.
+    """The gradients of the inputs, gates and weights of one FFN.
 
     Attributes:
         x_RD: [R, D] the gradient of every row's input, with a zero tail; None if it is not needed.
@@ -124,7 +124,7 @@ class FFNGradients:
         needs_dx: bool,
         needs_weights: bool,
     ) -> "FFNGradients":
-        """Allocate uninitialized gradients."""
+        """Allocate uninitialized gradients with the shapes of the given weights."""
         w1 = weights.fc1_weight
         return cls(
             w1.new_empty(num_rows, w1.shape[2]) if needs_dx else None,

@@ -1,7 +1,8 @@
-"""Checkpoints: saved by any number of ranks, read by any other.
+"""Saves and loads checkpoints; the number of ranks may differ between saving and loading.
 
 - `saved`: `SavedModel` opens, edits and writes a checkpoint.
-- `description`, `average`: what `inspect` and `average` do.
+- `description`, `average`: the functions behind the tools `inspect` and `average`.
 - `experts`: gathers experts on rank 0, or writes them as `shards` in `folders`.
-- `files`: atomic writes, checks and safe reading of files. `lease`: one training run per folder.
+- `files`: writes files atomically, checks them and reads them safely.
+- `lease`: allows only one training run at a time to write to a folder.
 """

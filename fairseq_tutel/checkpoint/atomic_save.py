@@ -16,7 +16,7 @@ TRIES, PAUSE_SECONDS = 3, 2.5
 
 
 def save(content: Any, path: str) -> None:
-    """Write a local file atomically with torch.save, with several attempts; raise as `replacing`."""
+    """Write a local file atomically with torch.save in up to TRIES attempts; see `replacing` for errors."""
     with replacing(path) as temporary:
         for left in reversed(range(TRIES)):
             try:
@@ -30,10 +30,10 @@ def save(content: Any, path: str) -> None:
 
 @contextlib.contextmanager
 def replacing(path: str) -> Iterator[str]:
-    """Yield a temporary name, and rename that file to `path`, a file of a training run, after the block.
+    """Yield a temporary file name to write to; after the block, rename that file to `path`.
 
     Raises:
-        OSError: names the file and the reason; the temporary file is removed.
+        OSError: the file could not be written; the temporary file is removed.
     """
     try:
         with renamed_when_whole(path) as temporary:
@@ -44,7 +44,7 @@ def replacing(path: str) -> Iterator[str]:
 
 @contextlib.contextmanager
 def synced(path: str | os.PathLike) -> Iterator[IO[bytes]]:
-    """Open a file for writing, and call fsync after the block."""
+    """Open a file for writing; call fsync after the block."""
     with open(path, "wb") as file:
         yield file
         file.flush()
@@ -58,7 +58,7 @@ def write(content: Any, path: str | os.PathLike) -> None:
 
 
 def unwritten(path: str, error: BaseException) -> OSError:
-    """Return an error that names a file that could not be written, the reason and the fix."""
+    """Return an OSError for a file that could not be written, with the reason and a fix."""
     cause, number, reason = system_error(error), None, str(error).partition("\n")[0]
     if cause is not None:
         number, reason = cause.errno, str(cause.strerror)
@@ -67,14 +67,14 @@ def unwritten(path: str, error: BaseException) -> OSError:
         folder = os.path.dirname(folder)
     free = shutil.disk_usage(folder).free
     message = (
-        f"{path} could not be written: {reason} ({free / 1e6:.1f} MB are free there); earlier checkpoints "
-        "are unchanged; check the disk, and start again to resume from the newest."
+        f"{path} could not be written: {reason} ({free / 1e6:.1f} MB are free on that disk); earlier "
+        "checkpoints are unchanged; check the disk, and restart to resume from the newest checkpoint."
     )
     return OSError(number, message) if number else OSError(message)
 
 
 def system_error(error: BaseException) -> OSError | None:
-    """Return the OSError behind an error of torch; None if there is none."""
+    """Return the OSError that caused an error of torch; None if no OSError did."""
     cause: BaseException | None = error
     while cause is not None and not (isinstance(cause, OSError) and cause.errno):
         cause = cause.__cause__ or cause.__context__

@@ -13,10 +13,10 @@ from fairseq_tutel.zero.state import MASTER
 
 
 def average(paths: list[Path]) -> SavedModel:
-    """Return the first checkpoint with the mean of all checkpoints' weights.
+    """Return the first checkpoint with weights that are averaged over all checkpoints.
 
-    One averaged copy of the weights is in memory, and of sharded checkpoints one tensor of each. Tied
-    tensors stay tied. Weights of different names or shapes are a ValueError.
+    Memory holds the averaged weights and, for sharded checkpoints, one tensor of each checkpoint. Tied
+    tensors stay tied. Raises ValueError if names or shapes of the weights differ.
     """
     opened = [SavedModel.open(path, "--inputs", keep_shards=True) for path in paths]
     models: list[dict[str, Any]] = [saved.weights for saved in opened]
@@ -35,7 +35,7 @@ def average(paths: list[Path]) -> SavedModel:
         if identity not in done:
             done[identity] = mean([t if isinstance(t, Tensor) else t.whole() for t in tensors])
         averaged[key] = done[identity]
-    # Resuming would restore the first file's weights from the masters.
+    # Without this, resuming would restore the first file's weights from its master weights.
     first = opened[0].state
     kept = {key: _without(MASTER, part) for key, part in first.items() if key != "model"}
     unbind(kept)
@@ -43,7 +43,7 @@ def average(paths: list[Path]) -> SavedModel:
 
 
 def _without(name: str, tree: Any) -> Any:
-    """Return nested dictionaries without the entries of a key."""
+    """Return a copy of nested dictionaries without the entries whose key is `name`."""
     if not isinstance(tree, dict):
         return tree
     return {key: _without(name, part) for key, part in tree.items() if key != name}
@@ -62,9 +62,10 @@ def _shape_of(model: dict, key: str) -> str:
 
 
 def mean(tensors: list[Tensor]) -> Tensor:
-    """Return the mean of tensors of one shape, in the first one's dtype.
+    """Return the mean of tensors of equal shape, in the dtype of the first tensor.
 
-    The sum has a wider dtype, so that equal tensors keep their bits. Integers round down, as in fairseq.
+    The sum has a wider dtype, so the mean of equal tensors has the same bits. Integer means are rounded
+    down, as in fairseq.
     """
     dtype = tensors[0].dtype
     wider = torch.float64 if dtype in (torch.float32, torch.float64) else torch.float32

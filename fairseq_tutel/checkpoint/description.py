@@ -1,4 +1,4 @@
-"""Describes the content of a checkpoint, ours or another system's, as plain dictionaries and lists."""
+"""Describes the content of a checkpoint of any supported system as plain dictionaries and lists."""
 
 import re
 import zipfile
@@ -18,14 +18,14 @@ from fairseq_tutel.moe.option_table import options_of
 from fairseq_tutel.options.option import plain
 
 OURS, DENSE = "fairseq_tutel, with experts", "fairseq, dense"
-EXPERTS = re.compile(r"(?:^|\.)experts\.")  # in names of any system
+EXPERTS = re.compile(r"(?:^|\.)experts\.")  # matches the tensor names of every supported system
 Facts = dict[str, Any]
 
 
 def describe(state: Any, path: Path, check: bool = False) -> tuple[Facts, list[Layer]]:
-    """Return the facts about a file's content, and its MoE layers, at any depth of a model.
+    """Return a description of a file's content, and a list of all its MoE layers.
 
-    With `check`, everything is read and compared with the checksums.
+    `check` reads all bytes and compares them with the checksums.
     """
     is_checkpoint = isinstance(state, dict) and isinstance(state.get("model"), dict)
     if is_checkpoint:
@@ -43,7 +43,7 @@ def describe(state: Any, path: Path, check: bool = False) -> tuple[Facts, list[L
         facts["shards"] = _described_shards(shards)
     if check:
         _verify(path, shards)
-        facts["checked"] = zipfile.is_zipfile(path)  # others have no checksums
+        facts["checked"] = zipfile.is_zipfile(path)  # only zip files have checksums
     facts["bytes"] = {
         "experts": _bytes(tensor for key, tensor in weights.items() if EXPERTS.search(key)),
         "other weights": _bytes(tensor for key, tensor in weights.items() if not EXPERTS.search(key)),
@@ -65,14 +65,14 @@ def _verify(path: Path, shards: Iterable[ShardedTensor]) -> None:
             tensor.read(expert, 1)  # compares the digest
     if not is_whole(str(path)):
         raise ValueError(
-            f"FILE names {path}, whose bytes differ from their checksums; give an older checkpoint."
+            f"FILE names {path}, whose bytes do not match their checksums; give an older checkpoint."
         )
 
 
 def _changed_options(state: dict[str, Any]) -> Facts:
-    """Return the options of experts that differ from their defaults, if the file has some."""
+    """Return the expert options whose saved value differs from the default."""
     options = SavedModel(state).options_of("model")
-    inner = options.get("w2v_args")  # of a pretrained model inside the model
+    inner = options.get("w2v_args")  # options of a pretrained model inside the model
     options = inner.get("model", options) if isinstance(inner, dict) else options
     known = [option for option in options_of("model") if option.key in options]
     values = [(option, plain(options[option.key])) for option in known]
@@ -81,7 +81,7 @@ def _changed_options(state: dict[str, Any]) -> Facts:
 
 
 def _tensors(tree: Any) -> Iterator[tuple[str, Any]]:
-    """Yield (name, tensor) of nested dictionaries and lists, each container once."""
+    """Yield (name, tensor) for all tensors in nested dictionaries and lists; visit each container once."""
     seen, open_trees = set(), [("", tree)]
     while open_trees:
         prefix, node = open_trees.pop()
@@ -95,7 +95,7 @@ def _tensors(tree: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _bytes(tensors: Any) -> int:
-    """Return the bytes of tensors, each storage once."""
+    """Return the total bytes of tensors; count tensors that share a storage once."""
     total, seen = 0, set()
     for tensor in tensors:
         identity = (tensor.data_ptr(), tensor.shape) if isinstance(tensor, Tensor) else id(tensor)
@@ -148,7 +148,7 @@ def _quantization(stacks: Mapping[str, Any]) -> Facts:
 
 
 def _grouped(weights: Mapping[str, Any]) -> list[Facts]:
-    """Return the tensors by name, shape and dtype; names that differ only in numbers are one group."""
+    """Group tensors by name, shape and dtype; names that differ only in numbers share a group."""
     groups = Counter(
         (re.sub(r"(?<=\.)\d+(?=\.)", "N", key), tuple(tensor.shape), _dtype(tensor))
         for key, tensor in weights.items()
@@ -164,7 +164,7 @@ def _dtype(tensor: Any) -> str:
 
 
 def _described_shards(tensors: Iterable[ShardedTensor]) -> Facts:
-    """Return the folders, number and size of shard files, after a check of their headers."""
+    """Check the headers of the shard files; return the files' folders, number and total size."""
     paths = set()
     for tensor in tensors:
         tensor.check_headers()

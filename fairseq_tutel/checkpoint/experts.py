@@ -1,7 +1,8 @@
-"""Saves the experts of all ranks by global expert ID: gathered on rank 0, or written by every rank.
+"""Saves the experts of all ranks in the order of their global IDs.
 
-Rank 0 keeps gathered tensors in host memory until the next training step: all experts, and as much again
-for each optimizer state tensor of their shape (three times the experts with Adam).
+Either rank 0 gathers and saves all experts, or every rank writes its own experts. Rank 0 keeps gathered
+tensors in host memory until the next training step. These are all experts and each optimizer state tensor
+of their shape: with Adam, three times the bytes of the experts.
 """
 
 from collections.abc import Callable, Mapping
@@ -19,15 +20,15 @@ from fairseq_tutel.moe.expert_stack import OWN, ExpertStack, Weights
 from fairseq_tutel.ranks import world
 from fairseq_tutel.ranks.groups import Slice, Topology, join, slice_of
 
-# Size of a chunk on rank 0's device, with the parts of all ranks.
+# Bytes that rank 0 gathers from all ranks together in one step, on its device.
 GATHERED_BYTES = 64 * 2**20
-_DIFFER = "the ranks' optimizers differ; the last saved checkpoint is whole."
-_MAKE_ROOM = "make room, or give a --save-dir that all ranks share; the last saved checkpoint is whole."
+_DIFFER = "the ranks' optimizers differ; the last saved checkpoint is complete."
+_MAKE_ROOM = "free disk space, or give a --save-dir that all ranks share; the last checkpoint is complete."
 States = Callable[[nn.Parameter], Mapping[str, Tensor]]
 
 
 class _Stack(NamedTuple):
-    """The experts of all ranks in a layer: one of their tensors, or of its optimizer state."""
+    """Name, shape and dtype of a tensor [E, ...]: a parameter of all experts, or its optimizer state."""
 
     layer: str
     name: str
@@ -38,24 +39,25 @@ class _Stack(NamedTuple):
 
 @dataclass
 class _Written:
-    """What a rank wrote: pieces by expert and slice, the bytes of its files, and its error."""
+    """The pieces that a rank wrote, the sizes of its files in bytes, and its error."""
 
+    # For each stack: pieces by (expert ID, index of the expert shard).
     pieces: dict[_Stack, dict[tuple[int, int], Piece]] = field(default_factory=dict)
     sizes: dict[str, int] = field(default_factory=dict)
-    num_stacks: int = 0  # that it has; its replicas may have written all of one
+    num_stacks: int = 0  # counts stacks that only its EP replicas wrote, too
     error: str | None = None
 
 
 def expert_modules(model: nn.Module) -> list[ExpertStack]:
-    """Return the model's expert stacks in module order, the same on every rank."""
+    """Return the model's expert stacks in module order, which is the same on every rank."""
     return [m for m in model.modules() if isinstance(m, ExpertStack)]
 
 
 def gather_to_first(tensor: Tensor, topology: Topology, slicing: Slice | None = None) -> Tensor | None:
-    """Return the expert group's parts of a parameter joined in host memory on rank 0, else None.
+    """Gather a parameter of all experts in host memory on rank 0; return None on other ranks.
 
-    Only the expert group of rank 0 communicates; its ranks hold every expert once. A tensor of the shape of
-    a parameter, such as a moment, needs the parameter's slicing.
+    Only the EP group of rank 0 communicates: its ranks hold every expert once. For a tensor that is not a
+    parameter, such as a moment of Adam, give the parameter's `slicing`.
     """
     if topology.rank >= topology.expert_parallel_size:
         return None
@@ -76,7 +78,7 @@ def gather_to_first(tensor: Tensor, topology: Topology, slicing: Slice | None = 
 
 
 def gather_experts(model: nn.Module, topology: Topology) -> None:
-    """Gather all experts for the next `model.state_dict()` on rank 0. Collective."""
+    """Gather all experts on rank 0 for its next `model.state_dict()`. Collective."""
     if topology.expert_parallel_size == 1:
         return
     for experts in expert_modules(model):
@@ -87,7 +89,10 @@ def gather_experts(model: nn.Module, topology: Topology) -> None:
 
 
 def gather_everywhere(model: nn.Module, topology: Topology) -> int:
-    """Gather all experts on every rank, which then runs alone; return the bytes per rank. Collective."""
+    """Gather all experts on every rank; return the bytes per rank. Collective.
+
+    After that, forward passes need no communication between ranks.
+    """
     if topology.expert_parallel_size == 1:
         return 0
     num_bytes = 0
@@ -103,7 +108,7 @@ def gather_everywhere(model: nn.Module, topology: Topology) -> int:
 
 
 def drop_everywhere(model: nn.Module) -> None:
-    """Free the gathered experts on every rank."""
+    """Free the experts that `gather_everywhere` gathered on this rank."""
     for experts in expert_modules(model):
         experts.compute_with(OWN)
 
@@ -113,10 +118,12 @@ def save_in_shards(
 ) -> dict[tuple[str, str], dict[str, Any]]:
     """Write all experts and their optimizer state to shard files. Collective.
 
-    EP replicas split the experts among them. The next `model.state_dict()` holds the records, which are
-    returned by (qualified name of the stack, tensor); optimizer state is named PARAMETER.STATE. `states`
-    returns the optimizer's stacked tensors of a parameter; it may be collective, and is called in the same
-    order on all ranks. If one rank cannot write, all raise a ValueError.
+    EP replicas split the experts among them. Returns the records of the written tensors, with the keys
+    (qualified name of the stack, tensor name). Optimizer state has the tensor name PARAMETER.STATE. The
+    next `model.state_dict()` holds the records of the parameters.
+
+    `states` returns the optimizer's stacked tensors for a parameter. It may be collective: all ranks call
+    it in the same order. If one rank cannot write, all ranks raise a ValueError.
     """
     folder = save_dir / folders.PARENT / _first_rank(lambda: _begin(save_dir))
     own = _write_own(model, topology, states, folder)
@@ -151,21 +158,21 @@ def _commit(folder: Path, digests: list[str], sizes: dict[str, int]) -> str:
     for file, size in sizes.items():
         path = folder / file
         if not path.is_file() or path.stat().st_size != size:
-            raise OSError(f"{path}, which another rank wrote, is missing or has the wrong size")
+            raise OSError(f"{path}, written by another rank, is missing or has the wrong size")
     return folders.commit(folder, digests)
 
 
 def _first_rank(action: Callable[[], Any]) -> Any:
-    """Run an action on rank 0; return its result, or raise its error, on all ranks."""
+    """Run `action` on rank 0; return the result, or raise the error, on every rank."""
     try:
         return world.run_on_rank_zero(action, "rank 0's work on the folder of shards")
     except ValueError as error:
-        problem = f"rank 0 could not prepare or commit the folder of shards ({error})"
+        problem = f"rank 0 could not create or rename the folder of shard files ({error})"
         raise ValueError(f"{problem}; {_MAKE_ROOM}") from error
 
 
 def _write_own(model: nn.Module, topology: Topology, states: States, folder: Path) -> _Written:
-    """Write this rank's share of the experts, a file per layer."""
+    """Write this rank's share of the experts, one file per layer."""
     written = _Written()
     layers = [(n, m) for n, m in model.named_modules() if isinstance(m, ExpertStack)]
     for turn, (layer, stack) in enumerate(layers):
@@ -174,7 +181,7 @@ def _write_own(model: nn.Module, topology: Topology, states: States, folder: Pat
             slicing = stack.slice_of(name)
             tensors[name] = (parameter, slicing)
             for key, value in states(parameter).items():
-                # A tensor of another shape, such as a scale, is the same for all slices.
+                # A tensor with a different shape, such as a scale, is the same for all expert shards.
                 cut = slicing if value.shape == parameter.shape else Slice()
                 tensors[f"{name}.{key}"] = (value, cut)
         written.num_stacks += len(tensors)
@@ -201,7 +208,7 @@ def _write_layer(
     file = f"{layer}.experts-{first:04d}-{last:04d}{slice_name}.safetensors"
     values: dict[str, Tensor] = {}
     for name, (stacked, slicing) in tensors.items():
-        if slicing.count == 1 and index > 0:  # the same in all slices
+        if slicing.count == 1 and index > 0:  # the same for all expert shards; the first writes it
             continue
         shape = list(stacked.shape)
         shape[slicing.dim] *= slicing.count
@@ -219,9 +226,10 @@ def _write_layer(
 
 
 def _share(num_local: int, topology: Topology, turn: int) -> range:
-    """Return the local experts that this rank writes; its replicas write the others.
+    """Return the range of local experts that this rank writes; its EP replicas write the other experts.
 
-    `turn` is the number of the layer: with more replicas than experts, other replicas write the next one.
+    `turn` is the index of the layer. It changes the replicas that write if there are more replicas than
+    experts.
     """
     n = topology.num_replicas
     replica = (topology.rank // topology.expert_parallel_size + turn) % n
@@ -229,7 +237,7 @@ def _share(num_local: int, topology: Topology, turn: int) -> range:
 
 
 def _joined(everything: list[_Written], folder: Path) -> dict[_Stack, dict[tuple[int, int], Piece]]:
-    """Return the pieces of all ranks, after a check that each wrote its own."""
+    """Merge the pieces that all ranks wrote; raise ValueError if a rank failed or a piece is missing."""
     joined: dict[_Stack, dict[tuple[int, int], Piece]] = {}
     for rank, written in enumerate(everything):
         if written.error is not None:
@@ -241,7 +249,9 @@ def _joined(everything: list[_Written], folder: Path) -> dict[_Stack, dict[tuple
         expected = stack.shape[0] * stack.slicing.count
         if len(pieces) != expected:
             what = f"{stack.layer}.{stack.name}"
-            raise ValueError(f"{len(pieces)} pieces of {what} were written, not {expected}: {_DIFFER}")
+            raise ValueError(
+                f"{len(pieces)} pieces of {what} were written, but {expected} expected: {_DIFFER}"
+            )
     if any(written.num_stacks != len(joined) for written in everything):
-        raise ValueError(f"ranks wrote different tensors: {_DIFFER}")
+        raise ValueError(f"the ranks wrote different tensors of the experts: {_DIFFER}")
     return joined

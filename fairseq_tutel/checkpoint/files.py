@@ -1,4 +1,4 @@
-"""Files of torch.save: checks, and safe reading, which runs no pickled code."""
+"""Checks and reads files of torch.save, without running pickled code."""
 
 import argparse
 import hashlib
@@ -19,15 +19,15 @@ from fairseq_tutel.checkpoint.atomic_save import system_error
 
 DOS_FOLDER = 0x10
 CHUNK = 2**20
-# What a path may be in place of a checkpoint.
+# Kinds of paths that cannot be checkpoints.
 NOT_CHECKPOINTS = ("a folder", "a pipe, device or socket", "a link that leads nowhere")
-IS_CORRUPT = "is corrupt (truncated while it was written, or changed on its disk)"
+IS_CORRUPT = "is corrupt (truncated while it was written, or changed on disk)"
 # A class in checkpoints of speech tasks. It is imported on demand, since fairseq takes seconds to import.
 DICTIONARY = "fairseq.data.dictionary.Dictionary"
 
 
 def unlike_a_file(path: str | os.PathLike) -> str | None:
-    """Return one of NOT_CHECKPOINTS if the path is that; None for files and missing ones."""
+    """Return the kind of a path that cannot be a checkpoint; None for a file or a missing path."""
     folder, pipe, broken_link = NOT_CHECKPOINTS
     if os.path.isfile(path) or not os.path.lexists(path):
         return None
@@ -37,31 +37,32 @@ def unlike_a_file(path: str | os.PathLike) -> str | None:
 
 
 def is_pipe(path: str | os.PathLike) -> bool:
-    """Whether a path is a pipe, device or socket, which a reader could wait for without end."""
+    """Whether a path is a pipe, device or socket; reading from these could block forever."""
     try:
         mode = os.stat(path).st_mode
-    except (OSError, ValueError):  # there is none, or the text is not a path
+    except (OSError, ValueError):  # there is no such file, or the text is not a path
         return False
     return not (stat.S_ISREG(mode) or stat.S_ISDIR(mode))
 
 
 def is_whole(path: str) -> bool:
-    """Whether every byte of a file of torch.save matches its checksum; reads all of it.
+    """Whether all bytes of a file of torch.save match their checksums; reads the complete file.
 
-    torch.load compares no checksums. Files from before torch 1.6 have none; only their first byte is read.
+    torch.load does not compare checksums. Files from before torch 1.6 have no checksums: for them, the
+    function reads only the first byte and returns True.
     """
     return _is_old(path) or _passes(path, _matches_checksums)
 
 
 def has_an_end(path: str) -> bool:
-    """Whether the zip directory at the end of a file is intact; reads little."""
+    """Whether the zip directory at the end of a file is intact; reads only that directory."""
     return _is_old(path) or _passes(path, lambda archive: True)
 
 
 def identity(path: str) -> str:
-    """Return a hash of the names, sizes and checksums in a file's zip directory; reads little.
+    """Return a hash of the names, sizes and checksums in a file's zip directory.
 
-    Copies of a file have the same identity. For a file from before torch 1.6 it is the size.
+    Copies of a file have the same identity. For a file from before torch 1.6 the identity is its size.
     """
     if _is_old(path):
         return str(os.path.getsize(path))
@@ -85,13 +86,13 @@ def _passes(path: str, test: Callable[[zipfile.ZipFile], bool]) -> bool:
 
 
 def _is_plain(entry: zipfile.ZipInfo) -> bool:
-    # torch compresses nothing and writes no folders; its reader uses the other of the two sizes.
+    # torch neither compresses entries nor writes folders. Its reader and Python's use different sizes.
     return entry.file_size == entry.compress_size and not entry.external_attr & DOS_FOLDER
 
 
 def _matches_checksums(archive: zipfile.ZipFile) -> bool:
     for entry in archive.infolist():
-        if entry.CRC:  # optional in torch
+        if entry.CRC:  # torch can save without checksums
             with archive.open(entry) as content:
                 while content.read(CHUNK):
                     pass  # the reader compares the checksum at the end
@@ -99,7 +100,7 @@ def _matches_checksums(archive: zipfile.ZipFile) -> bool:
 
 
 def let_checkpoints_load(*classes: type) -> None:
-    """Allow torch.load(weights_only=True) to build `classes`, and those that fairseq saves besides tensors.
+    """Allow torch.load(weights_only=True) to load `classes` and the classes that fairseq saves.
 
     Encoder-decoder checkpoints hold a Namespace; meters of --eval-bleu hold numpy scalars and arrays.
     """
@@ -111,40 +112,40 @@ def let_checkpoints_load(*classes: type) -> None:
 
 
 def mapped(path: str | os.PathLike) -> Any:
-    """Return the content of a file of torch.save, whose tensors stay on disk; runs no pickled code."""
+    """Load a file of torch.save without running pickled code; its tensors stay on disk until read."""
     return torch.load(path, map_location="cpu", mmap=zipfile.is_zipfile(path), weights_only=True)
 
 
 def refused_class(error: BaseException) -> str | None:
-    """Return the class that torch.load refused to build; None for any other error."""
+    """Return the name of the class that torch.load refused to load; None if the error has another cause."""
     found = re.search(r"\bGLOBAL (\S+)", str(error))
     return found[1] if found else None
 
 
 def read_file(path: Path, flag: str, verify: bool = True) -> Any:
-    """Return the content of a file that the argument `flag` names; a bad file is a ValueError.
+    """Load a file that the command-line argument `flag` names; raise ValueError for a bad file.
 
-    Tensors stay on disk. `verify` compares all bytes with the checksums: a converter must not write valid
-    checksums for corrupt weights.
+    Tensors stay on disk until they are read. `verify` compares all bytes with the checksums: otherwise a
+    converter could write valid checksums for corrupt weights.
     """
     let_checkpoints_load()
     if (kind := unlike_a_file(path)) is not None:
         raise ValueError(f"{flag} names {path}, which is {kind}; give a checkpoint file.")
     if not path.is_file():
-        raise ValueError(f"{flag} names {path}, which does not exist.")
-    fix = "leave it out, or give another" if flag == "--inputs" else "give another file"
+        raise ValueError(f"{flag} names {path}, which does not exist; give an existing file.")
+    fix = "remove this file, or give another" if flag == "--inputs" else "give another file"
     # A compressed entry could expand without limit.
     if zipfile.is_zipfile(path) and not has_an_end(str(path)):
-        raise ValueError(f"{flag} names {path}, which is corrupt or no checkpoint; {fix}.")
+        raise ValueError(f"{flag} names {path}, which is corrupt or not a checkpoint; {fix}.")
     try:
         content = _mapped_with_dictionary(path)
     except Exception as error:  # torch raises many types for unreadable files
         cause, refused = system_error(error), refused_class(error)
-        reason = "is corrupt or no checkpoint"
+        reason = "is corrupt or not a checkpoint"
         if cause is not None:
-            reason, fix = f"cannot be read ({cause.strerror})", f"fix that, or {fix}"
+            reason, fix = f"cannot be read ({cause.strerror})", f"make it readable, or {fix}"
         elif refused:
-            reason += f" (it holds {refused}, which is not run)"
+            reason += f" (it contains the class {refused}, which is not loaded)"
         raise ValueError(f"{flag} names {path}, which {reason}; {fix}.") from error
     if verify and not is_whole(str(path)):
         raise ValueError(f"{flag} names {path}, which {IS_CORRUPT}; {fix}.")
@@ -163,10 +164,11 @@ def _mapped_with_dictionary(path: Path) -> Any:
 
 
 def walk(tree: Any, opened: Callable[[Any], Any] = lambda node: node) -> Iterator[tuple[Any, Any, Any]]:
-    """Yield (container, key, value) of every entry at any depth, each container once.
+    """Yield (container, key, value) for every entry of nested dictionaries, lists and tuples.
 
-    A tree out of a file may contain itself. The caller may replace `container[key]` meanwhile.
-    `opened` turns a value of another type into a container; it is called for every value.
+    Each container is visited once, because a tree from a file may contain itself. The caller may replace
+    `container[key]` during the iteration. `opened` is called for every value; it can turn a value of
+    another type into a container.
     """
     pending = [tree]
     visited: dict[int, Any] = {}  # holds the containers, so that no id is reused

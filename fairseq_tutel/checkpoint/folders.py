@@ -1,8 +1,8 @@
-"""Creates, commits and deletes the folders of shards in --save-dir.
+"""Creates, commits and deletes the folders of shard files in --save-dir.
 
 SAVE_DIR/experts/writing-89abcdef is incomplete. SAVE_DIR/experts/0123456789abcdef is complete, and its name
-is a hash of its content. The rename of a checkpoint's file, which names the folder, commits it. Before
-that, other processes cannot recognize a folder in use, so they delete unnamed folders only after one hour.
+is a hash of its content. A folder is in use once a checkpoint file that names it has its final name. Before
+that, other processes cannot tell that the folder is needed. They delete such folders only after one hour.
 """
 
 import hashlib
@@ -23,27 +23,31 @@ NAME = re.compile(r"[0-9a-f]{16}")
 MENTION = re.compile(rb"experts/([0-9a-f]{16})")
 YOUNG_SECONDS = 3600.0
 
-# Folders that this process committed or found in a checkpoint; it deletes them as soon as none names them.
+# Folders that this process committed or found in a checkpoint. It deletes a folder as soon as no checkpoint
+# names it.
 _known: set[Path] = set()
 
 
 def begin(save_dir: Path, prefix: str = WRITING) -> Path:
-    """Create a folder to write into; its name is new, since a network client's cache may be old."""
+    """Create a folder to write into.
+
+    Its random name is never reused, because the cache of a network file system may be outdated.
+    """
     folder = save_dir / PARENT / f"{prefix}-{secrets.token_hex(4)}"
     folder.mkdir(parents=True)
     return folder
 
 
 def commit(written: Path, digests: Iterable[str]) -> str:
-    """Rename a folder of `begin` by a hash of `digests`; return its path from the checkpoint's folder."""
+    """Rename a complete folder to a hash of `digests`; return its path relative to the checkpoint."""
     name = hashlib.sha256("\n".join(sorted(digests)).encode()).hexdigest()[:16]
     folder = written.parent / name
-    if folder.exists():  # saved before, for example at the end of an epoch without an update
+    if folder.exists():  # the same weights were saved before, for example without an update since
         for file in written.iterdir():
             os.replace(file, folder / file.name)  # the older file may be damaged
         written.rmdir()
     else:
-        os.utime(written)  # its age starts here
+        os.utime(written)  # the age of the folder is counted from now
         os.rename(written, folder)
     _known.add(folder.resolve())
     sync(folder)
@@ -61,10 +65,11 @@ def sync(folder: Path) -> None:
 
 
 def collect(save_dir: Path) -> None:
-    """Delete folders that no checkpoint in `save_dir` names, and incomplete ones.
+    """Delete old incomplete folders, and folders that no checkpoint in `save_dir` names.
 
-    A checkpoint may have any name. Nothing is deleted if one cannot be read, or if the folders are behind a
-    link. Young folders are deleted only if this process knows them.
+    A checkpoint may have any file name. If one cannot be read, only incomplete folders are deleted. If
+    `experts` is a symbolic link, nothing is deleted. A complete folder that changed within the last hour is
+    deleted only if this process committed it or found it in a checkpoint.
     """
     parent = save_dir / PARENT
     if parent.is_symlink() or not parent.is_dir():
@@ -77,7 +82,7 @@ def collect(save_dir: Path) -> None:
     try:
         named = set().union(*map(mentions, files))
     except Exception as error:  # Python's reader raises many types for a damaged zip
-        logger.warning("kept all folders of %s, since a checkpoint cannot be read: %s", parent, error)
+        logger.warning("kept all folders in %s because a checkpoint cannot be read: %s", parent, error)
         return
     for folder in folders:
         known = folder.resolve()
@@ -88,14 +93,14 @@ def collect(save_dir: Path) -> None:
 
 
 def remove_cut_off(save_dir: Path, seconds: float) -> None:
-    """Delete incomplete folders without a change for some time."""
+    """Delete incomplete folders that have not changed for `seconds`."""
     for folder in (save_dir / PARENT).glob(f"{WRITING}-*"):
         if _age(folder) >= seconds:
             shutil.rmtree(folder, ignore_errors=True)
 
 
 def _age(folder: Path) -> float:
-    """Return the seconds since the last change of a folder or a file in it."""
+    """Return the seconds since a folder, or a file in it, was last changed."""
     try:
         return time.time() - max(path.stat().st_mtime for path in (folder, *folder.iterdir()))
     except FileNotFoundError:  # changed just now
@@ -103,12 +108,12 @@ def _age(folder: Path) -> float:
 
 
 def mentions(path: Path) -> set[str]:
-    """Return the folders that a checkpoint names, without unpickling it; a corrupt one is an error."""
+    """Return the folders that a checkpoint names, without unpickling it; raise for a corrupt file."""
     with path.open("rb") as file:
         start = file.read(2)
     if start != b"PK":
         if path.suffix == ".pt" and start[:1] != b"\x80":  # a pickle, from before torch wrote zips
-            raise ValueError(f"{path} is corrupt")
+            raise ValueError(f"{path} is corrupt: its first bytes are not those of a checkpoint")
         return set()
     with zipfile.ZipFile(path) as archive:
         pickled = [archive.read(name) for name in archive.namelist() if name.endswith("/data.pkl")]

@@ -1,7 +1,7 @@
-"""A lease file in a folder names the one training run that may write there, and is renewed by it.
+"""Creates and renews a lease: a file that names the only training run that may write to its folder.
 
-A run that ended is detected by its process on this machine, and by its stale lease on another one. Clocks
-of machines are not compared: file times are those of the file system.
+On the same machine, a run has ended if its process has ended. On another machine, a run has ended if its
+lease is stale. Clocks of machines are not compared: all file times come from the file system.
 """
 
 import contextlib
@@ -22,42 +22,42 @@ logger = logging.getLogger(__name__)
 
 NAME = "writer.lease"
 RENEW_SECONDS = 15.0
-# A writer may be unable to renew its lease for this long while a disk hangs.
+# A lease is stale after this time. A writer may be unable to renew its lease while a disk hangs.
 STALE_SECONDS = 120.0
 POLL_SECONDS = 0.5
-# Two processes that replace the same stale lease do so within this time; the last one has it.
+# Two processes that replace the same stale lease do so within this time; the last process has the lease.
 SETTLE_SECONDS = 1.0
 
 
 @dataclass(frozen=True)
 class Writer:
-    """A writing process."""
+    """A process that holds a lease and writes to the folder of the lease."""
 
     host: str
     pid: int
     machine: str  # identifies machine, boot and container; "" if unknown
-    started: str  # in the system's clock ticks
+    started: str  # start time in clock ticks of the system
     token: str  # identifies the lease
 
     def __str__(self) -> str:
         return f"process {self.pid} on {self.host}"
 
     def is_alive(self) -> bool | None:
-        """Whether it still runs; None if that is unknown here."""
+        """Whether the process still runs; None if unknown, for example on another machine."""
         if not self.machine or self.machine != _machine():
             return None
         try:
             os.kill(self.pid, 0)
         except ProcessLookupError:
             return False
-        except PermissionError:  # another user's
+        except PermissionError:  # the process belongs to another user
             pass
         started = _started(self.pid)
         return started is None or started == self.started
 
 
 def this_process() -> Writer:
-    """Return this process with a new token."""
+    """Return a `Writer` for this process, with a new token."""
     pid = os.getpid()
     return Writer(socket.gethostname(), pid, _machine(), _started(pid) or "", token=secrets.token_hex(4))
 
@@ -72,7 +72,7 @@ def _machine() -> str:
 
 
 def _started(pid: int) -> str | None:
-    """Return the start time of a process, "" if it has ended, None if unknown."""
+    """Return the start time of a process; "" if the process has ended, None if unknown."""
     try:
         with open(f"/proc/{pid}/stat") as file:
             state, *fields = file.read().rpartition(")")[2].split()
@@ -82,7 +82,7 @@ def _started(pid: int) -> str | None:
 
 
 def read(path: str) -> tuple[Writer | None, float]:
-    """Return the holder of a lease, or None, and the time of the last renewal."""
+    """Return the holder of a lease (None without a valid lease) and the time of the last renewal."""
     try:
         # A network file system queries its server when a file is opened.
         content, renewed = content_and_time(path)
@@ -94,11 +94,11 @@ def read(path: str) -> tuple[Writer | None, float]:
     except OSError as error:
         if error.errno:
             raise
-        raise OSError(f"{path} is not a lease: {error}; remove it.") from error
+        raise OSError(f"{path} is not a lease ({error}); remove this file.") from error
 
 
 def take(folder: str) -> "Lease":
-    """Create a folder and take its lease, once no other run renews it; a running one is a ValueError."""
+    """Create a folder and return its new lease; raise ValueError if another run holds the lease."""
     os.makedirs(folder, exist_ok=True)
     path, own = os.path.join(folder, NAME), this_process()
     with temporary_beside(path) as written:
@@ -107,7 +107,7 @@ def take(folder: str) -> "Lease":
         with contextlib.suppress(OSError):  # a lease exists, or links are not supported
             os.link(written, path)
             return Lease(path, own)
-    # This process leaves no file while it waits, since it may be killed.
+    # While this process waits, it has no temporary file, because a killed process would leave the file.
     after = _wait_until_gone(path, now)
     with renamed_when_whole(path) as written:
         _write(own, written)
@@ -124,9 +124,10 @@ def _write(writer: Writer, path: str) -> None:
 
 
 def _wait_until_gone(path: str, now: float) -> Writer | None:
-    """Return the writer of a stale lease; None if it was released or belongs to this process.
+    """Wait until a lease is released or stale; return the writer of the stale lease.
 
-    `now` is a time of the file system's clock. A writer that runs, or renews its lease, is a ValueError.
+    Returns None if the lease was released or belongs to this process. Raises ValueError if the writer still
+    runs or renews the lease. `now` is the time on the clock of the file system.
     """
     begin, first = time.monotonic(), None
     while True:
@@ -143,7 +144,9 @@ def _wait_until_gone(path: str, now: float) -> Writer | None:
             return writer
         if first is None:
             left = STALE_SECONDS - silent
-            logger.info("--save-dir has a lease of %s; waiting up to %.0f s for a renewal", writer, left)
+            logger.info(
+                "--save-dir has a lease of %s; waiting up to %.0f s to see if it is renewed", writer, left
+            )
         first = writer, renewed
         time.sleep(POLL_SECONDS)
 
@@ -151,12 +154,12 @@ def _wait_until_gone(path: str, now: float) -> Writer | None:
 def _refusal(path: str, writer: Writer | None) -> str:
     return (
         f"--save-dir is {os.path.dirname(path)}, where {writer or 'another process'} is training; give "
-        "another --save-dir, or end that one first."
+        "another --save-dir, or end that process first."
     )
 
 
 class Lease:
-    """The lease of this process, renewed by a thread until it is released."""
+    """The lease of this process, which a background thread renews until `release` is called."""
 
     def __init__(self, path: str, own: Writer, after: Writer | None = None) -> None:
         self.path, self.own = path, own
@@ -166,10 +169,10 @@ class Lease:
         self._thread.start()
 
     def confirm(self) -> None:
-        """Check before a write that no other training run took the lease, else raise a ValueError."""
+        """Raise ValueError if another training run took the lease; call this before each write."""
         try:
             holder, _ = read(self.path)
-        except OSError:  # the write will raise it too
+        except OSError:  # the write will raise the same error
             return
         if holder is None:  # the folder was cleared
             os.makedirs(os.path.dirname(self.path), exist_ok=True)
@@ -177,9 +180,9 @@ class Lease:
                 _write(self.own, written)
         elif holder != self.own:
             raise ValueError(
-                f"--save-dir is {os.path.dirname(self.path)}, which {holder} has taken over, since this "
-                f"process did not run for {STALE_SECONDS:.0f} s; nothing more is written here: end one of "
-                "the two training runs."
+                f"--save-dir is {os.path.dirname(self.path)}, which {holder} has taken over because this "
+                f"process did not renew its lease for {STALE_SECONDS:.0f} s; this run no longer writes to "
+                "the folder; end one of the two training runs."
             )
 
     def release(self) -> None:

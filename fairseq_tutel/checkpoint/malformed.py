@@ -1,4 +1,4 @@
-"""Refuses a checkpoint whose entries are not what fairseq saves there, before anything uses them."""
+"""Rejects checkpoints with malformed entries before other code uses these entries."""
 
 from collections.abc import Mapping
 from numbers import Integral, Real
@@ -9,12 +9,12 @@ import torch
 from fairseq_tutel.checkpoint.files import walk
 from fairseq_tutel.files.untrusted import shown
 
-# Types of entries, if they are there; None counts as absent.
+# Required type of each entry that a checkpoint has; an entry that is None counts as absent.
 TYPES = {"optimizer_history": list} | dict.fromkeys((
     "model", "cfg", "last_optimizer_state", "last_optimizer_state.state", "extra_state",
     "extra_state.train_iterator", "task_state", "optimizer_history.-1",
 ), Mapping)  # fmt: skip
-# Numbers from which training continues.
+# Numbers that are needed to resume training.
 TIME = "extra_state.previous_training_time"
 WHOLE = (
     "extra_state.train_iterator.epoch", "extra_state.train_iterator.iterations_in_epoch",
@@ -25,12 +25,12 @@ COUNT = "a number of at least 0"
 METERS = ("val", "sum", "count", "n", "init", "start", "round")
 ABSENT = object()
 MOST_COUNTED = 2**53
-# A larger tensor that repeats its data is not a weight that anyone saved.
+# No real weight that repeats its data, such as an expanded tensor, is larger.
 MOST_REPEATED_BYTES = 2**30
 
 
 def refuse_malformed(state: Any, path: str) -> None:
-    """Refuse a checkpoint with an entry of another type than fairseq saves."""
+    """Raise ValueError if an entry of a checkpoint has a type that fairseq never saves."""
     if not isinstance(state, Mapping):
         raise ValueError(f"{path} holds a {type(state).__name__}; give a fairseq checkpoint.")
     for name, kind in TYPES.items():
@@ -51,7 +51,7 @@ def refuse_malformed(state: Any, path: str) -> None:
 
 
 def refuse_weights(weights: Mapping[str, Any], path: str) -> None:
-    """Refuse weights that no model can load: None, a quantized tensor, or one without data."""
+    """Raise ValueError for weights that no model can load, such as None or a tensor without data."""
     for key, value in weights.items():
         problem = _problem_of(key, value)
         if problem is not None:
@@ -81,7 +81,7 @@ def _is_count(value: Any, whole: bool = False) -> bool:
 
 
 def _problem_of(key: Any, value: Any) -> str | None:
-    """Return why a model cannot hold a value; None for a tensor, or an entry that is not a weight."""
+    """Describe a value that cannot be a weight; return None for valid weights and other entries."""
     if not isinstance(key, str):
         return "a value"
     if value is None:
@@ -90,7 +90,7 @@ def _problem_of(key: Any, value: Any) -> str | None:
         return None
     if value.layout != torch.strided or value.is_nested:
         return "a sparse or nested tensor"
-    # Masks of attention are named "bias" in some models.
+    # In some models, attention masks are named "bias".
     is_number = value.is_floating_point() or value.dtype in (torch.bool, torch.uint8)
     if value.is_quantized or (key.endswith(("weight", "bias")) and not is_number):
         return f"a tensor of the dtype {value.dtype}"

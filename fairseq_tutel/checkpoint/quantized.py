@@ -1,13 +1,13 @@
-"""Quantizes tensors of experts to bf16, or to int8 and int4 with one scale per row.
+"""Converts experts' tensors to bf16, or quantizes them to int8 or int4 with one scale per row.
 
 A row is a vector along the last dimension. A tensor [..., W] with R rows is stored as
 
     bf16    the values themselves
     int8    R scales in float32, then R rows of W bytes: value = scale * byte, from -127 to 127
     int4    R scales in float32, then R rows of ceil(W / 2) bytes: value = scale * (nibble - 8); the low
-            nibbles are the row's first half, the high ones its second, padded with 8
+            nibbles are the row's first half, the high nibbles its second half, padded with 8
 
-A scale is the row's largest magnitude over 127 or 7. Rounding is symmetric and 0 stays 0.
+A scale is the row's largest magnitude divided by 127 or 7. Rounding is symmetric and 0 stays 0.
 """
 
 import math
@@ -32,7 +32,7 @@ class Quantized:
 
     @property
     def stored(self) -> tuple[torch.dtype, tuple[int, ...]]:
-        """Dtype and shape in the file: bytes, except for bf16."""
+        """Dtype and shape of the stored tensor; int8 and int4 are stored as bytes."""
         if self.expert_dtype == "bf16":
             return torch.bfloat16, self.shape
         return torch.uint8, (self._num_rows * (SCALE_BYTES + self._row_bytes),)
@@ -47,14 +47,14 @@ class Quantized:
         return -(-width // 2) if self.expert_dtype == "int4" else width
 
     def quantize(self, values: Tensor) -> Tensor:
-        """Return the stored form of a tensor; a value that is not finite is a ValueError."""
+        """Return the stored form of a tensor; raise ValueError if a value is not finite."""
         if self.expert_dtype == "bf16":
             return values.to(torch.bfloat16)
         largest = LARGEST[self.expert_dtype]
         values_RW = values.detach().float().reshape(-1, self.shape[-1])
         scales_R1 = values_RW.abs().amax(1, keepdim=True) / largest
         if not scales_R1.isfinite().all():
-            raise ValueError("it holds values that are not finite")
+            raise ValueError("the tensor has values that are not finite")
         whole_RW = (values_RW / scales_R1.masked_fill(scales_R1 == 0, 1)).round_()
         whole_RW.clamp_(-largest, largest)
         return torch.cat([scales_R1.view(-1).view(torch.uint8), self._bytes(whole_RW).flatten()])
@@ -68,7 +68,7 @@ class Quantized:
         return nibbles_RW[:, :half] | nibbles_RW[:, half:] << 4
 
     def dequantize(self, stored: Tensor, out: Tensor | None = None) -> Tensor:
-        """Return the tensor of a stored form, in `out` or new memory: float32 products, rounded."""
+        """Return the dequantized tensor, in `out` if given; compute in float32, then round to the dtype."""
         out = stored.new_empty(self.shape, dtype=self.dtype) if out is None else out
         if self.expert_dtype == "bf16":
             return out.copy_(stored)
@@ -88,7 +88,7 @@ class Quantized:
 
 
 def quantized_form(expert_dtype: str, shape: tuple[int, ...], dtype: torch.dtype) -> Quantized | None:
-    """Return the format of an expert's tensor; None for biases and integers, which are not quantized."""
+    """Return the quantized format of an expert's tensor; None for biases and integers (not quantized)."""
     if not expert_dtype or len(shape) < 2 or not dtype.is_floating_point:
         return None
     return Quantized(expert_dtype, shape, dtype)
@@ -96,7 +96,7 @@ def quantized_form(expert_dtype: str, shape: tuple[int, ...], dtype: torch.dtype
 
 @dataclass
 class RoundingError:
-    """Accumulates the quantization error of tensors."""
+    """Accumulates the quantization error over several tensors."""
 
     worst_row: float = 0.0  # largest |difference| / |row|
     _differences: float = 0.0
@@ -104,11 +104,11 @@ class RoundingError:
 
     @property
     def relative(self) -> float:
-        """Root mean square of the difference over that of the values."""
+        """Root mean square of the differences, divided by the root mean square of the values."""
         return math.sqrt(self._differences / self._squares) if self._squares else 0.0
 
     def add(self, values: Tensor, rounded: Tensor) -> None:
-        """Add the error of a tensor [..., W], computed in float64 for a block of rows at a time."""
+        """Add the error of a tensor [..., W]; compute it in float64, one block of rows at a time."""
         rows = max(1, BLOCK // max(1, values.shape[-1]))
         blocks = (x.detach().flatten(0, -2).split(rows) for x in (values, rounded))
         for values_RW, rounded_RW in zip(*blocks, strict=True):

@@ -2,10 +2,10 @@
 
 from collections.abc import Collection
 
-# Checkpoints of other systems, by a part of a tensor's name.
+# Description of a checkpoint -> a part of a tensor's name that identifies such a checkpoint.
 SIGNS = {
     "Meta's moe branch, one rank's experts": ".moe_layer.experts.",
-    "Meta's moe branch, what all ranks share": ".moe_layer.",
+    "Meta's moe branch, weights that all ranks share": ".moe_layer.",
     "Tutel, one rank's part": "_num_global_experts",
     "Tutel, one rank's part or a layer": "batched_fc1_w",
     "fairseq_tutel, the state dict of a layer or model": "experts.fc1_weight",
@@ -13,5 +13,5 @@ SIGNS = {
 
 
 def kind_of(names: Collection[str]) -> str | None:
-    """Return the system that wrote tensors with these names, such as Tutel; None for others."""
+    """Return a description of the system that wrote tensors with these names; None if unknown."""
     return next((kind for kind, sign in SIGNS.items() if any(sign in name for name in names)), None)

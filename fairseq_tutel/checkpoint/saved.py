@@ -1,4 +1,4 @@
-"""SavedModel: a fairseq checkpoint that is opened, inspected, edited and written."""
+"""Provides `SavedModel`, which opens, inspects, edits and writes a fairseq checkpoint."""
 
 import argparse
 import contextlib
@@ -19,12 +19,12 @@ from fairseq_tutel.checkpoint.malformed import refuse_malformed
 from fairseq_tutel.checkpoint.shards import bind, unbind
 from fairseq_tutel.files.atomic import renamed_when_whole
 
-# The parts of a configuration, and the key of each part's name in a flat one.
+# The parts of a configuration; in a flat configuration, the key that holds the name of each part.
 PARTS = {"model": "arch", "task": "task", "criterion": "criterion", "optimizer": "optimizer"}
-# A dense layer's FFN tensors, and those that --scale-fc adds.
+# The FFN tensors of a dense layer, and the tensors that --scale-fc adds.
 DENSE = ("fc1.weight", "fc1.bias", "fc2.weight", "fc2.bias")
 LAYER_NORM = ("ffn_layernorm.weight", "ffn_layernorm.bias")
-# The position of a new training run, and an entry of its history.
+# The data position at the start of a training run, and an entry of its optimizer history.
 START = {"version": 2, "epoch": 1, "iterations_in_epoch": 0, "shuffle": True}
 NO_HISTORY = {"criterion_name": "", "optimizer_name": "", "lr_scheduler_state": {}, "num_updates": 0}
 FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -33,23 +33,23 @@ _LAYER = re.compile(
     r"\b(?P<name>(?P<side>encoder|decoder|stages\.\d+)(?P<inner>\.sentence_encoder)?"
     r"\.((transformer_)?layers|blocks)\.(?P<index>\d+))\.fc1\.(?P<what>weight|experts\.)"
 )
-# Tensors by name; experts may be `ShardedTensor`s, which are read with the same indexing.
+# Tensors by name. Experts may be `ShardedTensor`s, which support the same indexing.
 Weights = dict[str, Any]
 
 
 @dataclass(frozen=True, order=True)
 class Layer:
-    """A layer with an FFN or experts, sorted as in --moe-expert-count: the encoder's first."""
+    """A layer with an FFN or experts; layers are sorted as in --moe-expert-count, encoder layers first."""
 
-    stack: int  # number of its side among the sides; for a stage of Swin its number
-    index: int  # within its side, from 0
+    stack: int  # 0 for the encoder, 1 for the decoder; the stage number in Swin
+    index: int  # index within the encoder, decoder or stage, from 0
     side: str  # encoder, decoder or, in Swin, stages.N
-    name: str  # prefix of its tensors, such as decoder.layers.1
+    name: str  # prefix of the layer's tensors, such as decoder.layers.1
     has_experts: bool
 
     @property
     def moe(self) -> str:
-        """The name of the MoE layer, which replaces fairseq's fc1."""
+        """The qualified name of the MoE layer, which replaces fairseq's fc1."""
         return f"{self.name}.fc1"
 
     @property
@@ -59,10 +59,10 @@ class Layer:
 
 
 def layer_label(name: str) -> str:
-    """Return the label of a MoE layer by its qualified name.
+    """Return the label of a MoE layer from its qualified name.
 
-    decoder.layers.3.fc1 -> decoder_3, stages.2.blocks.1.fc1 -> stages_2_1. With one model per language
-    pair the label begins with the pair: de-en_decoder_3.
+    Examples: decoder.layers.3.fc1 -> decoder_3, stages.2.blocks.1.fc1 -> stages_2_1. If there is one model
+    per language pair, the label begins with the pair: de-en_decoder_3.
     """
     parts = name.removeprefix("models.").split(".")
     names = 2 if name.startswith("models.") else 1
@@ -70,11 +70,14 @@ def layer_label(name: str) -> str:
 
 
 def layers_of(weights: Iterable[str], within: bool = False) -> list[Layer]:
-    """Return the layers with an FFN or experts, sorted; `within`: also those of a model inside another."""
+    """Find the layers with an FFN or experts in a list of weight names; return them sorted.
+
+    `within` adds the layers of models that are inside another model.
+    """
     found = set()
     for key in weights:
         if match := (_LAYER.search if within else _LAYER.match)(key):
-            # Older roberta models call their encoder decoder.sentence_encoder.
+            # In older roberta models, the encoder is named decoder.sentence_encoder.
             side = "encoder" if match["inner"] else match["side"]
             stack = int(side.partition(".")[2] or side == "decoder")
             has_experts = match["what"] != "weight"
@@ -84,16 +87,16 @@ def layers_of(weights: Iterable[str], within: bool = False) -> list[Layer]:
 
 
 class SavedModel:
-    """An open checkpoint. Tensors stay in their file until they are read; edits change `state`."""
+    """An open fairseq checkpoint. Tensors stay on disk until they are read; edits change `state`."""
 
     def __init__(self, state: dict[str, Any], path: Path | None = None, flag: str = "--input") -> None:
         self.state, self.path, self.flag = state, path, flag
 
     @classmethod
     def open(cls, path: Path, flag: str = "--input", keep_shards: bool = False) -> "SavedModel":
-        """Open a checkpoint that the argument `flag` names; a bad file or shard is a ValueError.
+        """Open a checkpoint that the command-line argument `flag` names; raise ValueError for a bad file.
 
-        With `keep_shards`, experts in shard files are `ShardedTensor`s, which are read later.
+        With `keep_shards`, experts in shard files become `ShardedTensor`s, which are read on demand.
         """
         state = read_file(path, flag)
         if not isinstance(state, dict) or not isinstance(state.get("model"), dict):
@@ -112,64 +115,68 @@ class SavedModel:
 
     @cached_property
     def layers(self) -> list[Layer]:
-        """The layers with an FFN or experts, as the file has them."""
+        """The sorted layers that have an FFN or experts."""
         return layers_of(self.weights)
 
     def stacks(self, layer: Layer) -> Weights:
-        """Return the tensors [E, ...] of a layer's experts, by their names in an expert."""
+        """Return the tensors [E, ...] of a layer's experts, by their name within an expert."""
         prefix = f"{layer.moe}.experts."
         own = {k.removeprefix(prefix): t for k, t in self.weights.items() if k.startswith(prefix)}
         # Names with a dot belong to modules that all experts share, such as a layer norm.
         return {name: tensor for name, tensor in own.items() if "." not in name}
 
     def expert(self, layer: Layer, expert_id: int) -> dict[str, Tensor]:
-        """Return the tensors of one expert by its global ID."""
+        """Return the tensors of the expert with the global ID `expert_id`."""
         return {name: stack[expert_id] for name, stack in self.stacks(layer).items()}
 
     def num_experts(self, layer: Layer) -> int:
-        """Return the number of a layer's experts."""
+        """Return the number of experts of a layer."""
         return int(next(iter(self.stacks(layer).values())).shape[0])
 
     def dense_ffn(self, layer: Layer) -> dict[str, Tensor]:
-        """Return the tensors of a dense FFN by their names in the layer; a missing one is a ValueError."""
+        """Return the tensors of a dense FFN by their names in the layer.
+
+        Raises:
+            ValueError: a tensor is missing.
+        """
         names = {key: f"{layer.name}.{key}" for key in (*DENSE, *LAYER_NORM)}
         for key in DENSE:
             if names[key] not in self.weights:
                 raise ValueError(
-                    f"{self.flag} lacks {names[key]}, a tensor of fairseq's FFN; give a checkpoint of a "
+                    f"{self.flag} lacks the weight {names[key]} of a fairseq FFN; give a checkpoint of a "
                     "transformer."
                 )
         return {key: self.weights[name] for key, name in names.items() if name in self.weights}
 
     @property
     def options(self) -> dict[str, Any]:
-        """The model's options; raises ValueError if there are none. Edits change the checkpoint."""
+        """The model's options; edits change the checkpoint. Raises ValueError if there are no options."""
         found = self.options_of("model")
         if not found:
             raise ValueError(
-                "the checkpoint has no options of a model (neither args nor cfg); give one of a fairseq "
-                "training run."
+                "the checkpoint has no model options (neither args nor cfg); give a checkpoint that "
+                "fairseq-train saved."
             )
         return found
 
     def options_of(self, part: str) -> dict[str, Any]:
-        """Return the options of a part of the configuration; older files have one flat set of options."""
+        """Return the options of a part, such as "model"; in older files all parts share one set."""
         args = self.state.get("args")
         return _values(self._cfg.get(part) if args is None else args)
 
     @property
     def all_keys(self) -> set[str]:
-        """The keys of all saved options."""
+        """The keys of the options of all parts."""
         return set().union(*map(_values, (self.state.get("args"), *self._cfg.values())))
 
     def name(self, part: str) -> str:
-        """Return the name of the model (its architecture), task, criterion or optimizer, or ""."""
+        """Return the name of a part: the architecture, task, criterion or optimizer; "" without a name."""
         options, is_flat = self.options_of(part), self.state.get("args") is not None
-        own = None if is_flat else options.get("_name")  # in a flat one it is the model's
+        own = None if is_flat else options.get("_name")  # in flat options, _name belongs to the model
         return str(own or options.get(PARTS[part]) or "")
 
     def rename(self, part: str, name: str) -> None:
-        """Set the name of a part in every copy of the options."""
+        """Set the name of a part, such as the task, in every copy of the options."""
         _values(self._cfg.get(part))["_name"] = name
         # An encoder-decoder's options are a flat copy of the whole configuration.
         for flat in (self.state.get("args"), *self._cfg.values()):
@@ -177,7 +184,7 @@ class SavedModel:
                 setattr(flat, PARTS[part], name)
 
     def drop(self, keys: Collection[str]) -> None:
-        """Remove options from all parts."""
+        """Remove the options with these keys from all parts."""
         for options in map(self.options_of, PARTS):
             for key in keys:
                 options.pop(key, None)
@@ -187,7 +194,10 @@ class SavedModel:
         return self.state.get("cfg") or {}
 
     def restart(self, weights: Mapping[str, Any] | None = None) -> None:
-        """Remove optimizer state, meters and data position, and set weights, as --finetune-from-model."""
+        """Remove optimizer state, meters and data position; set the weights if given.
+
+        A training run then starts as with --finetune-from-model.
+        """
         self.state.pop("last_optimizer_state", None)
         self.state["optimizer_history"] = self.state.get("optimizer_history") or [NO_HISTORY]
         self.state["extra_state"] = {"train_iterator": dict(START)}
@@ -195,20 +205,24 @@ class SavedModel:
             self.state["model"] = dict(weights)
 
     def write(self, output: Path) -> None:
-        """Write the checkpoint as one file; raise as `write_all`."""
+        """Write the checkpoint as one file; see `write_all` for errors."""
         unbind(self.state)
         write_all([(output, self.state)])
 
 
 def _values(options: Any) -> dict[str, Any]:
-    """Return the dictionary behind options in any form, which edits change."""
+    """Return the dictionary that holds the options; edits of the dictionary change the options."""
     if isinstance(options, argparse.Namespace):
         return vars(options)
     return options if isinstance(options, dict) else {}
 
 
 def write_all(contents: Iterable[tuple[Path, Any]]) -> None:
-    """Write files, and rename all of them when the last one is complete; a full disk is a ValueError."""
+    """Write files; rename all of them to their final names only after the last is complete.
+
+    Raises:
+        ValueError: a file could not be written, for example because the disk is full.
+    """
     path = Path()
     try:
         with contextlib.ExitStack() as stack:
@@ -219,9 +233,9 @@ def write_all(contents: Iterable[tuple[Path, Any]]) -> None:
 
 
 def not_written(output: Path, error: Exception) -> ValueError:
-    """Return an error with the system's reason why a file was not written."""
+    """Return a ValueError with the operating system's reason why `output` could not be written."""
     cause = atomic_save.system_error(error)
     number = None if cause is None else cause.errno
     reason = os.strerror(number) if number else str(error).partition("\n")[0]
-    fix = "make room, or give another place" if number in FULL else "give another place"
+    fix = "free disk space, or give another path" if number in FULL else "give another path"
     return ValueError(f"--output {output} could not be written ({reason}); {fix}.")

@@ -1,12 +1,13 @@
 """Reads and writes shard files, which hold the experts of a sharded checkpoint.
 
-In a sharded checkpoint each tensor of a layer's experts is replaced by a record, a plain dictionary:
+In a sharded checkpoint, each stacked tensor of a layer's experts is replaced by a record, a dictionary:
 
     {"expert_shards": 1, "folder": "experts/0123456789abcdef", "shape": [E, ...], "dtype": "float32",
      "slices": [s, dim], "pieces": [[file, key, sha256], ...]}
 
-Piece e * s + i is slice i of expert e, along dimension `dim` of the stack. The files are safetensors. Their
-folder is next to the checkpoint. E experts, s slices of an expert.
+E is the number of experts, and s the number of shards of each expert. Piece e * s + i is shard i of expert
+e, split along dimension `dim` of the stack. The files are safetensors. Their folder is next to the
+checkpoint.
 
 The record of a quantized tensor has version 2 and two more keys: `"packing": "int8"` and
 `"error": [relative, of the worst row]`. Its experts have one piece each.
@@ -32,7 +33,7 @@ from fairseq_tutel.checkpoint.quantized import EXPERT_DTYPES, Quantized, quantiz
 from fairseq_tutel.ranks.groups import Slice
 
 VERSION = 1
-QUANTIZED_VERSION = 2  # of records of quantized tensors, which older versions reject
+QUANTIZED_VERSION = 2  # version of the records of quantized tensors; older packages reject it
 MARK = "expert_shards"
 NAME = re.compile(r"experts/[0-9a-f]{16}")
 # Names of dtypes in safetensors.
@@ -42,12 +43,12 @@ FILE_DTYPES = {
     torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8",
     torch.uint64: "U64", torch.uint32: "U32", torch.uint16: "U16", torch.uint8: "U8", torch.bool: "BOOL",
 }  # fmt: skip
-MOST_OPEN = 10_000  # files; each is a mapping, of which a Linux process may have 65,530
+MOST_OPEN = 10_000  # open files; each needs a memory mapping, and Linux allows 65,530 per process
 
 
 @dataclass(frozen=True)
 class Piece:
-    """The location of one expert's tensor, or of a slice: file, key, and SHA-256 of the bytes."""
+    """The location and SHA-256 digest of one expert's tensor, or of one shard of this tensor."""
 
     file: str
     key: str
@@ -56,10 +57,10 @@ class Piece:
 
 @dataclass(frozen=True, kw_only=True)
 class ShardedTensor:
-    """A stack [E, ...] of experts in shard files, which are read on demand."""
+    """A stacked tensor [E, ...] of experts in shard files, which are read on demand."""
 
     root: Path  # the folder of the checkpoint
-    folder: str  # of the shards, relative to `root`
+    folder: str  # the folder of the shard files, relative to `root`
     shape: tuple[int, ...]
     dtype: torch.dtype
     slicing: Slice  # how experts are split into pieces
@@ -67,11 +68,11 @@ class ShardedTensor:
     # Open files by path, shared by all tensors of a checkpoint.
     opened: dict[Path, Any] = field(default_factory=dict, repr=False, compare=False)
     expert_dtype: str = ""  # one of EXPERT_DTYPES if the pieces are quantized
-    error: tuple[float, float] = (0.0, 0.0)  # relative, and of the worst row; see `RoundingError`
+    error: tuple[float, float] = (0.0, 0.0)  # relative error, and worst row's error; see `RoundingError`
 
     @property
     def quantized(self) -> Quantized | None:
-        """The quantized format of a piece; None if it is not quantized."""
+        """The quantized format of a piece; None if the pieces are not quantized."""
         return quantized_form(self.expert_dtype, self._piece_shape, self.dtype)
 
     @property
@@ -81,7 +82,7 @@ class ShardedTensor:
 
     @property
     def stored_bytes(self) -> int:
-        """Bytes of all pieces in their files."""
+        """Total bytes of all pieces in the shard files."""
         dtype, shape = self.stored
         return len(self.pieces) * math.prod(shape) * dtype.itemsize
 
@@ -92,12 +93,15 @@ class ShardedTensor:
         return tuple(shape[1:])
 
     def read(self, first: int, count: int, slicing: Slice | None = None, index: int = 0) -> Tensor:
-        """Return experts first .. first + count - 1, or slice `index` of each; bad files are errors."""
+        """Return the tensors of `count` experts from expert `first` on; raise ValueError for bad files.
+
+        With `slicing`, return only shard `index` of each expert.
+        """
         slicing = Slice() if slicing is None else slicing
         shape = list(self.shape)
         shape[slicing.dim] //= slicing.count
         shape[0] = count
-        if count:  # compare sizes before memory is allocated by those of the record
+        if count:  # compare the record's sizes with a file before memory is allocated for them
             self._file(self.pieces[first * self.slicing.count])
         out = torch.empty(shape, dtype=self.dtype)
         for i in range(count):
@@ -113,16 +117,16 @@ class ShardedTensor:
         self._read_expert(out, expert, Slice(), 0)
 
     def whole(self) -> Tensor:
-        """Return the stack."""
+        """Return the complete stacked tensor [E, ...]."""
         return self.read(0, self.shape[0])
 
     def check_headers(self) -> None:
-        """Open the files and compare the pieces' shapes with the record; raise as `read`."""
+        """Open the files; raise ValueError if the shape of a piece differs from the record."""
         for piece in self.pieces:
             self._file(piece)
 
     def path_of(self, piece: Piece) -> Path:
-        """Return the file of a piece."""
+        """Return the path of the file that holds a piece."""
         return self.root / self.folder / piece.file
 
     def _read_expert(self, out: Tensor, expert: int, slicing: Slice, index: int) -> None:
@@ -131,7 +135,7 @@ class ShardedTensor:
         if dim == 0:
             self._read_piece(pieces[0], out)
             return
-        # The range may be one piece, part of one, or several.
+        # The requested range may be one piece, part of a piece, or several pieces.
         width, length = self.shape[dim] // s, self.shape[dim] // slicing.count
         begin = index * length
         touched = range(begin // width, (begin + length - 1) // width + 1)
@@ -139,8 +143,8 @@ class ShardedTensor:
         out.copy_(joined.narrow(dim - 1, begin - touched[0] * width, length))
 
     def _read_piece(self, piece: Piece, out: Tensor | None = None) -> Tensor:
-        """Return a piece, dequantized, in `out` if given; compare its digest."""
-        stored = self._file(piece).get_tensor(piece.key)  # mapped from the file
+        """Return the dequantized tensor of a piece, in `out` if given; raise ValueError for bad data."""
+        stored = self._file(piece).get_tensor(piece.key)  # a memory mapping of the file
         if digest(stored) != piece.digest:
             raise _unlike(self.path_of(piece), piece)
         if self.quantized is not None:
@@ -148,7 +152,7 @@ class ShardedTensor:
         return stored if out is None else out.copy_(stored)
 
     def _file(self, piece: Piece) -> Any:
-        """Open a piece's file and compare the piece's shape with the record."""
+        """Open the file of a piece; raise ValueError if the piece's shape differs from the record."""
         from safetensors import SafetensorError, safe_open  # an optional dependency of the core
 
         path = self.path_of(piece)
@@ -165,7 +169,7 @@ class ShardedTensor:
         return self.opened[path]
 
     def record(self) -> dict[str, Any]:
-        """Return the record that replaces the tensor in a checkpoint."""
+        """Return the dictionary that replaces the tensor in a sharded checkpoint."""
         more = {"packing": self.expert_dtype, "error": list(self.error)} if self.expert_dtype else {}
         return {
             MARK: QUANTIZED_VERSION if more else VERSION,
@@ -179,19 +183,19 @@ class ShardedTensor:
 
 
 def unreadable(path: Path, reason: str) -> ValueError:
-    """Return an error for experts that cannot be read from a shard file."""
+    """Return a ValueError for experts that cannot be read from a shard file."""
     return ValueError(
         f"the checkpoint keeps experts in {path}, which is corrupt or missing ({reason}); give an older "
-        "checkpoint, or put the folder back that belongs to this one."
+        "checkpoint, or restore the folder that belongs to this checkpoint."
     )
 
 
 def _unlike(path: Path, piece: Piece) -> ValueError:
-    return unreadable(path, f"its {piece.key} is not what was saved")
+    return unreadable(path, f"the tensor {piece.key} differs from the saved tensor")
 
 
 def write_file(values: Mapping[str, Tensor], path: Path, metadata: dict[str, str] | None = None) -> None:
-    """Write tensors like `write_pieces`."""
+    """Write a dictionary of tensors to a safetensors file, and call fsync."""
     layout = {key: (value.dtype, tuple(value.shape)) for key, value in values.items()}
     write_pieces(layout, values.__getitem__, path, metadata)
 
@@ -202,11 +206,12 @@ def write_pieces(
     path: Path,
     metadata: dict[str, str] | None = None,
 ) -> None:
-    """Write a file of safetensors with one tensor in memory at a time, and call fsync.
+    """Write a safetensors file with one tensor in memory at a time, and call fsync.
 
-    `layout` has the dtype and shape of each key's tensor; `value` returns it, and is called once for each.
+    `layout` has the dtype and shape of the tensor of each key. `value` is called once per key, and returns
+    the tensor.
     """
-    # The order of safetensors, which aligns every tensor.
+    # The same order as in the safetensors library; it aligns every tensor.
     order = sorted(layout, key=lambda key: (-layout[key][0].itemsize, key))
     header: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
     end = 0
@@ -225,7 +230,7 @@ def write_pieces(
 
 
 def digest(tensor: Tensor) -> str:
-    """Return the SHA-256 of a tensor's bytes, in hexadecimal."""
+    """Return the SHA-256 digest of a tensor's bytes, in hexadecimal."""
     return hashlib.sha256(_bytes(tensor).numpy().data).hexdigest()
 
 
@@ -234,12 +239,15 @@ def _bytes(tensor: Tensor) -> Tensor:
 
 
 def is_record(value: Any) -> bool:
-    """Whether a value of a checkpoint is a record of a sharded tensor."""
+    """Whether a value in a checkpoint is the record of a sharded tensor."""
     return isinstance(value, dict) and MARK in value
 
 
 def bind(state: Any, path: Path) -> None:
-    """Replace the records of a checkpoint, the file `path`, in place; a bad record is a ValueError."""
+    """Replace the records in a loaded checkpoint by `ShardedTensor`s, in place.
+
+    `path` is the file of the checkpoint. Raises ValueError for a bad record or a missing shard file.
+    """
     found: dict[str, set[str]] = {}  # files by folder
     opened: dict[Path, Any] = {}
     for container, key, value in walk(state):
@@ -251,7 +259,7 @@ def bind(state: Any, path: Path) -> None:
 
 
 def unbind(state: Any, change: Callable[[ShardedTensor], Any] = ShardedTensor.whole) -> None:
-    """Replace the sharded tensors in a checkpoint by `change(tensor)`, in place."""
+    """Replace each `ShardedTensor` in a checkpoint by `change(tensor)`, in place."""
     for container, key, value in walk(state):
         if isinstance(value, ShardedTensor) and not isinstance(container, tuple):
             container[key] = change(value)
@@ -260,8 +268,8 @@ def unbind(state: Any, change: Callable[[ShardedTensor], Any] = ShardedTensor.wh
 def _of_record(record: dict[str, Any], path: Path, opened: dict[Path, Any]) -> ShardedTensor:
     if record[MARK] not in (VERSION, QUANTIZED_VERSION):
         raise ValueError(
-            f"{path} has records of experts of version {record[MARK]}, which this fairseq_tutel cannot "
-            "read; install the version that saved it, or a newer one."
+            f"{path} has expert records of version {record[MARK]}, which this version of fairseq_tutel "
+            "cannot read; install the version that saved the file, or a newer version."
         )
     try:
         relative, worst_row = record.get("error", (0, 0))
@@ -281,13 +289,13 @@ def _of_record(record: dict[str, Any], path: Path, opened: dict[Path, Any]) -> S
         sound = False
     if not sound:
         raise ValueError(
-            f"{path} has a record of experts that no fairseq_tutel wrote; do not use this file."
+            f"{path} has an expert record that fairseq_tutel did not write; do not use this file."
         )
     return tensor
 
 
 def _is_sound(tensor: ShardedTensor) -> bool:
-    """Whether an untrusted record is consistent and names only files in its folder."""
+    """Whether an untrusted record is consistent and names only files inside its folder."""
     shape, (count, dim) = tensor.shape, (tensor.slicing.count, tensor.slicing.dim)
     return bool(
         NAME.fullmatch(tensor.folder)
@@ -313,6 +321,6 @@ def _refuse_missing(path: Path, folder: str, names: set[str]) -> None:
     missing = sorted(names - there)
     if missing:
         raise ValueError(
-            f"{path} keeps its experts in {directory}, where {len(missing)} files are missing, the first "
+            f"{path} keeps its experts in {directory}, where {len(missing)} files are missing, such as "
             f"{ascii(missing[0])[1:-1][:200]}; copy or move a sharded checkpoint together with that folder."
         )

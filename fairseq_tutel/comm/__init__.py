@@ -1,1 +1,1 @@
-"""Dispatch and combine across ranks; start at `exchange`."""
+"""Dispatch and combine of token rows across ranks; start with `exchange.exchange_rows`."""

@@ -1,10 +1,14 @@
-"""All-to-all of rows with autograd: the row counts, dispatch, and combine, its inverse and its backward.
+"""All-to-all exchanges of token rows with autograd: row counts, dispatch and combine.
 
-R rows, D model_dim, e local experts, P ranks of the group, which may be N nodes of L: rank = n * L + l.
+Dispatch sends rows to the ranks of their experts, and combine sends them back. Each is the backward pass of
+the other.
 
-The hierarchical all-to-all (2DH) sends within nodes first, so that few messages cross nodes. Rank (n, l)
-sends its rows for (n', l') to its neighbour (n, l'), from where they go to node n' with those of the whole
-node. That is N - 1 messages to other nodes instead of P - L, each L times as large; the result is the same.
+R rows, D model_dim, e local experts. The group has P ranks, or N nodes of L ranks: rank = n * L + l.
+
+The hierarchical all-to-all (2DH) first sends rows within each node, so few messages cross nodes. Rank
+(n, l) sends its rows for rank (n', l') to rank (n, l'). That rank collects the rows of its node for rank
+(n', l') and sends them in one message. Each rank sends N - 1 messages to other nodes instead of P - L.
+Each message is L times as large, and the result is the same.
 Source: Tutel (Hwang et al. 2023), section 3.4.
 """
 
@@ -31,18 +35,22 @@ Move = Callable[[Tensor], Tensor]
 
 
 class Counts(NamedTuple):
-    """Rows of every block of one exchange, int64."""
+    """Row counts of one exchange, by rank and expert, as int64 tensors."""
 
-    leaving_PE: Tensor  # from this rank for each expert of each rank
-    arriving_PE: Tensor  # from each rank for each expert here
-    # Of the hierarchical all-to-all: from each rank of this node for this local index of each node.
+    leaving_PE: Tensor  # rows from this rank to each expert of each rank
+    arriving_PE: Tensor  # rows from each rank to each local expert
+    # Only for the hierarchical all-to-all: rows from each rank of this node to this local index of each
+    # node.
     passing_LNE: Tensor | None = None
-    # Of a collective plan: from each rank for each expert of each rank.
+    # Only for a collective plan: rows from each rank to each expert of each rank.
     crossing_PPE: Tensor | None = None
     call_ids_P: Tensor | None = None
 
     def chunk(self, index: int, number: int) -> "Counts":
-        """Return the row counts of one of `number` chunks; all ranks split blocks in the same way."""
+        """Return the row counts of chunk `index` if every block of rows is split into `number` chunks.
+
+        All ranks split blocks in the same way.
+        """
         if number == 1:
             return self
         blocks = (self.leaving_PE, self.arriving_PE, self.passing_LNE, self.crossing_PPE)
@@ -50,7 +58,7 @@ class Counts(NamedTuple):
         return Counts(*chunks)  # type: ignore[arg-type]
 
     def to_host(self) -> "Counts":
-        """Return the same counts on the host, copied in one read."""
+        """Return the counts in host memory; counts on a GPU are copied in one transfer."""
         if not self.leaving_PE.is_cuda:
             return self
         given = {key: c for key, c in self._asdict().items() if c is not None}
@@ -60,13 +68,13 @@ class Counts(NamedTuple):
 
 
 def exchange_counts(counts_PE: Tensor, group: dist.ProcessGroup, call_id: CallId = NO_CALL_ID) -> Counts:
-    """Send every rank the number of rows for each of its experts. Collective."""
+    """Send each rank the number of rows that it will receive for each of its experts. Collective."""
     received = all_to_all(call_id.prepended_to(counts_PE), COUNTS_OPERATION, group)
     return Counts(counts_PE, received[:, 1 : 1 + counts_PE.shape[1]], call_ids_P=received[:, 0])
 
 
 def exchange_counts_in_two_hops(counts_PE: Tensor, grid: Grid, call_id: CallId = NO_CALL_ID) -> Counts:
-    """Send the counts as `exchange_counts` does, but in two hops, for a hierarchical all-to-all."""
+    """Exchange row counts in two hops: within each node, then between nodes. Collective."""
     own = slice(1, 1 + counts_PE.shape[1])
     leaving_NLX = call_id.prepended_to(counts_PE).view(grid.nodes, grid.local, -1)
     passing_LNX = all_to_all(leaving_NLX.transpose(0, 1).contiguous(), COUNTS_OPERATION, grid.node_group)
@@ -78,7 +86,7 @@ def exchange_counts_in_two_hops(counts_PE: Tensor, grid: Grid, call_id: CallId =
 def exchange_all_counts(
     counts_PE: Tensor, group: dist.ProcessGroup, call_id: CallId = NO_CALL_ID
 ) -> Counts:
-    """Send every rank the counts of all pairs of ranks: a collective plan needs them. Collective."""
+    """Gather the row counts of all pairs of ranks, which a collective plan needs. Collective."""
     received_PPX = all_gather(call_id.prepended_to(counts_PE), COUNTS_OPERATION, group)
     crossing_PPE = received_PPX[..., 1 : 1 + counts_PE.shape[1]]
     arriving_PE = crossing_PPE[:, dist.get_rank(group)]
@@ -87,18 +95,21 @@ def exchange_all_counts(
 
 @dataclass(frozen=True, kw_only=True)
 class AllToAll:
-    """One exchange of rows with known counts: dispatch and combine; errors contain its name."""
+    """An exchange of rows with known row counts, with methods for dispatch and combine.
+
+    Error messages contain `name`.
+    """
 
     transfer_dtype: str = "same"
     name: str = "the exchange of rows"
     timer: ExchangeTimer | None = None
 
     def move(self, sent_RX: Tensor, combine: bool) -> Tensor:
-        """Send and receive packed rows, without autograd."""
+        """Send and receive rows in the transfer dtype, without autograd."""
         raise NotImplementedError
 
     def exchange(self, rows_RD: Tensor, combine: bool) -> Tensor:
-        """Pack, move and unpack rows, without autograd."""
+        """Convert rows to the transfer dtype, exchange them, and convert them back, without autograd."""
         packed = pack(rows_RD, self.transfer_dtype).contiguous()
         if self.timer is None:
             received = self.move(packed, combine)
@@ -107,21 +118,24 @@ class AllToAll:
         return unpack(received, self.transfer_dtype, rows_RD.dtype)
 
     def dispatch(self, rows_RD: Tensor) -> Tensor:
-        """Send rows in the order of their destination ranks; return the received rows by source rank."""
+        """Send rows, sorted by destination rank; return the received rows, sorted by source rank."""
         return _AllToAll.apply(rows_RD, self, False)
 
     def combine(self, rows_RD: Tensor) -> Tensor:
-        """Send rows, sorted by source rank, back; return own rows in the order of their dispatch."""
+        """Send rows back to their source ranks; return this rank's rows in the order of their dispatch.
+
+        The input is sorted by source rank.
+        """
         return _AllToAll.apply(rows_RD, self, True)
 
     def start(self, rows_RD: Tensor, combine: bool) -> "Started":
-        """Begin `dispatch` or `combine` in parallel to the computation."""
+        """Start `dispatch` or `combine` in the background; `Started.finish` returns the rows."""
         transfer = _Transfer(self, combine)
         return Started(_Start.apply(rows_RD, transfer), transfer)
 
 
 class _Transfer:
-    """A direction of an all-to-all that runs in the background: forward, and later its backward."""
+    """Runs a dispatch or combine in the background, and later its backward pass."""
 
     def __init__(self, owner: AllToAll, combine: bool) -> None:
         self.owner, self.combine = owner, combine
@@ -136,7 +150,10 @@ class _Transfer:
 
 
 class Started(NamedTuple):
-    """An all-to-all under way. The token has no elements; it carries the autograd graph to `finish`."""
+    """An all-to-all that has started; `finish` returns its rows.
+
+    The token has no elements: it connects `finish` to the autograd graph.
+    """
 
     token: Tensor
     transfer: _Transfer
@@ -159,7 +176,10 @@ class _AllToAll(torch.autograd.Function):
 
 
 class _Start(torch.autograd.Function):
-    """Forward begins the transfer that `_Finish` waits for; backward waits for the one it began."""
+    """Autograd function: forward starts a transfer, and backward waits for the transfer of gradients.
+
+    Forward of `_Finish` waits for the first transfer, and its backward starts the second.
+    """
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, transfer: _Transfer) -> Tensor:
@@ -187,7 +207,7 @@ class _Finish(torch.autograd.Function):
 
 
 class Hop(NamedTuple):
-    """Rows that are sent and received within a group, and how they are reordered before and afterwards."""
+    """One exchange of rows within a group, with functions that reorder rows before and after it."""
 
     group: dist.ProcessGroup
     send: Splits
@@ -198,12 +218,12 @@ class Hop(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class HopAllToAll(AllToAll):
-    """Rows go in one hop (linear), or within the node and then between nodes (2DH)."""
+    """An all-to-all in one hop (linear), or in two hops: within nodes, then between nodes (2DH)."""
 
     hops: tuple[Hop, ...]
 
     def move(self, sent_RX: Tensor, combine: bool) -> Tensor:
-        """Send and receive packed rows."""
+        """Send and receive rows in the transfer dtype."""
         rows = sent_RX
         if combine:
             for group, send, receive, _, back in reversed(self.hops):
@@ -215,14 +235,14 @@ class HopAllToAll(AllToAll):
 
 
 def linear_all_to_all(host: Counts, group: dist.ProcessGroup, **options: Any) -> HopAllToAll:
-    """Return the all-to-all of these counts in one hop; `options` are the fields of `AllToAll`."""
+    """Return a one-hop all-to-all for these row counts; `options` are the fields of `AllToAll`."""
     return HopAllToAll(hops=(Hop(group, _splits(host.leaving_PE), _splits(host.arriving_PE)),), **options)
 
 
 def hierarchical_all_to_all(
     device: Counts, host: Counts, grid: Grid, backend: str = "auto", **options: Any
 ) -> HopAllToAll:
-    """Return the all-to-all of these counts in two hops; `options` are the fields of `AllToAll`."""
+    """Return a two-hop all-to-all for these row counts; `options` are the fields of `AllToAll`."""
     assert device.passing_LNE is not None and host.passing_LNE is not None
     nodes, local = grid.nodes, grid.local
     leaving_NL = host.leaving_PE.sum(1).view(nodes, local)
@@ -237,21 +257,21 @@ def hierarchical_all_to_all(
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedAllToAll(AllToAll):
-    """Rows are sent by a collective plan of an all_to_all, whose chunks are blocks of rows."""
+    """An all-to-all that a collective plan performs; the plan's chunks are blocks of rows."""
 
     group: dist.ProcessGroup
     plan: str
-    crossing_PP: tuple[Splits, ...]  # of all ranks, since a plan may forward rows through any
+    crossing_PP: tuple[Splits, ...]  # of all ranks: a plan may forward rows through any rank
 
     @classmethod
     def of(cls, host: Counts, group: dist.ProcessGroup, plan: str, **options: Any) -> Self:
-        """Return the all-to-all of these counts; `options` are the fields of `AllToAll`."""
+        """Return an all-to-all that uses collective plan `plan`; `options` are the fields of `AllToAll`."""
         assert host.crossing_PPE is not None
         rows = host.crossing_PPE.sum(2).tolist()
         return cls(group=group, plan=plan, crossing_PP=tuple(map(tuple, rows)), **options)
 
     def move(self, sent_RX: Tensor, combine: bool) -> Tensor:
-        """Send and receive packed rows."""
+        """Send and receive rows in the transfer dtype."""
         sizes = tuple(zip(*self.crossing_PP, strict=True)) if combine else self.crossing_PP
         return all_to_all_by(self.plan, sent_RX, self.name, self.group, sizes)
 
@@ -261,8 +281,8 @@ def _splits(counts_AX: Tensor) -> Splits:
 
 
 def _regrouping(counts_AB: Tensor, host_AB: Tensor, backend: str) -> tuple[Move, Move]:
-    """Return functions that move blocks of rows from (a, b) order to (b, a) order, and back."""
-    # Even blocks, as in padded buffers, need no maps.
+    """Return two functions that move blocks of rows from (a, b) order to (b, a) order, and back."""
+    # Blocks of equal size, such as padded buffers, need no row maps.
     if bool((host_AB == host_AB[0, 0]).all()):
         outer, inner = host_AB.shape
 

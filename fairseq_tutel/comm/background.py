@@ -1,6 +1,6 @@
-"""Work in parallel to the computation: in a communication thread on a CPU, on another stream on a GPU.
+"""Run communication in parallel to the computation: in a thread on a CPU, on another stream on a GPU.
 
-There is one thread, so that collectives start in the same order on every rank.
+There is only one thread, so collectives start in the same order on every rank.
 """
 
 import atexit
@@ -22,15 +22,16 @@ Wait = Callable[[], Tensor]
 
 
 def start(function: Callable[[Tensor], Tensor], rows: Tensor) -> Wait:
-    """Begin `function(rows)`, without autograd, and return a function that waits for its result.
+    """Start `function(rows)` in the background, without autograd; return a function to wait for its result.
 
-    It waits on this thread or on this stream. After a failure, queued jobs fail without sending: a peer
-    would take their rows for those of the failed job. Jobs that start after the error was raised run again.
+    On a CPU the calling thread waits, on a GPU its stream. After a failure, queued jobs fail without
+    sending: a peer would take their rows for rows of the failed job. Jobs that start after the error was
+    raised run normally.
     """
     if rows.is_cuda:
         return _start_on_stream(function, rows)
     global _worker
-    if _worker is None or not _worker.is_alive():  # not in a forked process
+    if _worker is None or not _worker.is_alive():  # a forked process has no thread
         _worker = _Worker()
     worker, future = _worker, Future[Tensor]()
     worker.jobs.put((function, rows, future, worker.errors_seen))
@@ -46,7 +47,7 @@ def start(function: Callable[[Tensor], Tensor], rows: Tensor) -> Wait:
 
 
 class _Worker(threading.Thread):
-    """The communication thread. A daemon: after an error elsewhere it may wait for a peer forever."""
+    """The communication thread; it is a daemon, because after an error it may wait for a peer forever."""
 
     def __init__(self) -> None:
         super().__init__(name="communication", daemon=True)
@@ -65,10 +66,10 @@ class _Worker(threading.Thread):
                 failure = None
                 with torch.no_grad():
                     future.set_result(function(rows))
-            except BaseException as error:  # raised again by the wait
+            except BaseException as error:  # `wait` raises it again
                 failure, failed_at = error, errors_seen
                 future.set_exception(error)
-            # Free the tensors before the wait for the next job.
+            # Free the tensors before waiting for the next job.
             del job, function, rows, future
 
 
@@ -76,10 +77,10 @@ _worker: _Worker | None = None
 
 
 def _leave() -> None:
-    """End the thread before the interpreter exits, or after an error end the process with status 1.
+    """End the communication thread before the interpreter exits; after an error, exit with status 1.
 
-    After an error, this thread or one of gloo may still wait for a peer. At interpreter exit that aborts
-    the process, which a launcher would report as a crash.
+    After an error, this thread or a gloo thread may still wait for a peer. Such a thread aborts the process
+    at interpreter exit, and a launcher would report a crash.
     """
     if _worker is None:
         return
@@ -93,7 +94,7 @@ def _leave() -> None:
         os._exit(1)
 
 
-# At import, so that exit functions of other modules, which are registered later, run before.
+# Exit functions run in reverse order: those of other modules, registered after this import, run before.
 atexit.register(_leave)
 
 

@@ -1,6 +1,6 @@
-"""Call ID: a number of the layer and its call, which ranks compare before an exchange.
+"""Call IDs identify a layer and its call; ranks compare them before an exchange.
 
-Without it, ranks that call different layers would exchange each other's rows without an error.
+Without call IDs, ranks that call different layers would exchange rows without an error.
 """
 
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fairseq_tutel.ranks.guard import CommunicationError, name_ranks
 
-_LAYER_BIT, _TRAINING_BIT = 40, 39  # the bits below: the number of calls
+_LAYER_BIT, _TRAINING_BIT = 40, 39  # lower bits: the number of calls
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -24,14 +24,14 @@ _layers: WeakKeyDictionary[dist.ProcessGroup, list["CallCounter"]] = WeakKeyDict
 
 
 def _untraced(function: Function) -> Function:
-    """Exclude a function from torch.compile, which would recompile it for every new number."""
-    # As torch.compiler.disable, which imports all of torch.compile.
+    """Exclude a function from torch.compile, which would recompile it for every call ID."""
+    # This has the effect of torch.compiler.disable, which would import all of torch.compile.
     function._torchdynamo_disable = True  # type: ignore[attr-defined]
     return function
 
 
 class CallCounter:
-    """Counts the calls of a layer. Every rank of its group builds the same layers in the same order."""
+    """Counts the calls of a layer. All ranks of a group build the same layers in the same order."""
 
     def __init__(self, group: dist.ProcessGroup, name: str, num_local: int) -> None:
         self.layers = _layers.setdefault(group, [])
@@ -42,16 +42,20 @@ class CallCounter:
 
 @dataclass(frozen=True)
 class CallId:
-    """The ID of a layer's next call in its mode; without a counter, of an exchange outside of layers."""
+    """The ID of a layer's next call in training or evaluation mode.
+
+    Without a counter, it is the ID of an exchange outside of layers.
+    """
 
     counter: CallCounter | None = None
     training: bool = False
 
     @_untraced
     def prepended_to(self, counts_PX: Tensor) -> Tensor:
-        """Return the counts with the ID before them, as wide as those of the layer with the most experts.
+        """Return the counts after a first column with the call ID, padded to the widest layer's width.
 
-        Called once a call. An exchange of unequal sizes would end with an unclear error, or never.
+        Call it once per layer call. Without padding, ranks in different layers would exchange unequal
+        sizes, which ends with an unclear error, or never.
         """
         counter = self.counter
         if counter is None:
@@ -68,10 +72,10 @@ NO_CALL_ID = CallId()
 
 @_untraced
 def compare(call_ids_P: Tensor, operation: str, group: dist.ProcessGroup) -> None:
-    """Compare the call IDs of a group's ranks, on the host.
+    """Check on the host that all ranks of a group have the same call ID.
 
     Raises:
-        CommunicationError: ranks make different calls; it names each rank's layer and call.
+        CommunicationError: call IDs differ; the message names each rank's layer and call.
     """
     numbers = call_ids_P.tolist()
     if len(set(numbers)) == 1:
@@ -83,8 +87,8 @@ def compare(call_ids_P: Tensor, operation: str, group: dist.ProcessGroup) -> Non
         f"{name_ranks(sorted(ranks))} in {_call(number, group)}" for number, ranks in ranks_of.items()
     )
     raise CommunicationError(
-        f"rank {dist.get_rank()} could not finish {operation}, since ranks make different calls ({calls}); "
-        "let all ranks make the same layers, and call the same ones in the same order and mode, also where "
+        f"rank {dist.get_rank()} could not finish {operation}, because ranks are in different calls "
+        f"({calls}); build the same layers on all ranks, and call them in the same order and mode, also if "
         "a training step generates or evaluates."
     )
 
@@ -98,13 +102,13 @@ def _call(number: int, group: dist.ProcessGroup) -> str:
     return f"call {count + 1} of {name}, for {mode}"
 
 
-# The event of a copy to the host, and the arguments of its comparison.
+# Call IDs that are being copied to the host: the event of the copy, and the arguments of `compare`.
 _pending: list[tuple[Any, Tensor, str, dist.ProcessGroup]] = []
 
 
 @_untraced
 def compare_later(call_ids_P: Tensor, operation: str, group: dist.ProcessGroup) -> None:
-    """Call `compare` without a host read: call IDs of a GPU are compared at the next call."""
+    """Check call IDs like `compare`; on a GPU, the check runs at the next call, without synchronization."""
     if not call_ids_P.is_cuda:
         compare(call_ids_P, operation, group)
         return

@@ -1,9 +1,9 @@
 """The only module that calls torch.distributed collectives of tensors.
 
-Each call is guarded: if a rank fails, the other ranks' error names it and the operation. `operation` ends
-the sentence "rank 1 could not finish …". A group of None is all ranks, or one rank without
-torch.distributed. Tensors must be on the device of the group's backend, since NCCL takes no host memory.
-G is the number of ranks in a group. `ranks.world` sends Python objects.
+Each call is guarded: if a rank fails, errors on the other ranks name that rank and the operation.
+`operation` completes the sentence "rank 1 could not finish …". A group of None means all ranks, or one rank
+without torch.distributed. Tensors must be on the device of the group's backend, because NCCL cannot send
+host memory. G is the number of ranks in a group. `ranks.world` sends Python objects.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,45 +17,46 @@ from fairseq_tutel.ranks import world
 from fairseq_tutel.ranks.guard import guarded
 
 Group = dist.ProcessGroup | None
-# torch 2.13 renamed them.
+# torch 2.13 renamed these functions.
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 class Program(Protocol):
-    """A collective of a backend, for any sizes."""
+    """A collective that a `Backend` runs for tensors of any size."""
 
     def start(self, own: Tensor, out: Tensor, sizes: Any) -> Any:
-        """Start it from `own` to `out`, another tensor, both contiguous; return its `dist.Work`.
+        """Start the collective with input `own` and output `out`, and return its `dist.Work`.
 
-        `sizes` are the elements of a shard, or the rows of an all_to_all by source and destination.
+        Both tensors are contiguous and separate. `sizes` is the number of elements of a shard, or for an
+        all_to_all the numbers of rows by source and destination.
         """
 
 
 class Backend(Protocol):
-    """Runs some collectives in place of torch; its methods return the same on all ranks."""
+    """Runs some collectives instead of torch; all ranks get the same results from its methods."""
 
     def has(self, collective: str, group: Group) -> bool:
-        """Return whether it runs some sizes of a collective."""
+        """Return whether the backend runs a collective for at least some sizes."""
 
     def chosen(self, collective: str, own: Tensor, operation: str, group: Group) -> Program | None:
-        """Return the program of a collective with the input `own`, None for torch."""
+        """Return the program for a collective with input `own`; None means that torch runs it."""
 
     def named(self, name: str, rows: Tensor, group: Group) -> Program | None:
-        """Return the all_to_all program of that name, if there is one."""
+        """Return the all_to_all program with this name, or None if there is none."""
 
 
 _backend: Backend | None = None
 
 
 def use(backend: Backend | None) -> None:
-    """Let a backend run collectives from now on; None: torch runs all."""
+    """Set the backend that runs collectives from now on; with None, torch runs all collectives."""
     global _backend
     _backend = backend
 
 
 def is_replaced(collective: str, group: Group) -> bool:
-    """Return whether the backend runs some sizes of a collective."""
+    """Return whether a backend replaces torch for at least some sizes of a collective."""
     return _backend is not None and _backend.has(collective, group)
 
 
@@ -64,30 +65,33 @@ def _chosen(collective: str, own: Tensor, operation: str, group: Group) -> Progr
 
 
 class Started:
-    """A collective that has started, and a function to call on its result."""
+    """A collective that has started, and a function to call after it finishes."""
 
     def __init__(self, work: Any, operation: str, group: Group) -> None:
         self.work, self.operation, self.group = work, operation, group
         self.arrived: Callable[[], Any] = lambda: None
 
     def then(self, arrived: Callable[[], Any]) -> "Started":
-        """Let `wait` call this function once at its end; return self."""
+        """Set the function that `wait` calls after the collective finishes; return self."""
         self.arrived = arrived
         return self
 
     def is_done(self) -> bool:
-        """Return whether `wait` would return without waiting for another rank."""
+        """Return whether the collective has finished, so `wait` needs no other rank."""
         return self.work.is_completed()
 
     def wait(self) -> None:
-        """Wait for it and call the function of `then`; on a GPU the stream waits."""
+        """Wait for the collective and call the function that `then` set; on a GPU the stream waits."""
         with guarded(self.operation, self.group):
             self.work.wait()
         self.arrived()
 
 
 def start_all_reduce(own: Tensor, operation: str, group: Group = None) -> tuple[Started, Tensor]:
-    """Start to sum all ranks' tensors; return the tensor that will hold the sum: `own` or a new one."""
+    """Start to sum all ranks' tensors; return a handle and the tensor that will hold the sum.
+
+    That tensor is `own` or a new tensor.
+    """
     with guarded(operation, group):
         program = _chosen("all_reduce", own, operation, group)
         if program is None:
@@ -98,7 +102,7 @@ def start_all_reduce(own: Tensor, operation: str, group: Group = None) -> tuple[
 
 
 def all_reduce(tensor: Tensor, operation: str, group: Group = None, op: Any = dist.ReduceOp.SUM) -> None:
-    """Replace each rank's tensor by the sum (or maximum, …) of all ranks' tensors."""
+    """Replace each rank's tensor by the sum of all ranks' tensors, or by their reduction with `op`."""
     if group is None and world.size() == 1:
         return
     with guarded(operation, group):
@@ -106,7 +110,7 @@ def all_reduce(tensor: Tensor, operation: str, group: Group = None, op: Any = di
 
 
 def all_gather(own: Tensor, operation: str, group: Group = None) -> Tensor:
-    """Return [G, ...], every rank's tensor [...]."""
+    """Gather one tensor [...] from every rank and return them stacked [G, ...]."""
     stacked = own.new_empty(world.size(group), *own.shape)
     with guarded(operation, group):
         _all_gather(stacked.view(-1), own.contiguous().view(-1), group=group)
@@ -125,9 +129,10 @@ def start_all_gather(whole: Tensor, own: Tensor, operation: str, group: Group = 
 def start_reduce_scatter(
     own: Tensor, whole: Tensor, operation: str, group: Group = None, as_list: bool = False
 ) -> Started:
-    """Start to sum all ranks' `whole` [G * m]; part g goes to rank g's `own` [m]. Both are contiguous.
+    """Start a reduce-scatter: sum all ranks' `whole` [G * m] and write part g to `own` [m] on rank g.
 
-    `as_list` gives torch a list of G tensors, which gloo sums in another order.
+    Both tensors are contiguous. With `as_list` torch gets a list of G tensors, which gloo sums in another
+    order.
     """
     own, whole = own.view(-1), whole.view(-1)
     with guarded(operation, group):
@@ -143,7 +148,10 @@ def start_reduce_scatter(
 
 
 def gather(own: Tensor, operation: str, group: Group = None) -> list[Tensor] | None:
-    """Return every rank's tensor on rank 0 of the job, a member of the group; None on the others."""
+    """Gather every rank's tensor on rank 0 of the job; return None on the other ranks.
+
+    Rank 0 must be a member of the group.
+    """
     parts = list(own.new_empty(world.size(group), *own.shape)) if world.rank() == 0 else None
     with guarded(operation, group):
         dist.gather(own, parts, dst=0, group=group)
@@ -157,9 +165,9 @@ def all_to_all(
     receive: Sequence[int] | None = None,
     send: Sequence[int] | None = None,
 ) -> Tensor:
-    """Send block p of the contiguous rows to rank p of the group; return the rows received, by source.
+    """Send block p of the contiguous rows to rank p; return the received rows, sorted by source rank.
 
-    `receive` and `send` are the rows from and to each rank, None if all G blocks are equal.
+    `receive` and `send` are the numbers of rows from and to each rank; None if all G blocks are equal.
     """
     out = rows.new_empty(len(rows) if receive is None else sum(receive), *rows.shape[1:])
     with guarded(operation, group):
@@ -170,12 +178,15 @@ def all_to_all(
 def all_to_all_by(
     name: str, rows: Tensor, operation: str, group: dist.ProcessGroup, sizes_GG: tuple[tuple[int, ...], ...]
 ) -> Tensor:
-    """Do `all_to_all` by the backend's program of a name; `sizes_GG` has rows by source and destination."""
+    """Run an all-to-all with the backend's program `name`.
+
+    `sizes_GG` has the numbers of rows by source and destination.
+    """
     program = _backend.named(name, rows, group) if _backend else None
     if program is None:
         raise ValueError(
-            f"a2a_algorithm (--moe-a2a-algorithm) is plan:{name}, but no plan of this name makes an "
-            f"all_to_all of {dist.get_world_size(group)} ranks; add one to --moe-collective-plans."
+            f"a2a_algorithm (--moe-a2a-algorithm) is plan:{name}, but --moe-collective-plans has no "
+            f"all_to_all plan of this name for {dist.get_world_size(group)} ranks; add such a plan."
         )
     rank = dist.get_rank(group)
     out = rows.new_empty(sum(row[rank] for row in sizes_GG), *rows.shape[1:])
@@ -185,7 +196,7 @@ def all_to_all_by(
 
 
 def barrier() -> None:
-    """Wait until all ranks have called this."""
+    """Wait until all ranks have called this function."""
     if world.size() > 1:
         with guarded("the barrier of all ranks"):
             dist.barrier()

@@ -1,13 +1,13 @@
 """Exchange: send rows to the ranks that own their experts, run the experts, and send the outputs back.
 
-R rows, D model_dim, E experts (e local), P ranks of the expert group, C capacity. Rows may be sent in
-chunks, in parallel to the experts. The forward of three chunks (d: dispatch, x: experts, c: combine):
+R rows, D model_dim, E experts (e local), P ranks of the EP group, C capacity. Rows may be sent in chunks
+while experts compute. The forward pass of three chunks (d: dispatch, x: experts, c: combine):
 
     exchange  d0 d1 d2 c0 c1 c2
     experts      x0 x1 x2
 
-The backward is the reverse, since autograd runs the last node first. Source: Tutel (Hwang et al. 2023),
-section 3.3.
+The backward pass has the reverse order, because autograd runs the last node first.
+Source: Tutel (Hwang et al. 2023), section 3.3.
 """
 
 from collections.abc import Callable
@@ -47,39 +47,39 @@ ExpertFn = Callable[[Tensor, Groups], Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class ExchangeOptions:
-    """How a layer exchanges rows."""
+    """Options of a layer's row exchange: process group, strategy, transfer dtype and kernels."""
 
     group: dist.ProcessGroup
     grid: Grid | None = None  # for 2dh
     strategy: Strategy = field(default_factory=Strategy)  # with an adaptive_r of at least 1
-    slices: int = 1  # s, ranks of one expert
+    slices: int = 1  # s, the number of ranks that share one expert
     padded: bool = False  # every expert has the same number of rows on every rank
     transfer_dtype: str = "same"
-    backend: str = "auto"  # of kernels
+    backend: str = "auto"  # for kernels
     timer: ExchangeTimer | None = None
-    name: str = ""  # of the layer, for errors
+    name: str = ""  # of the layer, for error messages
 
     @property
     def operation(self) -> str:
-        """The exchange's name in error messages."""
+        """The name of this exchange in error messages."""
         return f"{AllToAll.name} of {self.name}" if self.name else AllToAll.name
 
     @property
     def hops(self) -> Grid | None:
-        """The grid of a hierarchical all-to-all; None for others."""
+        """The node grid for a hierarchical all-to-all; None for other algorithms."""
         return self.grid if self.strategy.algorithm == "2dh" else None
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """A part of the rows that is exchanged by itself, with its counts on the device and on the host."""
+    """A part of the rows that is exchanged separately, with row counts on the device and on the host."""
 
     all_to_all: AllToAll
     device: Counts
     host: Counts
 
     def regrouping(self) -> tuple[Tensor, Tensor, Groups]:
-        """Return the maps of received rows to expert-major order and back, and the experts' groups."""
+        """Return row maps from received to expert-major order and back, and the experts' row groups."""
         per_expert = self.host.arriving_PE.sum(0).tolist()
         to_expert, to_source = regroup_maps(self.device.arriving_PE, sum(per_expert))
         return to_expert, to_source, Groups(self.device.arriving_PE.sum(0), per_expert)
@@ -92,11 +92,11 @@ def exchange_rows(
     expert_fn: ExpertFn,
     call_id: CallId = NO_CALL_ID,
 ) -> Tensor:
-    """Agree on row counts, dispatch rows, apply `expert_fn` to expert-major rows, and combine. Collective.
+    """Dispatch rows to the ranks of their experts, run `expert_fn` on them, and combine. Collective.
 
-    The rows [R, D] are expert-major: compact with an unused tail, which the result lacks, or E * C padded
-    ones. `counts_E` int64 has the kept rows of each expert. The call ID is sent with the counts and
-    compared, unless padded.
+    The rows [R, D] and the input of `expert_fn` are sorted by expert. Rows are compact, with an unused tail
+    that the result lacks, or padded to E * C. `counts_E` int64 is the number of kept rows of each expert.
+    Without padding, ranks first exchange row counts and compare call IDs.
     """
     capacity = len(rows_RD) // len(counts_E)
     if options.padded:
@@ -137,7 +137,10 @@ def exchange_rows(
 
 
 def agreed_capacity(counts_E: Tensor, options: ExchangeOptions, call_id: CallId = NO_CALL_ID) -> int:
-    """Return the largest count of any rank, at least 1. Collective, with the padded forward's host read."""
+    """Return the largest row count of any expert on any rank, at least 1. Collective.
+
+    This is where the padded forward pass synchronizes with the host.
+    """
     need_P1 = counts_E.max().clamp_min(1).expand(dist.get_world_size(options.group), 1)
     own_PX = call_id.prepended_to(need_P1)
     received_PX = all_to_all(own_PX, "the agreement on the size of buffers", options.group).cpu()
@@ -148,9 +151,9 @@ def agreed_capacity(counts_E: Tensor, options: ExchangeOptions, call_id: CallId 
 def _counts(
     counts_E: Tensor, capacity: int, options: ExchangeOptions, call_id: CallId
 ) -> tuple[Counts, Counts]:
-    """Return the counts of all blocks on the device and on the host; collective unless padded."""
+    """Return the row counts of all blocks on the device and on the host. Collective unless padded."""
     if options.padded:
-        # All ranks have the same counts. Built on both sides, which is cheaper than a copy.
+        # All ranks have the same counts. Building them on device and host is cheaper than a copy.
         host = _even_counts(torch.full(counts_E.shape, capacity), options)
         return (_even_counts(counts_E, options) if counts_E.is_cuda else host), host
     leaving_PE = _leaving(counts_E, options)
@@ -172,7 +175,10 @@ def _leaving(counts_E: Tensor, options: ExchangeOptions) -> Tensor:
 
 
 def _even_counts(counts_E: Tensor, options: ExchangeOptions) -> Counts:
-    """Return the counts if every rank sends the same: this rank receives what it sends itself."""
+    """Return the row counts of an exchange in which all ranks send equal counts.
+
+    Each rank then receives from every rank as many rows as it sends to itself.
+    """
     leaving_PE = _leaving(counts_E, options)
     rank = dist.get_rank(options.group)
     arriving_PE = leaving_PE[rank].expand_as(leaving_PE)

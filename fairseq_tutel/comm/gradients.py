@@ -1,11 +1,14 @@
 """Gradients across ranks: reduction, overflow, global norm and clipping.
 
-After backward, an expert's gradient is the sum over the tokens of its expert group, while a dense
-parameter's is averaged over the W ranks. Summing the replicas and dividing by W gives both the same scale.
+After the backward pass, an expert's gradient is a sum over the tokens of its EP group. Gradients of dense
+parameters are averaged over the W ranks. Expert gradients get the same scale: they are summed over EP
+replicas and divided by W.
 
-torch.distributed reduces one parameter at a time: the order of gloo's sum depends on an element's position
-in the tensor. A collective plan reduces buckets. Nothing is reduced during backward: an update's last one
-is not known in advance, and with NCCL, simultaneous row exchanges would change the order of sums.
+torch.distributed reduces one parameter at a time, because the order of gloo's sum depends on an element's
+position in the tensor. A collective plan reduces buckets. Nothing is reduced during the backward pass:
+
+- The last backward pass of an update is not known in advance.
+- With NCCL, simultaneous row exchanges would change the order of sums.
 """
 
 from collections.abc import Iterable, Sequence
@@ -21,35 +24,41 @@ BUCKET_BYTES = 25 * 2**20
 
 
 def mark_expert(parameter: nn.Parameter) -> None:
-    """Mark a parameter as this rank's part of the experts."""
-    parameter.expert = True  # type: ignore[attr-defined]  # fairseq's data parallel skips it
-    parameter._tutel_expert = True  # type: ignore[attr-defined]  # Tutel's optimizer skips it
+    """Mark a parameter as belonging to this rank's experts."""
+    parameter.expert = True  # type: ignore[attr-defined]  # skipped by fairseq's data parallelism
+    parameter._tutel_expert = True  # type: ignore[attr-defined]  # skipped by Tutel's optimizer
 
 
 def mark_root_scaled(parameter: nn.Parameter) -> None:
-    """Divide an expert's summed gradient by sqrt(W) instead of W (Meta's sqrt_world_size)."""
+    """Mark an expert parameter, to divide its summed gradient by sqrt(world size), not by world size.
+
+    This is Meta's sqrt_world_size.
+    """
     parameter.root_scaled = True  # type: ignore[attr-defined]
 
 
 def gradient_divisor(parameter: Tensor, world_size: int) -> float:
-    """Return the divisor of a parameter's summed gradient: W, or sqrt(W) by `mark_root_scaled`."""
+    """Return the divisor of a summed gradient: the world size W, or sqrt(W) after `mark_root_scaled`."""
     return world_size**0.5 if getattr(parameter, "root_scaled", False) else world_size
 
 
 def rescale_expert_gradients(parameters: Iterable[nn.Parameter], world_size: int) -> None:
-    """Multiply gradients of `mark_root_scaled` parameters by sqrt(W), in place, after the division by W."""
+    """Multiply the gradients of `mark_root_scaled` parameters by sqrt(world size), in place.
+
+    The gradients have already been divided by the world size.
+    """
     for parameter in parameters:
         if getattr(parameter, "root_scaled", False) and parameter.grad is not None:
             parameter.grad.mul_(world_size**0.5)
 
 
 def is_expert(parameter: Tensor) -> bool:
-    """Whether `mark_expert` was called on this parameter or, for an fp32 copy, on the original."""
+    """Return whether `mark_expert` marked this parameter or, for an fp32 copy, the original."""
     return getattr(parameter, "expert", False)
 
 
 def reduce_expert_gradients(parameters: Iterable[nn.Parameter], topology: Topology) -> None:
-    """Sum each expert gradient over its replicas and divide by W, in place. Collective."""
+    """Sum each expert gradient over EP replicas and divide it by the world size, in place. Collective."""
     experts = [parameter for parameter in parameters if is_expert(parameter)]
     divide_gradients(experts, topology.world_size)
     if topology.replica_group is not None:
@@ -64,7 +73,7 @@ def reduce_dense_gradients(parameters: Iterable[nn.Parameter], world_size: int) 
 
 
 def divide_gradients(parameters: Iterable[nn.Parameter], divisor: float) -> None:
-    """Divide gradients in place, before they are summed: scaled fp16 gradients must not overflow."""
+    """Divide gradients by `divisor` in place before the sum: scaled fp16 gradients must not overflow."""
     for parameter in parameters:
         if parameter.requires_grad:
             if parameter.grad is None:
@@ -77,7 +86,7 @@ def _sum(parameters: Iterable[nn.Parameter], operation: str, group: Group) -> No
     under_way: list[Started] = []
     for bucket in _buckets([p for p in parameters if p.requires_grad], limit):
         under_way.append(_start_sum(bucket, operation, group))
-        # Two at a time: one is stacked while the other is reduced.
+        # At most two buckets at a time: one is stacked while the other is reduced.
         if len(under_way) > 1:
             under_way.pop(0).wait()
     for started in under_way:
@@ -102,7 +111,7 @@ def _start_sum(bucket: Sequence[nn.Parameter], operation: str, group: Group) -> 
 
 
 def _buckets(parameters: Iterable[nn.Parameter], limit: int) -> list[list[nn.Parameter]]:
-    """Group parameters by dtype and device into buckets of at least `limit` bytes."""
+    """Group parameters by dtype and device into buckets; a bucket is full at `limit` bytes."""
     full: list[list[nn.Parameter]] = []
     filling: dict[tuple[torch.dtype, torch.device], list[nn.Parameter]] = {}
     for parameter in parameters:
@@ -115,12 +124,13 @@ def _buckets(parameters: Iterable[nn.Parameter], limit: int) -> list[list[nn.Par
 
 
 def spread_overflow(parameters: Iterable[nn.Parameter]) -> None:
-    """Set an expert gradient to infinity on all ranks if any rank has an infinity or NaN. Collective.
+    """Set an expert gradient to infinity on all ranks if any expert gradient overflowed. Collective.
 
-    torch's GradScaler skips an update by the gradients of its rank, which has those of its experts alone.
+    All ranks must skip the same updates, but torch's GradScaler checks only the gradients of one rank.
+    A gradient has overflowed if it has an infinity or NaN.
     """
     grads = [p.grad for p in parameters if is_expert(p) and p.grad is not None]
-    if not grads:  # a criterion's parameters, for example; the same on all ranks
+    if not grads:  # such as a criterion's parameters; all ranks return here
         return
     finite = torch.stack([g.isfinite().all() for g in grads]).all()
     overflow = (~finite).to(torch.float32)
@@ -130,10 +140,11 @@ def spread_overflow(parameters: Iterable[nn.Parameter]) -> None:
 
 
 def global_grad_norm(parameters: Iterable[Tensor], topology: Topology) -> Tensor:
-    """Return the L2 norm over dense parameters and the experts of all ranks, each counted once.
+    """Return the L2 norm of the gradients of dense parameters and all ranks' experts. Collective.
 
-    Reduced over all W ranks and divided by the replicas: every rank gets the same bits, and a NaN or
-    infinity on one rank gives a NaN or infinity on all. Collective. fp32 (fp64 for fp64 gradients).
+    Each parameter counts once: the sum over all W ranks is divided by the number of EP replicas. Every rank
+    gets the same bits. A NaN or infinity on one rank gives a NaN or infinity on all ranks. The dtype is
+    fp32 (fp64 for fp64 gradients).
     """
     dense: list[Tensor] = []
     experts: list[Tensor] = []
@@ -150,7 +161,7 @@ def global_grad_norm(parameters: Iterable[Tensor], topology: Topology) -> Tensor
 
 
 def clip_gradients(parameters: Iterable[Tensor], max_norm: float, norm: Tensor) -> None:
-    """Scale every gradient by min(1, max_norm / norm), in place; max_norm <= 0 disables clipping."""
+    """Multiply every gradient by min(1, max_norm / norm), in place; max_norm <= 0 disables clipping."""
     if max_norm <= 0:
         return
     grads = [p.grad for p in parameters if p.grad is not None]
@@ -160,7 +171,7 @@ def clip_gradients(parameters: Iterable[Tensor], max_norm: float, norm: Tensor) 
 
 
 def square_norm(grads: list[Tensor], device: torch.device) -> Tensor:
-    """Return the sum of squares in fp32 (fp64 for fp64 gradients); 0 on `device` without gradients."""
+    """Return the sum of squares of all gradients, in fp32 (fp64 for fp64); without gradients, return 0."""
     if not grads:
         return torch.zeros((), device=device, dtype=torch.float32)
     dtype = torch.promote_types(grads[0].dtype, torch.float32)

@@ -1,7 +1,7 @@
-"""Regroup blocks of rows from (a, b) to (b, a) order with one gather; repeat rows and sum the copies.
+"""Reorder blocks of rows from (a, b) to (b, a) order in one gather; repeat rows, and sum their copies.
 
-R rows, D model_dim, E experts (e of a rank), P ranks, s slices of an expert, r ranks that receive a row,
-M copies of a row; block (a, b) has counts_AB[a, b] rows.
+R rows, D model_dim, E experts (e local), P ranks, s shards of an expert, r ranks that receive a row,
+M copies of a row. Block (a, b) has counts_AB[a, b] rows.
 """
 
 from typing import Any
@@ -13,9 +13,9 @@ from fairseq_tutel.kernels.first_order import first_order
 
 
 def regroup_maps(counts_AB: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
-    """Return the maps [R] between a-major and b-major rows of blocks with these numbers of rows.
+    """Return two index maps [R] that reorder rows from a-major to b-major blocks, and back.
 
-    B-major row r is a-major row to_b_major[r]. `num_rows` is R, on the host.
+    B-major row r is a-major row to_b_major[r]. `num_rows` is R, known on the host.
     """
     starts_AB = _block_starts(counts_AB)
     starts_BA = _block_starts(counts_AB.t())
@@ -26,17 +26,23 @@ def regroup_maps(counts_AB: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
 
 
 def permute(rows_RD: Tensor, index_R: Tensor, inverse_R: Tensor) -> Tensor:
-    """Return rows[index]; the backward is the gather by the inverse."""
+    """Return rows[index]; the backward pass gathers gradients by the inverse permutation."""
     return gather(rows_RD, index_R, inverse_R.unsqueeze(0))
 
 
 def gather(rows_RD: Tensor, index_X: Tensor, copies_MR: Tensor) -> Tensor:
-    """Return rows[index] [X, D], with row r at copies[:, r]; the backward sums over these."""
+    """Return rows[index] [X, D]; the backward pass sums the gradients of each row's copies.
+
+    The copies of row r are at positions copies[:, r].
+    """
     return _Gather.apply(rows_RD, index_X, copies_MR)
 
 
 def sum_of_copies(rows_XD: Tensor, copies_MR: Tensor) -> Tensor:
-    """Return [R, D], the sum of rows[copies[m]] in the order of m, without autograd."""
+    """Return the sum of each row's copies [R, D], without autograd.
+
+    Copy m of row r is rows[copies[m, r]]; copies are added in the order of m.
+    """
     out = rows_XD.index_select(0, copies_MR[0])
     for copy_R in copies_MR[1:]:
         out += rows_XD.index_select(0, copy_R)
@@ -49,7 +55,7 @@ def _block_starts(counts: Tensor) -> Tensor:
 
 
 def _spread(values: Tensor, counts: Tensor, num_rows: int) -> Tensor:
-    """Return every row's block value [R], without a host read."""
+    """Repeat each block's value for all rows of the block [R], without a host synchronization."""
     return torch.repeat_interleave(values.reshape(-1), counts.reshape(-1), output_size=num_rows)
 
 
@@ -67,14 +73,15 @@ class _Gather(torch.autograd.Function):
 
 
 def chunk_of(count: Tensor, index: int, number: int) -> Tensor:
-    """Return the size of chunk `index` of `number` of a block; sizes differ by at most one."""
+    """Return the size of chunk `index` of `number` chunks of a block; sizes differ by at most one."""
     return count * (index + 1) // number - count * index // number
 
 
 def destinations(counts_E: Tensor, slices: int, degree: int) -> Tensor:
-    """Return [P, e]: the rows for each expert of each rank.
+    """Return the number of rows to send to each expert of each rank [P, e].
 
-    Rank (expert, m, j) gets part j of s / r of the expert's rows, the same for every m of r.
+    With s > 1 shards, ranks are ordered as (expert, m, j). Rank (expert, m, j) gets part j of the expert's
+    rows, which have s / r parts. All r values of m get the same rows.
     """
     if slices == 1:
         return counts_E.unsqueeze(1)
@@ -84,9 +91,9 @@ def destinations(counts_E: Tensor, slices: int, degree: int) -> Tensor:
 
 
 def repeat_blocks(counts_E: Tensor, num_rows: int, degree: int) -> tuple[Tensor, Tensor]:
-    """Return the maps that repeat the rows of every expert r = `degree` times, block by block.
+    """Return index maps that repeat each expert's block of rows r = `degree` times.
 
-    That is the row of every copy [r * R], and the copies of every row [r, R].
+    The first map has the row of each copy [r * R], the second the copies of each row [r, R].
     """
     counts_ER = counts_E.unsqueeze(1).expand(-1, degree)
     shift_ER = _block_starts(counts_ER) - _block_starts(counts_E).unsqueeze(1)
@@ -97,7 +104,7 @@ def repeat_blocks(counts_E: Tensor, num_rows: int, degree: int) -> tuple[Tensor,
 
 
 def sum_copies(rows_XD: Tensor, source_X: Tensor, copies_MR: Tensor) -> Tensor:
-    """Return the sum over the copies of every row [R, D], in the order of m; the inverse of `gather`."""
+    """Return the sum of each row's copies [R, D]; the backward pass repeats each row's gradient."""
     return _Sum.apply(rows_XD, source_X, copies_MR)
 
 

@@ -1,6 +1,6 @@
-"""Transfer dtype: the form in which rows [R, D] are sent, and the time that their exchange takes.
+"""Convert rows [R, D] to and from the transfer dtype, and measure the time of their exchange.
 
-bf16 and fp8 round: this is the only place where the execution strategy can change results.
+bf16 and fp8 round values: this is the only place where the execution strategy can change results.
 """
 
 import time
@@ -11,21 +11,21 @@ import torch
 from torch import Tensor
 
 FP8 = torch.float8_e4m3fn
-FP8_LARGEST = 448.0  # of e4m3: the largest value of a row is scaled to it
+FP8_LARGEST = 448.0  # of e4m3; the largest value of each row is scaled to this
 SCALE_BYTES = 4
 
 
 def pack(rows_RD: Tensor, transfer_dtype: str) -> Tensor:
-    """Return the tensor that is sent for rows: [R, D] unchanged or in bf16, [R, D + 4] uint8 for fp8.
+    """Convert rows to the transfer dtype: [R, D] unchanged or in bf16, or [R, D + 4] uint8 for fp8.
 
-    A row with an infinity or NaN arrives with a NaN, never with finite numbers alone.
+    A row with an infinity or NaN never arrives with only finite numbers: fp8 turns an infinity into a NaN.
     """
     if transfer_dtype == "bf16" and rows_RD.dtype.itemsize > 2:
         return rows_RD.to(torch.bfloat16)
     if transfer_dtype != "fp8":
         return rows_RD
     wide_RD = rows_RD.float()
-    # The smallest normal number: the scale of a row of zeros, whose inverse is still finite.
+    # A row of zeros gets the smallest normal number as scale: its inverse is still finite.
     smallest = torch.finfo(torch.float32).tiny * FP8_LARGEST
     scale_R1 = wide_RD.abs().amax(1, keepdim=True).clamp_min(smallest) / FP8_LARGEST
     narrow_RD = (wide_RD / scale_R1).to(FP8).view(torch.uint8)
@@ -33,7 +33,7 @@ def pack(rows_RD: Tensor, transfer_dtype: str) -> Tensor:
 
 
 def unpack(sent_RX: Tensor, transfer_dtype: str, dtype: torch.dtype) -> Tensor:
-    """Return the rows, in `dtype`, that `pack` converted."""
+    """Convert rows from the transfer dtype back to `dtype`."""
     if transfer_dtype != "fp8":
         return sent_RX.to(dtype)
     narrow_RD = sent_RX[:, :-SCALE_BYTES].view(FP8)
@@ -47,14 +47,14 @@ def _fresh(tensor: Tensor) -> Tensor:
 
 
 class ExchangeTimer:
-    """Milliseconds spent in row exchanges, on the host clock and, on a GPU, between CUDA events."""
+    """Measures the duration of row exchanges in ms, by the host clock and, on a GPU, by CUDA events."""
 
     def __init__(self) -> None:
         self.cpu_ms = 0.0
         self._events: list[tuple[Any, Any]] = []
 
     def measure(self, rows: Tensor, collective: Callable[[], Tensor]) -> Tensor:
-        """Return the result of `collective()` and add the time that it took."""
+        """Run `collective()`, add its duration, and return its result."""
         events = None
         if rows.is_cuda:
             events = (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True))
@@ -68,7 +68,7 @@ class ExchangeTimer:
         return received
 
     def read_and_reset(self) -> dict[str, float]:
-        """Return the times since the last call; waits for the GPU."""
+        """Return the times since the last call, after waiting for the GPU, and reset them."""
         times = {"all_to_all_cpu_time_ms": self.cpu_ms}
         if self._events:
             self._events[-1][1].synchronize()

@@ -1,1 +1,1 @@
-"""Conversions of checkpoints, as functions: from and to other systems, and other kinds of models."""
+"""Functions that convert checkpoints: from and to other systems, and to other kinds of models."""

@@ -1,4 +1,4 @@
-"""Shared parts of converters: configurations of MoE layers, replaced FFNs, names of MoE variants."""
+"""Helper functions of the converters, such as reading MoE configurations and renaming MoE variants."""
 
 import argparse
 import re
@@ -13,21 +13,21 @@ from fairseq_tutel.moe.config import MoEConfig
 from fairseq_tutel.plugin.install import chosen_layers
 
 Tensors = dict[str, Tensor]
-# The tensor with a row per expert, by type of gate.
+# Type of gate -> name of its tensor that has one row per expert.
 ROWS = {"linear": "weight", "cosine": "directions"}
 FFN = re.compile(r"(.+?)\.(?:fc1|fc2|ffn_layernorm)\.")
-SWIN = "swin_v2"  # its MoE variant has moe as a suffix
+SWIN = "swin_v2"  # its MoE variant has the suffix _moe instead of the prefix moe_
 
 
 def configs_of(saved: SavedModel) -> dict[Layer, MoEConfig]:
     """Return the MoE layers of a checkpoint, in order, with their configurations.
 
     Raises:
-        ValueError: there are none, or weights and options do not fit together.
+        ValueError: the checkpoint has no MoE layers, or its weights and options are inconsistent.
     """
     layers = [layer for layer in saved.layers if layer.has_experts]
     if not layers:
-        raise ValueError(f"{saved.flag} names {saved.path}, whose model has no experts; give one that has.")
+        raise ValueError(f"{saved.flag} names {saved.path}, whose model has no experts; give a MoE model.")
     return {layer: _config_of(saved, layer) for layer in layers}
 
 
@@ -40,28 +40,28 @@ def _config_of(saved: SavedModel, layer: Layer) -> MoEConfig:
     norm = next((weights[name] for name in norms if name in weights), None)
     if norm is None:
         raise ValueError(
-            f"--input lacks {layer.name}.final_layer_norm.weight; give a whole checkpoint of a transformer."
+            f"--input lacks {layer.name}.final_layer_norm.weight; give a complete transformer checkpoint."
         )
     config = layer_config(
         argparse.Namespace(**saved.options),
         None,
         num_experts,
         model_dim=norm.shape[0],
-        # Custom experts have other tensors.
+        # Custom experts have no fc1_weight.
         hidden_dim=1 if hidden is None else hidden.shape[1],
         hidden_layer_norm=f"{layer.moe}.experts.hidden_layer_norm.weight" in weights,
     )
     for name in gate_rows(config, layer):
         if name not in weights or weights[name].shape[0] != num_experts:
             raise ValueError(
-                f"--input has {num_experts} experts in {layer.label}, but its {name} has another number of "
-                "rows, as in a crash file, which holds the experts of one rank; give a whole checkpoint."
+                f"--input has {num_experts} experts in {layer.label}, but {name} has a different number of "
+                "rows. A file saved at a crash holds only one rank's experts; give a complete checkpoint."
             )
     return config
 
 
 def gate_rows(config: MoEConfig, layer: Layer) -> list[str]:
-    """Return the names of the built-in gates' tensors that have a row per expert."""
+    """Return the names of a layer's gate tensors with one row per expert; ignore custom gates."""
     places = ["gate", *(f"other_gates.{i}" for i in range(len(config.gate_types) - 1))]
     return [
         f"{layer.moe}.{place}.{ROWS[kind]}"
@@ -71,18 +71,21 @@ def gate_rows(config: MoEConfig, layer: Layer) -> list[str]:
 
 
 def counts_text(counts: Sequence[int]) -> str:
-    """Return numbers of experts as a value of --moe-expert-count: one number, or one per layer."""
+    """Format the numbers of experts of all MoE layers as a value of --moe-expert-count."""
     return ",".join(map(str, counts if len(set(counts)) > 1 else counts[:1]))
 
 
 def freq_of(places: Sequence[int], count: int, preferred: int = 0) -> int | None:
-    """Return the --moe-freq that gives experts to exactly these of `count` layers, or None."""
+    """Return the --moe-freq that selects exactly the layers `places` of `count` layers, or None."""
     freqs = (preferred, *range(count + 1))
     return next((f for f in freqs if chosen_layers(range(count), f) == list(places)), None)
 
 
 def replaced(saved: SavedModel, made: Mapping[Layer, Tensors]) -> Tensors:
-    """Return the weights in their order, with the given tensors (by name in the layer) for some FFNs."""
+    """Return all weights, with the FFNs of some layers replaced; keep the order.
+
+    `made` holds the new tensors of each such layer by their names in the layer.
+    """
     layers, weights = {layer.name: layer for layer in made}, {}
     for key, tensor in saved.weights.items():
         match = FFN.match(key)
@@ -94,20 +97,20 @@ def replaced(saved: SavedModel, made: Mapping[Layer, Tensors]) -> Tensors:
 
 
 def with_experts(name: str) -> str:
-    """Return the name of the MoE variant of an architecture, task, criterion or optimizer."""
+    """Convert the name of a model, task, criterion or optimizer to the name of its MoE variant."""
     return name.replace(SWIN, f"{SWIN}_moe", 1) if name.startswith(SWIN) else f"moe_{name}"
 
 
 def without_experts(name: str) -> str:
-    """Return the name of the dense variant."""
+    """Convert the name of a MoE variant to the name of the original fairseq component."""
     return name.removeprefix("moe_").replace(f"{SWIN}_moe", SWIN)
 
 
 def use_moe_variants(saved: SavedModel) -> str:
-    """Rename architecture, task, criterion and optimizer to MoE variants; return the architecture's.
+    """Rename architecture, task, criterion and optimizer to MoE variants; return the new architecture.
 
     Raises:
-        ValueError: the architecture has none.
+        ValueError: the architecture has no MoE variant.
     """
     plugin.register()
     from fairseq.criterions import CRITERION_REGISTRY
@@ -128,7 +131,7 @@ def use_moe_variants(saved: SavedModel) -> str:
         elif part == "model":
             raise ValueError(
                 f"{saved.flag} holds a model of the architecture {name or 'without a name'}, which has no "
-                "MoE variant; give a checkpoint of a transformer_lm, transformer, roberta or bart "
-                "architecture of fairseq, or of swin_v2."
+                "MoE variant; give a checkpoint of a transformer_lm, transformer, roberta, bart or swin_v2 "
+                "architecture."
             )
     return saved.name("model")

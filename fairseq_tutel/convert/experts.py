@@ -1,4 +1,4 @@
-"""Merges or prunes the experts of a checkpoint, or makes a dense one of them."""
+"""Merges or prunes the experts of a checkpoint, or converts the checkpoint to a dense model."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -25,12 +25,12 @@ from fairseq_tutel.options.option import options_in
 from fairseq_tutel.plugin.feed_forward import SIDES
 from fairseq_tutel.vision.options import SwinExpertsConfig
 
-# IDs of the old experts that make up each new expert.
+# For each new expert, the IDs of the old experts that it is made from.
 Groups = Sequence[Sequence[int]]
 
 
 def neighbors(text: str, configs: Mapping[Layer, MoEConfig]) -> dict[Layer, Groups]:
-    """Return groups of neighboring experts, as many as a value of --moe-expert-count says."""
+    """Split each layer's experts into groups of neighbors; the number of groups is --moe-expert-count."""
     from fairseq_tutel.plugin.registration.flags import expert_counts
 
     found: dict[Layer, Groups] = {}
@@ -38,8 +38,8 @@ def neighbors(text: str, configs: Mapping[Layer, MoEConfig]) -> dict[Layer, Grou
         num_experts = configs[layer].num_experts
         if count > num_experts:
             raise ValueError(
-                f"--moe-expert-count is {count}, but {layer.label} has {num_experts} experts; give "
-                "no more than these."
+                f"--moe-expert-count is {count}, but {layer.label} has {num_experts} experts; give at most "
+                f"{num_experts}."
             )
         edges = [i * num_experts // count for i in range(count + 1)]
         found[layer] = [list(range(a, b)) for a, b in pairwise(edges)]
@@ -52,13 +52,14 @@ def regroup(
     loads: Mapping[Layer, Sequence[float]] | None = None,
     top_k: int | None = None,
 ) -> list[str]:
-    """Replace the experts of a checkpoint by the mean of each group, in place.
+    """Replace each group of experts of a checkpoint by the mean of the group, in place.
 
-    Layers without groups keep their experts. Means are weighted by loads [E], evenly in groups without any.
-    Returns a line for each MoE layer with the old experts of each new one.
+    Layers without an entry in `groups` keep their experts. Means are weighted by `loads` [E]; experts of a
+    group without load have equal weights. Returns one line per MoE layer that lists the old experts of each
+    new expert.
 
     Raises:
-        ValueError: experts that do not fit a layer's gate, expert groups or top_k.
+        ValueError: the new experts do not fit the layer's gate, expert groups or top_k.
     """
     weights, counts, lines = dict(saved.weights), [], []
     for layer, config in configs_of(saved).items():
@@ -87,7 +88,7 @@ def regroup(
 
 
 def _per_expert(saved: SavedModel, layer: Layer, config: MoEConfig) -> list[str]:
-    """Return the names of a layer's tensors that have an entry per expert."""
+    """Return the names of a layer's tensors that have one entry per expert."""
     names = [f"{layer.moe}.experts.{name}" for name in saved.stacks(layer)]
     names += gate_rows(config, layer)
     bias = f"{layer.moe}.balance_bias.bias"
@@ -111,13 +112,13 @@ def _refuse_gates(config: MoEConfig, layer: Layer, groups: Groups) -> None:
     for kind in config.gate_types:
         if kind not in GATE_TYPES:
             raise ValueError(
-                f"{layer.label} has a custom gate, {kind} ({label_of('gate_type')}), whose tensors have no "
-                "known layout; merge and prune take linear, cosine and hash gates."
+                f"{layer.label} has the custom gate {kind} ({label_of('gate_type')}), whose tensors have "
+                "an unknown layout; merge and prune accept linear, cosine and hash gates."
             )
         if kind == "hash" and groups != [[i] for i in range(len(groups))]:
             raise ValueError(
-                f"{layer.label} has a hash gate ({label_of('gate_type')}), which chooses experts by ID; "
-                "drop only the last experts."
+                f"{layer.label} has a hash gate ({label_of('gate_type')}), which chooses experts by their "
+                "ID; remove only the last experts."
             )
 
 
@@ -126,26 +127,27 @@ def _refuse_uneven_groups(config: MoEConfig, layer: Layer, groups: Groups) -> No
         return
     size = config.num_experts // config.expert_groups
     found = [sorted({i // size for i in ids}) for ids in groups]
-    # The same number of new experts in each of the gate's groups, in order.
+    # For each new expert, the gate's group that it must come from if all groups keep the same number.
     even = [[g // (len(groups) // config.expert_groups or 1)] for g in range(len(groups))]
     if found != even or len(groups) % config.expert_groups:
         raise ValueError(
             f"{layer.label} has {config.expert_groups} groups of {size} neighboring experts "
-            f"({label_of('expert_groups')}); keep the same number in each, and merge none of two groups."
+            f"({label_of('expert_groups')}); keep the same number of experts in each group, and merge only "
+            "experts of the same group."
         )
 
 
 def to_dense(
     saved: SavedModel, chosen: Mapping[Layer, Sequence[int]], weight: float | None = None
 ) -> tuple[dict[str, int], list[str]]:
-    """Replace the experts of every MoE layer by one FFN, of the chosen ones side by side, in place.
+    """Replace the experts of every MoE layer by one dense FFN, in place.
 
-    `weight` is the total weight of the chosen experts: by default the sum of a token's weights where this
-    is constant, else 1. Returns the labels of padded layers with their width, and of those whose outputs
-    may change.
+    The FFN concatenates the hidden units of the chosen experts. `weight` is the total weight of these
+    experts. By default it is the sum of a token's expert weights if this sum is constant, else 1. Returns
+    the labels of padded layers with their widths, and the labels of layers whose outputs may change.
 
     Raises:
-        ValueError: experts that no dense FFN can represent.
+        ValueError: a dense FFN cannot represent the experts.
     """
     made: dict[Layer, Tensors] = {}
     changed = []
@@ -163,7 +165,10 @@ def to_dense(
 
 
 def _pad(made: dict[Layer, Tensors]) -> tuple[dict[str, int], dict[str, int]]:
-    """Add units of zeros up to one width per side; return the sides' and the padded layers' widths."""
+    """Pad FFNs with zeros, so all FFNs of the encoder, the decoder or a stage have the same width.
+
+    Returns the width of the encoder, decoder or each stage, and the widths of padded layers.
+    """
     widths: dict[str, int] = {}
     for layer, ffn in made.items():
         widths[layer.side] = max(widths.get(layer.side, 0), len(ffn["fc1.bias"]))
@@ -172,8 +177,8 @@ def _pad(made: dict[Layer, Tensors]) -> tuple[dict[str, int], dict[str, int]]:
         more = widths[layer.side] - len(ffn["fc1.bias"])
         if more and LAYER_NORM[0] in ffn:
             raise ValueError(
-                "--input normalizes hidden layers (--scale-fc) of several widths, but those of a dense "
-                "model have one width; choose --experts of one width."
+                "--input normalizes hidden layers (--scale-fc) of different widths, but in a dense model "
+                "all hidden layers have the same width; choose --experts with equal widths."
             )
         if more:
             padded[layer.label] = widths[layer.side]
@@ -184,7 +189,7 @@ def _pad(made: dict[Layer, Tensors]) -> tuple[dict[str, int], dict[str, int]]:
 
 
 def _use_dense_options(saved: SavedModel, widths: Mapping[str, int]) -> None:
-    """Set the options and names of a dense fairseq model."""
+    """Replace the options and names of a MoE model by those of a dense fairseq model, in place."""
     for part in PARTS:
         saved.rename(part, without_experts(saved.name(part)))
     saved.drop([option.key for owner in BY_OWNER for option in options_of(owner)])
@@ -197,15 +202,15 @@ def _use_dense_options(saved: SavedModel, widths: Mapping[str, int]) -> None:
         dim, ratio = options["swin_embed_dim"], options["swin_mlp_ratio"]
         if width != int(dim * 2 ** int(side.partition(".")[2]) * ratio):
             raise ValueError(
-                f"--experts makes the FFNs of {side} {width} wide, but a Swin's are {ratio:g} times as "
-                "wide as its tokens (--swin-mlp-ratio); choose one expert of that width."
+                f"--experts makes the FFNs of {side} {width} wide, but in Swin an FFN is {ratio:g} times "
+                "as wide as a token (--swin-mlp-ratio); choose one expert of that width."
             )
 
 
 def _dense_ffn(
     saved: SavedModel, layer: Layer, config: MoEConfig, chosen: Sequence[int], weight: float
 ) -> Tensors:
-    """Return the tensors of the dense FFN; each expert's fc2 has an even share of the weight."""
+    """Return the tensors of a dense FFN made of the chosen experts; split `weight` evenly among them."""
     _refuse_no_dense(config, layer, len(chosen))
     scale = weight / len(chosen)
     experts = [saved.expert(layer, i) for i in chosen]
@@ -229,23 +234,24 @@ def _dense_ffn(
 def _refuse_no_dense(config: MoEConfig, layer: Layer, number: int) -> None:
     if config.expert_type != "ffn":
         raise ValueError(
-            f"{layer.label} has experts of the type {config.expert_type} ({label_of('expert_type')}), for "
-            "which fairseq has no dense layer; convert dense takes ffn."
+            f"{layer.label} has experts of the type {config.expert_type} ({label_of('expert_type')}), but "
+            "fairseq has no such dense layer; convert dense accepts only the type ffn."
         )
     if config.residual:
         raise ValueError(
-            f"{layer.label} mixes experts and a dense network per token ({label_of('residual')}), which no "
-            "dense layer can do; convert dense takes models without it."
+            f"{layer.label} mixes experts and a dense network per token ({label_of('residual')}), which a "
+            "dense layer cannot do; convert dense accepts only models without residual experts."
         )
     if config.hidden_layer_norm and (number > 1 or config.shared_experts):
         raise ValueError(
-            f"{layer.label} normalizes the hidden layer of each expert (--scale-fc), which a dense layer "
-            "of several experts cannot do; choose one in --experts, of a model without shared experts."
+            f"{layer.label} normalizes the hidden layer of each expert (--scale-fc), which one dense layer "
+            "cannot do for several experts; choose one expert in --experts, and a model without shared "
+            "experts."
         )
 
 
 def _is_exact(saved: SavedModel, layer: Layer, config: MoEConfig) -> bool:
-    """Whether the gate has no effect in evaluation: experts are equal, and their weights sum to 1."""
+    """Whether the gate cannot change outputs in evaluation: experts are equal, and weights sum to 1."""
     if not sums_to_1(config) or config.choice == "experts" or config.prescore:
         return False
     return not capacity_of(config, training=False).is_limited and all(

@@ -1,7 +1,8 @@
 """Converts a checkpoint of Meta's moe branch of fairseq.
 
-Meta writes X-shared.pt and a file X-rank-N.pt with the experts of each rank. Weights keep their
-bits. Most options have the same names; the tables hold the others. E experts, W ranks.
+Meta writes X-shared.pt, and a file X-rank-N.pt with the experts of each rank. Weights keep their bits. Most
+options have the same names in both systems; the tables below hold the differences. E is the number of
+experts.
 """
 
 import math
@@ -18,23 +19,23 @@ from fairseq_tutel.moe.option_table import options_of
 from fairseq_tutel.options.option import flag_of
 from fairseq_tutel.plugin.install import chosen_layers
 
-# Prefixes that sharded data parallel adds to names, and its name of flattened weights.
+# Name prefixes that fully sharded data parallelism adds, and its name for flattened weights.
 WRAPPERS, FLAT = r"(_fsdp_wrapped_module|_fpw_module)\.", r"(^|\.)flat_param"
 Options = dict[str, Any]
-# Meta's tasks that train the same kind of model as stock fairseq's.
+# Meta's task -> the stock fairseq task that trains the same kind of model.
 TASKS = {
     "streaming_language_modeling": "language_modeling",
     "multilingual_language_modeling": "language_modeling",
 }
-SHARED = -1  # the file of all weights that belong to no expert
-# Our names within a layer's fc1 and Meta's within its moe_layer, in the order of both; {} is a local ID.
+SHARED = -1  # index of the file with all weights that do not belong to experts
+# Our tensor name -> Meta's tensor name, both after the layer's name; {} is the expert's ID on its rank.
 OUR_GATE, GATE = ".fc1.gate.weight", ".moe_layer.gate.wg.weight"
 EXPERTS = {
     f".fc1.experts.{part}_{kind}": f".moe_layer.experts.{{}}.{part}.{kind}"
     for part in ("fc1", "fc2")
     for kind in ("weight", "bias")
 }
-# Weights of the shared file that can be converted: gates, and those of stock fairseq.
+# Weights of the shared file that can be converted: gates, and all weights of stock fairseq.
 STOCK = re.compile(
     r"(?:encoder|decoder)\.(?:"
     r"version|embed_tokens\..+|embed_positions\.(?:weight|_float_tensor)"
@@ -46,7 +47,7 @@ STOCK = re.compile(
     r")|decoder\.layers\.\d+\.attn_ln\.(?:weight|bias)"
 )
 BEFORE, BPR = "moe_normalize_gate_prob_before_dropping", "moe_batch_prioritized_routing"
-# Option of both -> Meta's default, and our value for a value of Meta's.
+# Option that both systems have -> Meta's default, and a function from Meta's value to our value.
 OPTIONS: dict[str, tuple[Any, Callable[[Any], Any]]] = {
     "moe_top1_expert": (False, bool),
     "moe_gating_use_fp32": (False, bool),
@@ -55,13 +56,13 @@ OPTIONS: dict[str, tuple[Any, Callable[[Any], Any]]] = {
     "moe_second_expert_policy": ("sampling", str),
     # A fraction of at most 0 means the training capacity in Meta's branch; 0 means none here.
     "moe_eval_capacity_token_fraction": (0.25, lambda v: v if v > 0 else -1.0),
-    # Meta has two names for one number: the ranks of an exchange.
+    # Meta has two names for the same number: the number of ranks that exchange rows.
     "moe_normalize_expert_grad": (
         "world_size",
         lambda v: "sqrt_world_size" if str(v).startswith("sqrt") else "world_size",
     ),
 }
-# Option that only we have -> its value for a model of Meta's.
+# Option that only fairseq_tutel has -> function from Meta's options to its value.
 OURS_ALONE: dict[str, Callable[[Options], Any]] = {
     "moe_top_k": lambda o: 1 if o["moe_top1_expert"] else 2,
     "no_moe_gating_use_fp32": lambda o: not o["moe_gating_use_fp32"],
@@ -70,33 +71,33 @@ OURS_ALONE: dict[str, Callable[[Options], Any]] = {
     "moe_capacity_factor": lambda o: 1.0,
     "moe_balance_loss": lambda o: "gshard:1",
 }
-# Option of Meta's -> why a model with it cannot be converted.
+# Meta's option -> the reason why a model with this option cannot be converted.
 REFUSED = {
-    "moe_cmr": "its gate between dense and sparse layers has no counterpart",
-    "alternate_ffn_embed_dim": "its alternate layers are dense with another width",
-    "alternate_decoder_ffn_embed_dim": "its alternate layers are dense with another width",
-    "base_layers": "BASE layers are another kind of experts",
-    "scale_fc": "Meta's experts have no such norm, but its dense layers do",
-    "scale_heads": "stock fairseq has another order of scaled heads",
-    "scale_heads_inside": "stock fairseq scales no heads within the attention",
-    "scale_resids": "Meta's MoE layers have no such scale, but its dense layers do",
+    "moe_cmr": "fairseq_tutel has no gate between dense and sparse layers",
+    "alternate_ffn_embed_dim": "its alternate layers are dense FFNs with a different width",
+    "alternate_decoder_ffn_embed_dim": "its alternate layers are dense FFNs with a different width",
+    "base_layers": "BASE layers are a different kind of experts",
+    "scale_fc": "Meta's dense layers have this norm, but Meta's experts do not",
+    "scale_heads": "stock fairseq scales attention heads in a different order",
+    "scale_heads_inside": "stock fairseq does not scale heads within the attention",
+    "scale_resids": "Meta's dense layers have this scale, but Meta's MoE layers do not",
     "alibi": "stock fairseq has no ALiBi",
-    "decoder_learned_sinusoidal": "stock fairseq has no such positions",
-    "use_stable_embedding": "stock fairseq has no such embedding",
-    "quant_noise_pq": "quantization noise is not applied to experts here",
-    "quant_noise_scalar": "quantization noise is not applied to experts here",
+    "decoder_learned_sinusoidal": "stock fairseq has no learned sinusoidal positions",
+    "use_stable_embedding": "stock fairseq has no stable embedding",
+    "quant_noise_pq": "fairseq_tutel does not apply quantization noise to experts",
+    "quant_noise_scalar": "fairseq_tutel does not apply quantization noise to experts",
 }
-# Option of Meta's -> what changes without it; the outputs stay the same.
+# Meta's option -> what changes without this option; the outputs stay the same.
 LEFT_OUT = {
-    "moe_local_drop": "a training run from here always exchanges rows",
-    "no_emb_dropout": "a training run from here applies --dropout to embeddings",
-    "dummy_a2a": "rows are always exchanged here",
-    "moe_eval_capacity_max_seqlen": "the evaluation capacity counts the actual tokens",
+    "moe_local_drop": "training in fairseq_tutel always exchanges rows",
+    "no_emb_dropout": "training in fairseq_tutel applies --dropout to embeddings",
+    "dummy_a2a": "fairseq_tutel always exchanges rows",
+    "moe_eval_capacity_max_seqlen": "the evaluation capacity depends on the actual number of tokens",
 }
 
 
 class Row(NamedTuple):
-    """A weight in a rank's file, or SHARED, and our name of it, or of the stack [E, …] with this expert."""
+    """A weight in one of Meta's files, and its name in fairseq_tutel; experts share their stack's name."""
 
     file: int
     theirs: str
@@ -105,7 +106,10 @@ class Row(NamedTuple):
 
 
 def files_of(name: str) -> list[Path]:
-    """Return the ranks' files in order, then the shared one, for X, X.pt or the name of one of them."""
+    """Return the paths of the files of all ranks in order, then the path of the shared file.
+
+    `name` is X, X.pt or the name of one of the files.
+    """
     path = Path(name)
     stem = re.sub(r"-(shared|rank-\d+)$", "", path.name.removesuffix(".pt"))
     pattern = re.compile(re.escape(stem) + r"-rank-(\d+)\.pt")
@@ -116,17 +120,17 @@ def files_of(name: str) -> list[Path]:
 
 
 def read(paths: list[Path]) -> tuple[SavedModel, list[str]]:
-    """Return Meta's files as one checkpoint, and a sentence for each thing without a counterpart.
+    """Load Meta's files as one checkpoint; also return a sentence for each difference.
 
-    Experts are copied to memory once. All else stays mapped.
+    Experts are copied to memory once. All other weights stay memory-mapped.
 
     Raises:
-        ValueError: a file or weight is missing, corrupt or flattened, or the model has no equal here.
+        ValueError: a file or weight is missing, corrupt or flattened, or the model cannot be converted.
     """
     saved = SavedModel.open(paths[SHARED])
     weights = [_weights(file) for file in (*map(SavedModel.open, paths[:SHARED]), saved)]
     num_experts, rows = _checked(paths, weights)
-    sources: dict[str, list[Row]] = {}  # for each of our weights: one row, or those of experts and copies
+    sources: dict[str, list[Row]] = {}  # for each of our weights: one row, or one per copy of each expert
     for row in rows:
         sources.setdefault(row.ours, []).append(row)
     model: Tensors = {}
@@ -136,11 +140,11 @@ def read(paths: list[Path]) -> tuple[SavedModel, list[str]]:
         for i, (row, tensor) in enumerate(zip(own, tensors, strict=True)):
             first = i % num_experts
             if (shape := tuple(tensor.shape)) != (expected := tuple(tensors[0].shape)):
-                _refuse(paths[row.file], f"whose {row.theirs} has the shape {shape} and not {expected}")
+                _refuse(paths[row.file], f"whose {row.theirs} has the shape {shape} instead of {expected}")
             if first != i and not notes and not torch.equal(tensor, tensors[first]):
                 notes.append(
-                    f"{paths[row.file]} and {paths[own[first].file]} hold one expert with different "
-                    f"weights ({row.theirs}); those of the second are taken."
+                    f"{paths[row.file]} and {paths[own[first].file]} hold the same expert with different "
+                    f"weights ({row.theirs}); the weights of the second file are used."
                 )
         model[name] = tensors[0] if own[0].expert is None else torch.stack(tensors[:num_experts])
     saved.rename("task", TASKS.get(saved.name("task"), saved.name("task")))
@@ -158,14 +162,14 @@ def read(paths: list[Path]) -> tuple[SavedModel, list[str]]:
 
 
 def _weights(file: SavedModel) -> Tensors:
-    """Return the weights in a file, without the prefixes of sharded data parallel."""
+    """Return the weights of a file; remove the name prefixes that sharded data parallelism added."""
     weights: Tensors = {}
     for key, tensor in file.weights.items():
         name = re.sub(WRAPPERS, "", key.removeprefix("module."))
         if re.search(FLAT, name):
             raise ValueError(
                 f"--input names {file.path}, which holds flattened weights ({key}) of a sharded training "
-                "run; save it from Meta's branch without --use-sharded-state."
+                "run; save the checkpoint again with Meta's branch, without --use-sharded-state."
             )
         weights[name] = tensor
     return weights
@@ -176,12 +180,12 @@ def _refuse(path: Path, what: str, fix: str = "give the files of one training ru
 
 
 def _checked(paths: list[Path], weights: list[Tensors]) -> tuple[int, list[Row]]:
-    """Return E and the table of weights, which must be those in the files."""
+    """Return the number of experts and the table of weights; raise ValueError for unexpected weights."""
     *ranks, shared = weights
     gates = {name.removesuffix(GATE): t for name, t in shared.items() if name.endswith(GATE)}
     if not gates:
-        what = f"which has no experts (no …{GATE})"
-        _refuse(paths[SHARED], what, "a dense checkpoint needs no conversion")
+        what = f"which has no experts (no weight …{GATE})"
+        _refuse(paths[SHARED], what, "use a dense checkpoint without conversion")
     if len({gate.shape[0] for gate in gates.values()}) > 1:
         what = "whose layers have different numbers of experts, which Meta's options cannot express"
         _refuse(paths[SHARED], what)
@@ -191,24 +195,24 @@ def _checked(paths: list[Path], weights: list[Tensors]) -> tuple[int, list[Row]]
     if (held := local * len(ranks)) < experts or held % experts:
         missing = paths[0].with_name(paths[0].name.replace("-rank-0.", f"-rank-{len(ranks)}."))
         what = f"which does not exist: {layer} has {experts} experts, {local} in each file"
-        _refuse(missing, what, "give all of them")
+        _refuse(missing, what, "give the files of all ranks")
     if local > 1 and held > experts:
-        _refuse(paths[-2], f"which makes {held} experts of {layer}, not {experts}")
+        _refuse(paths[-2], f"but with this file {layer} would have {held} experts instead of {experts}")
     rows = table(shared, experts, len(ranks))
     for row in rows:
         if row.theirs not in weights[row.file]:
-            _refuse(paths[row.file], f"which lacks {row.theirs}")
+            _refuse(paths[row.file], f"which lacks the weight {row.theirs}")
     known = {(row.file, row.theirs) for row in rows}
     for file in range(SHARED, len(ranks)):
         for name in weights[file]:
             if (file, name) not in known or (file == SHARED and not STOCK.fullmatch(name)):
-                what = f"which has the weight {name}, that no model here has"
-                _refuse(paths[file], what, "convert a checkpoint without it")
+                what = f"which has the weight {name}, but fairseq_tutel's models have no such weight"
+                _refuse(paths[file], what, "give a checkpoint without it")
     return experts, rows
 
 
 def _refuse_other_layers(saved: SavedModel) -> None:
-    """Refuse weights whose MoE layers differ from those of the options."""
+    """Raise ValueError if the weights have other MoE layers than the options select."""
     for side in dict.fromkeys(layer.side for layer in saved.layers):
         layers = [layer for layer in saved.layers if layer.side == side]
         freq = saved.options.get(f"{side}_moe_freq", saved.options["moe_freq"])
@@ -216,15 +220,16 @@ def _refuse_other_layers(saved: SavedModel) -> None:
         found = [layer.index for layer in layers if layer.has_experts]
         if found != expected:
             raise ValueError(
-                f"--input has experts in the {side} layers {found}, but its options say {expected} "
-                f"(--moe-freq {freq}); give the files of one training run."
+                f"--input has experts in the {side} layers {found}, but its options (--moe-freq {freq}) "
+                f"select the layers {expected}; give the files of one training run."
             )
 
 
 def table(names: Iterable[str], experts: int, ranks: int) -> list[Row]:
-    """Return a row for each weight in Meta's files, in the order of the model; `names` are the shared ones.
+    """Return a `Row` for each weight in Meta's files, in the order of the model.
 
-    If there are more ranks than experts, every E neighboring ranks hold all experts once.
+    `names` are the weights of the shared file. If there are more ranks than experts, each block of E
+    neighboring ranks holds all experts once.
     """
     rows, local = [], max(1, experts // ranks)
     for name in names:
@@ -242,12 +247,12 @@ def table(names: Iterable[str], experts: int, ranks: int) -> list[Row]:
 
 
 def translate(options: Options, experts: int, hidden_dims: dict[str, int]) -> list[str]:
-    """Turn the options of Meta's model into ours, in place; return differences as sentences.
+    """Convert the options of Meta's model to fairseq_tutel's, in place; return differences as sentences.
 
     Args:
         options: options of Meta's model.
-        experts: E.
-        hidden_dims: hidden dimension of the experts of each side.
+        experts: number of experts.
+        hidden_dims: hidden dimension of the experts of the encoder and of the decoder.
 
     Raises:
         ValueError: an option has no counterpart, and the outputs would change without it.
@@ -255,33 +260,33 @@ def translate(options: Options, experts: int, hidden_dims: dict[str, int]) -> li
     for key, reason in REFUSED.items():
         if options.get(key):
             raise ValueError(
-                f"the model was trained with {flag_of(key)} {options[key]}: {reason}; convert one without "
-                "it."
+                f"the model was trained with {flag_of(key)} {options[key]}: {reason}; give a model without "
+                "this option."
             )
     notes = [
-        f"{flag_of(key)} {value} has no counterpart: {reason}."
+        f"{flag_of(key)} {value} has no counterpart in fairseq_tutel: {reason}."
         for key, reason in LEFT_OUT.items()
         if (value := options.pop(key, None))
     ]
     translates = "encoder_layers" in options
     if translates and not options.get("use_moe_pad_mask"):
         notes.append(
-            "without --use-moe-pad-mask Meta routes padding too, which takes slots of experts; here "
-            "padding is never routed."
+            "without --use-moe-pad-mask Meta routes padding too, which uses slots of experts; "
+            "fairseq_tutel never routes padding."
         )
-    # Meta's masking of outputs scales them in evaluation, like our scaling factor.
+    # In evaluation, Meta's masking of outputs multiplies them by a constant, like our scaling factor.
     masked = {key: options.pop(key, None) or 0.0 for key in ("moe_eom", "moe_fom")}
     if (scale := math.prod(1 - rate for rate in masked.values())) != 1:
         options["moe_routed_scaling_factor"] = scale
         given = " ".join(f"{flag_of(key)} {rate}" for key, rate in masked.items() if rate)
         notes.append(
-            f"{given} became --moe-routed-scaling-factor {scale:g}, which evaluates the same; a training "
-            "run from here masks no outputs."
+            f"{given} became --moe-routed-scaling-factor {scale:g}, which gives the same outputs in "
+            "evaluation; training in fairseq_tutel does not mask outputs."
         )
     # An encoder-decoder's options include those of its criterion and task.
     known = {option.key for part in ("model", "task", "criterion") for option in options_of(part)}
     notes += [
-        f"{flag_of(key)} {value} is not known here; it stays in the file and has no effect."
+        f"{flag_of(key)} {value} is not an option of fairseq_tutel; it stays in the file without effect."
         for key, value in options.items()
         if key.startswith("moe_") and value and key not in known
     ]
@@ -292,11 +297,12 @@ def translate(options: Options, experts: int, hidden_dims: dict[str, int]) -> li
     options.update({key: ours(options) for key, ours in OURS_ALONE.items()})
     if (policy := options["moe_second_expert_policy"]) != "all":
         notes.append(
-            f"--moe-second-expert-policy {policy}: Meta draws in evaluation too; here evaluation "
-            "takes the second-best expert."
+            f"--moe-second-expert-policy {policy}: Meta draws the second expert at random in evaluation "
+            "too; fairseq_tutel uses the second-best expert in evaluation."
         )
     dense = all(options.get(f"{side}_ffn_embed_dim") == dim for side, dim in hidden_dims.items())
-    # Meta takes the larger of a side's frequency and the common one; a side's own has priority here.
+    # In Meta's branch, the larger of --moe-freq and --encoder-moe-freq (or --decoder-moe-freq) applies.
+    # In fairseq_tutel, the option of the encoder or decoder has priority.
     common = int(options.get("moe_freq") or 0)
     keys = ("encoder_moe_freq", "decoder_moe_freq")
     own = {key: max(int(options.pop(key, None) or 0), common) for key in keys}

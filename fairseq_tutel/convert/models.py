@@ -1,4 +1,4 @@
-"""Makes other models of a checkpoint: with fewer layers, pre-gated, or one member of an ensemble."""
+"""Converts a checkpoint: removes layers, enables pre-gating, or extracts the members of an ensemble."""
 
 import copy
 from collections.abc import Collection, Mapping, Sequence
@@ -20,24 +20,24 @@ ENSEMBLE = "ensemble_of"
 
 
 def sides_of(saved: SavedModel) -> dict[str, list[Layer]]:
-    """Return the layers of each side of a transformer.
+    """Return the layers of a transformer's encoder and decoder, as a dictionary.
 
     Raises:
-        ValueError: it is not a transformer.
+        ValueError: the model is not a transformer.
     """
     sides = {side: list(layers) for side, layers in groupby(saved.layers, lambda one: one.side)}
     if not sides or not sides.keys() <= {*SIDES}:  # Swin has stages
         raise ValueError(
-            f"--input names {saved.path}, which has no layers of an encoder or a decoder; give another."
+            f"--input names {saved.path}, which has no encoder or decoder layers; give a transformer."
         )
     return sides
 
 
 def keep_layers(saved: SavedModel, kept: Mapping[str, Collection[int]]) -> dict[str, Any]:
-    """Remove all layers except those with the given numbers, in place; return the options that changed.
+    """Remove all layers except the ones in `kept`, in place; return the options that changed.
 
     Raises:
-        ValueError: no MoE layer is left, or no --moe-freq gives the MoE layers that are.
+        ValueError: no MoE layer is left, or no --moe-freq selects the MoE layers that are left.
     """
     options, sides = saved.options, sides_of(saved)
     changes: dict[str, Any] = {}
@@ -51,7 +51,8 @@ def keep_layers(saved: SavedModel, kept: Mapping[str, Collection[int]]) -> dict[
         changes["moe_expert_count"] = counts_text(counts)
     elif any(layer.has_experts for layer in saved.layers):
         raise ValueError(
-            "no layer with experts would be left; leave one (convert dense makes a dense model)."
+            "no layer with experts would be left; keep at least one such layer (`convert dense` makes a "
+            "dense model)."
         )
     if options.get("moe_pregate"):
         refuse_too_far(options["moe_pregate"], {side: len(own) for side, own in moe.items() if own})
@@ -65,13 +66,13 @@ def keep_layers(saved: SavedModel, kept: Mapping[str, Collection[int]]) -> dict[
 def _options_of(
     side: str, layers: Sequence[Layer], left: Sequence[Layer], options: Mapping[str, Any], alone: bool
 ) -> dict[str, Any]:
-    """Return the options of a side with the remaining layers."""
+    """Return new values for the options that depend on which layers of an encoder or decoder are left."""
     found: dict[str, Any] = {f"{side}_layers": len(left)}
     if options.get(f"{side}_layers_to_keep"):
         found[f"{side}_layers_to_keep"] = None
     if not any(layer.has_experts for layer in layers):
         return found
-    # A side's own --moe-freq is -1 if it has the common one.
+    # --encoder-moe-freq and --decoder-moe-freq are -1 if --moe-freq applies.
     own = f"{side}_moe_freq"
     before = options.get(own, -1) if not alone else -1
     before = options.get("moe_freq", 0) if before == -1 else before
@@ -79,9 +80,9 @@ def _options_of(
     freq = freq_of(places, len(left), before)
     if freq is None:
         raise ValueError(
-            f"of the {len(left)} {side} layers that would be left, those with experts would be "
-            f"{', '.join(map(str, places))} (from 0), which no --moe-freq F gives: it is the last of every "
-            "F layers; remove others."
+            f"of the {len(left)} {side} layers that would be left, {', '.join(map(str, places))} (counted "
+            "from 0) would have experts, but no --moe-freq F selects these layers: it selects the last of "
+            "every F layers; remove other layers."
         )
     if freq != before:
         found["moe_freq" if alone else own] = freq
@@ -89,7 +90,7 @@ def _options_of(
 
 
 def _renumbered(saved: SavedModel, left: Mapping[str, Sequence[Layer]]) -> Weights:
-    """Return the remaining tensors under their new names."""
+    """Return the model's tensors without the removed layers; renumber the remaining layers."""
     new: dict[str, str | None] = {layer.name: None for layer in saved.layers}
     for layers in left.values():
         new |= {layer.name: f"{layer.name.rpartition('.')[0]}.{i}" for i, layer in enumerate(layers)}
@@ -104,18 +105,19 @@ def _renumbered(saved: SavedModel, left: Mapping[str, Sequence[Layer]]) -> Weigh
 
 
 def pregate(saved: SavedModel, ahead: int) -> list[str]:
-    """Let each gate read the input of the MoE layer `ahead` layers earlier (see inference/pregate.py).
+    """Enable pre-gating, in place: each gate reads the input of the MoE layer `ahead` layers earlier.
 
-    Only an option changes. Returns a line for each MoE layer with the input that its gate reads.
+    Only the option --moe-pregate changes (see inference/pregate.py). Returns one line per MoE layer, which
+    names the input of its gate.
 
     Raises:
-        ValueError: it is pre-gated already, or has too few MoE layers.
+        ValueError: the model is pre-gated already, or has too few MoE layers.
     """
     sides = [list(layers) for _, layers in groupby(configs_of(saved), lambda layer: layer.side)]
     if saved.options.get("moe_pregate"):
         raise ValueError(
             f"--input names {saved.path}, which is pre-gated already (--moe-pregate "
-            f"{saved.options['moe_pregate']}); give the conventional checkpoint."
+            f"{saved.options['moe_pregate']}); give a checkpoint without pre-gating."
         )
     refuse_too_far(ahead, {layers[0].side: len(layers) for layers in sides})
     lines = []
@@ -129,21 +131,21 @@ def pregate(saved: SavedModel, ahead: int) -> list[str]:
 
 
 def ensemble_size(saved: SavedModel) -> int:
-    """Return the number of members.
+    """Return the number of members of an ensemble checkpoint.
 
     Raises:
-        ValueError: it is not an ensemble.
+        ValueError: the checkpoint is not an ensemble.
     """
     if saved.name("model") != ENSEMBLE:
         raise ValueError(
             f"--input names {saved.path}, a checkpoint of {saved.name('model') or 'an unknown model'}; "
-            f"give one of --arch {ENSEMBLE}."
+            f"give a checkpoint of --arch {ENSEMBLE}."
         )
     return int(saved.options["ensemble_size"])
 
 
 def write_members(saved: SavedModel, paths: Sequence[Path]) -> None:
-    """Write the members of an ensemble, one to each path; the ensemble stays unchanged.
+    """Write each member of an ensemble to its own file; do not change the ensemble.
 
     Raises:
         ValueError: a file could not be written.
@@ -152,7 +154,7 @@ def write_members(saved: SavedModel, paths: Sequence[Path]) -> None:
 
 
 def _member(saved: SavedModel, number: int) -> SavedModel:
-    """Return one member as a checkpoint, with the options of a model that was trained alone."""
+    """Return a member of an ensemble as a checkpoint, with the options of an ordinary model."""
     plugin.register()
     from fairseq.models import ARCH_MODEL_REGISTRY
 
@@ -163,7 +165,7 @@ def _member(saved: SavedModel, number: int) -> SavedModel:
     arch, criterion = made.options["ensemble_arch"], made.name("criterion")
     model_class = ARCH_MODEL_REGISTRY.get(arch)
     if criterion.removeprefix("moe_") == "cmcl":
-        images = "image_classification"  # a task, and its criterion
+        images = "image_classification"  # the name of a task and of its criterion
         stock = images if made.name("task").removeprefix("moe_") == images else "cross_entropy"
         made.rename("criterion", criterion.replace("cmcl", stock))
     made.rename("model", arch)
@@ -175,7 +177,7 @@ def _member(saved: SavedModel, number: int) -> SavedModel:
     made.drop(keys)
     dataclass = getattr(model_class, "__dataclass", None)
     if dataclass is not None and (made.state.get("cfg") or {}).get("model") is not None:
-        # fairseq warns about a Namespace for a model with a dataclass.
+        # fairseq warns if the options of a model with a dataclass are a Namespace.
         own = made.options_of("model")
         known = {item.name for item in fields(dataclass)}
         made.state["cfg"]["model"] = {**{k: own[k] for k in own.keys() & known}, "_name": arch}

@@ -1,10 +1,12 @@
-"""Converts a checkpoint to a folder of safetensors, and back.
+"""Converts a checkpoint to a folder of safetensors files, and back.
 
-The folder has the usual layout: model-00001-of-0000N.safetensors with the weights by their names in the
-checkpoint, model.safetensors.index.json with the file of each weight, and options.json with everything else
-that fairseq needs to build the model. Experts are stacks [E, ...] by global ID. A weight with several
-names, such as shared embeddings, is stored under the first; options.json has the others. Optimizer state
-and data position are left out.
+- model-00001-of-0000N.safetensors: the weights, with the same names as in the checkpoint. Experts are
+  stacks [E, ...] in the order of their global IDs.
+- model.safetensors.index.json: the file of each weight.
+- options.json: everything else that fairseq needs to build the model.
+
+A weight with several names, such as shared embeddings, is stored under its first name; options.json lists
+the other names. Optimizer state and data position are left out.
 """
 
 import argparse
@@ -30,18 +32,19 @@ from fairseq_tutel.files.untrusted import content_of, parse_json
 INDEX, OPTIONS = "model.safetensors.index.json", "options.json"
 SHARD = re.compile(r"model-\d{5,}-of-\d{5,}\.safetensors")
 MARK, VERSION = "fairseq_tutel", 1
-# Parts of a checkpoint in options.json. A Namespace or Dictionary is an object with one key, its class.
+# Entries of a checkpoint that options.json holds. A Namespace or Dictionary becomes a JSON object with one
+# key, the name of its class.
 KEPT, NAMESPACE = ("args", "cfg", "task_state", "optimizer_history"), "argparse.Namespace"
 
 
 def write(saved: SavedModel, output: Path, limit: int) -> int:
-    """Write a checkpoint's options and its weights; return the number of files with weights.
+    """Write a checkpoint to a folder of safetensors files; return the number of files with weights.
 
-    One of these files, of at most `limit` bytes unless it has one weight, is in memory at a time. An older
-    folder is replaced when the new one is complete.
+    A file has at most `limit` bytes, except if a single weight is larger. One file at a time is in memory.
+    An older folder is replaced only when the new folder is complete.
 
     Raises:
-        ValueError: it could not be written, or the checkpoint holds something that JSON cannot.
+        ValueError: the folder could not be written, or JSON cannot represent an option.
     """
     weights, tied = _untied(saved.weights)
     shards = list(_shards(weights, limit))
@@ -63,12 +66,12 @@ def write(saved: SavedModel, output: Path, limit: int) -> int:
     except OSError as error:
         raise not_written(output, error) from error
     finally:
-        shutil.rmtree(folder, ignore_errors=True)  # renamed by now, or failed
+        shutil.rmtree(folder, ignore_errors=True)  # exists only after an error
     return len(shards)
 
 
 def _put(folder: Path, output: Path) -> None:
-    """Rename a folder to `output`, and remove an older one after that."""
+    """Rename a folder to `output`; then remove the older folder of that name, if any."""
     if not output.exists():
         os.rename(folder, output)
         return
@@ -79,15 +82,15 @@ def _put(folder: Path, output: Path) -> None:
 
 
 def _untied(model: Mapping[str, Any]) -> tuple[Weights, dict[str, str]]:
-    """Return the weights by their first names, and the first name for each other name."""
+    """Return each distinct weight under its first name, and a table from other names to first names."""
     weights: Weights = {}
     tied: dict[str, str] = {}
     first: dict[Any, str] = {}
     for key, value in model.items():
         if not isinstance(value, Tensor | ShardedTensor):
             raise ValueError(
-                f"--input has a {type(value).__name__} in {key}, but safetensors hold only tensors; give a "
-                "checkpoint of weights."
+                f"--input has a {type(value).__name__} in {key}, but safetensors files hold only tensors; "
+                "give a checkpoint with only tensors as weights."
             )
         if isinstance(value, Tensor) and value.numel():
             place = value.data_ptr(), value.shape, value.stride(), value.dtype
@@ -99,7 +102,7 @@ def _untied(model: Mapping[str, Any]) -> tuple[Weights, dict[str, str]]:
 
 
 def _shards(weights: Weights, limit: int) -> Iterator[list[str]]:
-    """Yield the names of the weights in each file, in order."""
+    """Split the weights into files of at most `limit` bytes; yield the weight names of each file."""
     keys: list[str] = []
     size = 0
     for key, value in weights.items():
@@ -116,7 +119,7 @@ def _bytes(value: Tensor | ShardedTensor) -> int:
 
 
 def _value(value: Tensor | ShardedTensor) -> Tensor:
-    """Return a weight with its own storage, as safetensors requires."""
+    """Return a weight as a tensor with its own storage, which safetensors requires."""
     if isinstance(value, ShardedTensor):
         return value.whole()
     value = value.detach().contiguous()
@@ -136,13 +139,13 @@ def _as_json(content: dict[str, Any]) -> str:
         return json.dumps(content, indent=2, default=plain) + "\n"
     except TypeError as error:
         raise ValueError(
-            f"--input has options that JSON cannot hold ({error}); give a checkpoint of a fairseq training "
-            "run."
+            f"--input has options that JSON cannot represent ({error}); give a checkpoint that "
+            "fairseq-train saved."
         ) from error
 
 
 def read(folder: Path) -> SavedModel:
-    """Return the checkpoint of a folder; its weights are mapped. No code in the folder runs.
+    """Load a checkpoint from a folder of safetensors files; weights are memory-mapped, and no code runs.
 
     Raises:
         ValueError: a file is missing or corrupt, or `write` did not write it.
@@ -154,7 +157,7 @@ def read(folder: Path) -> SavedModel:
     if options.get(MARK) != VERSION:
         reason = f"whose {OPTIONS} does not have the version {VERSION}"
     elif not _fit(where, tied, options):
-        reason = f"whose {INDEX} and {OPTIONS} do not fit each other"
+        reason = f"whose {INDEX} and {OPTIONS} are inconsistent"
     if reason:
         raise ValueError(
             f"--input names {folder}, {reason}; give a folder that `convert safetensors` wrote."
@@ -170,7 +173,7 @@ def read(folder: Path) -> SavedModel:
 
 
 def _fit(where: Any, tied: Any, options: dict[str, Any]) -> bool:
-    """Whether an untrusted index is complete and names only files in its folder, and options have types."""
+    """Whether an untrusted index and its options are valid; the index may name only files in its folder."""
     kinds = {"args": argparse.Namespace, "optimizer_history": list}
     return (
         isinstance(where, dict)
@@ -192,14 +195,14 @@ def _json(path: Path) -> dict[str, Any]:
             return argparse.Namespace(**attributes)
         if name != DICTIONARY:
             return value
-        from fairseq.data import Dictionary  # takes seconds
+        from fairseq.data import Dictionary  # this import takes seconds
 
         dictionary = Dictionary()
         vars(dictionary).update(attributes)
         return dictionary
 
     if not path.is_file():
-        raise ValueError(f"--input names {path.parent}, in which there is no {path.name}.")
+        raise ValueError(f"--input names {path.parent}, which has no {path.name}; give another folder.")
     try:
         found = parse_json(content_of(path), object_hook=special)
     except (OSError, ValueError, TypeError, ImportError) as error:
@@ -208,12 +211,12 @@ def _json(path: Path) -> dict[str, Any]:
 
 
 def _tensors(path: Path, keys: list[str]) -> dict[str, Tensor]:
-    """Return the tensors of a file, mapped from it, which must be those named by `keys`."""
+    """Return the memory-mapped tensors of a file; raise ValueError if their names differ from `keys`."""
     from safetensors import SafetensorError, safe_open
 
     try:
-        if not path.is_file():  # a FIFO would block
-            raise SafetensorError("there is no such file")
+        if not path.is_file():  # opening a FIFO would block
+            raise SafetensorError("the file does not exist")
         with safe_open(path, framework="pt") as file:
             if set(file.keys()) != set(keys):
                 raise SafetensorError("its weights differ from the index")
@@ -223,5 +226,5 @@ def _tensors(path: Path, keys: list[str]) -> dict[str, Tensor]:
             f"{path} is missing or corrupt ({str(error).rstrip('.')}); put the file back, or give another "
             "folder."
         ) from error
-    # An empty tensor has the address of the next one, which torch.save takes for a shared storage.
+    # An empty tensor has the address of the next tensor; torch.save would treat them as a shared storage.
     return {key: value if value.numel() else value.clone() for key, value in found.items()}

@@ -1,4 +1,4 @@
-"""Converts between a sharded checkpoint and one file, with at most one expert's tensor in memory."""
+"""Converts between sharded and single-file checkpoints, with one expert's tensor in memory at a time."""
 
 import contextlib
 import itertools
@@ -22,12 +22,12 @@ from fairseq_tutel.files.atomic import TEMPORARY
 from fairseq_tutel.ranks.groups import Slice
 
 EXPERTS = ".experts"
-# Layer, tensor name, and the dictionary and key that hold the stack.
+# (layer, tensor name, dictionary that holds the stack, its key in the dictionary)
 Stacks = list[tuple[str, str, dict, Any]]
 
 
 def to_full(saved: SavedModel, target: Path) -> None:
-    """Write a checkpoint with all experts in one file.
+    """Write a sharded checkpoint as one file with all experts.
 
     Raises:
         ValueError: a shard is missing or corrupt, or the file could not be written.
@@ -40,12 +40,15 @@ def to_full(saved: SavedModel, target: Path) -> None:
 
 
 def _in_a_file(sharded: ShardedTensor, folder: Path) -> Tensor:
-    """Copy a stack to an unnamed file in the folder, since torch.save needs all tensors at once."""
+    """Return a sharded tensor as a tensor that is memory-mapped to an unnamed file in `folder`.
+
+    torch.save needs all tensors at once, and they may not fit into memory.
+    """
     count = math.prod(sharded.shape)
     if count == 0:
         return sharded.whole()
     with tempfile.NamedTemporaryFile(dir=folder, suffix=TEMPORARY) as file:
-        # Without reserved space a write to the mapping would crash.
+        # If the disk were full, writing to the mapping without reserved space would crash.
         os.posix_fallocate(file.fileno(), 0, count * sharded.dtype.itemsize)
         stack = torch.from_file(file.name, shared=True, size=count, dtype=sharded.dtype)
     stack = stack.view(sharded.shape)
@@ -55,17 +58,17 @@ def _in_a_file(sharded: ShardedTensor, folder: Path) -> Tensor:
 
 
 def to_sharded(saved: SavedModel, target: Path, expert_dtype: str = "") -> dict[str, tuple[float, float]]:
-    """Write a checkpoint with experts, and optimizer state of their shapes, in shard files next to it.
+    """Write a checkpoint, with the experts and their optimizer state in shard files next to it.
 
-    With one of EXPERT_DTYPES the experts' matrices are quantized. Returns the quantization errors by
-    weight: relative, and of the worst row.
+    An `expert_dtype` from EXPERT_DTYPES quantizes the experts' matrices. Returns, for each quantized
+    weight, the relative error and the error of the worst row.
 
     Raises:
         ValueError: there are no experts, some cannot be quantized, or a file could not be written.
     """
     found = sorted(_stacks(saved.state), key=lambda stack: stack[0])  # one file per layer
     if not found:
-        raise ValueError("--input names a checkpoint without experts, which has nothing to shard.")
+        raise ValueError("--input names a checkpoint without experts; give a checkpoint with experts.")
     experts = target.parent / folders.PARENT
     before, committed = set(experts.glob("*")), None
     errors = {}
@@ -76,17 +79,17 @@ def to_sharded(saved: SavedModel, target: Path, expert_dtype: str = "") -> dict[
             if tensor.expert_dtype:
                 errors[key] = tensor.error
         saved.write(target)
-    except BaseException:  # Ctrl-C too: remove what no checkpoint names
+    except BaseException:  # after Ctrl-C too, remove the folder, because no checkpoint names it
         if committed is not None and target.parent / committed not in before:
             shutil.rmtree(target.parent / committed, ignore_errors=True)
         with contextlib.suppress(OSError):
-            experts.rmdir()  # unless it has other folders
+            experts.rmdir()  # fails if it has other folders
         raise
     return errors
 
 
 def _write_shards(found: Stacks, target: Path, expert_dtype: str) -> tuple[str, list[ShardedTensor]]:
-    """Write all stacks, one file per layer; return the committed folder and the stacks."""
+    """Write all stacked tensors, one file per layer; return the final folder and the sharded tensors."""
     folder, written = None, []
     try:
         folder = folders.begin(target.parent, "convert")
@@ -98,18 +101,18 @@ def _write_shards(found: Stacks, target: Path, expert_dtype: str) -> tuple[str, 
         raise not_written(target, error) from error
     finally:
         if folder is not None:
-            shutil.rmtree(folder, ignore_errors=True)  # renamed by now, or failed
+            shutil.rmtree(folder, ignore_errors=True)  # exists only after an error
 
 
 def _stacks(state: dict[str, Any]) -> Iterator[tuple[str, str, dict, Any]]:
-    """Yield all stacks of experts and of their optimizer state."""
+    """Yield the stacked tensors [E, ...] of all experts and of their optimizer state."""
     shapes = set()
     for key, value in state["model"].items():
         layer, _, name = key.rpartition(".")
         if layer.endswith(EXPERTS):
             shapes.add(tuple(value.shape))
             yield layer, name, state["model"], key
-    # Optimizer state has no names of parameters. That of experts has their shapes.
+    # Optimizer state has no parameter names, so the state of experts is recognized by the experts' shapes.
     for index, entry in (state.get("last_optimizer_state") or {}).get("state", {}).items():
         for key, value in entry.items() if isinstance(entry, dict) else ():
             if isinstance(value, Tensor | ShardedTensor) and tuple(value.shape) in shapes:
@@ -119,9 +122,9 @@ def _stacks(state: dict[str, Any]) -> Iterator[tuple[str, str, dict, Any]]:
 def _write_layer(
     layer: str, stacks: Stacks, folder: Path, root: Path, expert_dtype: str
 ) -> list[ShardedTensor]:
-    """Write the stacks of a layer into one file, with one expert's tensor in memory at a time."""
+    """Write the stacked tensors of a layer to one file, with one expert's tensor in memory at a time."""
     made: list[ShardedTensor] = []
-    sources: dict[str, tuple[int, int]] = {}  # by key in the file: the stack's index, the expert's ID
+    sources: dict[str, tuple[int, int]] = {}  # key in the file -> (index of the stack, expert ID)
     for index, (_, name, holder, key) in enumerate(stacks):
         stack: Tensor | ShardedTensor = holder[key]
         shape, keys = tuple(stack.shape), [f"{expert}.{name}" for expert in range(stack.shape[0])]
@@ -162,14 +165,14 @@ def _write_layer(
 
 
 def _stored(expert: Tensor, form: Quantized | None, error: RoundingError, name: str) -> Tensor:
-    """Return the stored form of an expert's tensor, and add its quantization error to `error`."""
+    """Return an expert's tensor in its stored form; add the quantization error to `error`."""
     if form is None:
         return expert.contiguous()
     try:
         stored = form.quantize(expert)
     except ValueError as reason:
         raise ValueError(
-            f"--expert-dtype {form.expert_dtype} cannot store {name}: {reason}; leave the option out."
+            f"--expert-dtype {form.expert_dtype} cannot store {name}: {reason}; remove the option."
         ) from reason
     error.add(expert, form.dequantize(stored))
     return stored

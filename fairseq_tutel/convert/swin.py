@@ -1,9 +1,11 @@
-"""Converts released checkpoints of microsoft/Swin-Transformer: Swin V2, and SwinV2-MoE with its experts.
+"""Converts the checkpoints of Swin V2 and SwinV2-MoE that microsoft/Swin-Transformer releases.
 
-Microsoft's training saves X.pth.rank0, X.pth.rank1, ... with the experts of each rank. X.pth.master holds
-all other weights; without it each rank's file holds them too. X.pth.global is a whole model in one file.
-The sizes of the model are those of the tensors; the image size follows from the windows of the last stage.
-Second biases may be absent (MLP_FC2_BIAS: False).
+- X.pth.rank0, X.pth.rank1, ...: the experts of each rank.
+- X.pth.master: all other weights. If this file does not exist, each rank's file holds them too.
+- X.pth.global: a complete model in one file.
+
+The sizes of the model follow from the shapes of the tensors. The image size follows from the windows of the
+last stage. The biases of fc2 may be absent (MLP_FC2_BIAS: False).
 """
 
 import math
@@ -36,14 +38,14 @@ COMPUTED = re.compile(r".*(relative_coords_table|relative_position_index|attn_ma
 BLOCK = re.compile(r"layers\.(\d+)\.blocks\.(\d+)\.(?:mlp\.)?(.+)")
 PART = re.compile(r"(.+)\.(?:master|rank\d+)")
 MOE = re.compile(r"(layers\.\d+\.blocks\.\d+\.mlp\.)_moe_layer\.(.+)")
-# Keys of MODEL.SWIN_MOE in a saved configuration, and their options here.
+# Key of MODEL.SWIN_MOE in a saved configuration -> option of fairseq_tutel.
 SAVED = {
     "TOP_VALUE": "--moe-top-k",
     "CAPACITY_FACTOR": "--moe-capacity-factor",
     "GATE_NOISE": "--moe-gate-noise",
     "MOE_DROP": "--swin-expert-dropout",
 }
-# Its switches: (value, option here, value here).
+# Switch of MODEL.SWIN_MOE -> (its value, option of fairseq_tutel, value of this option).
 SWITCHES = {
     "USE_BPR": (False, "--moe-drop-policy", "position"),
     "IS_GSHARD_LOSS": (True, "--moe-balance-loss", "gshard:1"),
@@ -52,7 +54,7 @@ SWITCHES = {
 
 
 def files_of(path: Path) -> list[list[Path]]:
-    """Return the files with the weights of each rank, for one of the files or their common name X.pth."""
+    """Return a list of files for each rank; `path` is one of the files or their common name X.pth."""
     match = PART.fullmatch(path.name)
     base = path if match is None else path.with_name(match[1])
     whole = [p for p in (path, path.with_name(f"{path.name}.global")) if p.is_file()]
@@ -69,15 +71,15 @@ def files_of(path: Path) -> list[list[Path]]:
 
 
 def read(files: list[list[Path]], classes: int | None = None, class_map: Path | None = None) -> SavedModel:
-    """Return a checkpoint with the weights of a released model.
+    """Load a released Swin model as a fairseq checkpoint.
 
     Args:
-        files: from `files_of`.
-        classes: size of a new head of zeros, to fine-tune; None to keep the head.
-        class_map: file with the classes of the head to keep; None to keep all.
+        files: one list of files per rank, from `files_of`.
+        classes: number of classes of a new head of zeros for fine-tuning; None keeps the head.
+        class_map: file that lists the classes of the head to keep; None keeps all classes.
 
     Raises:
-        ValueError: the weights are not those of a Swin V2 or SwinV2-MoE, or no options here fit them.
+        ValueError: the model is not a Swin V2 or SwinV2-MoE, or fairseq_tutel's options cannot express it.
     """
     ranks, saved_options = _open_ranks(files)
     theirs = _joined(ranks)
@@ -95,7 +97,7 @@ def read(files: list[list[Path]], classes: int | None = None, class_map: Path | 
 
 
 def _open_ranks(files: list[list[Path]]) -> tuple[list[Tensors], Mapping[str, Any]]:
-    """Return the weights of each rank, and the saved options of its experts, empty without any."""
+    """Load the weights of each rank, and the saved expert options (empty for a dense model)."""
     contents: dict[Path, Any] = {}
     ranks: list[Tensors] = []
     # The configuration is read as a plain dictionary.
@@ -109,14 +111,14 @@ def _open_ranks(files: list[list[Path]]) -> tuple[list[Tensors], Mapping[str, An
             weights |= found if isinstance(found, dict) else {}
         if "patch_embed.proj.weight" not in weights:
             raise ValueError(
-                f"--input names {own[0]}, which holds no Swin (no patch_embed.proj.weight in its model); "
-                "give a released .pth file, and keep .master next to the files of ranks."
+                f"--input names {own[0]}, which is not a Swin model (no patch_embed.proj.weight); give a "
+                "released .pth file, and keep the .master file in the same folder as the .rank files."
             )
         ranks.append(weights)
         for name in sorted(ranks[0].keys() ^ weights.keys()):
             raise ValueError(
-                f"--input names {files[0][0]} and {own[0]}, only one of which has {name}; give the files "
-                "of one model."
+                f"--input names {files[0][0]} and {own[0]}, but only one of the two has the weight {name}; "
+                "give the files of one model."
             )
     saved: Any = contents[files[0][0]].get("config")
     for key in ("MODEL", "SWIN_MOE"):
@@ -125,7 +127,7 @@ def _open_ranks(files: list[list[Path]]) -> tuple[list[Tensors], Mapping[str, An
 
 
 def _joined(ranks: list[Tensors]) -> Tensors:
-    """Return the weights of the whole model; MoE layers have our names, in `mlp.fc1`."""
+    """Join the weights of all ranks; rename the weights of MoE layers to fairseq_tutel's names."""
     weights: Tensors = {}
     for name, tensor in ranks[0].items():
         match = MOE.fullmatch(name)
@@ -141,7 +143,7 @@ def _joined(ranks: list[Tensors]) -> Tensors:
 
 
 def _layer(ranks: list[Tensors], prefix: str) -> Tensors:
-    """Return a MoE layer's weights by our names; the number of experts is the gate's."""
+    """Join a MoE layer's weights from all ranks, under fairseq_tutel's names."""
     label = prefix.rstrip(".")
     own = {n.removeprefix(prefix): t for n, t in ranks[0].items() if n.startswith(prefix)}
     experts = len(_gate(our_gates(own), "", label)[1])
@@ -149,18 +151,18 @@ def _layer(ranks: list[Tensors], prefix: str) -> Tensors:
         return our_layer(ranks, prefix, experts)
     except ValueError as error:
         raise ValueError(
-            f"--input has the MoE layer {label}, which {error}; give the files of all ranks of a "
-            "SwinV2-MoE."
+            f"--input has the MoE layer {label}, which {error}; give the files of all ranks of one "
+            "SwinV2-MoE model."
         ) from error
 
 
 def _moe_layers(weights: Mapping[str, Tensor]) -> list[Layer]:
-    """Return the layers with experts, in order."""
+    """Return the layers that have experts, in the order of the model."""
     return [layer for layer in layers_of(weights) if layer.has_experts]
 
 
 def _install(made: nn.Module, model: Mapping[str, Tensor]) -> None:
-    """Add the MoE layers of a model's weights to a dense Swin, in place."""
+    """Replace FFNs of a dense Swin by MoE layers where the weights `model` have experts, in place."""
     for layer in _moe_layers(model):
         block: Any = made.get_submodule(layer.name)
         kind, rows = _gate(model, f"{layer.moe}.", layer.label)
@@ -176,23 +178,22 @@ def _install(made: nn.Module, model: Mapping[str, Tensor]) -> None:
 
 
 def _gate(weights: Mapping[str, Tensor], prefix: str, label: str) -> tuple[str, Tensor]:
-    """Return the type of a layer's gate, linear or cosine, and its tensor with a row per expert."""
+    """Return the type of a layer's gate (linear or cosine), and its tensor with one row per expert."""
     for kind, key in ROWS.items():
         rows = weights.get(f"{prefix}gate.{key}")
         if rows is not None and rows.dim() == 2:
             return kind, rows
     raise ValueError(
-        f"--input has the MoE layer {label} without a linear or cosine gate; give a checkpoint of "
-        "SwinV2-MoE."
+        f"--input has the MoE layer {label} without a linear or cosine gate; give a SwinV2-MoE checkpoint."
     )
 
 
 def _command_line(
     model: Mapping[str, Tensor], config: SwinConfig, saved: Mapping[str, Any]
 ) -> Iterator[str]:
-    """Yield the command-line arguments for the experts; none for a dense model.
+    """Yield the command-line arguments that describe a model's experts; nothing for a dense model.
 
-    Options that `saved` lacks have the architecture's defaults.
+    Options that are not in `saved` keep the defaults of the architecture.
     """
     layers = _moe_layers(model)
     if not layers:
@@ -201,7 +202,7 @@ def _command_line(
     kinds = {(kind, rows.shape[1] if kind == "cosine" else 0) for kind, rows in gates}
     if len(kinds) > 1:
         raise ValueError(
-            f"--input has gates of several types or projections ({sorted(kinds)}), but all gates of a "
+            f"--input has gates of different types or projections ({sorted(kinds)}), but all gates of a "
             "fairseq_tutel model have the same type and projection; give another checkpoint."
         )
     kind, projection_dim = kinds.pop()
@@ -215,13 +216,13 @@ def _command_line(
         if isinstance(saved.get(key), int | float):
             yield from (flag, str(saved[key]))
     for key, (value, flag, text) in SWITCHES.items():
-        # Normalization has no effect on a single expert.
+        # With top-1, --moe-normalize-gate is left out because it has no effect.
         if saved.get(key) is value and (key != "NORMALIZE_GATE" or saved.get("TOP_VALUE") != 1):
             yield from (flag, text)
 
 
 def _blocks(depths: list[int], blocks: set[tuple[int, int]]) -> tuple[str, ...]:
-    """Return the options that select these blocks (stage, index) for experts."""
+    """Return the command-line arguments that give experts to exactly these blocks (stage, index)."""
     first = min(stage for stage, _ in blocks)
     for freq in range(1, max(depths) + 1):
         stages = range(first, len(depths))
@@ -234,35 +235,34 @@ def _blocks(depths: list[int], blocks: set[tuple[int, int]]) -> tuple[str, ...]:
 
 
 def _class_map(path: Path, classes: int) -> list[int]:
-    """Return the classes of the head that a file keeps."""
+    """Read the file of --class-map, which lists the classes of the head to keep."""
     try:
         kept = [int(line) for line in content_of(path).decode("ascii").split()]
     except (OSError, ValueError) as error:
         raise ValueError(
-            f"--class-map is {path}, which has no class number on each line ({error})."
+            f"--class-map is {path}, which must have one class number per line ({error}); give such a file."
         ) from error
     if not kept or not {*kept} <= {*range(classes)}:
         raise ValueError(
-            f"--class-map is {path}, whose numbers are not all from 0 to {classes - 1}, those of the head; "
-            "give the map of this model."
+            f"--class-map is {path}, but the classes of the head are 0 to {classes - 1} and the file must "
+            "list some of these; give the map of this model."
         )
     return kept
 
 
 def _sizes_of(theirs: Mapping[str, Tensor]) -> tuple[SwinConfig, int]:
-    """Return the configuration of a released model, from its tensors, and its image size."""
+    """Return the configuration and the image size of a released model, from the shapes of its tensors."""
     blocks = [(int(match[1]), int(match[2])) for match in map(BLOCK.fullmatch, theirs) if match]
     stages = range(1 + max((stage for stage, _ in blocks), default=-1))
     depths = [1 + max((j for i, j in blocks if i == stage), default=-1) for stage in stages]
     if not depths or 0 in depths:
-        raise ValueError("--input has a stage without blocks; give a whole checkpoint of Swin.")
+        raise ValueError("--input has a stage without blocks; give a complete Swin checkpoint.")
 
     def first(stage: int, name: str) -> Tensor:
         key = f"layers.{stage}.blocks.0.{name}"
         if key not in theirs:
             raise ValueError(
-                f"--input lacks {key}, which Swin V2 and SwinV2-MoE have; give a checkpoint of one of "
-                "these."
+                f"--input lacks the weight {key}; give a complete checkpoint of Swin V2 or SwinV2-MoE."
             )
         return theirs[key]
 
@@ -287,7 +287,7 @@ def _sizes_of(theirs: Mapping[str, Tensor]) -> tuple[SwinConfig, int]:
 
 
 def _trained_window(theirs: Mapping[str, Tensor], stage: int, window: int) -> int:
-    """Return the window of the position offsets; 0 if it equals `window`."""
+    """Return the window size that a stage's position offsets were trained with; 0 if equal to `window`."""
     table = theirs.get(f"layers.{stage}.blocks.0.attn.relative_coords_table")
     if table is None or window == 1:
         return 0
@@ -301,7 +301,7 @@ def _list(numbers: list[int]) -> str:
 
 
 def _renamed(theirs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the weights by our names."""
+    """Rename the weights of a released Swin to fairseq_tutel's names; leave out computed buffers."""
     model = {}
     for name, tensor in theirs.items():
         if COMPUTED.fullmatch(name):
@@ -309,14 +309,14 @@ def _renamed(theirs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         if match := BLOCK.fullmatch(name):
             name = f"stages.{match[1]}.blocks.{match[2]}.{match[3]}"
         model[re.sub(r"^layers\.", "stages.", name)] = tensor
-    if not any(name.endswith("fc2.bias") for name in model):  # trained without: zeros do the same
+    if not any(name.endswith("fc2.bias") for name in model):  # trained without biases: zeros have no effect
         for name in [name for name in model if name.endswith("fc2.weight")]:
             model[name.replace(".weight", ".bias")] = model[name].new_zeros(len(model[name]))
     return model
 
 
 def _check(model: Mapping[str, Tensor], config: SwinConfig) -> None:
-    """Compare names and shapes of the weights with those of the model."""
+    """Raise ValueError if names or shapes of the weights differ from the model of this configuration."""
     head, patch = model.get("head.weight"), model["patch_embed.proj.weight"]
     with torch.device("meta"):
         swin = SwinV2(config, patch.shape[1], 1 if head is None else len(head))
@@ -325,21 +325,22 @@ def _check(model: Mapping[str, Tensor], config: SwinConfig) -> None:
     for name in sorted(made.keys() ^ model.keys()):
         what = "lacks" if name in made else "has"
         raise ValueError(
-            f"--input {what} {name} (its name here), unlike Swin V2 and SwinV2-MoE; give a "
-            "checkpoint of one of these."
+            f"--input {what} the weight {name} (in fairseq_tutel's naming), unlike Swin V2 and SwinV2-MoE; "
+            "give a checkpoint of one of these models."
         )
     for name, tensor in made.items():
         if model[name].shape != tensor.shape:
             raise ValueError(
-                f"--input has a {name} (its name here) of shape {tuple(model[name].shape)}, but the other "
-                f"weights need {tuple(tensor.shape)}; give a whole checkpoint."
+                f"--input has the weight {name} (in fairseq_tutel's naming) of shape "
+                f"{tuple(model[name].shape)}, but the other weights require {tuple(tensor.shape)}; give a "
+                "complete checkpoint."
             )
 
 
 def _checkpoint(
     weights: Tensors, config: SwinConfig, image_size: int, expert_options: list[str]
 ) -> SavedModel:
-    """Return a checkpoint of fairseq with these weights, and options as parsed from a command line."""
+    """Return a fairseq checkpoint with these weights, and with options parsed from a command line."""
     plugin.register()
     from fairseq import options
     from fairseq.dataclass.utils import convert_namespace_to_omegaconf

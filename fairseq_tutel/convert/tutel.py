@@ -1,8 +1,10 @@
-"""Converts files that ranks saved of a model with Tutel's moe_layer into one file.
+"""Converts the checkpoints of all ranks of a model with Tutel's moe_layer to one file.
 
-A state dict becomes one for a model with fairseq_tutel.moe_layer with the same arguments. A checkpoint of
-Tutel's fairseq example (examples/fairseq_moe) becomes one of moe_transformer_lm or moe_transformer. Weights
-keep their bits.
+- A state dict becomes a state dict for the same model with fairseq_tutel.moe_layer.
+- A checkpoint of Tutel's fairseq example (examples/fairseq_moe) becomes a checkpoint of
+  moe_transformer_lm or moe_transformer.
+
+Weights keep their bits.
 """
 
 import re
@@ -19,7 +21,7 @@ from fairseq_tutel.convert.tutel_layer import COUNT, our_layer
 
 FLAG = "--input-prefix"
 LAYERS = ("moe_layer", "MoELayer")
-# The example has no options: they are fixed, or set in the environment.
+# The example has no MoE options: they are fixed, or set by environment variables.
 FIXED = {
     "moe_top_k": 2,
     "moe_top1_expert": False,
@@ -34,7 +36,7 @@ FIXED = {
 
 
 def files_of(pattern: str, size: int) -> list[Path]:
-    """Return the file of each rank: {rank} and {size} are filled in, or RANK-of-SIZE is added."""
+    """Return the file of each rank: replace {rank} and {size} in the pattern, or append RANK-of-SIZE."""
     if size == 1 and Path(pattern).is_file():
         return [Path(pattern)]
     if "{rank}" not in pattern:
@@ -49,16 +51,16 @@ def read(
     layer: str = LAYERS[0],
     activation: str = "linear",
 ) -> tuple[SavedModel, list[str]]:
-    """Join the files of all ranks; return the content of one file, and notes as sentences.
+    """Join the files of all ranks into one checkpoint; also return notes for the user as sentences.
 
     Args:
         paths: the file of each rank.
-        namespace: keys of the weights in a file, joined by /; None for `model` if it exists.
-        layer: class of the layers of a state dict here, one of LAYERS.
+        namespace: path of keys to the weights in a file, joined by /. None means `model` if it exists.
+        layer: class of the MoE layers that will load a converted state dict, one of LAYERS.
         activation: activation of the experts of a fairseq checkpoint.
 
     Raises:
-        ValueError: a file is missing or corrupt, or the files do not fit together.
+        ValueError: a file is missing or corrupt, or the files belong to different models.
     """
     states = [read_file(path, FLAG) for path in paths]
     state = states[0]
@@ -69,7 +71,9 @@ def read(
     for path, weights in zip(paths, ranks, strict=True):
         for name in ranks[0].keys() ^ weights.keys():
             lacking = path if name in ranks[0] else paths[0]
-            raise ValueError(f"{FLAG} names {lacking}, which lacks {name}; give the files of one model.")
+            raise ValueError(
+                f"{FLAG} names {lacking}, which lacks the weight {name}; give the files of one model."
+            )
     counts = _expert_counts(ranks)
     is_example = namespace == "model" and bool(state.get("cfg") or state.get("args"))
     weights, notes = _joined(ranks, counts, "moe." * (layer == LAYERS[0] and not is_example))
@@ -79,7 +83,7 @@ def read(
     content: dict[str, Any] = weights
     for key in reversed([key for key in namespace.split("/") if key]):
         content = {key: content}
-    return SavedModel(content), notes + [f"all but {namespace} is left out."] * bool(namespace)
+    return SavedModel(content), notes + [f"everything except {namespace} is left out."] * bool(namespace)
 
 
 def _weights_in(state: Any, path: Path, namespace: str) -> Tensors:
@@ -89,7 +93,7 @@ def _weights_in(state: Any, path: Path, namespace: str) -> Tensors:
     if not isinstance(found, dict) or not any(torch.is_tensor(value) for value in found.values()):
         raise ValueError(
             f"{FLAG} names {path}, which holds no weights{f' under {namespace}' if namespace else ''}; "
-            "set --namespace to their keys, joined by /, such as model/weights."
+            "set --namespace to the keys that lead to the weights, joined by /, such as model/weights."
         )
     refuse_weights(found, f"{FLAG} {path}")
     return found
@@ -99,17 +103,18 @@ def _expert_counts(ranks: list[Tensors]) -> dict[str, int]:
     """Return the number of experts of each Tutel layer, keyed by the prefix of the layer's weights."""
     names = [name for name in ranks[0] if name.rpartition(".")[2] == COUNT]
     if not names:
-        raise ValueError(f"{FLAG} has no layer of Tutel's (no {COUNT}); give files that Tutel saved.")
+        raise ValueError(f"{FLAG} has no Tutel layer (no {COUNT}); give files that Tutel saved.")
     for name in names:
         if len({int(rank[name]) for rank in ranks}) > 1:
-            raise ValueError(f"{FLAG} has ranks that differ in {name}; give the files of one model.")
+            raise ValueError(f"{FLAG} has files that differ in {name}; give the files of one model.")
     return {name.removesuffix(COUNT): int(ranks[0][name]) for name in names}
 
 
 def _joined(ranks: list[Tensors], counts: dict[str, int], within: str) -> tuple[Tensors, list[str]]:
-    """Return all weights under our names, and a note if weights outside experts differ between ranks.
+    """Join the weights of all ranks under fairseq_tutel's names.
 
-    `within` follows a layer's prefix in our names. Weights outside MoE layers are those of rank 0.
+    Also returns a note if weights other than experts differ between ranks. `within` is inserted after a MoE
+    layer's prefix. Weights outside MoE layers are taken from rank 0.
     """
     weights: Tensors = {}
     done: set[str] = set()
@@ -127,7 +132,7 @@ def _joined(ranks: list[Tensors], counts: dict[str, int], within: str) -> tuple[
             except ValueError as error:
                 raise ValueError(
                     f"{FLAG} has the layer {prefix.rstrip('.') or 'at the top'}, which {error}; give the "
-                    "files of all ranks of one model."
+                    "files that all ranks of one model saved."
                 ) from error
             weights |= {prefix + within + key: value for key, value in found.items()}
         alike = torch.is_tensor(tensor) and not name.startswith(f"{prefix}experts.")
@@ -136,27 +141,28 @@ def _joined(ranks: list[Tensors], counts: dict[str, int], within: str) -> tuple[
     if not differing:
         return weights, []
     what = f"{len(differing)} weights differ between ranks, such as {differing[0]}"
-    return weights, [f"{what}; rank 0's are taken."]
+    return weights, [f"{what}; the weights of rank 0 are used."]
 
 
 def _from_example(
     saved: SavedModel, weights: Tensors, counts: dict[str, int], activation: str
 ) -> list[str]:
-    """Set our weights, names and options in rank 0's checkpoint of the example, in place; return notes.
+    """Convert rank 0's checkpoint of Tutel's fairseq example in place; return notes as sentences.
 
-    Its decoder layers have a `moe_ffn`: top-2 with an fp32 gate and noise, no dropping, one expert per
-    rank, no activation in an expert.
+    In the example, decoder layers have a `moe_ffn`: top-2, dropless, with a noisy fp32 gate and one expert
+    per rank. Its experts have no activation.
     """
     for prefix in counts:
         if not re.fullmatch(r"decoder\.layers\.\d+\.moe_ffn\.", prefix):
             raise ValueError(
-                f"{FLAG} has the MoE layer {prefix.rstrip('.')} in a fairseq checkpoint, where Tutel's "
-                "example has decoder.layers.N.moe_ffn; save its weights as a file of their own and give it."
+                f"{FLAG} has the MoE layer {prefix.rstrip('.')} in a fairseq checkpoint, but only Tutel's "
+                "example with decoder.layers.N.moe_ffn is supported; save only the model's state dict to a "
+                "file, and give that file."
             )
     model: Tensors = {}
     for name, tensor in weights.items():
         layer, _, norm = name.partition("ffn_layernorm.")
-        if f"{layer}moe_ffn." in counts:  # here the norm belongs to the experts
+        if f"{layer}moe_ffn." in counts:  # in fairseq_tutel, the norm belongs to the experts
             name = f"{layer}moe_ffn.experts.hidden_layer_norm.{norm}"
         model[name.replace(".moe_ffn.", ".fc1.")] = tensor
     saved.restart(model)
@@ -168,13 +174,13 @@ def _from_example(
     if freq is None or len({*counts.values()}) > 1:
         raise ValueError(
             f"{FLAG} has {[*counts.values()]} experts in the decoder layers {found} of {layers}, which no "
-            "--moe-freq gives; give the files of one training run of Tutel's example."
+            "--moe-freq selects; give the files of one training run of Tutel's example."
         )
     has_encoder, dense = "encoder_layers" in options, options.get("activation_fn", "relu")
     if (freq > 1 or has_encoder) and dense != activation:
         raise ValueError(
-            f"--expert-activation is {activation}, as in Tutel's example, but the dense layers have "
-            f"{dense}, and here all layers have one activation; give --expert-activation {dense} if the "
+            f"--expert-activation is {activation}, but the dense layers have {dense}, and all layers of a "
+            f"fairseq_tutel model have the same activation; give --expert-activation {dense} if the "
             "experts were trained with it."
         )
     options.update(FIXED, activation_fn=activation, moe_freq=freq)
@@ -182,6 +188,6 @@ def _from_example(
     if has_encoder:
         options.update(encoder_moe_freq=0, decoder_moe_freq=freq)
     return [
-        "the weight of the balance loss was in the environment (L_AUX_WT); give a training run "
-        "--moe-gate-loss-wt, with --moe-gate-loss-combine-method sum."
+        "the weight of the balance loss was set by the environment variable L_AUX_WT; for training, give "
+        "it as --moe-gate-loss-wt, with --moe-gate-loss-combine-method sum."
     ]

@@ -1,7 +1,7 @@
-"""Maps the weights of Tutel's MoE layer to ours, and joins the ranks' experts.
+"""Converts the weights of Tutel's MoE layer to fairseq_tutel's names and shapes.
 
-E experts, N ranks, s = N / E ranks per expert if there are more ranks; D model_dim, H hidden_dim. A rank
-holds [e, …] for e experts, or [1, …] with 1/s of dimension 1, padded with zeros.
+E experts, N ranks, D model_dim, H hidden_dim. If N <= E, a rank holds tensors [E / N, …]. If N > E, each
+expert is split over s = N / E ranks, and a rank holds [1, …] with 1/s of dimension 1, padded with zeros.
 """
 
 import re
@@ -13,7 +13,7 @@ from torch import Tensor
 from fairseq_tutel.convert.configs import Tensors
 
 COUNT = "_num_global_experts"
-# Tutel's name of a tensor -> ours, and whether its last two dimensions are transposed.
+# Tutel's name of a tensor -> (our name, whether the last two dimensions are transposed).
 Table = dict[str, tuple[str, bool]]
 
 GATES: Table = {
@@ -29,7 +29,7 @@ FFN: Table = {
     "batched_fc1_bias": ("fc1_bias", False),
     "batched_fc2_bias": ("fc2_bias", False),
 }
-LLAMA: Table = {  # flat on each rank
+LLAMA: Table = {  # each rank holds these tensors in one dimension
     "W_fc1": ("fc1_weight", True),
     "W_fc2": ("fc3_weight", True),
     "W_fc3": ("fc2_weight", True),
@@ -37,10 +37,12 @@ LLAMA: Table = {  # flat on each rank
 
 
 def our_layer(ranks: Sequence[Tensors], prefix: str, num_experts: int) -> Tensors:
-    """Return one layer's weights under our names, from those of each rank, which begin with the prefix.
+    """Join a Tutel MoE layer's weights from all ranks, under fairseq_tutel's names.
+
+    `prefix` is the start of the names of the layer's weights.
 
     Raises:
-        ValueError: the ranks do not hold all experts; the text continues the name of the layer.
+        ValueError: the ranks do not hold all experts. The caller puts the layer's name before the message.
     """
     if num_experts < 1 or (num_experts % len(ranks) and len(ranks) % num_experts):
         raise ValueError(f"has {num_experts} experts, which {len(ranks)} ranks cannot hold")
@@ -56,7 +58,7 @@ def our_layer(ranks: Sequence[Tensors], prefix: str, num_experts: int) -> Tensor
 
 
 def our_gates(theirs: Tensors) -> Tensors:
-    """Return our names and tensors of a layer's gates from Tutel's; a custom gate's stay as they are."""
+    """Convert the gate weights of a Tutel layer; weights of custom gates keep their names and shapes."""
     ours: Tensors = {}
     for name, tensor in theirs.items():
         if found := re.fullmatch(r"gates?\.(?:(\d+)\.)?(.+)", name):
@@ -72,12 +74,15 @@ def _turned(tensor: Tensor, is_turned: bool) -> Tensor:
 
 
 def _our_experts(parts: Mapping[str, Sequence[Tensor]], experts: int, model_dim: int | None) -> Tensors:
-    """Return our tensors of all experts from the ranks' parts; only gates have the D of llama_ffn."""
+    """Join and convert the experts' tensors of all ranks.
+
+    `model_dim` comes from the gate, because the flat tensors of llama_ffn do not show this dimension.
+    """
     if "W_fc1" in parts:
         return {ours: _our_llama(parts, name, experts, model_dim) for name, (ours, _) in LLAMA.items()}
     if not FFN.keys() & parts.keys():
         if any(len(own) > experts for own in parts.values()):
-            raise ValueError("has custom experts split over ranks, and their split is unknown")
+            raise ValueError("has custom experts that are split over ranks in an unknown way")
         return {name.replace(".", "__"): _joined(name, own, experts) for name, own in parts.items()}
     for name in ("batched_fc1_w", "batched_fc2_w"):
         if name not in parts:
@@ -86,7 +91,7 @@ def _our_experts(parts: Mapping[str, Sequence[Tensor]], experts: int, model_dim:
         raise ValueError(f"has experts.{min(unknown)}, which ffn experts do not have")
     whole = {name: _joined(name, own, experts) for name, own in parts.items()}
     hidden_dim, out_dim = whole["batched_fc1_w"].shape[1], whole["batched_fc2_w"].shape[2]
-    if "batched_fc2_bias" in whole:  # s parts are padded to a whole one each
+    if "batched_fc2_bias" in whole:  # each of the s ranks holds a bias of full size
         whole["batched_fc2_bias"] = whole["batched_fc2_bias"][:, :out_dim].contiguous()
     expected = {
         "batched_fc2_w": (experts, hidden_dim, out_dim),
@@ -96,24 +101,24 @@ def _our_experts(parts: Mapping[str, Sequence[Tensor]], experts: int, model_dim:
     for name, shape in expected.items():
         if name in whole and whole[name].shape != shape:
             raise ValueError(
-                f"has experts.{name} of shape {tuple(whole[name].shape)} together, not {shape}"
+                f"has experts.{name} of shape {tuple(whole[name].shape)} on all ranks together, not {shape}"
             )
     return {FFN[name][0]: _turned(tensor, FFN[name][1]) for name, tensor in whole.items()}
 
 
 def _joined(name: str, parts: Sequence[Tensor], experts: int) -> Tensor:
-    """Return [E, …] from the ranks' parts, whole experts or slices: their memory in order."""
+    """Concatenate a tensor's parts from all ranks in memory order; return a tensor [E, …]."""
     shapes, share = {tuple(part.shape) for part in parts}, max(1, len(parts) // experts)
     if len(shapes) > 1:
         raise ValueError(f"has experts.{name} of the shapes {sorted(shapes)} on different ranks")
     (shape,) = shapes
     if share > 1 and len(shape) == (2 if name.endswith("_w") else 1):
-        # From Tutel's scatter: equal pieces of an expert's memory, in another shape.
+        # Tutel's scatter cuts an expert's memory into equal pieces and changes their shape.
         own = (*shape[:-1], shape[-1] * share)
     elif shape[:1] != (max(1, experts // len(parts)),) or (share > 1 and len(shape) < 2):
         raise ValueError(
-            f"has experts.{name} of shape {shape} on each of {len(parts)} ranks, which is not {experts} "
-            "experts"
+            f"has experts.{name} of shape {shape} on each of {len(parts)} ranks, which does not match "
+            f"{experts} experts"
         )
     else:
         own = shape[1:] if share == 1 else (shape[1] * share, *shape[2:])
@@ -123,9 +128,9 @@ def _joined(name: str, parts: Sequence[Tensor], experts: int) -> Tensor:
 def _our_llama(
     parts: Mapping[str, Sequence[Tensor]], name: str, experts: int, model_dim: int | None
 ) -> Tensor:
-    """Return a tensor of llama_ffn; ranks hold it flat, padded if they share an expert."""
+    """Join a llama_ffn tensor from all ranks; their parts are flat, and padded if experts are split."""
     if model_dim is None:
-        raise ValueError("has llama_ffn experts and a custom gate, so the model dimension is unknown")
+        raise ValueError("has llama_ffn experts and a custom gate, so its model dimension is unknown")
     if name not in parts:
         raise ValueError(f"lacks experts.{name}")
     own = parts[name]
@@ -134,8 +139,8 @@ def _our_llama(
     share = max(1, len(own) // experts)
     if len(sizes) > 1 or own[0].dim() != 1 or left >= share or hidden_dim == 0:
         raise ValueError(
-            f"has experts.{name} of the shapes {sorted(sizes)} on {len(own)} ranks, which is not "
-            f"{experts} experts for tokens of {model_dim}"
+            f"has experts.{name} of the shapes {sorted(sizes)} on {len(own)} ranks, which does not match "
+            f"{experts} experts with the model dimension {model_dim}"
         )
     flat = torch.cat(list(own)).view(experts, numbers)[:, : hidden_dim * model_dim]
     shape = (hidden_dim, model_dim) if name == "W_fc3" else (model_dim, hidden_dim)

@@ -1,9 +1,10 @@
-"""Makes a MoE checkpoint of a dense one: experts are copies of an FFN, and gates are initialized.
+"""Makes a MoE checkpoint from a dense one: experts are copies of an FFN, and gates are initialized.
 
-Source: Komatsuzaki et al. 2022 (Sparse Upcycling). E experts, D model_dim, H the FFN's hidden dimension,
-h = H / G an expert's. With G > 1 an expert is a G-th of the FFN. Experts g * G to g * G + G - 1 have the
-same gate row, so that a token chooses all G parts together (He et al. 2024, virtual groups). Their fc2 is G
-times larger, since each gets a G-th of the token's weight.
+Source: Komatsuzaki et al. 2022 (Sparse Upcycling). E experts, D model_dim, H hidden dimension of the FFN.
+An expert's hidden dimension is h = H / G. With G > 1, each expert is one of G parts of the FFN. The G
+experts g * G to g * G + G - 1 together are the FFN and have the same gate row, so a token chooses all of
+them (He et al. 2024, virtual groups). Their fc2 is multiplied by G, because each expert gets only 1/G of
+the token's weight.
 """
 
 import argparse
@@ -45,18 +46,18 @@ tool = partial(option, of="tool")
 
 @dataclass(frozen=True, kw_only=True)
 class Variation:
-    """How the copies of an FFN differ; options of `convert upcycle`."""
+    """Options of `convert upcycle` that change the copies of an FFN and scale the gates."""
 
-    seed: int = tool(1, "seed of gates and of all random changes")
+    seed: int = tool(1, "random seed for the gates and for all random changes")
     perturb: float = tool(
         0.0,
-        "standard deviation of Gaussian noise on the experts' weights, relative to that of the matrix",
+        "Gaussian noise on the experts' weights: its standard deviation divided by the matrix's",
         rule=NOT_NEGATIVE,
     )
     reinitialize: float = tool(
         0.0,
-        "fraction of each expert's hidden units to initialize again with the statistics of the old ones "
-        "(Drop-Upcycling, Nakamura et al. 2025, with 0.5)",
+        "fraction of each expert's hidden units to reinitialize with the mean and deviation of their old "
+        "weights (Drop-Upcycling, Nakamura et al. 2025, uses 0.5)",
         rule=(lambda v: 0 <= v <= 1, "give a number from 0 to 1"),
     )
     gate_scale: float = tool(
@@ -67,15 +68,15 @@ class Variation:
 
 
 def upcycle(saved: SavedModel, given: Mapping[str, Any], how: Variation) -> dict[Layer, MoEConfig]:
-    """Replace FFNs by experts, in place; return the MoE layers with their configurations.
+    """Replace FFNs of a dense checkpoint by experts, in place; return the MoE layers' configurations.
 
     Args:
         saved: a dense checkpoint.
-        given: options of the experts, by their keys; others have their defaults.
-        how: how the copies differ.
+        given: options of the experts, by their keys; other options have their defaults.
+        how: options that change the copies.
 
     Raises:
-        ValueError: it is not a dense checkpoint, or options that do not fit it.
+        ValueError: the checkpoint is not dense, or the options do not fit it.
     """
     configs, made = _set_options(saved, given), {}
     for layer, config in configs.items():
@@ -86,7 +87,7 @@ def upcycle(saved: SavedModel, given: Mapping[str, Any], how: Variation) -> dict
 
 
 def _set_options(saved: SavedModel, given: Mapping[str, Any]) -> dict[Layer, MoEConfig]:
-    """Set the names and options of a MoE model; return its MoE layers with their configurations."""
+    """Set the names and options of a MoE model in a dense checkpoint; return the MoE configurations."""
     from fairseq.models import ARCH_CONFIG_REGISTRY, MODEL_DATACLASS_REGISTRY
 
     from fairseq_tutel.plugin.install import refuse_options
@@ -100,19 +101,23 @@ def _set_options(saved: SavedModel, given: Mapping[str, Any]) -> dict[Layer, MoE
 
     layers, options = saved.layers, saved.options
     if any(layer.has_experts for layer in layers):
-        raise ValueError("--input has experts already; give the checkpoint of a dense model.")
+        raise ValueError("--input has experts already; give a checkpoint of a dense model.")
     arch = use_moe_variants(saved)
     has_two_sides = {layer.side for layer in layers} == {*SIDES}
     known = defaults(EncoderDecoderOptions if has_two_sides else ModelOptions)
-    if arch.startswith(SWIN):  # its experts have their own defaults
+    if arch.startswith(SWIN):  # Swin has different defaults for experts
         own = defaults(MODEL_DATACLASS_REGISTRY[arch])
         known = {key: own[key] for key in (*known, *SWIN_KEYS)}
     for key in sorted(set(given) - set(known)):
-        has = "no stages; leave it out" if key in SWIN_KEYS else "one side; give --moe-freq instead"
+        has = (
+            "no stages; remove the option"
+            if key in SWIN_KEYS
+            else "no separate encoder and decoder; give --moe-freq instead"
+        )
         raise ValueError(f"{flag_of(key)} is given, but {arch} has {has}.")
     options.update({key: getattr(v, "value", v) for key, v in known.items()} | dict(given))
     args = argparse.Namespace(**options)
-    ARCH_CONFIG_REGISTRY[arch](args)  # defaults of the architecture, for older files
+    ARCH_CONFIG_REGISTRY[arch](args)  # sets the architecture's defaults, which older files lack
     refuse_options(args)
     refuse_bad_values(read(SwinExpertsConfig, args))
     chosen = _chosen(args, layers)
@@ -135,7 +140,7 @@ def _set_options(saved: SavedModel, given: Mapping[str, Any]) -> dict[Layer, MoE
 
 
 def _chosen(args: argparse.Namespace, layers: list[Layer]) -> list[Layer]:
-    """Return the layers that become MoE layers."""
+    """Return the dense layers that will become MoE layers, by --moe-freq and similar options."""
     found: list[Layer] = []
     sides = list(dict.fromkeys(layer.side for layer in layers))
     last = getattr(args, "swin_expert_stages", len(sides))
@@ -143,31 +148,29 @@ def _chosen(args: argparse.Namespace, layers: list[Layer]) -> list[Layer]:
         own = getattr(args, f"{side}_moe_freq", -1)
         freq = args.moe_freq if own == -1 else own
         if freq < 0:
-            raise ValueError(
-                f"--moe-freq of the {side} is {freq}; give a whole number of layers, at least 0."
-            )
+            raise ValueError(f"--moe-freq of the {side} is {freq}; give an integer of at least 0.")
         of_side = [layer for layer in layers if layer.side == side]
         found += [of_side[i] for i in chosen_layers(range(len(of_side)), freq)]
     if not found:
         raise ValueError(
-            f"--moe-freq is {args.moe_freq}, by which none of {len(layers)} layers gets experts; give a "
-            "number from 1 to the layers of a side."
+            f"--moe-freq is {args.moe_freq}, so none of the {len(layers)} layers would get experts; give a "
+            "number from 1 to the number of encoder or decoder layers."
         )
     return found
 
 
 def _parts_of(config: MoEConfig, hidden_dim: int) -> int:
-    """Return G, the number of experts that make up the FFN, or refuse the configuration."""
+    """Return the number of experts into which one FFN is split; raise ValueError if it cannot be split."""
     if config.expert_type != "ffn":
         raise ValueError(
             f"{label_of('expert_type')} is {config.expert_type!r}, but a dense FFN can be copied only to "
-            "experts of type ffn; leave it out."
+            "experts of type ffn; remove the option."
         )
     parts, rest = divmod(hidden_dim, config.hidden_dim)
     if rest or parts < 1:
         raise ValueError(
             f"{label_of('hidden_dim')} is {config.hidden_dim}, but the dense FFN is {hidden_dim} wide; "
-            "give a divisor of that, or 0."
+            f"give a divisor of {hidden_dim}, or 0."
         )
     # Options with which a token would not choose all parts of an FFN together.
     apart = {
@@ -177,28 +180,28 @@ def _parts_of(config: MoEConfig, hidden_dim: int) -> int:
         "gate_type": not set(config.gate_types) <= set(GATE_TYPES) - {"hash"},
         "residual": config.residual,
         "choice": config.choice == "experts",
-        "hidden_layer_norm": config.hidden_layer_norm,  # --scale-fc normalizes the FFN as a whole
+        "hidden_layer_norm": config.hidden_layer_norm,  # --scale-fc normalizes the complete FFN
     }
     for name in (name for name, is_apart in apart.items() if is_apart and parts > 1):
         raise ValueError(
             f"{label_of('hidden_dim')} {config.hidden_dim} splits the dense FFN of {hidden_dim} into "
-            f"{parts} parts, which {label_of(name)} {getattr(config, name)} would not keep together; leave "
-            f"one of the two out, or choose multiples of {parts}."
+            f"{parts} parts, but with {label_of(name)} {getattr(config, name)} a token might not choose "
+            f"all parts; remove one of the two options, or choose multiples of {parts}."
         )
     return parts
 
 
 def moe_tensors(ffn: Mapping[str, Tensor], config: MoEConfig, name: str, how: Variation) -> Tensors:
-    """Return the state dict of a MoE layer made of a dense FFN.
+    """Return the state dict of a MoE layer whose experts are copies of a dense FFN.
 
     Args:
         ffn: tensors from `SavedModel.dense_ffn`.
         config: the layer's configuration.
-        name: its qualified name, part of its seeds.
-        how: how the copies differ.
+        name: the layer's qualified name, a part of its random seeds.
+        how: options that change the copies.
 
     Raises:
-        ValueError: experts that cannot be copies, or a gate that cannot be scaled.
+        ValueError: the FFN cannot be copied to these experts, or the gate cannot be scaled.
     """
     parts = _parts_of(config, len(ffn["fc1.weight"]))
     with torch.device("meta"):
@@ -214,7 +217,7 @@ def moe_tensors(ffn: Mapping[str, Tensor], config: MoEConfig, name: str, how: Va
 
 
 def _copies(ffn: Mapping[str, Tensor], config: MoEConfig) -> Tensors:
-    """Return the MoE layer's tensors that are copies of the FFN's, or of parts of them."""
+    """Return the tensors of a MoE layer that are copies of the FFN's tensors or of parts of them."""
     made: Tensors = {}
     for key, tensor in ffn.items():
         map_name, _, kind = key.replace("ffn_layernorm", "hidden_layer_norm").partition(".")
@@ -235,36 +238,36 @@ def _copies(ffn: Mapping[str, Tensor], config: MoEConfig) -> Tensors:
 
 
 def differences(config: MoEConfig, how: Variation) -> list[str]:
-    """Return why the layer's initial output, in evaluation, differs from the FFN's; [] if it does not."""
+    """Return the reasons why a new MoE layer's outputs in evaluation differ from the dense FFN's."""
     found = []
     scale, several = config.routed_scaling_factor, config.top_k > 1
     if config.choice == "experts":
-        found.append("experts choose their tokens, and a token may have any number of them")
+        found.append("experts choose their tokens, so a token may have any number of experts")
     elif not sums_to_1(config) and several:
         found.append("the weights of a token's experts do not sum to 1 (--moe-normalize-gate before)")
     elif not sums_to_1(config) and scale == 1:
         found.append(
-            "the weight of a token's one expert is its probability, not 1 (--moe-top-k 2 gives weights "
-            "of sum 1; --moe-routed-scaling-factor with the number of experts and --gate-scale 0.01 give "
-            "one of nearly 1, by which the gate learns)"
+            "the weight of a token's only expert is its probability, not 1 (with --moe-top-k 2 the weights "
+            "sum to 1; with the number of experts as --moe-routed-scaling-factor, and --gate-scale 0.01, "
+            "the weight is nearly 1 and the gate can learn)"
         )
     elif not sums_to_1(config):
-        found.append(f"the weight of a token's one expert is {scale:g} times its probability, not 1")
+        found.append(f"the weight of a token's only expert is {scale:g} times its probability, not 1")
     elif scale != 1:
         found.append(f"all weights are multiplied by {scale:g} (--moe-routed-scaling-factor)")
     if config.prescore and several:
-        found.append("weights multiply what experts read (--moe-prescore), before the activation")
+        found.append("weights multiply the experts' inputs instead of their outputs (--moe-prescore)")
     if capacity_of(config, training=False).is_limited:
-        found.append("with a capacity in evaluation tokens may be dropped")
+        found.append("the capacity is limited in evaluation, so tokens may be dropped")
     if how.perturb:
         found.append(f"the experts' weights have noise (--perturb {how.perturb:g})")
     if how.reinitialize:
-        found.append(f"hidden units are initialized again (--reinitialize {how.reinitialize:g})")
+        found.append(f"some hidden units are reinitialized (--reinitialize {how.reinitialize:g})")
     return found
 
 
 def sums_to_1(config: MoEConfig) -> bool:
-    """Whether the weights of a token's experts sum to 1, before they are scaled."""
+    """Whether the weights of a token's experts sum to 1, before --moe-routed-scaling-factor."""
     if config.gate_types[config.gate_index] == "hash":
         return True
     if config.top_k > 1 and config.normalize_gate != "none":
@@ -274,12 +277,12 @@ def sums_to_1(config: MoEConfig) -> bool:
 
 @torch.no_grad()
 def _prepare_gates(layer: MoELayer, parts: int, scale: float) -> None:
-    """Scale the gates' initial weights, and copy one row to all experts of a virtual group."""
+    """Scale the gates' initial weights, and use the same gate row for all `parts` of an FFN, in place."""
     for gate in (layer.gate, *layer.other_gates):
         if scale != 1 and not isinstance(gate, LinearGate):
             raise ValueError(
                 f"--gate-scale is {scale:g}, which has no effect on {label_of('gate_type')} "
-                f"{layer.config.gate_type}; leave it out, or choose linear."
+                f"{layer.config.gate_type}; remove --gate-scale, or choose the gate type linear."
             )
         if isinstance(gate, LinearGate):
             gate.weight.mul_(scale)
@@ -289,9 +292,10 @@ def _prepare_gates(layer: MoELayer, parts: int, scale: float) -> None:
 
 
 def _reinitialize(made: Tensors, name: str, how: Variation) -> None:
-    """Initialize a fraction of every expert's hidden units again, normal with the old mean and deviation.
+    """Reinitialize a fraction of every expert's hidden units, in place.
 
-    Source: Nakamura et al. 2025 (Drop-Upcycling), section 3; biases are treated alike.
+    New values are normal with the mean and deviation of the old values, for weights and biases. Source:
+    Nakamura et al. 2025 (Drop-Upcycling), section 3.
     """
     w1_EHD, b1_EH, w2_EDH = (made[f"experts.{k}"] for k in ("fc1_weight", "fc1_bias", "fc2_weight"))
     E, H, _ = w1_EHD.shape
@@ -308,7 +312,7 @@ def _reinitialize(made: Tensors, name: str, how: Variation) -> None:
 
 
 def _perturb(made: Tensors, name: str, how: Variation) -> None:
-    """Add noise to every expert's matrices; source: Komatsuzaki et al. 2022 (Sparse Upcycling)."""
+    """Add Gaussian noise to every expert's matrices, as in Komatsuzaki et al. 2022 (Sparse Upcycling)."""
     for key in ("experts.fc1_weight", "experts.fc2_weight") if how.perturb else ():
         stack = made[key]
         for e, expert in enumerate(stack.unbind(0)):
@@ -318,7 +322,7 @@ def _perturb(made: Tensors, name: str, how: Variation) -> None:
 
 
 def _shared(ffn: Mapping[str, Tensor], layer: MoELayer) -> Tensors:
-    """Return shared experts with an initial output of 0: fc1 is a copy, and fc2 is 0."""
+    """Return the tensors of shared experts that initially output 0: fc1 is a copy, and fc2 is 0."""
     if not layer.config.shared_experts:
         return {}
     width = layer.config.shared_experts * layer.config.hidden_dim

@@ -1,3 +1,3 @@
-"""Criterions with the balance loss of experts, distillation, ensembles and images."""
+"""Criterions for MoE models, distillation, ensembles and image classification."""
 
-from fairseq_tutel.criterions import distillation  # noqa: F401 - imports the others, which it wraps
+from fairseq_tutel.criterions import distillation  # noqa: F401 - it imports all other criterions

@@ -1,8 +1,8 @@
-"""The criterion cmcl (confident multiple choice learning): ensemble members specialize on samples.
+"""The criterion cmcl (confident multiple choice learning), which lets ensemble members specialize.
 
-A member learns the samples that it predicts best, and a uniform distribution on the others. Independent
-ensembles and multiple choice learning are special cases. Samples are images, or tokens without padding.
-M members, N samples, C classes.
+Each member learns the samples that it predicts best. On all other samples, it learns to predict a uniform
+distribution. Independent ensembles and multiple choice learning are special cases. Samples are images, or
+tokens without padding. M members, N samples, C classes.
 """
 
 import math
@@ -21,12 +21,15 @@ from fairseq_tutel.options.option import options_in, read, refuse_bad_values
 from fairseq_tutel.plugin.registration.flags import made
 
 CMCLOptions = made("CMCLOptions", options_in(CMCLConfig))
-RIGHT = "right_member"  # prefix of the keys of members' correct predictions
+RIGHT = "right_member"  # prefix of log keys that count each member's correct predictions
 
 
 @register_criterion("cmcl", dataclass=CMCLOptions)
 class CMCLCriterion(FairseqCriterion):
-    """The confident loss, summed over members and samples; perplexity is that of the mean probabilities."""
+    """Criterion that sums the confident loss over members and samples.
+
+    Perplexity is computed from the mean of the members' probabilities.
+    """
 
     def __init__(self, task: Any, options: CMCLConfig) -> None:
         super().__init__(task)
@@ -34,7 +37,7 @@ class CMCLCriterion(FairseqCriterion):
 
     @classmethod
     def build_criterion(cls, cfg: Any, task: Any) -> "CMCLCriterion":
-        """Build it from its options."""
+        """Build the criterion from the command-line options."""
         options = read(CMCLConfig, cfg)
         refuse_bad_values(options)
         return cls(task, options)
@@ -42,9 +45,9 @@ class CMCLCriterion(FairseqCriterion):
     def forward(
         self, model: nn.Module, sample: dict[str, Any], reduce: bool = True
     ) -> tuple[Tensor, int, dict[str, Any]]:
-        """Return (loss, sample size, logging output)."""
+        """Return the loss, the sample size and the logging output of a batch."""
         options, target_N = self.options, sample["target"].reshape(-1)
-        counts_N = target_N != self.padding_idx  # -100 for images
+        counts_N = target_N != self.padding_idx  # for images, padding_idx is -100
         log: dict[str, Any] = {}
         if options.cmcl_teach_router and model.training:
             net_output, router_loss, right = forward_with_router_loss(model, sample, counts_N)
@@ -54,7 +57,7 @@ class CMCLCriterion(FairseqCriterion):
         logits_MXC = _member_logits(net_output)
         self._refuse_model(logits_MXC)
         logs_XC = model.get_normalized_probs(net_output, log_probs=True)  # type: ignore[operator]
-        if logits_MXC is None:  # one member, which learns all samples
+        if logits_MXC is None:  # a single model learns all samples
             logits_MNC, overlap = logs_XC.reshape(1, -1, logs_XC.shape[-1]), 1
         else:
             logits_MNC, overlap = logits_MXC.flatten(1, -2), options.cmcl_overlap
@@ -77,17 +80,17 @@ class CMCLCriterion(FairseqCriterion):
         if logits_MXC is not None and teaches_router:
             raise ValueError(
                 "--cmcl-teach-router is only for a single model with experts, but the model is an "
-                "ensemble; drop it."
+                "ensemble; remove --cmcl-teach-router."
             )
         if logits_MXC is not None and overlap > len(logits_MXC):
             raise ValueError(
-                f"--cmcl-overlap is {overlap}, and --ensemble-size is {len(logits_MXC)}; give at most "
+                f"--cmcl-overlap is {overlap}, but --ensemble-size is {len(logits_MXC)}; give at most "
                 f"{len(logits_MXC)}."
             )
 
     @classmethod
     def reduce_metrics(cls, logging_outputs: list[dict[str, Any]]) -> None:
-        """Log summed values: losses in bits, rates in percent."""
+        """Log metrics from all logging outputs: losses in bits, accuracies and error rates in percent."""
         found = {key for log in logging_outputs for key in log}
         total = {key: float(sum(log.get(key, 0) for log in logging_outputs)) for key in found}
         size, counted = (max(total[key], 1e-9) for key in ("sample_size", "counted"))
@@ -110,12 +113,12 @@ class CMCLCriterion(FairseqCriterion):
 
     @staticmethod
     def logging_outputs_can_be_summed() -> bool:
-        """Return True."""
+        """Return True, because fairseq may sum logging outputs over ranks before `reduce_metrics`."""
         return True
 
 
 def _member_logits(net_output: Any) -> Tensor | None:
-    """Return the members' logits; None if the model is not an ensemble."""
+    """Return the logits of all ensemble members, or None if the model is not an ensemble."""
     extra = net_output[1] if isinstance(net_output, tuple) and len(net_output) > 1 else None
     return extra.get("member_logits") if isinstance(extra, dict) else None
 

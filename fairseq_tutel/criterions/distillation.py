@@ -1,6 +1,7 @@
-"""moe_distillation: another criterion's loss plus T² KL(teacher || student) until --distill-until.
+"""The criterion moe_distillation, which adds a distillation loss to another criterion's loss.
 
---distill-criterion names the other criterion. The class that trains is that one with `DistillationMixin`.
+--distill-criterion names the other criterion; its class is combined with `DistillationMixin`. The
+distillation loss is T² KL(teacher || student), and is added until --distill-until.
 N tokens of a micro-batch, padding included, V words.
 """
 
@@ -21,7 +22,7 @@ from fairseq.logging import metrics
 from torch import Tensor, nn
 
 from fairseq_tutel.checkpoint.files import identity
-from fairseq_tutel.criterions import variants  # noqa: F401 - registered before it
+from fairseq_tutel.criterions import variants  # noqa: F401 - must be registered first
 from fairseq_tutel.criterions.teacher import Teacher, scores_of
 from fairseq_tutel.distillation.loss import Answers, distillation_loss, top_answers
 from fairseq_tutel.distillation.options import DistillationConfig
@@ -34,8 +35,8 @@ from fairseq_tutel.ranks import world
 
 logger = logging.getLogger(__name__)
 
-# Criterions that call the model once for a table of scores with a row per target, and whose loss is a sum
-# over these rows; docs/distillation.md has the reasons against others. Their MoE variants are included.
+# Criterions that can be combined with distillation. They call the model once and sum the loss over rows of
+# scores, one row per target. Their MoE variants work, too. docs/distillation.md explains why others do not.
 STOCK = (
     "cross_entropy",
     "label_smoothed_cross_entropy",
@@ -51,31 +52,31 @@ WRAPPED = tuple(n for s in STOCK for n in (s, f"moe_{s}") if n in CRITERION_REGI
 
 
 class DistillationMixin:
-    """Precedes a criterion that calls the model once, for scores of its targets: adds the KL term."""
+    """Mixin that adds the distillation loss to a criterion; the criterion must call the model once."""
 
     distillation: DistillationConfig
     task: Any
     padding_idx: int
     training: bool
-    _source: "_Source | None" = None  # no module, so that its parameters are not trained or saved
+    _source: "_Source | None" = None  # not an nn.Module, so its parameters are not trained or saved
     _update, _is_dummy = 0, False
 
     @classmethod
     def build_criterion(cls, cfg: Any, task: Any) -> Any:
-        """Build the wrapped criterion, and check the teacher."""
+        """Build the wrapped criterion, and check the options of the teacher."""
         criterion = super().build_criterion(cfg, task)  # type: ignore[misc]
         criterion.distillation = read(DistillationConfig, cfg)
-        if not is_opened(config_of(task)):  # else fairseq-validate, which needs no teacher
-            give_mixin(task)  # a stock task does not call `begin_step`
+        if not is_opened(config_of(task)):  # fairseq-validate needs no teacher
+            give_mixin(task)  # fairseq's own tasks do not call `begin_step`
             criterion._source = _Source(criterion.distillation, task)
         return criterion
 
     def begin_step(self, update_num: int, is_dummy: bool) -> None:
-        """Set the number of earlier updates, and whether the micro-batch only keeps ranks in step."""
+        """Store the number of finished updates, and whether the micro-batch is a dummy batch."""
         self._update, self._is_dummy = update_num, is_dummy
 
     def forward(self, model: nn.Module, sample: Any, *args: Any, **kwargs: Any) -> Any:
-        """Return (loss with the KL term, sample size, logging output)."""
+        """Return the loss with the distillation loss added, the sample size and the logging output."""
         options = self.distillation
         if options.distill_until and self._update >= options.distill_until and self._source:
             logger.info("distillation ended after %d updates", options.distill_until)
@@ -103,8 +104,8 @@ class DistillationMixin:
         return loss, sample_size, log
 
     def _counting(self, target: Tensor) -> Tensor:
-        """Return which positions of a target count, [...] bool: all but padding and an ignored prefix."""
-        if hasattr(self, "classification_head_name"):  # one of the classes has padding's number
+        """Return a bool mask [...] of target positions that are neither padding nor an ignored prefix."""
+        if hasattr(self, "classification_head_name"):  # one class has the same number as padding
             return torch.ones_like(target, dtype=torch.bool)
         counts = target != self.padding_idx
         counts[..., : getattr(self, "ignore_prefix_size", 0)] = False
@@ -112,7 +113,7 @@ class DistillationMixin:
 
     @classmethod
     def reduce_metrics(cls, logging_outputs: list[dict[str, Any]]) -> None:
-        """Log what the criterion logs, and the KL term per unit of sample size, in bits."""
+        """Log the wrapped criterion's metrics, and the distillation loss in bits per sample-size unit."""
         super().reduce_metrics(logging_outputs)  # type: ignore[misc]
         key = "distill_loss"
         if any(key in log for log in logging_outputs):
@@ -122,30 +123,31 @@ class DistillationMixin:
 
 
 class _Call(NamedTuple):
-    """A call of the student."""
+    """The batch, the arguments and the output of one forward pass of the student."""
 
     sample: Any
-    counts: Tensor  # [...] bool, which positions of the target are trained
-    words: tuple  # positional arguments of the call
+    counts: Tensor  # [...] bool, true for target positions that are trained
+    words: tuple  # positional arguments of the forward pass
     named: dict[str, Any]
-    scores_NV: Tensor  # the output, for every position or only for those with a target
+    scores_NV: Tensor  # the student's scores, for all positions or only for positions with a target
     padding: int
-    dummy: bool  # the micro-batch only keeps ranks in step
+    dummy: bool  # a dummy batch, which only keeps ranks synchronized
 
     @property
     def counts_N(self) -> Tensor:  # noqa: N802 - a shape
-        """[N] bool: which rows of the scores are tokens."""
+        """A bool mask [N], true for rows of the scores that count in the loss."""
         is_whole = self.counts.numel() == len(self.scores_NV)
         return self.counts.flatten() if is_whole else self.counts.new_ones(len(self.scores_NV))
 
     def texts(self) -> list[tuple[int, bytes, int]]:
-        """Return ID in the data set, fingerprint, and number of tokens of each sentence."""
+        """Return (ID in the data set, text fingerprint, number of tokens) for each sentence."""
         ids, source = self.sample.get("id"), self.sample["net_input"].get("src_tokens")
         if ids is None or source is None or self.counts.dim() != 2:
             raise ValueError(
-                "--distill-logits needs sentences with IDs, and this task has none; leave it out."
+                "--distill-logits needs sentences with IDs, but this task does not provide them; remove "
+                "--distill-logits."
             )
-        padding = 0 if source.is_floating_point() else self.padding  # filter banks
+        padding = 0 if source.is_floating_point() else self.padding  # audio has no padding symbol
         tables = (source.cpu(), self.sample["target"].cpu(), self.counts.cpu())
         return [
             (i, fingerprint(s[s != padding], t[counts]), int(counts.sum()))
@@ -154,24 +156,25 @@ class _Call(NamedTuple):
 
 
 class _Source:
-    """The source of a teacher's answers: a folder, a teacher, or a folder that the teacher fills."""
+    """Provides teacher predictions from a folder of stored logits, from a teacher model, or from both."""
 
     def __init__(self, options: DistillationConfig, task: Any) -> None:
         self.options, path = options, options.distill_teacher
         if not (path or options.distill_logits):
             raise ValueError(
                 "--criterion moe_distillation needs a teacher; give --distill-teacher CHECKPOINT, or "
-                "--distill-logits FOLDER with its answers."
+                "--distill-logits FOLDER with stored teacher logits."
             )
         if options.distill_logits and not options.distill_top_k:
             raise ValueError(
-                "--distill-logits keeps the likeliest words of a token; give --distill-top-k, such as 16."
+                "--distill-logits stores only the most likely words of each token, but their number is not "
+                "given; give --distill-top-k, such as 16."
             )
         self.teacher = Teacher(options, task) if path else None
         if self.teacher is None and options.distill_in_validation:
             raise ValueError(
-                "--distill-in-validation needs the teacher, and --distill-logits has answers to the "
-                "training set alone; give --distill-teacher too, or leave it out."
+                "--distill-in-validation needs a teacher model, because --distill-logits has logits of the "
+                "training set only; add --distill-teacher, or remove --distill-in-validation."
             )
         self.store: StoredLogits | None = None
         if options.distill_logits:
@@ -185,8 +188,8 @@ class _Source:
             self.store = StoredLogits(options.distill_logits, facts, options.distill_top_k)
 
     def answers(self, call: _Call, stored: bool) -> Tensor | Answers | None:
-        """Return the teacher's scores [N, V], or its answers; None for a dummy batch."""
-        # Ranks that share the teacher's experts must call it equally often.
+        """Return the teacher's scores [N, V] or its top-K predictions; return None for a dummy batch."""
+        # All ranks of the teacher's EP group must call the teacher equally often.
         in_step = self.teacher is not None and self.options.distill_teacher_parallel_size > 1
         if call.dummy and not in_step:
             return None
@@ -197,19 +200,19 @@ class _Source:
         found = [store.read(sample, text) for sample, text, _ in texts]
         missing = any(answer is None for answer in found)
         if in_step:
-            missing = any(world.all_gather_object(missing, "the look at a teacher's answers"))
+            missing = any(world.all_gather_object(missing, "the search for stored teacher logits"))
         if not missing:
             return None if call.dummy else _put(found, call)  # type: ignore[arg-type]
         if self.teacher is None:
             sample = texts[found.index(None)][0]
             raise ValueError(
-                f"--distill-logits is {self.options.distill_logits}, which has no answers to sample "
-                f"{sample}; give --distill-teacher, too, to write them."
+                f"--distill-logits is {self.options.distill_logits}, which has no logits of sample "
+                f"{sample}; add --distill-teacher to compute and store them."
             )
         top_k, scored = self.options.distill_top_k, call.scores_NV.shape[1]
-        if top_k > scored:  # a record has K entries
+        if top_k > scored:  # a stored record always has K entries
             raise ValueError(
-                f"--distill-top-k is {top_k} of {scored} words or classes; give no more than these."
+                f"--distill-top-k is {top_k}, but the model has {scored} words or classes; lower it."
             )
         answers = self._asked(call)
         if not call.dummy:
@@ -220,13 +223,13 @@ class _Source:
         return answers
 
     def _asked(self, call: _Call) -> Any:
-        """Return the teacher's scores [N, V], or its --distill-top-k answers."""
+        """Run the teacher; return its scores [N, V], or its most likely words if --distill-top-k is set."""
         assert self.teacher is not None
         scores_NV = self.teacher.scores(call.words, call.named, call.scores_NV.device, call.dummy)
         if scores_NV.shape != call.scores_NV.shape:
             raise ValueError(
-                f"--distill-teacher gives {tuple(scores_NV.shape)} scores where the student gives "
-                f"{tuple(call.scores_NV.shape)}; give a teacher of the same task and words."
+                f"--distill-teacher gives scores of shape {tuple(scores_NV.shape)}, but the student gives "
+                f"{tuple(call.scores_NV.shape)}; give a teacher with the same task and dictionary."
             )
         top_k = self.options.distill_top_k
         return top_answers(scores_NV, top_k, self.options.distill_temperature) if top_k else scores_NV
@@ -249,8 +252,8 @@ def _put(found: list[Answers], call: _Call) -> Answers:
     return Answers(words_NK, logs_NK)
 
 
-# With the wrapped class's name: fairseq resumes only with a criterion of the same name, which is used again
-# after --distill-until.
+# Each class has the name of the wrapped criterion: fairseq resumes only with a criterion of the same name,
+# and after --distill-until a run may resume with the wrapped criterion.
 _WITH_MIXIN = {
     name: type(
         CRITERION_REGISTRY[name].__name__,
@@ -260,7 +263,7 @@ _WITH_MIXIN = {
     for name in WRAPPED
 }
 DistillationOptions = made("DistillationOptions", options_in(DistillationConfig))
-# The flags of every criterion that may be wrapped, MoE variants first.
+# The flags of every criterion that can be wrapped, MoE variants first.
 _Options = dataclasses.make_dataclass(
     "MoEDistillationConfig",
     [],
@@ -271,23 +274,23 @@ _Options = dataclasses.make_dataclass(
 
 @register_criterion("moe_distillation", dataclass=_Options)
 class MoEDistillationCriterion(FairseqCriterion):
-    """Builds the class of --distill-criterion with `DistillationMixin` before it."""
+    """Builds the criterion that --distill-criterion names, and adds the distillation loss to it."""
 
     @classmethod
     def build_criterion(cls, cfg: Any, task: Any) -> Any:
-        """Build the criterion that --distill-criterion names."""
+        """Build the criterion that --distill-criterion names, with `DistillationMixin`."""
         refuse_bad_values(read(DistillationConfig, cfg))
         name = plain(cfg.distill_criterion)
         if name not in _WITH_MIXIN:
             raise ValueError(f"--distill-criterion is {name}; choose one of {', '.join(_WITH_MIXIN)}.")
         if "sentence" in name and cfg.regression_target:
             raise ValueError(
-                "--regression-target is set, so the model returns numbers, not probabilities; drop it or "
-                "--criterion moe_distillation."
+                "--regression-target is set, so the model returns numbers, but distillation needs "
+                "probabilities; remove --regression-target or --criterion moe_distillation."
             )
         if name.startswith("moe_") and not getattr(task, "_has_experts", False):
             raise ValueError(
-                f"--distill-criterion is {name}, and the student has no experts; give "
+                f"--distill-criterion is {name}, but the student has no experts; give "
                 f"{name.removeprefix('moe_')}."
             )
         return _WITH_MIXIN[name].build_criterion(cfg, task)  # type: ignore[attr-defined]

@@ -1,8 +1,8 @@
-"""Logs the experts' metrics: averages over layers and, if enabled, those of each layer and expert.
+"""Logs metrics of the experts: averages over layers and, if enabled, values of each layer and expert.
 
-fairseq sums logged values by key, over micro-batches and ranks, and passes the sums to a class method
-without the model. So one key holds a vector of all numbers, and is itself their `Layout` as JSON. A vector
-needs one addition and one host read, however many numbers it has.
+fairseq sums logged values with the same key over micro-batches and ranks. It passes the sums to a class
+method, which has no access to the model. Therefore one entry holds all numbers as a vector, and its key is
+the `Layout` of the vector as JSON. A vector of any length needs one addition and one host read.
 
 L MoE layers, E experts, N metrics of a layer.
 """
@@ -25,39 +25,41 @@ from fairseq_tutel.plugin.feed_forward import MoEFeedForward
 PREFIX = "moe_numbers "
 # Prefixes of the keys that `expert_log` returns.
 OURS = ("moe_", "all_to_all_")
-# Priority of the numbers in a log line: behind fairseq's own.
+# Priority of the numbers in a log line: after fairseq's own numbers.
 PRIORITY = 900
-# Returns the values of a list with their weights, from sums; None for a layer without tokens.
+# A function from sums to pairs (value, weight); the value of a layer without tokens is None.
 View = Callable[[Tensor], list[tuple[float | None, float]]]
 
 
 class Layout(NamedTuple):
-    """The meaning of a micro-batch's numbers, in this order; averages are multiplied by their real tokens.
+    """Describes the order of the numbers in the vector that holds a micro-batch's expert metrics.
 
-    The tokens; averages over layers: the losses, then the N metrics; of each logged layer its metrics and
-    its tokens; assignments of each expert of the logged layers; dropped assignments of each of these.
+    The order is: number of real tokens; averages over layers (losses, then N metrics); metrics and tokens
+    of each logged layer; assignments of each expert in the logged layers; dropped assignments of each
+    expert. Averages and metrics are multiplied by the number of real tokens.
     """
 
     losses: Sequence[str]
-    top_k: int  # K, which determines the names of metrics
+    top_k: int  # experts per token; the names of metrics depend on it
     layers: Sequence[str]  # labels of the logged layers
-    experts: Sequence[int]  # E of each logged layer
-    limited: Sequence[bool]  # whether an expert can be full, for each logged layer
-    lists: bool  # whether they are logged as lists
-    scalars: bool  # whether they are logged as scalars
+    experts: Sequence[int]  # number of experts in each logged layer
+    limited: Sequence[bool]  # for each logged layer, whether its experts have a limited capacity
+    lists: bool  # whether values of layers and experts are logged as lists
+    scalars: bool  # whether values of layers and experts are logged as scalars
 
     @property
     def averages(self) -> list[str]:
-        """Names of the averages over layers."""
+        """The names of the averages over layers, in the order of the vector."""
         return [*self.losses, *metric_names(self.top_k)]
 
 
 def expert_log(
     layers: list[MoEFeedForward], combined: Tensor, *, lists: bool, scalars: bool
 ) -> dict[str, Any]:
-    """Return the entries of a micro-batch in the logging output; `combined` is the layers' balance loss.
+    """Return the expert metrics of a micro-batch as entries of the logging output.
 
-    A layer that layerdrop skipped has no weight, nor has a batch without real tokens.
+    `combined` is the balance loss, combined over layers. A layer that layerdrop skipped has weight 0, and
+    so does a batch without real tokens.
     """
     each = layers if lists or scalars else []
     layout = Layout(
@@ -87,14 +89,14 @@ def expert_log(
 
 
 def without_experts(logging_outputs: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return logging outputs without the entries of `expert_log`; some criterions log all they find."""
+    """Return logging outputs without the entries of `expert_log`, as some criterions log every entry."""
     return [
         {key: value for key, value in log.items() if not key.startswith(OURS)} for log in logging_outputs
     ]
 
 
 def reduce_expert_log(logging_outputs: list[dict[str, Any]]) -> None:
-    """Log the averages over micro-batches and ranks, weighted by real tokens."""
+    """Log the expert metrics as averages over micro-batches and ranks, weighted by real tokens."""
     keys = dict.fromkeys(k for log in logging_outputs for k in log if k.startswith(PREFIX))
     for index, key in enumerate(keys):  # models for several language pairs have several keys
         numbers = sum(log[key] for log in logging_outputs if key in log)
@@ -108,7 +110,7 @@ def reduce_expert_log(logging_outputs: list[dict[str, Any]]) -> None:
 
 
 def _numbers(seen: list[MoEFeedForward], combined: Tensor, each: list[MoEFeedForward]) -> Tensor:
-    """Return the numbers of a layout; `seen` are the layers that had a forward pass."""
+    """Return the vector that `Layout` describes; `seen` are the layers that had a forward pass."""
     records = [layer.record for layer in seen]
     rows_LN, tokens_L1 = metric_rows([record.tally for record in records])
     of_losses = [loss for record in records for loss in record.losses.values()]
@@ -143,7 +145,7 @@ def _log_numbers(layout: Layout, numbers: Tensor, index: int) -> None:
         "layers": numbers[count:-of_experts].view(len(layout.layers), -1),
         "experts": numbers[-of_experts:].view(2, -1),
     }
-    # fairseq's meters hold no lists, so they are derived from two meters of sums, which are not printed.
+    # fairseq's meters cannot hold lists, so lists are computed from two meters of sums, which are hidden.
     meters = {name: _sum_up(name, table, index) for name, table in tables.items()} if layout.lists else {}
     for table, name, scalars, digits, view in _views(layout):
         if layout.lists:
@@ -155,12 +157,12 @@ def _log_numbers(layout: Layout, numbers: Tensor, index: int) -> None:
 
 
 def _views(layout: Layout) -> Iterator[tuple[str, str, list[str], int, View]]:
-    """Yield (table of its sums, name, names of its scalars, digits, view) of each list of numbers."""
+    """For each logged list, yield (table of sums, name, names of scalars, digits, view function)."""
     columns = metric_names(layout.top_k)
     for metric in METRICS:
         names = metric.names(layout.top_k, metric.layers) if metric.layers else []
         for short, column in zip(names, metric.names(layout.top_k), strict=False):
-            # moe_dropped_decoder_1 is a list over experts.
+            # The name moe_dropped_decoder_1 is used for a list over experts.
             alone = "dropped_percent" if short == "dropped" else short
             scalars = [f"moe_{alone}_{label}" for label in layout.layers]
             view = partial(_averages, column=columns.index(column))
@@ -181,21 +183,21 @@ def _averages(sums_LN: Tensor, column: int) -> list[tuple[float | None, float]]:
 
 
 def _loads(sums_2E: Tensor, part: slice) -> list[tuple[float, float]]:
-    """Return the load of a layer's experts, relative to an even share."""
+    """Return (load relative to an even share, assignments of the layer) for each expert of a layer."""
     assigned_E = sums_2E[0, part].tolist()
     total = sum(assigned_E)
     return [(n / (max(total, 1) / len(assigned_E)), total) for n in assigned_E]
 
 
 def _dropped(sums_2E: Tensor, part: slice) -> list[tuple[float, float]]:
-    """Return the dropped share, from 0 to 1, of the assignments of each expert of a layer."""
+    """Return (fraction of assignments that were dropped, assignments) for each expert of a layer."""
     assigned_E, dropped_E = sums_2E[:, part].tolist()
     return [(n / max(of, 1), of) for of, n in zip(assigned_E, dropped_E, strict=True)]
 
 
 def _sum_up(name: str, sums: Tensor, index: int) -> str:
-    """Add sums to the meter of their name, shape and index; return the meter's key."""
-    # Checkpoints contain meters. Sums of layouts with another shape or index are never added.
+    """Add sums to the fairseq meter for this name, shape and index; return the key of the meter."""
+    # Checkpoints contain meters. The key ensures that sums with different shapes or indices are not added.
     key = "_moe_" + name + "_" + "x".join(map(str, sums.shape)) + (f"_{index}" if index else "")
     metrics.log_scalar(key, sums, 1)
     return key
@@ -203,6 +205,6 @@ def _sum_up(name: str, sums: Tensor, index: int) -> str:
 
 def _rounded(meters: Any, meter: str, view: View, digits: int) -> list[float | None]:
     sums = meters[meter].sum
-    if not torch.is_tensor(sums):  # empty since the last reset
+    if not torch.is_tensor(sums):  # nothing was logged since the last reset
         return []
     return [None if value is None else round(value, digits) for value, _ in view(sums)]

@@ -1,4 +1,4 @@
-"""Adds the balance loss, combined over layers and weighted, to a criterion's loss."""
+"""Adds the weighted balance loss of all MoE layers to a criterion's loss."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ from fairseq_tutel.plugin.run_state import root_of
 
 
 class GateLossMixin:
-    """Precedes a fairseq criterion: adds the balance loss, and logs it with the expert metrics."""
+    """Mixin that adds the balance loss to a fairseq criterion, and logs it with the expert metrics."""
 
     gate_loss: Any  # GateLossOptions
     logs_lists: bool = False
@@ -22,24 +22,27 @@ class GateLossMixin:
 
     @classmethod
     def build_criterion(cls, cfg: Any, task: Any) -> Any:
-        """Build the stock criterion with the options of the balance loss."""
+        """Build the fairseq criterion with the options of the balance loss."""
         refuse_bad_values(read(CriterionConfig, cfg))
-        # Commands build the model first. A stock task lacks the mixin and its attribute.
+        # The model, which is built earlier, sets this attribute. fairseq's own tasks do not have it.
         if not getattr(task, "_has_experts", False):
             name = getattr(cfg, "_name", None) or cfg.criterion
             raise ValueError(
-                f"--criterion {name} needs MoE layers, and the model has none; choose an architecture "
-                "whose name begins with moe_, or the stock criterion."
+                f"--criterion {name} needs MoE layers, but the model has none; choose an architecture "
+                "whose name begins with moe_, or the criterion without moe_ in its name."
             )
         criterion = super().build_criterion(cfg, task)  # type: ignore[misc]
         root = root_of(task)
-        # Lists of layers and experts are for programs, not for a progress bar.
+        # Lists over layers and experts are logged in JSON only, not in a progress bar.
         criterion.logs_lists = root is not None and str(root.common.log_format) == "json"
         criterion.gate_loss = cfg
         return criterion
 
     def forward(self, model: nn.Module, sample: Any, *args: Any, **kwargs: Any) -> Any:
-        """Return (loss with the balance loss unless it is not summed, sample size, logging output)."""
+        """Return the loss with the balance loss added, the sample size and the logging output.
+
+        The balance loss is not added to a loss that is not summed over tokens.
+        """
         loss, sample_size, log = super().forward(model, sample, *args, **kwargs)  # type: ignore[misc]
         all_layers = moe_layers(model)
         if self.keeps_loss:
@@ -59,7 +62,7 @@ class GateLossMixin:
         return loss, sample_size, log
 
     def _combine(self, layers: list[MoEFeedForward]) -> tuple[Tensor, list[Tensor]]:
-        """Return the combined loss as a function of detached leaves, one per layer."""
+        """Return the balance loss combined over layers, and its inputs: one detached tensor per layer."""
         with torch.enable_grad():
             leaves = [layer.record.balance_loss.requires_grad_() for layer in layers]
             combined = torch.stack(leaves).sum()
@@ -73,16 +76,16 @@ class GateLossMixin:
 
     @classmethod
     def reduce_metrics(cls, logging_outputs: list[dict[str, Any]]) -> None:
-        """Log the stock metrics, the balance loss and the expert metrics."""
+        """Log the fairseq criterion's metrics, the balance loss and the expert metrics."""
         super().reduce_metrics(without_experts(logging_outputs))  # type: ignore[misc]
         reduce_expert_log(logging_outputs)
 
 
 class _AddGateLoss(torch.autograd.Function):
-    """Compute loss + value; the backward sets every layer's coefficient of its balance loss.
+    """Adds the balance loss to the loss; backward sets the coefficient of each layer's balance loss.
 
-    This node runs before the layers' in a backward pass. The coefficients are removed at its end: a
-    backward pass without a criterion's loss then adds no balance loss.
+    In a backward pass, this node runs before the nodes of the layers. The coefficients are removed at the
+    end of the pass, so a backward pass without a criterion's loss adds no balance loss.
     """
 
     @staticmethod

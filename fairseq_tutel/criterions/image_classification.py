@@ -1,4 +1,4 @@
-"""The criterion image_classification: the cross entropy and accuracy of plain and mixed images.
+"""The criterion image_classification: cross entropy and accuracy, also for mixed images (mixup, cutmix).
 
 B images, C classes.
 """
@@ -16,16 +16,16 @@ from torch import Tensor
 
 @dataclass
 class ImageClassificationCriterionConfig(FairseqDataclass):
-    """Options of image_classification."""
+    """Options of the criterion image_classification."""
 
     label_smoothing: float = field(
-        default=0.0, metadata={"help": "share of a target that goes to the other classes alike"}
+        default=0.0, metadata={"help": "target probability that is spread evenly over the other classes"}
     )
 
 
 @register_criterion("image_classification", dataclass=ImageClassificationCriterionConfig)
 class ImageClassificationCriterion(FairseqCriterion):
-    """Cross entropy of a batch of the task image_classification, summed over its images."""
+    """Criterion that sums the cross entropy over the images of a batch."""
 
     takes_mixed = True  # the task mixes images only for criterions with this attribute
 
@@ -38,13 +38,16 @@ class ImageClassificationCriterion(FairseqCriterion):
     def forward(
         self, model: Any, sample: dict[str, Any], reduce: bool = True
     ) -> tuple[Tensor, int, dict[str, Any]]:
-        """Return (loss, images, logging output); the loss of a mixed image is a weighted mean."""
+        """Return the loss, the number of images and the logging output.
+
+        The loss of a mixed image is the weighted mean of the losses for both labels.
+        """
         net_output = model(**sample["net_input"])
         logprobs_BC, target_B = model.get_normalized_probs(net_output, log_probs=True), sample["target"]
         if logprobs_BC.ndim != 2:
             raise ValueError(
-                f"--criterion image_classification is for images, and the model's output has shape "
-                f"{list(logprobs_BC.shape)}, as for words; choose cross_entropy."
+                f"--criterion image_classification needs output [images, classes], but the model returns "
+                f"{list(logprobs_BC.shape)}; for text, choose --criterion cross_entropy."
             )
         loss_B, nll_B = self._losses(logprobs_BC, target_B)
         if "mixed" in sample:
@@ -67,12 +70,12 @@ class ImageClassificationCriterion(FairseqCriterion):
         return loss, images, log
 
     def _losses(self, logprobs_BC: Tensor, target_B: Tensor) -> tuple[Tensor, Tensor]:
-        """Return (smoothed loss, negative log-likelihood), [B] each."""
+        """Return the label-smoothed loss and the negative log-likelihood of each image, [B] each."""
         return label_smoothed_nll_loss(logprobs_BC, target_B, self.label_smoothing, reduce=False)
 
     @classmethod
     def reduce_metrics(cls, logging_outputs: list[dict[str, Any]]) -> None:
-        """Log loss and nll_loss, in bits, and accuracies, in percent of the images."""
+        """Log loss and nll_loss in bits, and accuracies in percent of all images."""
         total: dict[str, Any] = {
             key: sum(log.get(key, 0) for log in logging_outputs)
             for key in ("loss", "nll_loss", "correct", "top5_correct", "nsentences")
@@ -85,5 +88,5 @@ class ImageClassificationCriterion(FairseqCriterion):
 
     @staticmethod
     def logging_outputs_can_be_summed() -> bool:
-        """Whether ranks may sum their logging outputs."""
+        """Return True, because fairseq may sum logging outputs over ranks before `reduce_metrics`."""
         return True

@@ -1,12 +1,13 @@
-"""--cmcl-teach-router: trains the gate of the last MoE layer to choose the expert with the smallest loss.
+"""Trains the last MoE layer's gate to choose the expert with the smallest loss (--cmcl-teach-router).
 
-After the forward pass, the model runs once more for each expert, without gradients. Every token then goes
-to that expert of the last layer alone, with the sum of its experts' weights. Random numbers are drawn from
-the same state, so that masks and the routing of earlier layers are the same. The gate's input is detached,
-so that only the gate learns. Layers treat these forward passes as recomputations, which are not counted or
-logged. Every rank runs the same number of them, also for a dummy batch.
+After the forward pass, the model runs once more for each expert, without gradients. In such a pass, the
+last layer sends all tokens to one expert. The expert's weight is the sum of the token's routing weights.
+Each pass starts from the same random state, so dropout masks and the routing of earlier layers are the
+same. The gate's input is detached, so only the gate learns. Layers treat these passes as recomputations,
+which are not counted or logged. Every rank runs the same number of passes, also for a dummy batch.
 
-T tokens of the layer (time, batch), N of the target (batch, time), D model_dim, E experts, C words.
+T tokens of the layer in the order (time, batch), N tokens of the target in the order (batch, time),
+D model_dim, E experts, C words.
 """
 
 from collections.abc import Iterator
@@ -30,7 +31,7 @@ from fairseq_tutel.plugin.feed_forward import MoEFeedForward, moe_layers, unwrap
 def forward_with_router_loss(
     model: nn.Module, sample: dict[str, Any], counts_N: Tensor
 ) -> tuple[Any, Tensor, Tensor]:
-    """Return the model's output, the last gate's loss, and how many tokens chose the best expert first.
+    """Return (model output, gate loss, number of tokens for which the gate prefers the best expert).
 
     The loss is the sum of the cross entropy between the gate's logits and the best experts, over tokens for
     which `counts_N` is true.
@@ -42,9 +43,9 @@ def forward_with_router_loss(
         net_output = model(**sample["net_input"])
     if target.dim() != 2 or tuple(seen.call.shape) != tuple(target.shape[::-1]):
         raise ValueError(
-            f"--cmcl-teach-router is set, and the last MoE layer's tokens {tuple(seen.call.shape)} are "
-            f"not those of the target {tuple(target.shape[::-1])} (time, batch), which have the losses; "
-            "drop it."
+            "--cmcl-teach-router needs one target per token, but the last MoE layer has tokens of shape "
+            f"{tuple(seen.call.shape)}, and the target has {tuple(target.shape[::-1])} (time, batch); "
+            "remove --cmcl-teach-router."
         )
     inner, losses = unwrapped(model), []  # there are no gradients to reduce
     for expert in range(layer.config.num_experts):
@@ -52,11 +53,11 @@ def forward_with_router_loss(
             torch.set_rng_state(state)
             for gpu, gpu_state in zip(gpus, gpu_states, strict=True):
                 torch.cuda.set_rng_state(gpu_state, gpu)
-            # `forward` runs no hook, which would start another micro-batch.
+            # `forward` skips the module's hooks, which would start another micro-batch.
             output = inner.forward(**sample["net_input"])
             logs = inner.get_normalized_probs(output, log_probs=True)
             losses.append(-logs.gather(-1, target.unsqueeze(-1)).squeeze(-1))
-    # The layer has time first.
+    # The layer's tokens are in the order (time, batch).
     winner_T = torch.stack(losses).argmin(dim=0).t().reshape(-1)
     counts_T = counts_N.view_as(target).t().reshape(-1)
     gate, config = layer.gate_at(layer.config.gate_index)
@@ -68,7 +69,7 @@ def forward_with_router_loss(
 
 
 class _Router:
-    """Routes like the layer, and keeps its inputs; with an expert, sends every token to that one."""
+    """Routes like the layer and stores the layer's inputs; if `expert` is given, it gets all tokens."""
 
     x_TD: Tensor
     call: Call
@@ -86,7 +87,7 @@ class _Router:
             scores_TE=own.probs_TE,
             probs_TE=own.probs_TE,
             expert_ids_TK=torch.full_like(own.expert_ids_TK[:, :1], self._expert),
-            # A token whose assignments were all dropped has a best expert, too.
+            # A token whose assignments were all dropped gets weight 1, since it also has a best expert.
             weights_TK=total_T1.masked_fill(total_T1 == 0, 1.0),
         )
         config = replace(layer.config, routed_scaling_factor=1.0)  # the weights are scaled already
@@ -108,15 +109,15 @@ def _last_layer(model: nn.Module) -> MoEFeedForward:
     layers = moe_layers(model)
     if not layers:
         raise ValueError(
-            "--cmcl-teach-router trains the gate of an MoE layer, and the model has none; choose an "
-            "architecture whose name begins with moe_, or drop it."
+            "--cmcl-teach-router trains the gate of an MoE layer, but the model has no MoE layer; choose "
+            "an architecture whose name begins with moe_, or remove --cmcl-teach-router."
         )
     layer = layers[-1]
     if layer.router is not None:
         raise ValueError(
-            "--cmcl-teach-router and --moe-pregate are both given, and a pre-gated layer's gate reads the "
-            "input of another; drop one of them."
+            "--cmcl-teach-router and --moe-pregate cannot be combined, because a pre-gated layer's gate "
+            "reads the input of another layer; remove one of the two flags."
         )
     if isinstance(layer.gate_at(layer.config.gate_index)[0], HashGate):
-        raise ValueError("--cmcl-teach-router is set, and a hash gate has no parameters; drop it.")
+        raise ValueError("--cmcl-teach-router is set, but a hash gate has no parameters; remove the flag.")
     return layer

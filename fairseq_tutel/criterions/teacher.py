@@ -1,4 +1,4 @@
-"""A teacher: a checkpoint that is opened during training, and called with the student's arguments."""
+"""The teacher model for distillation: opens its checkpoint and runs it on the student's inputs."""
 
 import ast
 import contextlib
@@ -27,12 +27,12 @@ from fairseq_tutel.plugin.run_state import RUN, config_of
 logger = logging.getLogger(__name__)
 
 FLAG = "--distill-teacher"
-# Sides with an embedding, and their dictionaries.
+# For encoder and decoder: the attribute of the task that holds the dictionary.
 EMBEDDINGS = {"encoder": "source_dictionary", "decoder": "target_dictionary"}
 
 
 class Teacher:
-    """A model in eval mode that is not trained: neither the criterion nor checkpoints contain it."""
+    """A frozen model in eval mode; its parameters are neither in the criterion nor in checkpoints."""
 
     def __init__(self, options: DistillationConfig, task: Any) -> None:
         self.options, self.task, self.overrides = options, task, _read(options)
@@ -43,11 +43,12 @@ class Teacher:
             )
         if not has_an_end(options.distill_teacher):
             raise ValueError(
-                f"{FLAG} is {options.distill_teacher}, which is cut off or no checkpoint; give another."
+                f"{FLAG} is {options.distill_teacher}, which is truncated or not a checkpoint; give "
+                "another file."
             )
 
     def scores(self, words: tuple, named: dict[str, Any], device: torch.device, dummy: bool) -> Tensor:
-        """Return the scores [N, V] for a call of the student, without gradients; see `_Call`."""
+        """Return the teacher's scores [N, V] for the student's arguments, without gradients."""
         if self._model is None:
             self._model = self._opened(device)
         model, dtype = self._model, torch.bfloat16 if self.options.distill_teacher_bf16 else None
@@ -66,9 +67,9 @@ class Teacher:
         path = self.options.distill_teacher
         state = checkpoint_utils.load_checkpoint_to_cpu(path, self.overrides)
         refuse_others(path, state, self.task)
-        state.pop("task_state", None)  # the student's task has its own
+        state.pop("task_state", None)  # the student's task has its own state
         task = self._task_of()
-        # The training's random numbers do not change.
+        # Opening the teacher must not change the random numbers of training.
         with (
             torch.random.fork_rng(),
             RUN.having(opens_teacher=True),
@@ -82,7 +83,7 @@ class Teacher:
 
     @contextlib.contextmanager
     def _refusing(self, what: str) -> Iterator[None]:
-        """Turn errors of an unsuitable teacher into one sentence with its own flag."""
+        """Convert errors of an unsuitable teacher to a ValueError that names the teacher's flags."""
         own = f"{FLAG}-parallel-size"
         try:
             yield
@@ -94,11 +95,11 @@ class Teacher:
             reason = (str(error).strip() or type(error).__name__).splitlines()[-1].strip()
             raise ValueError(
                 f"{FLAG} is {self.options.distill_teacher}, which {what} ({reason.rstrip('.')}); give a "
-                "teacher of this student's kind, for texts as long."
+                "teacher with the student's task and at least the same maximum length."
             ) from error
 
     def _task_of(self) -> Any:
-        """Return a copy of the student's task with the teacher's overrides, to build it."""
+        """Return a copy of the student's task with the teacher's overrides, for building the teacher."""
         task, given = copy.copy(self.task), copy.deepcopy(config_of(self.task))
         of_task = {option.key for option in options_of("task")}
         values = {key: value for key, value in self.overrides.items() if key in of_task}
@@ -118,16 +119,16 @@ def _read(options: DistillationConfig) -> dict[str, Any]:
         found = ast.literal_eval(options.distill_teacher_overrides)
     if not isinstance(found, dict):
         raise ValueError(
-            f"--distill-teacher-overrides is {options.distill_teacher_overrides!r}; give a dictionary, as "
-            "{'moe_expert_store': 'on-demand'}."
+            f"--distill-teacher-overrides is {options.distill_teacher_overrides!r}; give a dictionary, "
+            "such as {'moe_expert_store': 'on-demand'}."
         )
     return found
 
 
 def refuse_others(path: str, state: Any, task: Any) -> None:
-    """Refuse a checkpoint of another task or another dictionary than the student's.
+    """Raise ValueError if the teacher's task or dictionary differs from the student's.
 
-    The file has the number of a teacher's words; its data folder, if it still exists, has the words.
+    The checkpoint contains only the number of words. Words are compared if the teacher's data still exists.
     """
     of_teacher, of_student = state["cfg"]["task"], config_of(task)
     names = [
@@ -136,8 +137,8 @@ def refuse_others(path: str, state: Any, task: Any) -> None:
     ]
     if names[0] != names[1]:
         raise ValueError(
-            f"{FLAG} is {path}, of the task {names[0]}, and the student's is {names[1]}; give a teacher "
-            "of the same task."
+            f"{FLAG} is {path}, a model of the task {names[0]}, but the student's task is {names[1]}; give "
+            "a teacher with the same task."
         )
     for side, key in EMBEDDINGS.items():
         dictionary = getattr(task, key, None)
@@ -146,33 +147,33 @@ def refuse_others(path: str, state: Any, task: Any) -> None:
             continue
         if embedding is not None and len(embedding) != len(dictionary):
             raise ValueError(
-                f"{FLAG} is {path}, which has {len(embedding):,} words, and this data has "
-                f"{len(dictionary):,}; give a teacher of the same dictionary."
+                f"{FLAG} is {path}, which has {len(embedding):,} words, but the student's dictionary has "
+                f"{len(dictionary):,}; give a teacher with the same dictionary."
             )
         file = _dictionary_of(of_teacher, side)
         words = Dictionary.load(str(file)).symbols if file.is_file() else []
         if words != dictionary.symbols[: len(words)]:
             raise ValueError(
-                f"{FLAG} is {path}, which was trained with the words of {file}, and this data has "
-                "others; give a teacher of the same dictionary."
+                f"{FLAG} is {path}, which was trained with the dictionary {file}, but the student has a "
+                "different dictionary; give a teacher with the same dictionary."
             )
 
 
 def _dictionary_of(cfg: Any, side: str) -> Path:
-    """Return a side's dictionary file in the data folder of a task's configuration; it may be gone."""
+    """Return the path of the encoder's or decoder's dictionary, a file that may no longer exist."""
     folder = Path(str(getattr(cfg, "data", None) or "").partition(os.pathsep)[0])
     language = getattr(cfg, "source_lang" if side == "encoder" else "target_lang", None)
     return folder / (f"dict.{language}.txt" if language else "dict.txt")
 
 
 def scores_of(model: Any, output: Any) -> Tensor:
-    """Return scores [N, V] from a model's output; their softmax are its probabilities."""
+    """Return scores [N, V] from a model's output; the softmax of a row gives the model's probabilities."""
     first = output if torch.is_tensor(output) else output[0]
     first = first.flatten(end_dim=-2)
     adaptive = getattr(getattr(unwrapped(model), "decoder", None), "adaptive_softmax", None)
     if adaptive is None:
         return first
-    # fairseq's own table has no gradient, and only the words of the target's cluster.
+    # fairseq's own log-probabilities have no gradient, and cover only the words of the target's cluster.
     log = partial(torch.log_softmax, dim=1, dtype=torch.float32)
     tails = [log(tail(first)) for tail in adaptive.tail]
     head, *priors = log(adaptive.head(first)).split([adaptive.cutoff[0], *[1] * len(tails)], dim=1)

@@ -1,7 +1,7 @@
-"""Label-smoothed cross entropy of logits, without a table of log-probabilities.
+"""Label-smoothed cross entropy of logits that saves memory: it stores no table of log-probabilities.
 
-Chunks of rows are processed in fp32 at least; only the logits are saved for backward. fairseq also saves an
-fp32 table, and fills two more in backward.
+Row chunks are processed in fp32 or wider. Only the logits are saved for backward. fairseq also saves an
+fp32 table of log-probabilities, and fills two more tables in backward.
 N rows, V words.
 """
 
@@ -19,10 +19,10 @@ from fairseq_tutel.plugin.feed_forward import unwrapped
 def token_loss(
     logits_NV: Tensor, target_N: Tensor, smoothing: float, ignored: int
 ) -> tuple[Tensor, Tensor]:
-    """Return (loss, nll), summed over the rows whose target is not `ignored`.
+    """Return the label-smoothed loss and the nll, summed over rows whose target is not `ignored`.
 
     nll = -log p(target); loss = (1 - s - s / (V - 1)) nll - s / (V - 1) * sum over words of log p. Both are
-    [] in fp32 at least; nll has no gradient.
+    scalars in fp32 or wider; nll has no gradient.
 
     Source: Szegedy et al. 2016, section 7, in fairseq's form, which gives the target no more than 1 - s.
     """
@@ -46,12 +46,12 @@ class _TokenLoss(torch.autograd.Function):
             if smoothing:
                 spread -= logs_nV.sum(dim=1).masked_fill(~counts_N[rows], 0.0).sum()
         ctx.save_for_backward(logits_NV, at_target_N, counts_N)
-        # The weights of the target's and of every word's log-probability.
+        # The weight of each word's log-probability, and the additional weight of the target's.
         of_each = smoothing / (logits_NV.shape[1] - 1) if smoothing else 0.0
         of_target = 1 - smoothing - of_each
         ctx.factors = of_target, of_each
         ctx.mark_non_differentiable(nll)
-        # Two tensors: fairseq adds to the loss in place.
+        # The two results are separate tensors, because fairseq adds to the loss in place.
         return of_target * nll + of_each * spread, nll
 
     @staticmethod
@@ -77,7 +77,7 @@ class _TokenLoss(torch.autograd.Function):
 
 
 class TokenLossMixin:
-    """Precedes a stock criterion on logits: the same loss, without tables of log-probabilities."""
+    """Mixin that computes a fairseq criterion's loss without storing tables of log-probabilities."""
 
     eps = 0.0  # cross_entropy has no smoothing
     ignore_prefix_size = 0
@@ -86,7 +86,7 @@ class TokenLossMixin:
     def compute_loss(
         self, model: Any, net_output: Any, sample: Any, reduce: bool = True
     ) -> tuple[Tensor, Tensor]:
-        """Return (loss, nll loss), summed; fairseq's own if the model does not normalize plain logits."""
+        """Return the summed loss and nll loss; fairseq's code is used unless the softmax is a plain one."""
         if not reduce or self.ignore_prefix_size or not _normalizes_logits(model):
             return super().compute_loss(model, net_output, sample, reduce=reduce)  # type: ignore[misc]
         target = model.get_targets(sample, net_output)
@@ -95,7 +95,7 @@ class TokenLossMixin:
 
 
 def _normalizes_logits(model: Any) -> bool:
-    """Whether log-probabilities are the plain log-softmax of the first output."""
+    """Return whether the model's log-probabilities are the plain log-softmax of its first output."""
     model = unwrapped(model)
     decoder = getattr(model, "decoder", None)
     return (

@@ -1,4 +1,4 @@
-"""A moe_ variant, with the balance loss, of every fairseq criterion."""
+"""Registers a MoE variant of every fairseq criterion; MoE variants add the balance loss."""
 
 import dataclasses
 import math
@@ -18,13 +18,13 @@ from fairseq_tutel.plugin.registration.variants import variant_of
 
 
 class _PerplexityMixin(GateLossMixin):
-    """Precedes a criterion whose perplexity is of nll_loss, not of the loss with the balance loss."""
+    """Mixin that computes perplexity from nll_loss, because the loss includes the balance loss."""
 
     predicted = "ntokens"  # key of the number of tokens in nll_loss
 
     @classmethod
     def reduce_metrics(cls, logging_outputs: list[dict[str, Any]]) -> None:
-        """Log loss (with the balance loss), nll_loss and ppl, in bits, and the expert metrics."""
+        """Log losses in bits (`loss` includes the balance loss), perplexity and the expert metrics."""
         loss, nll, tokens, sample_size = (
             sum(log.get(key, 0) for log in logging_outputs)
             for key in ("loss", "nll_loss", cls.predicted, "sample_size")
@@ -37,7 +37,7 @@ class _PerplexityMixin(GateLossMixin):
 
 
 class _FlagsMixin(GateLossMixin):
-    """Precedes a criterion without a dataclass, whose configuration is the whole command line."""
+    """Mixin for a criterion without a dataclass, which gets the complete command line as configuration."""
 
     @classmethod
     def add_args(cls, parser: Any) -> None:
@@ -45,16 +45,16 @@ class _FlagsMixin(GateLossMixin):
         gen_parser_from_dataclass(parser, GateLossOptions())
 
 
-# Criterions with more than the balance loss: mixins, and attributes of the variant.
+# Criterions that need more than `GateLossMixin`: mixins and attributes of their MoE variants.
 SPECIAL: dict[str, tuple[tuple[type, ...], dict[str, Any]]] = {
     "cross_entropy": ((_PerplexityMixin, TokenLossMixin), {}),
     "label_smoothed_cross_entropy": ((GateLossMixin, TokenLossMixin), {}),
     "masked_lm": ((_PerplexityMixin,), {"predicted": "sample_size"}),
-    # It treats any key that ends with _loss as its own.
+    # This criterion treats any logged key that ends with _loss as its own.
     "speech_dlm_criterion": ((GateLossMixin,), {"keeps_loss": False}),
 }
-# The first passes a substitute of the model to another criterion, which may be a variant. The task of the
-# second requires its name. The third needs Megatron.
+# composite_loss passes a substitute model to another criterion, which may be a MoE variant. The task
+# sentence_ranking requires the criterion of the same name. vocab_parallel_cross_entropy needs Megatron.
 WITHOUT_VARIANT = ("composite_loss", "sentence_ranking", "vocab_parallel_cross_entropy")
 
 

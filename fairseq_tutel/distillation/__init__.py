@@ -1,1 +1,1 @@
-"""A student that learns from a teacher: the loss, and a teacher's answers in files."""
+"""Knowledge distillation: the loss, its options, and teacher logits that are stored in files."""

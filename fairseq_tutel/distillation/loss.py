@@ -1,7 +1,7 @@
-"""T² KL(teacher || student) of tables of scores, without a table of probabilities.
+"""The distillation loss T² KL(teacher || student), which stores no table of probabilities.
 
-Chunks of rows are processed in fp32 at least. For backward only the two tables are saved, or the teacher's
-top words. N rows, V words, K words of a teacher's answer, T temperature.
+Row chunks are processed in fp32 or wider. For backward, only the student's scores and the teacher's scores
+(or top words) are saved. N rows, V words, K words of a teacher's prediction, T temperature.
 """
 
 from collections.abc import Iterator
@@ -15,14 +15,14 @@ from fairseq_tutel.kernels.row_chunks import row_chunks
 
 
 class Answers(NamedTuple):
-    """A teacher's most probable words; the remaining probability is one additional word's."""
+    """A teacher's K most probable words for each row; all other words count as one additional word."""
 
-    words_NK: Tensor  # their IDs, int64
-    logs_NK: Tensor  # log-probabilities under T, fp32 at least
+    words_NK: Tensor  # word IDs, int64
+    logs_NK: Tensor  # log-probabilities at temperature T, fp32 or wider
 
 
 def top_answers(scores_NV: Tensor, top_k: int, temperature: float) -> Answers:
-    """Return the min(K, V) most probable words of each row, without a gradient."""
+    """Return the min(K, V) most probable words of each row of scores, without gradients."""
     top_k = min(top_k, scores_NV.shape[1])
     wide = torch.promote_types(scores_NV.dtype, torch.float32)
     words_NK = scores_NV.new_empty(len(scores_NV), top_k, dtype=torch.int64)
@@ -35,12 +35,11 @@ def top_answers(scores_NV: Tensor, top_k: int, temperature: float) -> Answers:
 def distillation_loss(
     scores_NV: Tensor, teacher: Tensor | Answers, counts_N: Tensor, temperature: float
 ) -> Tensor:
-    """Return T² * sum over rows of KL(p || q), p = softmax(teacher / T), q = softmax(scores / T).
+    """Return T² KL(p || q), summed over rows, with p = softmax(teacher / T) and q = softmax(scores / T).
 
-    With `Answers` under the same T there are K + 1 words: the named ones, and one with the remaining
-    probability, in the teacher and in the student. With K = V the result is the same as with logits.
-    It is [] in fp32 at least, differentiable by the student's scores only; `counts_N` has which rows are
-    tokens.
+    `Answers` must have the same T. They give teacher and student K + 1 words: the K words, and one with the
+    remaining probability. With K = V the result is the same as with logits. The result is a scalar in fp32
+    or wider; only the student's scores have a gradient. `counts_N` is False for rows that are ignored.
 
     Source: Hinton et al. 2015, section 2; Rajbhandari et al. 2022 (DeepSpeed-MoE), section 4.2.
     """
@@ -80,7 +79,7 @@ class _Distillation(torch.autograd.Function):
     def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
         scores_NV, given, words_NK, counts_N = ctx.saved_tensors
         dscores_NV = torch.empty_like(scores_NV)
-        # T² from the loss, 1 / T from the scores.
+        # T is the product of T² from the loss and 1 / T from the scores.
         scales_N = torch.where(counts_N, dloss * ctx.temperature, 0.0)
         for rows, q_nV in _logs(scores_NV, ctx.temperature):
             d_nV = q_nV.exp_()
@@ -90,7 +89,7 @@ class _Distillation(torch.autograd.Function):
                 p_nK, words_nK = given[rows], words_NK[rows]
                 named_nK = d_nV.gather(1, words_nK)
                 d_nV.scatter_(1, words_nK, 0.0)
-                # The remaining words share the remainder's q - p.
+                # The gradient q - p of the additional word is divided among the remaining words.
                 least = torch.finfo(d_nV.dtype).tiny
                 rest_n = _rest(p_nK) / d_nV.sum(dim=1).clamp_min(least)
                 d_nV *= (1 - rest_n).unsqueeze(1)
@@ -106,7 +105,7 @@ def _rest(logs_nK: Tensor) -> Tensor:
 
 
 def _logs(scores_NV: Tensor, temperature: float) -> Iterator[tuple[slice, Tensor]]:
-    """Yield chunks of rows with their log-probabilities, which the caller may overwrite."""
+    """Yield each row chunk with its log-probabilities; the caller may overwrite them."""
     for rows in row_chunks(scores_NV):
         yield rows, _log_softmax(scores_NV[rows], temperature)
 

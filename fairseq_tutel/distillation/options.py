@@ -14,16 +14,16 @@ class DistillationConfig:
 
     distill_criterion: str = distillation(
         "moe_cross_entropy",
-        "criterion that the distillation loss is added to; its own flags are accepted, too; after "
-        "--distill-until it is the only loss",
+        "criterion to which the distillation loss is added; the flags of this criterion are accepted, too; "
+        "after --distill-until, its loss is the only loss",
     )
     distill_teacher: str = distillation(
-        "", "the teacher's checkpoint, dense or MoE, full or sharded; it is opened at its first use"
+        "", "checkpoint of the teacher (dense or MoE, full or sharded), which is opened at its first use"
     )
     distill_teacher_overrides: str = distillation(
         "{}",
         "options that override the teacher's saved options, in the form of fairseq's --model-overrides: "
-        "{'moe_expert_store': 'on-demand'} keeps its experts in the file",
+        "{'moe_expert_store': 'on-demand'} keeps the teacher's experts in the file",
     )
     distill_teacher_bf16: bool = distillation(False, "run the teacher in bf16")
     distill_teacher_parallel_size: int = distillation(
@@ -42,16 +42,16 @@ class DistillationConfig:
     )
     distill_top_k: int = distillation(
         0,
-        "use only the teacher's K most likely words, and the rest of its probability as one more word; 0: "
-        "all words",
+        "use only the teacher's K most likely words, and one additional word for the remaining "
+        "probability; 0: use all words",
         unit="words",
         rule=AT_LEAST_0,
     )
     distill_logits: str = distillation(
         "",
-        "folder of stored teacher logits (the --distill-top-k words of each token of the training set): "
-        "stored logits are read; missing ones are computed by --distill-teacher and stored, or refused "
-        "without a teacher",
+        "folder of stored teacher logits (the --distill-top-k words of each token of the training set); "
+        "--distill-teacher computes and stores missing logits; without a teacher, missing logits are an "
+        "error",
     )
     distill_in_validation: bool = distillation(
         False, "run the teacher in validation, too, and log distill_loss there"

@@ -1,14 +1,14 @@
-"""A folder with a teacher's answers, its K most probable words and their log-probabilities per token.
+"""Stores a teacher's K most probable words of each token, and their log-probabilities, in a folder.
 
-There is one record per sample of the data set, found by the sample's ID.
+The folder has one record per sample of the data set, which is found by the sample's ID.
 
-- Every writing process appends to its own file, one record per call. Runs may fill a folder together, and
-  only the end of a file can be truncated.
-- A record has a fingerprint of its text and a checksum. Records are found by their heads, and read when
-  their sample is needed. If a sample has several, any whole one is read.
-- about.json describes teacher and options.
+- Every writing process appends to its own file, one record per call. Several runs may fill one folder. Only
+  the end of a file can be truncated.
+- A record has a header with a fingerprint of the text and a checksum. Headers are scanned first; contents
+  are read when the sample is needed. If a sample has several records, any intact record is read.
+- about.json describes the teacher and the options.
 
-n tokens of a sample, K words of an answer.
+n tokens of a sample, K words per token.
 """
 
 import contextlib
@@ -35,9 +35,9 @@ logger = logging.getLogger(__name__)
 
 ABOUT, SUFFIX, VERSION = "about.json", ".answers", 2
 MAGIC = b"ftKL"
-# Magic, sample, n, fingerprint of its text, checksum of these and of the answers.
+# Magic, sample ID, n, fingerprint of the text, checksum of the header and the content.
 HEAD = struct.Struct("<4sqI16sI")
-WORD, LOG = np.dtype("<i4"), np.dtype("<f4")  # of an answer: all its words, then their logarithms
+WORD, LOG = np.dtype("<i4"), np.dtype("<f4")  # a content has all word IDs, then all log-probabilities
 FLAG = "--distill-logits"
 
 
@@ -51,7 +51,7 @@ def fingerprint(*texts: Tensor) -> bytes:
 
 
 class _Record(NamedTuple):
-    """The position of a record's answers in a file, with the values of its head."""
+    """The header of a stored record, and the position of the record's content in a file."""
 
     path: Path
     start: int
@@ -65,9 +65,9 @@ def _check(sample: int, tokens: int, text: bytes, content: bytes) -> int:
 
 
 class StoredLogits:
-    """The answers in a folder, which is created if a teacher will fill it.
+    """Reads and writes teacher logits in a folder; the folder is created if a teacher is given.
 
-    `facts` are properties of the answers, by name in messages; the teacher is None without one.
+    `facts` maps names (for messages) to properties of the logits. "the teacher" is None if none is given.
     """
 
     def __init__(self, folder: str, facts: Mapping[str, Any], top_k: int) -> None:
@@ -78,7 +78,7 @@ class StoredLogits:
         self._refuse_others({"version": VERSION, **facts})
 
     def read(self, sample: int, text: bytes) -> Answers | None:
-        """Return the answers to a sample, [n, K]; None if there are no whole ones."""
+        """Return the stored logits of a sample, [n, K], or None if there is no intact record."""
         found = self._whole(sample)
         if found is None:
             self._look()
@@ -89,15 +89,15 @@ class StoredLogits:
         if record.text != text:
             raise ValueError(
                 f"{FLAG} is {self.folder}, whose probabilities of sample {sample} are for different text: "
-                "another data set, another --tokens-per-sample or --ignore-prefix-size, or a task that "
-                "samples new text each epoch; give another folder, or leave it out."
+                "the data set, --tokens-per-sample or --ignore-prefix-size differs, or the task samples "
+                "new text in each epoch; give another folder, or remove --distill-logits."
             )
         pair_2nK = np.frombuffer(content, WORD).reshape(2, -1, self.top_k)
         logs_nK = pair_2nK[1].view(LOG).copy()
         return Answers(torch.from_numpy(pair_2nK[0].astype(np.int64)), torch.from_numpy(logs_nK))
 
     def _whole(self, sample: int) -> tuple[_Record, bytes] | None:
-        """Return a record whose head and answers are not corrupt, and the bytes of its answers."""
+        """Return an intact record of a sample and the bytes of its content, or None if there is none."""
         records = self._records.get(sample, [])
         while records:
             record = records[-1]
@@ -105,11 +105,11 @@ class StoredLogits:
                 content = os.pread(file.fileno(), 8 * record.tokens * self.top_k, record.start)
                 if _check(sample, record.tokens, record.text, content) == record.check:
                     return record, content
-            logger.warning("%s: the probabilities of sample %d are corrupt", records.pop().path, sample)
+            logger.warning("%s: ignoring corrupt probabilities of sample %d", records.pop().path, sample)
         return None
 
     def write(self, sample: int, text: bytes, answers: Answers) -> None:
-        """Append the answers to a sample; `read` in any process finds them then."""
+        """Append the logits of a sample to this process's file, so `read` finds them in any process."""
         words_nK, logs_nK = (part.cpu().numpy() for part in (answers.words_NK, answers.logs_NK.float()))
         content = words_nK.astype(WORD).tobytes() + logs_nK.astype(LOG).tobytes()
         tokens = len(answers.words_NK)
@@ -122,19 +122,19 @@ class StoredLogits:
             whole = self._own.write(record) == len(record)
         except OSError as error:
             self._refuse_writing(error.strerror)
-        if not whole:  # no record may follow it in this file
+        if not whole:  # this file ends with a truncated record, so nothing may follow
             self._refuse_writing("the disk is full")
 
     def _refuse_writing(self, reason: str | None) -> NoReturn:
-        raise ValueError(f"{FLAG} is {self.folder}, which can not be written: {reason}.")
+        raise ValueError(f"{FLAG} is {self.folder}, which cannot be written: {reason}.")
 
     def _refuse_others(self, facts: Mapping[str, Any]) -> None:
         path = self.folder / ABOUT
         if not path.exists():
             if facts["the teacher"] is None:
                 raise ValueError(
-                    f"{FLAG} is {self.folder}, which has no probabilities of a teacher; give "
-                    "--distill-teacher to write them."
+                    f"{FLAG} is {self.folder}, which has no stored teacher probabilities; give "
+                    "--distill-teacher to compute and store them."
                 )
             self._begin(path, facts)
         found = None
@@ -145,12 +145,12 @@ class StoredLogits:
         for what, value in facts.items():
             if value is not None and found.get(what) != value:
                 raise ValueError(
-                    f"{FLAG} is {self.folder}, whose probabilities were stored by a different run: {what} "
+                    f"{FLAG} is {self.folder}, whose probabilities were stored with other settings: {what} "
                     f"was {found.get(what)} and is now {value}; give another folder."
                 )
 
     def _begin(self, path: Path, facts: Mapping[str, Any]) -> None:
-        """Write the facts; if several processes do so at once, the first one's remain."""
+        """Create the folder and write about.json; if several processes do so, the first file remains."""
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             with temporary_beside(path) as written, contextlib.suppress(FileExistsError):

@@ -1,1 +1,1 @@
-"""Several models as one: their members, and the losses that make specialists of them."""
+"""Ensembles of models: feature sharing between members, and a loss that lets members specialize."""

@@ -1,11 +1,11 @@
-"""Confident multiple choice learning: K members learn a sample, the others a uniform distribution on it.
+"""Confident multiple choice learning: K members learn a sample, and the others predict uniformly on it.
 
 The largest tensors are the members' logits and, in backward, their gradients. Intermediate values are
-computed for one member at a time, in fp32 at least. Only logits and labels are saved for backward.
+computed for one member at a time, in fp32 or wider. Only logits and labels are saved for backward.
 M members, N samples (images, tokens), C classes (words), K members that learn a sample.
 
-Source: Lee et al. 2017, "Confident Multiple Choice Learning", equations 2 to 4; the assignment of the exact
-loss and stochastic labeling are their section 3.
+Source: Lee et al. 2017, "Confident Multiple Choice Learning", equations 2 to 4; section 3 has the
+assignment of the exact loss, and stochastic labeling.
 """
 
 import math
@@ -18,7 +18,7 @@ from fairseq_tutel.kernels.first_order import first_order
 
 
 def _scores(logits_NC: Tensor, target_N: Tensor) -> tuple[Tensor, Tensor]:
-    """Return a member's cross entropy on every sample, and its divergence from uniform predictions.
+    """Return a member's cross entropy and divergence from a uniform prediction, for each sample.
 
     CE = -log P(target) and KL(U || P) = -log C - mean over the classes of log P, in nats.
     """
@@ -29,10 +29,10 @@ def _scores(logits_NC: Tensor, target_N: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def assign(ce_MN: Tensor, kl_MN: Tensor, overlap: int, beta: float) -> Tensor:
-    """Return which members learn which sample, [M, N] bool: the K members with the smallest CE - beta KL.
+    """Return a bool mask [M, N] of the K members that learn each sample, with the smallest CE - beta KL.
 
-    This choice minimizes the confident loss, since the sum of all members' KL does not depend on it. Ties
-    go to the lower member.
+    This choice minimizes the confident loss, since the sum of all members' KL does not depend on it. In a
+    tie, the member with the smaller index learns.
     """
     order_MN = (ce_MN - beta * kl_MN).argsort(dim=0, stable=True)
     chosen_MN = torch.zeros_like(ce_MN, dtype=torch.bool)
@@ -40,7 +40,7 @@ def assign(ce_MN: Tensor, kl_MN: Tensor, overlap: int, beta: float) -> Tensor:
 
 
 def random_labels(logits_MNC: Tensor) -> Tensor:
-    """Return a class for every member and sample, [M, N], from torch's global generator."""
+    """Return random class labels [M, N] for each member and sample, from torch's global generator."""
     members, samples, classes = logits_MNC.shape
     return torch.randint(classes, (members, samples), device=logits_MNC.device)
 
@@ -53,11 +53,12 @@ def confident_loss(
     labels_MN: Tensor | None = None,
     counts_N: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return the sum over samples and members of their losses in nats, and `assign`'s choice.
+    """Return the confident loss in nats, summed over samples and members, and the mask of `assign`.
 
-    The loss of a member that learns a sample is its cross entropy. That of another is beta * KL(U || P) or,
-    with labels, beta * CE at its label: the mean over uniform labels is KL + log C, with KL's gradient.
-    With K = M members are independent; with beta 0 it is multiple choice learning.
+    The loss of a member that learns a sample is the cross entropy. The loss of other members is
+    beta * KL(U || P) or, with labels, beta * CE at the label: the mean of CE over uniform labels is
+    KL + log C, with KL's gradient. With K = M, members are independent. With beta 0, this is multiple
+    choice learning.
 
     Args:
         logits_MNC: any float dtype.
@@ -65,7 +66,7 @@ def confident_loss(
         overlap: K, from 1 to M.
         beta: weight of the losses of members that do not learn a sample.
         labels_MN: from `random_labels`; None for the exact loss.
-        counts_N: bool, False for ignored samples; None if all count.
+        counts_N: bool, False for ignored samples; None if no sample is ignored.
     """
     if counts_N is not None:
         target_N = target_N.masked_fill(~counts_N, 0)
@@ -120,7 +121,7 @@ class _ConfidentLoss(torch.autograd.Function):
 
 
 def mean_log_probs(logits_MXC: Tensor) -> Tensor:
-    """Return the log of the mean of the members' probabilities, [..., C], in fp32 at least."""
+    """Return the log of the mean of the members' probabilities, [..., C], in fp32 or wider."""
     return _MeanLogProbs.apply(logits_MXC)
 
 

@@ -11,18 +11,19 @@ of_criterion = partial(option, of="criterion", theme="Ensembles")
 
 @dataclass(frozen=True)
 class EnsembleConfig:
-    """The options of an ensemble, in addition to those of its members."""
+    """The options of an ensemble, without the options of its members."""
 
-    ensemble_arch: str = of_model("", "architecture of the members; its options are given as further flags")
+    ensemble_arch: str = of_model("", "architecture of the members; its options are additional flags")
     ensemble_size: int = of_model(5, "number of members", rule=whole(2))
     ensemble_share_after: str = of_model(
         "",
-        "name of a layer, such as decoder.layers.0, whose output features the members share; empty: none",
+        "name of a layer, such as decoder.layers.0, whose output features the members share; empty: do not "
+        "share",
     )
     ensemble_share_keep: float = of_model(
         0.7,
-        "fraction of another member's features that a member receives: random in training, the mean in "
-        "evaluation",
+        "fraction of every other member's features that a member adds to its own: a random mask in "
+        "training, a constant factor in evaluation",
         rule=(lambda v: 0 < v <= 1, "give a number above 0, at most 1"),
     )
 
@@ -33,13 +34,13 @@ class CMCLConfig:
 
     cmcl_overlap: int = of_criterion(
         4,
-        "number of members that learn from a sample, those with the lowest loss; the number of all members "
-        "gives an independent ensemble",
+        "number of members that learn each sample (those with the lowest loss); if it is --ensemble-size, "
+        "the members learn independently",
         rule=AT_LEAST_1,
     )
     cmcl_beta: float = of_criterion(
         0.75,
-        "weight of the other members' divergence from the uniform distribution; 0 is multiple choice "
+        "weight of the other members' divergence from the uniform distribution; 0: multiple choice "
         "learning",
         rule=NOT_NEGATIVE,
     )
@@ -48,7 +49,7 @@ class CMCLConfig:
     )
     cmcl_teach_router: float = of_criterion(
         0.0,
-        "for a MoE model: weight of the cross entropy that teaches the last MoE layer's gate which expert "
-        "alone has the lowest loss on a token; needs one forward pass per expert",
+        "for a single MoE model: weight of a loss that trains the last MoE layer's gate to choose the "
+        "expert with the lowest loss on a token; needs one forward pass per expert",
         rule=NOT_NEGATIVE,
     )

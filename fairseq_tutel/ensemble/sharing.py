@@ -1,4 +1,4 @@
-"""Feature sharing between members of an ensemble: each forward pauses at one layer until all are there.
+"""Feature sharing between ensemble members: each forward pass pauses at a layer until all reach it.
 
 M members.
 """
@@ -15,10 +15,10 @@ from torch import Tensor, nn
 
 
 def shared(features_M: Sequence[Tensor], keep: float, training: bool) -> list[Tensor]:
-    """Return h_m + the sum over the others m' of sigma * h_m', for every member m.
+    """Return the mixed features of each member m: h_m + sum over other members m' of sigma * h_m'.
 
-    sigma is elementwise Bernoulli(keep) in training, drawn for every pair, and its mean in evaluation.
-    (The authors' code draws it in evaluation, too, so that outputs vary.)
+    In training, sigma is an elementwise Bernoulli(keep) mask, drawn for every pair of members. In
+    evaluation, sigma is `keep`. (The authors' code draws masks in evaluation, too, so outputs vary.)
 
     Source: Lee et al. 2017, "Confident Multiple Choice Learning", section 3.3.
     """
@@ -36,11 +36,11 @@ def run_and_share(
     layers: Sequence[nn.Module],
     share: Callable[[list[Tensor]], list[Tensor]],
 ) -> list[Any]:
-    """Run all members until their layer has its output, mix these by `share`, and run them to their end.
+    """Run all members up to their shared layers, mix the layers' outputs by `share`, and finish the runs.
 
-    Each forward runs in its own thread, since it must pause. Threads run one at a time in a fixed order, so
-    that random numbers and communication are reproducible. A layer's output is a tensor, or a sequence with
-    one first.
+    Each forward pass runs in its own thread, since it must pause. Threads run one at a time in a fixed
+    order, so random numbers and communication are reproducible. A layer's output is a tensor, or a sequence
+    that begins with a tensor.
     """
     with ThreadPoolExecutor(len(members)) as pool:
         runs = [_Run(forward, layer) for forward, layer in zip(members, layers, strict=True)]
@@ -53,47 +53,47 @@ def run_and_share(
 
 
 class _GivenUpError(Exception):
-    """Another member failed."""
+    """Raised in a paused member to end its thread after another member failed."""
 
 
 class _Run:
-    """A forward in a thread that pauses after one layer."""
+    """A member's forward pass in its own thread, which pauses after one layer."""
 
     def __init__(self, forward: Callable[[], Any], layer: nn.Module) -> None:
         self._forward, self._layer = forward, layer
-        # The layer's output, then the finished forward.
+        # First the layer's output, then the finished forward pass.
         self._events: SimpleQueue[Tensor | Future] = SimpleQueue()
         self._features: SimpleQueue[Tensor | None] = SimpleQueue()
-        # The caller's modes, which hold in its thread alone.
+        # The caller's torch modes, which apply only to the caller's thread; `_work` sets them again.
         self._grad, kinds = torch.is_grad_enabled(), ("cpu", "cuda")
         self._casts = [(k, torch.get_autocast_dtype(k)) for k in kinds if torch.is_autocast_enabled(k)]
         self._device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
 
     def until_pause(self, pool: ThreadPoolExecutor) -> Tensor:
-        """Start; return the layer's output."""
+        """Start the forward pass; return the shared layer's output when it pauses."""
         pool.submit(self._work).add_done_callback(self._events.put)
         event = self._events.get()
         if torch.is_tensor(event):
             return event
         event.result()  # raises if the forward failed
         raise ValueError(
-            "a member's forward did not call the layer whose output is shared; name one in "
-            "--ensemble-share-after that every forward calls."
+            "an ensemble member did not call the layer whose output is shared; give "
+            "--ensemble-share-after a layer that every forward pass calls."
         )
 
     def to_end(self, feature: Tensor) -> Any:
-        """Continue with this as the layer's output; return the forward's result."""
+        """Continue the forward pass with `feature` as the layer's output; return the result."""
         self._features.put(feature)
         event = self._events.get()
         if torch.is_tensor(event):
             raise ValueError(
-                "a member's forward calls the layer whose output is shared more than once; name "
-                "another in --ensemble-share-after."
+                "an ensemble member calls the layer whose output is shared more than once; give "
+                "--ensemble-share-after another layer."
             )
         return event.result()
 
     def give_up(self) -> None:
-        """End the forward if it is paused."""
+        """End the forward pass if it is paused."""
         self._features.put(None)
 
     def _work(self) -> Any:
@@ -110,8 +110,8 @@ class _Run:
         feature = output[0] if isinstance(output, tuple | list) else output
         if not torch.is_tensor(feature):
             raise ValueError(
-                f"the layer whose output is shared returns {type(feature).__name__}, no tensor; name "
-                "another in --ensemble-share-after."
+                f"the layer whose output is shared returns {type(feature).__name__}, which is not a "
+                "tensor; give --ensemble-share-after another layer."
             )
         self._events.put(feature)
         mixed = self._features.get()

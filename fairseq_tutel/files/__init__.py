@@ -1,1 +1,1 @@
-"""Reading small untrusted files, and replacing files atomically."""
+"""Reads small untrusted files, and replaces files atomically."""

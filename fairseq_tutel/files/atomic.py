@@ -10,18 +10,18 @@ TEMPORARY = ".tmp"
 
 
 def temporary_of(path: str | os.PathLike) -> str:
-    """Return an unused name in the folder of a file."""
+    """Return the path of an unused temporary file in the folder of `path`."""
     return f"{os.fspath(path)}.{secrets.token_hex(4)}{TEMPORARY}"
 
 
 def is_temporary(name: str) -> bool:
-    """Whether a name is one of `temporary_of`."""
+    """Whether a file name has the form of the temporary names from `temporary_of`."""
     return re.fullmatch(r".+\.[0-9a-f]{8}" + re.escape(TEMPORARY), name) is not None
 
 
 @contextlib.contextmanager
 def temporary_beside(path: str | os.PathLike) -> Iterator[str]:
-    """Yield an unused name in the folder of a file, and remove a file of that name after the block."""
+    """Yield the path of a temporary file in the folder of `path`; remove this file after the block."""
     temporary = temporary_of(path)
     try:
         yield temporary
@@ -32,7 +32,7 @@ def temporary_beside(path: str | os.PathLike) -> Iterator[str]:
 
 @contextlib.contextmanager
 def renamed_when_whole(path: str | os.PathLike) -> Iterator[str]:
-    """Yield a temporary name to write to, and rename that file to `path` after the block."""
+    """Yield a temporary path to write to; rename that file to `path` if the block succeeds."""
     with temporary_beside(path) as temporary:
         yield temporary
         os.replace(temporary, path)

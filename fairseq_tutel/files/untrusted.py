@@ -1,4 +1,4 @@
-"""Reads small untrusted files: never waits, and limits their size and depth."""
+"""Reads small untrusted files: without blocking, and with limits on size and depth."""
 
 import errno
 import json
@@ -6,30 +6,33 @@ import os
 import stat
 from typing import Any
 
-# Plans of many ranks are the largest of these files.
+# The largest of these files are collective plans for many ranks.
 LARGEST_BYTES = 2**28
-# Characters of a value that an error message quotes.
+# Maximum number of characters of a value in an error message.
 SHOWN = 60
 
 
 def content_of(path: str | os.PathLike, largest: int = LARGEST_BYTES) -> bytes:
-    """Return a file's bytes; a file that is not regular, too large or unreadable is an OSError."""
+    """Return a file's bytes; raise OSError if the file is not regular, too large or unreadable."""
     return content_and_time(path, largest)[0]
 
 
 def content_and_time(path: str | os.PathLike, largest: int = LARGEST_BYTES) -> tuple[bytes, float]:
-    """Return a file's bytes as `content_of`, and the time of its last change, in seconds."""
+    """Return a file's bytes, and the time of its last change in seconds; see `content_of` for errors."""
     with open(path, "rb", opener=open_ordinary) as file:
         content = file.read(largest + 1)
         changed = os.fstat(file.fileno()).st_mtime
     if len(content) > largest:
-        raise OSError(f"it has more than {largest:,} bytes")
+        raise OSError(f"the file has more than {largest:,} bytes")
     return content, changed
 
 
 def open_ordinary(path: str | os.PathLike, flags: int = os.O_RDONLY) -> int:
-    """Return a descriptor of a file, as an `opener` of `open`; a pipe, folder or device is an OSError."""
-    # Without O_NONBLOCK a pipe would wait here for a writer.
+    """Open a regular file without blocking, for use as the `opener` of `open`; return the descriptor.
+
+    Raises OSError for a pipe, folder or device.
+    """
+    # Without O_NONBLOCK, opening a pipe would block until another process writes to it.
     descriptor = os.open(path, flags | os.O_CLOEXEC | os.O_NONBLOCK)
     mode = os.fstat(descriptor).st_mode
     if stat.S_ISREG(mode):
@@ -37,33 +40,33 @@ def open_ordinary(path: str | os.PathLike, flags: int = os.O_RDONLY) -> int:
     os.close(descriptor)
     if stat.S_ISDIR(mode):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
-    raise OSError("it is not an ordinary file")
+    raise OSError("the path is not a regular file")
 
 
 def json_of(path: str | os.PathLike) -> Any:
-    """Return what a JSON file holds; raise as `content_of` and `parse_json`."""
+    """Load a JSON file; see `content_of` and `parse_json` for errors."""
     return parse_json(content_of(path))
 
 
 def parse_json(text: str | bytes | bytearray, **options: Any) -> Any:
-    """Return what a JSON text holds, as `json.loads`; text that nests too deeply is a ValueError, too."""
+    """Parse a JSON text like `json.loads`; raise ValueError also if the text nests too deeply."""
     try:
         return json.loads(text if isinstance(text, str) else text.decode("utf-8"), **options)
     except RecursionError as error:
-        raise ValueError("its JSON nests too deeply") from error
+        raise ValueError("the JSON nests too deeply") from error
 
 
 def printable(text: str) -> str:
-    """Return a text with its control characters escaped, so that no file can command the terminal."""
+    """Escape the control characters of a text, so text from a file cannot control the terminal."""
     return "".join(c if c.isprintable() or c in "\n\t" else ascii(c)[1:-1] for c in text)
 
 
 def shown(value: Any) -> str:
-    """Return a value as printable ASCII of limited length, for an error message."""
+    """Return a value as printable ASCII text of limited length, for an error message."""
     text = ascii(value)
     return text if len(text) <= SHOWN else f"{text[:SHOWN]}…"
 
 
 def error_line(error: BaseException | str) -> str:
-    """Return the one line that a command ends with on an error."""
+    """Return an error as one line of text, which a command prints before it exits."""
     return f"error: {printable(str(error))}".replace("\n", "\\n")

@@ -1,1 +1,1 @@
-"""Inference: pre-gating, offloaded experts, and ranks in lockstep."""
+"""Inference: pre-gating, offloaded experts, and the agreement of ranks on the next layer call."""

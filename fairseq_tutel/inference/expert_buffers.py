@@ -1,4 +1,4 @@
-"""Buffers: reusable memory for one expert each, with the expert's tensors side by side."""
+"""Buffers for offloaded experts: each buffer holds the tensors of one expert and can be reused."""
 
 import math
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ from torch import Tensor
 from fairseq_tutel.checkpoint.quantized import Quantized
 
 ALIGNMENT = 64  # bytes, as for torch's own CPU tensors
-# Stored dtype and shape of an expert's tensor, and its format if it is quantized.
+# The stored dtype and shape of an expert's tensor, and the format of a quantized tensor.
 Stored = tuple[torch.dtype, tuple[int, ...], Quantized | None]
 
 
@@ -27,14 +27,14 @@ class _Field(NamedTuple):
 
 @dataclass(frozen=True)
 class BufferLayout:
-    """The positions of an expert's tensors in its buffer."""
+    """The positions of one expert's tensors in a buffer."""
 
     fields: tuple[_Field, ...]
     num_bytes: int
 
     @classmethod
     def of(cls, tensors: Mapping[str, Stored]) -> "BufferLayout":
-        """Return the layout of tensors by name."""
+        """Return the layout of a buffer for tensors, which are given by name."""
         fields: list[_Field] = []
         begin = 0
         for name, (dtype, shape, quantized) in tensors.items():
@@ -45,7 +45,7 @@ class BufferLayout:
 
 
 class Buffer:
-    """Memory for one expert: `memory` as bytes, and `tensors`, views by name in their stored dtype."""
+    """The memory of one expert: `memory` as bytes, and `tensors` as views by name in their stored dtype."""
 
     def __init__(self, layout: BufferLayout, memory: Tensor) -> None:
         self.layout, self.memory = layout, memory
@@ -55,27 +55,30 @@ class Buffer:
         self.freed: torch.cuda.Event | None = None
 
     def tensor(self, name: str, dtype: torch.dtype) -> Tensor:
-        """Return a tensor in `dtype`, dequantized; a view of the memory if unchanged."""
+        """Return a tensor of the expert in `dtype`, dequantized if necessary.
+
+        If the stored dtype is `dtype`, the result is a view of the memory.
+        """
         quantized, stored = self._quantized[name], self.tensors[name]
         return (stored if quantized is None else quantized.dequantize(stored)).to(dtype)
 
     def note_free(self) -> None:
-        """Record that only work that is already queued reads the buffer."""
+        """Mark the buffer as free once the work queued so far on the current stream has ended."""
         if self.memory.is_cuda:
             self.freed = torch.cuda.current_stream(self.memory.device).record_event()
 
     @cached_property
     def bytes(self) -> dict[str, memoryview]:
-        """The memory of each tensor on the host, which files are read into."""
+        """The host memory of each tensor as bytes, into which files are read."""
         whole = memoryview(self.memory.numpy().data)
         return {f.name: whole[f.begin : f.end] for f in self.layout.fields}
 
 
 def buffers_on_host(layout: BufferLayout, count: int) -> list[Buffer]:
-    """Return buffers on the host, in pinned memory if there is a GPU.
+    """Return `count` buffers in host memory, which is pinned if there is a GPU.
 
-    torch allocates pinned memory in powers of two, which can be twice the size of a buffer. So buffers
-    share allocations.
+    torch allocates pinned memory in powers of two, which can be twice the size of a buffer. So several
+    buffers share an allocation.
     """
     buffers: list[Buffer] = []
     with torch.inference_mode(False):

@@ -1,18 +1,21 @@
-"""The cache of experts that no block currently uses, and its eviction policies."""
+"""The cache of experts that no MoE block currently uses, with its eviction policies."""
 
 import heapq
 import itertools
 from collections import Counter
 from collections.abc import Iterator
 
-Key = tuple[int, int]  # of a stack and an expert
+Key = tuple[int, int]  # the indices of a stack and an expert
 
 
 class ExpertCache:
-    """The keys of cached experts, with limits in bytes and in experts; None for no limit.
+    """A cache of expert keys that is limited in bytes and in experts; a limit of None means no limit.
 
-    Evicted first: with `lfu` the least frequently used since the store was opened, of several the least
-    recently used; with `lru` the least recently used; with `fifo` the one that was fetched first.
+    The policy determines which expert is evicted first:
+
+    - `lfu`: the least frequently used since the store was opened. Ties go to the least recently used.
+    - `lru`: the least recently used.
+    - `fifo`: the expert that was fetched first.
     """
 
     def __init__(self, policy: str, most_bytes: int | None, most_experts: int | None) -> None:
@@ -25,19 +28,19 @@ class ExpertCache:
         self._bytes = 0
 
     def note_fetch(self, key: Key) -> None:
-        """Record that an expert is fetched."""
+        """Record that an expert is being fetched, for policy `fifo`."""
         if self.policy == "fifo":
             self._ranks[key] = (next(self._time),)
 
     def note_use(self, key: Key) -> None:
-        """Record that a block computes with an expert."""
+        """Record that a block computes with an expert, for policies `lfu` and `lru`."""
         self._uses[key] += 1
         if self.policy != "fifo":
             uses = self._uses[key] if self.policy == "lfu" else 0
             self._ranks[key] = uses, next(self._time)
 
     def put(self, key: Key, num_bytes: int) -> Iterator[Key]:
-        """Add an expert; yield the evicted ones, which may include it."""
+        """Add an expert to the cache; yield the evicted experts, which may include the new expert."""
         rank = self._ranks.get(key, (0, 0))
         self._kept[key] = rank, num_bytes
         self._bytes += num_bytes
@@ -52,7 +55,7 @@ class ExpertCache:
             heapq.heapify(self._order)
 
     def take(self, key: Key) -> None:
-        """Remove an expert, if it is cached."""
+        """Remove an expert from the cache if it is there."""
         self._bytes -= self._kept.pop(key, ((), 0))[1]
 
     @property

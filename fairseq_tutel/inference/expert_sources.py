@@ -1,7 +1,8 @@
-"""Sources of offloaded experts: shard files or host memory.
+"""Sources of offloaded experts: the shard files of a checkpoint, or host memory.
 
-Files are read with `os.preadv`, since the pages of a memory mapping would count as memory of the process. A
-piece's SHA-256 is checked at the first read; then the file is trusted while its size and times stay.
+Files are read with `os.preadv`, because the pages of a memory mapping would count as memory of the process.
+The SHA-256 of a piece is checked at the first read. After this, the file is trusted while its size and
+modification time stay the same.
 """
 
 import hashlib
@@ -26,17 +27,21 @@ LONGEST_HEADER = 100_000_000  # bytes, as in safetensors' own reader
 
 
 class ShardFiles:
-    """The open files of a store; one thread calls it at a time."""
+    """The open shard files of an expert store; only one thread may use this object at a time."""
 
     def __init__(self) -> None:
         self._open: OrderedDict[Path, int] = OrderedDict()
-        # Identity of each file, and the begin and end of its tensors.
+        # The identity of each file, and the start and end of the file's tensors.
         self._known: dict[Path, tuple[tuple[int, ...], dict[str, tuple[int, int]]]] = {}
         self._sound: set[tuple[Path, str]] = set()
         self._staging: dict[BufferLayout, Buffer] = {}
 
     def read(self, path: Path, wanted: Sequence[tuple[Piece, memoryview]]) -> None:
-        """Read pieces of a file; ValueError: it is missing, truncated, changed, unreadable or corrupt."""
+        """Read pieces of a shard file into memory, and check them.
+
+        Raises:
+            ValueError: the file is missing, truncated, changed, unreadable or corrupt.
+        """
         try:
             descriptor, spans = self._opened(path)
             for piece, into in wanted:
@@ -53,18 +58,22 @@ class ShardFiles:
             raise unreadable(path, getattr(error, "strerror", "") or str(error)) from error
 
     def staging_of(self, layout: BufferLayout) -> Buffer:
-        """Return a buffer on the host, which the next read overwrites."""
+        """Return a buffer in host memory for copies to a GPU; the next read overwrites the buffer."""
         if layout not in self._staging:
             (self._staging[layout],) = buffers_on_host(layout, 1)
         return self._staging[layout]
 
     def close(self) -> None:
-        """Close all files."""
+        """Close all shard files of the store."""
         while self._open:
             os.close(self._open.popitem()[1])
 
     def _opened(self, path: Path) -> tuple[int, dict[str, tuple[int, int]]]:
-        """Return an open file that has not changed since it was first opened, and its tensors' bytes."""
+        """Open a shard file if necessary, and check that it has not changed since it was first opened.
+
+        Returns:
+            The descriptor of the file, and the start and end of each tensor's bytes.
+        """
         if path not in self._open:
             if len(self._open) >= MOST_OPEN:
                 os.close(self._open.popitem(last=False)[1])
@@ -82,14 +91,14 @@ class ShardFiles:
 
 
 class FromFiles:
-    """The experts of a stack in shard files."""
+    """A source that reads the experts of a stack from the shard files of a checkpoint."""
 
     def __init__(self, files: ShardFiles, tensors: Mapping[str, ShardedTensor], first: int) -> None:
         self._files, self._tensors, self._first = files, tensors, first
         self.layout = BufferLayout.of({name: (*t.stored, t.quantized) for name, t in tensors.items()})
 
     def read(self, expert: int, buffer: Buffer) -> None:
-        """Read an expert into a buffer; on a GPU, by way of one on the host."""
+        """Read an expert into a buffer; for a buffer on a GPU, through a buffer in host memory."""
         on_host = self._files.staging_of(self.layout) if buffer.memory.is_cuda else buffer
         by_file: dict[Path, list[tuple[Piece, memoryview]]] = {}
         for name, tensor in self._tensors.items():
@@ -99,26 +108,30 @@ class FromFiles:
             self._files.read(path, wanted)
         if on_host is not buffer:
             buffer.memory.copy_(on_host.memory, non_blocking=True)
-            torch.cuda.current_stream(buffer.memory.device).synchronize()  # the next read reuses it
+            torch.cuda.current_stream(buffer.memory.device).synchronize()  # the next read reuses `on_host`
 
 
 class FromHost:
-    """The experts of a stack in host memory, one buffer each."""
+    """A source that keeps the experts of a stack in host memory, with one buffer for each expert."""
 
     def __init__(self, layout: BufferLayout, count: int) -> None:
         self.layout, self.buffers = layout, buffers_on_host(layout, count)
 
     def read(self, expert: int, buffer: Buffer) -> None:
-        """Copy an expert into a buffer; on a GPU, in the current stream."""
+        """Copy an expert into a buffer; if the buffer is on a GPU, in the current stream."""
         buffer.memory.copy_(self.buffers[expert].memory, non_blocking=True)
 
 
 def source_of(stack: ExpertStack, tensors: Mapping[str, Any], tier: str, files: ShardFiles) -> Source:
-    """Return the source of a stack's experts; ValueError: the tensors do not fit the stack or the tier."""
+    """Return a source for the experts of a stack, for tier `disk` or `host`.
+
+    Raises:
+        ValueError: the tensors do not fit the stack or the tier.
+    """
     if stack.part.slices > 1:
         raise ValueError(
-            f"an expert store needs whole experts, but each is sliced over {stack.part.slices} ranks; give "
-            f"--moe-expert-parallel-size {stack.config.num_experts} or less."
+            f"an expert store needs complete experts, but {stack.part.slices} ranks share each expert; "
+            f"give --moe-expert-parallel-size {stack.config.num_experts} or less."
         )
     for name in stack.names:
         _check_tensor(stack, name, tensors.get(name))
@@ -127,7 +140,7 @@ def source_of(stack: ExpertStack, tensors: Mapping[str, Any], tier: str, files: 
     if not all(sharded) and (any(sharded) or tier == "disk"):
         raise ValueError(
             "tier (--moe-expert-tier) is disk, but these experts are not in shard files of a checkpoint; "
-            "write them with `python -m fairseq_tutel convert sharded`, or choose host."
+            "write the files with `python -m fairseq_tutel convert sharded`, or choose host."
         )
     if all(sharded):
         on_disk = FromFiles(files, tensors, stack.first)
@@ -153,27 +166,27 @@ def _check_tensor(stack: ExpertStack, name: str, tensor: Any) -> None:
     if shape not in fit:
         raise ValueError(
             f"the experts' {name} has shape {shape}, not {(stack.config.num_experts, *own)}; give the "
-            "tensors of this layer."
+            "expert tensors of this layer."
         )
     if isinstance(tensor, Tensor) and tensor.is_meta:
         raise ValueError(
-            f"the experts' {name} is on the meta device, as in a layer that is in a store already; add "
-            "each layer once, or give its tensors."
+            f"the experts' {name} is on the meta device, like the tensors of a layer that is already in a "
+            "store; add each layer only once, or give the layer's tensors."
         )
     if isinstance(tensor, ShardedTensor) and tensor.slicing.count > 1:
         raise ValueError(
-            f"{tensor.root / tensor.folder} has experts in {tensor.slicing.count} shards each, but a "
-            "store reads whole experts; convert them with `python -m fairseq_tutel convert sharded`."
+            f"{tensor.root / tensor.folder} has {tensor.slicing.count} shards of each expert, but a store "
+            "reads complete experts; convert them with `python -m fairseq_tutel convert sharded`."
         )
 
 
 def _read_header(path: Path, descriptor: int, size: int) -> dict[str, tuple[int, int]]:
-    """Return the begin and end of each tensor's bytes in a safetensors file."""
+    """Read the header of a safetensors file; return the start and end of each tensor's bytes."""
     prefix = bytearray(8)
     _read_whole(descriptor, memoryview(prefix), 0)
     (length,) = struct.unpack("<Q", prefix)
     if length > min(LONGEST_HEADER, size - 8):
-        raise EOFError("it ends before its header does")
+        raise EOFError("its header is truncated")
     text = bytearray(length)
     _read_whole(descriptor, memoryview(text), 8)
     try:
@@ -181,16 +194,16 @@ def _read_header(path: Path, descriptor: int, size: int) -> dict[str, tuple[int,
         spans = {key: (8 + length + begin, 8 + length + end) for key, (begin, end) in entries.items()}
         last = max((end for _, end in spans.values()), default=size)
     except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise unreadable(path, "its header is none of a safetensors file") from error
+        raise unreadable(path, "it has no valid safetensors header") from error
     if last != size:
-        raise EOFError("its length is not what it was")
+        raise EOFError("its length has changed or is wrong")
     return spans
 
 
 def _read_whole(descriptor: int, memory: memoryview, offset: int) -> None:
-    """Fill memory with the bytes from `offset`; EOFError: the file ends before."""
+    """Fill `memory` with the bytes of a file from `offset` on; raise EOFError if the file is too short."""
     while memory.nbytes:
         count = os.preadv(descriptor, [memory], offset)
         if count == 0:
-            raise EOFError("it is shorter than it was")
+            raise EOFError("it is truncated")
         memory, offset = memory[count:], offset + count

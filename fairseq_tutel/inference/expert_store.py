@@ -1,6 +1,6 @@
-"""An expert store: offloaded experts, which are in memory only while a block uses them, or soon will.
+"""An expert store: keeps experts on disk or in host memory, and loads them when a MoE block needs them.
 
-E experts of a block (e on this rank), n of them with rows in a call.
+A block has E experts, e of them on this rank. In a call, n experts have rows.
 """
 
 import contextlib
@@ -26,30 +26,31 @@ from fairseq_tutel.moe.option_table import EVICTIONS, STORE_POLICIES, STORE_TIER
 
 @dataclass
 class Counters:
-    """Statistics of a store."""
+    """Statistics of an expert store: calls, fetches, cache hits, waits and peak memory."""
 
-    calls: int = 0  # of blocks
+    calls: int = 0  # calls of blocks
     asked: int = 0  # experts with rows, summed over calls
     fetches: int = 0  # experts that were read, ahead or on demand
     hits: int = 0  # experts with rows that were in memory from an earlier use
     cancelled: int = 0  # fetches ahead that were cancelled before they began
-    bytes: int = 0  # that were read
+    bytes: int = 0  # bytes that were read
     waits: int = 0  # calls that waited for an expert
     seconds_waited: float = 0.0
-    peak_experts: int = 0  # the largest number in memory, with the cache
-    peak_bytes: int = 0  # of these, in their stored format
+    peak_experts: int = 0  # the largest number of experts in memory, including the cache
+    peak_bytes: int = 0  # the largest number of bytes of experts in memory, in their stored format
 
     def add(self, **amounts: float) -> None:
-        """Add amounts to counters by name."""
+        """Add amounts to the counters with the given names."""
         for name, amount in amounts.items():
             setattr(self, name, getattr(self, name) + amount)
 
 
 class ExpertStore:
-    """Keeps the experts of layers on disk or in host memory, and fetches those with rows.
+    """Keeps the experts of MoE layers on disk or in host memory, and fetches the experts that get rows.
 
-    The outputs are bit-identical to those with experts in memory. On a CPU they can differ by rounding if
-    the bytes of an expert's matrix are no multiple of 64. For evaluation only::
+    An expert store is for evaluation only. Outputs are bit-identical to outputs with experts in memory. On
+    a CPU, they can differ by rounding if the size of an expert's matrix is not a multiple of 64 bytes.
+    Example::
 
         layer = ft.MoELayer(ft.MoEConfig(model_dim=512, hidden_dim=2048, num_experts=64)).eval()
         with ft.ExpertStore("on-demand", tier="host", cache=8) as store, torch.no_grad():
@@ -57,17 +58,22 @@ class ExpertStore:
             y, _ = layer(torch.randn(1, 512))
             print(store.counters)
 
-    One thread reads. It ends with `close`, with the process, or with an error, which the next use raises. A
-    deep copy of a model shares its store. A forked process or a second thread needs its own store. A model
-    in a store can be neither saved nor loaded.
+    One thread reads experts. It ends with `close`, with the process, or after an error, which the next use
+    raises. A deep copy of a model shares its store. A forked process or a second thread needs its own
+    store. A model in a store can be neither saved nor loaded.
 
-    Policies (docs/inference.md): `on-demand` fetches the experts of a call; `pregated` also those of
-    `prefetch`; `prefetch-all` all experts of the next block, which is the one that followed the last time,
-    at first the one that was added next. Tiers: `disk` for the shard files of a checkpoint, `host` for
-    memory (pinned if there is a GPU). The cache size is in experts or, with a unit (`"2GiB"`), in bytes.
+    Policies (docs/inference.md):
+
+    - `on-demand`: fetch the experts of a call.
+    - `pregated`: also fetch the experts that `prefetch` requests.
+    - `prefetch-all`: also fetch all experts of the next block. This is the block that followed the last
+      time, and at first the block that was added next.
+
+    Tiers: `disk` reads the shard files of a checkpoint, and `host` keeps experts in memory (pinned if there
+    is a GPU). The cache size is in experts or, with a unit (`"2GiB"`), in bytes.
 
     Raises:
-        ValueError: an unknown policy, tier or eviction.
+        ValueError: the policy, tier or eviction is unknown.
     """
 
     def __init__(
@@ -96,10 +102,13 @@ class ExpertStore:
         self._close = weakref.finalize(self, _end, self._fetcher, self._files)
 
     def add(self, stack: ExpertStack, tensors: Mapping[str, Any] | None = None) -> None:
-        """Offload a layer's experts to the store, and free the stack's parameters.
+        """Offload the experts of a layer to the store, and free the parameters of its expert stack.
 
-        `tensors` by name have all E experts or this rank's: `ShardedTensor`s of a checkpoint or, on tier
-        `host`, tensors (default: the stack's own). ValueError: they do not fit the stack or the tier.
+        `tensors` has, by name, the `ShardedTensor`s of a checkpoint or, for tier `host`, ordinary tensors
+        (default: those of the stack). They hold all E experts, or the experts of this rank.
+
+        Raises:
+            ValueError: the tensors do not fit the stack or the tier.
         """
         self._fetcher.refuse_ended()
         own = {name: getattr(stack, name) for name in stack.names}
@@ -107,19 +116,19 @@ class ExpertStore:
         limit, size = self._cache.most_bytes, source.layout.num_bytes
         if limit is not None and 0 < limit < size:
             raise ValueError(
-                f"cache (--moe-expert-cache) is {limit:,} bytes, but one expert has {size:,}; give at "
-                "least that, or 0 for no cache."
+                f"cache (--moe-expert-cache) is {limit:,} bytes, but one expert has {size:,} bytes; give "
+                "at least this size, or 0 for no cache."
             )
         self._stacks.append((stack, source))
         stack.offload_to(_StoredWeights(self, len(self._stacks) - 1))
 
     @property
     def is_open(self) -> bool:
-        """Whether layers can be added and called: not closed, without an error, in the same process."""
+        """Whether the store can be used: it is open, had no error, and this process created it."""
         return not self._fetcher.ended
 
     def close(self) -> None:
-        """End the thread and close the files; layers in the store can no longer be called."""
+        """Close the files and end the thread; layers in the store can no longer be called."""
         self._close()
         self._stacks.clear()
         self._fetches.clear()
@@ -134,18 +143,18 @@ class ExpertStore:
     def __reduce__(self) -> Any:
         raise ValueError(
             "a model whose experts are in a store cannot be pickled or sent to another process; open its "
-            "checkpoint there."
+            "checkpoint in the other process."
         )
 
     def prefetch(self, index: int, experts: Iterable[int]) -> None:
-        """Begin to fetch experts of a stack."""
+        """Begin to fetch experts of the stack with this index, before they are needed."""
         with self._closed_on_error():
             self._release(self._used)
             self._used = set()
             self._prefetch(index, experts)
 
     def take(self, index: int, experts: Sequence[int]) -> list[Buffer]:
-        """Return the buffers of experts of a stack; they are valid until the next call of any block."""
+        """Fetch experts of a stack, and return their buffers, valid until the next call of any block."""
         with self._closed_on_error():
             wanted = {(index, e) for e in experts}
             self._release((self._used | self._prefetched.pop(index, set())) - wanted)
@@ -163,7 +172,7 @@ class ExpertStore:
 
     @contextlib.contextmanager
     def _closed_on_error(self) -> Iterator[None]:
-        """Close the store on any error, Ctrl-C included, since pending fetches are abandoned."""
+        """Close the store after any error, including Ctrl-C, because pending fetches are abandoned."""
         self._fetcher.refuse_ended()
         try:
             yield
@@ -172,7 +181,7 @@ class ExpertStore:
             raise
 
     def _prefetch_next(self, index: int) -> None:
-        """Fetch all experts of the block that followed this one the last time."""
+        """Begin to fetch all experts of the block that followed block `index` the last time."""
         if self._last >= 0:
             self._followers[self._last] = index
         self._last = index
@@ -190,7 +199,7 @@ class ExpertStore:
             self._hold(key, ahead=True)
 
     def _hold(self, key: Key, ahead: bool = False) -> Fetch:
-        """Return the fetch of an expert, which stays in memory until it is released."""
+        """Return the fetch of an expert, and keep the expert in memory until it is released."""
         self._cache.take(key)
         if key not in self._fetches:
             stack, source = self._stacks[key[0]]
@@ -205,17 +214,17 @@ class ExpertStore:
         return self._fetches[key]
 
     def _buffer(self, layout: BufferLayout, device: torch.device) -> Buffer:
-        """Return a free buffer, or a new one if there is none."""
+        """Return a free buffer for an expert, or allocate a new buffer if no buffer is free."""
         free = self._free_buffers.setdefault((layout, device), [])
         if free:
             return free.pop()
-        with torch.inference_mode(False):  # a thread writes it, in any mode
+        with torch.inference_mode(False):  # the thread must be able to write it outside inference mode
             buffer = Buffer(layout, torch.empty(layout.num_bytes, dtype=torch.uint8, device=device))
-        buffer.note_free()  # the memory's former tensor may still be read
+        buffer.note_free()  # queued work may still read an earlier tensor in this memory
         return buffer
 
     def _release(self, keys: Iterable[Key]) -> None:
-        """Move experts to the cache; free the buffers of evicted ones and of cancelled fetches."""
+        """Move experts to the cache, and free the buffers of evicted experts and of cancelled fetches."""
         for key in sorted(keys):
             fetch = self._fetches[key]
             num_bytes = fetch.buffer.layout.num_bytes
@@ -224,7 +233,7 @@ class ExpertStore:
                 self._free(key)
                 continue
             for leaving in self._cache.put(key, num_bytes):
-                self._fetcher.wait([self._fetches[leaving]])  # it may be under way
+                self._fetcher.wait([self._fetches[leaving]])  # this fetch may still be running
                 self._free(leaving)
 
     def _free(self, key: Key) -> None:
@@ -235,7 +244,7 @@ class ExpertStore:
 
 
 class _StoredWeights(Weights):
-    """The tensors of a stack in a store."""
+    """The weights of an expert stack whose experts are in an expert store."""
 
     are_own = False
 
@@ -243,7 +252,7 @@ class _StoredWeights(Weights):
         self._store, self._index = store, index
 
     def of_groups(self, stack: ExpertStack, groups: Groups) -> tuple[Tensors, Groups]:
-        """Return the tensors and groups of the experts with rows."""
+        """Fetch the experts that have rows, and return their tensors and row groups."""
         if stack.training or torch.is_grad_enabled():
             raise ValueError(
                 "experts in a store are for evaluation only; call model.eval(), and use the model under "
@@ -256,7 +265,7 @@ class _StoredWeights(Weights):
         return {name: _tensors(stack, name, buffers) for name in stack.names}, kept
 
     def prefetch(self, stack: ExpertStack, groups: Groups) -> None:
-        """Begin to fetch the local experts with rows, with policy `pregated`."""
+        """With policy `pregated`, begin to fetch the local experts that have rows."""
         if self._store.policy != "pregated":
             return  # avoids a host read of the counts
         counts = groups.host[stack.first : stack.first + stack.num_local]
@@ -267,9 +276,9 @@ class _StoredWeights(Weights):
 
 
 def _tensors(stack: ExpertStack, name: str, buffers: Sequence[Buffer]) -> Any:
-    """Return a tensor of n experts by name, stacked if the kernels need it."""
+    """Return the tensor `name` of the fetched experts, stacked if the kernels need one tensor."""
     like: Tensor = getattr(stack, name)
-    if not buffers:  # one expert without rows, for its shapes
+    if not buffers:  # a placeholder with the shapes of one expert without rows
         return torch.zeros((), dtype=like.dtype, device=stack.device).expand(1, *like.shape[1:])
     shape = (len(buffers), *like.shape[1:])
     tensors = ExpertTensorList(lambda index: buffers[index].tensor(name, like.dtype), shape, like.dtype)

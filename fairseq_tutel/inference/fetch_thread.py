@@ -1,6 +1,6 @@
-"""The thread that fetches experts, one after the other.
+"""A thread that fetches offloaded experts, one after the other.
 
-It holds no reference to the store, so that a store without references is collected and ends the thread.
+The thread has no reference to the store. So Python can collect an unused store, which ends the thread.
 """
 
 import os
@@ -13,20 +13,20 @@ import torch
 
 from fairseq_tutel.inference.expert_buffers import Buffer, BufferLayout
 
-JOIN_SECONDS = 5.0  # for a read that hangs; the thread is a daemon
+JOIN_SECONDS = 5.0  # the longest wait for a read that hangs; the thread is a daemon
 
 
 class Source(Protocol):
-    """The source of a stack's experts."""
+    """A protocol for sources of the experts of a stack, such as files or host memory."""
 
     layout: BufferLayout
 
     def read(self, expert: int, buffer: Buffer) -> None:
-        """Read an expert into a buffer."""
+        """Read one expert of the stack into a buffer."""
 
 
 class Fetch:
-    """An expert that has been fetched into a buffer, or will be."""
+    """A pending or completed fetch of one expert into a buffer."""
 
     def __init__(self, source: Source, expert: int, buffer: Buffer) -> None:
         self.buffer = buffer
@@ -36,7 +36,7 @@ class Fetch:
         self._copied: torch.cuda.Event | None = None
 
     def run(self, stream: torch.cuda.Stream | None) -> None:
-        """Read the expert; on a GPU in another stream."""
+        """Read the expert into the buffer, on `stream` if the buffer is on a GPU."""
         if stream is None:
             self._source.read(self._expert, self.buffer)
         else:
@@ -45,12 +45,12 @@ class Fetch:
                     stream.wait_event(self.buffer.freed)
                 self._source.read(self._expert, self.buffer)
                 self._copied = stream.record_event()
-            # Otherwise the allocator could reuse the memory before the copy ends, if the store is closed.
+            # Without this, closing the store could let the allocator reuse the memory during the copy.
             self.buffer.memory.record_stream(stream)
         self.is_here = True
 
     def use(self) -> bool:
-        """Make the current stream wait for the copy; return whether the expert was used before."""
+        """Make the current stream wait for the expert; return whether the expert was used before."""
         if self._copied is not None:
             torch.cuda.current_stream(self.buffer.memory.device).wait_event(self._copied)
         was_new, self.is_new = self.is_new, False
@@ -58,17 +58,20 @@ class Fetch:
 
 
 class Fetcher:
-    """A queue of fetches and its thread; after an exception there, every later call raises ValueError."""
+    """A queue of fetches and a thread that runs them.
+
+    After an exception in the thread, every call raises ValueError.
+    """
 
     def __init__(self) -> None:
-        self._queue: deque[Fetch] = deque()  # those that are needed now, then those ahead
+        self._queue: deque[Fetch] = deque()  # fetches that are needed now, then fetches ahead
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
         self._process = os.getpid()
         self._ended = ""
 
     def request(self, fetch: Fetch, ahead: bool = False) -> None:
-        """Queue a fetch; one that is `ahead` comes after those that are needed now."""
+        """Queue a fetch; with `ahead`, after the fetches that are needed now."""
         with self._changed:
             self.refuse_ended()
             if self._thread is None:
@@ -79,7 +82,7 @@ class Fetcher:
             self._changed.notify_all()
 
     def wait(self, fetches: Sequence[Fetch]) -> bool:
-        """Wait until all experts are fetched; return whether this had to wait."""
+        """Wait until all given fetches have completed; return whether a wait was necessary."""
         if all(fetch.is_here for fetch in fetches):
             return False
         with self._changed:
@@ -93,7 +96,7 @@ class Fetcher:
         return True
 
     def cancel(self, fetch: Fetch) -> bool:
-        """Remove a fetch from the queue; return whether it was there."""
+        """Remove a fetch from the queue; return whether it was still queued."""
         with self._changed:
             is_queued = fetch in self._queue
             if is_queued:
@@ -101,24 +104,24 @@ class Fetcher:
             return is_queued
 
     def end(self, reason: str) -> None:
-        """End the thread after its current read."""
+        """End the thread after its current read; later calls raise ValueError with `reason`."""
         if self._process != os.getpid():  # the lock may be held by a thread of the parent
             return
         with self._changed:
             self._ended = self._ended or reason
             self._queue.clear()
             self._changed.notify_all()
-        # Any thread, this one included, can collect a store without references.
+        # Any thread can collect a store without references, and so can this thread itself.
         if self._thread not in (None, threading.current_thread()):
             self._thread.join(JOIN_SECONDS)
 
     @property
     def ended(self) -> str:
-        """The reason for which the thread has ended, as a sentence; empty while it runs."""
+        """The reason why the thread has ended, as a sentence; empty while the thread runs."""
         if self._process != os.getpid():
             return (
-                "the expert store belongs to the parent of this forked process, which cannot use its "
-                "thread and files; create a store and open the model in each process."
+                "the expert store was created before this process was forked, and cannot be used after a "
+                "fork; create a store and open the model in each process."
             )
         return self._ended
 
@@ -142,7 +145,7 @@ class Fetcher:
                 if device.type == "cuda" and stream is None:
                     stream = torch.cuda.Stream(device)
                 fetch.run(stream)
-            except ValueError as error:  # about a file
+            except ValueError as error:  # an error in a file
                 reason = f"the expert store is closed: {error}"
             except Exception as error:
                 cause = f"its thread failed ({type(error).__name__}: {error}); open the model again."

@@ -1,7 +1,8 @@
-"""Lockstep: inference with expert parallelism if ranks call layers at different times, or not at all.
+"""Lockstep: expert parallelism for inference if ranks call layers at different times or not at all.
 
-One rank has more sentences, longer ones or none. So ranks first agree on the next call: each requests a
-layer, the most requested one runs, and the others join its collectives without tokens and request again.
+A rank can have more sentences, longer sentences or no sentences. So before each call, the ranks agree on a
+layer. Each rank requests a layer, and the layer with the most requests runs. Ranks that requested another
+layer join the collectives of this call without tokens, and request again.
 """
 
 from collections import Counter
@@ -12,48 +13,54 @@ import torch.distributed as dist
 
 from fairseq_tutel.comm.collectives import all_gather
 
-# The requests of a rank without a layer: for now, or until the end.
+# The requests of a rank that needs no layer at the moment, or no layer until the end.
 RESTS = -1
 IS_DONE = -2
 
 
 def next_layer(requests: Sequence[int]) -> int | None:
-    """Return the layer that most ranks request, of several the lowest; None without requests."""
+    """Return the index of the layer that most ranks request; None if no rank requests a layer.
+
+    Ties go to the lowest index.
+    """
     votes = Counter(request for request in requests if request >= 0)
     return min(votes, key=lambda index: (-votes[index], index), default=None)
 
 
 class Lockstep:
-    """One rank's side of the lockstep; `group` has the ranks that share experts, None for all.
+    """Coordinates the layer calls of one rank with the calls of the other ranks in an EP group.
 
-    Each rank must `add` the same layers in the same order, and call `end`. A rank that fails sends no
-    message: its connections break, so that the others' next agreement fails.
+    Each rank must `add` the same layers in the same order, and call `end`. If a rank fails, its connections
+    break, and the next agreement of the other ranks fails.
     """
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self.group = group
         self.layers: list[Callable[[], None]] = []
-        self.calls = 0  # of this rank
+        self.calls = 0  # calls that this rank requested
         self.served = 0  # calls of other ranks that this rank joined without tokens
 
     def add(self, run_without_tokens: Callable[[], None]) -> int:
-        """Return the index of a new layer; `run_without_tokens` joins the collectives of a call."""
+        """Add a layer and return its index; `run_without_tokens` joins the collectives of a call."""
         self.layers.append(run_without_tokens)
         return len(self.layers) - 1
 
     def wait_for_turn(self, index: int) -> None:
-        """Join other calls until it is this layer's turn; the caller then runs the layer."""
+        """Join calls of other layers until it is the turn of layer `index`, which the caller then runs."""
         while next_layer(requests := self._requests(index)) != index:
             self._join(requests)
         self.calls += 1
 
     def rest(self) -> None:
-        """Join calls until no rank requests a layer. Collective for all ranks that have not ended."""
+        """Join calls without tokens until no rank requests a layer.
+
+        All ranks that have not called `end` must call this together.
+        """
         while self._join(self._requests(RESTS)):
             pass
 
     def end(self) -> None:
-        """Join calls until every rank has ended."""
+        """Join calls without tokens until every rank has called `end`."""
         while set(requests := self._requests(IS_DONE)) != {IS_DONE}:
             self._join(requests)
 
@@ -63,7 +70,7 @@ class Lockstep:
         return all_gather(request, "the agreement on the next layer", self.group).tolist()
 
     def _join(self, requests: Sequence[int]) -> bool:
-        """Join the next call without tokens; return whether there was one."""
+        """Join the next call without tokens; return whether a rank had requested a call."""
         index = next_layer(requests)
         if index is None:
             return False

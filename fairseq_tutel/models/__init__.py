@@ -1,6 +1,6 @@
-"""MoE variants of fairseq's models, ensembles and Swin V2.
+"""Registers MoE variants of fairseq's models, ensembles and Swin V2.
 
-With the package's directory as `--user-dir`, fairseq imports this folder itself, so that the import must
+If --user-dir is the directory of this package, fairseq imports this folder directly, so this import must
 register everything.
 """
 

@@ -1,10 +1,10 @@
-"""ensemble_of: an ensemble of models of one registered architecture, with their mean probabilities.
+"""Defines the model ensemble_of, which averages the probabilities of several models of one architecture.
 
-Members are in the state dict under `members.0.`, `members.1.`, …. They are built in order, so that each
-draws other weights, and the first draws those of a single model. They run in order, too: a batched forward
-is slower (docs/ensembles.md).
+The state dict has the members under `members.0.`, `members.1.`, …. Members are built one after another, so
+each gets different initial weights, and the first gets the same weights as a single model. They also run
+one after another, because a batched forward is slower (docs/ensembles.md).
 
-M members, C classes.
+M: members, C: classes.
 """
 
 import argparse
@@ -43,7 +43,7 @@ EnsembleOptions = made("EnsembleOptions", options_in(EnsembleConfig))
 
 @register_model(NAME)
 class EnsembleModel(BaseFairseqModel):
-    """M members that get the same input."""
+    """An ensemble of M models that get the same input and whose probabilities are averaged."""
 
     def __init__(self, members: list[nn.Module], config: EnsembleConfig) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ class EnsembleModel(BaseFairseqModel):
 
     @classmethod
     def add_args(cls, parser: Any) -> None:
-        """Add the ensemble's flags and those of the members' architecture, read from sys.argv."""
+        """Add the flags of the ensemble and of its members, whose architecture is read from sys.argv."""
         gen_parser_from_dataclass(parser, EnsembleOptions(), delete_default=True)
         words = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
         words.add_argument("--arch", "-a")
@@ -73,7 +73,7 @@ class EnsembleModel(BaseFairseqModel):
 
     @classmethod
     def build_model(cls, args: Any, task: Any) -> "EnsembleModel":
-        """Build the members, each with its own experts, if any."""
+        """Build the members of the ensemble; each member has its own experts, if it has any."""
         config = read(EnsembleConfig, args)
         refuse_bad_values(config)
         seed = int(root_of(task).common.seed) if is_training(task, args) else None
@@ -83,23 +83,23 @@ class EnsembleModel(BaseFairseqModel):
                 members.append(build_model(_member_options(args, task), task))
                 for layer in moe_layers(members[m]):
                     layer.become_member(m, seed)
-                logging.disable(max(disabled, logging.INFO))  # the others would log the same
+                logging.disable(max(disabled, logging.INFO))  # other members would log the same
         finally:
             logging.disable(disabled)
         if getattr(task, "moe_tuner", None) is not None:
             raise ValueError(
-                "--moe-adaptive measures the layers of one model, and --arch ensemble_of trains several "
-                "models; set it to off."
+                "--moe-adaptive measures the layers of a single model, but --arch ensemble_of trains "
+                "several models; set --moe-adaptive to off."
             )
         if any(isinstance(module, AdaptiveSoftmax) for module in members[0].modules()):
             raise ValueError(
-                "--adaptive-softmax-cutoff is given, which computes no probability of every word, as "
-                "--arch ensemble_of needs; drop it."
+                "--adaptive-softmax-cutoff is given, but --arch ensemble_of needs the probability of every "
+                "word, which an adaptive softmax does not compute; remove it."
             )
         return cls(members, config)
 
     def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return (log of the mean of members' probabilities [..., C], {"member_logits": [M, ..., C]})."""
+        """Run all members; return (log mean probabilities [..., C], {"member_logits": [M, ..., C]})."""
         runs = [partial(member, *args, **kwargs) for member in self.members]
         if self.config.ensemble_share_after:
             share = partial(shared, keep=self.config.ensemble_share_keep, training=self.training)
@@ -114,32 +114,32 @@ class EnsembleModel(BaseFairseqModel):
     def get_normalized_probs(
         self, net_output: Any, log_probs: bool, sample: dict[str, Any] | None = None
     ) -> Tensor:
-        """Return the mean of the members' probabilities, or its logarithm."""
+        """Return the mean of the members' probabilities, or the logarithm of the mean."""
         return net_output[0] if log_probs else net_output[0].exp()
 
     def max_positions(self) -> Any:
-        """Return the members' limit."""
+        """Return the maximum input length of the members."""
         return self.members[0].max_positions()  # type: ignore[operator]
 
     @property
     def supported_targets(self) -> Any:
-        """The targets that a language modeling task passes to its model."""
+        """The kinds of targets that the members accept from a language modeling task."""
         return self.members[0].supported_targets
 
     def max_decoder_positions(self) -> int:
-        """Refuse generation, which calls this first."""
+        """Raise an error, because generation calls this method first and ensembles cannot generate."""
         raise ValueError(
-            "--arch ensemble_of scores, but does not generate; make its members with `python -m "
-            "fairseq_tutel convert members`, and give fairseq-generate --path A.pt:B.pt:…, whose "
-            "probabilities it averages."
+            "--arch ensemble_of can score, but not generate; save its members with `python -m "
+            "fairseq_tutel convert members`, and give them to fairseq-generate as --path A.pt:B.pt:…, "
+            "which also averages their probabilities."
         )
 
     def _logits_of(self, output: Any) -> Tensor:
         first = output[0] if isinstance(output, tuple | list) and output else output
         if not torch.is_tensor(first):
             raise ValueError(
-                f"a {type(self.members[0]).__name__} returns {type(output).__name__} instead of logits; "
-                "choose another --ensemble-arch."
+                f"the model {type(self.members[0]).__name__} returns a {type(output).__name__} instead of "
+                "logits; give another --ensemble-arch."
             )
         return first
 
@@ -148,33 +148,33 @@ class EnsembleModel(BaseFairseqModel):
         modules = dict(member.named_modules())
         if name not in modules:
             raise ValueError(
-                f"--ensemble-share-after is {name}, and a member has no such layer; choose one of "
+                f"--ensemble-share-after is {name}, but the members have no such layer; give one of "
                 f"{', '.join(path for path in list(modules)[1:12])}, …."
             )
         above = [modules[path] for path in modules if name.startswith(f"{path}.")]
-        # Of fairseq's layers, and of Swin's.
+        # fairseq's layers have `precheckpoint_forward`; Swin's stages have `checkpoints`.
         if any(hasattr(m, "precheckpoint_forward") or getattr(m, "checkpoints", False) for m in above):
             raise ValueError(
-                f"--ensemble-share-after is {name}, which activation checkpointing recomputes "
-                "without the other members; name a whole layer, or drop one."
+                f"--ensemble-share-after is {name}, which activation checkpointing recomputes for each "
+                "member alone; name a complete layer, or turn off activation checkpointing."
             )
 
 
 def _class_of(arch: str) -> Any:
     if not arch:
         raise ValueError(
-            "--arch ensemble_of needs the architecture of its members; name it in --ensemble-arch."
+            "--arch ensemble_of needs the architecture of its members; give it in --ensemble-arch."
         )
     if arch not in ARCH_MODEL_REGISTRY or arch == NAME:
         raise ValueError(
-            f"--ensemble-arch is {arch}, which members cannot have; give another architecture that "
-            "--arch accepts."
+            f"--ensemble-arch is {arch}, which is not an architecture for ensemble members; give another "
+            "architecture that --arch accepts."
         )
     return ARCH_MODEL_REGISTRY[arch]
 
 
 def _member_options(args: Any, task: Any) -> Any:
-    """Return a namespace or its dataclass, as the members' architecture expects."""
+    """Return the options for a member: its architecture's dataclass, or a Namespace if it has none."""
     arch = args.ensemble_arch
     options = getattr(_class_of(arch), "__dataclass", None)
     flat: Any = OmegaConf.to_container(args, resolve=True) if OmegaConf.is_config(args) else vars(args)
@@ -185,7 +185,7 @@ def _member_options(args: Any, task: Any) -> Any:
     known = {item.name for item in fields(options)}
     member = OmegaConf.merge(options(), {key: given[key] for key in given.keys() & known})
     member._name = arch
-    # Its interpolations refer to the run's configuration, as ${task.tokens_per_sample}.
+    # Interpolations, such as ${task.tokens_per_sample}, refer to the run's configuration.
     root = args._get_root() if OmegaConf.is_config(args) else root_of(task)
     member.__dict__["_parent"] = root if root is not None else OmegaConf.create({"task": config_of(task)})
     if is_opened(args):
@@ -195,7 +195,7 @@ def _member_options(args: Any, task: Any) -> Any:
 
 @register_model_architecture(NAME, NAME)
 def architecture(args: Any) -> None:
-    """Set options that are not given, of the ensemble and, by their architecture, of its members."""
+    """Set the defaults of missing options: the ensemble's, and those of the members' architecture."""
     fill_in(args, EnsembleOptions)
     _class_of(args.ensemble_arch)
     ARCH_CONFIG_REGISTRY[args.ensemble_arch](args)

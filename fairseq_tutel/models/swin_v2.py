@@ -1,6 +1,6 @@
-"""swin_v2 and swin_v2_moe: Swin V2 as a fairseq model, dense and with experts, in several sizes.
+"""Registers Swin V2 as the fairseq models swin_v2 (dense) and swin_v2_moe (with experts) in several sizes.
 
-The task has `channels` and `num_classes`.
+The task must have `channels` and `num_classes`.
 """
 
 from collections.abc import Iterable
@@ -17,7 +17,7 @@ from fairseq_tutel.plugin.registration.flags import made
 from fairseq_tutel.vision.options import SwinConfig, SwinExpertsConfig
 from fairseq_tutel.vision.swin_v2 import SwinV2
 
-# Settings of the released model's experts. Their second bias, which it lacks, starts at 0.
+# Expert settings of the released model, which has no second bias in its experts; here it starts at 0.
 EXPERTS = {"activation": "gelu", "init_std": 0.005}
 RELEASED = {
     "swin_form": "moe",
@@ -30,7 +30,7 @@ RELEASED = {
 }
 # Differences from RELEASED for small images, used for the published results.
 SMALL_IMAGES = {"swin_init_std": 0.02, "moe_balance_loss": "load_importance:1"}
-# Options of encoder or decoder do not apply to stages.
+# Model options except those of an encoder or decoder, which do not apply to stages.
 ALL_SIDES = [option for option in options_of("model") if option not in options_in(SidesConfig)]
 SIZES: dict[str, dict[str, Any]] = {
     "": {},
@@ -48,16 +48,16 @@ SIZES: dict[str, dict[str, Any]] = {
 
 
 class SwinV2Model(SwinV2, BaseFairseqModel):
-    """Swin V2 without experts."""
+    """The dense Swin V2 model, without experts."""
 
     _keeps_head = False
 
     def keep_head(self) -> None:
-        """Do not load a head from later state dicts."""
+        """Keep this model's classification head when a state dict is loaded."""
         self._keeps_head = True
 
     def upgrade_state_dict_named(self, state_dict: dict[str, Any], name: str) -> None:
-        """Update a checkpoint's weights, in place."""
+        """Replace the head in a checkpoint's state dict, in place, if this model keeps its own head."""
         if self._keeps_head:
             head = f"{name}.head" if name else "head"
             state_dict.update(self.head.state_dict(prefix=f"{head}."))
@@ -65,31 +65,31 @@ class SwinV2Model(SwinV2, BaseFairseqModel):
 
     @classmethod
     def build_model(cls, cfg: Any, task: Any) -> Any:
-        """Build the model for the options and the task's images."""
+        """Build Swin V2 from its options, and the task's numbers of channels and classes."""
         config = read(SwinConfig, cfg)
         refuse_bad_values(config)
         if not hasattr(task, "channels"):
             raise ValueError(
-                f"--arch is a Swin V2, which reads images, and a {type(task).__name__} has none; choose "
-                "--task image_classification or moe_image_classification."
+                f"--arch is a Swin V2, which needs images, but the task {type(task).__name__} has none; "
+                "give --task image_classification or moe_image_classification."
             )
         return cls(config, task.channels, task.num_classes)
 
 
 class SwinV2MoEModel(MoEModelMixin, SwinV2Model):
-    """Swin V2 whose every --moe-freq-th block of a stage has experts, in the last stages."""
+    """Swin V2 with experts in every --moe-freq-th block of its last stages."""
 
-    expert_stages = 0  # how many of the last stages may have experts
+    expert_stages = 0  # the number of last stages that may have experts
 
     @classmethod
     def build_model(cls, cfg: Any, task: Any) -> Any:
-        """Build the dense model, then replace the chosen feed-forward steps."""
+        """Build the dense model, then replace the FFNs of the chosen blocks by experts."""
         own = read(SwinExpertsConfig, cfg)
         refuse_bad_values(own)
         if cfg.moe_pregate and cfg.swin_checkpoint_activations:
             raise ValueError(
                 f"--moe-pregate is {cfg.moe_pregate}, so gates read the input of an earlier block, but "
-                "--swin-checkpoint-activations recomputes each block alone; drop one."
+                "--swin-checkpoint-activations recomputes each block alone; remove one of them."
             )
         model = super().build_model(cfg, task)
         model.expert_stages = own.expert_stages
@@ -100,14 +100,14 @@ class SwinV2MoEModel(MoEModelMixin, SwinV2Model):
         return model
 
     def moe_stacks(self) -> Iterable[tuple[str, str, nn.Module]]:
-        """Return the stages that may have experts, for `named_stacks`."""
+        """Yield (side, qualified name, blocks) of each stage that may have experts, for `named_stacks`."""
         for i in range(max(0, len(self.stages) - self.expert_stages), len(self.stages)):
             path = f"stages.{i}.blocks"
             yield f"stage {i + 1}", path, self.get_submodule(path)
 
 
 def _register(name: str, model: type, options: list, defaults: dict[str, Any]) -> None:
-    """Register a size as a separate model, so that its name sets its options under hydra, too."""
+    """Register one size of Swin V2 as a separate model, so its name also sets the options under hydra."""
     options = [replace(o, default=defaults.get(o.key, o.default)) for o in options]
     title = "".join(part.title() for part in name.split("_"))
     cls = type(title, (model,), {"__doc__": model.__doc__, "__module__": __name__})

@@ -1,6 +1,6 @@
-"""A moe_ variant of every fairseq model with a stack of transformer layers; docs/models.md lists them.
+"""Registers a moe_ variant of every fairseq model with transformer layers; docs/models.md lists them.
 
-Like the stock models, most have no dataclass: fairseq-train cannot build a nested one.
+Most variants have no dataclass, like their stock models, because fairseq-train cannot build nested ones.
 """
 
 import argparse
@@ -51,55 +51,55 @@ from fairseq_tutel.plugin.run_state import is_opened, root_of
 logger = logging.getLogger(__name__)
 
 BOTH = ("encoder", "decoder")
-# Sides of a model whose layers have an fc1, for its subclasses, too.
+# Sides whose layers have an fc1, by model class; subclasses have the same sides.
 SIDES = (
     (("encoder",), (RobertaModel, MaskedLMModel, Wav2Vec2Model, HubertModel)),
     (("decoder",), (LightConvLanguageModel, TransformerUnitLanguageModel, SpeechDLM)),
-    # Conformer layers have two FFNs with other names.
+    # Only the decoder: Conformer layers of the encoder have two FFNs with different names.
     (("decoder",), (S2TConformerModel, S2UTConformerModel, S2SpecTConformerModel)),
     (BOTH, (TransformerModel, MultilingualTransformerModel, RobertaEncDecModel, LightConvModel)),
     (BOTH, (S2TTransformerModel, ConvTransformerModel, TTSTransformerModel)),
     (BOTH, (S2STransformerMultitaskModelBase,)),
 )
-# Models around the one that --w2v-path names.
+# Models that contain the pretrained model of --w2v-path.
 FINE_TUNED = (Wav2VecCtc, Wav2Vec2Seq2SeqModel, Wav2VecClassification, HubertCtc, HubertSeq2SeqModel)
-# Sides whose linear layers fairseq always initializes by init_bert_params; others need --apply-bert-init.
+# Sides whose linear layers fairseq always initializes by init_bert_params, without --apply-bert-init.
 BERT_SIDES = {
     **dict.fromkeys((RobertaModel, RobertaEncDecModel, Wav2Vec2Model, HubertModel), ("encoder",)),
     BARTModel: BOTH,
 }
 BERT_INIT = {"init_std": 0.02}
-# The reasons are in docs/models.md.
+# Models without a variant; docs/models.md gives the reasons.
 WITHOUT_VARIANT = ("nacrf_transformer", "unity_conformer", "s2spect2_conformer")
 
-# Whether the model that is being built is the pretrained one inside another model.
+# Whether the model that is being built is a pretrained model inside another model.
 _is_within: ContextVar[bool] = ContextVar("_is_within", default=False)
 
 
 class MoEVariantMixin(MoEModelMixin):
-    """Precedes a stock model: experts in the FFNs of its encoder, its decoder, or both."""
+    """Mixin before a stock model class that puts experts in the encoder, the decoder, or both."""
 
     sides: ClassVar[tuple[str, ...]] = BOTH
 
     @classmethod
     def options(cls) -> type:
-        """Return the dataclass of the experts' options."""
+        """Return the dataclass of the MoE options for this model class."""
         return EncoderDecoderOptions if len(cls.sides) > 1 else ModelOptions
 
     @classmethod
     def add_args(cls, parser: Any) -> None:
-        """Add the stock flags and the experts'; the architecture sets those that are not given."""
+        """Add the stock model's flags and the MoE flags; the architecture sets the defaults."""
         super().add_args(parser)
         if getattr(cls, "__dataclass", None) is None:
             gen_parser_from_dataclass(parser, cls.options()(), delete_default=True, with_prefix="")
 
     @classmethod
     def build_model(cls, args: Any, task: Any) -> Any:
-        """Build the stock model, then replace the chosen FFNs."""
+        """Build the stock model, then replace the FFNs of the chosen layers by experts."""
         fill_in(args, cls.options())
         refuse_options(args)
         model = super().build_model(args, task)  # type: ignore[misc]
-        change_class(model, cls)  # build_model of some names a class
+        change_class(model, cls)  # some stock models build a fixed class
         own = {side: getattr(args, f"{side}_moe_freq", -1) for side in cls.sides}
         freqs = {side: args.moe_freq if freq == -1 else freq for side, freq in own.items()}
         bert = [sides for stock, sides in BERT_SIDES.items() if issubclass(cls, stock)]
@@ -117,17 +117,17 @@ class MoEVariantMixin(MoEModelMixin):
 
 
 class FineTunedMixin(MoEModelMixin):
-    """Precedes a stock model around a pretrained one, whose experts it continues to train.
+    """Mixin before a stock model class that fine-tunes a pretrained inner model with experts.
 
-    The inner model is built with all experts on every rank and loads its weights. Then its experts are
-    distributed over the ranks of this run.
+    The inner model is first built with all experts on every rank and loads its weights. Then its experts
+    are distributed over the ranks of this run.
     """
 
     @classmethod
     def build_model(cls, cfg: Any, task: Any) -> Any:
-        """Build the stock model around the pretrained one."""
+        """Build the stock model with the pretrained model inside, then distribute the inner experts."""
         with open_dict(cfg):
-            cfg.setdefault("autoregressive", False)  # fairseq's hubert_ctc reads it, but lacks it
+            cfg.setdefault("autoregressive", False)  # fairseq's hubert_ctc reads but does not define it
         token = _is_within.set(True)
         try:
             model = super().build_model(cfg, task)  # type: ignore[misc]
@@ -137,8 +137,8 @@ class FineTunedMixin(MoEModelMixin):
         if not moe_layers(model):
             stock = cfg._name.removeprefix("moe_")
             raise ValueError(
-                f"--w2v-path is {cfg.w2v_path}, whose model has no experts for --arch {cfg._name}; give "
-                f"the output of `python -m fairseq_tutel convert upcycle`, or --arch {stock}."
+                f"--w2v-path is {cfg.w2v_path}, which has no experts, but --arch {cfg._name} needs them; "
+                f"give the output of `python -m fairseq_tutel convert upcycle`, or --arch {stock}."
             )
         with open_dict(cfg):
             for key in defaults(ModelOptions):
@@ -148,28 +148,28 @@ class FineTunedMixin(MoEModelMixin):
 
 
 def _refuse_within_a_dense_model(root: Any) -> None:
-    """Refuse to train a stock model around one with experts, which would not be distributed."""
+    """Raise an error if a dense --arch fine-tunes a model with experts, which would not be distributed."""
     model: Any = getattr(root, "model", None)
     has_experts = getattr(ARCH_MODEL_REGISTRY.get(getattr(model, "_name", "")), "has_experts", False)
     if getattr(model, "w2v_path", None) and not has_experts:
         raise ValueError(
-            f"--arch {model._name} is dense, and --w2v-path {model.w2v_path} has experts; choose --arch "
+            f"--arch {model._name} is dense, but --w2v-path {model.w2v_path} has experts; give --arch "
             f"moe_{model._name}."
         )
 
 
 @dataclasses.dataclass
 class MoETransformerLanguageModelConfig(ModelOptions, TransformerLanguageModelConfig):  # type: ignore[valid-type,misc]
-    """The stock model's options, then the experts'."""
+    """Options of moe_transformer_lm: those of fairseq's transformer_lm, and the MoE options."""
 
 
 @register_model("moe_transformer_lm", dataclass=MoETransformerLanguageModelConfig)
 class MoETransformerLanguageModel(MoEModelMixin, TransformerLanguageModel):
-    """TransformerLanguageModel with experts in every --moe-freq-th layer."""
+    """fairseq's TransformerLanguageModel with experts in every --moe-freq-th layer."""
 
     @classmethod
     def build_model(cls, args: Any, task: Any) -> "MoETransformerLanguageModel":
-        """Build the stock model, then replace the chosen FFNs."""
+        """Build the stock model, then replace the FFNs of the chosen layers by experts."""
         _warn_of_hydra(args)
         _fill_in(args)
         stock_args = _with_scales(args)
@@ -180,19 +180,19 @@ class MoETransformerLanguageModel(MoEModelMixin, TransformerLanguageModel):
 
 
 def _warn_of_hydra(args: Any) -> None:
-    """Warn if an architecture's name sets no sizes, as for fairseq's language models under hydra."""
+    """Warn if hydra is used with an --arch name that sets no sizes, as with fairseq's language models."""
     name = getattr(args, "_name", None)
     if HydraConfig.initialized() and name in ARCH_CONFIG_REGISTRY and name != "moe_transformer_lm":
         logger.warning(
-            "fairseq-hydra-train takes no sizes from the architecture's name %s; give model.decoder_layers "
-            "and the like, or train by fairseq-train --arch %s",
+            "fairseq-hydra-train does not set model sizes from the architecture %s; give options such as "
+            "model.decoder_layers, or train with fairseq-train --arch %s",
             name,
             name,
         )
 
 
 def _fill_in(args: Any) -> None:
-    """Add the dataclass's defaults that a hydra file with an architecture's name lacks."""
+    """Add the default of every option that a hydra configuration with an architecture's name lacks."""
     if not OmegaConf.is_config(args):
         return
     with open_dict(args):
@@ -202,7 +202,10 @@ def _fill_in(args: Any) -> None:
 
 
 def _with_scales(args: Any) -> Any:
-    """Return a Namespace, from which fairseq's TransformerConfig reads --scale-fc and similar options."""
+    """Return the options as a Namespace if --scale-fc or a similar option is set.
+
+    fairseq's TransformerConfig reads these options only from a Namespace.
+    """
     scales = ("scale_fc", "scale_attn", "scale_heads", "scale_resids")
     if not OmegaConf.is_config(args) or not any(args[key] for key in scales):
         return args
@@ -211,13 +214,13 @@ def _with_scales(args: Any) -> Any:
 
 
 def _architecture(stock: Callable[[Any], None], options: type, args: Any) -> None:
-    """Set the experts' options and the stock architecture's, if they are not given."""
+    """Set the defaults of missing options: the MoE options, and those of the stock architecture."""
     fill_in(args, options)
     stock(args)
 
 
 def _register_architectures(model: str, options: type) -> None:
-    """Register a moe_ variant of every architecture that fairseq has for `model`."""
+    """Register a moe_ variant of every architecture that fairseq defines for `model`."""
     for arch in list(ARCH_MODEL_INV_REGISTRY[model]):
         if f"moe_{arch}" not in ARCH_CONFIG_REGISTRY:
             architecture = partial(_architecture, ARCH_CONFIG_REGISTRY[arch], options)

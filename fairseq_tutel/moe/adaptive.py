@@ -1,16 +1,17 @@
-"""Adaptive parallelism: the strategy of a layer, and the weights that it gathers for one forward.
+"""Adaptive parallelism: several ways to divide the experts' work, with the same stored weights.
 
-There are several ways to divide the work of sliced experts, with the same stored weights.
+Each layer uses one of these ways for a forward pass. The weights that it lacks are gathered for that pass.
 
-T tokens, P ranks, E experts, s slices of an expert (P = E * s, or s = 1), r ranks that receive a row,
-H hidden_dim. Rank (e, q) of expert e stores slice q for every r, so that a change of r moves no weights:
+T tokens, P ranks, E experts, s shards of an expert (P = E * s, or s = 1), r ranks that receive each row, H
+hidden_dim. Rank (e, q) stores shard q of expert e for every r. A change of r therefore moves no stored
+weights:
 
     r = 0  every rank gathers all experts; no row is sent
-    r = 1  an expert's ranks gather it whole; each gets a part of its rows (expert + data)
-    r = s  no weights are gathered; every row goes to all ranks of the expert (expert + model)
-    else   groups of s / r consecutive ranks gather H / r of the expert; every row goes to r ranks
+    r = 1  an expert's ranks gather all its shards; each rank gets a part of its rows (expert + data)
+    r = s  no weights are gathered; every row is sent to all ranks of its expert (expert + model)
+    else   groups of s / r consecutive ranks gather H / r of the expert; every row is sent to r ranks
 
-The source rank of a row sums the partial outputs of r ranks.
+The rank that sent a row sums the partial outputs of the r ranks.
 
 Source: Tutel (Hwang et al. 2023), section 3.2.
 """
@@ -35,19 +36,19 @@ from fairseq_tutel.planning.machine import Machine, typical
 from fairseq_tutel.planning.strategy import Strategy, degree_of
 from fairseq_tutel.ranks.groups import Topology, slice_of
 
-OPERATION = "the gathering of experts' weights"
-TOKENS = 4096  # default for a rank's micro-batch
-WIRE_BYTES = {"bf16": 2, "fp8": 1}  # bytes of an element by transfer dtype
+OPERATION = "the all-gather of expert weights"
+TOKENS = 4096  # default number of tokens in a micro-batch of one rank
+WIRE_BYTES = {"bf16": 2, "fp8": 1}  # transfer dtype: bytes per element
 
 
 def allowed_degrees(slices: int, whole_hidden: bool = False) -> tuple[int, ...]:
-    """Return every valid r: 0 and the divisors of s; 0 and 1 with `whole_hidden` (a norm over H)."""
+    """Return the valid values of adaptive_r: 0, and the divisors of `slices` (1 if `whole_hidden`)."""
     divisors = (r for r in range(1, slices + 1) if slices % r == 0)
     return (0, 1) if whole_hidden else (0, *divisors)
 
 
 def nearest_degree(degree: int, slices: int, whole_hidden: bool = False) -> int:
-    """Return the largest valid r that is at most `degree`, for a layer with fewer slices."""
+    """Return the largest valid adaptive_r that does not exceed `degree`."""
     return max(r for r in allowed_degrees(slices, whole_hidden) if r <= degree)
 
 
@@ -58,14 +59,14 @@ def weights_of(
     device: torch.device,
     call_id: CallId = NO_CALL_ID,
 ) -> Weights:
-    """Return the weights that this rank computes with in one forward if r = `degree`. Collective.
+    """Gather and return the expert weights that this rank needs if adaptive_r is `degree`. Collective.
 
-    Backward sums the gradients of all ranks that gathered and keeps those of this rank's slice. If r is 0,
-    ranks compare the call ID here, since they exchange no counts then.
+    The backward pass sums the gradients of all ranks that gathered the weights. It keeps the gradients of
+    this rank's shard. If r is 0, the ranks exchange no row counts, so this function compares the call ID.
 
     Raises:
-        ValueError: the experts were pruned or parametrized, so that other ranks cannot gather them, or the
-            topology has no groups for this r.
+        ValueError: the experts were pruned or parametrized, which prevents gathering, or the topology
+            has no groups for this r.
     """
     named, slices = experts.expert_parameters(), experts.part.slices
     gone = sorted(set(experts.names) - set(named))
@@ -87,14 +88,14 @@ def weights_of(
     if degree > 1:
         part = experts.part.index // joined
         for name in filter(tensors.__contains__, experts.added):
-            # At its position in the whole last dimension, with zeros elsewhere.
+            # The tensor gets its position in the full last dimension, with zeros elsewhere.
             width = tensors[name].shape[-1]
             tensors[name] = F.pad(tensors[name], (part * width, (degree - 1 - part) * width))
     return Weights(experts.prepared(tensors, device), of_all=degree == 0)
 
 
 def _merge(stack: Tensor, slices: int, dim: int) -> Tensor:
-    """Merge [G, e, ...] of G ranks to [experts, ...], with the shards of an expert along `dim`."""
+    """Join the shards of each expert: reshape gathered weights [G, e, ...] to [experts, ...]."""
     flat = stack.flatten(0, 1)
     if slices == 1:
         return flat
@@ -103,7 +104,7 @@ def _merge(stack: Tensor, slices: int, dim: int) -> Tensor:
 
 
 class _Gather(torch.autograd.Function):
-    """All-gather of several tensors: each [...] becomes [G, ...] for the group's G ranks."""
+    """All-gather several tensors: each [...] becomes [G, ...] for the G ranks of the group."""
 
     @staticmethod
     def forward(ctx: Any, group: dist.ProcessGroup, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -122,7 +123,7 @@ class _Gather(torch.autograd.Function):
     @first_order
     def backward(ctx: Any, *dstacks: Tensor) -> tuple[Tensor | None, ...]:
         outs = [stack.new_empty(stack.shape[1:]) for stack in dstacks]
-        what = "the summing of experts' gradients"
+        what = "the reduce-scatter of expert gradients"
         started = [
             start_reduce_scatter(out, stack.contiguous(), what, ctx.group, as_list=True)
             for out, stack in zip(outs, dstacks, strict=True)
@@ -139,10 +140,11 @@ def static_strategy(
     machine: Machine | None = None,
     element_bytes: int = 4,
 ) -> Strategy:
-    """Return the configured strategy of a layer.
+    """Return the execution strategy that a layer's configuration sets.
 
-    An algorithm `auto` is chosen for T = `tokens` of a rank by a hardware profile (None: a typical one of
-    this device) and the bytes of an element of a row.
+    If the all-to-all algorithm is `auto`, the faster algorithm is predicted from a hardware profile. The
+    prediction is for `tokens` per rank and `element_bytes` per row element. If `machine` is None, typical
+    values of this device are used.
     """
     algorithm, grid = config.a2a_algorithm, topology.grid
     slices, overlap = topology.slices(config.num_experts), config.a2a_ffn_overlap_degree
@@ -160,22 +162,22 @@ def static_strategy(
 
 
 def static_degree(config: MoEConfig, slices: int) -> int:
-    """Return the configured r, at most s = `slices`; raise ValueError for an invalid one."""
+    """Return the configured adaptive_r, limited to `slices`; raise ValueError if it is invalid."""
     degree = config.adaptive_r
     name, value = "adaptive_r", str(degree)
     if degree < 0:
         name, value = "parallel_type", config.parallel_type
-        degree = degree_of(config.parallel_type, slices) or 0  # MoEConfig has checked it
+        degree = degree_of(config.parallel_type, slices) or 0  # MoEConfig has checked the value
     degree = min(degree, slices)
     given = f"{label_of(name)} is {value}"
     require(
         degree in allowed_degrees(slices),
-        f"{given}, but {slices} ranks hold one expert; give 0 or a divisor of {slices}.",
+        f"{given}, but each expert is split over {slices} ranks; give 0 or a divisor of {slices}.",
     )
     require(
         degree <= 1 or not config.hidden_layer_norm,
-        f"{given}, which splits the hidden dimension, but the layer norm of --scale-fc needs the whole; "
-        "give 0 or 1.",
+        f"{given}, which splits the hidden dimension, but the layer norm of --scale-fc needs the complete "
+        "hidden dimension; give 0 or 1.",
     )
     return degree
 
@@ -188,7 +190,7 @@ def predicted_seconds(
     machine: Machine,
     element_bytes: int,
 ) -> float:
-    """Return the seconds of a layer's forward and backward by the cost model; plans count as linear."""
+    """Predict the seconds of a layer's forward and backward with a strategy, by the cost model."""
     grid, size = topology.grid, topology.expert_parallel_size
     nodes, local = (grid.nodes, grid.local) if grid else (1, size)
     slices = topology.slices(config.num_experts)
@@ -203,5 +205,5 @@ def predicted_seconds(
 
 
 def is_tuned(config: MoEConfig) -> bool:
-    """Whether the tuner chooses any part of the strategy."""
+    """Return whether the tuner chooses any part of the strategy."""
     return "auto" in (config.adaptive, config.parallel_type)

@@ -1,4 +1,4 @@
-"""Balance losses (--moe-balance-loss), and the bias. T tokens, E experts, K top_k, S sentences."""
+"""Balance losses and the balance bias. T tokens, E experts, K top_k, S sentences."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ if TYPE_CHECKING:  # these modules import MoEConfig, which imports this one
 
 
 def gshard_loss(routing: Routing, gate: GateOutput | None = None) -> Tensor:
-    """E * sum_e f_e P_e over the real tokens of one micro-batch; 0 without tokens.
+    """Return the GShard balance loss E * sum_e f_e P_e of one micro-batch; 0 without tokens.
 
-    f_e is the fraction of first choices that are e, before dropping (a constant). P_e is the mean
-    probability of e (differentiable). The loss is 1 for uniform load and uniform probabilities.
+    Padding is ignored. f_e is the fraction of tokens whose first choice is e, before dropping (a constant).
+    P_e is the mean probability of e (differentiable). The loss is 1 for uniform load and uniform
+    probabilities.
 
     Source: GShard (Lepikhin et al. 2020), equation 4 and algorithm 1, scaled by E as Tutel does.
     """
@@ -28,23 +29,23 @@ def gshard_loss(routing: Routing, gate: GateOutput | None = None) -> Tensor:
 
 
 def gshard_all_loss(routing: Routing, gate: GateOutput | None = None) -> Tensor:
-    """The gshard loss with f_e the fraction of all assignments instead of first choices."""
+    """Return the GShard loss with the fractions of all assignments instead of first choices only."""
     return _load_times_probability(routing, routing.assigned_KE.sum(dim=0))
 
 
 def gshard_global_loss(routing: Routing, gate: GateOutput) -> Tensor:
-    """The gshard_all loss with f_e over the micro-batches of all ranks and P_e of this rank.
+    """Return the gshard_all loss with the loads of all ranks and the probabilities of this rank.
 
     Collective in training: one all-reduce of E numbers. Source: Qiu et al. 2025, Demons in the Detail.
     """
     assigned_E = routing.assigned_KE.sum(dim=0)
     if gate.num_ranks > 1:
-        all_reduce(assigned_E, "the sum of all ranks' loads")
+        all_reduce(assigned_E, "the all-reduce of expert loads for the gshard_global loss")
     return _load_times_probability(routing, assigned_E)
 
 
 def gshard_sequence_loss(routing: Routing, gate: GateOutput) -> Tensor:
-    """The mean of gshard_all over sentences (DeepSeek-V3 2024, equations 17 to 20, E for their 1 / K)."""
+    """Return the mean of the gshard_all loss over sentences (DeepSeek-V3 2024, equations 17 to 20)."""
     probs_TE = _real_probs(routing)
     num_tokens, num_experts = probs_TE.shape
     count, time = gate.sentences or (1, num_tokens)
@@ -62,12 +63,12 @@ def gshard_sequence_loss(routing: Routing, gate: GateOutput) -> Tensor:
 
 
 def load_importance_loss(routing: Routing, gate: GateOutput) -> Tensor:
-    """Half the sum of cv^2(importance) and cv^2(load), over the real tokens.
+    """Return (cv^2(importance) + cv^2(load)) / 2 over all tokens except padding (Shazeer et al. 2017).
 
-    Importance_e is the sum over tokens of the probability without noise. Load_e is the sum of the
-    probability that e is among the K best if its noise is drawn again: Phi((logit_e - rival_e) / noise),
-    with rival_e the K-th largest noisy logit of the other experts. cv^2 is the variance over experts
-    divided by the squared mean.
+    Importance_e is the sum of expert e's noise-free probabilities over tokens. Load_e is the sum over
+    tokens of the probability that e is among the K best experts if its noise is drawn again. That
+    probability is Phi((logit_e - rival_e) / noise), where rival_e is the K-th largest noisy logit of the
+    other experts. cv^2 is the variance over experts divided by the squared mean.
 
     Source: Shazeer et al. 2017, sections 4 and A, equations 6 to 11.
     """
@@ -80,7 +81,7 @@ def load_importance_loss(routing: Routing, gate: GateOutput) -> Tensor:
         is_chosen_TE = noisy_TE > best_TK[:, top_k:]
         rival_TE = torch.where(is_chosen_TE, best_TK[:, top_k:], best_TK[:, top_k - 1 : top_k])
         ahead_TE = (clean_TE - rival_TE) / gate.noise
-        # An expert that a custom gate excludes has probability 0, for every rival.
+        # An expert that a custom gate excludes has probability 0, for every rival_e.
         chance_TE = _normal_cdf(ahead_TE.masked_fill(clean_TE == -math.inf, -math.inf))
     from fairseq_tutel.moe.choice import scores_of
 
@@ -88,9 +89,10 @@ def load_importance_loss(routing: Routing, gate: GateOutput) -> Tensor:
 
 
 def load_importance_tutel_loss(routing: Routing, gate: GateOutput) -> Tensor:
-    """The load_importance loss in Tutel's form, to resume a training run that began with it.
+    """Return Tutel's variant of the load_importance loss, to resume training runs that used it.
 
-    It subtracts the K-th largest noisy logit of all experts, from a probability instead of a logit.
+    It uses the K-th largest noisy logit of all experts, and subtracts this logit from a probability instead
+    of from a logit.
     """
     top_k = min(routing.assigned_KE.shape[0], routing.probs_TE.shape[1])
     probs_TE = torch.softmax(_wide(gate.clean_TE), dim=1)
@@ -99,7 +101,7 @@ def load_importance_tutel_loss(routing: Routing, gate: GateOutput) -> Tensor:
 
 
 def z_loss(routing: Routing, gate: GateOutput) -> Tensor:
-    """Mean over the real tokens of (log sum_e exp logit_e)^2 (ST-MoE, Zoph et al. 2022, equation 5)."""
+    """Return the mean over tokens, without padding, of (log sum_e exp logit_e)^2 (ST-MoE, equation 5)."""
     square_T = torch.logsumexp(_wide(gate.logits_TE), dim=1).square()
     if routing.real_T is not None:
         square_T = square_T.masked_fill(~routing.real_T, 0.0)
@@ -107,7 +109,7 @@ def z_loss(routing: Routing, gate: GateOutput) -> Tensor:
 
 
 def _load_times_probability(routing: Routing, load_E: Tensor) -> Tensor:
-    """E * sum_e (share of e in the load) * (mean probability of e)."""
+    """Return E * sum_e (expert e's share of the load) * (expert e's mean probability)."""
     probs_TE = _real_probs(routing)
     share_E = load_E.to(probs_TE.dtype) / load_E.sum().clamp_min(1).to(probs_TE.dtype)
     tokens = routing.num_tokens.clamp_min(1).to(probs_TE.dtype)
@@ -123,7 +125,7 @@ def _importance_and_load(routing: Routing, importance_TE: Tensor, chance_TE: Ten
 
 
 def _cv_squared(total_E: Tensor) -> Tensor:
-    """Sample variance over the squared mean; 0 for one expert or without tokens."""
+    """Return the sample variance divided by the squared mean; 0 for one expert or without tokens."""
     if total_E.shape[0] == 1:
         return total_E.sum() * 0
     return total_E.var() / (total_E.mean().square() + 1e-10)
@@ -134,7 +136,7 @@ def _normal_cdf(x: Tensor) -> Tensor:
 
 
 def _wide(x: Tensor) -> Tensor:
-    """Convert to at least fp32: half precision represents neither token counts nor their inverse."""
+    """Convert a tensor to fp32 or wider, because half precision cannot represent large token counts."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
@@ -145,32 +147,32 @@ def _real_probs(routing: Routing) -> Tensor:
     return probs_TE.masked_fill(~routing.real_T.unsqueeze(1), 0.0)
 
 
-# Switch's loss (Fedus et al. 2021, equations 4 to 6) equals gshard's: both count the first choice.
 class BalanceLoss(NamedTuple):
-    """A function of a routing and its gate, and the text of its help."""
+    """A balance loss: its function of a routing and the gate's output, and its help text."""
 
     function: Callable[[Routing, GateOutput], Tensor]
     help: str
-    # The load in the loss is the probability that a token chooses an expert if the noise is drawn again.
+    # The loss uses the probability that a token chooses an expert if the gate's noise is drawn again.
     needs_gate_noise: bool = False
 
 
-# By the name in --moe-balance-loss.
+# By the name in --moe-balance-loss. Switch's loss (Fedus et al. 2021, equations 4 to 6) equals GShard's:
+# both count first choices.
 LOSSES = {
     "gshard": BalanceLoss(
         gshard_loss, "fraction of first choices times mean probability, summed over experts"
     ),
-    "gshard_all": BalanceLoss(gshard_all_loss, "the same with the fraction of all choices"),
+    "gshard_all": BalanceLoss(gshard_all_loss, "gshard with the fraction of all choices"),
     "gshard_sequence": BalanceLoss(gshard_sequence_loss, "gshard_all per sentence"),
     "gshard_global": BalanceLoss(gshard_global_loss, "gshard_all with the fraction over all ranks"),
     "switch": BalanceLoss(gshard_loss, "alias of gshard"),
     "load_importance": BalanceLoss(
         load_importance_loss,
-        "variation of the experts' summed probabilities and of their load; needs --moe-gate-noise",
+        "variation of the experts' summed probabilities and of the experts' loads; needs --moe-gate-noise",
         needs_gate_noise=True,
     ),
     "load_importance_tutel": BalanceLoss(
-        load_importance_tutel_loss, "load_importance in Tutel's form", needs_gate_noise=True
+        load_importance_tutel_loss, "Tutel's variant of load_importance", needs_gate_noise=True
     ),
     "z": BalanceLoss(z_loss, "squared logarithm of the sum of the logits' exponentials"),
 }
@@ -189,7 +191,7 @@ def balance_loss_option() -> Any:
 
 
 def parse_balance_loss(text: str) -> dict[str, float]:
-    """Parse "gshard:1,z:0.1" to {"gshard": 1.0, "z": 0.1}, "none" and "" to {}, or raise ValueError."""
+    """Parse loss weights: "gshard:1,z:0.1" gives {"gshard": 1.0, "z": 0.1}, "none" and "" give {}."""
     weights: dict[str, float] = {}
     for part in text.split(",") if text.strip() not in ("", "none") else ():
         name, _, weight = (word.strip() for word in part.partition(":"))
@@ -211,12 +213,12 @@ def parse_balance_loss(text: str) -> dict[str, float]:
 
 
 def balance_losses(names: dict[str, float], routing: Routing, gate: GateOutput) -> dict[str, Tensor]:
-    """Return the scalar of every named loss; `names` maps name to weight, see parse_balance_loss."""
+    """Return every named balance loss as a scalar; `names` maps loss names to weights."""
     return {name: LOSSES[name].function(routing, gate) for name in names}
 
 
 class BalanceBias(nn.Module):
-    """A bias that rises for underloaded experts and falls for others (Wang et al. 2024, algorithm 1)."""
+    """A bias that rises for underloaded experts and falls for overloaded experts (Wang et al. 2024)."""
 
     bias: Tensor
     load: Tensor
@@ -229,24 +231,24 @@ class BalanceBias(nn.Module):
 
     @torch.no_grad()
     def count(self, assigned_KE: Tensor) -> None:
-        """Add one micro-batch's assignments, before dropping and without padding."""
+        """Add the assignments of one micro-batch to the load, including dropped ones but not padding."""
         self.load.add_(assigned_KE.sum(dim=0))
 
     @torch.no_grad()
     def update(self, load_E: Tensor) -> None:
-        """Change the bias by `rate`: up for a load below the mean, down above it; then reset the load."""
-        # In integers, so that every rank makes the same step: sign(mean - load), with both times E.
+        """Raise the bias of experts below the mean load, lower it above the mean, and reset the load."""
+        # Integer arithmetic ensures that every rank makes the same step: sign(mean - load), both times E.
         below_E = load_E.sum() - load_E * len(load_E)
         self.bias.add_(below_E.sign().to(self.bias.dtype), alpha=self.rate)
         self.load.zero_()
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
-        # A model that was trained without the bias starts with the initial one.
+        # A checkpoint that was trained without the bias leaves the bias at its initial value.
         state_dict.setdefault(prefix + "bias", self.bias)
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        # The bias keeps its dtype in a half-precision model: steps of 0.001 vanish in bf16.
+        # The bias keeps its dtype in a half-precision model, because steps of 0.001 vanish in bf16.
         bias = self.bias
         super()._apply(fn, recurse)
         if self.bias.dtype != bias.dtype:
@@ -255,14 +257,15 @@ class BalanceBias(nn.Module):
 
 
 def update_biases(model: nn.Module) -> None:
-    """Update every layer's balance bias by the load of all ranks since the last call. Collective.
+    """Update the balance bias of every layer by the summed load of all ranks. Collective.
 
-    Custom training loops call it after every optimizer step; fairseq's tasks do so themselves.
+    The load covers all micro-batches since the previous call. Custom training loops must call this function
+    after every optimizer step. fairseq's tasks call it automatically.
     """
     biases = [module for module in model.modules() if isinstance(module, BalanceBias)]
     if not biases:
         return
     load = torch.cat([bias.load for bias in biases])
-    all_reduce(load, "the all-reduce of the experts' load")
+    all_reduce(load, "the all-reduce of expert loads for the balance bias")
     for bias, load_E in zip(biases, load.split([len(b.load) for b in biases]), strict=True):
         bias.update(load_E)

@@ -1,4 +1,4 @@
-"""Custom classes, named package.module.Class, and initial values, the same for every number of ranks."""
+"""Loads custom classes, and initializes parameters equally for every number of ranks."""
 
 import hashlib
 import importlib
@@ -10,14 +10,14 @@ from torch import Tensor, nn
 
 
 def load_class(label: str, name: str) -> type:
-    """Import the class that an option names; raise ValueError if there is none."""
+    """Import and return the class with the name package.module.Class; raise ValueError if that fails."""
     module_name, _, class_name = name.rpartition(".")
     try:
         found = getattr(importlib.import_module(module_name), class_name)
     except (ImportError, AttributeError, ValueError) as error:
         raise ValueError(
-            f"{label} is {name!r}, which cannot be imported ({error}); give package.module.Class of a "
-            "module on PYTHONPATH."
+            f"{label} is {name!r}, which cannot be imported ({error}); give package.module.Class, where "
+            "the module is on PYTHONPATH."
         ) from error
     if not (isinstance(found, type) and issubclass(found, nn.Module)):
         raise ValueError(
@@ -27,14 +27,14 @@ def load_class(label: str, name: str) -> type:
 
 
 def build_custom(label: str, name: str, config: Any) -> nn.Module:
-    """Return the named class built as Class(config), with `moe_config` set for `redraw`."""
+    """Build and return an object of the named class, and store its configuration for `redraw`."""
     module: Any = construct(label, load_class(label, name), config)
     module.moe_config = config
     return module
 
 
 def construct(label: str, kind: type, config: Any) -> Any:
-    """Return kind(config); raise ValueError for a class with other arguments."""
+    """Build and return kind(config); raise ValueError if the class takes other arguments."""
     try:
         return kind(config)
     except TypeError as error:
@@ -46,26 +46,26 @@ def construct(label: str, kind: type, config: Any) -> Any:
 
 @torch.no_grad()
 def redraw(module: Any, seed: int) -> None:
-    """Set a module of `build_custom` to the values that its constructor draws from this seed."""
+    """Draw the parameters of a module from `build_custom` again, from this seed."""
     if any(parameter.is_meta for parameter in module.parameters()):
         return
     module.load_state_dict(draw(type(module), module.moe_config, seed).state_dict())
 
 
 def draw(kind: type, config: Any, seed: int) -> nn.Module:
-    """Return kind(config) on CPU, drawn from this seed; the global generator does not change."""
+    """Build kind(config) on the CPU from this seed, and leave torch's global generator unchanged."""
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
-        torch.default_generator.manual_seed(seed)  # the CPU's alone; torch.manual_seed reseeds GPUs
+        torch.default_generator.manual_seed(seed)  # CPU only; torch.manual_seed would also reseed GPUs
         return kind(config)
 
 
 def seeded_generator(seed: int, name: str, expert: int, tensor: str) -> torch.Generator:
-    """Return a CPU generator seeded by a hash of its arguments; expert -1 stands for shared tensors."""
+    """Return a CPU generator seeded by a hash of the arguments; `expert` is -1 for shared tensors."""
     return torch.Generator().manual_seed(hashed_seed(seed, name, expert, tensor))
 
 
 def hashed_seed(seed: int, name: str, expert: int, tensor: str) -> int:
-    """Return a signed 64-bit seed from a hash of its arguments."""
+    """Return a signed 64-bit seed computed as a hash of the arguments."""
     digest = hashlib.sha256(f"{seed}/{name}/{expert}/{tensor}".encode()).digest()
     return int.from_bytes(digest[:8], "little", signed=True)
 
@@ -73,8 +73,8 @@ def hashed_seed(seed: int, name: str, expert: int, tensor: str) -> int:
 def draw_linear(
     target: Tensor, fan_in: int, kind: str, init_std: float, generator: torch.Generator
 ) -> None:
-    """Fill a weight or bias (`kind`) as nn.Linear does, or by `init_std` normal with zero biases."""
-    values = torch.zeros(target.shape, dtype=torch.float32)  # on the CPU, for every device and dtype
+    """Fill a weight or bias as nn.Linear does; with `init_std`, weights are normal and biases zero."""
+    values = torch.zeros(target.shape, dtype=torch.float32)  # on the CPU for every device
     if init_std == 0:
         bound = 1 / math.sqrt(fan_in)
         nn.init.uniform_(values, -bound, bound, generator=generator)

@@ -1,4 +1,4 @@
-"""The arguments of one forward of a layer, with tokens flattened. T tokens, D model_dim, S sentences."""
+"""The arguments of one forward pass of a layer. T tokens, D model_dim, S sentences."""
 
 import math
 from dataclasses import dataclass
@@ -13,16 +13,16 @@ from fairseq_tutel.moe.config import MoEConfig
 
 @dataclass(frozen=True, kw_only=True)
 class Call:
-    """The arguments of one forward, except the tokens. None does not override the configured value."""
+    """The arguments of one forward pass, except its tokens. None means the configured value."""
 
-    shape: tuple[int, ...]  # of x without D; T is its product
-    time_first: bool = False  # x is [time, batch, D], as in fairseq: token t is (t // S, t % S)
-    padding_T: Tensor | None = None  # bool, True for padding; None without padding
-    token_ids_T: Tensor | None = None  # int64, for a hash gate
-    capacity_factor: float | Capacity | None = None  # 0 drops nothing; a number or a whole rule
+    shape: tuple[int, ...]  # shape of x without D; T is the product of these sizes
+    time_first: bool = False  # x is [time, batch, D]; token t is (t // S, t % S)
+    padding_T: Tensor | None = None  # bool, True for padding; None if there is no padding
+    token_ids_T: Tensor | None = None  # int64, read by a hash gate
+    capacity_factor: float | Capacity | None = None  # a number (0 drops no assignment) or a complete rule
     top_k: int | None = None
     gate_index: int | None = None
-    is_new: bool = True  # whether the forward is a new micro-batch, not a recomputation in backward
+    is_new: bool = True  # False if the forward recomputes a micro-batch during the backward pass
 
     @classmethod
     def of(
@@ -34,18 +34,18 @@ class Call:
         time_first: bool = False,
         **overrides: Any,
     ) -> "Call":
-        """Return the call of a layer for x; raise ValueError for wrong shapes or dtypes."""
+        """Check the arguments of a forward pass and return them as a Call, or raise ValueError."""
         if not x.is_floating_point():
-            raise ValueError(f"x is {x.dtype}; give tokens of a floating-point dtype.")
+            raise ValueError(f"x has dtype {x.dtype}; give a tensor of a floating-point dtype.")
         if x.shape[-1:] != (model_dim,):
             raise ValueError(
-                f"x has shape {tuple(x.shape)} but model_dim is {model_dim}; give tokens whose last "
+                f"x has shape {tuple(x.shape)} but model_dim is {model_dim}; give a tensor whose last "
                 f"dimension is {model_dim}."
             )
         if time_first and x.dim() != 3:
             raise ValueError(
                 f"x has shape {tuple(x.shape)} but time_first is True; give [time, batch, {model_dim}], or "
-                "leave time_first out."
+                "remove time_first."
             )
         return cls(
             shape=tuple(x.shape[:-1]),
@@ -56,15 +56,15 @@ class Call:
         )
 
     def tokens(self, x: Tensor) -> Tensor:
-        """Return x as [T, D], with zeros for padding."""
+        """Return x as [T, D], with padding tokens set to zero."""
         x_TD = x.reshape(-1, x.shape[-1])
         if self.padding_T is None:
             return x_TD
-        # Attention gives NaN for a sentence of padding alone, and 0 * NaN is NaN in the gradient.
+        # Attention returns NaN for a sentence that is only padding. 0 * NaN would be NaN in the gradient.
         return x_TD.masked_fill(self.padding_T.unsqueeze(1), 0.0)
 
     def micro_batch(self, config: MoEConfig, training: bool, bias_E: Tensor | None = None) -> MicroBatch:
-        """Return the arguments of routing; raise ValueError for an invalid capacity factor."""
+        """Return the routing arguments of this call; raise ValueError for an invalid capacity factor."""
         return MicroBatch(
             top_k=self.top_k_of(config),
             capacity=capacity_of(config, training, self.capacity_factor),
@@ -75,12 +75,12 @@ class Call:
         )
 
     def top_k_of(self, config: MoEConfig) -> int:
-        """Return the call's own top_k, or the configured one."""
+        """Return the top_k of this call, or the configured top_k if the call sets none."""
         return config.top_k if self.top_k is None else self.top_k
 
     @property
     def sentences(self) -> tuple[int, int] | None:
-        """(S, time) of the tokens; None for one token or a flat list, which is one sentence."""
+        """The sizes (S, time) of the micro-batch; None for a single token or a flat list of tokens."""
         if self.time_first:
             return self.shape[1], self.shape[0]
         if len(self.shape) < 2:
@@ -92,14 +92,14 @@ class Call:
 def _flat(
     values: Tensor | None, name: str, dtype: torch.dtype, x: Tensor, time_first: bool
 ) -> Tensor | None:
-    """Return one value per token [T], in the tokens' order."""
+    """Flatten a tensor with one value per token to [T], in the order of the tokens."""
     if values is None:
         return None
     expected = (x.shape[1], x.shape[0]) if time_first else tuple(x.shape[:-1])
     if tuple(values.shape) != expected or values.dtype != dtype:
         meaning = ", True for padding" if dtype == torch.bool else ""
         raise ValueError(
-            f"{name} is {values.dtype} of shape {tuple(values.shape)}; give {dtype} of shape "
-            f"{expected}{meaning}."
+            f"{name} has dtype {values.dtype} and shape {tuple(values.shape)}; give dtype {dtype} and "
+            f"shape {expected}{meaning}."
         )
     return (values.t() if time_first else values).reshape(-1)

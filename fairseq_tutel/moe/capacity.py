@@ -1,8 +1,8 @@
-"""Slots: the capacity of an expert, and the order in which assignments get its slots.
+"""Slots: the capacity of an expert, and the order in which assignments get slots.
 
-T tokens, E experts, K top_k, N = K * T assignments: number j * T + t is token t's choice j. A drop policy
-is the order in which assignments get slots; the last ones are dropped. The kernels `assign_slots` and
-`assign_slots_by` number the assignments of every expert in that order.
+T tokens, E experts, K top_k, N = K * T assignments, where j * T + t is choice j of token t. A drop policy
+is the order in which assignments get slots; the last assignments are dropped. The kernels `assign_slots`
+and `assign_slots_by` number the assignments of every expert in that order.
 """
 
 from dataclasses import dataclass
@@ -18,21 +18,23 @@ from fairseq_tutel.options.option import CAPACITY, is_number
 
 @dataclass(frozen=True, kw_only=True)
 class Capacity:
-    """The rule for an expert's number of slots in one forward."""
+    """The rule that gives the number of slots of each expert in one forward."""
 
-    factor: float = 0.0  # f > 0: K * ceil(f * T / E) slots; 0: no limit; f < 0: the same as |f|
+    # f > 0: K * ceil(f * T / E) slots; 0: no limit; f < 0: the limit of |f|, with buffers no larger than
+    # the busiest expert needs
+    factor: float = 0.0
     token_fraction: float = 0.0  # above 0: ceil(token_fraction * T) slots; replaces the factor
-    minimum: int = 0  # of a limit
-    multiple: int = 1  # a limit is rounded up to a multiple of this
+    minimum: int = 0  # smallest limit
+    multiple: int = 1  # a limit is rounded up to a multiple of this number
     fixed: int = 0  # above 0: the number of slots; replaces all other fields
 
     @property
     def is_limited(self) -> bool:
-        """Whether assignments can be dropped."""
+        """Whether the number of slots is limited, so that assignments can be dropped."""
         return self.factor != 0 or self.token_fraction > 0 or self.fixed > 0
 
     def slots(self, top_k: int, num_experts: int, num_tokens: Tensor) -> Tensor:
-        """Return the slots per expert, an int64 scalar on the device of `num_tokens`."""
+        """Return the number of slots per expert, an int64 scalar on the device of `num_tokens`."""
         if self.fixed > 0:
             return num_tokens.new_full((), self.fixed)
         tokens = num_tokens.double()
@@ -43,7 +45,7 @@ class Capacity:
         return self._rounded(limit.clamp_min(self.minimum))
 
     def most_slots(self, top_k: int, num_experts: int, num_tokens: int) -> int:
-        """Return an upper bound on the host of `slots` for at most `num_tokens` tokens."""
+        """Return an upper bound of the slots per expert for `num_tokens` tokens, without device reads."""
         if self.fixed > 0:
             return self.fixed
         per_token = self.token_fraction or top_k * abs(self.factor) / num_experts
@@ -56,27 +58,27 @@ class Capacity:
 
 @dataclass(frozen=True, kw_only=True)
 class MicroBatch:
-    """The arguments of one routing, in addition to the logits and the configuration."""
+    """The arguments of routing a micro-batch, in addition to the logits and the configuration."""
 
     top_k: int
     capacity: Capacity = Capacity()
-    real_T: Tensor | None = None  # bool, False for padding; None without padding
+    real_T: Tensor | None = None  # bool, False for padding; None if there is no padding
     # (time, batch) if token t is (t // batch, t % batch), as in fairseq. Slots are assigned in (sentence,
     # time) order in both layouts.
     time_first: tuple[int, int] | None = None
-    training: bool = False  # whether random numbers may be drawn
-    bias_E: Tensor | None = None  # added to the scores for the choice alone
+    training: bool = False  # whether policies may draw random numbers
+    bias_E: Tensor | None = None  # added to the scores only for the choice of experts
 
 
 def evaluates_as_in_training(config: MoEConfig) -> bool:
-    """Whether evaluation uses the capacity of training: if configured, or if experts choose."""
+    """Whether evaluation uses the training capacity, as configured or because experts choose tokens."""
     fraction = config.eval_capacity_token_fraction
     unset = fraction == 0 and config.eval_capacity_factor == 0
     return fraction < 0 or (config.choice == "experts" and unset)
 
 
 def capacity_of(config: MoEConfig, training: bool, factor: float | Capacity | None = None) -> Capacity:
-    """Return the rule of a forward: `factor` (a number or a whole rule), or else the configured one."""
+    """Return a forward's capacity rule: `factor` if it is given, otherwise the configured rule."""
     if isinstance(factor, Capacity):
         return factor
     fraction = 0.0
@@ -94,47 +96,49 @@ def capacity_of(config: MoEConfig, training: bool, factor: float | Capacity | No
     )
 
 
-# A drop policy returns the order [N] int64 in which assignments get slots. Ties are broken by `position`.
-# scores_TE is detached; position_T [T] int64 holds the tokens in (sentence, time) order; only in training
-# may a policy draw from torch's global generator.
+# A drop policy returns the order [N] int64 in which assignments get slots. Ties are in the order of
+# `position`. scores_TE is detached. position_T [T] int64 holds the tokens in (sentence, time) order. A
+# policy may draw from torch's global generator only in training.
 
 
 def by_position(scores_TE: Tensor, expert_ids_TK: Tensor, position_T: Tensor, training: bool) -> Tensor:
-    """First choices first, then tokens in (sentence, time) order."""
+    """Order assignments: first choices first, then by (sentence, time) of the token."""
     return _choice_by_choice(position_T.expand(expert_ids_TK.shape[1], -1))
 
 
 def by_largest_score(
     scores_TE: Tensor, expert_ids_TK: Tensor, position_T: Tensor, training: bool
 ) -> Tensor:
-    """First choices first, then tokens by their largest score (Riquelme et al. 2021, section 4)."""
+    """Order assignments: first choices first, then by the token's largest score (Riquelme et al. 2021)."""
     importance_T = scores_TE.amax(dim=1)[position_T]
     position_T = position_T[importance_T.argsort(descending=True, stable=True)]
     return by_position(scores_TE, expert_ids_TK, position_T, training)
 
 
 def at_random(scores_TE: Tensor, expert_ids_TK: Tensor, position_T: Tensor, training: bool) -> Tensor:
-    """First choices first, then tokens in random order; in evaluation as `by_position`.
+    """Order assignments: first choices first, and in training the tokens of each choice at random.
+
+    In evaluation, the order is the order of `by_position`.
 
     Source: DeepSpeed-MoE (Rajbhandari et al. 2022).
     """
     if not training:
         return by_position(scores_TE, expert_ids_TK, position_T, training)
     num_tokens, top_k = expert_ids_TK.shape
-    # In half precision many draws would be equal, and ties go to the earlier token.
+    # In half precision many random numbers would be equal. Ties would favor earlier tokens.
     keys_KT = torch.rand(top_k, num_tokens, device=position_T.device, dtype=torch.float32)
     return _choice_by_choice(keys_KT.argsort(dim=1))
 
 
 def by_own_score(scores_TE: Tensor, expert_ids_TK: Tensor, position_T: Tensor, training: bool) -> Tensor:
-    """All assignments by the score of their own expert, regardless of the choice."""
+    """Order all assignments by the score of their expert, first or later choice alike."""
     order_N = by_position(scores_TE, expert_ids_TK, position_T, training)
     scores_N = scores_TE.gather(1, expert_ids_TK).t().flatten()[order_N]
     return order_N[scores_N.argsort(descending=True, stable=True)]
 
 
 def _choice_by_choice(order_KT: Tensor) -> Tensor:
-    """Return the assignments [N] in each choice's order of tokens, first choices first."""
+    """Join the token orders of all choices to one order of assignments [N], first choices first."""
     top_k, num_tokens = order_KT.shape
     first_K1 = torch.arange(top_k, device=order_KT.device).unsqueeze(1) * num_tokens
     return (order_KT + first_K1).flatten()
@@ -149,7 +153,7 @@ DROP_POLICIES = {
 
 
 def sentence_order(num_tokens: int, time_first: tuple[int, int] | None, device: torch.device) -> Tensor:
-    """Return the tokens [T] int64 in (sentence, time) order."""
+    """Return the token indices [T] int64 in (sentence, time) order."""
     tokens_T = torch.arange(num_tokens, device=device)
     return tokens_T if time_first is None else tokens_T.view(time_first).t().reshape(-1)
 
@@ -161,9 +165,9 @@ def take_slots(
     config: MoEConfig,
     batch: MicroBatch,
 ) -> tuple[Tensor, Tensor]:
-    """Return slots_TK and assigned_KE of a `Routing`; `requested_TK` is False for left-out assignments."""
+    """Assign slots to the requested assignments and return (slots_TK, assigned_KE) of `Routing`."""
     num_tokens, num_experts = scores_TE.shape
-    ids_KT = expert_ids_TK.t()  # for the kernels, E marks an assignment that is left out
+    ids_KT = expert_ids_TK.t()  # for the kernels, expert E marks a left-out assignment
     if batch.real_T is not None:
         ids_KT = torch.where(batch.real_T, ids_KT, num_experts)
     if requested_TK is not None:
@@ -180,7 +184,7 @@ def take_slots(
 def keep(
     slots_TK: Tensor, assigned_KE: Tensor, capacity: Capacity, num_tokens: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (kept_TK bool, dropped_K, counts_E): the assignments within the capacity."""
+    """Return which assignments are within the capacity: (kept_TK bool, dropped_K, counts_E)."""
     kept_TK, counts_E = slots_TK >= 0, assigned_KE.sum(dim=0)
     if not capacity.is_limited:
         return kept_TK, torch.zeros_like(assigned_KE[:, 0]), counts_E

@@ -1,11 +1,12 @@
 """Choice: logits -> scores -> the experts that tokens choose, or the tokens that experts choose.
 
-A way to choose experts is a function here that is named after its flag. `sinkhorn_keys`, for example,
-belongs to --moe-sinkhorn, tests/moe/test_choice.py::test_sinkhorn_… and a row of docs/routing.md.
+A way to choose experts is a line of `ways_of` and a function named after its flag. `sinkhorn_keys`, for
+example, belongs to --moe-sinkhorn, tests/moe/test_choice.py::test_sinkhorn_… and a row of docs/routing.md.
 T tokens, E experts, K top_k, G groups of experts. Only scores and weights have a gradient.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,32 +32,44 @@ class Chosen:
     weights_TK: Tensor  # before any assignment is left out
 
 
+# Returns new keys from keys_TE and logits_TE, all without a gradient; -inf excludes an expert.
+Way = Callable[[Tensor, Tensor], Tensor]
+
+
+def ways_of(config: MoEConfig, batch: MicroBatch) -> list[Way]:
+    """Return the ways to choose experts in their order, each a line here; [] chooses by the scores.
+
+    A token's experts are those with the K largest keys. The first way gets the scores as keys. The fused
+    kernel runs only if the list is empty.
+    """
+    top_k, training, function = batch.top_k, batch.training, config.score_function
+    bias_E: Any = batch.bias_E
+    groups, kept = config.expert_groups, config.groups_per_token
+    is_sampled = config.second_expert_policy == "sampling" and top_k > 1
+    ways: tuple[tuple[bool, Way], ...] = (
+        (bias_E is not None, lambda keys, _: keys + bias_E),
+        (kept < groups, lambda keys, _: mask_expert_groups(keys, groups, kept, top_k)),
+        (training and config.rsample, lambda keys, logits: rsample_keys(keys, logits, function)),
+        (training and is_sampled, lambda keys, logits: second_expert_policy_keys(keys, logits, function)),
+        (training and config.sinkhorn, lambda keys, logits: sinkhorn_keys(keys, logits, batch.real_T)),
+    )
+    return [way for is_used, way in ways if is_used]
+
+
 def choose(logits_TE: Tensor, config: MoEConfig, batch: MicroBatch) -> Chosen:
-    """Choose and weigh the experts of every token; every way to choose has its line here."""
-    top_k, bias_E = batch.top_k, batch.bias_E
+    """Choose and weigh the experts of every token."""
+    top_k = batch.top_k
     check_top_k(top_k, logits_TE.shape[1], config)
-    sampling = config.second_expert_policy == "sampling" and top_k > 1
-    is_sampled = batch.training and (config.rsample or sampling)
-    is_evened = batch.training and config.sinkhorn
-    in_groups = config.groups_per_token < config.expert_groups
-    as_scored = bias_E is None and not (is_sampled or is_evened or in_groups)
+    ways = ways_of(config, batch)
     ops = kernels.ops(config.backend, logits_TE.device)
-    if as_scored and config.score_function == "softmax" and ops is not kernels.reference:
+    if not ways and config.score_function == "softmax" and ops is not kernels.reference:
         probs_TE, expert_ids_TK, weights_TK = softmax_top_k(logits_TE, top_k, ops)
         scores_TE = probs_TE
     else:
         scores_TE, probs_TE = scores_of(logits_TE, config.score_function)
-        best_TE = scores_TE.detach() if bias_E is None else scores_TE.detach() + bias_E
-        groups, kept = config.expert_groups, config.groups_per_token
-        keys_TE = best_TE
-        if is_sampled:
-            keys_TE = rsample_keys(logits_TE.detach(), config.score_function)
-            if not config.rsample:  # the first choice is not sampled
-                first_T1 = choose_experts(mask_expert_groups(best_TE, best_TE, groups, kept, top_k), 1)
-                keys_TE.scatter_(1, first_T1, math.inf)
-        elif is_evened:
-            keys_TE = sinkhorn_keys(logits_TE.detach(), batch.real_T)
-        keys_TE = mask_expert_groups(keys_TE, best_TE, groups, kept, top_k)
+        keys_TE = scores_TE.detach()
+        for way in ways:
+            keys_TE = way(keys_TE, logits_TE.detach())
         expert_ids_TK = choose_experts(keys_TE, top_k)
         weights_TK = scores_TE.gather(1, expert_ids_TK)
     if config.normalize_gate == "before" and top_k > 1:
@@ -92,7 +105,7 @@ def scores_of(logits_TE: Tensor, score_function: str) -> tuple[Tensor, Tensor]:
 
 
 def softmax_top_k(logits_TE: Tensor, top_k: int, ops: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """The most common choice as one autograd node and kernel; returns probs_TE, ids_TK and weights_TK."""
+    """Softmax and top-k in one kernel and one autograd node, for the default options."""
     if torch.is_autocast_enabled(logits_TE.device.type):  # as torch.softmax does
         logits_TE = logits_TE.to(torch.promote_types(logits_TE.dtype, torch.float32))
     return _SoftmaxTopK.apply(logits_TE, top_k, ops)
@@ -119,21 +132,32 @@ class _SoftmaxTopK(torch.autograd.Function):
         return ctx.ops.softmax_top_k_backward(probs_TE, ids_TK, dprobs_TE, dweights_TK), None, None
 
 
-def rsample_keys(logits_TE: Tensor, score_function: str) -> Tensor:
+def rsample_keys(keys_TE: Tensor, logits_TE: Tensor, score_function: str) -> Tensor:
     """Return keys whose K largest are experts drawn by score without replacement (Kool et al. 2019)."""
     # In half precision many draws would be equal, and the lower ID would be preferred.
     logits_TE = logits_TE.to(torch.promote_types(logits_TE.dtype, torch.float32))
     log_scores_TE = logits_TE if score_function == "softmax" else F.logsigmoid(logits_TE)
     gumbel_TE = -torch.empty_like(logits_TE).exponential_().log()
-    # -inf marks experts that cannot be chosen: chosen before, or outside the groups.
-    return (log_scores_TE + gumbel_TE).clamp_min(torch.finfo(logits_TE.dtype).min)
+    return _instead(keys_TE, log_scores_TE + gumbel_TE)
+
+
+def second_expert_policy_keys(keys_TE: Tensor, logits_TE: Tensor, score_function: str) -> Tensor:
+    """Return keys that choose the first expert by `keys_TE`, and sample the others by score."""
+    sampled_TE = rsample_keys(keys_TE, logits_TE, score_function)
+    return sampled_TE.scatter_(1, choose_experts(keys_TE, 1), math.inf)
+
+
+def _instead(keys_TE: Tensor, new_TE: Tensor) -> Tensor:
+    """Return finite new keys, or -inf for experts that the token cannot choose by its keys."""
+    new_TE = new_TE.clamp_min(torch.finfo(new_TE.dtype).min)
+    return new_TE.masked_fill(keys_TE.isneginf(), -math.inf)
 
 
 # Loads within some percent if logits differ by up to 10; a fixed number needs no device-to-host read.
 SINKHORN_ROUNDS = 16
 
 
-def sinkhorn_keys(logits_TE: Tensor, real_T: Tensor | None) -> Tensor:
+def sinkhorn_keys(keys_TE: Tensor, logits_TE: Tensor, real_T: Tensor | None) -> Tensor:
     """Return keys that spread the tokens of a micro-batch evenly over the experts.
 
     The keys are the logits plus one number per expert, such that exp(keys), normalized by token, has the
@@ -152,21 +176,18 @@ def sinkhorn_keys(logits_TE: Tensor, real_T: Tensor | None) -> Tensor:
         is_open_E = log_load_E.isfinite()
         mean = log_load_E.where(is_open_E, 0.0).sum() / is_open_E.sum().clamp_min(1)
         shift_E = shift_E - (log_load_E - mean).where(is_open_E, 0.0)
-    # -inf marks experts that were chosen before, or are outside the groups.
-    return (logits_TE + shift_E).clamp_min(torch.finfo(logits_TE.dtype).min)
+    return _instead(keys_TE, logits_TE + shift_E)
 
 
-def mask_expert_groups(keys_TE: Tensor, scores_TE: Tensor, groups: int, kept: int, top_k: int) -> Tensor:
+def mask_expert_groups(keys_TE: Tensor, groups: int, kept: int, top_k: int) -> Tensor:
     """Return the keys, -inf outside each token's `kept` best groups of neighbouring experts.
 
-    A group's score is the sum of the max(K / kept, 1) largest of its `scores_TE`.
+    A group's score is the sum of the max(K / kept, 1) largest of its keys.
 
     Source: DeepSeek-V3 (2024), section 2.1.2: two scores of a group for K = 8 and 4 groups.
     """
-    if kept == groups:
-        return keys_TE
-    num_tokens, num_experts = scores_TE.shape
-    by_group_TGe = scores_TE.view(num_tokens, groups, num_experts // groups)
+    num_tokens, num_experts = keys_TE.shape
+    by_group_TGe = keys_TE.view(num_tokens, groups, num_experts // groups)
     best = min(max(top_k // kept, 1), num_experts // groups)
     group_scores_TG = by_group_TGe.topk(best, dim=2).values.sum(dim=2)
     open_TG = torch.zeros_like(group_scores_TG, dtype=torch.bool)

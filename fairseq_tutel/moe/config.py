@@ -1,7 +1,7 @@
-"""The options of a MoE layer: `MoEConfig`, a table from which flags, hydra keys and docs/flags.md are made.
+"""The options of a MoE layer. Flags, hydra keys and docs/flags.md are made from the table `MoEConfig`.
 
-A model's options change the result and are saved with it. A task's options change how the result is
-computed, and may differ between runs from one checkpoint.
+Options of a model change the result and are saved with the model. Options of a task change the execution,
+not the result. They may differ between runs that load the same checkpoint.
 """
 
 import math
@@ -54,11 +54,12 @@ ALGORITHM: Rule = (
 )
 PARALLEL_TYPE: Rule = (
     lambda v: (r := degree_of(v, slices=1)) is not None and r >= 0,
-    "give adaptive:r with r a whole number, data, model or auto",
+    "give data, model, auto, or adaptive:r, where r is a whole number",
 )
-TEMPERATURE: Rule = (lambda v: 0.01 <= v < math.inf, "give at least 0.01, the gate's lower limit")
+TEMPERATURE: Rule = (lambda v: 0.01 <= v < math.inf, "give a number of at least 0.01")
 
-# Conditions under which an option has no effect. f: plugin's Facts; f.layer: the first layer's MoEConfig.
+# Conditions under which an option has no effect. f is the plugin's Facts. f.layer is the first layer's
+# MoEConfig.
 NO_CAPACITY = needs(
     lambda f: bool(
         f.layer.capacity_factor or f.layer.eval_capacity_factor or f.layer.eval_capacity_token_fraction > 0
@@ -67,49 +68,53 @@ NO_CAPACITY = needs(
 )
 NOT_COSINE = needs(lambda f: "cosine" in f.layer.gate_types, "--moe-gate-type cosine")
 FEW_GROUPS = needs(
-    lambda f: f.layer.groups_per_token < f.layer.expert_groups, "more --moe-expert-groups than that"
+    lambda f: f.layer.groups_per_token < f.layer.expert_groups, "a larger --moe-expert-groups"
 )
 ONE_CHOICE = needs(lambda f: f.layer.top_k > 1, "--moe-top-k 2 or more")
-ONE_RANK = because(lambda f: f.ranks == 1, "there is one rank")
+ONE_RANK = because(lambda f: f.ranks == 1, "the run has only one rank")
 ALL_LOCAL = because(lambda f: f.expert_parallel_size == 1, "every rank has all experts")
-NO_ROWS = because(lambda f: f.adaptive_r == 0 and not f.tuned, "with adaptive_r 0 no row is sent")
+NO_ROWS = because(lambda f: f.adaptive_r == 0 and not f.tuned, "adaptive_r is 0, so no rows are sent")
 ONE_NODE = because(
     lambda f: f.layer.a2a_algorithm == "2dh" and not f.over_nodes,
-    "the expert-parallel group of {f.expert_parallel_size} ranks does not span several whole nodes of "
+    "the expert-parallel group of {f.expert_parallel_size} ranks does not span several complete nodes of "
     "{f.ranks_per_node} ranks",
 )
 HALF_ALREADY = because(
-    lambda f: f.layer.a2a_dtype == "bf16" and f.half, "rows are in half precision already"
+    lambda f: f.layer.a2a_dtype == "bf16" and f.half, "rows are already in half precision"
 )
 NOT_TUNED = needs(lambda f: f.tuned, "--moe-adaptive auto")
-TUNED = because(lambda f: f.tuned, "the tuner chooses; this value is the baseline of its reported gain")
+TUNED = because(
+    lambda f: f.tuned,
+    "the tuner chooses the value and reports its speedup over the given value",
+)
 TUNED_TYPE = Condition(lambda f: f.layer.parallel_type != "auto" and f.tuned, TUNED.words)
 R_GIVEN = because(
     lambda f: f.layer.parallel_type != "auto" and f.layer.adaptive_r >= 0, "--moe-adaptive-r is given"
 )
 R_TOO_LARGE = because(
-    lambda f: f.layer.adaptive_r > f.slices, "an expert has {f.slices} ranks, so {f.slices} is used"
+    lambda f: f.layer.adaptive_r > f.slices,
+    "the number of ranks per expert is {f.slices}, so {f.slices} is used",
 )
 
-# Conditions under which an option is refused. f: the MoEConfig.
+# Conditions under which an option is refused. f is the MoEConfig.
 EXPERTS_CHOOSE = Condition(
     lambda f: f.choice == "experts",
-    "experts choose their tokens (--moe-choice experts), so it has no effect",
+    "which cannot be combined with --moe-choice experts",
 )
 HASHED = Condition(
     lambda f: "hash" in f.gate_types,
-    "gate_type (--moe-gate-type) is {f.gate_type!r}, and a hash gate chooses experts without scores, with "
-    "the weight 1 / top_k",
+    "which cannot be combined with gate_type (--moe-gate-type) {f.gate_type!r}: a hash gate chooses "
+    "experts without scores, with the weight 1 / top_k",
 )
 
 
 @dataclass(frozen=True)
 class MoEConfig:
-    """Configuration of one MoE layer. An invalid value raises a ValueError with option, value and fix."""
+    """The options of one MoE layer. An invalid value raises ValueError with option, value and fix."""
 
     # fmt: off
-    prefix: ClassVar[str] = "moe_"  # of the keys
-    # Fields without `of` are set from the stock model's options, or from ModelConfig.
+    prefix: ClassVar[str] = "moe_"  # prefix of the keys
+    # Fields without `of` are set from the fairseq model's own options or from ModelConfig.
     model_dim: int = option(
         MISSING, rule=AT_LEAST_1, flag="--decoder-embed-dim / --encoder-embed-dim",
         help="D, the width of a token",
@@ -124,17 +129,18 @@ class MoEConfig:
     capacity_factor: float = capacity(
         0.0, rule=CAPACITY,
         help="expert capacity in training: with f > 0 every expert has top_k * ceil(f * tokens / experts) "
-        "slots; 0 drops no token; with f < 0 an expert has as many slots as needed, at most those of |f|",
+        "slots; 0 drops no token; f < 0: the limit of |f|, with buffers no larger than the busiest expert "
+        "needs",
     )
     eval_capacity_factor: float = capacity(
         0.0, rule=CAPACITY,
         help="capacity factor in evaluation and generation; 0 drops no token, so that an output does not "
-        "depend on the rest of the batch (with --moe-choice experts, 0 means as in training)",
+        "depend on the rest of the batch (with --moe-choice experts, 0 uses the training capacity)",
     )
     eval_capacity_token_fraction: float = capacity(
         0.0, rule=CAPACITY,
         help="slots per expert in evaluation as a fraction of the micro-batch's tokens, rounded up; below "
-        "0: capacity as in training; 0: use --moe-eval-capacity-factor",
+        "0 uses the training capacity; 0 uses --moe-eval-capacity-factor",
     )
     min_capacity: int = capacity(
         0, unit="tokens", rule=whole(0, MILLION), no_effect=(NO_CAPACITY,),
@@ -142,15 +148,15 @@ class MoEConfig:
     )
     capacity_multiple: int = capacity(
         1, unit="tokens", rule=whole(1, MILLION), no_effect=(NO_CAPACITY,),
-        help="round a limited capacity up to a multiple of this",
+        help="round a limited capacity up to a multiple of this number",
     )
     drop_policy: str = capacity(
         "position", choices=("position", "bpr", "rts", "probability"), no_effect=(NO_CAPACITY,),
         excluded=(EXPERTS_CHOOSE,),
         help="which assignments a full expert keeps: position, the earliest tokens; bpr (batch-prioritized "
         "routing), tokens with the largest probability; rts (random token selection), random tokens in "
-        "training and the earliest in evaluation; probability, the assignments with the largest "
-        "probability, first or later choice alike",
+        "training and the earliest tokens in evaluation; probability, the assignments with the largest "
+        "probability, regardless of the order of choices",
     )
     choice: str = routing(
         "tokens", choices=("tokens", "experts"), excluded=(HASHED,),
@@ -186,18 +192,19 @@ class MoEConfig:
     prescore: bool = routing(False, "multiply the experts' inputs by the weights, instead of their outputs")
     expert_groups: int = routing(
         1, rule=AT_LEAST_1, excluded=(EXPERTS_CHOOSE, HASHED),
-        help="groups of consecutive experts; a token first chooses groups (by the sum of the best top_k / "
-        "groups-per-token scores in each), then experts within them",
+        help="number of groups of consecutive experts; a token first chooses groups (by the sum of the "
+        "best top_k / groups-per-token scores in each), then experts within them",
     )
     groups_per_token: int = routing(
         1, rule=AT_LEAST_1, no_effect=(FEW_GROUPS,),
-        help="groups that a token may choose experts from",
+        help="number of groups from which a token may choose experts",
     )
     second_expert_policy: str = routing(
         "all", choices=("all", "sampling", "random"), no_effect=(ONE_CHOICE,),
         excluded=(EXPERTS_CHOOSE, HASHED),
-        help="each choice after the first: all, by score; sampling, sampled from the other experts' scores "
-        "in training; random, kept in training with probability top_k times its weight",
+        help="how each choice after the first is made: all, by score; sampling, in training sampled from "
+        "the other experts' scores; random, by score, but in training kept with probability top_k times "
+        "its weight",
     )
     rsample: bool = routing(
         False, excluded=(EXPERTS_CHOOSE, HASHED),
@@ -211,12 +218,13 @@ class MoEConfig:
     )
     gate_noise: float = routing(
         0.0, rule=NOT_NEGATIVE, excluded=(HASHED,),
-        help="Gaussian noise on the logits in training (perturb, jitter): standard deviation times the "
+        help="standard deviation of Gaussian noise on the logits in training (perturb, jitter), times the "
         "number of experts",
     )
     input_jitter: float = routing(
         0.0, rule=PROBABILITY, excluded=(HASHED,),
-        help="noise on the gate's input in training: factor uniform in 1 - j to 1 + j per element",
+        help="noise j on the gate's input in training: each element is multiplied by a random number "
+        "from 1 - j to 1 + j",
     )
     input_dropout: float = routing(
         0.0, rule=PROBABILITY, excluded=(HASHED,),
@@ -226,12 +234,12 @@ class MoEConfig:
     balance_loss: str = balance_loss_option()
     balance_bias: bool = balance(
         False, excluded=(EXPERTS_CHOOSE, HASHED),
-        help="balance by a bias that is added to scores for the choice only; after every update it rises "
-        "for experts below the mean load and falls for experts above",
+        help="balance the load by a bias on the scores, used only to choose experts; after every update, "
+        "the bias rises for experts below the mean load and falls for experts above it",
     )
     bias_update_rate: float = balance(
         0.001, rule=NOT_NEGATIVE, no_effect=(needs(lambda f: f.layer.balance_bias, "--moe-balance-bias"),),
-        help="change of the balance bias per update, in units of scores; 0 freezes it",
+        help="change of the balance bias per update, in units of scores; 0 keeps the bias constant",
     )
     expert_type: str = experts(
         "ffn", rule=one_of(EXPERT_TYPES, or_class=True),
@@ -240,7 +248,7 @@ class MoEConfig:
     )
     shared_experts: int = experts(
         0, rule=AT_LEAST_0,
-        help="shared experts, which process every token; their output is added",
+        help="number of shared experts, which process every token; their output is added",
     )
     residual: bool = experts(
         False,
@@ -262,9 +270,8 @@ class MoEConfig:
         0.0, "dropout probability after the activation", rule=PROBABILITY, flag="--activation-dropout"
     )
     hidden_layer_norm: bool = option(False, "layer norm after the activation, as --scale-fc does")
-    # Standard deviation of the experts' initial weights (biases are zero); 0 initializes as nn.Linear.
     init_std: float = option(
-        0.0, "standard deviation of the experts' initial weights; 0: fairseq's initialization",
+        0.0, "standard deviation of initial weights, with zero biases; 0 initializes as nn.Linear does",
         rule=NOT_NEGATIVE,
     )
     backend: str = kernels(
@@ -281,20 +288,21 @@ class MoEConfig:
         SECONDS, unit="seconds", rule=NOT_NEGATIVE,
         no_effect=(because(lambda f: not f.gpu, "kernels are timed on GPUs only"),),
         help="time limit for measuring which kernel configurations are fastest on this GPU, compilation "
-        "included; the results are cached for later processes; 0 uses the defaults; results are equal to "
-        "rounding; the environment variable FAIRSEQ_TUTEL_TUNE_SECONDS overrides it",
+        "included; the timings are cached for later processes; 0 uses the default configurations; the "
+        "result is the same up to rounding; the environment variable FAIRSEQ_TUTEL_TUNE_SECONDS "
+        "overrides it",
     )
     exchange: str = communication(
         "ragged", choices=("ragged", "padded"), no_effect=(ALL_LOCAL, NO_ROWS),
-        help="all-to-all buffers: ragged sends the kept rows only; padded sends buffers of equal size; the "
+        help="all-to-all buffers: ragged sends only the kept rows; padded sends buffers of equal size; the "
         "result is the same",
     )
     a2a_algorithm: str = communication(
         "linear", rule=ALGORITHM,
         no_effect=(ALL_LOCAL, ONE_NODE, NO_ROWS),
         help="all-to-all algorithm: linear, every rank sends to every other; 2dh, 2-D hierarchical, first "
-        "within the node (fewer, larger messages, for experts on several whole nodes); auto, the faster "
-        "one by the cluster's cost model; plan:NAME, the collective plan of that name in "
+        "within the node (fewer, larger messages, for experts on several complete nodes); auto, the "
+        "faster of the two by the cost model; plan:NAME, the collective plan of that name in "
         "--moe-collective-plans; the result is the same",
     )
     a2a_dtype: str = communication(
@@ -332,14 +340,14 @@ class MoEConfig:
         refuse_bad_values(self)
         for item in LAYER.values():
             value = getattr(self, item.name)
-            if item.type in (int, float) and not isinstance(value, int | float):  # a NumPy number
+            if item.type in (int, float) and not isinstance(value, int | float):  # converts NumPy numbers
                 object.__setattr__(self, item.name, item.type(value))
         _refuse_contradictions(self)
         refuse_excluded(self)
 
     @property
     def gate_types(self) -> list[str]:
-        """The names of the gates, in the order of their index."""
+        """The types of the layer's gates, ordered by gate index."""
         return [name.strip() for name in self.gate_type.split(",")]
 
 
@@ -348,12 +356,12 @@ MoEConfig.__doc__ = documented(MoEConfig)
 
 
 def label_of(name: str) -> str:
-    """Return the name of a field of MoEConfig in messages: the field, and its flag if it has one."""
+    """Return a field of MoEConfig as messages show it: its name, and its flag if it has one."""
     return LAYER[name].label
 
 
 def _refuse_contradictions(config: MoEConfig) -> None:
-    """Refuse options that are valid each but contradict each other."""
+    """Raise ValueError for options that are valid separately but contradict each other."""
 
     def given(name: str) -> str:
         return f"{label_of(name)} is {getattr(config, name)}"
@@ -369,8 +377,8 @@ def _refuse_contradictions(config: MoEConfig) -> None:
     )
     require(
         kept <= groups and kept * (experts // groups) >= config.top_k,
-        f"{given('groups_per_token')} of {groups} groups of {experts // groups} experts; give at most "
-        f"{groups}, and enough for {config.top_k} experts per token.",
+        f"{given('groups_per_token')}, but the number of groups is {groups}, each of {experts // groups} "
+        f"experts; give at most {groups}, and enough groups for {config.top_k} experts per token.",
     )
     gates = len(config.gate_types)
     require(
@@ -379,18 +387,18 @@ def _refuse_contradictions(config: MoEConfig) -> None:
     )
     require(
         config.eval_capacity_token_fraction == 0 or config.eval_capacity_factor == 0,
-        f"{given('eval_capacity_token_fraction')} together with --moe-eval-capacity-factor; give one of "
-        "them.",
+        f"{given('eval_capacity_token_fraction')} together with --moe-eval-capacity-factor; remove one of "
+        "the two options.",
     )
     ways = [given(name) for name in ("balance_bias", "rsample", "sinkhorn") if getattr(config, name)]
     if config.second_expert_policy == "sampling":
         ways.append(given("second_expert_policy"))
-    require(len(ways) < 2, f"{' and '.join(ways[:2])}, two ways to choose experts; keep one.")
+    require(len(ways) < 2, f"{' and '.join(ways[:2])}, but only one can choose experts; remove one.")
     if any(LOSSES[name].needs_gate_noise for name in parse_balance_loss(config.balance_loss)):
         loss = f"{label_of('balance_loss')} is {config.balance_loss!r}"
         require(config.gate_noise > 0, f"{loss}, which needs gate noise; set --moe-gate-noise, such as 1.")
         require(
             config.choice == "tokens",
-            f"{loss} but experts choose their tokens (--moe-choice experts), all the same number; give z "
-            "or none.",
+            f"{loss}, but with --moe-choice experts all experts get the same number of tokens; give z or "
+            "none.",
         )

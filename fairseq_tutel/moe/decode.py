@@ -1,8 +1,8 @@
-"""The decode path: few tokens on a CPU without gradients, where the time to read the weights dominates.
+"""The decode path: few tokens on a CPU without gradients. Reading the weights takes most of the time.
 
-y needs only each token's experts and weights. Slots, row maps and losses are computed at their first
-access. The results equal those of `routing.decide` and the fused feed-forward (`expert_ffn`).
-T tokens, D model_dim, E experts, K top_k, N = T * K assignments, R rows, n of one expert.
+The layer's output needs only each token's experts and weights. Slots, row maps and losses are computed at
+their first access. The results equal the results of `routing.decide` and of the fused FFN (`expert_ffn`). T
+tokens, D model_dim, E experts, K top_k, N = T * K assignments, R rows, n rows of one expert.
 """
 
 from collections.abc import Sequence
@@ -20,21 +20,21 @@ from fairseq_tutel.moe.deferred import Deferred
 from fairseq_tutel.moe.expert_stack import ExpertStack, Tensors, Weights
 from fairseq_tutel.moe.routing import GateOutput, Routing, placed, scaled
 
-# Up to this number of assignments the decode path is faster.
+# The decode path is faster up to this number of assignments.
 MOST_ASSIGNMENTS = 256
 
 
 class DecodeRouting(Deferred, Routing):
-    """The routing of few tokens, whose slots and rows are computed at their first access."""
+    """The routing of few tokens. Slots and rows are computed at their first access."""
 
     @cached_property
     def assignments(self) -> dict[int, list[int]]:
-        """The assignments t * K + j of each expert that has any, by expert ID; one host read."""
+        """The assignments (t * K + j) of each expert that has tokens, by expert ID. Needs one host read."""
         ids_TK = self.expert_ids_TK
         if self.real_T is not None:
             ids_TK = torch.where(self.real_T.unsqueeze(1), ids_TK, -1)
         assignments: dict[int, list[int]] = {}
-        # Lists of so few numbers are faster than a sort of tensors.
+        # For so few numbers, Python lists are faster than sorting a tensor.
         for assignment, expert in enumerate(ids_TK.flatten().tolist()):
             assignments.setdefault(expert, []).append(assignment)
         assignments.pop(-1, None)
@@ -42,7 +42,7 @@ class DecodeRouting(Deferred, Routing):
 
     @cached_property
     def groups(self) -> Groups:
-        """Rows of each expert."""
+        """The number of rows of each expert."""
         counts = [0] * self.probs_TE.shape[1]
         for expert, own in self.assignments.items():
             counts[expert] = len(own)
@@ -50,7 +50,7 @@ class DecodeRouting(Deferred, Routing):
 
 
 def are_few(logits_TE: Tensor, config: MoEConfig, batch: MicroBatch) -> bool:
-    """Whether tokens may take the decode path, if their experts do."""
+    """Return whether a micro-batch is small enough, and its configuration suitable, for the decode path."""
     return (
         0 < len(logits_TE) * batch.top_k <= MOST_ASSIGNMENTS
         and logits_TE.device.type == "cpu"
@@ -62,7 +62,7 @@ def are_few(logits_TE: Tensor, config: MoEConfig, batch: MicroBatch) -> bool:
 
 
 def decide_few(logits_TE: Tensor, config: MoEConfig, batch: MicroBatch, gate: GateOutput) -> DecodeRouting:
-    """Choose experts for few tokens; see `routing.decide`."""
+    """Choose the experts of few tokens and return their routing, as `routing.decide` does."""
     chosen = choose(logits_TE, config, batch)
     return DecodeRouting(
         partial(placed, chosen, config, batch),
@@ -76,9 +76,9 @@ def decide_few(logits_TE: Tensor, config: MoEConfig, batch: MicroBatch, gate: Ga
 
 
 def run_few(experts: ExpertStack, x_TD: Tensor, routing: DecodeRouting, weights: Weights) -> Tensor:
-    """Return every token's weighted sum over its experts [T, D]; runs the experts with rows one by one."""
+    """Run the experts that have rows one by one, and return each token's weighted sum of outputs [T, D]."""
     run = partial(_run_expert, experts)
-    # `map` holds the tensors of one expert at a time.
+    # `map` keeps the tensors of only one expert in memory at a time.
     outs = list(map(run, weights.of_each(experts, routing.groups), _dispatch(x_TD, routing)))
     if not outs:
         return experts.prepared({"y": x_TD.new_zeros(x_TD.shape)}, x_TD.device)["y"]
@@ -92,9 +92,9 @@ def _run_expert(experts: ExpertStack, tensors: Tensors, rows_nD: Tensor) -> Tens
 
 
 def _dispatch(x_TD: Tensor, routing: DecodeRouting) -> Sequence[Tensor]:
-    """Return the rows [n, D] of each expert that has any."""
+    """Return the rows [n, D] of each expert that has tokens."""
     of_experts = routing.assignments.values()
-    if len(x_TD) == 1:  # no expert has two rows
+    if len(x_TD) == 1:  # no expert can have two rows
         return [x_TD] * len(of_experts)
     top_k = routing.expert_ids_TK.shape[1]
     tokens = [assignment // top_k for own in of_experts for assignment in own]
@@ -103,7 +103,7 @@ def _dispatch(x_TD: Tensor, routing: DecodeRouting) -> Sequence[Tensor]:
 
 
 def _combine(outs: Sequence[Tensor], routing: DecodeRouting) -> Tensor:
-    """Return every token's weighted sum [T, D] of its experts' outputs for `_dispatch`'s rows."""
+    """Return each token's weighted sum [T, D] of expert outputs; `outs` are in the order of `_dispatch`."""
     weights_TK = routing.weights_TK.to(outs[0].dtype)
     num_tokens, top_k = weights_TK.shape
     rows = [assignment for own in routing.assignments.values() for assignment in own]
@@ -115,7 +115,7 @@ def _combine(outs: Sequence[Tensor], routing: DecodeRouting) -> Tensor:
 
 
 def _in_order(outs: Sequence[Tensor], rows: Sequence[int], num_assignments: int) -> Tensor:
-    """Return the experts' outputs in the order of assignments [N, D]; zeros for padding."""
+    """Return the experts' outputs [N, D] in the order of the assignments, with zeros for padding."""
     if len(outs) == 1 and len(rows) == num_assignments:
         return outs[0]
     row_of_N = [len(rows)] * num_assignments

@@ -1,4 +1,4 @@
-"""Results that are computed at their first access: most results of an evaluation are never read."""
+"""Results that are computed at their first access. Evaluation never reads most of its results."""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,12 +7,14 @@ import torch
 
 
 def can_defer(training: bool) -> bool:
-    """Whether a forward may defer its losses and slots: nothing is trained or traced."""
+    """Return whether losses and slots may be computed later: no training, gradients or tracing."""
     return not (training or torch.is_grad_enabled() or torch.compiler.is_compiling())
 
 
 class Deferred:
-    """A mixin before a dataclass: missing fields are computed together, at the first access to one of them.
+    """A mixin that computes the missing fields of a dataclass at the first access to one of them.
+
+    List it before the dataclass in the bases.
 
     Args:
         compute: returns an object with the missing fields; None if `known` has all fields.
@@ -24,7 +26,7 @@ class Deferred:
 
     @property
     def is_deferred(self) -> bool:
-        """Whether the missing fields follow from the known ones; False if a caller gave all."""
+        """Whether some fields are computed at first access; False if all fields were given."""
         return self.__dict__["_compute"] is not None
 
     def __getattr__(self, name: str) -> Any:

@@ -1,7 +1,8 @@
-"""Dispatch x_TD -> rows_RD and combine rows_RD -> y_TD on this rank, each the other's adjoint.
+"""Dispatch copies tokens x_TD to rows_RD, and combine adds rows_RD to y_TD, on one rank.
 
-Both directions and their backward are gathers over the maps between assignments and rows. Without scatters
-and atomics, the same input gives the same bits. T tokens, D model_dim, K top_k, R rows.
+Dispatch and combine are adjoint to each other. Forward and backward of both are gathers that use the maps
+between assignments and rows. They use no scatters or atomics, so equal inputs give bit-identical results. T
+tokens, D model_dim, K top_k, R rows.
 """
 
 from typing import Any
@@ -15,16 +16,16 @@ from fairseq_tutel.moe.routing import Routing
 
 
 def dispatch(x_TD: Tensor, routing: Routing, backend: str = "auto", prescore: bool = False) -> Tensor:
-    """Return rows_RD, expert-major: tokens, with `prescore` times their assignments' weights, or zeros."""
+    """Copy tokens to rows_RD, sorted by expert; `prescore` multiplies rows by their weights."""
     ops = kernels.ops(backend, x_TD.device)
     weights_TK = routing.weights_TK if prescore else None
     return _Dispatch.apply(x_TD, weights_TK, routing.row_of_TK, routing.source_of_R, ops)
 
 
 def combine(rows_RD: Tensor, routing: Routing, backend: str = "auto", prescore: bool = False) -> Tensor:
-    """Return y_TD, each token's sum of its experts' outputs, weighted unless `prescore`.
+    """Return y_TD, each token's sum of its experts' outputs; weighted unless `prescore` is set.
 
-    `rows_RD` may be shorter than R: the unused tail of the compact layout can be cut.
+    `rows_RD` may be shorter than R, because the unused tail of the compact layout can be cut.
     """
     ops = kernels.ops(backend, rows_RD.device)
     source_of_R = routing.source_of_R[: rows_RD.shape[0]]
@@ -33,7 +34,7 @@ def combine(rows_RD: Tensor, routing: Routing, backend: str = "auto", prescore: 
 
 
 class _Dispatch(torch.autograd.Function):
-    """rows[r] = x[token of r], times the assignment's weight if there are weights."""
+    """Compute rows[r] = x[token of r], times the assignment's weight if weights are given."""
 
     @staticmethod
     def forward(
@@ -60,7 +61,7 @@ class _Dispatch(torch.autograd.Function):
 
 
 class _Combine(torch.autograd.Function):
-    """The adjoint of `_Dispatch` in x: y[t] = the sum of t's rows, times weights if there are any."""
+    """The adjoint of `_Dispatch` in x: y[t] is the sum of token t's rows, weighted if weights are given."""
 
     @staticmethod
     def forward(
@@ -92,14 +93,14 @@ class _Combine(torch.autograd.Function):
 
 
 def token_of(source_of_R: Tensor, top_k: int) -> Tensor:
-    """Return the token of each row; -1 stays -1."""
+    """Return the token of each row; -1 marks an empty row."""
     if top_k == 1:
         return source_of_R
     return source_of_R.div(top_k, rounding_mode="floor")
 
 
 def read_assignments(values_N: Tensor, index_R: Tensor) -> Tensor:
-    """Return values[index]; for index -1 an arbitrary value, which must not be used."""
+    """Return values[index]; the result for index -1 is arbitrary and must not be used."""
     if values_N.shape[0] == 0:
         return values_N.new_zeros(index_R.shape[0])
     return values_N.index_select(0, index_R.clamp_min(0))

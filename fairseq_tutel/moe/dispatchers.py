@@ -1,12 +1,16 @@
-"""Dispatchers: how the tokens of a layer reach their experts, one class for each case.
+"""Dispatchers send the tokens of a layer to their experts and return the results.
 
 - `Local`: all experts are on this rank.
-- `Gathering`: the same with weights that are gathered for one forward (adaptive_r = 0).
+- `Gathering`: every rank gathers the weights of all experts for one forward (adaptive_r = 0).
 - `Exchange`: rows are sent to the ranks that own their experts.
 
-Each has `apply(x_TD, routing, weights)`, which returns every token's weighted sum over its experts [T, D],
-and `run_without_tokens`, which joins the collectives of other ranks' `apply` with zero tokens. `decodes` is
-whether few tokens take the decode path in the current mode. T tokens, D model_dim, R rows.
+Every class has these members:
+
+- `apply(x_TD, routing, weights)` returns each token's weighted sum of its experts' outputs, [T, D].
+- `run_without_tokens` joins the collectives of other ranks' `apply` with zero tokens.
+- `decodes` is True if few tokens use the decode path in the current mode.
+
+T tokens, D model_dim, R rows.
 """
 
 import dataclasses
@@ -33,19 +37,19 @@ from fairseq_tutel.ranks.groups import Topology
 
 @dataclass(eq=False)
 class Local:
-    """All experts are on this rank, and no row is sent."""
+    """The dispatcher of a layer that has all its experts on this rank. It sends no rows."""
 
     experts: ExpertStack
     config: MoEConfig
 
     @property
     def decodes(self) -> bool:
-        """Whether few tokens take the decode path in the current mode."""
+        """Whether few tokens use the decode path in the current mode."""
         experts = self.experts
         return can_defer(experts.training) and not self.config.prescore and experts.can_fuse
 
     def apply(self, x_TD: Tensor, routing: Routing, weights: Weights) -> Tensor:
-        """Return y_TD; see the module."""
+        """Run the experts on this rank and return the layer output y_TD."""
         experts, config = self.experts, self.config
         if isinstance(routing, DecodeRouting) and routing.is_deferred and self.decodes:
             return run_few(experts, x_TD, routing, weights)
@@ -56,23 +60,23 @@ class Local:
         return combine(rows_RD, routing, config.backend, config.prescore)
 
     def run_without_tokens(self, weights: Weights) -> None:
-        """Do nothing: no other rank waits."""
+        """Do nothing, because no other rank waits for this layer."""
 
 
 @dataclass(eq=False)
 class Gathering(Local):
-    """Every rank gathers all experts for one forward, and no row is sent."""
+    """A dispatcher that gathers all experts on every rank for one forward, so it sends no rows."""
 
     topology: Topology
     calls: CallCounter
     decodes: ClassVar[bool] = False
 
     def apply(self, x_TD: Tensor, routing: Routing, weights: Weights) -> Tensor:
-        """Return y_TD; see the module."""
+        """Gather all experts, run them on this rank's tokens and return the layer output y_TD."""
         return super().apply(x_TD, routing, self._gathered(x_TD.device))
 
     def run_without_tokens(self, weights: Weights) -> None:
-        """Join the gathering of weights."""
+        """Join the other ranks' all-gather of the expert weights."""
         self._gathered(self.experts.device)
 
     def _gathered(self, device: torch.device) -> Weights:
@@ -82,7 +86,7 @@ class Gathering(Local):
 
 @dataclass(eq=False)
 class Exchange:
-    """Rows are sent to the ranks that own their experts."""
+    """A dispatcher that sends rows to the ranks that own their experts."""
 
     experts: ExpertStack
     config: MoEConfig
@@ -92,7 +96,7 @@ class Exchange:
     decodes: ClassVar[bool] = False
 
     def apply(self, x_TD: Tensor, routing: Routing, weights: Weights) -> Tensor:
-        """Return y_TD; see the module."""
+        """Send rows to the ranks of their experts, receive the outputs and return the layer output y_TD."""
         config, options = self.config, self.options
         call_id = CallId(self.calls, self.experts.training)
         if options.padded:
@@ -118,7 +122,7 @@ class Exchange:
         exchange.exchange_rows(rows_RD, counts_E, options, expert_fn, call_id)
 
     def _gathered(self, weights: Weights, device: torch.device) -> Weights:
-        """Return the weights, gathered from the ranks that hold slices of the same expert."""
+        """Return the expert weights; gather other ranks' shards of the same experts if necessary."""
         if not weights.are_own:
             return weights
         degree = self.options.strategy.adaptive_r
@@ -137,7 +141,7 @@ def choose_dispatcher(
     timer: ExchangeTimer | None,
     name: str,
 ) -> Dispatcher:
-    """Return the dispatcher for a layer's topology, strategy and source of weights."""
+    """Return the dispatcher that suits a layer's topology, strategy and source of weights."""
     group = topology.expert_group
     if group is None or calls is None or experts.weights.of_all:
         return Local(experts, config)

@@ -1,8 +1,9 @@
-"""The experts' feed-forward as one autograd node, which saves only its input, h and the routing.
+"""The FFN of all experts as one autograd node that saves only its input, hidden rows and routing.
 
-With a routing it does dispatch, experts and combine in one. It reads rows from the tokens directly and
-computes the gate weights' gradient from h, so that it saves neither dispatched rows nor experts' outputs.
-T tokens, D model_dim, H hidden_dim, E experts, K top_k, R rows, N rows of x: T with a routing, else R.
+With a routing, the node includes dispatch, experts and combine. It reads rows directly from the tokens, and
+computes the gradient of the gate weights from the hidden rows h. It therefore saves neither dispatched rows
+nor expert outputs. T tokens, D model_dim, H hidden_dim, E experts, K top_k, R rows, N rows of x (T with a
+routing, R without).
 """
 
 from dataclasses import dataclass
@@ -21,19 +22,20 @@ from fairseq_tutel.moe.routing import Routing
 
 @dataclass(frozen=True, kw_only=True)
 class FFNCall:
-    """Arguments of a feed-forward that are no tensors."""
+    """The arguments of an FFN call that are not tensors."""
 
-    ops: Any  # the kernels
+    ops: Any  # namespace of the kernels
     groups: Groups
-    activation: str  # between the two maps; ignored for `glu`
-    recompute: bool = False  # compute h again in backward instead of saving it
+    activation: str  # activation between the two linear maps; ignored for `glu`
+    recompute: bool = False  # whether backward computes h again instead of saving it
 
 
 def ffn(x_ND: Tensor, tensors: Tensors, call: FFNCall, routing: Routing | None = None) -> Tensor:
-    """Return the experts' outputs of every row [R, D], or with a routing every token's weighted sum [T, D].
+    """Run the experts' FFNs. Return every row's output [R, D], or each token's weighted sum [T, D].
 
-    `x_ND` are expert-major rows, where a tail behind the groups gives 0. With a routing, in the compact
-    layout and with all rows on this rank, they are its tokens.
+    Without a routing, `x_ND` holds rows sorted by expert, and rows after the last group give 0. With a
+    routing, `x_ND` holds the tokens. The routing must use the compact layout and keep all rows on this
+    rank.
     """
     named = [tensors.get(name) for name in NAMES]
     maps: tuple[Tensor | None, ...] = None, None, None
@@ -41,17 +43,17 @@ def ffn(x_ND: Tensor, tensors: Tensors, call: FFNCall, routing: Routing | None =
         maps = routing.weights_TK, routing.row_of_TK, routing.source_of_R
     if torch.is_grad_enabled():
         return _FFN.apply(call, x_ND, *maps, *named)
-    # The tensors may be an expert tensor list then, which autograd cannot save.
+    # Without gradients the tensors may be an expert tensor list, which autograd cannot save.
     return _FFN.forward(_NoGraph(), call, x_ND, *maps, *named)
 
 
 class _NoGraph:
-    """The context of a forward without backward."""
+    """The autograd context of a forward pass that has no backward pass."""
 
     needs_input_grad = ()
 
     def save_for_backward(self, *tensors: Any) -> None:
-        """Save nothing."""
+        """Ignore the tensors, because there is no backward pass."""
 
 
 class _FFN(torch.autograd.Function):
@@ -104,7 +106,7 @@ class _FFN(torch.autograd.Function):
 
 
 def _index(row_of_TK: Tensor | None, source_of_R: Tensor | None) -> Tensor | None:
-    """Return the token of every row; None without a routing."""
+    """Return the token of every row, or None if there is no routing."""
     if row_of_TK is None or source_of_R is None:
         return None
     return token_of(source_of_R, row_of_TK.shape[1])

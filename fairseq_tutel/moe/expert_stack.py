@@ -1,4 +1,4 @@
-"""The base of all experts: tensors stacked by expert. E experts of a layer, e local, s slices of one."""
+"""The base class of experts, with parameters stacked by expert. E experts, e local, s shards of each."""
 
 import dataclasses
 import logging
@@ -23,59 +23,60 @@ Tensors = Mapping[str, Any]
 
 
 class Weights:
-    """The source of the tensors that experts compute with: given ones, or the stack's own parameters."""
+    """The source of the tensors that experts compute with: given tensors or the stack's parameters."""
 
     are_own: bool = True  # whether other ranks can gather these tensors
-    of_all: bool = False  # whether all experts are included, so that no row needs to be sent
+    of_all: bool = False  # whether these are the tensors of all experts, so that no rows need to be sent
     _tensors: Tensors | None = None
 
     def __init__(self, tensors: Tensors | None = None, of_all: bool = False) -> None:
         self._tensors, self.are_own, self.of_all = tensors, tensors is None, of_all
 
     def of_groups(self, stack: "ExpertStack", groups: Groups) -> tuple[Tensors, Groups]:
-        """Return the tensors by name, and the groups of these experts.
+        """Return the experts' tensors by name, and the row groups of these experts.
 
-        A source may omit experts without rows: then the tensors [n, ...] and the groups are those of the
-        others, in ascending order. Called within the experts' forward, since hooks, such as those of
-        torch.nn.utils.prune, compute tensors just before.
+        A subclass may omit experts without rows. Then the tensors [n, ...] and the groups belong to the
+        remaining experts, in ascending order. This method is called within the experts' forward, because
+        forward hooks, such as the hooks of torch.nn.utils.prune, compute the tensors just before.
         """
         if self._tensors is not None:
             return self._tensors, groups
         return {name: getattr(stack, name) for name in stack.names}, groups
 
     def of_each(self, stack: "ExpertStack", groups: Groups) -> Iterator[Tensors]:
-        """Yield the tensors of each expert with rows, by name; quantized ones are unpacked one by one."""
+        """Yield the tensors of each expert that has rows; quantized experts are unpacked one at a time."""
         tensors, groups = self.of_groups(stack, groups)
         for e, count in enumerate(groups.host):
             if count:
                 yield {name: tensor[e] for name, tensor in tensors.items()}
 
     def prefetch(self, stack: "ExpertStack", groups: Groups) -> None:
-        """Begin to fetch the experts with rows, if they are offloaded; `groups` are of all E experts."""
+        """Start to fetch the offloaded experts that have rows; `groups` covers all E experts."""
 
 
 OWN = Weights()
 
 
 class StoredStack(Protocol):
-    """A stack [E, ...] that is not in memory, but in shard files, for example."""
+    """Interface of stacked expert tensors [E, ...] that are not in memory, such as in shard files."""
 
     shape: tuple[int, ...]
 
     def read(self, first: int, count: int, slicing: Slice | None = None, index: int = 0) -> Tensor:
-        """Return experts first .. first + count - 1, or slice `index` of each."""
+        """Read and return `count` experts from `first` on, or expert shard `index` of each."""
 
 
 class ExpertStack(nn.Module):
-    """A rank's part of a layer's experts, with parameters that are stacked by expert in dimension 0.
+    """A rank's experts or expert shards of one layer, with parameters stacked by expert in dimension 0.
 
-    `load_state_dict` takes the local part of a state dict with all E experts. `state_dict` contains the
-    local part, or what `save_as` has set: all experts, or records of the files that have them.
+    `load_state_dict` takes this rank's experts from a state dict with all E experts. `state_dict` contains
+    this rank's experts by default. `save_as` can replace them by all experts, or by records of files.
     """
 
-    # The dimension in which a stacked tensor is sliced if an expert has several ranks; empty: it cannot be.
+    # For each stacked tensor, the dimension that is split into expert shards. Empty: experts cannot be
+    # split.
     slice_dims: ClassVar[dict[str, int]] = {}
-    # Tensors that are added to the output, in its last dimension: a slice of them is padded with zeros.
+    # Tensors that are added to the output. Their shards split the last dimension and are padded with zeros.
     added: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, config: MoEConfig, part: Part | None = None) -> None:
@@ -84,7 +85,7 @@ class ExpertStack(nn.Module):
         if self.part.slices > 1 and not self.slice_dims:
             raise ValueError(
                 f"--moe-expert-parallel-size gives {self.part.slices} ranks to one expert, but expert_type "
-                f"(--moe-expert-type) {config.expert_type} cannot be sliced; give a size of at "
+                f"(--moe-expert-type) {config.expert_type} cannot be split; give a size of at "
                 f"most {config.num_experts}, the number of experts."
             )
         self.config = config
@@ -97,11 +98,11 @@ class ExpertStack(nn.Module):
         self._in_state_dict: Mapping[str, Any] | None = None
 
     def compute_with(self, weights: Weights) -> None:
-        """Use this source of tensors in the next forwards; `OWN` is the default."""
+        """Use these tensors in the next forwards; the default is `OWN`, the stack's own parameters."""
         self.weights = weights
 
     def offload_to(self, weights: Weights) -> None:
-        """Use this source of tensors from now on, and free the parameters: names and shapes stay."""
+        """Replace the parameters by another source of tensors and free their memory; shapes are kept."""
         self._compute_device, self.weights, self._is_offloaded = self.device, weights, True
         for name, parameter in self.expert_parameters().items():
             empty = torch.empty_like(parameter, device="meta")
@@ -109,32 +110,32 @@ class ExpertStack(nn.Module):
         self.mark()
 
     def load_later(self, keep_sources: bool = False) -> None:
-        """Let `load_state_dict` replace the parameters of a stack that was built on the meta device.
+        """Allow `load_state_dict` to replace the parameters of a stack that was built on the meta device.
 
-        A loaded tensor is not copied if it uses its whole storage. With `keep_sources` it is only kept for
-        `take_sources`, and the parameters stay on the meta device.
+        A loaded tensor is used without a copy if it fills its storage. With `keep_sources`, loaded tensors
+        are only kept for `take_sources`, and the parameters stay on the meta device.
         """
         self._loads_later, self._sources = True, {} if keep_sources else None
         self._compute_device = torch.device("cpu")
 
     def take_sources(self) -> Mapping[str, "Tensor | StoredStack"]:
-        """Return the tensors that `load_later` kept, of all experts, by name, and drop them."""
+        """Return and release the tensors of all experts that `load_later` kept, by name."""
         sources, self._sources = self._sources, {}
         return sources or {}
 
     def save_as(self, tensors: Mapping[str, Any] | None) -> None:
-        """Put these tensors into state dicts instead of the local part; None for the local part."""
+        """Put these tensors into state dicts instead of this rank's experts; None restores the default."""
         self._in_state_dict = tensors
 
     def save_by_rank(self) -> None:
-        """Let `load_state_dict` also accept this rank's part, for ranks that save their own files."""
+        """Allow `load_state_dict` to also load files that contain only this rank's experts."""
         self._saved_by_rank = True
 
     def forward(self, rows_RD: Tensor, groups: Groups, weights: Weights = OWN) -> Tensor:
-        """Run expert i on its group of the expert-major rows; rows behind the last group are unused.
+        """Run each expert on its group of rows; rows after the last group are not used.
 
-        `groups` are the rows of each local expert, or of each expert if `weights` include all. The result
-        is [R, D], or without the rows behind the last group.
+        Rows are sorted by expert. `groups` has one group for each local expert, or for each of all experts
+        if `weights` has all. The result is [R, D], or shorter if the rows after the last group are omitted.
         """
         tensors, groups = weights.of_groups(self, groups)
         if self.checkpoints and torch.is_grad_enabled():
@@ -142,72 +143,72 @@ class ExpertStack(nn.Module):
         return self.run(rows_RD, groups, tensors)
 
     def run(self, rows_RD: Tensor, groups: Groups, tensors: Tensors) -> Tensor:
-        """Run the experts; see `forward`."""
+        """Run each expert on its group of rows with these tensors; subclasses implement it."""
         raise NotImplementedError
 
     @property
     def is_hooked(self) -> bool:
-        """Whether the module has hooks, as torch.nn.utils.prune installs them."""
+        """Whether the module has forward or backward hooks, such as the hooks of torch.nn.utils.prune."""
         before, after = self._forward_pre_hooks, self._forward_hooks
         return bool(before or after or self._backward_pre_hooks or self._backward_hooks)
 
     @property
     def call(self) -> Callable[..., Tensor]:
-        """The function that runs the experts: the module if it has hooks, else `forward` itself."""
+        """The function that runs the experts: the module itself if it has hooks, otherwise `forward`."""
         return self if self.is_hooked else self.forward
 
     @property
     def can_fuse(self) -> bool:
-        """Whether `run_fused` can replace dispatch, `forward` and combine."""
+        """Whether `run_fused` can replace the separate steps dispatch, `forward` and combine."""
         return False
 
     def run_fused(self, x_TD: Tensor, routing: Routing, weights: Weights = OWN) -> Tensor:
-        """Return every token's weighted sum over its experts: dispatch, `forward` and combine in one."""
+        """Dispatch tokens, run their experts and combine; return each token's weighted sum of outputs."""
         raise NotImplementedError
 
     @property
     def checkpoints(self) -> bool:
-        """Whether backward runs the experts again instead of using saved activations."""
+        """Whether backward recomputes the experts instead of using saved activations."""
         return self.config.recompute_experts
 
     def reset_parameters(self, seed: int, name: str) -> None:
-        """Draw every expert from a generator seeded by (seed, name, global expert ID, tensor)."""
+        """Draw each expert from a generator that is seeded by (seed, name, global expert ID, tensor)."""
         raise NotImplementedError
 
     def expert_parameters(self) -> dict[str, nn.Parameter]:
-        """Return the stacked parameters by name, without shared modules."""
+        """Return the parameters that are stacked by expert, by name, without shared modules."""
         return dict(self.named_parameters(recurse=False))
 
     @cached_property
     def names(self) -> tuple[str, ...]:
-        """The names of the stacked parameters, fixed at construction: pruning replaces parameters later."""
+        """The names of the stacked parameters, stored early because pruning replaces parameters."""
         return tuple(self.expert_parameters())
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of the experts' rows outside of autocast: that of the weights."""
+        """The dtype of the expert weights, and without autocast also of the experts' inputs."""
         dtypes = (getattr(self, name).dtype for name in self.names)
         return next(dtype for dtype in dtypes if dtype.is_floating_point)
 
     @property
     def device(self) -> torch.device:
-        """The device on which the experts compute; offloaded weights may be elsewhere."""
+        """The device on which the experts compute; offloaded weights may be on another device."""
         if self._compute_device is not None:
             return self._compute_device
         return next(iter(self.expert_parameters().values())).device
 
     def prepared(self, tensors: Tensors, device: torch.device) -> Tensors:
-        """Return the tensors converted for a forward; called once for all its chunks."""
+        """Convert the tensors for one forward, such as to autocast's dtype; row chunks share the result."""
         return tensors
 
     def slice_of(self, name: str) -> Slice:
-        """Return how a parameter is sliced."""
+        """Return how a parameter is split: the number of expert shards and the split dimension."""
         slices = self.part.slices
         return Slice(slices, self.slice_dims[name]) if slices > 1 else Slice()
 
     def mark(self) -> None:
-        """Mark every parameter for gradient reduction and gathering, which see only parameters."""
-        names = self.names  # cached at the first call
+        """Mark the expert parameters, so that gradient reduction and gathering treat them correctly."""
+        names = self.names  # is cached at the first call
         is_cut = self.part.slices > 1
         for name, parameter in self.expert_parameters().items():
             if is_cut or self.num_local < self.config.num_experts:
@@ -217,7 +218,7 @@ class ExpertStack(nn.Module):
             if is_cut and name in names:
                 mark_slice(parameter, self.slice_of(name))
 
-    # A move from the meta device, a copy, and an assigned state dict replace the marked parameters.
+    # A move from the meta device, a copy or an assigned state dict replaces the marked parameters.
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         if self._compute_device is None:
@@ -228,7 +229,7 @@ class ExpertStack(nn.Module):
         return self
 
     def _move_offloaded(self, fn: Callable[[Tensor], Tensor], recurse: bool) -> None:
-        """Move to another dtype and device; parameters on the meta device change their dtype alone."""
+        """Move the experts to another dtype and device; offloaded parameters only change their dtype."""
 
         def moved(tensor: Tensor) -> Tensor:
             if not tensor.is_meta:
@@ -246,25 +247,25 @@ class ExpertStack(nn.Module):
         self.mark()
 
     def extra_repr(self) -> str:
-        """Return the tensors' shapes."""
+        """Return the shapes of the expert tensors, for `repr`."""
         return ", ".join(f"{name}={tuple(getattr(self, name).shape)}" for name in self.names)
 
     def whole_shape(self, name: str) -> tuple[int, ...]:
-        """Return the shape of a parameter of one whole expert."""
+        """Return the shape that a parameter of one complete expert has, without expert shards."""
         shape, slicing = list(self.expert_parameters()[name].shape), self.slice_of(name)
         shape[slicing.dim] *= slicing.count
         return tuple(shape[1:])
 
     @torch.no_grad()
     def own_part(self, name: str, whole: Tensor) -> Tensor:
-        """Return this rank's part of a tensor [n, ...] of n whole experts; a view."""
+        """Return a view of this rank's expert shards of a tensor [n, ...] of n complete experts."""
         return cut(whole, self.slice_of(name), self.part.index)
 
     def _refuse_offloaded(self, prefix: str) -> None:
         require(
             not self._is_offloaded,
-            f"{prefix}* are in an expert store and can be neither saved nor loaded; open the checkpoint "
-            "without a store to save it.",
+            f"{prefix}* are in an expert store, so they cannot be saved or loaded; to save them, open the "
+            "checkpoint without an expert store.",
         )
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
@@ -300,7 +301,7 @@ class ExpertStack(nn.Module):
         self.mark()
 
     def _check_part(self, state_dict: Any, prefix: str, held: tuple[int, ...] | None) -> None:
-        """Raise ValueError for another rank's part; warn if a part does not name its experts."""
+        """Raise ValueError if a state dict has another rank's experts; warn if it records no rank."""
         num_experts, mine = self.config.num_experts, self.part.of(self.config.num_experts)
         if held is not None and held not in (self._held(), (num_experts, num_experts, 0, 1, 0)):
             raise ValueError(
@@ -314,7 +315,7 @@ class ExpertStack(nn.Module):
             if prefix + name in state_dict
         ):
             logger.warning(
-                "%s of a state dict does not name its experts; it is loaded as this rank's, %s.",
+                "%s: the state dict does not record which experts it contains; they are loaded as %s.",
                 prefix[:-1],
                 mine,
             )
@@ -324,9 +325,9 @@ class ExpertStack(nn.Module):
         return own == tuple(tensor.shape) != (self.config.num_experts, *self.whole_shape(name))
 
     def _take(self, name: str, tensor: Tensor) -> nn.Parameter:
-        """Register a loaded tensor as a parameter and return it."""
+        """Register a loaded tensor as a parameter and return the parameter."""
         old: nn.Parameter = getattr(self, name)
-        if tensor.untyped_storage().nbytes() > tensor.nbytes:  # the whole storage would stay in memory
+        if tensor.untyped_storage().nbytes() > tensor.nbytes:  # otherwise its full storage stays in memory
             tensor = tensor.clone()
         taken = nn.Parameter(tensor.to(old.dtype), requires_grad=old.requires_grad)
         self.register_parameter(name, taken)
@@ -344,13 +345,13 @@ class ExpertStack(nn.Module):
     def _check_shape(self, key: str, tensor: Tensor | StoredStack) -> None:
         expected = (self.config.num_experts, *self.whole_shape(key.rpartition(".")[2]))
         fix = (
-            "give the --moe-expert-count and --moe-expert-ffn-dim it was saved with (a first number below "
-            "the expert count is a crash file that holds one rank's part)"
+            "give the --moe-expert-count and --moe-expert-ffn-dim of the saved model (if the first number "
+            "is below the expert count, this is a crash file with the experts of one rank)"
         )
         if self._saved_by_rank:
             fix = (
-                f"or {self.num_local} of them in a rank's own file; build the layer with the arguments and "
-                "the number of ranks that it was saved with"
+                f"or {self.num_local} experts in a file of one rank; build the layer with the arguments "
+                "and the number of ranks of the run that saved it"
             )
         require(
             tuple(tensor.shape) == expected,

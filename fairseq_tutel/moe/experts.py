@@ -1,4 +1,4 @@
-"""Built-in and custom experts. R expert-major rows, D model_dim, H hidden_dim, e local experts."""
+"""Built-in and custom experts. R rows sorted by expert, D model_dim, H hidden_dim, e local experts."""
 
 from collections.abc import Callable
 from typing import Any, ClassVar
@@ -22,10 +22,10 @@ from fairseq_tutel.ranks.groups import Part
 
 
 class Experts(ExpertStack):
-    """The built-in experts, `ffn` and `glu`.
+    """The built-in expert types: `ffn` (two linear layers) and `glu` (SwiGLU).
 
-    Parameters: fc1_weight [e, H, D], fc1_bias [e, H], fc2_weight [e, D, H], fc2_bias [e, D]; glu adds
-    fc3_weight [e, H, D], fc3_bias [e, H]. Each expert's matrices have nn.Linear's layout.
+    Parameters: fc1_weight [e, H, D], fc1_bias [e, H], fc2_weight [e, D, H], fc2_bias [e, D]. `glu` adds
+    fc3_weight [e, H, D] and fc3_bias [e, H]. Each expert's matrices have the layout of nn.Linear.
     """
 
     slice_dims: ClassVar[dict[str, int]] = {
@@ -38,7 +38,7 @@ class Experts(ExpertStack):
         super().__init__(config, part)
         slices = self.part.slices
         hidden_dim = _part_of(config.hidden_dim, slices, "hidden_dim")
-        # Only the bias of the output is cut.
+        # fc2_bias is the only tensor that is split in model_dim.
         model_dim = _part_of(config.model_dim, slices, "model_dim") if config.expert_bias else 0
         shapes = {"fc1": (hidden_dim, hidden_dim, config.model_dim)}
         if config.expert_type == "glu":
@@ -49,12 +49,12 @@ class Experts(ExpertStack):
             self.register_parameter(f"{name}_weight", nn.Parameter(weight))
             bias = torch.empty(self.num_local, bias_dim, device=device)
             self.register_parameter(f"{name}_bias", nn.Parameter(bias) if config.expert_bias else None)
-        # One layer norm for all experts (fairseq's --scale-fc): an ordinary, replicated module.
+        # All experts share one layer norm (fairseq's --scale-fc), an ordinary module that is replicated.
         self.hidden_layer_norm = nn.LayerNorm(config.hidden_dim) if config.hidden_layer_norm else None
 
     @torch.no_grad()
     def reset_parameters(self, seed: int, name: str) -> None:
-        """Draw every expert as nn.Linear does, or normal by `init_std`."""
+        """Draw each expert as nn.Linear does, or with a normal distribution if `init_std` is set."""
         for tensor, parameter in self.expert_parameters().items():
             if parameter.is_meta:
                 continue
@@ -62,20 +62,20 @@ class Experts(ExpertStack):
             fan_in = self.whole_shape(f"{map_name}_weight")[1]
             for i in range(self.num_local):
                 generator = seeded_generator(seed, name, self.first + i, tensor)
-                # The whole expert is drawn and cut, so that a model is the same for every P.
+                # The complete expert is drawn and then split, so that a model is the same for every P.
                 whole = parameter.new_empty(self.whole_shape(tensor))
                 draw_linear(whole, fan_in, kind, self.config.init_std, generator)
                 parameter[i].copy_(self.own_part(tensor, whole.unsqueeze(0))[0])
 
     def prepared(self, tensors: Tensors, device: torch.device) -> Tensors:
-        """Return the tensors in autocast's dtype, if autocast is enabled."""
+        """Return the tensors in autocast's dtype if autocast is enabled, otherwise unchanged."""
         if not torch.is_autocast_enabled(device.type):
             return tensors
         dtype = torch.get_autocast_dtype(device.type)
         return {name: tensor.to(dtype) for name, tensor in tensors.items()}
 
     def run(self, rows_RD: Tensor, groups: Groups, tensors: Tensors) -> Tensor:
-        """Run expert i on its group of rows, with its hidden dimension or a slice of it."""
+        """Run expert i, or this rank's shard of expert i, on its group of rows."""
         tensors = self.prepared(tensors, rows_RD.device)
         rows_RD = rows_RD.to(tensors["fc1_weight"].dtype)
         if not self.is_one_node:
@@ -84,11 +84,11 @@ class Experts(ExpertStack):
 
     @property
     def can_fuse(self) -> bool:
-        """Whether `run_fused` can be used: the experts are one autograd node without hooks."""
+        """Whether `run_fused` can be used: no hooks, and only the activation between the linear maps."""
         return self.is_one_node and not self.is_hooked
 
     def run_fused(self, x_TD: Tensor, routing: Routing, weights: Weights = OWN) -> Tensor:
-        """Return every token's weighted sum over its experts [T, D], as one autograd node."""
+        """Dispatch, run the experts and combine, as one autograd node; return each token's weighted sum."""
         tensors, groups = weights.of_groups(self, routing.groups)
         tensors = self.prepared(tensors, x_TD.device)
         call = self._call(groups, x_TD.device, tensors["fc1_weight"].dtype)
@@ -96,12 +96,12 @@ class Experts(ExpertStack):
 
     @property
     def checkpoints(self) -> bool:
-        """Whether backward runs the experts again; one autograd node recomputes only h."""
+        """Whether backward reruns complete experts; fused experts only recompute their hidden rows."""
         return super().checkpoints and not self.is_one_node
 
     @property
     def is_one_node(self) -> bool:
-        """Whether the activation is the only operation between the maps."""
+        """Whether the experts can be one autograd node: only the activation is between the linear maps."""
         drops = self.training and self.config.activation_dropout > 0
         return self.hidden_layer_norm is None and not drops
 
@@ -123,7 +123,7 @@ class Experts(ExpertStack):
         return feed_forward(rows_RD, linear, self.config, self.activate, norm, self.training)
 
     def activate(self, hidden_RH: Tensor) -> Tensor:
-        """Apply the activation between the maps, in a glu before fc3's product."""
+        """Apply the activation between the linear maps; in `glu`, before the product with fc3's output."""
         return activation_of(self.config)(hidden_RH)
 
 
@@ -135,7 +135,7 @@ def feed_forward(
     norm: nn.Module | None,
     training: bool,
 ) -> Tensor:
-    """Return the feed-forward of x [..., D]; `linear` applies the map fc1, fc2 or a glu's fc3 by name."""
+    """Compute the FFN of x [..., D]; `linear` applies the linear layer with the given name, such as fc1."""
     hidden = activate(linear("fc1", x))
     if config.expert_type == "glu":
         hidden = hidden * linear("fc3", x)
@@ -146,15 +146,16 @@ def feed_forward(
 
 
 def activation_of(config: MoEConfig) -> Callable[[Tensor], Tensor]:
-    """Return the function of `config.activation`; a glu uses silu."""
+    """Return the activation function that `config.activation` names; `glu` experts use silu."""
     return F.silu if config.expert_type == "glu" else ACTIVATIONS[config.activation].forward
 
 
 class CustomExperts(ExpertStack):
-    """Runs `kind(config)`, a module that maps rows [n, D] to rows [n, D], for every expert.
+    """Experts of a custom class: `kind(config)` is one expert, a module from rows [n, D] to rows [n, D].
 
-    Parameters are stacked by expert under their own names, with __ for a dot, and are exchanged, saved and
-    resumed as those of built-in experts. Each expert is drawn by its constructor, with its own seed.
+    Parameters are stacked by expert under their own names, in which a dot becomes __. They are exchanged,
+    saved and loaded as the parameters of built-in experts are. The constructor draws each expert with a
+    different seed.
     """
 
     def __init__(
@@ -170,7 +171,7 @@ class CustomExperts(ExpertStack):
             not list(template.buffers()),
             f"{name} has buffers, which all experts would share; make them parameters or class constants.",
         )
-        # In a list, so that it is not a submodule: only its forward is used.
+        # A list hides the module from nn.Module. Only the forward of this module is used.
         self._template = [template]
         for name, parameter in template.named_parameters():
             shape = (self.num_local, *parameter.shape)
@@ -180,7 +181,7 @@ class CustomExperts(ExpertStack):
 
     @torch.no_grad()
     def reset_parameters(self, seed: int, name: str) -> None:
-        """Draw each expert by its constructor."""
+        """Draw each expert by calling the constructor of its class with a different seed."""
         stacks = self.expert_parameters()
         if any(stack.is_meta for stack in stacks.values()):
             return
@@ -191,12 +192,12 @@ class CustomExperts(ExpertStack):
                 stacks[_key(tensor)][i].copy_(parameter)
 
     def run(self, rows_RD: Tensor, groups: Groups, tensors: Tensors) -> Tensor:
-        """Run expert i on its group of rows; an expert without rows is not called."""
+        """Run each expert on its group of rows; an expert without rows is not called."""
         (template,) = self._template
         template.train(self.training)
         counts = list(groups.host)
         rows_RD = rows_RD[: sum(counts)]
-        # unbind's backward stacks once; indexing's would build a zero-filled stack per expert.
+        # The backward of unbind stacks once. Indexing would build a zero-filled stack for every expert.
         stacks = {name: tensors[_key(name)].unbind(0) for name, _ in template.named_parameters()}
 
         def run(i: int, rows: Tensor) -> Tensor:
@@ -204,7 +205,7 @@ class CustomExperts(ExpertStack):
 
         parts = rows_RD.split(counts)
         done = [run(i, rows_i) for i, rows_i in enumerate(parts) if len(rows_i)]
-        # Without rows, an empty run gives the output's dtype and width, and zero gradients.
+        # Without rows, one call with zero rows gives the output's dtype and width, and zero gradients.
         out = torch.cat(done) if done else run(0, rows_RD)
         if out.shape != rows_RD.shape:
             raise ValueError(
@@ -221,14 +222,14 @@ def _key(name: str) -> str:
 def _part_of(width: int, slices: int, name: str) -> int:
     require(
         width % slices == 0,
-        f"{label_of(name)} is {width}, but --moe-expert-parallel-size cuts an expert into {slices} slices; "
-        "give a multiple of that, or a smaller size.",
+        f"{label_of(name)} is {width}, but --moe-expert-parallel-size splits experts into {slices} shards; "
+        "give a multiple of that number, or a smaller expert-parallel size.",
     )
     return width // slices
 
 
 def build_experts(config: MoEConfig, part: Part, device: str | None = None) -> ExpertStack:
-    """Return the local experts of `config.expert_type`, built-in or custom."""
+    """Build this rank's experts of type `config.expert_type`, built-in or custom."""
     if is_custom(config.expert_type):
         kind = load_class(label_of("expert_type"), config.expert_type)
         return CustomExperts(config, kind, part, device)
@@ -238,22 +239,23 @@ def build_experts(config: MoEConfig, part: Part, device: str | None = None) -> E
 def grouped_linear(
     rows: Tensor, groups: Groups, weight: Tensor, bias: Tensor | None = None, backend: str = "auto"
 ) -> Tensor:
-    """Return rows[r] @ weight[i].T + bias[i] for the rows r of group i; 0 behind the last group.
+    """Return rows[r] @ weight[i].T + bias[i] for the rows r of group i, and 0 after the last group.
 
-    rows are [R, I], weight is [e, O, I] and bias [e, O]; [R, O] has rows' dtype, or autocast's.
+    Shapes: rows [R, I], weight [e, O, I], bias [e, O]. The result [R, O] has the dtype of rows, or
+    autocast's.
     """
     if torch.is_autocast_enabled(rows.device.type):
         dtype = torch.get_autocast_dtype(rows.device.type)
         rows, weight = rows.to(dtype), weight.to(dtype)
         bias = None if bias is None else bias.to(dtype)
     ops = kernels.ops(backend, rows.device, rows.dtype)
-    if not torch.is_grad_enabled():  # the weights may be an expert tensor list then
+    if not torch.is_grad_enabled():  # without gradients the weights may be an expert tensor list
         return ops.grouped_linear(rows, weight, bias, groups)
     return _GroupedLinear.apply(rows, weight, bias, groups, ops)
 
 
 class _GroupedLinear(torch.autograd.Function):
-    """One autograd node for all groups; with `weight[i]` autograd would build a full stack per expert."""
+    """One autograd node for all groups; autograd of `weight[i]` would build a full stack per expert."""
 
     @staticmethod
     def forward(

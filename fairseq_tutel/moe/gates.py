@@ -1,7 +1,8 @@
-"""Gate: x_TD -> logits_TE, with noise on its input and output in training.
+"""Gates: modules that compute the logits_TE of tokens x_TD, with noise in training.
 
-T tokens, D model_dim, E experts. Noise is drawn from torch's global generator. fairseq reseeds it every
-update and activation checkpointing restores it, so that recomputed and resumed forwards route the same.
+T tokens, D model_dim, E experts. Noise comes from torch's global generator. fairseq seeds the generator in
+every update, and activation checkpointing restores it. Recomputed and resumed forwards therefore make the
+same choices.
 """
 
 import math
@@ -18,14 +19,14 @@ from fairseq_tutel.options.option import is_custom
 
 
 def num_scores(config: MoEConfig) -> int:
-    """Return E, the columns of a gate's logits: one for every expert with weights."""
+    """Return E, the number of logits that a gate computes per token."""
     return config.num_experts
 
 
 class LinearGate(nn.Module):
-    """Score tokens by one linear map without bias, in fp32 (fp64 for fp64 input) if `gate_fp32`.
+    """A gate with one linear map without bias, in fp32 (fp64 for fp64 input) if `gate_fp32` is set.
 
-    In half precision, rounding would change a token's experts between two forwards.
+    With half precision, rounding could change a token's experts between two forwards.
     """
 
     def __init__(self, config: MoEConfig) -> None:
@@ -34,16 +35,16 @@ class LinearGate(nn.Module):
         self.weight = nn.Parameter(torch.empty(num_scores(config), config.model_dim))
 
     def reset_parameters(self, generator: torch.Generator) -> None:
-        """Draw the weight as nn.Linear does."""
+        """Draw the weight from nn.Linear's initial distribution."""
         bound = 1 / math.sqrt(self.weight.shape[1])
         nn.init.uniform_(self.weight, -bound, bound, generator=generator)
 
     def forward(self, x_TD: Tensor) -> Tensor:
-        """Return logits_TE, fp32 (or fp64) if `config.gate_fp32`, else in the weight's dtype."""
+        """Return logits_TE in fp32 (or fp64) if `config.gate_fp32` is set, else in the weight's dtype."""
         if not self.fp32_gate:
             return F.linear(x_TD.to(self.weight.dtype), self.weight)
         dtype = torch.promote_types(x_TD.dtype, torch.float32)
-        # For few tokens, the context manager would take half of the time.
+        # For few tokens, entering the context manager would take half of the gate's time.
         if not torch.is_autocast_enabled(x_TD.device.type):
             return F.linear(x_TD.to(dtype), self.weight.to(dtype))
         with torch.autocast(x_TD.device.type, enabled=False):
@@ -51,7 +52,7 @@ class LinearGate(nn.Module):
 
 
 class CosineGate(nn.Module):
-    """Score tokens by the cosine between a projection of them and one direction per expert.
+    """A gate that scores a token by the cosine between its projection and one direction per expert.
 
     logits = exp(min(t, ln 100)) * normalize(W x + b) . normalize(s_e), with a learned temperature t.
 
@@ -69,7 +70,7 @@ class CosineGate(nn.Module):
         self.log_scale = nn.Parameter(torch.empty(()))
 
     def reset_parameters(self, generator: torch.Generator) -> None:
-        """Draw the projection as nn.Linear does, the directions normal."""
+        """Draw the projection as nn.Linear does, and the directions from a normal distribution."""
         bound = 1 / math.sqrt(self.projection_weight.shape[1])
         nn.init.uniform_(self.projection_weight, -bound, bound, generator=generator)
         nn.init.uniform_(self.projection_bias, -bound, bound, generator=generator)
@@ -77,7 +78,7 @@ class CosineGate(nn.Module):
         nn.init.constant_(self.log_scale, -math.log(self.first_temperature))
 
     def forward(self, x_TD: Tensor) -> Tensor:
-        """Return logits_TE, fp32 (or fp64) if `config.gate_fp32`, else in the weights' dtype."""
+        """Return logits_TE in fp32 (or fp64) if `config.gate_fp32` is set, else in the weights' dtype."""
         if not self.fp32_gate:
             return self._logits(x_TD.to(self.directions.dtype))
         with torch.autocast(x_TD.device.type, enabled=False):
@@ -93,11 +94,11 @@ class CosineGate(nn.Module):
 
 
 class HashGate(nn.Module):
-    """Choose experts by a hash of the token's ID, a baseline without parameters.
+    """A gate that chooses experts by a hash of the token ID; a baseline without parameters.
 
-    Each of a token's K experts has weight 1 / K: their logits are 0 and all others are -inf.
+    The K experts of a token have the weight 1 / K. Their logits are 0, and all other logits are -inf.
 
-    Source: Roller et al. 2021 (Hash Layers), section 3.2, random hash; here K hashes that differ.
+    Source: Roller et al. 2021 (Hash Layers), section 3.2, random hash. This gate uses K different hashes.
     """
 
     salt: Tensor
@@ -105,16 +106,16 @@ class HashGate(nn.Module):
     def __init__(self, config: MoEConfig) -> None:
         super().__init__()
         self.num_experts = num_scores(config)
-        # Saved, so that routing does not depend on the seed that a model is opened with.
+        # Saved in checkpoints, so that routing does not depend on the seed at load time.
         self.register_buffer("salt", torch.zeros((), dtype=torch.int64))
 
     def reset_parameters(self, generator: torch.Generator) -> None:
-        """Draw the salt, which makes the hashes of layers differ."""
-        # Small enough for the sum when checkpoints are averaged.
+        """Draw the salt, a random number that makes the hashes of different layers differ."""
+        # The salt is small, so that averaging checkpoints can sum it without overflow.
         self.salt.copy_(torch.randint(2**31, (), generator=generator))
 
     def forward(self, token_ids_T: Tensor, top_k: int) -> Tensor:
-        """Return logits_TE in fp32 from token IDs [T] int64."""
+        """Return logits_TE in fp32, computed from the token IDs [T] int64."""
         experts_E = torch.arange(self.num_experts, device=token_ids_T.device)
         hashes_TE = _mix(_mix(token_ids_T + self.salt).unsqueeze(1) + experts_E)
         chosen_TK = hashes_TE.topk(min(top_k, self.num_experts), dim=1).indices
@@ -123,14 +124,14 @@ class HashGate(nn.Module):
 
 
 def _mix(x: Tensor) -> Tensor:
-    """Scramble int64 numbers one to one: splitmix64's finalizer, with wrapping arithmetic."""
+    """Scramble int64 numbers one to one with splitmix64's finalizer, using wrapping arithmetic."""
     for shift, factor in ((30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15)):
         x = (x ^ _shifted(x, shift)) * factor
     return x ^ _shifted(x, 31)
 
 
 def _shifted(x: Tensor, bits: int) -> Tensor:
-    """Shift right without copying the sign."""
+    """Shift the bits of an int64 tensor to the right and fill with zeros instead of the sign."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
@@ -138,14 +139,14 @@ GATES = {"linear": LinearGate, "cosine": CosineGate, "hash": HashGate}
 
 
 def build_gate(config: MoEConfig, kind: str) -> nn.Module:
-    """Return a built-in gate by name, or a custom one, built as Class(config): x_TD -> logits_TE."""
+    """Build and return a gate: a built-in type by name, or a user's class built as Class(config)."""
     if is_custom(kind):
         return build_custom(label_of("gate_type"), kind, config)
     return GATES[kind](config)
 
 
 def reset_gate(gate: Any, seed: int, name: str, tensor: str) -> None:
-    """Draw a gate of `build_gate` from a generator of (seed, name, tensor), the same on every rank."""
+    """Draw the parameters of a gate from (seed, name, tensor), equal on every rank."""
     if isinstance(gate, LinearGate | CosineGate | HashGate):
         gate.reset_parameters(seeded_generator(seed, name, -1, tensor))
     elif hasattr(gate, "moe_config"):
@@ -153,11 +154,11 @@ def reset_gate(gate: Any, seed: int, name: str, tensor: str) -> None:
 
 
 def gate_input(x_TD: Tensor, config: MoEConfig, training: bool) -> Tensor:
-    """Return x, in training times 1 ± j (jitter) and with dropout (Fedus et al. 2021, section 2.4)."""
+    """Return the gate's input x; training adds jitter (factor 1 ± j) and dropout (Fedus et al. 2021)."""
     if not training:
         return x_TD
     if config.input_jitter > 0:
-        # Half precision has few numbers near 1, and more below it than above.
+        # The noise is computed in fp32, because half precision has few values near 1, unevenly spaced.
         wide_TD = x_TD.to(torch.promote_types(x_TD.dtype, torch.float32))
         low, high = 1 - config.input_jitter, 1 + config.input_jitter
         x_TD = (wide_TD * torch.empty_like(wide_TD).uniform_(low, high)).to(x_TD.dtype)
@@ -165,7 +166,7 @@ def gate_input(x_TD: Tensor, config: MoEConfig, training: bool) -> Tensor:
 
 
 def gate_logits(gate: nn.Module, x_TD: Tensor, call: Call, config: MoEConfig) -> Tensor:
-    """Return a gate's logits_TE; raise ValueError for another shape, or a hash gate without token IDs."""
+    """Run a gate and return logits_TE; raise ValueError for a wrong shape or missing token IDs."""
     if not isinstance(gate, HashGate):
         logits_TE = gate(x_TD)
         expected = x_TD.shape[0], num_scores(config)
@@ -178,19 +179,19 @@ def gate_logits(gate: nn.Module, x_TD: Tensor, call: Call, config: MoEConfig) ->
         return logits_TE
     if call.token_ids_T is None:
         raise ValueError(
-            "gate_type (--moe-gate-type) is 'hash' but the layer was called without token_ids; pass them, "
-            "or choose linear or cosine."
+            "gate_type (--moe-gate-type) is 'hash' but the layer was called without token_ids; pass "
+            "token_ids, or choose linear or cosine."
         )
     return gate(call.token_ids_T, call.top_k_of(config))
 
 
 def noise_std(config: MoEConfig) -> float:
-    """Return the standard deviation of the noise on a logit in training: gate_noise / E."""
+    """Return the standard deviation of the gate noise on logits in training: gate_noise / E."""
     return config.gate_noise / num_scores(config)
 
 
 def noisy_logits(logits_TE: Tensor, config: MoEConfig, training: bool) -> Tensor:
-    """Add Gaussian noise in training, for choice, weights and balance losses alike, as in Tutel."""
+    """Add Gaussian noise to the logits in training; choice, weights and balance losses use the result."""
     if not training or config.gate_noise == 0:
         return logits_TE
     return logits_TE + torch.randn_like(logits_TE) * noise_std(config)

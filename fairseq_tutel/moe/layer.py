@@ -1,4 +1,4 @@
-"""The MoE layer: route, apply the routing, balance. T tokens, D model_dim, E experts, K top_k, R rows."""
+"""The MoE layer: routing, experts, balance losses. T tokens, D model_dim, E experts, K top_k, R rows."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -32,34 +32,36 @@ from fairseq_tutel.ranks.groups import Topology
 
 @dataclass(frozen=True, kw_only=True)
 class MoEOutput:
-    """Balance losses and routing of a forward."""
+    """The balance losses and the routing of one forward pass."""
 
-    balance_loss: Tensor  # [] differentiable, the weighted sum of `losses`; 0 if there are none
-    losses: dict[str, Tensor]  # every balance loss by name, unweighted
+    balance_loss: Tensor  # [] differentiable, weighted sum of `losses`; 0 without losses
+    losses: dict[str, Tensor]  # unweighted balance losses by name
     routing: Routing
 
 
 class DeferredOutput(Deferred, MoEOutput):
-    """A MoEOutput whose losses are computed at their first access."""
+    """A MoEOutput that computes its losses at their first access."""
 
 
 class MoELayer(nn.Module):
-    """A mixture of experts in place of a feed-forward layer: `route`, `apply_routing`, then `balance`.
+    """A mixture of experts that replaces a feed-forward layer.
+
+    The forward pass calls `route`, `apply_routing` and `balance`.
 
     Args:
-        config: of the layer.
+        config: the options of the layer.
         topology: the ranks that own the experts; None for one rank with all experts.
-        seed: of the layer's generators; None draws one from torch's global generator, which must then have
-            the same seed on every rank.
+        seed: seed of the layer's generators. None draws a seed from torch's global generator, which must
+            then have the same seed on every rank.
         name: gives layers with the same seed different parameters.
-        gate_configs: a configuration for each of several gates, which `gate_index` chooses from; they may
-            differ in options that apply before dispatch. None builds one gate for every name in
+        gate_configs: one configuration per gate, if there are several; `gate_index` selects one. They
+            may differ in options that apply before dispatch. None builds one gate for every name in
             `config.gate_type`.
-        gates: existing gates, one for each configuration; built-in ones are drawn again by `seed`.
-        experts: existing experts, used instead of those of `config`; drawn again by `seed`.
+        gates: existing gates, one for each configuration; built-in gates are drawn again from `seed`.
+        experts: existing experts, used instead of new experts of `config`; drawn again from `seed`.
     """
 
-    router: Any = None  # routes the tokens of several layers by `routing_of`, as in inference/pregate.py
+    router: Any = None  # routes several layers with `routing_of`, as in inference/pregate.py
 
     def __init__(
         self,
@@ -83,7 +85,7 @@ class MoELayer(nn.Module):
         self._dispatcher: Dispatcher | None = None
         self._dispatcher_for: tuple[ExpertStack, Weights] | None = None
         self.configure(config, gate_configs or [config] * len(config.gate_types))
-        autotune.allow(config.kernel_tuning_seconds)  # for the whole process
+        autotune.allow(config.kernel_tuning_seconds)  # applies to the whole process
         if gates is None:
             kinds = config.gate_types if gate_configs is None else [c.gate_type for c in gate_configs]
             gates = [build_gate(c, kind) for c, kind in zip(self.gate_configs, kinds, strict=True)]
@@ -103,17 +105,17 @@ class MoELayer(nn.Module):
         self.reset_parameters(int(torch.randint(2**62, ())) if seed is None else seed, name)
 
     def configure(self, config: MoEConfig, gate_configs: Sequence[MoEConfig]) -> None:
-        """Replace the configuration of the layer and of each gate; existing modules stay."""
+        """Replace the configurations of the layer and of each gate; existing modules are kept."""
         self.config, self._dispatcher = config, None
         self.gate_configs = [
-            # Checks what the layer's losses require of every gate, such as noise.
+            # Checks options that the layer's losses require of every gate, such as noise.
             dataclasses.replace(c, balance_loss=config.balance_loss)
             for c in gate_configs
         ]
         self.balance_weights = parse_balance_loss(config.balance_loss)
 
     def reset_parameters(self, seed: int, name: str) -> None:
-        """Initialize all parameters from generators seeded by (seed, name): the same for every W."""
+        """Initialize all parameters from (seed, name), independently of the number of ranks."""
         for i, gate in enumerate([self.gate, *self.other_gates]):
             reset_gate(gate, seed, name, f"gate{i or ''}")
         self.experts.reset_parameters(seed, name)
@@ -131,23 +133,23 @@ class MoELayer(nn.Module):
         gate_index: int | None = None,
         token_ids: Tensor | None = None,
     ) -> tuple[Tensor, MoEOutput]:
-        """Route every token of x through its experts.
+        """Send every token of x through its experts; return the outputs, balance losses and routing.
 
         Args:
             x: [..., D] in any float dtype; with `time_first` [time, batch, D]. The gate gets this dtype,
                 the experts get the dtype of their weights.
-            padding_mask: bool, True for padding (its output is 0): the shape of x without D, or
-                [batch, time] with `time_first`.
-            time_first: x is [time, batch, D], as in fairseq; dropping goes by (sentence, time) in both
-                layouts.
-            capacity_factor: a number or a whole rule, replaces the configured one; 0 drops nothing.
-            top_k: replaces the configured one.
-            gate_index: replaces the configured one.
+            padding_mask: bool, True for padding (the output of padding is 0). Its shape is x's without
+                D, or [batch, time] with `time_first`.
+            time_first: x is [time, batch, D], as in fairseq. In both layouts, slots are assigned in
+                (sentence, time) order.
+            capacity_factor: replaces the configured value: a number, where 0 drops nothing, or a Capacity.
+            top_k: replaces the configured value.
+            gate_index: replaces the configured value.
             token_ids: int64 of padding_mask's shape, for a hash gate.
 
         Returns:
-            y: the shape of x, except for experts with another last dimension, in the dtype of the experts'
-                weights (under autocast in autocast's).
+            y: the shape of x, except if experts return another last dimension. The dtype is the dtype of
+                the experts' weights, or autocast's dtype under autocast.
             output: balance losses and routing.
 
         Raises:
@@ -169,17 +171,17 @@ class MoELayer(nn.Module):
         return y_TD.view(*call.shape, y_TD.shape[1]), self.balance(routing)
 
     def routing_of(self, x_TD: Tensor, call: Call) -> Routing:
-        """Return the routing of a forward, by `route` or by the router of several layers."""
+        """Return the routing of a forward, computed by the router if one is set, else by `route`."""
         if self.router is None:
             return self.route(x_TD, call)
         return self.router.routing_of(self, x_TD, call)
 
     def route_by(self, router: Any) -> None:
-        """Use this router in the next forwards; None for the layer's own `route`."""
+        """Route the next forwards with this router; None restores the layer's own `route`."""
         self.router = router
 
     def route(self, x_TD: Tensor, call: Call) -> Routing:
-        """Choose experts and rows for every token by the gate. Uses neither experts nor other ranks."""
+        """Choose experts and rows for every token with the gate; needs neither experts nor other ranks."""
         index = self.config.gate_index if call.gate_index is None else call.gate_index
         gate, config = self.gate_at(index)
         seen_TD = gate_input(x_TD, config, self.training)
@@ -211,7 +213,7 @@ class MoELayer(nn.Module):
         return y_TD if self.beside is None else self.beside(x_TD, y_TD, routing.real_T)
 
     def balance(self, routing: Routing) -> MoEOutput:
-        """Return the balance losses of a routing of this layer's `route`. May be collective."""
+        """Return the balance losses of a routing that `route` returned. Collective with some losses."""
         if can_defer(self.training):
             return DeferredOutput(partial(self._balance, routing), routing=routing)
         return self._balance(routing)
@@ -225,12 +227,12 @@ class MoELayer(nn.Module):
         return MoEOutput(balance_loss=total, losses=named, routing=routing)
 
     def follow(self, strategy: Strategy) -> None:
-        """Use this execution strategy in the next forwards. All ranks must use the same one."""
+        """Use this execution strategy in the next forwards. All ranks must use the same strategy."""
         self.strategy, self._dispatcher = strategy, None
 
     @property
     def dispatcher(self) -> Dispatcher:
-        """The dispatcher of the next forward, chosen again after strategy or weights have changed."""
+        """The dispatcher of the next forward, chosen again after a change of strategy or weights."""
         basis = self.experts, self.experts.weights
         if self._dispatcher is None or self._dispatcher_for != basis:
             self._dispatcher = choose_dispatcher(
@@ -240,15 +242,15 @@ class MoELayer(nn.Module):
         return self._dispatcher
 
     def time_exchanges(self) -> None:
-        """Measure the time of exchanges from now on, in `timer`."""
+        """Measure the time of all following all-to-all exchanges, in `timer`."""
         self.timer, self._dispatcher = ExchangeTimer(), None
 
     def watch_load(self) -> None:
-        """Keep the largest expert load of a micro-batch, before dropping, in `busiest`."""
+        """Store the largest expert load of each micro-batch, counted before dropping, in `busiest`."""
         self._watches_load = True
 
     def extra_repr(self) -> str:
-        """Return top_k and every option that differs from its default."""
+        """Return top_k and every option that differs from its default, for `repr`."""
         return ", ".join(
             f"{item.name}={getattr(self.config, item.name)!r}"
             for item in dataclasses.fields(self.config)
@@ -257,11 +259,11 @@ class MoELayer(nn.Module):
 
     @torch.no_grad()
     def run_without_tokens(self) -> None:
-        """Join the collectives of a forward of other ranks with zero tokens. Changes no state."""
+        """Join the collectives of other ranks' forward with zero tokens, without changing any state."""
         self.dispatcher.run_without_tokens(self.experts.weights)
 
     def gate_at(self, index: int) -> tuple[nn.Module, MoEConfig]:
-        """Return a gate with its configuration; raise ValueError if there is no such gate."""
+        """Return the gate with this index and its configuration; raise ValueError for an invalid index."""
         if not (is_whole(index) and 0 <= index < len(self.gate_configs)):
             count = len(self.gate_configs)
             raise ValueError(

@@ -36,9 +36,9 @@ class Metric:
 
     name: str  # key in the log; in a metric of every choice, {} stands for the choice, from 1
     help: str  # row in the docs
-    # Returns the sum over tokens, [] or [K], of probs_TE and weights_TK in at least fp32, with zeros for
-    # padding; the metric is its mean over real tokens.
-    token_sum: Callable[[Tensor, Tensor], Tensor] | None = None
+    # Returns the sum over real tokens, [] or [K] (K = 1: [] or [1]). Arguments: probs_TE and weights_TK, in
+    # at least fp32 with zeros for padding, and real_T. The metric is its mean over real tokens.
+    token_sum: Callable[[Tensor, Tensor, Tensor | None], Tensor] | None = None
     of_counts: Callable[[Counts], Tensor] | None = None  # returns it for each layer, [L] or [L, K]
     layers: str = ""  # name of its list over layers in the JSON log; empty: none is logged
     title: str = ""  # of its chart in the report; empty: its name
@@ -59,7 +59,7 @@ class Metric:
         return "{}" in self.name
 
 
-def _entropies(probs_TE: Tensor, weights_TK: Tensor) -> Tensor:
+def _entropies(probs_TE: Tensor, weights_TK: Tensor, real_T: Tensor | None) -> Tensor:
     # A clamped logarithm and a dot product take half the time of torch.special.entr; 0 log 0 is 0.
     logs_TE = probs_TE.clamp_min(torch.finfo(probs_TE.dtype).tiny).log_()
     return -torch.dot(probs_TE.flatten(), logs_TE.flatten())
@@ -88,7 +88,8 @@ METRICS = (
         text="How undecided the gate is about a token: ln E if all E experts are alike, 0 if one is sure.",
     ),
     Metric(
-        name="expert{}_weight", layers="weight{}", token_sum=lambda _, weights_TK: weights_TK.sum(dim=0),
+        name="expert{}_weight", layers="weight{}",
+        token_sum=lambda _, weights_TK, real_T: weights_TK.sum(dim=0),
         help="mean weight of choice J",
         title="Weights", unit="mean weight",
         text="Factors of the outputs of a token's choices.",
@@ -103,8 +104,8 @@ METRICS = (
     ),
     Metric(
         name="overflow_expert{}", of_counts=_overflow,
-        help="percent of dropped assignments of choice J; with expert choice, 1: percent of tokens that no "
-        "expert chose",
+        help="percent of dropped assignments of choice J; with --moe-choice experts, choice 1 is the "
+        "percent of tokens that no expert chose",
         title="Dropped share by choice", unit="dropped (%)", from_zero=True, unless_zero=True,
         text="Later choices are dropped more often, since first choices come before them.",
     ),
@@ -159,7 +160,8 @@ def count_routing(routing: Routing) -> RoutingCounts:
         real_T1 = routing.real_T.unsqueeze(1)
         probs_TE = torch.where(real_T1, probs_TE, 0.0)
         weights_TK = torch.where(real_T1, weights_TK, 0.0)
-    sums = [m.token_sum(probs_TE, weights_TK.to(dtype)) for m in METRICS if m.token_sum is not None]
+    weights_TK, real_T = weights_TK.to(dtype), routing.real_T
+    sums = [m.token_sum(probs_TE, weights_TK, real_T) for m in METRICS if m.token_sum is not None]
     return RoutingCounts(
         num_tokens=routing.num_tokens,
         assigned_KE=routing.assigned_KE,

@@ -1,4 +1,4 @@
-"""All options of a MoE model, its task and its criterion; those of its layers are in config.py."""
+"""All options of a MoE model, its task and its criterion. The options of its layers are in config.py."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -30,13 +30,13 @@ STORE_POLICIES = ("on-demand", "pregated", "prefetch-all")
 STORE_TIERS = ("host", "disk")
 EVICTIONS = ("lfu", "lru", "fifo")
 CACHE_SIZES = (
-    f"give a number of experts, such as 64, or of bytes with a unit, such as 512MiB ({', '.join(UNITS)})"
+    f"give a number of experts, such as 64, or a size with a unit, such as 512MiB ({', '.join(UNITS)})"
 )
 NO_STORE = needs(lambda f: f.store.moe_expert_store != "resident", "--moe-expert-store")
 SIDE_FREQ: Rule = (whole(-1)[0], "give a whole number of layers, at least 0, or -1 for --moe-freq")
 ZERO_STAGE: Rule = (
     lambda v: v in (0, 1, 2),
-    "give 0 (nothing is partitioned), 1 (optimizer state) or 2 (gradients too)",
+    "give 0 (nothing is partitioned), 1 (optimizer state) or 2 (also gradients)",
 )
 BOTH_SIDES = because(
     lambda f: -1 not in (f.sides.encoder_moe_freq, f.sides.decoder_moe_freq),
@@ -55,21 +55,21 @@ NOT_PREDICTED = needs(
 
 
 def older(name: str, value: Any, of: str = "model") -> Any:
-    """Return the option of an older flag that sets a field of MoEConfig to a value."""
+    """Define the option of an older flag, which sets a field of MoEConfig to a fixed value."""
     flag = f"--moe-{name.replace('_', '-')}"
     help = f"the same as {flag} {value}"
     return option(False, help, theme="Older names", of=of, same_as=(name, value))
 
 
 def accepted(default: Any, reason: str, **parts: Any) -> Any:
-    """Return an option without effect that older command lines may contain."""
+    """Define an option that has no effect but is accepted, since older command lines may contain it."""
     help = f"accepted for older command lines: {reason}"
     return option(default, help, theme="Older names", of="model", **parts)
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The options of a model that MoEConfig lacks: which layers have experts, and older option names."""
+    """Model options that are not in MoEConfig: which layers have experts, and older option names."""
 
     # fmt: off
     moe_freq: int = experts(
@@ -87,9 +87,9 @@ class ModelConfig:
     )
     moe_pregate: int = routing(
         0, unit="MoE layers", rule=whole(0, unit="MoE layers"),
-        help="pre-gating: a MoE layer's gate reads the input of the MoE layer this many before it in its "
-        "stack, so that its experts can be fetched ahead; gates without such a layer read their own input; "
-        "0: off",
+        help="pre-gating: each MoE layer's gate reads the input of an earlier MoE layer of the stack, this "
+        "many MoE layers before, so that experts can be fetched early; gates without such a layer read the "
+        "input of their layer; 0: off",
     )
     moe_top1_expert: bool = older("top_k", 1)
     moe_gating_use_fp32: bool = accepted(False, "the gate and its softmax are in fp32 by default")
@@ -106,26 +106,26 @@ class ModelConfig:
 
 @dataclass(frozen=True)
 class SidesConfig:
-    """The options of an encoder-decoder model in addition to ModelConfig."""
+    """The options that encoder-decoder models have in addition to ModelConfig."""
 
     # fmt: off
     encoder_moe_freq: int = experts(
         -1, unit="layers", rule=SIDE_FREQ,
-        help="--moe-freq for the encoder; 0: no MoE layer in it; -1: as --moe-freq",
+        help="--moe-freq for the encoder; 0: no MoE layer in the encoder; -1: same as --moe-freq",
     )
     decoder_moe_freq: int = experts(
         -1, unit="layers", rule=SIDE_FREQ,
-        help="--moe-freq for the decoder; 0: no MoE layer in it; -1: as --moe-freq",
+        help="--moe-freq for the decoder; 0: no MoE layer in the decoder; -1: same as --moe-freq",
     )
     # fmt: on
 
 
 @dataclass(frozen=True)
 class TaskConfig:
-    """The options of a run in addition to the MoEConfig of its layers; every task has them."""
+    """The task options that are not in MoEConfig; every task of the package has them."""
 
     # fmt: off
-    # ranks/groups.py checks it against the number of ranks.
+    # ranks/groups.py checks this value against the number of ranks.
     moe_expert_parallel_size: int = parallelism(
         0, unit="ranks",
         help="size of an expert-parallel (EP) group, whose ranks hold one set of experts and exchange "
@@ -146,9 +146,9 @@ class TaskConfig:
     )
     moe_collective_plans: str = communication(
         "", no_effect=(ONE_RANK,),
-        help="collective plans, a FILE.json or a folder of them (`python -m fairseq_tutel plans` and "
-        "`schedule` write some), for gradients, ZeRO, gathered experts and --moe-a2a-algorithm plan:NAME; "
-        "other collectives run in torch; empty: no plan",
+        help="FILE.json with a collective plan, or a folder of such files (`python -m fairseq_tutel "
+        "plans` and `schedule` write plans), for gradients, ZeRO, gathered experts and "
+        "--moe-a2a-algorithm plan:NAME; other collectives run in torch; empty: no plan",
     )
     moe_adaptive_file: str = parallelism(
         "", no_effect=(NOT_TUNED,),
@@ -157,8 +157,8 @@ class TaskConfig:
     )
     moe_adaptive_window: int = parallelism(
         128, unit="slots per expert", rule=whole(1, unit="slots"), no_effect=(NOT_TUNED,),
-        help="--moe-adaptive auto chooses separately for each range of capacities; a range's width is at "
-        "least this and at least a quarter of its start",
+        help="--moe-adaptive auto chooses separately for each range of capacities; each range has at least "
+        "this width, and at least a quarter of its lower end",
     )
     moe_checkpoint: str = checkpoints(
         "full", choices=("full", "sharded"),
@@ -167,14 +167,15 @@ class TaskConfig:
     )
     moe_zero_stage: int = memory(
         0, rule=ZERO_STAGE, no_effect=(ONE_RANK,),
-        help="what is partitioned over the ranks that hold the same parameters: 0 nothing, 1 the optimizer "
-        "state and fp32 masters, 2 gradients too, which are reduced during the backward pass; experts over "
-        "their EP replicas, everything else over all ranks; the result is the same",
+        help="partitioning over the ranks that hold the same parameters (ZeRO): 0, none; 1, optimizer "
+        "state and fp32 master weights; 2, also gradients, which are reduced during the backward pass; "
+        "experts are partitioned over their EP replicas, other parameters over all ranks; the result is "
+        "the same",
     )
     moe_offload_optimizer: bool = memory(
         False,
-        help="keep the optimizer state and fp32 masters in host memory and update there; the result is the "
-        "same",
+        help="keep the optimizer state and fp32 master weights in host memory, and run the update on the "
+        "CPU; the result is the same",
     )
     # ranks/guard.py checks the bounds before the other options are read.
     moe_comm_timeout: int = communication(
@@ -192,15 +193,15 @@ class TaskConfig:
 
 @dataclass(frozen=True)
 class StoreConfig:
-    """Where experts are stored during inference, and when they are loaded; every task has these options."""
+    """Options that set where experts are stored during inference and when they are loaded."""
 
     # fmt: off
     moe_expert_store: str = memory(
         "resident", choices=("resident", *STORE_POLICIES),
-        help="when experts are loaded into memory in inference (training ignores it): resident, all when "
-        "the model is opened; on-demand, experts with tokens when their layer runs; pregated, these while "
-        "the layer before runs, for models with --moe-pregate; prefetch-all, all experts of the next "
-        "layer; the result is the same",
+        help="when experts are loaded into memory in inference (no effect in training): resident, all "
+        "experts when the model is opened; on-demand, experts with tokens when their layer runs; pregated, "
+        "experts with tokens while an earlier layer runs, for models with --moe-pregate; prefetch-all, all "
+        "experts of the next layer; the result is the same",
     )
     moe_expert_tier: str = memory(
         "auto", choices=("auto", *STORE_TIERS), no_effect=(NO_STORE,),
@@ -209,8 +210,8 @@ class StoreConfig:
     )
     moe_expert_cache: str = memory(
         "0", rule=(lambda v: _limits_of(v) is not None, CACHE_SIZES), no_effect=(NO_STORE,),
-        help="experts that stay in memory after their use, over all layers: a number of experts, or bytes "
-        "with a unit, such as 2GiB",
+        help="size of the cache that keeps used experts of all layers in memory: a number of experts, or a "
+        "size with a unit, such as 2GiB",
     )
     moe_expert_cache_policy: str = memory(
         "lfu", choices=EVICTIONS,
@@ -223,14 +224,14 @@ class StoreConfig:
 
 @dataclass(frozen=True)
 class CriterionConfig:
-    """How a criterion uses the balance losses; the model's options choose the losses."""
+    """Options that set how a criterion uses the balance losses. Options of the model choose the losses."""
 
     # fmt: off
     moe_gate_loss_wt: float = balance(
         0.01, of="criterion",
-        rule=(NOT_NEGATIVE[0], "give a finite number, at least 0, which is for no balance loss"),
+        rule=(NOT_NEGATIVE[0], "give a finite number, at least 0 (0 disables the balance loss)"),
         no_effect=(NO_BALANCE_LOSS,),
-        help="weight of the balance loss per unit of sample size; 0 trains without it",
+        help="weight of the balance loss per unit of sample size; 0 disables the balance loss",
     )
     moe_gate_loss_combine_method: str = balance(
         "average", of="criterion", choices=("average", "sum"), no_effect=(NO_BALANCE_LOSS,),
@@ -256,12 +257,12 @@ BY_OWNER = {
 
 
 def options_of(owner: str) -> list[Option]:
-    """Return all options of the model, the task or the criterion, in order."""
+    """Return all options of an owner ("model", "task" or "criterion"), in the order of definition."""
     return [item for item in BY_OWNER[owner] if item.of == owner]
 
 
 def cache_limits(cache: int | str) -> tuple[int | None, int | None]:
-    """Return the most bytes and experts of a cache (one is None), or raise ValueError."""
+    """Parse a cache size to (bytes, experts), one of which is None; raise ValueError if it is invalid."""
     limits = _limits_of(str(cache))
     if limits is None:
         raise ValueError(f"cache (--moe-expert-cache) is {cache!r}; {CACHE_SIZES}.")

@@ -1,7 +1,7 @@
-"""Route: logits_TE -> Routing, the experts, slots and rows of every token.
+"""Routing: computes the experts, slots and rows of every token from its logits.
 
-T tokens, E experts, K top_k, C capacity, R rows. A "row" is a row of the expert-major buffer. A "source" is
-t * K + j: assignment j of token t.
+T tokens, E experts, K top_k, C capacity, R rows. A row is a row of the buffer that is sorted by expert. A
+source t * K + j is assignment j of token t.
 """
 
 from dataclasses import dataclass, replace
@@ -27,58 +27,59 @@ from fairseq_tutel.moe.config import MoEConfig
 
 @dataclass(frozen=True, kw_only=True)
 class GateOutput:
-    """Gate values that balance losses need in addition to the routing."""
+    """The gate's results that balance losses need in addition to the routing."""
 
-    logits_TE: Tensor  # that experts were chosen by; in training with noise
-    clean_TE: Tensor  # before the noise; the same tensor if there is none
-    noise: float = 0.0  # standard deviation of the noise on a logit
+    logits_TE: Tensor  # the logits that experts were chosen by, with noise in training
+    clean_TE: Tensor  # the logits before noise; the same tensor if there is no noise
+    noise: float = 0.0  # standard deviation of the noise on logits
     score_function: str = "softmax"
     sentences: tuple[int, int] | None = None  # (S, time) of the micro-batch; None for one sentence
-    time_first: bool = False  # whether token t is (t // S, t % S) instead of (t // time, t % time)
-    num_ranks: int = 1  # whose load `gshard_global` sums; 1 in evaluation
+    time_first: bool = False  # whether token t is (t // S, t % S) or (t // time, t % time)
+    num_ranks: int = 1  # number of ranks whose load `gshard_global` sums; 1 in evaluation
 
 
 @dataclass(frozen=True, kw_only=True)
 class Routing:
-    """The token-expert assignments of one micro-batch on one rank.
+    """The assignments of tokens to experts in one micro-batch on one rank.
 
-    Dispatch, exchange, losses and metrics read it. Invariants:
+    Dispatch, exchange, balance losses and metrics read this object. Invariants:
 
-    - -1 is the only mark for "no expert". Every expert ID is from 0 to E - 1, also if the assignment was
-      left out, so that it can be an index.
-    - Slot -1: the assignment was left out. This is so for all assignments of padding, and can be so for any
-      assignment of a token, the first one included.
-    - Row -1: no row, since the assignment was left out or dropped.
-    - counts_E counts the assignments with a row, assigned_KE those with a slot. dropped_K counts those with
-      a slot but no row, unless experts choose; see `_decide_by_experts`.
-    - num_tokens counts tokens, and depends on no assignment.
+    - Slot -1 and row -1 are the only marks of "no expert". Every expert ID is from 0 to E - 1, even if the
+      assignment was left out. Expert IDs can therefore always be used as indices.
+    - Slot -1: the assignment was left out. All assignments of padding are left out. Any assignment of a
+      token can be left out, including the first.
+    - Row -1: the assignment has no row, because it was left out or dropped.
+    - counts_E counts assignments with a row, assigned_KE assignments with a slot. dropped_K counts
+      assignments with a slot but no row, unless experts choose tokens; see `_decide_by_experts`.
+    - num_tokens counts tokens and does not depend on assignments.
     """
 
     expert_ids_TK: Tensor  # int64, the experts of each token, best first
-    weights_TK: Tensor  # factors of the experts' outputs; differentiable
-    slots_TK: Tensor  # int64, the position within the expert, before dropping; -1: left out
-    counts_E: Tensor  # int64, rows of each expert
-    assigned_KE: Tensor  # int64, assignments of each choice before dropping
-    dropped_K: Tensor  # int64, assignments of each choice whose expert was full
-    num_tokens: Tensor  # [] int64, tokens that are not padding
-    probs_TE: Tensor  # the scores of every expert, summing to 1 for a token; differentiable
-    real_T: Tensor | None  # bool, False for padding tokens; None without padding
-    row_of_TK: Tensor  # int64, the row of each assignment; -1: none
-    source_of_R: Tensor  # int64, the assignment of each row; -1: an empty row
-    # Rows per expert in the padded layout (row = e * C + slot); None: compact (row = offset of e + slot).
+    weights_TK: Tensor  # factors of the experts' outputs, differentiable
+    slots_TK: Tensor  # int64, slot before dropping; -1: left out
+    counts_E: Tensor  # int64, number of rows of each expert
+    assigned_KE: Tensor  # int64, assignments of each choice, before dropping
+    dropped_K: Tensor  # int64, dropped assignments of each choice
+    num_tokens: Tensor  # [] int64, number of tokens without padding
+    probs_TE: Tensor  # every expert's score, with sum 1 per token, differentiable
+    real_T: Tensor | None  # bool, False for padding; None if there is no padding
+    row_of_TK: Tensor  # int64, row of each assignment; -1: no row
+    source_of_R: Tensor  # int64, assignment of each row; -1: empty row
+    # Rows per expert in the padded layout (row = e * C + slot). None: compact layout (row = offset of e +
+    # slot).
     capacity: int | None
     gate: GateOutput | None = None  # values for balance losses; None if there was no gate
 
     @cached_property
     def groups(self) -> Groups:
-        """Rows of each expert; read on the host at most once."""
+        """The number of rows of each expert, read on the host at most once."""
         return Groups.of_tensor(self.counts_E)
 
 
 def decide(
     logits_TE: Tensor, config: MoEConfig, batch: MicroBatch, gate: GateOutput | None = None
 ) -> Routing:
-    """Choose experts, slots and rows, in the compact layout, for every token.
+    """Choose experts, slots and rows for every token and return the routing in the compact layout.
 
     Source: GShard (Lepikhin et al. 2020) section 2.2 for capacity and order; Tutel for any k.
     """
@@ -88,7 +89,7 @@ def decide(
 
 
 def placed(chosen: Chosen, config: MoEConfig, batch: MicroBatch, gate: GateOutput | None = None) -> Routing:
-    """Assign slots and rows; see `decide`."""
+    """Assign slots and rows to the chosen experts and return the routing; see `decide`."""
     expert_ids_TK, weights_TK = chosen.expert_ids_TK, chosen.weights_TK
     top_k = expert_ids_TK.shape[1]
     requested_TK = None
@@ -109,11 +110,12 @@ def placed(chosen: Chosen, config: MoEConfig, batch: MicroBatch, gate: GateOutpu
 def _decide_by_experts(
     logits_TE: Tensor, config: MoEConfig, batch: MicroBatch, gate: GateOutput | None
 ) -> Routing:
-    """Choose tokens for every expert; a token's K' columns are the experts that chose it, lower IDs first.
+    """Let every expert choose tokens, and return the routing in the compact layout.
 
-    On CPU, K' is the largest number of experts that chose one token; elsewhere it is E, which needs no
-    device-to-host read. `assigned_KE` and `dropped_K` have values for the first choice alone: all
-    assignments, and the real tokens that no expert chose.
+    The K' columns of a token are the experts that chose it, with the lowest ID first. On the CPU, K' is the
+    largest number of experts that chose one token. On other devices K' is E, which avoids a device-to-host
+    read. Only the first choice of `assigned_KE` and `dropped_K` has values: the number of all assignments,
+    and the number of tokens, without padding, that no expert chose.
     """
     length, num_experts = logits_TE.shape
     top_k, capacity, real_T = batch.top_k, batch.capacity, batch.real_T
@@ -150,15 +152,15 @@ def _decide_by_experts(
 
 
 def _count_tokens(values_TX: Tensor, real_T: Tensor | None) -> Tensor:
-    """Return the number of tokens that are not padding ([] int64); T if `real_T` is None."""
+    """Return the number of tokens that are not padding, [] int64; T if `real_T` is None."""
     if real_T is not None:
         return real_T.sum()
-    # Filled on the device: a copy from the host would wait for the device.
+    # The tensor is filled on the device, because a copy from the host would wait for the device.
     return torch.full((), len(values_TX), device=values_TX.device)
 
 
 def _laid_out(kept_TK: Tensor, most_rows: int, **decided: Any) -> Routing:
-    """Return the Routing of these fields, with rows for the kept assignments."""
+    """Return a Routing with these fields, and give rows to the kept assignments."""
     row_of_TK, source_of_R = _row_maps(
         decided["expert_ids_TK"], decided["slots_TK"], kept_TK, decided["counts_E"], None, most_rows
     )
@@ -166,7 +168,7 @@ def _laid_out(kept_TK: Tensor, most_rows: int, **decided: Any) -> Routing:
 
 
 def padded(routing: Routing, capacity: int) -> Routing:
-    """Return a compact routing with its rows in the padded layout."""
+    """Return a routing in the padded layout, made from a routing in the compact layout."""
     row_of_TK, source_of_R = _row_maps(
         routing.expert_ids_TK, routing.slots_TK, routing.row_of_TK >= 0, routing.counts_E, capacity, 0
     )
@@ -174,7 +176,7 @@ def padded(routing: Routing, capacity: int) -> Routing:
 
 
 def scaled(weights_TK: Tensor, config: MoEConfig) -> Tensor:
-    """Return the weights times the configured factor."""
+    """Return the weights times the configured `routed_scaling_factor`."""
     factor = config.routed_scaling_factor
     return weights_TK if factor == 1 else weights_TK * factor
 
@@ -187,10 +189,10 @@ def _row_maps(
     capacity: int | None,
     most_rows: int,
 ) -> tuple[Tensor, Tensor]:
-    """Return both maps between assignments and rows, (row_of_TK, source_of_R), for those in `kept_TK`.
+    """Return the maps between the assignments in `kept_TK` and rows: (row_of_TK, source_of_R).
 
-    On devices, the compact layout has `most_rows` rows with an unused tail of -1: the exact number, which
-    is used on CPU, would need a device-to-host read.
+    On a GPU, the compact layout has `most_rows` rows, and the unused rows at the end have source -1. The
+    exact number of rows, which the CPU uses, would need a device-to-host read.
     """
     if capacity is None:
         offsets_E = counts_E.cumsum(0) - counts_E
@@ -199,7 +201,7 @@ def _row_maps(
     else:
         row_of_TK = expert_ids_TK * capacity + slots_TK
         num_rows = counts_E.shape[0] * capacity
-    # Assignments without a row all write to one spare row behind the last, which is cut off.
+    # All assignments without a row write to one spare row after the last row. This row is then removed.
     landing_N = torch.where(kept_TK, row_of_TK, num_rows).flatten()
     source_of_R = landing_N.new_full((num_rows + 1,), -1)
     source_of_R[landing_N] = torch.arange(landing_N.numel(), device=landing_N.device)
@@ -217,7 +219,7 @@ def route(
     bias_E: Tensor | None = None,
     **rules: Any,
 ) -> Routing:
-    """Return `decide`'s routing, with the fields of its objects as arguments."""
+    """Compute the routing of `decide` from plain arguments, without a configuration or a MicroBatch."""
     config = MoEConfig(model_dim=1, hidden_dim=1, num_experts=logits_TE.shape[1], top_k=1, **rules)
     batch = MicroBatch(
         top_k=top_k, capacity=Capacity(factor=capacity_factor), real_T=real_T, time_first=time_first,

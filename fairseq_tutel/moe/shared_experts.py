@@ -10,10 +10,10 @@ from fairseq_tutel.options.option import is_custom
 
 
 class DenseExpert(nn.Module):
-    """The sum of n experts that all tokens use; every rank has all of them.
+    """The sum of n dense experts that every token uses. Every rank holds all of them.
 
-    Computed as one expert with n times the hidden dimension, drawn as n experts. A hidden layer norm spans
-    the whole hidden dimension.
+    The n experts are drawn separately and computed as one expert with n times the hidden dimension. A
+    hidden layer norm normalizes over the complete hidden dimension.
     """
 
     def __init__(self, config: MoEConfig, count: int) -> None:
@@ -28,7 +28,7 @@ class DenseExpert(nn.Module):
         self.hidden_layer_norm = nn.LayerNorm(hidden_dim) if config.hidden_layer_norm else None
 
     def reset_parameters(self, seed: int, name: str) -> None:
-        """Draw the weights as those of an expert."""
+        """Draw the weights of each of the n experts, from the initial distribution of experts."""
         for tensor, parameter in self.named_parameters():
             layer, _, kind = tensor.partition(".")
             if layer == "hidden_layer_norm" or parameter.is_meta:
@@ -38,7 +38,7 @@ class DenseExpert(nn.Module):
             draw_linear(parameter.data, fan_in, kind, self.config.init_std, generator)
 
     def forward(self, x_TD: Tensor) -> Tensor:
-        """Return the output for every token."""
+        """Return the summed output of the n experts for every token."""
         activate, norm = activation_of(self.config), self.hidden_layer_norm
         return feed_forward(
             x_TD, lambda name, x: getattr(self, name)(x), self.config, activate, norm, self.training
@@ -46,7 +46,7 @@ class DenseExpert(nn.Module):
 
 
 class CustomSum(nn.Module):
-    """The sum of n experts of a custom class."""
+    """The sum of n experts of a user's class, which every token uses."""
 
     def __init__(self, config: MoEConfig, count: int) -> None:
         super().__init__()
@@ -54,12 +54,12 @@ class CustomSum(nn.Module):
         self.parts = nn.ModuleList(build_custom(label, kind, config) for _ in range(count))
 
     def forward(self, x_TD: Tensor) -> Tensor:
-        """Return the experts' summed output for every token."""
+        """Return the summed output of the n experts for every token."""
         return torch.stack([part(x_TD) for part in self.parts]).sum(0)
 
 
 class SharedResidualExperts(nn.Module):
-    """Adds shared experts, and mixes in the residual expert, to the routed experts' output.
+    """Combines the routed experts' output with shared experts and a residual expert.
 
     y = c_0 * routed + c_1 * dense(x), c = softmax(W x + b)  with `residual`,
     y + sum of the shared experts of x                    with `shared_experts`.
@@ -77,7 +77,7 @@ class SharedResidualExperts(nn.Module):
         self.mix = nn.Linear(config.model_dim, 2) if config.residual else None
 
     def reset_parameters(self, seed: int, name: str) -> None:
-        """Draw from generators of (seed, name), the same on every rank."""
+        """Draw the parameters from generators of (seed, name), so that all ranks get equal values."""
         for part in ("shared", "dense"):
             module = getattr(self, part)
             if isinstance(module, DenseExpert):
@@ -90,10 +90,10 @@ class SharedResidualExperts(nn.Module):
                 draw_linear(parameter.data, self.config.model_dim, kind, 0.0, generator)
 
     def forward(self, x_TD: Tensor, routed_TD: Tensor, real_T: Tensor | None) -> Tensor:
-        """Return the layer's output; 0 for padding."""
+        """Return the layer's output after adding shared experts and the residual expert; 0 for padding."""
         y_TD = routed_TD
         if self.dense is not None and self.mix is not None:
-            # Autocast on a GPU computes a softmax in fp32.
+            # On a GPU, autocast computes a softmax in fp32.
             mix_T2 = torch.softmax(self.mix(x_TD), dim=1).to(routed_TD.dtype)
             y_TD = mix_T2[:, :1] * routed_TD + mix_T2[:, 1:] * self.dense(x_TD)
         if self.shared is not None:
@@ -104,7 +104,7 @@ class SharedResidualExperts(nn.Module):
 
 
 def _experts_for_all(config: MoEConfig, count: int) -> nn.Module:
-    """Return the sum of `count` experts of the layer's kind."""
+    """Return a module that sums `count` experts of the layer's expert type for every token."""
     if is_custom(config.expert_type):
         return CustomSum(config, count)
     return DenseExpert(config, count)

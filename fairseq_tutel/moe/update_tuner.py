@@ -1,4 +1,4 @@
-"""Chooses the strategy of each training update, by keys as in Tutel (Hwang et al. 2023, section 3.3)."""
+"""Chooses the strategy of each training update, as Tutel does (Hwang et al. 2023, section 3.3)."""
 
 import json
 import logging
@@ -29,32 +29,34 @@ from fairseq_tutel.ranks.rendezvous import ranks_per_node
 
 logger = logging.getLogger(__name__)
 
-WIDENING = 0.25  # least width of a bucket, relative to its lower end: dropless loads have a long tail
-WARM_UPDATES = 2  # the first allocates the optimizer state; the second's peak determines the free memory
+WIDENING = 0.25  # least width of a bucket relative to its lower end, for long-tailed dropless loads
+WARM_UPDATES = 2  # the first allocates optimizer state; the second's memory peak is measured
 WATCH_EVERY = 10  # every tenth update of a settled bucket is timed
 FORMAT = 3
-# Options on which the measurements depend.
+# The measurements depend on these options.
 SIGNED = ("model_dim", "hidden_dim", "expert_type", "top_k", "exchange", "a2a_dtype")
 
 
 class UpdateTuner:
-    """Chooses the strategy of the MoE layers of a model, update by update.
+    """Chooses an execution strategy for the MoE layers of a model in every training update.
 
-    Call `begin` before the first micro-batch of an update, `add_micro_batch` before each further one, and
-    `end` after the last backward, on every rank. `begin` needs one small all-reduce over all ranks and one
-    host synchronization. The first updates use the given strategy, to measure the free memory.
+    On every rank, call `begin` before the first micro-batch of an update, `add_micro_batch` before each
+    further micro-batch, and `end` after the last backward. `begin` needs one small all-reduce over all
+    ranks and one host synchronization. The first updates use the given strategy, because the free memory is
+    measured first.
 
     Args:
         layers: all MoE layers of one model, on ranks that exchange tokens.
         window: least width of a capacity bucket (R in the paper), in slots of an expert.
-        path: file of the dictionary. It is read at the first search, and written after each measurement.
-        overlaps: numbers of chunks to choose from.
-        algorithms: all-to-all algorithms to choose from; None: all that the layers' ranks allow.
-        conditions: further conditions of the measurements, such as the precision, by name.
-        machine: hardware profile of the predictions that choose the candidates; None: a typical one.
+        path: file that stores the measurements. It is read at the first search, and written after each
+            measurement.
+        overlaps: the numbers of chunks to choose from.
+        algorithms: the all-to-all algorithms to choose from. None: all algorithms that the ranks allow.
+        conditions: further conditions of the measurements by name, such as the precision.
+        machine: hardware profile for predictions, which limit the candidates. None: a typical profile.
 
     Raises:
-        ValueError: there is nothing to choose, since every rank has all experts.
+        ValueError: there is nothing to choose, because every rank has all experts.
     """
 
     def __init__(
@@ -69,7 +71,7 @@ class UpdateTuner:
     ) -> None:
         require(
             isinstance(layers, Sequence) and len(layers) > 0,
-            "UpdateTuner takes a list of at least one MoELayer, all of one model.",
+            "layers must be a list with at least one MoELayer; give all MoE layers of one model.",
         )
         self.layers, self.window, self.path = list(layers), window, path
         first = self.layers[0]
@@ -82,13 +84,15 @@ class UpdateTuner:
             algorithms = ALGORITHMS if first.topology.grid is not None else ALGORITHMS[:1]
         self.static, self.conditions = first.strategy, dict(conditions or {})
         self._pairs, self._machine = (tuple(overlaps), tuple(algorithms)), machine
-        # Created after the warm updates, when the model is on its device and its peak memory is known.
+        # The search is created after the warm-up updates. By then the model is on its device and its peak
+        # memory is known.
         self._tuner: Tuner | None = None
-        self._free: float | None = None  # bytes that this rank had left in the last update
-        # The last update: its key and strategy, if it was chosen; milliseconds on this rank.
+        self._free: float | None = None  # free bytes on this rank at the peak of the last update
+        # The key and strategy of the last update, if the tuner chose its strategy, and its milliseconds on
+        # this rank.
         self._last: tuple[str, Strategy] | None = None
         self._milliseconds, self._is_timed = math.nan, False
-        self._micro_batches = [0]  # tokens of each micro-batch on this rank
+        self._micro_batches = [0]  # number of tokens of each micro-batch on this rank
         self._updates, self._warm, self._warned = 0, 0, False
         for layer in self.layers:
             if layer.config.capacity_factor <= 0:
@@ -96,7 +100,7 @@ class UpdateTuner:
 
     @property
     def tuner(self) -> Tuner:
-        """The search. Collective at the first access."""
+        """The search over strategies, created at the first access. The first access is collective."""
         if self._tuner is None:
             self._tuner = Tuner(self._degrees(), *self._pairs, self.static)
             on_gpu = self._device().type == "cuda"
@@ -106,11 +110,11 @@ class UpdateTuner:
         return self._tuner
 
     def begin(self, num_tokens: int) -> Strategy:
-        """Choose the strategy of this update by the tokens of its first micro-batch on the busiest rank.
+        """Choose the strategy of an update by the largest first micro-batch of all ranks.
 
-        Collective over all ranks. The last update does not count unless it called `end` on every rank.
+        Collective over all ranks. The previous update is recorded only if every rank called `end` for it.
         """
-        require(num_tokens >= 0, f"num_tokens is {num_tokens}; give the tokens of a micro-batch.")
+        require(num_tokens >= 0, f"num_tokens is {num_tokens}; give a number of tokens.")
         tokens, milliseconds, busiest, of_update, of_last = self._agreed(num_tokens)
         if math.isfinite(milliseconds):
             self._warm += 1
@@ -132,11 +136,11 @@ class UpdateTuner:
         return strategy
 
     def add_micro_batch(self, num_tokens: int) -> None:
-        """Add a micro-batch to the update, whose cost is its time per token of all its micro-batches."""
+        """Add the tokens of a further micro-batch; the cost of an update is its time per token."""
         self._micro_batches.append(num_tokens)
 
     def end(self) -> None:
-        """Stop the clock. If it is called several times in an update, the last call counts."""
+        """Measure the end of the update. If several calls follow one `begin`, the last call counts."""
         if not self._updates:
             raise RuntimeError("UpdateTuner.end was called before begin; call begin first.")
         if self._tuner is None:
@@ -146,9 +150,10 @@ class UpdateTuner:
             self._milliseconds = 1000 * (time.perf_counter() - self._started)
 
     def key(self, tokens: float, busiest: float) -> str:
-        """Return the name of the bucket of an update with so many tokens in the busiest rank's micro-batch.
+        """Return the name of the capacity bucket that an update belongs to.
 
-        `busiest` is the expected number of assignments of its busiest expert; 0: unknown.
+        `tokens` is the largest number of tokens of any rank in the micro-batch. `busiest` is the expected
+        number of assignments of the busiest expert; 0 means unknown.
         """
         slots = max(_capacity(layer, tokens, busiest) for layer in self.layers)
         low, above = 0, self.window
@@ -158,7 +163,7 @@ class UpdateTuner:
         return f"capacity factor {factor:g}, {low} to {above - 1} places"
 
     def _predicted(self, tokens: int, strategy: Strategy) -> float:
-        """Return the seconds of all layers' forward and backward that the cost model predicts."""
+        """Return the predicted seconds of all layers' forward and backward with a strategy."""
         assert self._machine is not None
         seconds = 0.0
         for layer in self.layers:
@@ -172,14 +177,14 @@ class UpdateTuner:
         assert self._last is not None
         key, strategy = self._last
         was_settled = self.tuner.settled(key)
-        # Per token, since updates of one bucket differ in their tokens.
+        # The cost is per token, since updates in one bucket have different numbers of tokens.
         self.tuner.record(key, strategy, 1000 * milliseconds / max(tokens, 1))
         if was_settled and not self.tuner.settled(key) and world.is_first():
-            logger.info("adaptive: %s: the time of updates has changed; measuring again", key)
+            logger.info("adaptive: %s: the update time has changed; measuring again", key)
         if not was_settled:
             if self.tuner.settled(key):
                 self._log_best(key)
-            self._save()  # an interrupted run continues from here
+            self._save()  # an interrupted run can continue from this state
 
     def _log_best(self, key: str) -> None:
         if not world.is_first():
@@ -197,10 +202,11 @@ class UpdateTuner:
         )  # fmt: skip
 
     def _agreed(self, num_tokens: int) -> tuple[float, ...]:
-        """Return five maxima over all ranks.
+        """Return five measured values of an update, each the maximum over all ranks. Collective.
 
-        They are the tokens of this micro-batch, and of the last update: its milliseconds (infinite if any
-        rank did not measure it), the busiest expert's assignments, all tokens, the last micro-batch's.
+        The first value is the number of tokens of this micro-batch. The other values describe the last
+        update: its milliseconds (infinite if a rank did not measure them), the assignments of the busiest
+        expert, all tokens, and the tokens of the last micro-batch.
         """
         milliseconds = self._milliseconds if math.isfinite(self._milliseconds) else math.inf
         own = [num_tokens, milliseconds, 0.0, sum(self._micro_batches), self._micro_batches[-1]]
@@ -212,10 +218,10 @@ class UpdateTuner:
         return tuple(numbers.tolist())
 
     def _degrees(self) -> tuple[int, ...]:
-        """Return every r that the layers allow, except those whose gathered weights need too much memory.
+        """Return every adaptive_r that the layers allow, except values that need too much memory.
 
-        Compared with the given r, gathered weights and their gradients may take half of the free memory
-        of the rank that has least.
+        Compared with the given r, gathered weights and their gradients may take at most half of the free
+        memory of the rank with the least free memory.
         """
         every: set[int] = set()
         for layer in self.layers:
@@ -228,7 +234,7 @@ class UpdateTuner:
         return tuple(r for r in sorted(every) if r == given or self._gathered_bytes(r) <= most)
 
     def _gathered_bytes(self, degree: int) -> int:
-        """Return the bytes of gathered weights and their gradients under r."""
+        """Return the bytes that gathered weights and their gradients need if adaptive_r is `degree`."""
         total = 0
         for layer in self.layers:
             own = sum(p.numel() * p.element_size() for p in _weights(layer))
@@ -244,7 +250,7 @@ class UpdateTuner:
             torch.cuda.synchronize(self._device())
 
     def signature(self) -> dict[str, Any]:
-        """Return the conditions of the measurements. A dictionary of another signature is not used."""
+        """Return the conditions of the measurements. Measurements from other conditions are not used."""
         place, config = self.layers[0].topology, self.layers[0].config
         on_gpu = self._device().type == "cuda"
         return {
@@ -261,7 +267,7 @@ class UpdateTuner:
         }
 
     def _load(self) -> None:
-        """Read the dictionary on rank 0 and broadcast it."""
+        """Read the saved measurements on rank 0 and broadcast them to all ranks."""
         if self.path is None:
             return
         found = _read(self.path, self.signature()) if world.is_first() else {}
@@ -275,13 +281,13 @@ class UpdateTuner:
         if world.is_first() and found:
             settled, all_of_them = len(self.tuner.best), len(self.tuner.costs)
             logger.info(
-                "adaptive: loaded %s: %d buckets settled, %d unfinished, %d skipped, since their best "
-                "strategy is not available here",
+                "adaptive: loaded %s: %d buckets settled, %d unfinished, %d skipped because their best "
+                "strategy is not available in this run",
                 self.path, settled, all_of_them - settled, skipped,
             )  # fmt: skip
 
     def _save(self) -> None:
-        """Write the dictionary on rank 0. An error is a warning: training continues."""
+        """Write the measurements on rank 0. A failure logs a warning, and training continues."""
         if self.path is None or not world.is_first():
             return
         content = {"format": FORMAT, "signature": self.signature(), "buckets": self.tuner.state()}
@@ -300,9 +306,9 @@ def _weights(layer: MoELayer) -> list[torch.Tensor]:
 
 
 def _free_bytes(device: torch.device) -> float:
-    """Return the bytes that were free at this rank's peak, on its GPU or in its share of the host.
+    """Return the free bytes at this rank's memory peak, on its GPU or in its share of host memory.
 
-    On a host the peak is now, since a process keeps memory that it freed.
+    On a host, the current free memory is used, because a process keeps memory that it freed.
     """
     if device.type == "cuda":
         free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
@@ -312,7 +318,7 @@ def _free_bytes(device: torch.device) -> float:
 
 
 def _capacity(layer: MoELayer, tokens: float, busiest: float) -> float:
-    """Return the slots that an expert needs, by the sign of the capacity factor."""
+    """Return the number of slots that an expert needs, depending on the sign of the capacity factor."""
     config = layer.config
     factor = config.capacity_factor
     limit = config.top_k * math.ceil(abs(factor) * tokens / config.num_experts)
@@ -323,7 +329,7 @@ def _capacity(layer: MoELayer, tokens: float, busiest: float) -> float:
 
 
 def _read(path: str, signature: dict[str, Any]) -> dict[str, Any]:
-    """Return the buckets of a dictionary; none if it is missing, unreadable or of another signature."""
+    """Read saved measurements; return {} if the file is missing, unreadable or from other conditions."""
     try:
         content = json_of(path)
         saved = {"format": content["format"], **content["signature"]}
@@ -336,7 +342,7 @@ def _read(path: str, signature: dict[str, Any]) -> dict[str, Any]:
     here = {"format": FORMAT, **signature}
     names = [name for name in here if saved.get(name) != here[name]]
     if names:
-        differing = ", ".join(f"{n} is {saved.get(n)} there and {here[n]} here" for n in names)
+        differing = ", ".join(f"{n} was {saved.get(n)} and is {here[n]} now" for n in names)
         logger.info("adaptive: %s was measured with another setup (%s); measuring again", path, differing)
         return {}
     return buckets

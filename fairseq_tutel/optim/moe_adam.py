@@ -1,4 +1,4 @@
-"""moe_adam: fairseq's Adam, with torch's fused kernel for fp32 parameters and optional fp16 moments."""
+"""moe_adam: fairseq's Adam with torch's fused kernel for fp32 parameters, and optional fp16 moments."""
 
 import math
 from collections import defaultdict
@@ -17,14 +17,16 @@ FLOAT16_MAX = torch.finfo(torch.float16).max
 
 
 class FusedAdam(Adam):
-    """fairseq's Adam with its state dict; fp32 and fp64 parameters take torch's fused AdamW kernel.
+    """fairseq's Adam, with torch's fused AdamW kernel for fp32 and fp64 parameters.
 
-    fairseq adds eps to sqrt(v), AdamW to sqrt(v) / sqrt(1 - beta2^t): eps is divided by that root. Half
-    parameters, and sparse or strided gradients (the kernel ignores strides), use fairseq's loop.
+    The state dict is the same. fairseq adds eps to sqrt(v), but AdamW to sqrt(v) / sqrt(1 - beta2^t), so
+    eps is divided by sqrt(1 - beta2^t). Half-precision parameters, and sparse or strided gradients, use
+    fairseq's loop: the kernel ignores strides.
 
-    With `fp16_stats` the moments are kept in fp16, each divided by a scale that maps its largest element to
-    the largest fp16 number: one scale per dense parameter, one per expert, so that scales do not depend on
-    its rank. Keys of the state are those of fairseq's class, which needs apex. Source: OpenAI's Jukebox.
+    With `fp16_stats` the moments are stored in fp16. Each is divided by a scale that maps its largest
+    element to the largest fp16 number. There is one scale per dense parameter and one per expert, so scales
+    do not depend on an expert's rank. The state has the same keys as in fairseq's class, which needs apex.
+    Source: OpenAI's Jukebox.
     """
 
     def __init__(self, params: Any, fp16_stats: bool = False, **options: Any) -> None:
@@ -51,7 +53,7 @@ class FusedAdam(Adam):
         return loss
 
     def _step_with_fp16_stats(self, closure: Any) -> Any:
-        """Update parameter by parameter: the moments of one at a time are in fp32."""
+        """Update one parameter at a time, so only the moments of one parameter are in fp32."""
         loss = closure() if closure is not None else None
         for group in self.param_groups:
             for p in group["params"]:
@@ -73,7 +75,7 @@ class FusedAdam(Adam):
         return loss
 
     def _leave_fp16_stats(self) -> None:
-        """Convert moments from a checkpoint with fp16 ones to fp32."""
+        """Convert fp16 moments, which a checkpoint may have, to fp32."""
         for p, state in self.state.items():
             for key in MOMENTS:
                 if key + "_scale" in state:
@@ -96,7 +98,7 @@ class FusedAdam(Adam):
         state = self.state[p]
         if not state:
             state.update(step=0, exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p))
-        # apex's newer Adam keeps one count with the group's options.
+        # apex's newer Adam keeps one step count per parameter group.
         state["step"] = int(state.get("step", group.get("step", 0))) + 1
         return state["step"]
 
@@ -108,7 +110,7 @@ class FusedAdam(Adam):
         states: list[dict[str, Tensor]],
         step: int,
     ) -> None:
-        """Update parameters and moments in place; all on one device, of one dtype, at one step."""
+        """Update parameters and moments in place; all have the same device, dtype and step count."""
         beta1, beta2 = group["betas"]
         # Created on the device: a copy from the host would synchronize.
         step_tensor = torch.full((), float(step), device=params[0].device)
@@ -130,22 +132,27 @@ class FusedAdam(Adam):
 
 
 def _widened(state: dict[str, Any], key: str, device: torch.device) -> Tensor:
-    """Return a moment in fp32; fairseq's memory-efficient wrapper keeps a file's tensors on the host."""
+    """Return a moment in fp32 on `device`, multiplied by its scale if it has one.
+
+    fairseq's memory-efficient wrapper keeps tensors of a checkpoint on the host.
+    """
     scale = torch.as_tensor(state.get(key + "_scale", 1.0), device=device)
     return state[key].to(device, torch.float32) * scale
 
 
 @register_optimizer("moe_adam", dataclass=FairseqAdamConfig)
 class MoEFairseqAdam(MoEOptimizerMixin, FairseqAdam):
-    """fairseq's Adam (decoupled weight decay) for experts on several ranks, fused for fp32.
+    """fairseq's Adam (decoupled weight decay) for experts on several ranks, with a fused fp32 kernel.
 
-    apex's fused class, fairseq's choice on a GPU with apex, is kept. Exceptions are --fp16-adam-stats, for
-    which it has one scale for all experts of a rank, and partitions, which may be in host memory.
+    On a GPU with apex, fairseq uses apex's fused class, and so does this class. There are two exceptions:
+
+    - --fp16-adam-stats: apex has one scale for all experts of a rank.
+    - ZeRO and offload: partitions may be in host memory.
     """
 
     def __init__(self, cfg: FairseqAdamConfig, params: Any) -> None:
         if cfg.fp16_adam_stats:
-            FairseqOptimizer.__init__(self, cfg)  # FairseqAdam's would need apex
+            FairseqOptimizer.__init__(self, cfg)  # FairseqAdam.__init__ would need apex
             self._optimizer = FusedAdam(params, True, **self.optimizer_config)
             return
         super().__init__(cfg, params)

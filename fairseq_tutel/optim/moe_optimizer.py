@@ -1,7 +1,7 @@
-"""A mixin for fairseq's optimizers: gradients and state of experts on different ranks, ZeRO and offload.
+"""A mixin that adds experts on several ranks, ZeRO and offload to fairseq's optimizers.
 
-fairseq's fp16, memory-efficient and amp wrappers call its methods. To them it is an ordinary optimizer of
-the model's parameters, and a checkpoint has an ordinary state.
+fairseq's fp16, memory-efficient and amp wrappers use the result like an ordinary optimizer of the model's
+parameters. A checkpoint has an ordinary optimizer state.
 """
 
 import logging
@@ -27,31 +27,31 @@ from fairseq_tutel.zero.state import MASTER, ZeroState
 
 logger = logging.getLogger(__name__)
 
-# Key of an optimizer state that lacks the parts of other ranks.
+# This key is in an optimizer state that has only the part of one rank.
 ONLY_OF_RANK = "only_of_rank"
 
 
 class MoEOptimizerMixin:
-    """Adds experts and ZeRO to a FairseqOptimizer class, as its first base class.
+    """Adds experts on several ranks and ZeRO to a FairseqOptimizer class, as first base class.
 
     It changes nothing for a model without experts, or on one rank without offload.
     """
 
-    optimizer: Any  # torch's
+    optimizer: Any  # torch's optimizer
     params: Any
     cfg: Any
     args: Any
-    # The partitions that the optimizer updates in place of the parameters, under ZeRO or offload.
+    # Under ZeRO or offload, the optimizer updates these partitions instead of the parameters.
     zero: ZeroState | None = None
     _gathered_state: dict[int, dict[str, Any]] | None = None
-    # Whether the parameters are fp32 masters of half ones.
+    # Whether the parameters are fp32 master copies of half-precision parameters.
     holds_masters: bool = False
-    # Whether the last step changed anything: under --amp one with an overflow does not.
+    # Whether the last step changed the weights: under --amp, a step with an overflow does not.
     took_step: bool = True
     # Increases once per update, also if an overflow skips its step.
     times_clipped: int = 0
     # Under --amp fairseq unscales the gradients of torch's optimizer, and passes this object to
-    # GradScaler.step, which would unscale them again. With this attribute it sets found_inf here instead.
+    # GradScaler.step, which would unscale them again. With this attribute, GradScaler only sets found_inf.
     _step_supports_amp_scaling: bool = True
 
     def __init__(self, cfg: Any, params: Any) -> None:
@@ -60,7 +60,7 @@ class MoEOptimizerMixin:
             params = list(params)
             self.zero = ZeroState(params, RUN.topology, options.stage, options.offload)
             logger.info(
-                "%s: this rank keeps the state of %d of %d parameters' elements%s",
+                "%s: this rank keeps the optimizer state of %d of %d parameter elements%s",
                 options.flags,
                 sum(own.numel() for own in self.zero.parameters),
                 sum(parameter.numel() for parameter in params),
@@ -71,44 +71,45 @@ class MoEOptimizerMixin:
 
     @property
     def supports_memory_efficient_fp16(self) -> bool:
-        """Whether half parameters are accepted: their partitions are fp32."""
+        """Whether half-precision parameters are accepted; ZeRO accepts them, as its partitions are fp32."""
         return self.zero is not None or super().supports_memory_efficient_fp16  # type: ignore[misc]
 
     @property
     def is_apart(self) -> bool:
-        """Whether each rank has the optimizer state of only a part of its parameters."""
+        """Whether the optimizer state is sharded over several ranks."""
         return self.zero is not None and any(bucket.share.size > 1 for bucket in self.zero.buckets)
 
     def model_params(self) -> list[nn.Parameter]:
-        """Return the model's parameters, in the order of the state's indices."""
+        """Return the model's parameters, in the order of the indices of the optimizer state."""
         if self.zero is None:
             return list(self.params)
         return [partition.parameter for partition in self.zero.partitions]
 
     def save_masters(self) -> None:
-        """Include the parameters, which are fp32 masters, in later states."""
+        """Include the parameters in later optimizer states, because they are fp32 master copies."""
         self.holds_masters = True
 
     def zero_grad(self) -> None:
-        """Reset the gradients of the model's parameters and partitions."""
+        """Reset the gradients of the model's parameters and of their partitions."""
         super().zero_grad()  # type: ignore[misc]
         if self.zero is not None:
             self.zero.zero_grad()
 
     def backward(self, loss: Tensor) -> None:
-        """Run the backward pass; under stage 2 gradients are reduced during it."""
+        """Run the backward pass; under ZeRO stage 2, reduce gradients during it."""
         super().backward(loss)  # type: ignore[misc]
         self.finish_backward()
 
     def finish_backward(self) -> None:
-        """Reduce the remaining gradients of a backward pass, for a wrapper that runs it itself."""
+        """Reduce the remaining gradients after a wrapper has run the backward pass."""
         if self.zero is not None:
             self.zero.finish_backward()
 
     def all_reduce_grads(self, module: Any) -> None:
-        """Reduce gradients: to their owners under ZeRO, a criterion's included.
+        """Reduce the gradients of dense parameters and experts over the ranks. Collective.
 
-        Otherwise dense ones as the data-parallel wrapper or a collective plan does, then those of experts.
+        Under ZeRO, each rank gets the part that it owns, also of a criterion's gradients. Otherwise the
+        data-parallel wrapper or a collective plan reduces dense gradients, before expert gradients.
         """
         if self.zero is not None and self.zero.stage > 0:
             self.zero.reduce()
@@ -126,14 +127,14 @@ class MoEOptimizerMixin:
             gradients.spread_overflow(module.parameters())
 
     def multiply_grads(self, c: float | Tensor) -> None:
-        """Multiply the gradients by c; under ZeRO, the step does so when it converts them to fp32."""
+        """Multiply the gradients by c; under ZeRO, the step does this when it converts them to fp32."""
         if self.zero is None:
             super().multiply_grads(c)  # type: ignore[misc]
         else:
             self.zero.multiply(c)
 
     def clip_grad_norm(self, max_norm: float, aggregate_norm_fn: Any = None) -> Tensor:
-        """Clip by the norm over dense parameters and all ranks' experts, or all partitions; return it."""
+        """Clip gradients by their norm over dense parameters and all ranks' experts; return the norm."""
         self.times_clipped += 1
         if self.zero is not None:
             return self.zero.clip(max_norm)
@@ -145,7 +146,7 @@ class MoEOptimizerMixin:
         return norm
 
     def _is_scaled_by_torch(self) -> bool:
-        # fairseq's older optimizers keep it as `args`, or have the whole command line.
+        # fairseq's older optimizers keep the configuration as `args`, or have the complete command line.
         cfg = self.cfg if hasattr(self, "cfg") else self.args
         if not hasattr(cfg, "_get_root"):
             return bool(getattr(cfg, "amp", False))
@@ -153,7 +154,7 @@ class MoEOptimizerMixin:
         return "common" in root and root.common.amp
 
     def step(self, *args: Any, **kwargs: Any) -> None:
-        """Take the step, under ZeRO bucket by bucket; free the state gathered for the last checkpoint."""
+        """Run an optimizer step, under ZeRO bucket by bucket; free state gathered for a checkpoint."""
         if self.zero is None:
             self._step(*args, **kwargs)
         else:
@@ -161,13 +162,13 @@ class MoEOptimizerMixin:
 
     def _step(self, *args: Any, **kwargs: Any) -> None:
         self._gathered_state = None
-        found_inf = getattr(self, "found_inf", None)  # torch's GradScaler, see above
+        found_inf = getattr(self, "found_inf", None)  # set by torch's GradScaler, see above
         self.took_step = found_inf is None or found_inf.item() == 0
         if self.took_step:
             super().step(*args, **kwargs)  # type: ignore[misc]
 
     def expert_state(self, index: int) -> dict[str, Tensor]:
-        """Return the state of this rank's experts [e, ...], with masters; all ranks call it."""
+        """Return the optimizer state of this rank's experts [e, ...], with fp32 masters. Collective."""
         parameter = self.model_params()[index]
         if self.zero is not None:
             state = self._whole_tensors(index)
@@ -179,11 +180,11 @@ class MoEOptimizerMixin:
                 k: state[k] for k in sorted(state) if _is_per_expert(state[k], parameter, len(parameter))
             }
         # A GPU's collectives cannot read host memory. Until the first step, fairseq's memory-efficient
-        # wrapper keeps a file's tensors there.
+        # wrapper keeps a checkpoint's tensors in host memory.
         return {key: value.to(parameter.device) for key, value in state.items()}
 
     def gather_state(self, topology: Topology) -> None:
-        """Gather the experts' state (and masters) to rank 0, for its next `state_dict`. Collective."""
+        """Gather the experts' optimizer state to rank 0 for its next `state_dict`. Collective."""
         gathered: dict[int, dict[str, Any]] = {}
         for index, parameter in enumerate(self.model_params()):
             if gradients.is_expert(parameter):
@@ -194,9 +195,10 @@ class MoEOptimizerMixin:
         self.save_state(gathered, topology)
 
     def save_state(self, state: dict[int, dict[str, Any]], topology: Topology) -> None:
-        """Put these in place of the local values, by parameter and key, into rank 0's next `state_dict`.
+        """Set the state that rank 0's next `state_dict` contains instead of local values.
 
-        Collective under ZeRO, where the state of the other parameters is gathered, too.
+        `state` has values by parameter index and key. Under ZeRO this also gathers the state of all other
+        parameters, and is collective.
         """
         self._gathered_state = state if topology.rank == 0 else None
         if not self.is_apart:
@@ -216,12 +218,13 @@ class MoEOptimizerMixin:
         return {key: whole[key] for key in sorted(whole) if getattr(whole[key], "shape", None) == shape}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the optimizer's state, with what was gathered; a part that was not gathered is marked.
+        """Return the optimizer state, with gathered tensors; mark it if it has only this rank's part.
 
-        It includes masters; fairseq saves half weights only, from which a run could not resume exactly.
+        It includes fp32 masters. fairseq saves only half-precision weights, from which a run could not
+        resume exactly.
         """
         state_dict = super().state_dict()  # type: ignore[misc]
-        state = state_dict.get("state", {})  # a composite optimizer has one of each group's
+        state = state_dict.get("state", {})  # a composite optimizer has one state per group
         if self.holds_masters and "state" in state_dict:
             for index, parameter in enumerate(self.params):
                 state[index] = {**state.get(index, {}), MASTER: parameter.data}
@@ -236,20 +239,20 @@ class MoEOptimizerMixin:
         return state_dict
 
     def load_state_dict(self, state_dict: dict[str, Any], optimizer_overrides: dict | None = None) -> None:
-        """Load a state of all experts and keep this rank's part; masters are copied to the parameters."""
+        """Load a complete optimizer state; keep this rank's part, and copy masters to the parameters."""
         if ONLY_OF_RANK in state_dict:
             raise ValueError(
-                f"the checkpoint holds the optimizer's state of rank {state_dict[ONLY_OF_RANK]} alone, as "
-                "a crash file of a run with --moe-zero-stage does; give an older checkpoint, or "
-                "--reset-optimizer to continue from its weights."
+                f"the checkpoint has only rank {state_dict[ONLY_OF_RANK]}'s part of the optimizer state, "
+                "as crash files of runs with --moe-zero-stage do; give an older checkpoint, or "
+                "--reset-optimizer to continue from the weights alone."
             )
         topology = RUN.topology
-        # In place: fairseq's memory-efficient fp16 wrapper copies from the same dict afterwards.
+        # Changed in place: fairseq's memory-efficient fp16 wrapper copies from the same dict afterwards.
         state = state_dict.get("state", {})
         for index, parameter in enumerate(self.model_params()):
             if topology.expert_parallel_size > 1 and gradients.is_expert(parameter) and index in state:
                 state[index] = own_part(state[index], parameter, topology)
-        unbind(state)  # reads the other tensors
+        unbind(state)  # reads the remaining tensors
         if self.zero is not None:
             for index in state.keys() & range(len(self.zero.partitions)):
                 state[index] = self.zero.own_state(index, state[index])
@@ -261,7 +264,7 @@ class MoEOptimizerMixin:
 
 
 def _reduces_here(module: Any) -> bool:
-    """Whether a plan sums dense gradients; torch's wrapper sums them in the backward pass."""
+    """Return whether a collective plan, instead of torch's wrapper, sums dense gradients."""
     while not isinstance(module, LegacyDistributedDataParallel):
         module = getattr(module, "module", None)  # inside fairseq's other wrappers
         if module is None:
@@ -270,21 +273,21 @@ def _reduces_here(module: Any) -> bool:
 
 
 def _is_per_expert(value: Any, parameter: Tensor, num_experts: int) -> bool:
-    """Whether a state's value has one entry per expert on its first dimension."""
+    """Return whether a value of an optimizer state has one entry per expert along dimension 0."""
     if not isinstance(value, Tensor | ShardedTensor):
         return False
     return len(value.shape) == parameter.dim() and value.shape[0] == num_experts
 
 
 def own_part(state: dict[str, Any], parameter: Tensor, topology: Topology) -> dict[str, Any]:
-    """Return this rank's part of the state of all experts of a parameter."""
+    """Return this rank's part of a parameter's optimizer state that includes all experts."""
     slicing, shape = slice_of(parameter), list(parameter.shape)
     shape[0] = shape[0] * topology.expert_parallel_size // slicing.count
     shape[slicing.dim] *= slicing.count
     part = topology.part(shape[0])
 
     def own(value: Tensor | ShardedTensor) -> Tensor:
-        # A tensor of another shape, such as a scale, is the same for all shards.
+        # A tensor with a different shape, such as a scale, is the same for all shards.
         cut_as = slicing if list(value.shape) == shape else Slice()
         index = part.index if cut_as.count > 1 else 0
         if isinstance(value, ShardedTensor):
@@ -299,7 +302,7 @@ def own_part(state: dict[str, Any], parameter: Tensor, topology: Topology) -> di
 
 
 def innermost_optimizer(optimizer: FairseqOptimizer) -> Any:
-    """Return the optimizer inside fairseq's fp16, memory-efficient and amp wrappers."""
+    """Return the optimizer inside fairseq's fp16, memory-efficient or amp wrapper."""
     for name in ("fp32_optimizer", "wrapped_optimizer"):
         inner = getattr(optimizer, name, None)
         if isinstance(inner, FairseqOptimizer):
@@ -308,12 +311,12 @@ def innermost_optimizer(optimizer: FairseqOptimizer) -> Any:
 
 
 def variant_name(name: str) -> str:
-    """Return the registered MoE name of an optimizer: adam -> moe_adam."""
+    """Return the registered name of an optimizer's MoE variant: adam -> moe_adam."""
     return name if name.startswith("moe_") else f"moe_{name}"
 
 
 def register_variants() -> None:
-    """Register an MoE variant of every optimizer that has none yet."""
+    """Register an MoE variant of every fairseq optimizer that does not have one yet."""
     for name, stock in list(OPTIMIZER_REGISTRY.items()):
         if name.startswith("moe_") or variant_name(name) in OPTIMIZER_REGISTRY:
             continue

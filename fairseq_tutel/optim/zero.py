@@ -12,20 +12,20 @@ from fairseq_tutel.options.option import read, refuse_bad_values
 from fairseq_tutel.plugin.run_state import RUN
 from fairseq_tutel.ranks import world
 
-# Optimizers whose update of an element depends on others; a rank with a part of them would diverge.
+# Optimizers whose update of an element depends on others: a rank with some of them would diverge.
 NOT_ELEMENTWISE = ("adafactor", "lamb", "composite")
 
 
 @dataclass(frozen=True)
 class ZeroOptions:
-    """Where optimizer state is kept; see `ZeroState`."""
+    """The ZeRO stage, and whether optimizer state is in host memory; see `ZeroState`."""
 
     stage: int
     offload: bool
 
     @property
     def flags(self) -> str:
-        """The flags, for messages."""
+        """The command-line flags of these options, for messages."""
         given = [f"--moe-zero-stage {self.stage}"] if self.stage else []
         return " ".join(given + ["--moe-offload-optimizer"] * self.offload)
 
@@ -41,7 +41,7 @@ def zero_options(cfg: Any) -> ZeroOptions | None:
         cfg = root.task if "task" in root else cfg
     options = read(TaskConfig, cfg)
     refuse_bad_values(options)
-    # A model without experts created no groups; the task warns that its options have no effect.
+    # A model without experts created no groups; the task warns that these options have no effect.
     ranks = world.size()
     stage = options.moe_zero_stage if ranks > 1 else 0
     if not (stage or options.moe_offload_optimizer) or RUN.topology.world_size != ranks:
@@ -50,63 +50,64 @@ def zero_options(cfg: Any) -> ZeroOptions | None:
 
 
 def refuse_with_zero(root: Any, asked: ZeroOptions) -> None:
-    """Refuse options that do not work with partitions."""
+    """Raise ValueError for options that do not work with ZeRO or optimizer offload."""
     common, name = root.common, str(root.optimizer._name)
     bad = [
         (
             name.removeprefix("moe_") in NOT_ELEMENTWISE,
-            f"--optimizer is {name}, whose updates depend on whole parameters, and {asked.flags} gives it "
-            "parts of them; use moe_adam, or drop the latter.",
+            f"--optimizer is {name}, whose updates need complete parameters, but {asked.flags} gives the "
+            "optimizer only parts of them; use moe_adam, or remove the ZeRO and offload options.",
         ),
         (
             getattr(root.optimizer, "fp16_adam_stats", False),
-            f"--fp16-adam-stats is set, whose scales are of whole parameters, and {asked.flags} shards "
-            "them; drop one of the two.",
+            f"--fp16-adam-stats is set, which needs complete parameters for its scales, but {asked.flags} "
+            "shards them; remove one of the two options.",
         ),
         (
             common.amp,
-            f"--amp is set, whose scaler checks a rank's own gradients, and {asked.flags} moves them to "
-            "other ranks; use --fp16 or --bf16.",
+            f"--amp is set, whose scaler checks only a rank's own gradients, but {asked.flags} moves them "
+            "to other ranks; use --fp16 or --bf16.",
         ),
         *(
             (
                 common[f"memory_efficient_{precision}"],
-                f"--memory-efficient-{precision} is set, which keeps no fp32 masters, and {asked.flags} "
-                f"keeps them apart; use --{precision}.",
+                f"--memory-efficient-{precision} is set, which has no fp32 master weights, but "
+                f"{asked.flags} keeps such weights; use --{precision}.",
             )
             for precision in ("fp16", "bf16")
         ),
         (
             root.optimization.use_bmuf,
-            f"--use-bmuf is set, which averages whole weights; drop it or {asked.flags}.",
+            f"--use-bmuf is set, which averages complete weights, not parts; remove it or {asked.flags}.",
         ),
     ]
     refuse_first(bad)
 
 
 def refuse_first(rules: Iterable[tuple[Any, str]]) -> None:
-    """Raise the message of the first rule whose condition holds."""
+    """Raise ValueError with the message of the first rule whose condition is true."""
     for condition, message in rules:
         if condition:
             raise ValueError(message)
 
 
 class ZeroFP16Optimizer(MemoryEfficientFP16Optimizer):
-    """Replaces fairseq's FP16Optimizer, which copies all parameters and gradients to fp32.
+    """The fp16 and bf16 optimizer for ZeRO, which replaces fairseq's FP16Optimizer.
 
-    The arithmetic is the same, but the wrapped optimizer gets half parameters and keeps fp32 partitions.
+    fairseq's class copies all parameters and gradients to fp32. The arithmetic is the same, but the wrapped
+    optimizer gets half-precision parameters and keeps fp32 partitions.
     """
 
     def backward(self, loss: Tensor) -> None:
-        """Run the backward of the scaled loss."""
+        """Run the backward pass of the scaled loss, and finish the reduction of gradients."""
         super().backward(loss)
         self.wrapped_optimizer.finish_backward()
 
     def load_state_dict(self, state_dict: dict, optimizer_overrides: dict | None = None) -> Any:
-        """Load a state; fairseq would replace the loaded tensors by the file's."""
+        """Load an optimizer state, and prevent fairseq from replacing its tensors by those of the file."""
         self.optimizer.disable_mem_eff_fp16_loading_hack = True
         super().load_state_dict(state_dict, optimizer_overrides)
 
 
-# The Trainer refuses a checkpoint of an optimizer with another name, and these two read each other's.
+# fairseq's Trainer rejects a checkpoint of an optimizer with another name. These two can read each other's.
 ZeroFP16Optimizer.__name__ = "FP16Optimizer"

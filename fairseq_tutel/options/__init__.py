@@ -1,1 +1,1 @@
-"""Defines options; each table of options is in the package that it configures."""
+"""Defines options. The tables of options are in the packages that they configure."""

@@ -1,4 +1,4 @@
-"""Defines an option: its entry in a table, its key (moe_top_k), its flag (--moe-top-k) and its rules."""
+"""Defines options of command line and configuration: names, defaults, flags and rules for values."""
 
 import math
 import numbers
@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from fairseq_tutel.files.untrusted import shown
 
 T = TypeVar("T")
-# A test of a value, and the end of the error message if it fails.
+# A test of a value, and the text after the value in the error message if the test fails.
 Rule = tuple[Callable[[Any], bool], str]
 KINDS: dict[Any, str] = {int: "a whole number", float: "a number", bool: "true or false", str: "a word"}
 UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
@@ -20,77 +20,77 @@ _SIZE = re.compile(r"(\d+(?:\.\d+)?) *([KMG]i?B)")
 
 @dataclass(frozen=True)
 class Condition:
-    """A condition under which an option has no effect, or is refused."""
+    """A condition under which an option has no effect or is refused."""
 
-    holds: Callable[[Any], bool]  # of the facts; see `Option`
-    words: str  # after the option's name and value in the message; {f.…} inserts a fact
+    holds: Callable[[Any], bool]  # test of the facts; see `Option`
+    words: str  # follows the option's name and value in the message; {f.…} inserts a fact
 
 
 def because(holds: Callable[[Any], bool], reason: str) -> Condition:
-    """Return the condition that an option has no effect if `holds` is true, with the reason to log."""
+    """Return a condition under which an option has no effect; the log shows the reason."""
     return Condition(holds, f": {reason}")
 
 
 def needs(holds: Callable[[Any], bool], what: str) -> Condition:
-    """Return the condition that an option has no effect unless `holds` is true."""
+    """Return a condition under which an option has no effect: the requirement `what` is missing."""
     return Condition(lambda facts: not holds(facts), f" without {what}")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Option:
-    """An option: one entry of a table."""
+    """An option: its default, help text, flag, and rules for its value."""
 
     default: Any
-    help: str  # without unit and default
-    of: str = ""  # the configuration that has the key: model, task or criterion; empty: it has no flag
+    help: str  # help text without unit and default
+    of: str = ""  # owner of the key: model, task or criterion; empty: the option has no flag
     theme: str = ""  # heading in docs/flags.md
     unit: str = ""
-    choices: tuple[str, ...] = ()  # the valid values, if they are words
-    rule: Rule | None = None  # an additional test of a value
-    # Conditions on `Facts` under which a value other than the default has no effect in a training run; the
-    # first that holds is logged.
+    choices: tuple[str, ...] = ()  # the valid values of an option with words as values
+    rule: Rule | None = None  # an additional test of the value
+    # Conditions on `Facts` under which a value other than the default has no effect in a training run. The
+    # first condition that holds is logged.
     no_effect: tuple[Condition, ...] = ()
     # Conditions on a MoEConfig under which a value other than the default is refused.
     excluded: tuple[Condition, ...] = ()
     of_any_training: bool = False  # whether a task's option also affects models without experts
-    same_as: tuple[str, Any] | None = None  # the field of MoEConfig and the value that an older name sets
-    flag: str = ""  # if it does not follow from the key
-    name: str = ""  # of the field
-    key: str = ""  # the name in fairseq's configuration
+    same_as: tuple[str, Any] | None = None  # the field of MoEConfig and the value that an older flag sets
+    flag: str = ""  # the flag, if it does not follow from the key
+    name: str = ""  # name of the dataclass field
+    key: str = ""  # name in fairseq's configuration
     type: Any = None
 
     @property
     def label(self) -> str:
-        """The name in messages: the field, and the flag if it is a different word."""
+        """The option's name in messages: the field, and the flag if its name differs from the field."""
         if not self.flag or self.name == self.key:
             return self.flag or self.name
         return f"{self.name} ({self.flag})"
 
     @property
     def text(self) -> str:
-        """The help text with the unit."""
+        """The option's help text with its unit."""
         return f"{self.help}; in {self.unit}" if self.unit else self.help
 
     @property
     def shown_default(self) -> str:
-        """The default as the documentation shows it."""
+        """The option's default as the documentation shows it."""
         if isinstance(self.default, bool):
             return "on" if self.default else "off"
         return str(self.default) or "empty"
 
 
 def key_of(flag: str) -> str:
-    """Return the key of a flag: --moe-top-k -> moe_top_k."""
+    """Return the configuration key of a flag: --moe-top-k gives moe_top_k."""
     return flag.removeprefix("--").replace("-", "_")
 
 
 def flag_of(key: str) -> str:
-    """Return the flag of a key: moe_top_k -> --moe-top-k."""
+    """Return the flag of a configuration key: moe_top_k gives --moe-top-k."""
     return "--" + key.replace("_", "-")
 
 
 def option(default: Any, help: str = "", **parts: Any) -> Any:
-    """Return the dataclass field of an option; `parts` are attributes of `Option`."""
+    """Return a dataclass field that defines an option; `parts` are attributes of `Option`."""
     return field(default=default, metadata={"option": Option(default=default, help=help, **parts)})
 
 
@@ -118,12 +118,12 @@ def documented(config: type) -> str:
 
 
 def plain(value: Any) -> Any:
-    """Return a value, or the text of a member of a fairseq enumeration."""
+    """Return the value of a fairseq enumeration member; return any other object unchanged."""
     return getattr(value, "value", value)
 
 
 def read(config: type[T], cfg: Any) -> T:
-    """Return an options dataclass with the values of a configuration or None; missing keys get defaults."""
+    """Read an options dataclass from a fairseq configuration or None; missing keys get defaults."""
     values = {}
     for item in options_in(config):
         value = plain(getattr(cfg, item.key, item.default))
@@ -133,7 +133,7 @@ def read(config: type[T], cfg: Any) -> T:
 
 
 def refuse_bad_values(config: Any) -> None:
-    """Raise ValueError for a value of the wrong type, outside of the choices, or against its rule."""
+    """Raise ValueError if an option's value has the wrong type, is not a valid choice or breaks a rule."""
     for entry in options_in(type(config)):
         value = getattr(config, entry.name)
         rule = one_of(entry.choices) if entry.choices else entry.rule
@@ -145,13 +145,13 @@ def refuse_bad_values(config: Any) -> None:
 
 
 def refuse_excluded(config: Any) -> None:
-    """Raise ValueError for an option that another one excludes, unless it has its default value."""
+    """Raise ValueError if an option differs from its default although another option excludes it."""
     for entry in options_in(type(config)):
         value = getattr(config, entry.name)
         for condition in entry.excluded if value != entry.default else ():
             if condition.holds(config):
                 reason = condition.words.format(f=config)
-                raise ValueError(f"{entry.label} is {value} but {reason}; drop one of the two.")
+                raise ValueError(f"{entry.label} is {value}, {reason}; remove one of the two options.")
 
 
 def _is_of_type(value: Any, kind: Any) -> bool:
@@ -161,17 +161,17 @@ def _is_of_type(value: Any, kind: Any) -> bool:
 
 
 def is_whole(value: Any) -> bool:
-    """Return whether a value is an integer of Python or NumPy, and not a boolean."""
+    """Return whether a value is a Python or NumPy integer. A boolean is not an integer."""
     return isinstance(value, numbers.Integral) and not isinstance(value, bool)
 
 
 def is_number(value: Any) -> bool:
-    """Return whether a value is a real number of Python or NumPy, and not a boolean."""
+    """Return whether a value is a real number of Python or NumPy. A boolean is not a number."""
     return isinstance(value, numbers.Real) and not isinstance(value, bool)
 
 
 def is_custom(name: str) -> bool:
-    """Return whether a gate or expert type is the name of a user's class, package.module.Class."""
+    """Return whether a gate or expert type names a user's class, such as package.module.Class."""
     return "." in name
 
 
@@ -185,7 +185,7 @@ def one_of(names: tuple[str, ...], or_class: bool = False) -> Rule:
 
 
 def whole(least: int, most: int | None = None, unit: str = "") -> Rule:
-    """Return the rule that a value is a whole number within bounds."""
+    """Return the rule that a value is an integer within bounds."""
     bounds = f", at least {least}" if most is None else f" from {least} to {most:,}"
     high = math.inf if most is None else most
     return (
@@ -195,25 +195,25 @@ def whole(least: int, most: int | None = None, unit: str = "") -> Rule:
 
 
 def bytes_of(text: str) -> int | None:
-    """Return the bytes of a size such as 512MiB, a number with one of UNITS; None for any other text."""
+    """Parse a size with a unit, such as 512MiB, to bytes; return None for any other text."""
     found = _SIZE.fullmatch(text.strip())
     return int(float(found[1]) * UNITS[found[2]]) if found else None
 
 
 def require(condition: bool, message: str) -> None:
-    """Raise ValueError with a message unless the condition holds."""
+    """Raise ValueError with this message if the condition is false."""
     if not condition:
         raise ValueError(message)
 
 
 AT_LEAST_0, AT_LEAST_1 = whole(0), whole(1)
-CAPACITY: Rule = (lambda v: abs(v) <= 1e6, "give a finite number, at most a million")
+CAPACITY: Rule = (lambda v: abs(v) <= 1e6, "give a finite number from -1,000,000 to 1,000,000")
 NOT_NEGATIVE: Rule = (lambda v: 0 <= v < math.inf, "give a finite number, at least 0")
 POSITIVE: Rule = (lambda v: 0 < v < math.inf, "give a finite number above 0")
 PROBABILITY: Rule = (lambda v: 0 <= v < 1, "give a number from 0 to below 1")
 
 
-# `option` with the heading of docs/flags.md, and the default configuration that has the option.
+# `option` with the heading in docs/flags.md and the default owner of the option.
 routing = partial(option, theme="Routing", of="model")
 capacity = partial(option, theme="Capacity", of="model")
 balance = partial(option, theme="Balance", of="model")

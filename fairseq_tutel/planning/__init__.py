@@ -1,1 +1,1 @@
-"""Strategies of a layer, their costs on a cluster, and the choice among them. No torch."""
+"""Strategies of a layer, a model of their costs on a cluster, and the tuner. Nothing here imports torch."""

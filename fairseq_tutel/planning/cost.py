@@ -1,7 +1,8 @@
-"""Cost model: seconds and bytes of a training step on any cluster (an alpha-beta-gamma model).
+"""Cost model: predicts the time and memory of a training step on a cluster (an alpha-beta-gamma model).
 
-W ranks on nodes of L, expert-parallel size P, E experts; s = max(1, P // E) ranks share an expert's hidden
-dimension. Load is even and links have no other traffic. Formulas and sources: docs/scaling.md.
+There are W ranks on nodes of L ranks, EP groups of P ranks, and E experts. s = max(1, P // E) ranks share
+an expert's hidden dimension. The model assumes even load and no other traffic on links. docs/scaling.md has
+the formulas and sources.
 """
 
 import math
@@ -19,87 +20,91 @@ _COUNT_BYTES = 8
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """The computation of one rank in a step."""
+    """The work of one rank in a training step: tokens, model sizes and training options."""
 
     tokens: int  # T
     model_dim: int  # D
-    hidden_dim: int  # H of one expert
-    experts: int  # E of a layer, over all ranks
+    hidden_dim: int  # H, for one expert
+    experts: int  # E, the experts of a layer on all ranks
     top_k: int = 2  # K
-    bytes_per_element: int = 2  # of weights, gradients and rows: 2 or 4
-    glu: bool = False  # experts have three matrices instead of two
+    bytes_per_element: int = 2  # for weights, gradients and rows: 2 or 4
+    glu: bool = False  # whether experts have three matrices instead of two
     layers: int = 1  # MoE layers
-    dense_parameters: int = 0  # trained by data parallelism
+    dense_parameters: int = 0  # parameters that are trained by data parallelism
     zero_stage: int = 0
-    offload: bool = False  # optimizer state is in host memory
+    offload: bool = False  # whether the optimizer state is in host memory
 
     @property
     def rows(self) -> int:
-        """R, the token-expert assignments of a rank."""
+        """R, the number of token-expert assignments on a rank."""
         return self.tokens * self.top_k
 
     @property
     def matrices(self) -> int:
-        """Matrices of an expert."""
+        """The number of weight matrices of an expert."""
         return 3 if self.glu else 2
 
     @property
     def expert_parameters(self) -> int:
-        """Weights of an expert, without biases."""
+        """The number of weights of an expert, without biases."""
         return self.matrices * self.model_dim * self.hidden_dim
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """Nodes, ranks and EP groups; ValueError: P is neither a divisor of L nor whole nodes that divide W."""
+    """The nodes, ranks and EP groups of a cluster.
+
+    Raises:
+        ValueError: P does not divide L, and is not a multiple of L that divides W.
+    """
 
     nodes: int
-    local: int  # L, ranks of a node
-    expert_parallel_size: int  # P consecutive ranks: a part of a node, or whole nodes
+    local: int  # L, the ranks of a node
+    expert_parallel_size: int  # P consecutive ranks: a part of a node, or several nodes
 
     def __post_init__(self) -> None:
         size, part = self.expert_parallel_size, min(self.expert_parallel_size, self.local)
         if size < 1 or self.world % size or self.local % part or size % part:
             raise ValueError(
-                f"expert_parallel_size is {size}, which is neither a divisor of the {self.local} ranks "
-                f"of a node nor whole nodes that divide the {self.world} ranks; give one that is."
+                f"expert_parallel_size is {size}, which is neither a divisor of {self.local} (ranks of a "
+                f"node) nor a multiple that divides {self.world} (all ranks); give such a number."
             )
 
     @property
     def world(self) -> int:
-        """W."""
+        """W, the number of ranks in the cluster."""
         return self.nodes * self.local
 
     @property
     def group_local(self) -> int:
-        """Ranks of an EP group in one node."""
+        """The number of ranks of an EP group on one node."""
         return min(self.expert_parallel_size, self.local)
 
     @property
     def group_nodes(self) -> int:
-        """Nodes of an EP group."""
+        """The number of nodes of an EP group."""
         return self.expert_parallel_size // self.group_local
 
 
 class Held(NamedTuple):
-    """Bytes of one rank between two collectives, without activations."""
+    """The bytes that one rank holds for weights, gradients and optimizer state, without activations."""
 
     weights: int = 0
-    gradients: int = 0  # after backward, at their maximum
+    gradients: int = 0  # after the backward pass, which is the maximum
     state: int = 0  # optimizer state on the device, with fp32 masters
     host: int = 0  # optimizer state in host memory
 
 
 def held_bytes(
     dense: Iterable[int],  # elements of each dense parameter
-    experts: Iterable[int],  # elements of this rank's part of each expert parameter
+    experts: Iterable[int],  # elements of each expert parameter on this rank
     world_size: int,
     expert_parallel_size: int,
     stage: int = 0,
     offload: bool = False,
     weight_bytes: int = 2,
 ) -> Held:
-    """Return a rank's bytes of weights, gradients and state of Adam, by the formula in docs/scaling.md."""
+    """Return the bytes of weights, gradients and Adam state on a rank; docs/scaling.md has the formula."""
     half, weights, gradients, state = weight_bytes < 4, 0, 0, 0
     for sizes, ranks in ((dense, world_size), (experts, world_size // expert_parallel_size)):
         for numel in sizes:
@@ -107,15 +112,15 @@ def held_bytes(
             weights += weight_bytes * numel
             gradients += weight_bytes * (own if stage == 2 else numel)
             if half and stage == 0 and not offload:
-                gradients += 4 * numel  # fairseq's optimizer keeps a whole fp32 copy
-            # Two moments and masters; fp32 weights need no masters, except in host memory.
+                gradients += 4 * numel  # fairseq's optimizer keeps a full fp32 copy
+            # Two moments and master weights. fp32 weights need no master copy, except in host memory.
             state += 4 * own * (2 + (half or offload))
     on_device, on_host = (0, state) if offload else (state, 0)
     return Held(weights, gradients, on_device, on_host)
 
 
 def held(work: Work, cluster: Cluster) -> Held:
-    """Return a rank's bytes of parameters, gradients and optimizer state."""
+    """Return the bytes of parameters, gradients and optimizer state on a rank of a cluster."""
     stored = work.experts * work.expert_parameters / cluster.expert_parallel_size
     return held_bytes(
         [work.dense_parameters],
@@ -130,12 +135,12 @@ def held(work: Work, cluster: Cluster) -> Held:
 
 @dataclass(frozen=True)
 class _Layer:
-    """Sizes of one layer on a rank."""
+    """The sizes of one MoE layer on a rank: copies of rows, and stored and gathered weights."""
 
-    sends_rows: bool  # to other ranks
-    copies: int  # of a row, each with hidden_dim / copies
-    stored: float  # weights
-    computed: float  # weights that the rank computes with, including gathered ones
+    sends_rows: bool  # whether rows are sent to other ranks
+    copies: int  # copies of each row; each copy is computed with hidden_dim / copies
+    stored: float  # weights that the rank stores
+    computed: float  # weights with which the rank computes, including gathered weights
     gathering: int  # ranks that gather weights together
 
 
@@ -143,13 +148,13 @@ def _layer_of(work: Work, cluster: Cluster, strategy: Strategy) -> _Layer:
     experts, size, r = work.experts, cluster.expert_parallel_size, strategy.adaptive_r
     if experts % size and size % experts:
         raise ValueError(
-            f"expert_parallel_size is {size} for {experts} experts; one must divide the other."
+            f"expert_parallel_size is {size} for {experts} experts; give a divisor or a multiple."
         )
     slices = max(1, size // experts)
     if r and slices % r:
         raise ValueError(
             f"adaptive_r is {r}, which is neither 0 nor a divisor of the {slices} "
-            "rank(s) that share an expert; give one that is."
+            "rank(s) that share an expert; give 0 or a divisor."
         )
     weights = experts * work.expert_parameters
     stored = weights / size
@@ -159,10 +164,12 @@ def _layer_of(work: Work, cluster: Cluster, strategy: Strategy) -> _Layer:
 
 
 def step_parts(work: Work, machine: Machine, cluster: Cluster, strategy: Strategy) -> dict[str, float]:
-    """Return the seconds of each part of a step: forward and backward of all layers.
+    """Return the predicted seconds of each part of a training step: forward and backward of all layers.
 
-    "exchange" is the part of all-to-alls that is not overlapped with the experts. ValueError: neither of E
-    and P divides the other, or r is not 0 or a divisor of s.
+    "exchange" is the time of all-to-alls that does not overlap with the experts.
+
+    Raises:
+        ValueError: neither E nor P divides the other, or r is neither 0 nor a divisor of s.
     """
     layer, chunks, dense = _layer_of(work, cluster, strategy), strategy.overlap, work.dense_parameters
 
@@ -172,7 +179,7 @@ def step_parts(work: Work, machine: Machine, cluster: Cluster, strategy: Strateg
         shape = cluster.group_nodes, cluster.group_local
         return exchange_seconds(num_bytes, machine, *shape, strategy.algorithm)
 
-    # Forward exchanges the counts of rows and reads them on the host; backward reuses them.
+    # The forward pass exchanges the row counts and reads them on the host. The backward pass reuses them.
     counts_bytes = _COUNT_BYTES * max(work.experts, cluster.expert_parallel_size)
     parts = {
         "gate": 6 * work.tokens * work.model_dim * work.experts / machine.gate_flops_per_s,
@@ -186,7 +193,7 @@ def step_parts(work: Work, machine: Machine, cluster: Cluster, strategy: Strateg
     chunk_exchange = exchange(strategy.adaptive_r * work.rows * row_bytes / chunks)
     forward = _experts_seconds(work, machine, layer, chunks)
     for chunk_experts in (forward, 2 * forward):
-        # One all-to-all at a time.
+        # Only one all-to-all runs at a time.
         longest = max(chunk_exchange, chunk_experts)
         pipelined = max(
             2 * chunks * chunk_exchange, 2 * chunk_exchange + chunk_experts + (chunks - 1) * longest
@@ -194,7 +201,7 @@ def step_parts(work: Work, machine: Machine, cluster: Cluster, strategy: Strateg
         parts["experts"] += chunks * chunk_experts
         parts["exchange"] += pipelined - chunks * chunk_experts
     parts = {part: work.layers * seconds for part, seconds in parts.items()}
-    # All EP groups of a node sum over their replicas at once.
+    # All EP groups of a node sum gradients over their replicas at the same time.
     replicas = cluster.world // cluster.expert_parallel_size
     local = cluster.local // cluster.group_local
     expert_s = _gradients_seconds(
@@ -209,12 +216,12 @@ def step_parts(work: Work, machine: Machine, cluster: Cluster, strategy: Strateg
 
 
 def step_seconds(work: Work, machine: Machine, cluster: Cluster, strategy: Strategy) -> float:
-    """Return the seconds of a step, without optimizer and data loading."""
+    """Return the predicted seconds of a training step, without the optimizer and data loading."""
     return sum(step_parts(work, machine, cluster, strategy).values())
 
 
 def memory_bytes(work: Work, cluster: Cluster, strategy: Strategy) -> dict[str, float]:
-    """Return a rank's bytes on its device by kind, with activations of the MoE layers and Adam."""
+    """Return the device memory of a rank in bytes by kind, with Adam and activations of MoE layers only."""
     layer, bytes_held = _layer_of(work, cluster, strategy), held(work, cluster)
     size, dim, rows = work.bytes_per_element, work.model_dim, work.rows
     saved = work.tokens * dim + rows * (
@@ -227,13 +234,16 @@ def memory_bytes(work: Work, cluster: Cluster, strategy: Strategy) -> dict[str, 
         "optimizer state": bytes_held.state,
         "activations": work.layers * saved * size,
         "row buffers": buffers * layer.copies * rows * dim * size,
-        # Gathered weights of all layers are kept for backward, with the gradients of one layer.
+        # Gathered weights of all layers are kept for the backward pass, and the gradients of one layer.
         "gathered weights": (work.layers + 1) * (layer.computed - layer.stored) * size,
     }
 
 
 def candidates(work: Work, nodes: int, local: int) -> Iterator[tuple[Cluster, Strategy]]:
-    """Yield all (P, r, d, algorithm) with which the layers can run."""
+    """Yield all pairs of a cluster and a strategy with which the layers can run.
+
+    They differ in the expert-parallel size, adaptive_r, overlap and all-to-all algorithm.
+    """
     world = nodes * local
     for size in _divisors(world):
         fits = local % size == 0 or size % local == 0
@@ -253,20 +263,20 @@ def candidates(work: Work, nodes: int, local: int) -> Iterator[tuple[Cluster, St
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """A configuration with its costs."""
+    """A configuration of a training run, with its predicted time and memory."""
 
     cluster: Cluster
     strategy: Strategy
     parts: dict[str, float]  # seconds by part of a step
     seconds: float
-    memory: dict[str, float]  # bytes of a rank's device by kind
+    memory: dict[str, float]  # bytes on a rank's device by kind
     bytes: float
     host: int  # bytes of optimizer state in host memory
-    fits: bool  # in device memory
+    fits: bool  # whether it fits in device memory
 
 
 def best(work: Work, machine: Machine, nodes: int, local: int) -> list[Candidate]:
-    """Return all candidates from fast to slow, those that fit in memory first."""
+    """Return all candidate configurations from fast to slow; those that fit in memory come first."""
     found = []
     for cluster, strategy in candidates(work, nodes, local):
         parts = step_parts(work, machine, cluster, strategy)
@@ -288,7 +298,10 @@ def best(work: Work, machine: Machine, nodes: int, local: int) -> list[Candidate
 
 
 def _experts_seconds(work: Work, machine: Machine, layer: _Layer, chunks: int) -> float:
-    """Return the seconds of one row chunk: the maximum of arithmetic and of traffic of weights and rows."""
+    """Return the predicted seconds that the experts of a rank need for one row chunk.
+
+    This is the larger of two times: the arithmetic, and the memory traffic of weights and rows.
+    """
     rows = work.rows / chunks
     flops = 2 * rows * work.expert_parameters
     width = 2 * layer.copies * work.model_dim + 2 * (work.matrices - 1) * work.hidden_dim
@@ -297,18 +310,18 @@ def _experts_seconds(work: Work, machine: Machine, layer: _Layer, chunks: int) -
 
 
 def _local_seconds(work: Work, machine: Machine, layer: _Layer) -> float:
-    """Return the seconds to read and write rows in dispatch, regroup and combine."""
+    """Return the seconds for reading and writing rows in dispatch, regroup and combine on a rank."""
     dispatch = (1 + layer.copies) * work.rows
     regroup = 4 * layer.copies * work.rows if layer.sends_rows else 0
     combine = layer.copies * work.rows + work.tokens
-    # Backward mirrors them, and reads the rows twice more for the gate's gradient.
+    # The backward pass has the same traffic, and reads the rows twice more for the gate's gradient.
     touched = 2 * (dispatch + regroup + combine) + 2 * work.rows
     return touched * work.model_dim * work.bytes_per_element / machine.memory_bytes_per_s
 
 
 def _gather_seconds(work: Work, machine: Machine, cluster: Cluster, layer: _Layer) -> float:
-    """Return the seconds to gather one layer's weights and to reduce-scatter their gradients."""
-    tensors = 2 * work.matrices  # each matrix and each bias is a collective of its own
+    """Return the seconds to gather the weights of one layer and to reduce-scatter their gradients."""
+    tensors = 2 * work.matrices  # each matrix and each bias has a separate collective
     size = layer.stored * work.bytes_per_element / tensors
     local = min(layer.gathering, cluster.local)
     gather = all_gather_seconds(size, machine, math.ceil(layer.gathering / local), local)
@@ -327,7 +340,7 @@ def _gradients_seconds(
 
 
 def _gathers_of_both(machine: Machine) -> int:
-    """Return the cost of an all-gather and a reduce-scatter, in all-gathers."""
+    """Return the cost of an all-gather and a reduce-scatter together, relative to one all-gather."""
     return 3 if machine.reduce_scatter_as_all_reduce else 2
 
 

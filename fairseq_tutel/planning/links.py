@@ -1,6 +1,6 @@
-"""Links: seconds of collectives by an alpha-beta model, and links fitted to measurements.
+"""Time of collectives by an alpha-beta model of links, and a fit of this model to measurements.
 
-N nodes of L ranks. The fit minimizes the squared relative error.
+There are N nodes with L ranks each. The fit minimizes the squared relative error.
 """
 
 import math
@@ -16,7 +16,7 @@ from fairseq_tutel.planning.machine import PRESETS, Link, Machine
 from fairseq_tutel.planning.strategy import ALGORITHMS
 
 _ROUNDS = 30
-# Amounts by (source, target).
+# The amounts that are sent, by (source, target).
 Load = Mapping[tuple[int, int], Fraction | int]
 
 
@@ -28,7 +28,10 @@ def exchange_seconds(
     algorithm: str,
     on_link: int | None = None,
 ) -> float:
-    """Return the seconds of one even all-to-all of inputs that include a rank's own share."""
+    """Return the predicted seconds of an all-to-all with equal shares for all ranks.
+
+    `bytes_per_rank` is the size of a rank's input, including the share that stays on this rank.
+    """
     if nodes * local == 1:
         return 0.0
     launches, *of_links = _terms(bytes_per_rank, machine, nodes, local, algorithm, on_link)
@@ -43,25 +46,34 @@ def exchange_seconds(
 def _terms(
     bytes_per_rank: float, machine: Machine, nodes: int, local: int, algorithm: str, on_link: int | None
 ) -> list[float]:
-    """Return an all-to-all's launches, messages and bytes within nodes, messages and bytes across."""
+    """Return five numbers that determine the time of an all-to-all.
+
+    These are the launches, the messages and bytes within nodes, and the messages and bytes between nodes.
+    """
     share = bytes_per_rank / (nodes * local)
     within, across = local - 1, (nodes - 1) * local
     sent_across = _on_link(machine, on_link or local) * across * share
     if algorithm == "2dh":
         return [2, within, within * nodes * share, nodes - 1, sent_across]
-    # Linear: both kinds of link work at once, and the slower one counts.
+    # Linear uses both kinds of links at the same time, so the slower kind determines the time.
     if machine.intra.seconds(within, within * share) > machine.inter.seconds(across, sent_across):
         return [1, within, within * share, 0, 0]
     return [1, 0, 0, across, sent_across]
 
 
 def _regroup_seconds(bytes_per_rank: float, machine: Machine, algorithm: str) -> float:
-    """Return the seconds of 2DH to copy rows into another order, twice: each byte is read and written."""
+    """Return the seconds for reordering rows in a 2-D hierarchical all-to-all; 0 for other algorithms.
+
+    All rows are copied twice, and each copy reads and writes each byte.
+    """
     return 4 * bytes_per_rank / machine.memory_bytes_per_s if algorithm == "2dh" else 0.0
 
 
 def plan_seconds(loads: Iterable[Load], bytes_per_rank: float, machine: Machine, local: int) -> float:
-    """Return the seconds of a plan; `loads` are each round's fractions of the bytes by (source, target)."""
+    """Return the predicted seconds of a collective plan.
+
+    `loads` has, for each round, the fraction of `bytes_per_rank` that is sent on each (source, target).
+    """
     total = machine.launch_s
     for load in loads:
         slowest = 0.0
@@ -79,7 +91,10 @@ def plan_seconds(loads: Iterable[Load], bytes_per_rank: float, machine: Machine,
 
 
 def faster_algorithm(machine: Machine | None, nodes: int, local: int, bytes_per_rank: float) -> str:
-    """Return the faster all-to-all algorithm, by default on A100s; linear if both are equal."""
+    """Return the faster all-to-all algorithm, linear or 2dh; linear if the two take equal time.
+
+    Without a hardware profile, the profile of A100s is used.
+    """
     known = machine or PRESETS["a100"]
     return min(ALGORITHMS, key=lambda a: exchange_seconds(bytes_per_rank, known, nodes, local, a))
 
@@ -87,9 +102,10 @@ def faster_algorithm(machine: Machine | None, nodes: int, local: int, bytes_per_
 def all_gather_seconds(
     num_bytes: float, machine: Machine, nodes: int, local: int, on_link: int | None = None
 ) -> float:
-    """Return the seconds of a ring all-gather, or of a ring reduce-scatter, of a rank's input.
+    """Return the predicted seconds of a ring all-gather, or of a ring reduce-scatter.
 
-    The bytes of `on_link` ranks of a node, of this group or others (default: L), add up on a shared link.
+    `num_bytes` is the size of a rank's share. If the ranks of a node share one link to other nodes, the
+    bytes of `on_link` ranks (default: L), in this group or other groups, add up on this link.
     """
     ranks = nodes * local
     if ranks == 1:
@@ -109,7 +125,10 @@ def all_gather_seconds(
 def all_reduce_seconds(
     num_bytes: float, machine: Machine, nodes: int, local: int, on_link: int | None = None
 ) -> float:
-    """Return the seconds of an all-reduce: a ring within nodes, a tree across; see `all_gather_seconds`."""
+    """Return the predicted seconds of an all-reduce by a ring within nodes and a tree between nodes.
+
+    The arguments are those of `all_gather_seconds`.
+    """
     ranks = nodes * local
     if ranks == 1:
         return 0.0
@@ -127,23 +146,23 @@ def all_reduce_seconds(
 
 
 def _on_link(machine: Machine, at_once: int) -> int:
-    """Return the number of ranks that share one link between nodes, if `at_once` of a node send."""
+    """Return the number of ranks that share one link between nodes if `at_once` ranks of a node send."""
     return at_once if machine.inter_shared else 1
 
 
 class Row(TypedDict):
-    """One measured all-to-all."""
+    """A measurement of one all-to-all: its shape, its size and its time."""
 
     nodes: int
     local: int
     algorithm: str
-    bytes_per_rank: float  # of the input, including the rank's own share
+    bytes_per_rank: float  # the size of the input, including the rank's own share
     seconds: float
-    on_link: NotRequired[int]  # ranks of a node that did the same at once; default: `local`
+    on_link: NotRequired[int]  # ranks of a node that ran an all-to-all at once; default: `local`
 
 
 class Errors(NamedTuple):
-    """Relative errors of a model, each |predicted / measured - 1|."""
+    """The median, 90th percentile and maximum of relative errors |predicted / measured - 1|."""
 
     median: float
     p90: float
@@ -151,11 +170,14 @@ class Errors(NamedTuple):
 
 
 def fit_machine(rows: Sequence[Row], start: Machine) -> Machine:
-    """Return `start` with the links and launch time that fit the rows best.
+    """Fit the links and the launch time of a hardware profile to measured all-to-alls.
 
-    A linear all-to-all is bounded by one kind of link, which each round determines by the links of the
-    previous one. Links that the rows do not determine stay those of `start`. If launch and alpha cannot be
-    separated, the launch is 0. ValueError: the rows do not determine the seconds of a byte.
+    One kind of link bounds a linear all-to-all. Each round of the fit finds this kind with the links of the
+    previous round. Links that the rows do not determine are kept from `start`. If launch time and alpha
+    cannot be separated, the launch time is 0.
+
+    Raises:
+        ValueError: there are no rows, or they do not determine the seconds per byte.
     """
     if not rows:
         raise ValueError("there is no measured all-to-all to fit; measure one.")
@@ -172,17 +194,17 @@ def fit_machine(rows: Sequence[Row], start: Machine) -> Machine:
 
 
 def predicted(row: Row, machine: Machine) -> float:
-    """Return the predicted seconds of an all-to-all."""
+    """Return the predicted seconds of a measured all-to-all on a machine with this hardware profile."""
     return exchange_seconds(*_arguments(row, machine))
 
 
 def relative_errors(rows: Sequence[Row], machine: Machine) -> Errors:
-    """Return the errors of a hardware profile on measured rows."""
+    """Return the relative errors of a hardware profile's predictions for measured all-to-alls."""
     return errors_of((predicted(row, machine), row["seconds"]) for row in rows)
 
 
 def errors_of(pairs: Iterable[tuple[float, float]]) -> Errors:
-    """Return the errors of (predicted, measured) seconds."""
+    """Return the relative errors of pairs (predicted seconds, measured seconds)."""
     errors = [abs(predicted_s / measured_s - 1) for predicted_s, measured_s in pairs]
     return Errors(median=float(np.median(errors)), p90=float(np.quantile(errors, 0.9)), largest=max(errors))
 
@@ -201,7 +223,7 @@ def _machine_of(columns: np.ndarray, on_links: np.ndarray, seconds: np.ndarray, 
     found = dict(zip(chosen, _solve(columns[:, chosen], on_links, seconds), strict=True))
     if max(found.get(2, 0.0), found.get(4, 0.0)) <= 0:
         raise ValueError(
-            "the measured all-to-alls take no longer with more bytes; measure larger messages."
+            "the measured all-to-alls do not take longer with more bytes; measure larger messages."
         )
     return replace(
         start,
@@ -212,14 +234,14 @@ def _machine_of(columns: np.ndarray, on_links: np.ndarray, seconds: np.ndarray, 
 
 
 def _link(alpha: float | None, per_byte: float | None, start: Link) -> Link:
-    """Return the fitted link; numbers that were not determined are those of `start`."""
+    """Return the fitted link; numbers that the fit did not determine are kept from `start`."""
     return Link(start.alpha_s if alpha is None else alpha, 1 / per_byte if per_byte else start.bytes_per_s)
 
 
 def _solve(columns: np.ndarray, targets: np.ndarray, seconds: np.ndarray) -> list[float]:
-    """Return the coefficients of the least relative errors, none below 0.
+    """Return the non-negative coefficients that minimize the squared relative errors.
 
-    Columns with negative coefficients are left out, the most negative first.
+    Columns with negative coefficients are removed one by one, the most negative column first.
     """
     weights = 1 / seconds
     scale = np.maximum(np.abs(columns).max(axis=0), 1e-300)

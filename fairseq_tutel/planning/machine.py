@@ -1,4 +1,4 @@
-"""Hardware profiles: speed of links, memory and arithmetic, measured, given, or of a known GPU."""
+"""Hardware profiles: the speed of links, memory and arithmetic, from a file or for a known type of GPU."""
 
 import json
 import re
@@ -12,39 +12,39 @@ _FLAGS = {"inter_shared", "reduce_scatter_as_all_reduce"}
 
 @dataclass(frozen=True)
 class Link:
-    """A link of a rank."""
+    """The speed of a rank's link: the latency of a message and the bytes per second."""
 
-    alpha_s: float  # of each message
+    alpha_s: float  # the latency of each message
     bytes_per_s: float  # in one direction
 
     def seconds(self, messages: float, num_bytes: float) -> float:
-        """Return the seconds of messages with a total of bytes."""
+        """Return the seconds to send a number of messages with `num_bytes` bytes in total."""
         return messages * self.alpha_s + num_bytes / self.bytes_per_s
 
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """The hardware profile of one rank."""
+    """The hardware profile of one rank: the speed of links, memory and arithmetic."""
 
     name: str
-    intra: Link  # of a rank within its node
-    inter: Link  # of a rank to other nodes, or of a node if `inter_shared`
+    intra: Link  # from a rank to other ranks of its node
+    inter: Link  # from a rank to other nodes, or from a node if `inter_shared`
     memory_bytes_per_s: float  # reads and writes together
     flops_per_s: float  # achieved by the experts
-    gate_flops_per_s: float  # of the gate, in fp32
+    gate_flops_per_s: float  # achieved by the gate, in fp32
     memory_bytes: float
-    launch_s: float = 0.0  # of a collective, before its first message
-    inter_shared: bool = False  # the ranks of a node share one link to other nodes
-    reduce_scatter_as_all_reduce: bool = False  # a reduce-scatter costs an all-reduce, as in gloo
+    launch_s: float = 0.0  # time of a collective before its first message
+    inter_shared: bool = False  # whether the ranks of a node share one link to other nodes
+    reduce_scatter_as_all_reduce: bool = False  # whether both cost the same, as in gloo
 
     def to_json(self, path: Path) -> None:
-        """Write the file of `plan --machine` and --moe-machine-file."""
+        """Write the hardware profile to a JSON file for `plan --machine` and --moe-machine-file."""
         path.write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")
 
     @classmethod
     def from_json(cls, path: Path) -> "Machine":
-        """Read a hardware profile; raise ValueError if it is not a file of `to_json`."""
-        fix = "give a file of `tune --json`"
+        """Read a hardware profile from a JSON file; raise ValueError if the file has no valid profile."""
+        fix = "give a file that `tune --json` wrote"
         try:
             values = json_of(path)
             links = {name: Link(**values[name]) for name in ("intra", "inter")}
@@ -64,18 +64,19 @@ class Machine:
             if key in _FLAGS:
                 is_right, fix = isinstance(value, bool), "true or false"
             elif key.endswith(("alpha_s", "launch_s")):
-                is_right, fix = is_number and value >= 0, "seconds, from 0"
+                is_right, fix = is_number and value >= 0, "seconds, 0 or more"
             if not is_right:
-                raise ValueError(f"{path} has {key} {value!r}; give {fix}.")
+                raise ValueError(f"{path} has {key} = {value!r}; give {fix}.")
         return machine
 
 
-# Achieved parts of datasheet numbers; docs/scaling.md lists the sources.
+# The achieved fractions of datasheet numbers; docs/scaling.md lists the sources.
 _NVLINK, _INFINIBAND = 370 / 450, 47 / 50
 _EXPERTS = 413 / 989  # bf16, forward and backward of a Triton MoE layer on H100
-_LAUNCH_S = 10e-6  # of a collective
-_INTRA_ALPHA_S = 0.6e-6  # NCCL's own model of an NVLink step, LL protocol
-# A message among many in flight: with this value 2DH overtakes linear between 128 and 256 A100s.
+_LAUNCH_S = 10e-6  # the launch time of a collective
+_INTRA_ALPHA_S = 0.6e-6  # the latency of an NVLink step with the LL protocol in NCCL's own model
+# The latency of one of many concurrent messages. With this value, the number of A100s from which 2DH is
+# faster than linear is between 128 and 256.
 _INTER_ALPHA_S = 1.0e-6
 
 
@@ -100,7 +101,7 @@ def _preset(
     )
 
 
-# Datasheet numbers of one GPU (an MI250 is one of its two dies), links in one direction.
+# Datasheet numbers of one GPU, with links in one direction. For an MI250, of one of its two dies.
 PRESETS = {
     "a100": _preset("A100", 300, 25, 2039, 312, 19.5, 80),  # NDm A100 v4: NVLink 3, one HDR adapter a GPU
     "h100": _preset("H100", 450, 50, 3350, 989, 67, 80),  # DGX H100: NVLink 4, one NDR adapter a GPU
@@ -108,7 +109,7 @@ PRESETS = {
     "mi250": _preset("MI250 (one die)", 15 * 75 / 16, 16, 3276.8 / 2, 362.1 / 2, 45.3 / 2, 64),
 }
 
-# A rank on a CPU, by orders of magnitude: loopback, 10 Gb/s Ethernet of a node, FLOP/s of a core.
+# Rough numbers for a rank on a CPU: loopback, 10 Gb/s Ethernet for each node, FLOP/s of a core.
 CPU = Machine(
     name="CPU",
     intra=Link(20e-6, 2e9),
@@ -123,10 +124,13 @@ CPU = Machine(
 
 
 def typical(gpu: str | None) -> Machine:
-    """Return the profile of a GPU by its name, of an A100 if it is unknown, or of a CPU for None."""
+    """Return the typical hardware profile for a GPU name, or for a CPU if `gpu` is None.
+
+    An unknown GPU gets the profile of an A100.
+    """
     if gpu is None:
         return CPU
     for key, machine in PRESETS.items():
         if re.search(rf"{key}(?!\d)", gpu.lower()):  # "RTX A1000" is not an A100
             return machine
-    return replace(PRESETS["a100"], name=f"A100, since {gpu} is not known")
+    return replace(PRESETS["a100"], name=f"A100, because {gpu} is unknown")

@@ -1,4 +1,4 @@
-"""Strategy: the execution options that may change between updates."""
+"""Strategy: the execution options of a MoE layer that may change between updates."""
 
 import re
 from dataclasses import dataclass
@@ -9,15 +9,16 @@ PLAN = "plan:"  # prefix of the name of a collective plan
 
 @dataclass(frozen=True, kw_only=True)
 class Strategy:
-    """One way to execute a layer. Results of all strategies are equal up to rounding.
+    """The options with which a MoE layer runs; all strategies give the same results up to rounding.
 
-    With `adaptive_r` 0, every rank gathers all experts' weights, and no row is sent. Else every row is sent
-    to this many ranks of its expert, each with that part of the hidden dimension.
+    If `adaptive_r` is 0, every rank gathers the weights of all experts, and no row is sent. Otherwise a row
+    is sent to `adaptive_r` ranks of its expert, and each computes with 1 / `adaptive_r` of the hidden
+    dimension.
     """
 
     adaptive_r: int = 1
     overlap: int = 1  # row chunks whose all-to-alls overlap with the experts
-    algorithm: str = "linear"  # of the all-to-all: linear, 2dh or plan:NAME
+    algorithm: str = "linear"  # the all-to-all algorithm: linear, 2dh or plan:NAME
 
     def __post_init__(self) -> None:
         for name, least in (("adaptive_r", 0), ("overlap", 1)):
@@ -29,17 +30,20 @@ class Strategy:
 
     @property
     def plan(self) -> str:
-        """The name of the all-to-all's collective plan, empty for none."""
+        """The name of the collective plan for the all-to-all; empty for other algorithms."""
         return self.algorithm.removeprefix(PLAN) if self.algorithm.startswith(PLAN) else ""
 
 
 def is_algorithm(text: str) -> bool:
-    """Whether this is the name of an all-to-all algorithm."""
+    """Return whether a text is the name of an all-to-all algorithm: linear, 2dh or plan:NAME."""
     return text in ALGORITHMS or (text.startswith(PLAN) and text != PLAN)
 
 
 def degree_of(parallel_type: str, slices: int) -> int | None:
-    """Return the r of a --moe-parallel-type: adaptive:r, data (1), model (s) or auto (1); else None."""
+    """Return `adaptive_r` for a value of --moe-parallel-type, or None if the value is unknown.
+
+    The values are adaptive:r, data (r = 1), model (r = `slices`) and auto (r = 1).
+    """
     found = re.fullmatch(r"adaptive:(-?\d{1,6})", parallel_type)
     known = {"data": 1, "model": slices, "auto": 1}
     return known.get(parallel_type) if found is None else int(found[1])

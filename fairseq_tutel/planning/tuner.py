@@ -1,10 +1,11 @@
-"""Tuner: finds the fastest strategy of each capacity bucket by measuring training updates.
+"""Tuner: finds the fastest strategy for each capacity bucket by measuring training updates.
 
-The candidates of a bucket, by the cost model, are measured in rounds of one update each. After a round,
-those that are too slow drop out. If the cost of the best drifts later, the bucket is measured again. The
-choice depends on the recorded costs alone, so that ranks with the same costs choose the same.
+The cost model proposes the candidates of a bucket. They are measured in rounds, one update for each
+candidate in a round. After a round, candidates that are too slow drop out. If the cost of the best strategy
+drifts later, the bucket is measured again. The choice depends only on recorded costs, so ranks with the
+same costs choose the same strategy.
 
-Source: Tutel (Hwang et al. 2023), section 3.3, for the dictionary of buckets. The search is ours.
+Source: Tutel (Hwang et al. 2023), section 3.3, for the dictionary of buckets. The search is new here.
 """
 
 import dataclasses
@@ -17,20 +18,21 @@ from typing import Any
 from fairseq_tutel.planning.strategy import Strategy
 
 MOST_CANDIDATES = 12
-MOST_PREDICTED = 3.0  # times the least predicted seconds of a candidate
-HOPELESS = 2.0  # times the seconds of the best all-to-all: slower collective plans are not tried
+MOST_PREDICTED = 3.0  # a candidate's largest predicted time, relative to the best candidate's
+HOPELESS = 2.0  # collective plans slower than this, relative to the best all-to-all, are not tried
 ROUNDS = 7
-# After each round, candidates above this factor of the best drop out. The last factor is repeated.
+# After each round, candidates that cost more than this factor times the best drop out. The last factor
+# applies to all later rounds.
 LIMITS = (math.inf, 1.7, 1.3, 1.1)
-WATCHED = 5  # later costs of the best, whose median shows a drift
-DRIFTED = 1.2  # ratio of that median to the measured cost, or its inverse
+WATCHED = 5  # the number of later costs of the best strategy, whose median shows a drift
+DRIFTED = 1.2  # the ratio of this median to the measured cost, or its inverse, at which costs have drifted
 
 Costs = dict[Strategy, list[float]]
 Predict = Callable[[Strategy], float]
 
 
 class Tuner:
-    """Chooses the strategy of the next update; `given`, that of the options, is always a candidate."""
+    """Chooses the strategy of the next update; `given`, the strategy of the options, is always tried."""
 
     def __init__(
         self,
@@ -49,31 +51,34 @@ class Tuner:
         self._recent: dict[str, list[float]] = {}
 
     def choose(self, key: str, predict: Predict | None = None) -> Strategy:
-        """Return a bucket's best strategy or, in its search, the next candidate by predicted seconds."""
+        """Return the best strategy of bucket `key` or, during its search, the next candidate to measure.
+
+        `predict` returns the predicted seconds of a strategy.
+        """
         if key not in self.best and key not in self._next:
             self._candidates[key] = self._pruned(predict)
             self._advance(key)
         return self.best[key] if key in self.best else self._next[key]
 
     def record(self, key: str, strategy: Strategy, cost: float) -> None:
-        """Record the cost of an update, in a unit that is the same within a bucket."""
+        """Record the cost of an update with a strategy; the unit must be the same within a bucket."""
         if not math.isfinite(cost):
             return
         if key in self.best:
             self._watch(key, strategy, cost)
         elif strategy == self._next.get(key):
-            # The first update of each candidate is not counted: it allocates buffers of new sizes.
+            # The first update of each candidate is not recorded, because it allocates new buffers.
             if (key, strategy) in self._warm:
                 self.costs[key].setdefault(strategy, []).append(cost)
                 self._advance(key)
             self._warm.add((key, strategy))
 
     def settled(self, key: str) -> bool:
-        """Whether the search of a bucket has ended."""
+        """Return whether the search for the best strategy of a bucket has ended."""
         return key in self.best
 
     def state(self) -> dict[str, Any]:
-        """Return all costs and the best of each bucket as JSON values, for `load`."""
+        """Return the costs and the best strategy of each bucket as JSON values, for `load`."""
         return {
             key: {
                 "best": dataclasses.asdict(self.best[key]) if key in self.best else None,
@@ -83,9 +88,12 @@ class Tuner:
         }
 
     def load(self, state: dict[str, Any]) -> int:
-        """Load a saved state, with unfinished searches; ValueError: it is malformed.
+        """Load costs and best strategies that `state` returned; return the number of skipped buckets.
 
-        Return the number of skipped buckets, whose best strategy is not available here.
+        A bucket is skipped if its best strategy is not available in this run.
+
+        Raises:
+            ValueError: the state is malformed.
         """
         skipped = 0
         try:
@@ -113,11 +121,11 @@ class Tuner:
         )
 
     def _pruned(self, predict: Predict | None) -> list[Strategy]:
-        """Return the candidates of a bucket, those of the least predicted seconds first."""
+        """Return the candidate strategies of a bucket, in the order of their predicted seconds."""
         every = [
             Strategy(adaptive_r=r, overlap=overlap, algorithm=algorithm)
             for r, overlap, algorithm in product(self.rs, self.overlaps, self.algorithms)
-            # r = 0 sends no rows, so overlap and algorithm change nothing.
+            # With r = 0, no rows are sent, so overlap and algorithm have no effect.
             if r > 0 or (overlap, algorithm) == (self.overlaps[0], self.algorithms[0])
         ]
         if predict is None:
@@ -131,14 +139,14 @@ class Tuner:
         return kept
 
     def _advance(self, key: str) -> None:
-        """Set the next candidate of a bucket or, after the last round, its best strategy."""
+        """Set the next candidate of a bucket or, after the last round, the bucket's best strategy."""
         costs, active = self.costs.setdefault(key, {}), self._candidates[key]
         for n in range(1, ROUNDS + 1):
             waiting = [strategy for strategy in active if len(costs.get(strategy, ())) < n]
             if waiting:
                 self._next[key] = waiting[0]
                 return
-            # Outliers are slow updates, so of an even number of costs the lower middle one counts.
+            # Outliers are slow updates, so the lower median is used for an even number of costs.
             middle = {strategy: median_low(costs[strategy][:n]) for strategy in active}
             limit = LIMITS[min(n, len(LIMITS)) - 1] * min(middle.values())
             active = [strategy for strategy in active if middle[strategy] <= limit]

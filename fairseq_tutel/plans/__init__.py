@@ -1,9 +1,9 @@
-"""Collective plans: collectives as lists of steps for each rank.
+"""Collective plans: programs that perform a collective, as a list of steps for each rank.
 
-- `format`: a plan, its JSON form and the meaning of each step.
-- `files`: plans by file or name, and those of a training run.
-- `checker`: proof that a plan ends, has no races and gives its collective's result.
-- `generators`: well-known plans by name. `msccl`: MSCCL's XML.
-- `network`: the links of a cluster. `forestcoll`: trees for any network.
+- `format`: the classes of a plan, its JSON format and the meaning of each step.
+- `files`: reads and writes plan files, and reads the plans of a training run.
+- `checker`: proves that a plan ends, has no races and computes its collective.
+- `generators`: makes well-known plans by name. `msccl`: reads and writes MSCCL's XML files.
+- `network`: describes the links of a cluster. `forestcoll`: finds trees for any network.
 - `executors`: run plans on tensors. Only this folder imports torch.
 """

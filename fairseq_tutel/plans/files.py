@@ -1,7 +1,7 @@
-"""Plans by file or name (FILE.json, MSCCL's FILE.xml, ring:all_gather:8), and those of a training run.
+"""Collective plans from files or names: FILE.json, MSCCL's FILE.xml or, for example, ring:all_gather:8.
 
-A plan may be made for a network, whose file is in the same folder. A run is compared with it by the number
-of ranks on each host.
+`read_run` reads the plans of a training run. A plan can be made for one network. The file of this network
+is in the plan's folder. The run must have the same number of ranks on each host as the network.
 """
 
 import contextlib
@@ -27,32 +27,32 @@ OPTION = "--moe-collective-plans"
 
 
 def find(text: str) -> Plan:
-    """Return the plan of a file or a name such as `two_hops:all_to_all:8:2`.
+    """Return a collective plan, given a file path or a name such as `two_hops:all_to_all:8:2`.
 
     Raises:
-        ValueError: it is neither.
+        ValueError: the text is neither.
     """
     if text.endswith((".json", ".xml")):
         return read(Path(text))
     given = re.fullmatch(r"(\w+):(\w+):([0-9]{1,4})(?::([0-9]{1,4}))?", text, re.ASCII)
     if not given or int(given[3]) > MOST:
         raise ValueError(
-            f"{text} is not a plan; give a FILE.json, a FILE.xml or {NAMED}, of at most {MOST} ranks and "
-            f"with NAME one of {', '.join(GENERATORS)}."
+            f"{text} is not a collective plan; give a FILE.json, a FILE.xml or {NAMED}, with at most "
+            f"{MOST} ranks and one of the names {', '.join(GENERATORS)}."
         )
     return make(given[1], given[2], int(given[3]), nodes=int(given[4] or 1))
 
 
 def read(path: Path) -> Plan:
-    """Read a plan's file.
+    """Read a collective plan from a JSON or XML file.
 
     Raises:
-        ValueError: it has no plan; names the file.
+        ValueError: the file is unreadable or has no plan; the message names the file.
     """
     try:
         data = content_of(path) if path.suffix == ".xml" else json_of(path)
     except (OSError, ValueError) as error:
-        raise ValueError(f"{path} can not be read as a plan ({error}).") from error
+        raise ValueError(f"{path} cannot be read as a collective plan ({error}).") from error
     try:
         return from_xml(data) if path.suffix == ".xml" else from_json(data)
     except ValueError as error:
@@ -60,13 +60,16 @@ def read(path: Path) -> Plan:
 
 
 def write(plan: Plan, path: Path) -> None:
-    """Write a plan as JSON, or as XML if the path ends in .xml."""
+    """Write a collective plan to a JSON file, or to an MSCCL XML file if the path ends in .xml."""
     text = to_xml(plan) if path.suffix == ".xml" else json.dumps(to_json(plan))
     path.write_text(text + "\n", encoding="utf-8")
 
 
 class PlacedPlan(NamedTuple):
-    """A checked plan, the name of its file without .json, and the ranks on each host (None: any)."""
+    """A collective plan of a run that the checker has accepted.
+
+    `name` is the file name without .json. `hosts` has the number of ranks on each host; None: any.
+    """
 
     name: str
     plan: Plan
@@ -74,22 +77,22 @@ class PlacedPlan(NamedTuple):
     hosts: tuple[int, ...] | None = None
 
     def fits(self, ranks: Sequence[int], local: int) -> bool:
-        """Return whether a group of ranks can run it, with `local` ranks on a host; 0: unknown."""
+        """Return whether a group of ranks can run the plan; each host has `local` ranks (0: unknown)."""
         if len(ranks) != self.plan.ranks:
             return False
         return not local or self.hosts is None or self.hosts == hosts_of(ranks, local)
 
 
 def hosts_of(ranks: Iterable[int], local: int) -> tuple[int, ...]:
-    """Return how many of some ranks are on each host of `local` ranks, in order."""
+    """Count the given ranks on each host, in the order of hosts; each host has `local` ranks."""
     return tuple(len(list(same)) for _, same in groupby(ranks, lambda rank: rank // local))
 
 
 def read_run(path: str) -> tuple[PlacedPlan, ...]:
-    """Read and check all plans of a file, or of a folder's *.json files in the order of their names.
+    """Read and check the plans of --moe-collective-plans: a file, or all *.json files of a folder by name.
 
     Raises:
-        ValueError: there is no plan, or one cannot be read or is wrong; names the file.
+        ValueError: there is no plan, or a plan is unreadable or wrong; the message names the file.
     """
     place = Path(path)
     found = sorted(place.glob("*.json")) if place.is_dir() else [place]
@@ -104,7 +107,7 @@ def read_run(path: str) -> tuple[PlacedPlan, ...]:
         raise ValueError(f"{OPTION}: {error}") from error
     if not placed:
         raise ValueError(
-            f"{OPTION} is {path}, which has no plan; give a plan's FILE.json or a folder of plans."
+            f"{OPTION} is {path}, which has no plan; give the JSON file of a plan or a folder of them."
         )
     return placed
 
@@ -116,11 +119,11 @@ def _networks(paths: Iterable[Path]) -> Iterator[tuple[Path, Network]]:
 
 
 def _placed(file: Path, plan: Plan, hosts: Mapping[str, tuple[int, ...]]) -> PlacedPlan:
-    """Check a plan; `hosts` has the ranks on each host by the digest of a network."""
+    """Check a plan; return it with the ranks on each host, which `hosts` has by network digest."""
     if plan.network and plan.network not in hosts:
         raise ValueError(
-            f"{file}: the plan is for the network {plan.network}, but no network file in its folder has "
-            "this digest; put that network's file there."
+            f"{file}: the plan is for the network with the digest {plan.network}, but no network file in "
+            "its folder has this digest; add the file of this network to the folder."
         )
     try:
         return PlacedPlan(file.stem, plan, check(plan), hosts.get(plan.network))
@@ -129,9 +132,9 @@ def _placed(file: Path, plan: Plan, hosts: Mapping[str, tuple[int, ...]]) -> Pla
 
 
 def refuse_unused(plans: Sequence[PlacedPlan], groups: Sequence[Sequence[int]], local: int) -> None:
-    """Refuse plans that no group of a run can use by a ValueError with the plan and the fix.
+    """Raise ValueError if a collective plan fits none of the groups of ranks in the run.
 
-    `groups` are the ranks of each group of more than one rank, `local` the ranks of a host (0: unknown).
+    `groups` has the ranks of each group with at least 2 ranks. A host has `local` ranks (0: unknown).
     """
     for placed in plans:
         plan = placed.plan
@@ -140,12 +143,12 @@ def refuse_unused(plans: Sequence[PlacedPlan], groups: Sequence[Sequence[int]], 
         sizes = " and ".join(map(str, sorted({len(ranks) for ranks in groups}))) or "1"
         if all(len(ranks) != plan.ranks for ranks in groups):
             raise ValueError(
-                f"{OPTION}: {placed.name} is for {plan.ranks} ranks, and this run's groups have {sizes}; "
-                "make it for one of these, or leave it out."
+                f"{OPTION}: plan {placed.name} is for {plan.ranks} ranks, but the groups of this run have "
+                f"{sizes} ranks; make the plan for a group of this run, or remove it."
             )
         hosts = "+".join(map(str, placed.hosts or ()))
         here = "+".join(map(str, hosts_of(range(plan.ranks), local)))
         raise ValueError(
-            f"{OPTION}: {placed.name} is for a network with {hosts} ranks on its hosts, and this run has "
-            f"{here}; make it for this network, start ranks as there, or leave it out."
+            f"{OPTION}: plan {placed.name} is for a network with {hosts} ranks on its hosts, but this run "
+            f"has {here}; make the plan for these hosts, start other numbers of ranks, or remove the plan."
         )

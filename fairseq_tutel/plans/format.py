@@ -1,10 +1,10 @@
-"""The format of collective plans: a collective as steps for each rank, in one JSON file.
+"""The format of collective plans: a JSON file that lists the steps of each rank for one collective.
 
-N ranks, C chunks, S temporary chunks.
+A plan has N ranks, C chunks in each shard and S temporary chunks on each rank.
 
 **Chunks.** All offsets are numbers of chunks. A shard is divided into C chunks of equal size. If C does not
-divide it, the last chunks are short or empty, so one plan serves any number of elements, even 0. Each rank
-begins and ends with these chunks (a shard is C chunks, and so is all data of an all_reduce):
+divide it, the last chunks are short or empty. So a plan works for any number of elements, even 0. The table
+gives the chunks in each rank's buffers. In an all_reduce, all data of a rank is one shard.
 
 | collective     | in    | out   | final content                                       |
 |----------------|-------|-------|-----------------------------------------------------|
@@ -13,27 +13,29 @@ begins and ends with these chunks (a shard is C chunks, and so is all data of an
 | all_reduce     | C     | C     | out[c] = sum over g of in of rank g [c]             |
 | all_to_all     | N * C | N * C | out[s, c] of rank r = in of rank s [r, c]           |
 
-`in` is never written. Between calls the caller of each rank owns its `in` and `out`. `tmp`, of S chunks,
-alternates between two buffers, so that a rank that is one call ahead does not overwrite data that a slower
-rank still reads.
+`in` is never written. Between calls, the caller on each rank owns `in` and `out`. `tmp` has S chunks and
+alternates between two buffers. So a rank that is one call ahead does not overwrite data that a slower rank
+still reads.
 
-**Programs.** A rank has one or more lanes that run concurrently, each a list of steps in order:
+**Programs.** A rank has one or more lanes that run concurrently. A lane is a list of steps in order:
 
-- put: copy `src` here to `dst` at the other end. It happens at any time until the other end's wait for the
-  next signal ends. Until then its destination may not be read or written, nor its source written; the
-  source is free after the next flush, too.
-- signal: after the earlier puts on this channel, add one to its count. It does not wait.
-- wait: wait for one more signal on this channel than earlier waits.
+- put: copy `src` on this rank to `dst` on the rank at the other end of the channel. The copy can run at any
+  time until the receiver's wait for the next signal ends. Until then no step may read or write `dst`, and
+  no step may write `src`. After the next flush, `src` may be written, too.
+- signal: add one to the channel's count, after the earlier puts on this channel. A signal does not wait.
+- wait: wait for the next signal on this channel. The k-th wait waits for the k-th signal.
 - flush: wait until the earlier puts on this channel have read their sources.
-- copy: copy `src` to `dst`, here. reduce: write the sum of two or more `src`, in the listed order, to `dst`
-  here, which may be the first of them. Half types are summed in fp32 and rounded once.
-- post, pend: like signal and wait, between lanes of one rank.
+- copy: copy `src` to `dst` on this rank.
+- reduce: add two or more `src` in the listed order, and write the sum to `dst` on this rank. `dst` may be
+  the first `src`. Half-precision types are added in fp32 and rounded once.
+- post, pend: like signal and wait, but between lanes of one rank.
 
-A channel leads from one rank to another. One lane does its puts, signals and flushes, one lane its waits.
-It has as many waits as signals, and a signal after the last put. Kind `ll` is MSCCL's LL protocol, whose
-packets have twice the bytes; the executors run it as `simple`.
+A channel leads from one rank to another. One lane of the sender has all of its puts, signals and flushes,
+and one lane of the receiver has all of its waits. A channel has as many waits as signals, and its last put
+is followed by a signal. Kind `ll` is MSCCL's LL protocol, whose packets have twice the bytes. The executors
+treat `ll` like `simple`.
 
-Source: MSCCL++ (Shah et al. 2025), its channels and plans, here small enough for a proof.
+Source: the channels and plans of MSCCL++ (Shah et al. 2025), reduced to what a checker can prove correct.
 """
 
 import hashlib
@@ -62,11 +64,11 @@ OPERATIONS = {
 
 
 class PlanError(ValueError):
-    """A plan is wrong. One sentence names the problem and the step."""
+    """A collective plan is wrong; the message is one sentence that names the problem and the step."""
 
 
 class Place(NamedTuple):
-    """The first of some chunks."""
+    """The position of a run of chunks: the buffer and the index of the first chunk."""
 
     buffer: str
     chunk: int
@@ -74,7 +76,7 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One step of a lane, with its fields of `OPERATIONS`: n chunks from each `src` to `dst`."""
+    """One step of a collective plan, such as a put; `OPERATIONS` lists the fields of each operation."""
 
     op: str
     channel: int | None = None
@@ -85,7 +87,7 @@ class Step:
 
 
 class Channel(NamedTuple):
-    """A channel from one rank to another."""
+    """A channel that carries puts and signals from one rank to another."""
 
     source: int
     target: int
@@ -97,13 +99,13 @@ Lane = tuple[Step, ...]
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """A collective of N ranks, C chunks and S temporary chunks.
+    """A collective plan: the programs of all ranks for one collective.
 
     Attributes:
         programs: the lanes of each rank.
-        min_bytes: the least bytes of a rank's `in` for which the plan is meant.
-        max_bytes: the most; None: any.
-        network: digest of the network for which it was made; empty: any.
+        min_bytes: the smallest size of a rank's `in` for which the plan is meant.
+        max_bytes: the largest such size; None: no limit.
+        network: the digest of the network for which the plan was made; empty: any network.
     """
 
     name: str
@@ -119,30 +121,30 @@ class Plan:
 
     @property
     def in_chunks(self) -> int:
-        """Chunks of `in`."""
+        """The number of chunks in the input buffer `in` of a rank."""
         return self.chunks * (self.ranks if self.collective in ("reduce_scatter", "all_to_all") else 1)
 
     @property
     def out_chunks(self) -> int:
-        """Chunks of `out`."""
+        """The number of chunks in the output buffer `out` of a rank."""
         return self.chunks * (self.ranks if self.collective in ("all_gather", "all_to_all") else 1)
 
     def size_of(self, buffer: str) -> int:
-        """Return a buffer's chunks."""
+        """Return the number of chunks in a buffer of a rank."""
         return {"in": self.in_chunks, "out": self.out_chunks, "tmp": self.temporary}[buffer]
 
     def target_of(self, rank: int, step: Step) -> int:
-        """Return the rank of a step's destination."""
+        """Return the rank to which a step writes; `rank` is the rank that runs the step."""
         return rank if step.channel is None else self.channels[step.channel].target
 
     @cached_property
     def digest(self) -> str:
-        """16 hexadecimal digits that identify the plan."""
+        """A hash of the plan's content in 16 hexadecimal digits."""
         text = json.dumps(to_json(self), sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def steps(self) -> Iterator[tuple[int, int, int, Step]]:
-        """Yield (rank, lane, index, step) of every step."""
+        """Yield (rank, lane, index, step) for every step of the plan."""
         for rank, lanes in enumerate(self.programs):
             for lane, steps in enumerate(lanes):
                 for index, step in enumerate(steps):
@@ -153,9 +155,9 @@ Chunk = tuple[str, int]
 
 
 class Writer:
-    """Writes a plan step by step: each method adds a step to a rank's lane.
+    """Builds a collective plan: each method appends one step to a lane of a rank.
 
-    The first use of a channel makes it. Channels between the same two ranks differ by `tag`.
+    A channel is created when a step first uses it. Channels between the same two ranks differ by `tag`.
     """
 
     def __init__(self, ranks: int, kind: str = "simple") -> None:
@@ -172,49 +174,49 @@ class Writer:
     def put(
         self, rank: int, target: int, src: Chunk, dst: Chunk, n: int = 1, *, lane: int = 0, tag: Any = 0
     ) -> None:
-        """Put n chunks to another rank."""
+        """Append a put of n chunks to another rank."""
         step = Step("put", self._channel(rank, target, tag), (Place(*src),), Place(*dst), n)
         self._add(rank, lane, step)
 
     def send(
         self, rank: int, target: int, src: Chunk, dst: Chunk, n: int = 1, *, lane: int = 0, tag: Any = 0
     ) -> None:
-        """Put n chunks to another rank, and signal."""
+        """Append a put of n chunks to another rank, and a signal after it."""
         self.put(rank, target, src, dst, n, lane=lane, tag=tag)
         self.signal(rank, target, lane=lane, tag=tag)
 
     def signal(self, rank: int, target: int, *, lane: int = 0, tag: Any = 0) -> None:
-        """Signal to another rank."""
+        """Append a signal to another rank."""
         self._add(rank, lane, Step("signal", self._channel(rank, target, tag)))
 
     def wait(self, rank: int, source: int, *, lane: int = 0, tag: Any = 0) -> None:
-        """Wait for another rank's signal."""
+        """Append a wait for another rank's signal."""
         self._add(rank, lane, Step("wait", self._channel(source, rank, tag)))
 
     def flush(self, rank: int, target: int, *, lane: int = 0, tag: Any = 0) -> None:
-        """Wait until the puts to another rank have read their sources."""
+        """Append a flush: a wait until the puts to another rank have read their sources."""
         self._add(rank, lane, Step("flush", self._channel(rank, target, tag)))
 
     def copy(self, rank: int, src: Chunk, dst: Chunk, n: int = 1, *, lane: int = 0) -> None:
-        """Copy n chunks."""
+        """Append a copy of n chunks within a rank."""
         self.reduce(rank, [src], dst, n, lane=lane)
 
     def reduce(self, rank: int, sources: Iterable[Chunk], dst: Chunk, n: int = 1, *, lane: int = 0) -> None:
-        """Sum n chunks of several places, or copy those of one."""
+        """Append a sum of n chunks from several places, or a copy if there is only one place."""
         places = tuple(Place(*source) for source in sources)
         op = "reduce" if len(places) > 1 else "copy"
         self._add(rank, lane, Step(op, None, places, Place(*dst), n))
 
     def post(self, rank: int, semaphore: int, *, lane: int) -> None:
-        """Signal to another lane of the rank."""
+        """Append a post: a signal to another lane of the same rank."""
         self._add(rank, lane, Step("post", semaphore=semaphore))
 
     def pend(self, rank: int, semaphore: int, *, lane: int) -> None:
-        """Wait for another lane of the rank."""
+        """Append a pend: a wait for a post of another lane of the same rank."""
         self._add(rank, lane, Step("pend", semaphore=semaphore))
 
     def plan(self, name: str, collective: str, chunks: int, **others: Any) -> Plan:
-        """Return the plan; `others` are further fields of it."""
+        """Return the plan with all steps so far; `others` are further fields of `Plan`."""
         channels = tuple(Channel(source, target, self.kind) for source, target, _ in self.channels)
         programs = tuple(tuple(tuple(lanes[lane]) for lane in sorted(lanes)) for lanes in self.lanes)
         fields = {"channels": channels, "programs": programs, **others}
@@ -222,7 +224,7 @@ class Writer:
 
 
 def to_json(plan: Plan) -> dict[str, Any]:
-    """Return a plan as the content of its JSON file."""
+    """Return the JSON object that describes a plan."""
     names = ("name", "collective", "ranks", "chunks", "temporary", "network", "channels")
     return {
         "format": FORMAT,
@@ -237,20 +239,24 @@ def _step_to_json(step: Step) -> dict[str, Any]:
 
 
 def from_json(data: Any) -> Plan:
-    """Read the content of a plan's file, whose steps the checker has still to check.
+    """Return the plan that a JSON object describes, without checking that its steps are correct.
 
     Raises:
-        PlanError: a field is missing, unknown or of another type; names the place.
+        PlanError: a field is missing, unknown or has a wrong type; the message names the field.
     """
     _demand(isinstance(data, Mapping), "the plan is not a JSON object")
-    _demand(data.get("format") == FORMAT, f"its format is {data.get('format')!r}, not {FORMAT}")
+    _demand(data.get("format") == FORMAT, f"its format is {data.get('format')!r}; give format {FORMAT}")
     known = {
         "format", "name", "collective", "ranks", "chunks", "temporary", "root", "bytes", "network", "cut",
         "channels", "programs",
     }  # fmt: skip
-    _demand(data.keys() <= known, f"it has unknown fields: {sorted(data.keys() - known)}")
-    _demand(data.get("root") is None, f"it has the root {data.get('root')!r}, but its collective has none")
-    _demand(data.get("collective") in COLLECTIVES, f"collective is {data.get('collective')!r}")
+    _demand(data.keys() <= known, f"it has unknown fields; remove {sorted(data.keys() - known)}")
+    _demand(data.get("root") is None, f"root is {data.get('root')!r}, but plans have no root; remove it")
+    _demand(
+        data.get("collective") in COLLECTIVES,
+        f"collective is {data.get('collective')!r}; "
+        "give all_gather, reduce_scatter, all_reduce or all_to_all",
+    )
     sizes = data.get("bytes", [0, None])
     _demand(_is_list(sizes) and len(sizes) == 2, "bytes is not a pair of numbers")
     _demand(_is_list(data.get("channels")), "it has no list of channels")
@@ -273,7 +279,7 @@ def _channel_of(data: Any, index: int) -> Channel:
     where = f"channel {index}"
     _demand(_is_list(data) and len(data) in (2, 3), f"{where} is not [from, to] or [from, to, kind]")
     kind = data[2] if len(data) == 3 else "simple"
-    _demand(kind in KINDS, f"{where} is of kind {kind!r}; known are {', '.join(KINDS)}")
+    _demand(kind in KINDS, f"{where} has kind {kind!r}; give one of {', '.join(KINDS)}")
     return Channel(_number(data[0], where), _number(data[1], where), kind)
 
 
@@ -293,7 +299,7 @@ def _step_of(data: Any, where: str) -> Step:
     known = isinstance(op, str) and op in OPERATIONS
     _demand(known, f"{where} has the unknown operation {op!r}")
     wanted = {"op", *OPERATIONS[op]}
-    _demand(set(data) == wanted, f"{where}, a {op}, has the fields {sorted(data)}, not {sorted(wanted)}")
+    _demand(set(data) == wanted, f"{where} ({op}) has the fields {sorted(data)}; give {sorted(wanted)}")
     fields: dict[str, Any] = {}
     for name in OPERATIONS[op]:
         if name == "src":
@@ -318,10 +324,10 @@ def _is_list(data: Any) -> bool:
 
 def _number(value: Any, what: str, least: int = 0) -> int:
     is_number = isinstance(value, int) and not isinstance(value, bool) and least <= value < 1 << 62
-    _demand(is_number, f"{what} is {value!r:.40}, no whole number from {least} to 2^62")
+    _demand(is_number, f"{what} is {value!r:.40}; give a whole number from {least} to 2^62")
     return int(value)
 
 
 def _demand(holds: bool, otherwise: str) -> None:
     if not holds:
-        raise PlanError(f"This is not a plan: {otherwise}.")
+        raise PlanError(f"This is not a collective plan: {otherwise}.")

@@ -1,8 +1,8 @@
-"""Network: GPUs, switches and the links between them, from a file or by a name as `dgx_a100:2`.
+"""Networks: GPUs, switches and the links between them, from a file or from a name such as `dgx_a100:2`.
 
-N ranks are vertices 0 .. N - 1, in the order of (host, local rank); switches follow. A link has one
-direction and an integer bandwidth in the network's own unit. What a vertex can send it can
-also receive: `plans.forestcoll.optimum` needs that of switches, and no machine is otherwise.
+The N ranks are vertices 0 to N - 1, in the order of (host, local rank). Switches follow them. A link has
+one direction and an integer bandwidth, in the unit of its network. Each vertex must receive as much
+bandwidth as it sends. Real machines do, and `plans.forestcoll.optimum` needs this for switches.
 """
 
 import hashlib
@@ -29,7 +29,7 @@ WIDEST = 10**15  # bandwidth
 
 
 class Link(NamedTuple):
-    """A link in one direction, between vertices."""
+    """A link from one vertex of a network to another, in one direction."""
 
     source: int
     target: int
@@ -38,12 +38,14 @@ class Link(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Network:
-    """Ranks, switches and links, at most one from a vertex to another.
+    """A network of ranks, switches and links.
+
+    From one vertex to another there is at most one link.
 
     Attributes:
         places: (host, local rank) of every rank.
-        vertices: names of all vertices, the ranks' first.
-        unit: unit of bandwidths, in messages.
+        vertices: names of all vertices, ranks before switches.
+        unit: the unit of bandwidths, for messages.
     """
 
     name: str
@@ -54,7 +56,7 @@ class Network:
 
     @property
     def ranks(self) -> int:
-        """N."""
+        """The number of ranks in the network."""
         return len(self.places)
 
     @property
@@ -64,7 +66,7 @@ class Network:
 
     @property
     def hosts(self) -> dict[int, list[int]]:
-        """The ranks of every host."""
+        """The ranks on every host, by the number of the host."""
         found: dict[int, list[int]] = {}
         for rank, (host, _) in enumerate(self.places):
             found.setdefault(host, []).append(rank)
@@ -72,7 +74,7 @@ class Network:
 
     @cached_property
     def matrix(self) -> list[list[int]]:
-        """Bandwidths by (source, target), 0 without a link. Read-only."""
+        """The bandwidth of each link by [source][target], 0 where there is no link. Read-only."""
         matrix = [[0] * len(self.vertices) for _ in self.vertices]
         for link in self.links:
             matrix[link.source][link.target] = link.bandwidth
@@ -80,7 +82,7 @@ class Network:
 
     @cached_property
     def digest(self) -> str:
-        """16 hexadecimal digits that are equal for networks that differ in names alone."""
+        """A hash of the network in 16 hexadecimal digits, which does not depend on names."""
         text = json.dumps([self.places, len(self.vertices), sorted(self.links)])
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -92,7 +94,7 @@ class Network:
 
 
 def routed(network: Network, messages: Load) -> Load:
-    """Return the load of every link by messages between ranks, which take their fastest routes."""
+    """Return the load of every link if each message between two ranks takes the fastest route."""
     loads: dict[tuple[int, int], Fraction] = defaultdict(Fraction)
     before = {source: ways(network, source) for source in {source for source, _ in messages}}
     for (source, target), amount in messages.items():
@@ -104,7 +106,7 @@ def routed(network: Network, messages: Load) -> Load:
 
 
 def ways(network: Network, source: int) -> dict[int, int]:
-    """Return for every vertex its predecessor on the fastest route from a source (Dijkstra)."""
+    """Return the predecessor of each reachable vertex on its fastest route from a source (Dijkstra)."""
     before: dict[int, int] = {}
     found = [(Fraction(0), 0, source, source)]
     while found:
@@ -118,18 +120,18 @@ def ways(network: Network, source: int) -> dict[int, int]:
 
 
 def find(text: str) -> Network:
-    """Return a network by its FILE.json or by a name such as `torus:4x4`."""
+    """Return a network, given the path of its JSON file or a name such as `torus:4x4`."""
     if text.endswith(".json"):
         return read(Path(text))
     kind, _, given = text.partition(":")
     if kind not in NETWORKS:
         known = ", ".join(f"{key}:{usage}" for key, (usage, _) in NETWORKS.items())
-        raise ValueError(f"{text} is not a network; give a FILE.json or one of {known}.")
+        raise ValueError(f"{text} is not a network; give the path of a JSON file or one of {known}.")
     usage, make = NETWORKS[kind]
     sizes = re.split("[:x]", given)
     is_number = [re.fullmatch("[1-9][0-9]{0,4}", each) for each in sizes]
     if len(sizes) != len(re.split("[:x]", usage)) or not all(is_number):
-        raise ValueError(f"{text} is not a network; give it as {kind}:{usage}, of whole numbers.")
+        raise ValueError(f"{text} is not a network; give {kind}:{usage} with whole numbers.")
     numbers = [int(each) for each in sizes]
     if math.prod(numbers[: 1 + usage.count("x")]) > MOST:
         raise ValueError(f"{text} has too many GPUs; give no more than {MOST}.")
@@ -137,11 +139,11 @@ def find(text: str) -> Network:
 
 
 def read(path: Path) -> Network:
-    """Read a network's file."""
+    """Read a network from its JSON file."""
     try:
         data = json_of(path)
     except (OSError, ValueError) as error:
-        raise ValueError(f"{path} can not be read as a network ({error}).") from error
+        raise ValueError(f"{path} cannot be read as a network ({error}).") from error
     try:
         return from_json(data)
     except ValueError as error:
@@ -149,7 +151,7 @@ def read(path: Path) -> Network:
 
 
 def to_json(network: Network) -> dict[str, Any]:
-    """Return the JSON value of a network's file."""
+    """Return the JSON object that describes a network."""
     names = network.vertices
     gpus = zip(names, network.places, strict=False)
     return {
@@ -163,16 +165,16 @@ def to_json(network: Network) -> dict[str, Any]:
 
 
 def from_json(data: Any) -> Network:
-    """Return the network of a JSON value."""
+    """Return the network that a JSON object describes."""
     _demand(isinstance(data, Mapping), "it is not a JSON object")
-    _demand(data.get("format") == FORMAT, f"its format is {data.get('format')!r}, not {FORMAT}")
+    _demand(data.get("format") == FORMAT, f"its format is {data.get('format')!r}; give format {FORMAT}")
     known = {"format", "name", "unit", "gpus", "switches", "links"}
-    _demand(data.keys() <= known, f"it has unknown fields: {sorted(data.keys() - known)}")
+    _demand(data.keys() <= known, f"it has unknown fields; remove {sorted(data.keys() - known)}")
     for key in ("gpus", "links"):
         _demand(isinstance(data.get(key), list), f"it has no list of {key}")
     switches = data.get("switches", [])
     are_names = isinstance(switches, list) and all(isinstance(name, str) for name in switches)
-    _demand(are_names, "its switches are no list of names")
+    _demand(are_names, "its switches are not a list of names")
     vertices = len(data["gpus"]) + len(switches)
     _demand(vertices <= MOST_VERTICES, f"it has {vertices:,} vertices, more than {MOST_VERTICES:,}")
     gpus = sorted(_gpu_of(each) for each in data["gpus"])
@@ -196,17 +198,17 @@ def checked(network: Network) -> Network:
     for host, local in _repeated(network.places):
         _demand(False, f"two GPUs are local rank {local} of host {host}")
     for source, target in _repeated(link[:2] for link in network.links):
-        _demand(False, f"two links lead from {names[source]} to {names[target]}; give one of their sum")
+        _demand(False, f"two links lead from {names[source]} to {names[target]}; replace them by one link")
     for vertex, name in enumerate(names):
         received = sum(row[vertex] for row in network.matrix)
         sent = sum(network.matrix[vertex])
-        text = f"{name} receives {received} {network.unit} and sends {sent}; give it as much of both"
+        text = f"{name} receives {received} {network.unit} and sends {sent}; give equal bandwidths"
         _demand(received == sent, text)
-    _demand(network.ranks > 1, "it has less than two GPUs")
-    # In a balanced network, vertices reachable from one vertex are reachable from all.
+    _demand(network.ranks > 1, "it has fewer than two GPUs")
+    # In a balanced network, a vertex that can be reached from one vertex can be reached from all.
     reached = ways(network, 0)
     for rank in range(network.ranks):
-        _demand(rank in reached, f"there is no way from {names[0]} to {names[rank]}")
+        _demand(rank in reached, f"there is no route from {names[0]} to {names[rank]}; add links")
     return network
 
 
@@ -227,10 +229,10 @@ def _link_of(data: Any, index: Mapping[str, int]) -> Link:
     source, target, bandwidth = data
     where = f"the link from {source} to {target}"
     for name in (source, target):
-        _demand(name in index, f"{where} names {name!r}, which is not a vertex")
-    _demand(source != target, f"{where} ends where it begins")
+        _demand(name in index, f"{where} uses {name!r}, which is not a GPU or switch")
+    _demand(source != target, f"{where} has the same vertex at both ends")
     is_width = _is_whole(bandwidth) and 0 < bandwidth <= WIDEST
-    _demand(is_width, f"{where} has the bandwidth {bandwidth!r:.40}, no whole number from 1 to {WIDEST}")
+    _demand(is_width, f"{where} has bandwidth {bandwidth!r:.40}; give a whole number from 1 to {WIDEST}")
     return Link(index[source], index[target], bandwidth)
 
 
@@ -250,7 +252,7 @@ def _demand(holds: bool, otherwise: str) -> None:
 def _made(
     hosts: int, local: int, switches: Iterable[str], both: Iterable[tuple[int, int, int]], unit: str
 ) -> Network:
-    """Return a network with links in both directions."""
+    """Return a network of `hosts` hosts with `local` GPUs each and links in both directions."""
     places = tuple((host, rank) for host in range(hosts) for rank in range(local))
     return Network(
         name="",
@@ -264,9 +266,9 @@ def _made(
 def boxes(
     number: int, local: int, inside: int, between: int, unit: str = "units", shared: bool = False
 ) -> Network:
-    """Return boxes of `local` GPUs with a switch each, and one switch between them.
+    """Return a network of boxes with `local` GPUs and a switch each, joined by one more switch.
 
-    `inside` and `between` are bandwidths of a GPU in its box, and to other boxes. With `shared`, the GPUs
+    A GPU has bandwidth `inside` to its box's switch and `between` to other boxes. With `shared`, the GPUs
     of a box share one link to other boxes.
     """
     ranks = number * local
@@ -279,8 +281,8 @@ def boxes(
     return _made(number, local, switches, links, unit)
 
 
-# xGMI links of the 16 dies of a box of eight MI250: within each half, and between halves. Sources: the
-# public repository of ForestColl (github.com/liangyuRain/ForestColl, topologies.py), Zhao et al. 2024.
+# xGMI links between the 16 dies of a box with eight MI250s: within each half, and between the halves.
+# Source: topologies.py of ForestColl (github.com/liangyuRain/ForestColl, Zhao et al. 2024).
 _MI250_HALF = (
     (0, 1, 4), (2, 3, 4), (4, 5, 4), (6, 7, 4), (0, 4, 2), (3, 7, 2), (1, 5, 1), (2, 6, 1), (4, 6, 1),
     (5, 6, 1), (5, 7, 1),
@@ -300,7 +302,7 @@ def _mi250(number: int) -> Network:
 
 
 def _torus(rows: int, columns: int) -> Network:
-    """Return ranks of one host in a grid whose rows and columns are rings."""
+    """Return a torus network: a grid of GPUs on one host, with a ring of links in each row and column."""
 
     def at(row: int, column: int) -> int:
         return row % rows * columns + column % columns
@@ -313,14 +315,14 @@ def _torus(rows: int, columns: int) -> Network:
     return _made(1, rows * columns, (), [(a, b, 1) for a, b in sorted(ends) if a != b], "units")
 
 
-# By name: the format of its sizes, and a function that returns the network.
+# For each kind of network: the format of the sizes, and a function that makes the network.
 NETWORKS: dict[str, tuple[str, Callable[..., Network]]] = {
-    # 8 A100, NVLink 3 at 300 GB/s and a 200 Gb/s adapter each; 8 H100 with NVLink 4 and 400 Gb/s.
+    # 8 A100s with NVLink 3 (300 GB/s) and a 200 Gb/s adapter each; 8 H100s with NVLink 4 and 400 Gb/s.
     "dgx_a100": ("BOXES", lambda number: boxes(number, 8, 300, 25, "GB/s")),
     "dgx_h100": ("BOXES", lambda number: boxes(number, 8, 450, 50, "GB/s")),
     "mi250": ("BOXES", _mi250),
     "boxes": ("BOXESxGPUS:INSIDE:BETWEEN", boxes),
-    # As in benchmarks.cluster.
+    # The network that benchmarks.cluster emulates.
     "cluster": ("NODESxRANKS:INSIDE:BETWEEN", partial(boxes, shared=True)),
     "torus": ("ROWSxCOLUMNS", _torus),
 }

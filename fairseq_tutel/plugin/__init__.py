@@ -1,12 +1,12 @@
-"""register(): everything a `--user-dir` import does, once.
+"""Defines register(), which makes this package a fairseq plugin when --user-dir imports it.
 
-The folders follow a run's life cycle:
+The folders follow the life cycle of a run:
 
-- registration/: options, registered classes, wrapped functions of fairseq, error sentences;
-- install.py with feed_forward.py, announce.py: a stock model gets experts;
-- training/: checks, start, the task, resuming, saving;
-- opening/: a checkpoint is loaded for use, offloaded, or shared by several ranks;
-- run_state.py: shared state.
+- registration/: defines options, registers classes, wraps fairseq functions and formats errors;
+- install.py, feed_forward.py and announce.py: replace FFNs of a stock model by experts;
+- training/: checks options, starts, trains, resumes and saves;
+- opening/: loads a checkpoint for use, with offloaded experts or on several ranks;
+- run_state.py: holds the shared state.
 """
 
 import ctypes
@@ -24,9 +24,9 @@ THRESHOLDS = {M_MMAP_THRESHOLD: GIB, M_TRIM_THRESHOLD: 2 * GIB - 1, M_TOP_PAD: 6
 
 @functools.cache
 def register() -> None:
-    """Register models, criterions, tasks and optimizers with fairseq and wrap a few of its functions.
+    """Register models, criterions, tasks and optimizers with fairseq, and wrap six fairseq functions.
 
-    The import of the models folder calls this function again, which changes nothing.
+    The import of the models folder calls this function again, which has no effect.
 
     Raises:
         ImportError: fairseq is missing or has an unsupported version.
@@ -50,20 +50,21 @@ def _check_fairseq() -> None:
         import fairseq
     except ImportError as error:
         raise ImportError(
-            "fairseq is not installed; `pip install fairseq-fixed 'numpy<2'` (it imports as fairseq)."
+            "fairseq is not installed; run `pip install fairseq-fixed 'numpy<2'` (it imports as fairseq)."
         ) from error
     found = fairseq.__version__
     if not found.startswith("0.12."):
         raise ImportError(
-            f"fairseq is version {found}; fairseq_tutel needs 0.12 (PyPI package fairseq-fixed)."
+            f"fairseq has version {found}, but fairseq_tutel needs 0.12; install fairseq-fixed from PyPI."
         )
 
 
 def keep_freed_memory() -> bool:
-    """Keep freed host memory in the process, under glibc without a GPU; return whether it worked.
+    """Configure glibc to keep freed host memory in the process; return whether it worked.
 
-    By default glibc returns a large tensor's memory to the system when it is freed. The next tensor of that
-    size is then mapped and zeroed page by page, in every step. Stacked gradients of experts are so large.
+    Nothing changes on a machine with a GPU. By default glibc returns the memory of a large tensor to the
+    system when the tensor is freed. The next tensor of that size is then mapped and zeroed page by page,
+    in every step. Stacked gradients of experts are large enough for this.
     """
     if torch.cuda.is_available() or not sys.platform.startswith("linux"):
         return False

@@ -1,4 +1,4 @@
-"""Logs a model's experts when it is built: their settings, their size, and options without effect."""
+"""Logs the settings and size of a model's experts when it is built, and warns of options without effect."""
 
 import logging
 import math
@@ -24,23 +24,23 @@ logger = logging.getLogger(__name__)
 class Facts:
     """Properties of a run that decide which options have an effect."""
 
-    layer: MoEConfig  # of the first MoE layer
+    layer: MoEConfig  # configuration of the first MoE layer
     sides: SidesConfig
     ranks: int = 1
     expert_parallel_size: int = 1
     slices: int = 1  # the largest number of shards of an expert in any layer
-    adaptive_r: int = 1  # of the first layer
-    over_nodes: bool = False  # an EP group is several whole nodes
+    adaptive_r: int = 1  # the value in the first MoE layer
+    over_nodes: bool = False  # whether each EP group consists of several complete nodes
     ranks_per_node: int = 0  # 0 if unknown
-    half: bool = False  # the model computes in fp16 or bf16
+    half: bool = False  # whether the model computes in fp16 or bf16
     gpu: bool = False
-    plans: bool = False  # collective plans are given
-    tuned: bool = False  # the tuner chooses how layers run
+    plans: bool = False  # whether collective plans are given
+    tuned: bool = False  # whether the tuner chooses the layers' strategy
     store: StoreConfig = field(default_factory=StoreConfig)
 
 
 def warn_of_no_effect(config: Any, facts: Facts) -> None:
-    """Warn of every option of a dataclass that differs from its default and has no effect."""
+    """Warn of every option in `config` that differs from the default value but has no effect."""
     for option in options_in(type(config)):
         value = getattr(config, option.name)
         condition = next((each for each in option.no_effect if each.holds(facts)), None)
@@ -51,7 +51,7 @@ def warn_of_no_effect(config: Any, facts: Facts) -> None:
 
 
 def log_experts(layers: Sequence[MoELayer], kernels: tuple[str, str]) -> None:
-    """Log the experts of all MoE layers in one line; `kernels` is the backend and the reason for it."""
+    """Log the settings of all MoE layers in one line; `kernels` is the backend and the reason for it."""
     config, topology = layers[0].config, layers[0].topology
     fraction = config.eval_capacity_token_fraction
     evaluation = f"{fraction:g} of the tokens" if fraction else f"{config.eval_capacity_factor:g}"
@@ -72,17 +72,17 @@ def log_experts(layers: Sequence[MoELayer], kernels: tuple[str, str]) -> None:
 
 
 def log_size(model: nn.Module) -> None:
-    """Log a model's parameters on all ranks; fairseq counts one rank's, without some experts."""
+    """Log the number of a model's parameters on all ranks, because fairseq counts only one rank."""
     total, active, flops, experts = sizes(model)
     logger.info(
-        "num. expert model params: %s on all ranks (fairseq's own line counts one rank's part, or 0); "
+        "num. expert model params: %s on all ranks (fairseq's own line counts one rank's experts, or 0); "
         "parameters: %s, active per token: %s; forward FLOPs per token without attention scores: %s",
         *(f"{number:,}" for number in (experts, total, active, flops)),
     )
 
 
 def sizes(model: nn.Module) -> tuple[int, int, int, int]:
-    """Return numbers of all parameters, active ones per token, FLOPs per token, and experts' parameters."""
+    """Return the counts of parameters, of active parameters and FLOPs per token, and expert parameters."""
     total, active, products, experts = 0, 0, 0, 0
     seen: set[nn.Parameter] = set()
     for module in model.modules():
@@ -96,7 +96,7 @@ def sizes(model: nn.Module) -> tuple[int, int, int, int]:
             size = math.prod(shape)
             if len(shape) > 1 and not isinstance(module, nn.Embedding):
                 products += size * visited
-            if own[name] not in seen:  # else tied
+            if own[name] not in seen:  # tied parameters count once
                 total, active = total + size * copies, active + size * visited
                 experts += size * copies if isinstance(module, ExpertStack) else 0
         seen.update(own.values())
@@ -104,7 +104,7 @@ def sizes(model: nn.Module) -> tuple[int, int, int, int]:
 
 
 def log_exchange(layers: Sequence[MoELayer]) -> None:
-    """Log how the layers exchange rows, if they do."""
+    """Log how MoE layers exchange rows, if experts are spread over several ranks."""
     config, strategy, topology = layers[0].config, layers[0].strategy, layers[0].topology
     if topology.expert_parallel_size == 1:
         return
@@ -125,7 +125,10 @@ def log_exchange(layers: Sequence[MoELayer]) -> None:
 def warn_of_options(
     layers: Sequence[MoELayer], model_cfg: Any, options: TaskConfig, local: int, half: bool
 ) -> None:
-    """Warn of options without effect in training; the criterion, built later, warns of its own."""
+    """Warn of model and task options that have no effect in this training run.
+
+    Options of the criterion are checked when it is built.
+    """
     first, sides = layers[0], read(SidesConfig, model_cfg)
     if first.topology.rank != 0:
         return
@@ -148,15 +151,15 @@ def warn_of_options(
 
 
 def warn_of_surprises(config: MoEConfig, has_decoder: bool) -> None:
-    """Warn of options with a surprising effect."""
+    """Warn of options whose effect may surprise users."""
     if config.choice == "experts" and has_decoder:
         logger.warning(
-            "--moe-choice experts lets a token's experts depend on later tokens: a decoder then trains "
-            "with information about the tokens it predicts, which is missing in generation"
+            "with --moe-choice experts, a token's experts depend on later tokens: a decoder then trains "
+            "with information about the tokens that it predicts, which is missing in generation"
         )
     if config.expert_type == "glu" and config.activation not in ("swish", "relu"):
         logger.warning(
-            "--moe-expert-type glu gates with SiLU; --activation-fn %s holds for the dense layers only",
+            "experts of --moe-expert-type glu use SiLU; --activation-fn %s affects only the dense layers",
             config.activation,
         )
 

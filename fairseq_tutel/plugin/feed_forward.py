@@ -1,7 +1,7 @@
 """Replaces the FFN of a stock fairseq transformer layer by experts.
 
-After the stock model is built, a chosen layer's fc1 becomes a MoEFeedForward, and the rest of the FFN
-becomes the identity. No forward method is copied. T tokens, D model_dim.
+After the stock model is built, a MoEFeedForward replaces fc1 of each chosen layer, and identities replace
+the other modules of the FFN. The layer's forward method stays as it is. T: tokens, D: model_dim.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -22,28 +22,28 @@ from fairseq_tutel.moe.layer import MoELayer, MoEOutput
 from fairseq_tutel.moe.metrics import RoutingCounts, count_routing
 from fairseq_tutel.ranks.groups import Topology
 
-# Names of the dropout between fc1 and fc2: in transformers, lightconv and wav2vec2.
+# Names of the dropout module between fc1 and fc2 in transformers, lightconv and wav2vec2.
 DROPOUTS = ("activation_dropout_module", "relu_dropout_module", "dropout2")
-# Where stock models keep their layers.
+# Attribute paths of the layer stacks in stock models.
 SIDES = ("encoder", "decoder")
 STACKS = [
     (side, f"{side}.{name}")
     for side in SIDES
     for name in ("layers", "sentence_encoder.layers", "transformer_layers")
 ]
-# Layers of a pretrained model inside another one.
+# Attribute paths of the layers of a pretrained model inside another model.
 STACKS += [("encoder", f"{name}.w2v_model.encoder.layers") for name in ("encoder", "w2v_encoder")]
-# MoEConfig fields that a stock layer determines.
+# MoEConfig fields whose values come from the stock layer.
 FACTS = ("model_dim", "hidden_dim", "activation", "activation_dropout", "hidden_layer_norm")
 
 
 class Context:
-    """State that all MoE layers of one model share; the integration writes it, and layers read it.
+    """State that all MoE layers of one model share: the fairseq integration sets it, and layers read it.
 
     Args:
-        trains: the model is trained, not opened for use.
-        gather: loads all experts on this rank, for generation during training, if ranks share them.
-        wait_for_turn: returns when all ranks agree on a layer's call, where ranks call at their own pace.
+        trains: whether the model is trained, rather than opened for use.
+        gather: gathers all experts on this rank, for generation during training with expert parallelism.
+        wait_for_turn: blocks until all ranks call the same layer, for ranks that run at different speeds.
     """
 
     def __init__(
@@ -53,39 +53,39 @@ class Context:
         wait_for_turn: Callable[["MoEFeedForward"], None] | None = None,
     ) -> None:
         self.trains, self.gather, self.wait_for_turn = trains, gather, wait_for_turn
-        # The micro-batch only keeps ranks in step: it routes and counts nothing.
+        # Whether the micro-batch only keeps ranks in step: its tokens are neither routed nor counted.
         self.is_dummy = False
-        # [batch, time], the last input of an embedding, for hash gates.
+        # [batch, time]: the last input of the embedding, for hash gates.
         self.token_ids: Tensor | None = None
-        # [batch, time] bool of that input, for decoders that pass no mask to their layers.
+        # [batch, time] bool: the padding of that input, for decoders that pass no mask to their layers.
         self.padding_mask: Tensor | None = None
-        # Factors of layers' balance losses in the current backward pass.
+        # Factors of the layers' balance losses in the current backward pass.
         self.coefficients: Mapping[MoEFeedForward, Tensor] = {}
 
     def begin_step(self, is_dummy: bool = False) -> None:
-        """Set whether the next batches are dummies."""
+        """Set whether the next batches are dummy batches."""
         self.is_dummy = is_dummy
 
     def see_tokens(self, embedding: Any, args: tuple) -> None:
-        """Keep the input of an embedding; a pre-hook."""
+        """Forward pre-hook of an embedding that stores the token ids."""
         self.token_ids = args[0]
 
     def see_padding(self, embedding: Any, args: tuple) -> None:
-        """Keep the padding mask of an embedding's input; a pre-hook."""
+        """Forward pre-hook of an embedding that stores the padding mask of the token ids."""
         self.padding_mask = args[0].eq(embedding.padding_idx)
 
     def begin_backward(self, coefficients: Mapping["MoEFeedForward", Tensor]) -> None:
-        """Set factors of balance losses until `end_backward`."""
+        """Set the factors of the layers' balance losses for the backward pass, until `end_backward`."""
         self.coefficients = {**self.coefficients, **coefficients}
 
     def end_backward(self) -> None:
-        """Remove the factors: a backward pass without a criterion's loss adds no balance loss."""
+        """Remove the factors, so a backward pass without the criterion's loss adds no balance loss."""
         self.coefficients = {}
 
 
 @dataclass(frozen=True, kw_only=True)
 class MoERecord:
-    """Losses and metrics of one layer in one micro-batch, detached, for the criterion."""
+    """The losses and routing counts of one layer in one micro-batch, detached, for the criterion."""
 
     balance_loss: Tensor
     losses: dict[str, Tensor]
@@ -93,20 +93,20 @@ class MoERecord:
 
 
 class DeferredRecord(Deferred, MoERecord):
-    """A MoERecord that is computed at its first access."""
+    """A MoERecord whose fields are computed at the first access."""
 
 
 class MoEFeedForward(MoELayer):
-    """A MoELayer in the place of fc1: input and output are [time, batch, D], or batch first.
+    """A MoELayer that replaces fc1; input and output are [time, batch, D], or [batch, time, D].
 
-    The balance loss is not part of the output. Its gradient is injected where y is computed, times a
-    coefficient that the criterion's loss node sets at the start of the backward pass. So it is correct
-    under activation checkpointing, with fp16's loss scale, and for ignored batches.
+    The balance loss is not part of the output y. The backward of y adds the balance loss's gradient,
+    times a coefficient that the criterion's loss node sets at the start of the backward pass. This is
+    correct with activation checkpointing, with fp16's loss scale, and for ignored batches.
     """
 
-    record: MoERecord  # of the last micro-batch
-    # Whether the forward of this micro-batch has run; a second one is a recomputation. A number would make
-    # torch.compile recompile for each micro-batch.
+    record: MoERecord  # the record of the last micro-batch
+    # Whether the forward of this micro-batch has run; a second forward is a recomputation. A counter would
+    # make torch.compile recompile for each micro-batch.
     seen: bool = False
 
     def __init__(
@@ -122,34 +122,34 @@ class MoEFeedForward(MoELayer):
         super().__init__(config, topology, seed=seed, name=name, experts=experts)
         self.label = layer_label(name)
         self.batch_first = batch_first
-        # All calls use the same gate. Data parallel would wait for gradients of the others, and weight
-        # decay would shrink them.
+        # All calls use the same gate. Otherwise data parallelism would wait for gradients of the other
+        # gates, and weight decay would shrink their weights.
         for i, gate in enumerate([self.gate, *self.other_gates]):
             gate.requires_grad_(i == config.gate_index)
         self.context = context or Context()
-        # Arguments of the stock layer's call, kept for a recomputation.
+        # Arguments of the stock layer's call, kept for recomputation.
         self._padding_mask: Tensor | None = None
         self._token_ids: Tensor | None = None
         self._generates = False
 
     def become_member(self, number: int, seed: int | None) -> None:
-        """Become part of an ensemble's member; draw the experts by its name unless `seed` is None."""
+        """Rename this layer for ensemble member `number`; with a seed, initialize its experts again."""
         self.name, self.label = f"members.{number}.{self.name}", f"member{number}_{self.label}"
         if seed is not None:
             self.reset_parameters(seed, self.name)
 
     def begin_micro_batch(self) -> None:
-        """Mark the next forward as a new micro-batch, no recomputation; free copies for a checkpoint."""
+        """Mark the next forward as a new micro-batch, not a recomputation; free gathered expert copies."""
         self.seen = False
         self.experts.save_as(None)
 
     def begin_call(self, padding_mask: Tensor | None = None, generates: bool = False) -> None:
-        """Keep the arguments of the stock layer's call for a recomputation after other calls."""
+        """Store the arguments of the stock layer's call, which a later recomputation needs."""
         self._padding_mask, self._generates = padding_mask, generates
         self._token_ids = self.context.token_ids
 
     def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
-        """Return the experts' output for x [time, batch, D] (or batch first); 0 for padding tokens."""
+        """Return the experts' output for x [time, batch, D] or [batch, time, D]; 0 for padding tokens."""
         self._prepare_ranks()
         call = Call.of(
             x,
@@ -172,7 +172,7 @@ class MoEFeedForward(MoELayer):
         return y
 
     def _prepare_ranks(self) -> None:
-        """Where ranks share experts, wait for this layer's turn in evaluation, or gather all experts."""
+        """If ranks share experts, wait for this layer's turn in evaluation, or gather all experts."""
         context = self.context
         if self.training:
             if self.experts.weights.of_all:
@@ -191,7 +191,7 @@ class MoEFeedForward(MoELayer):
 
 
 class _InjectBalanceLoss(torch.autograd.Function):
-    """The identity on y; its backward also passes the layer's coefficient to the balance loss."""
+    """The identity on y, whose backward also passes the layer's coefficient to the balance loss."""
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, balance_loss: Tensor, layer: MoEFeedForward) -> Tensor:
@@ -214,24 +214,24 @@ def _record(output: MoEOutput) -> MoERecord:
 
 
 def moe_layers(model: nn.Module) -> list[MoEFeedForward]:
-    """Return the MoE layers of a model, which may be in a data-parallel wrapper, in order."""
+    """Return the MoE layers of a model in order; the model may be in a data-parallel wrapper."""
     return [m for m in model.modules() if isinstance(m, MoEFeedForward)]
 
 
 def unwrapped(model: Any) -> Any:
-    """Return the model inside data-parallel wrappers."""
+    """Return the model without its data-parallel wrappers."""
     while isinstance(getattr(model, "module", None), nn.Module):
         model = model.module
     return model
 
 
 def contexts_of(layers: Iterable[MoEFeedForward]) -> set[Context]:
-    """Return the contexts of these layers: one per model inside the model."""
+    """Return the distinct contexts of the given layers; each inner model has one context."""
     return {layer.context for layer in layers}
 
 
 def children_of(layers: nn.Module) -> Sequence[nn.Module]:
-    """Return all layers of a stack; iterating LayerDrop's list would drop some at random."""
+    """Return all layers of a stack; iterating over a LayerDrop list would drop some at random."""
     return list(layers._modules.values())  # type: ignore[arg-type]
 
 
@@ -246,9 +246,10 @@ def replace_ffn(
 ) -> None:
     """Replace the FFN of one stock layer by experts, in place.
 
-    The layer has fc1, fc2 and a dropout between them, and `batch_first` if it calls fc1 with
-    [batch, time, D]. Experts that it has already, such as a pretrained model's, are kept. `name` is the
-    qualified name of fc1, part of the experts' seeds. Without `experts`, they are built and drawn.
+    The layer must have fc1, fc2 and a dropout between them, and a true `batch_first` if it calls fc1 with
+    [batch, time, D]. If the layer already has experts, such as those of a pretrained model, their weights
+    are kept. `name` is the qualified name of fc1, which the experts' seeds depend on. If `experts` is None,
+    new experts are built and initialized.
     """
     batch_first = getattr(layer, "batch_first", False)
     moe = MoEFeedForward(config, topology, seed, name, context, experts, batch_first)
@@ -272,7 +273,7 @@ def replace_ffn(
 
 
 def layer_facts(layer: Any, activation: str) -> dict[str, Any]:
-    """Return the MoEConfig fields that a layer's FFN, which may have experts already, determines."""
+    """Return the MoEConfig fields that a layer's FFN determines; the FFN may already have experts."""
     if isinstance(layer.fc1, MoEFeedForward):
         config = layer.fc1.config
         return {name: getattr(config, name) for name in FACTS}
@@ -294,12 +295,12 @@ def _identity(x: Tensor) -> Tensor:
 
 
 def _both_signs(_: nn.Module, __: Any, y: Tensor) -> Tensor:
-    """Return y and -y side by side; a layer's built-in relu turns them into relu(y) and relu(-y)."""
+    """Return y and -y concatenated; the layer's built-in ReLU turns them into relu(y) and relu(-y)."""
     return torch.cat([y, -y], dim=-1)
 
 
 class _Difference(nn.Module):
-    """Compute y = relu(y) - relu(-y), with the same bits and, where y is not 0, the same gradient."""
+    """Compute y = relu(y) - relu(-y), exactly; the gradient is also exact where y is not 0."""
 
     def forward(self, x: Tensor) -> Tensor:
         positive, negative = x.chunk(2, dim=-1)
@@ -307,8 +308,8 @@ class _Difference(nn.Module):
 
 
 def _keep_arguments(layer: Any, args: tuple, kwargs: dict) -> None:
-    # Encoder layers get the mask as `encoder_padding_mask`, first after x. Decoder layers, which also get
-    # an encoder's mask, and older encoder layers get it as `self_attn_padding_mask`.
+    # Encoder layers have the mask as their second argument, `encoder_padding_mask`. Decoder layers also
+    # have a mask of the encoder. They and older encoder layers have `self_attn_padding_mask`.
     if hasattr(layer, "encoder_attn"):
         given = "self_attn_padding_mask" in kwargs
         mask = kwargs["self_attn_padding_mask"] if given else layer.fc1.context.padding_mask
@@ -321,13 +322,13 @@ def _keep_arguments(layer: Any, args: tuple, kwargs: dict) -> None:
 
 
 def watch_padding(decoder: Any) -> None:
-    """Register a hook that keeps the padding mask of a decoder whose layers get none (lightconv)."""
+    """Register a hook that stores a decoder's padding mask, because lightconv layers get no mask."""
     for context in contexts_of(moe_layers(decoder)):
         decoder.embed_tokens.register_forward_pre_hook(context.see_padding)
 
 
 def models_of(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the models inside a model by prefix, such as fairseq's for several language pairs."""
+    """Return inner models by name prefix, as in fairseq's multilingual models; {"": model} if none."""
     parts = getattr(model, "models", None)
     if not isinstance(parts, nn.ModuleDict):
         return {"": model}
@@ -335,13 +336,16 @@ def models_of(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def named_stacks(model: Any) -> Iterable[tuple[str, str, nn.Module]]:
-    """Return (side, qualified name, layers) of stacks that may have experts, or a model's `moe_stacks`."""
+    """Return (side, qualified name, layers) of every layer stack that may get experts.
+
+    A model can define its stacks in a method `moe_stacks`.
+    """
     return model.moe_stacks() if hasattr(model, "moe_stacks") else _stock_stacks(model)
 
 
 def _stock_stacks(model: nn.Module) -> Iterator[tuple[str, str, nn.Module]]:
-    """Yield the stacks of a stock model, each once."""
-    modules = dict(model.named_modules())  # layers that models share have the first one's name
+    """Yield (side, qualified name, layers) of each layer stack of a stock model once."""
+    modules = dict(model.named_modules())  # layers shared by several models have the first model's name
     for prefix in models_of(model):
         for side, name in STACKS:
             if f"{prefix}{name}" in modules:

@@ -1,6 +1,6 @@
-"""from_checkpoint(): opens a trained model for use in Python, with fairseq's hub.
+"""Defines from_checkpoint(), which opens a trained model for use in Python, with fairseq's hub.
 
-The call imports fairseq; this module needs only torch and numpy.
+The call imports fairseq; the import of this module needs only torch and numpy.
 """
 
 import logging
@@ -13,7 +13,7 @@ from fairseq_tutel.checkpoint.files import read_file
 from fairseq_tutel.checkpoint.saved import SavedModel
 from fairseq_tutel.plugin import register
 
-# Names to try in a --save-dir, in order.
+# File names to try in a --save-dir, in this order.
 USUAL = ("checkpoint_best.pt", "checkpoint_last.pt")
 
 
@@ -28,59 +28,65 @@ def from_checkpoint(
     """Open a full, sharded or dense checkpoint for inference.
 
     Args:
-        path: a file; several as for --path (A.pt:B.pt, an ensemble); or a --save-dir, for its best
-            checkpoint, else its last.
-        data: folder with the dictionaries; by default that of the training run, else the checkpoint's.
-        device: by default a GPU if there is one.
-        dtype: dtype of the weights.
-        options: replace saved options of the task, model or run, without dashes, such as
-            moe_expert_store="pregated" or user_dir; or bpe="sentencepiece" or tokenizer="moses" with their
-            own options, whose files are found next to the checkpoint.
+        path: a checkpoint file; or several files joined by colons (A.pt:B.pt), which form an ensemble; or a
+            --save-dir, whose best checkpoint is opened, or else the last one.
+        data: the folder with the dictionaries; by default the data folder of the training run, or else the
+            folder of the checkpoint.
+        device: the device of the model; by default a GPU if there is one.
+        dtype: the dtype of the weights.
+        options: replace saved options of the task, model or run, such as moe_expert_store="pregated" or
+            user_dir. Or set bpe="sentencepiece" or tokenizer="moses" and their own options; their files are
+            found next to the checkpoint.
 
     Returns:
-        An interface of plugin/hub_interfaces.py, a torch module in eval mode. Translation models have
-        `translate`, language models `sample` and `score`, masked ones `fill_mask`, image classifiers
-        `classify`; all have the methods of fairseq's interfaces.
+        An interface of plugin/hub_interfaces.py, which is a torch module in eval mode. Translation models
+        have `translate`, language models `sample` and `score`, masked language models `fill_mask`, and
+        image classifiers `classify`. All have the methods of fairseq's interfaces.
 
     Raises:
-        ValueError: a file is missing, corrupt or of another kind; dictionaries are missing; an option is
+        ValueError: a file is missing, corrupt or not a checkpoint; dictionaries are missing; an option is
             unknown; or the model has no interface.
         ImportError: fairseq is not installed.
     """
     place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     handlers, level = [*logging.root.handlers], logging.root.level
     register()
-    # A module of fairseq configures logging, which would print Pillow's messages about images.
+    # Restore the logging setup: fairseq's setup would print Pillow's debug messages about images.
     logging.root.setLevel(level)
     logging.root.handlers[:] = handlers
     from fairseq_tutel.plugin.hub_opening import open_interface
 
     files = files_of(path)
-    state = read_file(files[0], "path", verify=False)  # fairseq's load, wrapped, verifies it later
+    state = read_file(files[0], "path", verify=False)  # the wrapped load function verifies it later
     if not isinstance(state, dict) or not (state.get("cfg") or state.get("args")):
-        raise ValueError(f"path names {files[0]}, which holds no model; give a checkpoint.")
+        raise ValueError(f"path names {files[0]}, which contains no model; give a checkpoint.")
     saved = SavedModel(state)
     folder = _data_folder(data, str(saved.options_of("task").get("data") or ""), files[0].parent)
     return open_interface(files, folder, place, dtype, options, saved.all_keys)
 
 
 def files_of(path: str | Path) -> list[Path]:
-    """Return the absolute paths of the files that `path` of `from_checkpoint` names."""
+    """Return the absolute paths of the checkpoint files to open; a folder gives its best or last one."""
     files = [Path(name).absolute() for name in str(path).split(":")]
     for i, file in enumerate(files):
         if file.is_dir():
             found = [file / name for name in USUAL if (file / name).is_file()]
             if not found:
-                raise ValueError(f"path names {file}, a folder without {' or '.join(USUAL)}.")
+                raise ValueError(
+                    f"path names {file}, a folder without {' or '.join(USUAL)}; give a checkpoint file."
+                )
             files[i] = found[0]
     return files
 
 
 def _data_folder(given: str | Path | None, trained: str, beside: Path) -> Path:
-    """Return the given folder, else that of the training run if it has dictionaries, else `beside`."""
+    """Return the folder with the dictionaries: the given folder, the training run's folder, or `beside`.
+
+    The training run's folder is used only if it has dictionaries.
+    """
     if given is not None:
         if not Path(given).is_dir():
             raise ValueError(f"data is {given}, which is not a folder; give the dictionaries' folder.")
         return Path(given).absolute()
-    folder = Path(trained.split(":")[0]).absolute()  # of several data folders the first has dictionaries
+    folder = Path(trained.split(":")[0]).absolute()  # the first of several data folders has dictionaries
     return folder if trained and any(folder.glob("dict*.txt")) else beside

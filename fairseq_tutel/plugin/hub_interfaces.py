@@ -1,4 +1,4 @@
-"""Interfaces for models in Python, based on fairseq's hub interfaces, one for each kind of model."""
+"""Python interfaces for trained models, one for each kind of model, based on fairseq's hub interfaces."""
 
 import threading
 from collections.abc import Callable, Sequence
@@ -25,9 +25,10 @@ METHODS = ("translate", "sample", "score", "fill_mask", "classify")
 
 
 class Interface:
-    """Base class of all interfaces, with a lock, since an expert store and some gates keep state of a call.
+    """Base class of all interfaces; its lock serializes calls, because layers keep state during a call.
 
-    A subclass names its kind of model and its methods; the methods of other kinds raise an error.
+    A subclass sets `kind`, its kind of model, and `offers`, its methods. Methods of other kinds raise an
+    error.
     """
 
     kind = ""
@@ -45,54 +46,54 @@ class Interface:
 
 def _refused(method: str) -> Callable[..., Any]:
     def refuse(self: Any, *args: Any, **kwargs: Any) -> Any:
-        raise ValueError(f"{self.kind} has no {method}; call {' or '.join(self.offers)}.")
+        raise ValueError(f"{self.kind} has no method {method}; call {' or '.join(self.offers)}.")
 
     return refuse
 
 
 class Words:
-    """Replaces bpe in models without one: text is words separated by spaces."""
+    """Replaces the BPE of a model that has none: a text is a sequence of words with spaces between them."""
 
     def encode(self, text: str) -> str:
-        """Return the text."""
+        """Return the text unchanged."""
         return text
 
     decode = encode
 
 
 class Single(Interface):
-    """Base class of interfaces of one model; fairseq's would ignore others."""
+    """Base class of interfaces that accept only one model; fairseq would silently ignore other models."""
 
     bpe: Any
 
     def __init__(self, cfg: Any, task: Any, models: Sequence[nn.Module]) -> None:
         if len(models) > 1:
             raise ValueError(
-                f"path names {len(models)} checkpoints, and {self.kind} cannot be an ensemble; give one of "
-                "them."
+                f"path names {len(models)} checkpoints, but {self.kind} cannot be an ensemble; give one "
+                "checkpoint."
             )
         super().__init__(cfg, task, models[0])
         self.bpe = self.bpe or Words()
 
 
 class Generating(Interface):
-    """Base class of interfaces that generate: checks options and sets the beam."""
+    """Base class of interfaces that generate text: checks the options and sets the beam size."""
 
     models: Any
 
     def generate(
         self, tokens: Any, beam: int = 5, verbose: bool = False, *args: Any, **options: Any
     ) -> Any:
-        """Return fairseq's hypotheses of each sentence.
+        """Generate with beam search; return fairseq's hypotheses for each sentence.
 
         Raises:
-            ValueError: an option is unknown, or the beam is invalid.
+            ValueError: an option is unknown, or the beam size is invalid.
         """
         unknown = sorted(options.keys() - GENERATION)
         if unknown:
             raise ValueError(
-                f"{unknown[0]} is not an option of generation; leave it out, or find its name in "
-                "fairseq-generate's help, where it has dashes."
+                f"{unknown[0]} is not an option of generation; remove it, or find the right name in "
+                "fairseq-generate's help, where options have dashes."
             )
         if not isinstance(beam, int) or beam < 1:
             raise ValueError(f"beam is {beam!r}; give a number of at least 1.")
@@ -100,14 +101,14 @@ class Generating(Interface):
             return []
         with self.lock:
             for model in self.models:
-                # bart's attention keeps the largest beam so far.
+                # BART's attention keeps the largest beam size so far.
                 if hasattr(model, "set_beam_size"):
                     model.set_beam_size(beam)
             return super().generate(tokens, beam, verbose, *args, **options)  # type: ignore[misc]
 
 
 class Translation(Generating, hub_utils.GeneratorHubInterface):
-    """An encoder-decoder with `translate`, for one sentence or several, and fairseq's `generate`."""
+    """Interface of an encoder-decoder: `translate` for texts, and fairseq's `generate` for token ids."""
 
     kind = "a translation model"
     offers = ("translate",)  # fairseq's score ignores the source, and its sample translates
@@ -115,32 +116,32 @@ class Translation(Generating, hub_utils.GeneratorHubInterface):
     def __init__(self, cfg: Any, task: Any, models: Sequence[nn.Module]) -> None:
         super().__init__(cfg, task, models)
         generator = task.build_generator(self.models, cfg.generation)
-        self._stripped = get_symbols_to_strip_from_output(generator)  # a language's token
+        self._stripped = get_symbols_to_strip_from_output(generator)  # the token of the language
 
     def translate(self, sentences: Any, beam: int = 5, verbose: bool = False, **options: Any) -> Any:
-        """Return the translation of one sentence or of each; `options` are those of `generate`."""
+        """Translate one sentence or a list of sentences; `options` are passed to `generate`."""
         if isinstance(sentences, str):
             return self.translate([sentences], beam, verbose, **options)[0]
         return hub_utils.GeneratorHubInterface.sample(self, sentences, beam, verbose, **options)
 
     def string(self, tokens: torch.Tensor) -> str:
-        """Return tokens as text, as fairseq-generate prints them."""
+        """Convert tokens to text in the same way as fairseq-generate."""
         return self.tgt_dict.string(tokens, extra_symbols_to_ignore=self._stripped)
 
 
 class LanguageModel(Generating, hub_utils.GeneratorHubInterface):
-    """A decoder: `sample` continues a text, `score` returns its log-probabilities."""
+    """Interface of a decoder: `sample` continues a text, and `score` returns a text's log-probabilities."""
 
     kind, offers = "a language model", ("sample", "score")
 
 
 class MaskedLanguageModel(Single, RobertaHubInterface):
-    """An encoder with `fill_mask`, `extract_features`, and `predict` for classification heads."""
+    """Interface of an encoder: `fill_mask`, `extract_features`, and `predict` for classification heads."""
 
     kind, offers = "a masked language model", ("fill_mask", "extract_features", "predict")
 
     def fill_mask(self, masked_input: str, topk: int = 5) -> Any:
-        """Return the `topk` best words for the text's <mask>: (text, probability, word).
+        """Return the `topk` most probable words for the <mask> in a text, as (text, probability, word).
 
         Raises:
             ValueError: the text has no <mask> or several, or is too long.
@@ -154,8 +155,8 @@ class MaskedLanguageModel(Single, RobertaHubInterface):
         tokens = dictionary.encode_line(line, append_eos=False, add_if_not_exist=False).long()
         if len(tokens) > self.model.max_positions():
             raise ValueError(
-                f"fill_mask got a text of {len(tokens)} tokens, and the model takes "
-                f"{self.model.max_positions()}; give a shorter one."
+                f"fill_mask got a text of {len(tokens)} tokens, but the model accepts at most "
+                f"{self.model.max_positions()}; give a shorter text."
             )
         with torch.no_grad(), self.lock:
             logits_BLV, _ = self.model(tokens[None].to(self.device))
@@ -171,35 +172,38 @@ class MaskedLanguageModel(Single, RobertaHubInterface):
         return found
 
     def extract_features(self, *args: Any, **kwargs: Any) -> Any:
-        """Call fairseq's method."""
+        """Return the features of tokens from fairseq's `extract_features`, called under the lock."""
         with self.lock:
             return super().extract_features(*args, **kwargs)
 
     def _text_of(self, symbol: str) -> tuple[str, bool]:
-        """Return the text of a dictionary symbol, and whether it is the start of a word."""
+        """Return the text of a dictionary symbol, and whether the symbol begins a word."""
         text = self.bpe.decode(symbol)
         begins = isinstance(self.bpe, Words) or text[:1] == " " or symbol[:1] == "\u2581"
         return text.strip(), begins
 
 
 class Denoising(Single, Generating, BARTHubInterface):
-    """An encoder-decoder that restores text, with `fill_mask`, and fairseq's `sample` and `generate`."""
+    """Interface of a denoising encoder-decoder: `fill_mask`, and fairseq's `sample` and `generate`."""
 
     kind, offers = "a denoising model", ("fill_mask", "sample")
 
     def generate(self, tokens: Any, *args: Any, **options: Any) -> Any:
-        """Return fairseq's hypotheses, in batches of one length, since fairseq treats padding as text."""
+        """Generate with beam search, in batches of equally long texts.
+
+        Padding is avoided because fairseq would treat it as text.
+        """
         if torch.is_tensor(tokens) and tokens.dim() == 1:
             return self.generate([tokens], *args, **options)[0]
         found: dict[int, Any] = {}
         for length in {len(each) for each in tokens}:
             places = [i for i, each in enumerate(tokens) if len(each) == length]
             some = super().generate([tokens[i] for i in places], *args, **options)
-            found |= zip(places, some, strict=False)  # a length is skipped as a whole
+            found |= zip(places, some, strict=False)  # fairseq skips all texts of a length, or none
         return [found[i] for i in sorted(found)]
 
     def fill_mask(self, masked_inputs: Sequence[str], topk: int = 5, **options: Any) -> Any:
-        """Return the `topk` restored texts, (text, score), of one text with <mask> or of each.
+        """Return the `topk` best restorations, as (text, score), of one text with <mask>, or of each text.
 
         Raises:
             ValueError: an input has no <mask>.
@@ -212,7 +216,7 @@ class Denoising(Single, Generating, BARTHubInterface):
 
 
 class ImageClassification(Interface, nn.Module):
-    """An image classifier, or an ensemble of them, with `classify`."""
+    """Interface of an image classifier, or of an ensemble of image classifiers: `classify`."""
 
     kind, offers = "an image classifier", ("classify",)
 
@@ -223,18 +227,18 @@ class ImageClassification(Interface, nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """The device of the model."""
+        """The device of the model's parameters."""
         return next(self.parameters()).device
 
     def classify(self, images: Any, topk: int = 1) -> Any:
-        """Return the `topk` most probable classes, (name, probability), of one image or of each.
+        """Return the `topk` most probable classes, as (name, probability), of one image or of each image.
 
         Args:
-            images: a file, or an array, uint8 [h, w] or [h, w, C]; or a sequence of these.
-            topk: number of classes.
+            images: a file or a uint8 array [h, w] or [h, w, C], or a sequence of files and arrays.
+            topk: the number of classes to return for an image.
 
         Raises:
-            ValueError: an image cannot be read, or has other channels than the model.
+            ValueError: an image cannot be read, or has a different number of channels than the model.
         """
         shape = tuple(getattr(images, "shape", ()))
         is_image = len(shape) == 2 or (len(shape) == 3 and shape[2] == self.task.channels)
@@ -242,7 +246,7 @@ class ImageClassification(Interface, nn.Module):
             return self.classify([images], topk)[0]
         names, like = self.task.class_names, next(self.parameters())
         found = []
-        # One at a time, since sizes and the number of images vary.
+        # Images are classified one at a time, because their sizes and their number vary.
         for image in images:
             x_1CHW = self._normalised(image)[None].to(like)
             with torch.no_grad(), self.lock:
@@ -264,7 +268,7 @@ class ImageClassification(Interface, nn.Module):
             array = array[..., None] if array.ndim == 2 else array
             if array.dtype != torch.uint8 or array.ndim != 3 or array.shape[2] != channels:
                 raise ValueError(
-                    f"classify got an array of {array.dtype} {list(array.shape)}; give uint8 "
+                    f"classify got an array of {array.dtype} {list(array.shape)}; give an array of uint8 "
                     f"[height, width, {channels}]."
                 )
             pixels = array.permute(2, 0, 1)
@@ -278,12 +282,12 @@ def _refuse_masks(text: str, is_right: bool, wanted: str) -> None:
 
 
 def interface_of(model: nn.Module, task: Any) -> Any:
-    """Return the interface class for a model of a task.
+    """Return the interface class for a model and its task.
 
     Raises:
-        ValueError: there is none.
+        ValueError: no interface supports the model.
     """
-    # The task image_classification, which this folder cannot import.
+    # Only the task image_classification has class names; this folder cannot import the task.
     if hasattr(type(task), "class_names"):
         return ImageClassification
     kinds = {
@@ -295,13 +299,13 @@ def interface_of(model: nn.Module, task: Any) -> Any:
         if isinstance(model, kind):
             return interface
     raise ValueError(
-        f"path names a {type(model).__name__} of the task {type(task).__name__}, which have no "
+        f"path names a {type(model).__name__} of the task {type(task).__name__}, for which there is no "
         "interface; open it with fairseq's checkpoint_utils.load_model_ensemble_and_task."
     )
 
 
 def _reads_text(task: Any) -> bool:
-    """Whether a task has text input; speech tasks do not."""
+    """Return whether a task has text input, unlike speech tasks."""
     try:
         return task.source_dictionary is not None
     except NotImplementedError:

@@ -1,4 +1,4 @@
-"""Opens checkpoints with fairseq's hub, with errors in one sentence."""
+"""Opens checkpoints with fairseq's hub, and explains each error in one sentence."""
 
 import os
 import re
@@ -22,7 +22,7 @@ from fairseq_tutel.plugin.registration.process import REASON, is_machine_error, 
 from fairseq_tutel.plugin.training.task import InferenceMixin, give_mixin
 
 ENCODERS = {"bpe": BPE_REGISTRY, "tokenizer": TOKENIZER_REGISTRY}
-# Minimum size of a batch, as in fairseq-generate; that of a training run may be less than a sentence.
+# Minimum of max_tokens, as in fairseq-generate, because training's value may be shorter than a sentence.
 MAX_TOKENS = 12000
 
 
@@ -34,14 +34,17 @@ def open_interface(
     options: Mapping[str, Any],
     known: Collection[str],
 ) -> Interface:
-    """Open checkpoints, several as an ensemble; `options` replace saved ones, whose keys are `known`."""
+    """Open one checkpoint, or several as an ensemble, and return the interface for this kind of model.
+
+    `options` replace saved options; `known` are the keys of the saved options.
+    """
     try:
         opened = hub_utils.from_pretrained(
             str(files[0].parent),
             os.pathsep.join(map(str, files)),
             str(data),
             cpu=device.type == "cpu",
-            # Load the heads of roberta and bart, and read the texts of denoising models as sentences.
+            # Load the heads of RoBERTa and BART; treat each text of a denoising model as one sentence.
             **{"load_checkpoint_heads": True, "sample_break_mode": "eos", **options},
         )
         cfg, task, models = opened["args"], opened["task"], opened["models"]
@@ -60,14 +63,14 @@ def open_interface(
 
 
 def _text_of(error: Exception, files: Sequence[Path], data: Path) -> str | None:
-    """Return one sentence for an error; None if its own text is one, or if the machine caused it."""
+    """Return a sentence that explains an error of fairseq; None if the error explains itself."""
     text = str(error)
     if isinstance(error, FileNotFoundError) and error.filename:
         return (
-            f"{error.filename} does not exist, which the task of {files[0]} reads; give `data`, the "
+            f"{error.filename} does not exist, but the task of {files[0]} needs it; give `data`, the "
             "folder with the dictionaries of the training run."
         )
-    # A model of several languages looks up the language None.
+    # A multilingual model without a given language looks up the language None.
     if "infer language pair" in text or (isinstance(error, KeyError) and error.args == (None,)):
         return (
             f"{data} does not contain the languages of {files[0]}; add source_lang=… and target_lang=…, or "
@@ -75,22 +78,23 @@ def _text_of(error: Exception, files: Sequence[Path], data: Path) -> str | None:
         )
     if isinstance(error, OmegaConfBaseException):
         if missing := re.search(r"'(\w+)': '\?\?\?'", text):
-            return f"{error.full_key} needs {missing[1]}; give it too."
+            return f"{error.full_key} needs the option {missing[1]}; give both options."
         reason = text.partition("\n")[0]
         return f"{error.full_key or 'an option'}: {reason[:1].lower()}{reason[1:]}."
     if is_refusal(error) or is_machine_error(error) or isinstance(error, ImportError | OSError):
         return None
     reason = f"{type(error).__name__}: {error}"[:REASON]
     return sentence_of(error) or (
-        f"{files[0]} cannot be opened with these options ({reason}); leave options out, or give another "
+        f"{files[0]} cannot be opened with these options ({reason}); remove options, or give another "
         "checkpoint."
     )
 
 
 def _settle(cfg: Any, options: Mapping[str, Any]) -> None:
-    """Apply the given options of bpe and tokenizer.
+    """Apply the user's options of bpe and tokenizer, which fairseq would ignore.
 
-    fairseq ignores another kind of bpe than the saved one, and prefers files next to the checkpoint.
+    fairseq uses the saved kind of bpe, and prefers files next to the checkpoint. This function also raises
+    a small max_tokens.
     """
     with open_dict(cfg):
         for key in ENCODERS:
@@ -108,11 +112,11 @@ def _settle(cfg: Any, options: Mapping[str, Any]) -> None:
 
 
 def _refuse_unknown(options: Mapping[str, Any], known: Collection[str], has_experts: bool) -> None:
-    """Refuse options that are unknown or have no effect; fairseq ignores them."""
+    """Raise an error if options are unknown or have no effect, because fairseq would ignore them."""
     ours = {option.key for owner in ("task", "model") for option in options_of(owner)}
     for key in [] if has_experts else sorted(options.keys() & ours):
         if key.startswith("moe_"):
-            raise ValueError(f"{key} has no effect on a model without experts; leave it out.")
+            raise ValueError(f"{key} has no effect on a model without experts; remove it.")
     known = {*known, *ours, *ENCODERS, "user_dir", "generation_args"}
     for key, registry in ENCODERS.items():
         name = options.get(key)
@@ -123,6 +127,6 @@ def _refuse_unknown(options: Mapping[str, Any], known: Collection[str], has_expe
     unknown = sorted(options.keys() - known)
     if unknown:
         raise ValueError(
-            f"{unknown[0]} is not an option of this model, its task or a run; leave it out, or find its "
-            "name in docs/flags.md or fairseq's help, where it has dashes."
+            f"{unknown[0]} is not an option of this model, its task or a run; remove it, or find the right "
+            "name in docs/flags.md or fairseq's help, where options have dashes."
         )

@@ -1,4 +1,4 @@
-"""Turns a stock model into its MoE variant: choose layers, configure and place experts, build, log."""
+"""Replaces FFNs of a stock fairseq model by experts: chooses the layers, places and builds the experts."""
 
 import functools
 import logging
@@ -49,28 +49,31 @@ from fairseq_tutel.ranks.rendezvous import ranks_per_node
 
 logger = logging.getLogger(__name__)
 
-# Model options of the FFN that experts do not support, with the reason and fix.
+# FFN options of models that experts do not support, with the reason and the fix.
 REFUSED_MODEL_OPTIONS = {
-    "quant_noise_pq": "quantization noise does not reach experts; set it to 0",
-    "quant_noise_scalar": "scalar quantization does not reach experts; set it to 0",
-    "base_layers": "BASE layers are another kind of experts; set it to 0",
-    "ffn_blocks_to_remove": "FFN pruning does not reach experts; leave it out",
+    "quant_noise_pq": "experts do not support quantization noise; set it to 0",
+    "quant_noise_scalar": "experts do not support scalar quantization noise; set it to 0",
+    "base_layers": "BASE layers are a different kind of experts; set it to 0",
+    "ffn_blocks_to_remove": "experts do not support FFN pruning; remove it",
 }
 
 
 class MoEModelMixin:
-    """Precedes a fairseq model class whose `build_model` installs experts."""
+    """Mixin before a fairseq model class whose `build_model` installs experts."""
 
     has_experts = True
 
     @classmethod
     def add_args(cls, parser: Any) -> None:
-        """Add the stock flags; the task's flags, perhaps of a user's new task, are added after them."""
+        """Add the stock model's flags, after adding the system options to a user's new tasks."""
         give_system_options()
         super().add_args(parser)  # type: ignore[misc]
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Load; exit training with the experts' message: fairseq would blame the architecture."""
+        """Load a state dict; if experts do not fit in training, exit with an error that says why.
+
+        fairseq's own error would blame the architecture.
+        """
         try:
             return super().load_state_dict(*args, **kwargs)  # type: ignore[misc]
         except ValueError as error:
@@ -80,9 +83,9 @@ class MoEModelMixin:
 
 
 def chosen_layers(numbers: Sequence[int], freq: int) -> list[int]:
-    """Return the indices of the layers that get experts (--moe-freq): every freq-th by number; none if 0.
+    """Return the indices of layers that get experts: layer i if (i + 1) % freq == 0, as in Meta's fairseq.
 
-    Layer number i has experts if (i + 1) % freq == 0, as in Meta's moe branch.
+    `numbers` are the layer numbers i. `freq` is --moe-freq; no layer gets experts if it is 0.
     """
     return [index for index, i in enumerate(numbers) if freq and (i + 1) % freq == 0]
 
@@ -97,11 +100,11 @@ def install_experts(
     """Replace the FFNs of the chosen layers by experts, in place, and return the model.
 
     Args:
-        model: one with stacks of layers for `named_stacks`, whose FFNs are like fairseq's.
-        cfg: its configuration, with ModelOptions' keys.
-        task: gets what training and evaluation need; None for a pretrained model inside another one.
-        freqs: --moe-freq of each side.
-        of_sides: fields of the MoEConfig of a side's layers that depend on the kind of model.
+        model: a model whose layers `named_stacks` finds, and whose FFNs are like fairseq's.
+        cfg: the model's configuration, with the keys of ModelOptions.
+        task: the task, which gets methods for training experts; None for a pretrained model inside a model.
+        freqs: the value of --moe-freq for each side (encoder, decoder or stage).
+        of_sides: for each side, MoEConfig fields that depend on the kind of model.
     """
     installation = _Installation(model, cfg, task)
     installation.choose(freqs)
@@ -113,7 +116,7 @@ def install_experts(
 
 
 class _Chosen(NamedTuple):
-    """A layer that gets experts: its side, the qualified name of its fc1, and the layer."""
+    """A layer that will get experts: its side (such as encoder), its fc1's qualified name, the module."""
 
     side: str
     name: str
@@ -121,7 +124,7 @@ class _Chosen(NamedTuple):
 
 
 class _Installation:
-    """One model that gets experts; its methods are called in their order here."""
+    """Installs experts in one model; the methods are called in the order of their definition."""
 
     def __init__(self, model: Any, cfg: Any, task: Any) -> None:
         self.model, self.cfg, self.task = model, cfg, task
@@ -143,17 +146,17 @@ class _Installation:
             has_own = side in SIDES and len(freqs) > 1
             flag = f"--{side}-moe-freq / --moe-freq" if has_own else "--moe-freq"
             stacks.append(f"{len(stack)} {side} layers, {flag} {freq}")
-            # In a model that was pruned to some of its layers, those that had experts before.
+            # In a model pruned to some of its layers, the layers that had experts before keep them.
             kept = option(self.cfg, f"{side}_layers_to_keep")
             numbers = sorted(map(int, kept.split(","))) if kept else range(len(stack))
             indices = chosen_layers(numbers, freq)
             if freq > 0 and not indices:
-                logger.warning("no %s layer has experts: %s", side, stacks[-1])
+                logger.warning("no %s layer gets experts: the model has %s", side, stacks[-1])
             self.chosen += [_Chosen(side, f"{name}.{i}.fc1", stack[i]) for i in indices]
         if not self.chosen:
             raise ValueError(
-                f"no layer becomes a MoE layer ({'; '.join(stacks)}); set --moe-freq to at least 1 and at "
-                "most the number of layers, or choose the dense architecture."
+                f"no layer gets experts ({'; '.join(stacks)}); give a --moe-freq of at least 1 and at most "
+                "the number of layers, or the --arch of the dense model."
             )
 
     def configure(self, of_sides: Mapping[str, dict[str, Any]]) -> None:
@@ -165,12 +168,12 @@ class _Installation:
             self.configs.append(layer_config(self.cfg, self.task_cfg, count, **facts))
         first = self.configs[0]
         crosses_nodes = first.a2a_algorithm != "linear" or first.adaptive != "off"
-        # Ranks per node; 0 if unknown or irrelevant.
+        # Number of ranks per node; 0 if unknown or not needed.
         self.local = (self.options.moe_local_size or ranks_per_node()) if crosses_nodes else 0
         self.store = offload.store_options(self.task_cfg, first, self.opened, self.ahead > 0, self.device)
 
     def place(self) -> None:
-        """Choose which rank holds which experts. Collective where ranks share them."""
+        """Choose the experts of each rank. Collective if ranks share experts."""
         first, counts = self.configs[0], [config.num_experts for config in self.configs]
         requested = self.options.moe_expert_parallel_size
         degree_of = None if is_tuned(first) else functools.partial(static_degree, first)
@@ -189,7 +192,7 @@ class _Installation:
             _refuse_sizes(self.configs, self.topology)
 
     def build(self) -> None:
-        """Replace the layers' FFNs, and register hooks on the model."""
+        """Replace the FFNs of the chosen layers by experts, and register hooks on the model."""
         model, seed = self.model, int(self.root.common.seed) if self.root is not None else 1
         if self.training:
             shared = self.topology.expert_parallel_size > 1
@@ -233,7 +236,7 @@ class _Installation:
 
 
 def _pregate_stacks(model: nn.Module, ahead: int) -> None:
-    """Let each gate of a stack read the input of the MoE layer `ahead` layers before (--moe-pregate)."""
+    """Let each gate read the input of the MoE layer that is `ahead` MoE layers earlier (--moe-pregate)."""
     stacks = {side: moe_layers(layers) for side, _, layers in named_stacks(model) if moe_layers(layers)}
     refuse_too_far(ahead, {side: len(layers) for side, layers in stacks.items()})
     for side, layers in stacks.items():
@@ -241,13 +244,16 @@ def _pregate_stacks(model: nn.Module, ahead: int) -> None:
         if others:
             pregate(layers, ahead)
         logger.info(
-            "--moe-pregate %d: the gates of %d of %d MoE layers of the %s see an earlier layer's input",
+            "--moe-pregate %d: the gates of %d of %d MoE layers of the %s read an earlier layer's input",
             *(ahead, others, len(layers), side),
         )
 
 
 def _watch_token_ids(model: nn.Module, context: Context) -> None:
-    """Register hooks on embeddings that keep token ids; generation calls no hooks of encoders."""
+    """Register hooks that keep token ids for hash gates.
+
+    The hooks are on the embeddings, because generation does not call hooks of the encoder.
+    """
     for side_name, name, layers in named_stacks(model):
         side: Any = model.get_submodule(name.rpartition(".")[0])
         if not moe_layers(layers):
@@ -255,15 +261,15 @@ def _watch_token_ids(model: nn.Module, context: Context) -> None:
         if not hasattr(side, "embed_tokens"):
             fix = f", or add --{side_name}-moe-freq 0" if side_name in SIDES else ""
             raise ValueError(
-                f"--moe-gate-type hash chooses by token ids, and the {side_name} of this model sees none; "
-                f"choose another gate{fix}."
+                f"--moe-gate-type hash needs token ids, but the {side_name} of this model has no token "
+                f"embedding; give another gate{fix}."
             )
-        side.embed_tokens.register_forward_pre_hook(context.see_tokens)  # a copied model copies the context
+        side.embed_tokens.register_forward_pre_hook(context.see_tokens)  # copied together with the model
 
 
 def _watch_micro_batches(model: nn.Module) -> None:
-    """Register hooks that mark a model's call as a new micro-batch; later forwards are recomputations."""
-    # A copied model copies the bound layers, too.
+    """Register hooks that begin a new micro-batch in the MoE layers whenever the model is called."""
+    # Copying the model also copies the layers that are bound to the hook.
     for part in models_of(model).values():
         part.register_forward_pre_hook(functools.partial(_begin_micro_batch, moe_layers(part)))
 
@@ -275,7 +281,7 @@ def _begin_micro_batch(layers: Sequence[MoEFeedForward], *_: Any) -> None:
 
 @dataclass
 class _Gather:
-    """Gathers all experts on every rank, for generation by each alone; logs their size once."""
+    """Gathers all experts on every rank, so each rank can generate alone; logs the experts' size once."""
 
     model: nn.Module
     topology: Topology
@@ -286,14 +292,14 @@ class _Gather:
         if not self.is_logged:
             self.is_logged = True
             logger.info(
-                "the model generates during training: each rank gathers all experts (%.1f MB) for this, "
-                "because beams differ in length; --moe-expert-parallel-size 1 avoids it",
+                "the model generates during training, for which each rank gathers all experts (%.1f MB), "
+                "because beams differ in length; give --moe-expert-parallel-size 1 to avoid this",
                 num_bytes / 1e6,
             )
 
 
 def _refuse_sizes(configs: Sequence[MoEConfig], topology: Topology) -> None:
-    """Refuse experts whose fp32 weights alone exceed this machine's memory."""
+    """Raise an error if the fp32 weights of a rank's experts exceed the memory of this machine."""
     if torch.get_default_device().type == "meta":
         return
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -304,14 +310,17 @@ def _refuse_sizes(configs: Sequence[MoEConfig], topology: Topology) -> None:
     )
     if needed > memory:
         raise ValueError(
-            f"--moe-expert-count {configs[0].num_experts} of --moe-expert-ffn-dim {configs[0].hidden_dim} "
-            f"makes {needed / 1e9:,.0f} GB of weights on a rank, and the machine has {memory / 1e9:,.0f} "
-            "GB of memory; lower one of them, or give more ranks."
+            f"--moe-expert-count {configs[0].num_experts} and --moe-expert-ffn-dim {configs[0].hidden_dim} "
+            f"need {needed / 1e9:,.0f} GB for the weights on a rank, but the machine has "
+            f"{memory / 1e9:,.0f} GB of memory; lower one of these options, or use more ranks."
         )
 
 
 def refuse_options(cfg: Any) -> None:
-    """Refuse model options that experts do not support; called before the stock model is built."""
+    """Raise an error if the configuration has model options that experts do not support.
+
+    This function is called before the stock model is built.
+    """
     for key, reason in REFUSED_MODEL_OPTIONS.items():
         value = option(cfg, key)
         if value not in (None, 0, 0.0, -1):

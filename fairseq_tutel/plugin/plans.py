@@ -1,4 +1,4 @@
-"""The collective plans of a training run: read, checked, and given to `comm.collectives`."""
+"""Reads and checks the collective plans of a training run, and passes them to `comm.collectives`."""
 
 import logging
 from collections.abc import Sequence
@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 
 def plans_of(task_cfg: Any) -> tuple[PlacedPlan, ...]:
-    """Read and check the collective plans of a training run; return them."""
+    """Return the checked collective plans of a training run, which are read once for each path."""
     path = read(TaskConfig, task_cfg).moe_collective_plans
     if path and path not in RUN.plans:
         RUN.plans[path] = read_run(path)
@@ -35,17 +35,17 @@ def plans_of(task_cfg: Any) -> tuple[PlacedPlan, ...]:
 
 
 def check_together(task_cfg: Any) -> None:
-    """Read and check the plans on all ranks. Collective.
+    """Read and check the collective plans on all ranks. Collective.
 
     Raises:
-        ValueError: a plan cannot be read, or is wrong; the same on all ranks.
+        ValueError: a plan cannot be read, or is invalid; all ranks raise the same error.
     """
     RUN.plans.clear()
     operation = "the check of collective plans"
     if not any(world.all_gather_object(read(TaskConfig, task_cfg).moe_collective_plans, operation)):
         return
     checking = Work(lambda: plans_of(task_cfg))
-    # In short steps, since checks of many ranks' plans take longer than the timeout of a collective.
+    # Repeat short collectives, because a check of large plans may take longer than a collective's time-out.
     while True:
         ended, _, error = checking.look()
         if all(world.all_gather_object(ended, operation)):
@@ -56,7 +56,7 @@ def check_together(task_cfg: Any) -> None:
 
 
 def use_plans(task_cfg: Any, topology: Topology, config: MoEConfig) -> None:
-    """Run collectives by the plans of a training run, or by torch if it has none.
+    """Use the collective plans of a training run for its collectives, or torch's if there are no plans.
 
     Raises:
         ValueError: no group can run a plan, or --moe-a2a-algorithm names a missing plan.
@@ -71,18 +71,18 @@ def use_plans(task_cfg: Any, topology: Topology, config: MoEConfig) -> None:
         fix = f"give {' or '.join(PLAN + each for each in known)}" if known else "add that plan"
         raise ValueError(
             f"--moe-a2a-algorithm is {PLAN}{name}, but --moe-collective-plans has no {name}.json with an "
-            f"all_to_all for the {size} ranks of an EP group; {fix}, or use linear."
+            f"all_to_all for the {size} ranks of an EP group; {fix}, or give linear."
         )
     if known and name not in known and config.adaptive != "auto" and config.adaptive_r != 0:
         flags = " or ".join(PLAN + each for each in known)
-        logger.info("the exchange of rows runs by no plan; use --moe-a2a-algorithm %s", flags)
+        logger.info("no collective plan is used for the exchange of rows; to use one, give %s", flags)
     collectives.use(PlanBackend(plans, local) if plans else None)
 
 
 def tuned_algorithms(layer: MoELayer, task_cfg: Any, machine: Machine, num_bytes: float) -> tuple[str, ...]:
-    """Return the all-to-alls that a tuner tries: linear, 2dh and plans that are not predicted to be slow.
+    """Return the all-to-all algorithms that a tuner tries: linear, 2dh and plans with good predicted times.
 
-    `num_bytes` are the bytes of a rank's rows in the first MoE layer.
+    `num_bytes` is the size of a rank's rows in the first MoE layer.
     """
     topology = layer.topology
     grid, size = topology.grid, topology.expert_parallel_size
@@ -96,7 +96,7 @@ def tuned_algorithms(layer: MoELayer, task_cfg: Any, machine: Machine, num_bytes
     kept = [name for name in seconds if name in ALGORITHMS or seconds[name] <= limit]
     if len(kept) < len(seconds):
         slow = ", ".join(name for name in seconds if name not in kept)
-        text = "adaptive: not tried, since the hardware profile %s predicts slow times: %s"
+        text = "adaptive: plans with slow times, predicted from the hardware profile %s, are not tried: %s"
         logger.info(text, machine.name, slow)
     return tuple(kept)
 
@@ -109,7 +109,7 @@ def _all_to_alls(plans: Sequence[PlacedPlan], topology: Topology, local: int) ->
 
 
 def _groups(topology: Topology) -> list[Sequence[int]]:
-    """Return the ranks of each of this rank's groups."""
+    """Return the member ranks of every process group that contains this rank."""
     made = (topology.expert_group, topology.replica_group, *topology.share_groups.values())
     groups = [dist.get_process_group_ranks(group) for group in made if group is not None]
     return [range(topology.world_size), *groups] if topology.world_size > 1 else []

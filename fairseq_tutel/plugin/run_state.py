@@ -1,7 +1,7 @@
-"""State of the run in this process: its configuration, topology, checkpoint and open models.
+"""Holds the state of the current run: its configuration, topology, checkpoint and open models.
 
-fairseq passes no object from a command's main function on to models, tasks, optimizers and checkpoint
-functions, so these share `RUN`. It is the only file of this folder that optim/ imports.
+fairseq passes no common object from a command's main function to models, tasks, optimizers and checkpoint
+functions, so they share `RUN`. It is the only file of this folder that optim/ imports.
 """
 
 from collections.abc import Callable, Iterator
@@ -25,29 +25,29 @@ if TYPE_CHECKING:
 
 @dataclass
 class RunState:
-    """What the parts of the integration share during a run."""
+    """The state that all parts of the fairseq integration share during a run."""
 
-    cfg: Any = None  # FairseqConfig of the main function that runs
+    cfg: Any = None  # FairseqConfig of the current command
     # Process groups of the model that was built last; teachers are excluded.
     topology: Topology = field(default_factory=Topology)
-    checkpoint: str | None = None  # path that training resumes from
-    lease: "Lease | None" = None  # of --save-dir, on the rank that writes there
-    is_saving: bool = False  # a checkpoint of all ranks is being written
-    command: "Command | None" = None  # that uses models on several ranks
-    opens_teacher: bool = False  # a model is being opened that is called in step with training
+    checkpoint: str | None = None  # path of the checkpoint from which training resumes
+    lease: "Lease | None" = None  # lease of --save-dir, on the rank that writes checkpoints
+    is_saving: bool = False  # whether all ranks are writing a checkpoint
+    command: "Command | None" = None  # the command, if it uses models on several ranks
+    opens_teacher: bool = False  # whether a teacher model is being opened, which training calls
     stores: "WeakValueDictionary[StoreConfig, ExpertStore]" = field(default_factory=WeakValueDictionary)
-    # Collective plans by path; a file may change after it was checked.
+    # Collective plans by path, kept because a file may change after it was checked.
     plans: "dict[str, tuple[PlacedPlan, ...]]" = field(default_factory=dict)
     # Functions to call before the last error line.
     at_exit: list[Callable[[], None]] = field(default_factory=list)
 
     def update(self, **values: Any) -> None:
-        """Set fields."""
+        """Set the given fields of the run state."""
         vars(self).update(values)
 
     @contextmanager
     def having(self, **values: Any) -> Iterator[None]:
-        """Set fields in the block, and restore them afterwards."""
+        """Context manager that sets the given fields in its block and restores them afterwards."""
         before = {name: getattr(self, name) for name in values}
         self.update(**values)
         try:
@@ -58,35 +58,35 @@ class RunState:
 
 RUN = RunState()
 
-# Flag of a configuration that was read from a checkpoint.
+# Name of the flag that marks a configuration that was read from a checkpoint.
 OPENED = "opened_for_use"
 
 
 def config_of(task: Any) -> Any:
-    """Return a task's configuration; fairseq's older tasks keep it in `args`."""
+    """Return the configuration of a task, which fairseq's older tasks keep in `args` instead of `cfg`."""
     cfg = getattr(task, "cfg", None)
     return getattr(task, "args", None) if cfg is None else cfg
 
 
 def root_of(task: Any) -> Any:
-    """Return the run's FairseqConfig, or None where the task was built outside of a run."""
-    cfg = config_of(task)  # the command line, without a root, for a task without a dataclass
+    """Return the FairseqConfig of a task's run, or None if the task was built outside of a run."""
+    cfg = config_of(task)  # for a task without a dataclass, the command line, which has no root
     root = cfg._get_root() if hasattr(cfg, "_get_root") else None
     return RUN.cfg if root is None or "distributed_training" not in root else root
 
 
 def is_training(task: Any, model_cfg: Any) -> bool:
-    """Whether the model that is being built will be trained, and is not opened from a checkpoint."""
+    """Return whether the model that is being built will be trained, rather than opened for use."""
     return not is_opened(model_cfg) and root_of(task) is not None
 
 
 def is_opened(model_cfg: Any) -> bool:
-    """Whether a model's configuration comes from a checkpoint, whose tensors will be loaded."""
+    """Return whether a model is being opened from a checkpoint, whose tensors will be loaded."""
     from_file = model_cfg._get_flag(OPENED) if OmegaConf.is_config(model_cfg) else None
     return bool(from_file or getattr(model_cfg, OPENED, False))
 
 
 def device_of(root: Any) -> torch.device:
-    """Return the kind of device that the run will use."""
+    """Return the device type on which the run computes: cuda if there is a GPU and --cpu is not set."""
     on_gpu = torch.cuda.is_available() and not (root is not None and root.common.cpu)
     return torch.device("cuda" if on_gpu else "cpu")

@@ -1,7 +1,7 @@
-"""Compares options and environment of all ranks before their first collective.
+"""Check that all ranks have the same options and environment before their first collective.
 
-Every rank writes its facts and their digest to the rendezvous store. Rank 0 compares W digests, reads the
-facts of each different one once, and writes a verdict that all ranks read.
+Every rank writes its facts (names and values) and their digest to the rendezvous store. Rank 0 compares W
+digests and reads the facts once for each distinct digest. It writes a verdict that all ranks read.
 """
 
 import hashlib
@@ -18,23 +18,25 @@ from torch.distributed import distributed_c10d
 
 from fairseq_tutel.ranks import guard, world
 
-# Without a time-out: as long as torch's rendezvous waits.
+# Without a time-out option: equal to the time-out of torch's rendezvous.
 DEFAULT_TIMEOUT = timedelta(minutes=30)
-# Ranks read of a failure from rank 0, which must give up before them and end after them.
+# Ranks read about a failure from rank 0, so rank 0 must give up before them and exit after them.
 MARGIN = timedelta(seconds=10)
 SHOWN_FACTS = 3
 SHOWN_CHARACTERS = 80
 NOTHING = object()
 
-# Numbers of calls, the same on all ranks; a new default group starts at 0.
+# The number of calls of `agree`, equal on all ranks; a new default group starts at 0.
 _numbers: WeakKeyDictionary[dist.ProcessGroup, Iterator[int]] = WeakKeyDictionary()
 
 
 def agree(facts: Mapping[str, Any]) -> None:
-    """Compare the facts of all ranks, by their names for users. Every rank must call it equally often.
+    """Check that all ranks have the same facts, such as option values.
+
+    `facts` maps names, as users see them, to values. Every rank must call it equally often.
 
     Raises:
-        ValueError: ranks differ; the same message on every rank names option, values and fix.
+        ValueError: ranks differ; all ranks get the same message, with option, values and fix.
         CommunicationError: a rank did not arrive within the time-out of `guard.set_timeout`.
     """
     if world.size() == 1:
@@ -65,7 +67,7 @@ def agree(facts: Mapping[str, Any]) -> None:
 
 
 def _compare(store: dist.Store, prefix: str, timeout: timedelta) -> tuple[list[int], str]:
-    """Return (missing ranks, error message); both are empty if all agree."""
+    """Compare all ranks' facts; return (missing ranks, error message), both empty if all ranks agree."""
     ranks = range(dist.get_world_size())
     start = time.monotonic()
     try:
@@ -74,9 +76,9 @@ def _compare(store: dist.Store, prefix: str, timeout: timedelta) -> tuple[list[i
         late = guard.absent(store, f"{prefix}/digest", ranks)
         name = guard.name_ranks(late)
         return late, (
-            f"{name} did not come to the comparison of all ranks' options within "
+            f"{name} did not reach the comparison of all ranks' options within "
             f"{time.monotonic() - start:.0f} s; look at the log of {name}, or raise --moe-comm-timeout "
-            "where it is only slow to start."
+            "if it is only slow to start."
         )
     alike: dict[bytes, list[int]] = {}
     for rank in ranks:
@@ -88,7 +90,7 @@ def _compare(store: dist.Store, prefix: str, timeout: timedelta) -> tuple[list[i
 
 
 def _sentence(parties: list[tuple[list[int], dict[str, Any]]]) -> str:
-    """Name the differences; a party is (ranks, their common facts)."""
+    """Return an error message with the facts that differ; a party is (ranks, facts that they share)."""
     names = sorted({name for _, facts in parties for name in facts})
     differing = []
     for name in names:
@@ -112,18 +114,18 @@ def _sentence(parties: list[tuple[list[int], dict[str, Any]]]) -> str:
 
 def _text(value: Any) -> str:
     if value is NOTHING:
-        return "not there"
+        return "missing"
     return value if isinstance(value, str) and value else json.dumps(value)
 
 
 def _alike(texts: list[str]) -> int:
-    """Return the length of the texts' common prefix."""
+    """Return the length of the longest common prefix of the texts."""
     columns = zip(*texts, strict=False)
     return len(list(itertools.takewhile(lambda column: len(set(column)) == 1, columns)))
 
 
 def _shown(text: str, alike: int) -> str:
-    """Return the part of a text after a long common prefix, at most SHOWN_CHARACTERS."""
+    """Shorten a text to SHOWN_CHARACTERS, and omit a long common prefix of `alike` characters."""
     if alike > SHOWN_CHARACTERS // 2:
         text = "…" + text[alike - SHOWN_CHARACTERS // 4 :]
     return text if len(text) <= SHOWN_CHARACTERS else text[:SHOWN_CHARACTERS] + "…"

@@ -1,8 +1,8 @@
-"""Process groups of expert parallelism, and which experts each rank holds.
+"""Process groups for expert parallelism, and the experts that each rank holds.
 
-W world_size, P expert_parallel_size, E experts (e local). P consecutive ranks exchange tokens (an EP
-group). Ranks equal modulo P hold the same experts (EP replicas). Where P exceeds a layer's E, s = P / E
-consecutive ranks hold one shard each of an expert.
+W world_size, P expert_parallel_size, E experts (e local). P consecutive ranks form an EP group and exchange
+tokens. Ranks that are equal modulo P are EP replicas and hold the same experts. If P exceeds a layer's E,
+each of s = P / E consecutive ranks holds one shard of an expert.
 """
 
 import functools
@@ -23,7 +23,7 @@ from fairseq_tutel.ranks.guard import guarded, name_ranks, timeout_of_groups, wa
 
 @dataclass(frozen=True)
 class Slice:
-    """How a stacked tensor [e, ...] is sharded: into `count` parts along `dim`."""
+    """The sharding of a stacked tensor [e, ...] into `count` equal parts along dimension `dim`."""
 
     count: int = 1
     dim: int = 0
@@ -31,9 +31,9 @@ class Slice:
 
 @dataclass(frozen=True)
 class Part:
-    """The experts of a layer that a rank holds: `num_local` experts, from global ID `first`.
+    """The experts of a layer that a rank holds: `num_local` experts, starting at global ID `first`.
 
-    If s = `slices` ranks share an expert's hidden dimension, this rank holds shard `index`.
+    If an expert's hidden dimension is split over s = `slices` ranks, this rank holds shard `index`.
     """
 
     num_local: int
@@ -42,18 +42,19 @@ class Part:
     index: int = 0
 
     def of(self, num_experts: int) -> str:
-        """Describe these experts out of all, for messages."""
+        """Return a description such as "experts 0 to 3 of 8", for messages."""
         last = self.first + self.num_local - 1
         which = f"expert {last}" if self.num_local == 1 else f"experts {self.first} to {last}"
-        cut = f" in slice {self.index} of {self.slices}" if self.slices > 1 else ""
+        cut = f", shard {self.index} of {self.slices}" if self.slices > 1 else ""
         return f"{which} of {num_experts}{cut}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Grid:
-    """The expert group's ranks by node: rank n * L + l is local index l of N nodes of L ranks.
+    """The ranks of an EP group on N nodes of L ranks: rank n * L + l has local index l on node n.
 
-    node_group is this rank's node, rail_group the ranks of this local index, one in each node.
+    node_group has the ranks of this rank's node. rail_group has one rank of each node, with the same local
+    index as this rank.
     """
 
     nodes: int
@@ -64,7 +65,10 @@ class Grid:
 
 @dataclass(frozen=True, kw_only=True)
 class Topology:
-    """One rank's groups, None for this rank alone; `share_groups`, by size, gather shards of an expert."""
+    """The process groups of one rank; a group is None if it would contain only this rank.
+
+    `share_groups` gather the shards of an expert; their keys are the sizes of the groups.
+    """
 
     world_size: int = 1
     rank: int = 0
@@ -76,17 +80,17 @@ class Topology:
 
     @property
     def num_replicas(self) -> int:
-        """Number of ranks that hold the same experts, W / P."""
+        """The number of ranks that hold the same experts, W / P."""
         return self.world_size // self.expert_parallel_size
 
     def part(self, num_experts: int) -> Part:
-        """Return which of a layer's experts, or shards, this rank holds."""
+        """Return the experts, or the expert shard, of a layer that this rank holds."""
         size = self.expert_parallel_size
         if num_experts % size and size % num_experts:
             raise ValueError(
-                f"num_experts (--moe-expert-count) is {num_experts}, but the layer's topology was made for "
-                f"experts that {size} ranks share; make it with make_topology([{num_experts}]), or of all "
-                "layers' numbers of experts."
+                f"num_experts (--moe-expert-count) is {num_experts}, but the layer's topology was created "
+                f"for expert parallelism over {size} ranks; create it with make_topology([{num_experts}]), "
+                "or with the numbers of experts of all layers."
             )
         count = max(1, num_experts // self.expert_parallel_size)
         slices = self.slices(num_experts)
@@ -99,23 +103,24 @@ class Topology:
         return range(part.first, part.first + part.num_local)
 
     def share_group(self, slices: int, degree: int) -> dist.ProcessGroup | None:
-        """Return the group that gathers s / r shards of an expert under r >= 1; None for one shard."""
+        """Return the group of `slices` / `degree` ranks that gather an expert's shards; None for 1 rank."""
         joined = slices // degree
         if joined > 1 and joined not in self.share_groups:
             raise ValueError(
-                f"adaptive_r (--moe-adaptive-r) is {degree}, so that {joined} ranks gather an expert's "
-                "slices, but the layer's topology was made without such groups; make it with make_topology "
-                "for all layers' numbers of experts, and without degree_of or with one that gives this r."
+                f"adaptive_r (--moe-adaptive-r) is {degree}, which needs groups of {joined} ranks that "
+                "gather the shards of an expert, but the layer's topology has no such groups; call "
+                "make_topology with the numbers of experts of all layers, and without degree_of or with "
+                "one that returns this r."
             )
         return self.share_groups.get(joined)
 
     def slices(self, num_experts: int) -> int:
-        """Return s, the number of ranks that share one expert."""
+        """Return s, the number of ranks over which one expert is sharded."""
         return max(1, self.expert_parallel_size // num_experts)
 
 
 def expert_parallel_size(world_size: int, expert_counts: Sequence[int], requested: int = 0) -> int:
-    """Return P: `requested`, or for 0 the greatest common divisor of W and every layer's experts."""
+    """Return P: `requested`, or if that is 0, the greatest common divisor of ranks and expert counts."""
     if requested == 0:
         return math.gcd(world_size, *expert_counts)
     fits = requested > 0 and world_size % requested == 0
@@ -124,8 +129,8 @@ def expert_parallel_size(world_size: int, expert_counts: Sequence[int], requeste
         raise ValueError(
             f"--moe-expert-parallel-size is {requested}, which does not fit the number of ranks "
             f"({world_size}) and the number of experts ({counts}); give a common divisor, a divisor of the "
-            "ranks that is a multiple of the experts, or 0 for the greatest common divisor; or start other "
-            "numbers of ranks, with torchrun."
+            "number of ranks that is a multiple of the number of experts, or 0 for the greatest common "
+            "divisor; or start a different number of ranks with torchrun."
         )
     return requested
 
@@ -133,9 +138,9 @@ def expert_parallel_size(world_size: int, expert_counts: Sequence[int], requeste
 def share_sizes(
     size: int, expert_counts: Sequence[int], degree_of: Callable[[int], int] | None = None
 ) -> tuple[int, ...]:
-    """Return the sizes s / r > 1 of groups that may gather an expert's shards.
+    """Return the possible sizes s / r > 1 of groups that gather an expert's s shards.
 
-    degree_of(s) is the r of a layer with s shards; None for any divisor of s.
+    degree_of(s) is the r of a layer with s shards; with None, r may be any divisor of s.
     """
     sizes: set[int] = set()
     for slices in {size // n for n in expert_counts if size > n}:
@@ -144,11 +149,11 @@ def share_sizes(
     return tuple(sorted(sizes - {1}))
 
 
-# Creating a group is collective, and groups live as long as the one that they were split from: all layers
-# and models share them. By group, the arguments on which its ranks have agreed, and its topologies.
+# All layers and models share groups, because creating a group is collective. A group lives as long as the
+# group from which it was split. That group is the key of its checked arguments and of its topologies.
 _agreed: WeakKeyDictionary[dist.ProcessGroup, set[tuple[Any, ...]]] = WeakKeyDictionary()
 _topologies: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[Any, ...], Topology]] = WeakKeyDictionary()
-# Creates those of several groups that this rank is in, and returns it.
+# A function that creates groups of the given ranks and returns this rank's group.
 NewGroup = Callable[[Sequence[range]], dist.ProcessGroup]
 
 
@@ -158,16 +163,16 @@ def make_topology(
     ranks_per_node: int = 0,
     degree_of: Callable[[int], int] | None = None,
 ) -> Topology:
-    """Return this rank's topology for layers with these numbers of experts. Collective.
+    """Create or reuse this rank's process groups for layers with these numbers of experts. Collective.
 
-    Every rank must call it with the same arguments, which are compared the first time.
+    Every rank must give the same arguments. Ranks compare them at the first call.
 
     Args:
-        expert_counts: experts of every layer.
-        requested: P; 0 for the greatest that fits.
-        ranks_per_node: L of the grid, made where P holds several whole nodes of more than one rank; 0
-            makes none.
-        degree_of: the only r of a layer with s shards; None for any, which needs more groups.
+        expert_counts: the number of experts of every layer.
+        requested: P; 0 for the greatest P that fits.
+        ranks_per_node: L of the grid; 0 for no grid. There is a grid if an EP group has several complete
+            nodes of more than one rank.
+        degree_of: returns the only r of a layer with s shards; None allows any r and needs more groups.
     """
     count, whole = world.size(), dist.group.WORLD
     if whole is not None and count > 1:
@@ -184,10 +189,10 @@ def make_topology(
 
 
 def topology_within(group: dist.ProcessGroup, num_experts: int, sliced: bool = False) -> Topology:
-    """Return this rank's topology in a group. Collective over it.
+    """Create or reuse this rank's process groups within a group. Collective over that group.
 
-    If `sliced`, all its ranks hold shards of fewer experts; otherwise P is the greatest common divisor of
-    the ranks and the experts.
+    If `sliced`, all ranks of the group hold shards of fewer experts. Otherwise P is the greatest common
+    divisor of the numbers of ranks and experts.
     """
     rank, count = dist.get_rank(group), dist.get_world_size(group)
     size = count if sliced else math.gcd(count, num_experts)
@@ -202,7 +207,7 @@ def topology_within(group: dist.ProcessGroup, num_experts: int, sliced: bool = F
 def _agree(
     whole: dist.ProcessGroup, expert_counts: tuple[int, ...], requested: int, ranks_per_node: int
 ) -> None:
-    """Compare all ranks' arguments before a group is created: different ones would deadlock."""
+    """Check that all ranks have the same arguments before they create groups, to avoid a deadlock."""
     arguments = {
         "--moe-expert-parallel-size": requested,
         "the number of experts of each layer": expert_counts,
@@ -221,7 +226,7 @@ def _create(
     def consecutive(number: int) -> dist.ProcessGroup:
         return new_group([range(first, first + number) for first in range(0, world, number)])
 
-    # Also for P = W: data-parallel buckets do not share this communicator's order.
+    # P = W also gets a new communicator: its collectives need no common order with data parallelism.
     expert_group = consecutive(size) if size > 1 else None
     replica_group = grid = None
     if 1 < size < world:
@@ -250,13 +255,13 @@ def _create(
 
 
 def _new_in_world(groups: Sequence[range]) -> dist.ProcessGroup:
-    """Create all groups, as all ranks do, and return this rank's."""
+    """Create all groups, as every rank must do, and return this rank's group."""
     made = [_new(ranks, None) for ranks in groups]
     return made[_of_rank(dist.get_rank(), groups)]
 
 
 def _new_in_group(group: dist.ProcessGroup, groups: Sequence[range]) -> dist.ProcessGroup:
-    """Create this rank's group alone: ranks outside of `group` make no call."""
+    """Create only this rank's group, which is part of `group`; ranks outside of `group` make no call."""
     ranks = groups[_of_rank(dist.get_rank(group), groups)]
     if len(ranks) == dist.get_world_size(group):
         return group
@@ -276,19 +281,19 @@ def _new(ranks: Sequence[int], callers: dist.ProcessGroup | None, **options: Any
 
 
 def mark_slice(parameter: nn.Parameter, slicing: Slice) -> None:
-    """Attach its sharding to a parameter, and to fairseq's fp32 copy of it."""
-    # fairseq copies only this attribute. Its composite optimizer reads it, but is refused for experts.
+    """Store the sharding of a parameter as an attribute, which fairseq's fp32 copy also gets."""
+    # fairseq copies only this attribute. Its composite optimizer reads it, but experts reject that class.
     parameter.param_group = slicing  # type: ignore[attr-defined]
 
 
 def slice_of(parameter: Tensor) -> Slice:
-    """Return a parameter's sharding by `mark_slice`; a whole one by default."""
+    """Return the sharding that `mark_slice` stored in a parameter; the default is no sharding."""
     slicing = getattr(parameter, "param_group", None)
     return slicing if isinstance(slicing, Slice) else Slice()
 
 
 def join(parts: Sequence[Tensor], slicing: Slice) -> Tensor:
-    """Concatenate the parts of consecutive ranks: shards of an expert first, then experts."""
+    """Concatenate tensors of consecutive ranks: first the shards of each expert, then the experts."""
     n = slicing.count
     if n > 1:
         parts = [torch.cat(list(parts[i : i + n]), slicing.dim) for i in range(0, len(parts), n)]
@@ -296,6 +301,6 @@ def join(parts: Sequence[Tensor], slicing: Slice) -> Tensor:
 
 
 def cut(whole: Tensor, slicing: Slice, index: int) -> Tensor:
-    """Return part `index` of a tensor whose `dim` is whole; a view."""
+    """Return shard `index` of a complete tensor, as a view."""
     width = whole.shape[slicing.dim] // slicing.count
     return whole.narrow(slicing.dim, index * width, width)

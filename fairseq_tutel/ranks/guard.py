@@ -1,8 +1,8 @@
-"""Turns failures of collectives into errors that name the rank, the operation and missing ranks.
+"""Convert failures of collectives to errors that name the rank, the operation and missing ranks.
 
-torch's error names a socket at most. After one, every rank that got it runs a health check over the
-rendezvous store, and names the ranks that did not answer. Where torch would wait for that store for ever, a
-timer ends the process. No code catches the CommunicationError, so that the process ends.
+torch's errors name a socket at most. A rank with such an error runs a health check over the rendezvous
+store and names the ranks that did not answer. If torch would wait for that store forever, a timer ends the
+process. No code catches the CommunicationError, so it ends the process.
 """
 
 import contextlib
@@ -21,15 +21,15 @@ from torch.distributed import distributed_c10d
 
 logger = logging.getLogger(__name__)
 
-# Seconds of a health check, or the time-out if that is shorter.
+# The longest time of a health check in seconds; a shorter time-out replaces it.
 LONGEST_CHECK = 3.0
-# Additional seconds: for a store that hangs, and for rank 0, which keeps the store, to end last.
+# Seconds to wait longer for a store that hangs. Rank 0 may run the store, so it exits this much later.
 GRACE_SECONDS = 1.0
-# Seconds of an operation at start beyond the time-out: an agreement's margin and a health check.
+# Seconds beyond the time-out for an operation at start: the margin of `agree` and a health check.
 WATCH_SECONDS = 16.0
 LONGEST_SECONDS = 365 * 24 * 3600
 PRESENT = "fairseq_tutel/health_check"
-# Texts in gloo's RuntimeErrors, which have no class of their own. The last is of a file store.
+# Texts in gloo's errors, which are plain RuntimeErrors. The last text is from a file store.
 MARKS = ("gloo/transport", "gloo/rendezvous", "Gloo connectFullMesh failed", "Wait timeout")
 
 
@@ -41,37 +41,38 @@ _timeout: timedelta | None = None
 
 
 def is_time(seconds: Any) -> bool:
-    """Whether this is a valid time-out: whole seconds, at most a year, or 0 for torch's default."""
+    """Return whether a time-out is valid: whole seconds, at most a year, or 0 for torch's default."""
     return type(seconds) is int and 0 <= seconds <= LONGEST_SECONDS
 
 
 def set_timeout(seconds: int) -> None:
-    """Set the time-out of collectives of groups that are created from now on; 0 keeps torch's default."""
+    """Set the time-out of collectives for groups created from now on; 0 keeps torch's default."""
     if not is_time(seconds):
         raise ValueError(
             f"--moe-comm-timeout is {seconds!r}; give whole seconds from 1 to {LONGEST_SECONDS} (a "
-            "year), or 0 for torch's own limits."
+            "year), or 0 for torch's default."
         )
     global _timeout
     _timeout = timedelta(seconds=seconds) if seconds else None
 
 
 def timeout_of_groups() -> timedelta | None:
-    """Return the time-out of `set_timeout` for new_group; None for torch's default."""
+    """Return the time-out for new groups that `set_timeout` has set; None means torch's default."""
     return _timeout
 
 
 def limit(group: dist.ProcessGroup | None) -> None:
-    """Set the time-out of an existing group (None: the default one) to that of `set_timeout`."""
+    """Apply the time-out of `set_timeout` to an existing group; None means the default group."""
     if _timeout:
         distributed_c10d._set_pg_timeout(_timeout, group)
 
 
 class guarded:  # noqa: N801 - a context manager
-    """`with guarded("the exchange of …", group): collective`: a failure is a CommunicationError.
+    """Context manager that converts a failed collective to a CommunicationError with an explanation.
 
-    Other errors, and those that an inner guard has explained, are not changed. `operation` ends "rank 1
-    could not finish …". `timed` is False if the block also does other work.
+    Usage: `with guarded("the exchange of …", group): collective`. Other errors, and errors that an inner
+    guard has explained, are not changed. `operation` completes "rank 1 could not finish …". `timed` is
+    False if the block also does other work.
     """
 
     __slots__ = ("group", "operation", "start", "timed")
@@ -91,10 +92,10 @@ class guarded:  # noqa: N801 - a context manager
 
 @contextlib.contextmanager
 def watched(operation: str, rank: int | None = None) -> Iterator[None]:
-    """End this process with one sentence if torch waits for a store in the block for ever.
+    """Context manager that ends this process if torch waits forever for the rendezvous store.
 
-    A store's client has a time-out for missing keys, but none for a store whose process is stopped. No
-    exception reaches a thread that waits there. `rank` is needed where this process is in no group yet.
+    A store's client has a time-out for missing keys, but not for a store whose process is stopped. No
+    exception reaches a thread that waits for such a store. Give `rank` if this process is in no group yet.
     """
     timeout = timeout_of_groups() or distributed_c10d.default_pg_timeout
     seconds = timeout.total_seconds() + WATCH_SECONDS
@@ -116,14 +117,14 @@ def _end(operation: str, rank: int | None, seconds: float) -> None:
 
 
 def is_of_communication(error: BaseException) -> bool:
-    """Whether torch raised this because of another rank, and no guard has explained it yet."""
+    """Return whether torch raised this error because of another rank and no guard has explained it."""
     if not isinstance(error, RuntimeError) or isinstance(error, CommunicationError):
         return False
     return isinstance(error, dist.DistError) or any(mark in str(error) for mark in MARKS)
 
 
 def absent(store: dist.Store, prefix: str, ranks: Sequence[int]) -> list[int]:
-    """Return the ranks without a key `prefix/rank` in the store; bisection needs few requests."""
+    """Return the ranks that have no key `prefix/rank` in the store; bisection needs few requests."""
     if not ranks or store.check([f"{prefix}/{rank}" for rank in ranks]):
         return []
     if len(ranks) == 1:
@@ -133,7 +134,7 @@ def absent(store: dist.Store, prefix: str, ranks: Sequence[int]) -> list[int]:
 
 
 def wait_for(store: dist.Store, prefix: str, ranks: Sequence[int], seconds: float) -> list[int]:
-    """Wait until each rank has a key `prefix/rank`, `seconds` at most; return those without one."""
+    """Wait at most `seconds` until each rank has a key `prefix/rank`; return the ranks without a key."""
     deadline, pause = time.monotonic() + seconds, 0.05
     keys = [f"{prefix}/{rank}" for rank in ranks]
     while not store.check(keys):
@@ -146,7 +147,7 @@ def wait_for(store: dist.Store, prefix: str, ranks: Sequence[int], seconds: floa
 
 
 def name_ranks(ranks: Sequence[int]) -> str:
-    """Return "rank 3", or "ranks 0-2, 5" for several, in ascending order."""
+    """Return text such as "rank 3" or "ranks 0-2, 5" for ranks in ascending order."""
     runs: list[list[int]] = []
     for rank in ranks:
         if runs and rank == runs[-1][-1] + 1:
@@ -158,22 +159,25 @@ def name_ranks(ranks: Sequence[int]) -> str:
 
 
 def how_to_wait_longer(seconds: float) -> str:
-    """Return the advice for a slow rank; `seconds` is the time-out, 0 for torch's default."""
+    """Return advice for slow ranks; `seconds` is the current time-out, 0 for torch's default."""
     if seconds:
         return f"raise --moe-comm-timeout (now {seconds:g})"
-    return "give --moe-comm-timeout beyond torch's own limits"
+    return "set --moe-comm-timeout above torch's default"
 
 
 def keeps_the_store(environment: Mapping[str, str] = os.environ) -> bool:
-    """Whether the launcher has the rendezvous store, not rank 0; it may restart ranks with the same one."""
+    """Return whether the launcher, not rank 0, runs the rendezvous store.
+
+    A launcher may restart ranks with the same store.
+    """
     return environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def _no_store() -> str:
     keeper = "the launcher" if keeps_the_store() else "rank 0"
     return (
-        f"see {keeper}'s error above or in its log: it keeps the store by which ranks find each other, "
-        "which does not answer either, so it has ended or stopped."
+        f"see {keeper}'s error above or in its log; it runs the rendezvous store, which does not answer, "
+        "so it has ended or is stopped."
     )
 
 
@@ -184,7 +188,7 @@ def _explain(what: str, group: dist.ProcessGroup | None) -> str:
     wait = min(seconds or LONGEST_CHECK, LONGEST_CHECK)
     start = f"rank {rank} {what}: "
     # A launcher may end this rank before the health check ends.
-    logger.error("%shealth check of all ranks for up to %g s", start, wait)
+    logger.error("%srunning a health check of all ranks for up to %g s", start, wait)
     missing = _check_health(rank, sorted(members), wait)
     longer = how_to_wait_longer(seconds)
     if missing is None:
@@ -192,18 +196,18 @@ def _explain(what: str, group: dist.ProcessGroup | None) -> str:
     if not missing:
         return (
             f"{start}{name_ranks(sorted(members))} all answered a health check, so a connection broke or "
-            f"one of them was late; look for the first error in their logs, or {longer} where one is "
-            "only slow."
+            f"one rank was late; look for the first error in their logs, or {longer} if a rank is only "
+            "slow."
         )
     name = name_ranks(missing)
     return (
         f"{start}{name} did not answer a health check of {wait:g} s; look at the log of {name} "
-        f"for what ended or stopped it, or {longer} where it is only slow."
+        f"for the reason, or {longer} if it is only slow."
     )
 
 
 def _check_health(rank: int, ranks: list[int], seconds: float) -> list[int] | None:
-    """Answer and wait for the others; return missing ranks, or None without a store."""
+    """Run a health check of some ranks; return the missing ranks, or None if the store does not answer."""
     missing: list[list[int]] = []
 
     def call() -> None:
@@ -211,7 +215,7 @@ def _check_health(rank: int, ranks: list[int], seconds: float) -> list[int] | No
             store = distributed_c10d._get_default_store()
             missing.append(_missing(store, rank, ranks, seconds))
 
-    # Calls of a store whose process is stopped never return.
+    # Calls to a store whose process is stopped never return.
     thread = threading.Thread(target=call, daemon=True)
     thread.start()
     thread.join(seconds + GRACE_SECONDS)
@@ -221,11 +225,11 @@ def _check_health(rank: int, ranks: list[int], seconds: float) -> list[int] | No
 
 
 def _missing(store: dist.Store, rank: int, ranks: list[int], seconds: float) -> list[int]:
-    """Answer, wait, and return missing ranks.
+    """Mark this rank as present in the store, wait for the other ranks, and return the missing ranks.
 
-    The first rank checks all and publishes missing ones, which the others check again: W ranks must not
-    request W keys each. If it ends before that, a second one checks. If that ends, too, this raises a
-    DistStoreError. A failed job does not continue, so that one set of keys suffices.
+    The first rank checks all ranks and publishes the missing ones. The others check only those again, so W
+    ranks do not request W keys each. If the first rank ends before that, a second rank checks. If that
+    ends, too, this raises a DistStoreError. A failed job does not continue, so one set of keys suffices.
     """
     deadline, answers = time.monotonic() + seconds, f"{PRESENT}/of/{hash(tuple(ranks))}"
     store.set(f"{PRESENT}/{rank}", "here")

@@ -1,8 +1,8 @@
-"""Rendezvous within the time-out, also after torchrun restarts ranks.
+"""Rendezvous of all ranks within the time-out, also after torchrun restarts ranks.
 
-torchrun keeps one store for all restarts. Restarted ranks find the addresses of dead ones in it, and fail
-at once (pytorch/pytorch issue 167288). Under `METHOD` rank 0 draws a random name for each start, which
-prefixes all keys. Each rank's confirmation shows that the request was not left by an earlier start.
+torchrun keeps one store for all restarts. Restarted ranks find the addresses of dead ranks in it and fail
+at once (pytorch/pytorch issue 167288). With `METHOD`, rank 0 draws a random name for each start, and the
+name prefixes all keys. Each rank confirms the name: a request from an earlier start is never confirmed.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ from fairseq_tutel.ranks import guard
 # torch's variables with the default time-outs of `init_process_group`.
 DEFAULTS = ("default_pg_timeout", "default_pg_nccl_timeout")
 SCHEME = "restarted"
-# URL for init_process_group, in place of env://.
+# The URL for init_process_group, instead of env://.
 METHOD = f"{SCHEME}://"
 PREFIX = "fairseq_tutel/start"
 # Seconds that rank 0 waits for confirmations before it checks for new requests.
@@ -31,7 +31,7 @@ SHORTEST_SECONDS, LONGEST_SECONDS = 0.05, 1.0
 
 
 def ranks_per_node(environment: Mapping[str, str] = os.environ) -> int:
-    """Return L from the environment of torchrun, OpenMPI or Slurm, or 0.
+    """Return the number of ranks per node that torchrun, OpenMPI or Slurm has set; 0 if unknown.
 
     Slurm's SLURM_NTASKS_PER_NODE may be "8" or "8(x4)"; nodes of different sizes ("8,4") give 0.
     """
@@ -43,22 +43,23 @@ def ranks_per_node(environment: Mapping[str, str] = os.environ) -> int:
 
 
 def own_gpu(environment: Mapping[str, str] = os.environ) -> int:
-    """Return the index of this process's GPU among visible ones, which may be only its own."""
+    """Return the index of this process's GPU among the visible GPUs (possibly only its own)."""
     return int(environment.get("LOCAL_RANK", 0)) % torch.cuda.device_count()
 
 
 @contextlib.contextmanager
 def meeting(rank: int, world_size: int, seconds: int) -> Iterator[Callable[[], None]]:
-    """Explain errors of the rendezvous in the block, which calls the yielded function after it.
+    """Context manager that explains errors of a rendezvous and limits its time to `seconds`.
 
-    Until then the default time-out of groups is `seconds`, or torch's for 0.
+    The block calls the yielded function after the rendezvous. Until then `seconds` is the default time-out
+    of groups; 0 keeps torch's default.
     """
     start, waiting = time.perf_counter(), [True]
     with contextlib.ExitStack() as until_met:
         for name in DEFAULTS if seconds else ():
             until_met.callback(setattr, distributed_c10d, name, getattr(distributed_c10d, name))
             setattr(distributed_c10d, name, timedelta(seconds=seconds))
-        until_met.enter_context(guard.watched("its way to the others", rank))
+        until_met.enter_context(guard.watched("the rendezvous", rank))
         until_met.callback(waiting.clear)
         try:
             yield until_met.close
@@ -68,27 +69,27 @@ def meeting(rank: int, world_size: int, seconds: int) -> Iterator[Callable[[], N
             reason = str(error).partition("\n")[0].rstrip(".")
             seconds_passed = time.perf_counter() - start
             raise guard.CommunicationError(
-                f"rank {rank} could not meet the other ranks of {world_size} and gave up after "
-                f"{seconds_passed:.1f} s ({reason}); look at the logs of rank 0 and of those that did not "
-                f"come, or {guard.how_to_wait_longer(seconds)} where they are only slow to start."
+                f"rank {rank} could not find the other ranks of {world_size} and gave up after "
+                f"{seconds_passed:.1f} s ({reason}); look at the logs of rank 0 and of the missing "
+                f"ranks, or {guard.how_to_wait_longer(seconds)} if they are only slow to start."
             ) from error
 
 
 def fresh(store: Store, rank: int, world_size: int, timeout: timedelta) -> Store:
-    """Return the part of a store, without keys of earlier starts, for this start. Every rank calls it."""
+    """Return a view of the store without keys of earlier starts of the job. Every rank must call it."""
     deadline = time.monotonic() + timeout.total_seconds()
     name = _publish_name(store, world_size, deadline) if rank == 0 else _request_name(store, rank, deadline)
     return PrefixStore(f"{PREFIX}/{name}", store)
 
 
 def _publish_name(store: Store, world_size: int, deadline: float) -> str:
-    """Send every rank the name of this start, until each has confirmed it."""
+    """Send every rank the random name of this start until all ranks have confirmed it."""
     name, waiting = uuid.uuid4().hex, list(range(1, world_size))
     answered: dict[int, str] = {}
     pause = SHORTEST_SECONDS
     if waiting and not _wait(store, [f"{PREFIX}/asker/{rank}" for rank in waiting], deadline):
         waiting = guard.absent(store, f"{PREFIX}/asker", waiting)
-        raise DistStoreError(f"{world_size - len(waiting)}/{world_size} ranks came")
+        raise DistStoreError(f"{world_size - len(waiting)}/{world_size} ranks arrived")
     while waiting:
         for rank in waiting:
             asker = store.get(f"{PREFIX}/asker/{rank}").decode()
@@ -101,7 +102,7 @@ def _publish_name(store: Store, world_size: int, deadline: float) -> str:
             break
         waiting = guard.absent(store, f"{PREFIX}/taken/{name}", waiting)
         if time.monotonic() > deadline:
-            raise DistStoreError(f"{world_size - len(waiting)}/{world_size} ranks came")
+            raise DistStoreError(f"{world_size - len(waiting)}/{world_size} ranks arrived")
         pause = min(2 * pause, LONGEST_SECONDS)
     for rank in range(1, world_size):  # the next start finds no old requests
         store.delete_key(f"{PREFIX}/asker/{rank}")
@@ -109,7 +110,7 @@ def _publish_name(store: Store, world_size: int, deadline: float) -> str:
 
 
 def _request_name(store: Store, rank: int, deadline: float) -> str:
-    """Return the name that rank 0 sends to this process."""
+    """Request the random name of this start from rank 0, confirm it, and return it."""
     me = uuid.uuid4().hex
     store.set(f"{PREFIX}/asker/{rank}", me)
     if not _wait(store, [f"{PREFIX}/answer/{me}"], deadline):
@@ -120,7 +121,7 @@ def _request_name(store: Store, rank: int, deadline: float) -> str:
 
 
 def _wait(store: Store, keys: list[str], deadline: float) -> bool:
-    """Wait for all keys without polling; return whether they were set in time."""
+    """Wait for all keys without polling; return whether they were set before the deadline."""
     try:
         store.wait(keys, timedelta(seconds=max(0.001, deadline - time.monotonic())))
     except DistStoreError:
@@ -131,7 +132,7 @@ def _wait(store: Store, keys: list[str], deadline: float) -> bool:
 def _rendezvous(
     url: str, timeout: timedelta = constants.default_pg_timeout, **options: Any
 ) -> Iterator[tuple[Store, int, int]]:
-    """Do what env:// does, in a part of the store without keys of earlier starts."""
+    """Run torch's env:// rendezvous in a part of the store without keys of earlier starts."""
     of_torch = "env" + url.removeprefix(SCHEME)
     store, rank, world_size = next(rendezvous(of_torch, timeout=timeout, **options))
     yield fresh(store, rank, world_size, timeout), rank, world_size

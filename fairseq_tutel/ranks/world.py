@@ -1,6 +1,6 @@
-"""All ranks of the job: their number, this rank, and collectives of Python objects, which are pickled.
+"""The number of ranks, this process's rank, and collectives of pickled Python objects.
 
-Without torch.distributed there is one rank. `operation` is that of `guarded`.
+Without torch.distributed there is one rank. For `operation`, see `guarded`.
 """
 
 import threading
@@ -11,12 +11,12 @@ import torch.distributed as dist
 
 from fairseq_tutel.ranks.guard import guarded
 
-# Rank 0 reports at this interval whether its work has ended.
+# Rank 0 reports at this interval whether its function has ended.
 PAUSE_SECONDS = 0.5
 
 
 def size(group: dist.ProcessGroup | None = None) -> int:
-    """Return the number of ranks of a group, W for None."""
+    """Return the number of ranks in a group; None means all ranks."""
     return dist.get_world_size(group) if dist.is_initialized() else 1
 
 
@@ -26,17 +26,17 @@ def rank() -> int:
 
 
 def is_first() -> bool:
-    """Whether this is rank 0, which logs and writes for all."""
+    """Return whether this is rank 0, which logs and writes files for all ranks."""
     return rank() == 0
 
 
 def rank_in_job(rank: int, group: dist.ProcessGroup | None) -> int:
-    """Return the job's rank of a group's rank; None is the group of all ranks."""
+    """Convert a rank within a group to the rank within the job; None is the group of all ranks."""
     return rank if group is None else dist.get_global_rank(group, rank)
 
 
 def all_gather_object(own: Any, operation: str, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """Return the objects of all ranks of a group (None: of the job), by rank. Collective."""
+    """Return the objects of all ranks of a group (None: of the job), in rank order. Collective."""
     objects: list[Any] = [own] * size(group)
     if len(objects) > 1:
         with guarded(operation, group):
@@ -45,7 +45,7 @@ def all_gather_object(own: Any, operation: str, group: dist.ProcessGroup | None 
 
 
 def broadcast_object(own: Any, operation: str, group: dist.ProcessGroup | None = None) -> Any:
-    """Return the object of a group's first rank. Collective."""
+    """Return the object of a group's first rank on all its ranks. Collective."""
     objects = [own]
     if size() > 1:
         with guarded(operation, group):
@@ -56,7 +56,7 @@ def broadcast_object(own: Any, operation: str, group: dist.ProcessGroup | None =
 def run_on_rank_zero(action: Callable[[], Any], operation: str) -> Any:
     """Call a function on rank 0 and return its result, or raise its error, on all ranks. Collective.
 
-    It may take longer than the time-out of collectives, for example to read a large file.
+    The function may take longer than the time-out of collectives, for example to read a large file.
     """
     work = Work(action) if is_first() else None
     ended = False
@@ -72,7 +72,7 @@ def run_on_rank_zero(action: Callable[[], Any], operation: str) -> Any:
 
 
 class Work:
-    """A function that runs in a thread, while collectives exchange whether it has ended."""
+    """Runs a function in a thread while collectives report whether it has ended."""
 
     def __init__(self, action: Callable[[], Any]) -> None:
         self.result: Any = None
@@ -81,14 +81,14 @@ class Work:
         def run() -> None:
             try:
                 self.result = action()
-            except Exception as error:  # other ranks wait for any result
+            except Exception as error:  # other ranks wait also for an error
                 self.error = error
 
         self._thread = threading.Thread(target=run, daemon=True)
         self._thread.start()
 
     def look(self) -> tuple[bool, Any, str | None]:
-        """Wait briefly; return whether it has ended, its result, and its error message or None."""
+        """Wait briefly; return (whether the function has ended, its result, its error message or None)."""
         self._thread.join(PAUSE_SECONDS)
         if self._thread.is_alive():
             return False, None, None

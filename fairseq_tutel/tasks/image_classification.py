@@ -1,4 +1,4 @@
-"""The task image_classification: images of folders or arrays, and the class of each."""
+"""Defines the task image_classification, which reads images and their classes from folders or arrays."""
 
 import logging
 from dataclasses import dataclass, field
@@ -37,7 +37,7 @@ ImageOptions = made("ImageOptions", options_in(ImageConfig))
 
 @dataclass
 class ImageClassificationConfig(ImageOptions):  # type: ignore[valid-type,misc]
-    """The folder of the data, then the options of images."""
+    """Options of the task image_classification: the folder of the data, then the image options."""
 
     data: str = field(
         default="", metadata={"help": "folder with train, valid, …: folders of classes, or .npz files"}
@@ -46,39 +46,39 @@ class ImageClassificationConfig(ImageOptions):  # type: ignore[valid-type,misc]
 
 @register_task("image_classification", dataclass=ImageClassificationConfig)
 class ImageClassificationTask(InferenceMixin, FairseqTask):
-    """Reads classes and the shape of images from the training set, and saves them in checkpoints."""
+    """A task for image classification; checkpoints keep the training set's classes and image shape."""
 
     def __init__(self, cfg: Any, **kwargs: Any) -> None:
         super().__init__(cfg, **kwargs)
         self.image_config = read(ImageConfig, cfg)
         refuse_bad_values(self.image_config)
         self._opened = cache(open_images)
-        self._augmented: ImageDataset | None = None  # the training set
+        self._augmented: ImageDataset | None = None  # the training set with augmentation
         self.state.add_factory("images", self._read_training_set)
 
     @property
     def class_names(self) -> list[str]:
-        """Names of the classes, in the order of their numbers."""
+        """The names of the classes, in the order of the class numbers."""
         return self.state.images["classes"]
 
     @property
     def num_classes(self) -> int:
-        """Number of classes."""
+        """The number of classes."""
         return len(self.class_names)
 
     @property
     def channels(self) -> int:
-        """Channels of the model's input."""
+        """The number of channels of the model's input images."""
         return self.state.images["shape"][0]
 
     def build_model(self, cfg: Any, from_checkpoint: bool = False) -> Any:
-        """Build a model of images; refuse models of words, which need a dictionary."""
+        """Build an image model; raise an error for text models, which need a dictionary."""
         name = getattr(cfg, "ensemble_arch", "") or cfg._name
         kind = ARCH_MODEL_REGISTRY.get(name, MODEL_REGISTRY.get(name, object))
         if issubclass(kind, FairseqLanguageModel | FairseqEncoderDecoderModel):
             raise ValueError(
-                f"--arch {name} reads words, and --task {self.cfg._name} has images; choose an --arch "
-                "such as swin_v2_moe_tiny."
+                f"--arch {name} reads text, but --task {self.cfg._name} has images; give an --arch such as "
+                "swin_v2_moe_tiny."
             )
         model = super().build_model(cfg, from_checkpoint)
         if is_training(self, cfg):
@@ -86,25 +86,29 @@ class ImageClassificationTask(InferenceMixin, FairseqTask):
         return model
 
     def _compare_classes(self, model: Any) -> None:
-        """Keep a new head in finetuning on other classes; refuse to resume with them."""
+        """Compare the data's classes with those of the loaded checkpoint.
+
+        If they differ, finetuning keeps the new head, and resuming raises an error.
+        """
         flag, path = flag_and_path(root_of(self).checkpoint)
         other = different_class(_classes_in(path), self.class_names)
         if other is None:
             return
         number, before, now = other
-        difference = f"class {number} of {path} is {before}, and of {self.cfg.data} it is {now}"
+        difference = f"class {number} of {path} is {before}, but in {self.cfg.data} it is {now}"
         if flag != "--finetune-from-model":
             raise ValueError(
-                f"{difference}; give the data of that run, or --finetune-from-model for a new head."
+                f"{difference}; give the data of the checkpoint's run, or --finetune-from-model to train a "
+                "new head."
             )
         models = [module for module in model.modules() if hasattr(module, "keep_head")]
-        for each in models:  # of an ensemble, its members
+        for each in models:  # several for the members of an ensemble
             each.keep_head()
         if models and world.is_first():
-            logger.warning("%s: the head is initialized", difference)
+            logger.warning("%s, so the model gets a new head", difference)
 
     def load_dataset(self, split: str, combine: bool = False, **kwargs: Any) -> None:
-        """Open a split; the Trainer sets `combine` for the training set."""
+        """Open a split of the images; the Trainer sets `combine` for the training set."""
         root = root_of(self)
         trains = root is not None and combine and split == root.dataset.train_subset
         images, shape = self._opened(self.cfg.data, split), tuple(self.state.images["shape"])
@@ -114,25 +118,25 @@ class ImageClassificationTask(InferenceMixin, FairseqTask):
             self._augmented = dataset_of(root.common.seed)
 
     def get_batch_iterator(self, dataset: Any, *args: Any, **kwargs: Any) -> Any:
-        """Return the stock iterator, with augmentation for training only."""
-        # The training set may also be validated under the same name; only training passes this argument.
+        """Return fairseq's batch iterator; only in training are the images augmented."""
+        # A run may also validate on the training set; only training passes update_epoch_batch_itr.
         if self._augmented is not None and "update_epoch_batch_itr" in kwargs:
             dataset = self._augmented
         return super().get_batch_iterator(dataset, *args, **kwargs)
 
     def build_criterion(self, cfg: Any, *args: Any, **kwargs: Any) -> Any:
-        """Build the criterion; refuse mixed images for one that uses a single class per image."""
+        """Build the criterion; raise an error if images are mixed but the criterion does not support it."""
         criterion = super().build_criterion(cfg, *args, **kwargs)
         if self.image_config.mixes and not getattr(criterion, "takes_mixed", False):
             raise ValueError(
-                "--image-mixup and --image-cutmix give images two classes, and "
-                f"{type(criterion).__name__} uses one of them; choose --criterion image_classification, "
-                "or drop them."
+                "--image-mixup and --image-cutmix give images two classes, but "
+                f"{type(criterion).__name__} uses only one class; give --criterion image_classification, "
+                "or remove these options."
             )
         return criterion
 
     def train_step(self, sample: Any, *args: Any, **kwargs: Any) -> Any:
-        """Run a step; an unreadable image ends the run."""
+        """Run a training step; an unreadable image ends the run."""
         _refuse_unreadable(sample)
         return super().train_step(sample, *args, **kwargs)
 
@@ -142,7 +146,7 @@ class ImageClassificationTask(InferenceMixin, FairseqTask):
         return super().valid_step(sample, *args, **kwargs)
 
     def _read_training_set(self) -> dict[str, Any]:
-        """Return the classes and the image shape, from the options and the first readable image."""
+        """Return the classes of the training set, and the image shape from options or a readable image."""
         root, config = root_of(self), self.image_config
         images = self._opened(self.cfg.data, "train" if root is None else root.dataset.train_subset)
         for i in range(len(images)):
@@ -155,18 +159,18 @@ class ImageClassificationTask(InferenceMixin, FairseqTask):
                 continue
             shape = [channels, config.size or height, config.size or width]
             return {"classes": classes_of(images), "shape": shape}
-        raise ValueError(f"{images.origin} has {len(images)} images, none of which can be read.")
+        raise ValueError(f"{images.origin} has {len(images)} images, but none can be read; check them.")
 
 
 def _classes_in(path: str) -> list[str]:
-    """Return the names of a checkpoint's classes; none if it has none, or cannot be read."""
+    """Return the class names in a checkpoint; an empty list if it has none or cannot be read."""
     try:
         return mapped(path)["task_state"]["images"]["classes"]
-    except Exception:  # many kinds; loading it will report the error
+    except Exception:  # of many kinds; loading the checkpoint will report the error
         return []
 
 
 def _refuse_unreadable(sample: Any) -> None:
-    # Raised here, since a worker's error would include the worker's traceback.
+    # The error is raised in the main process, because a worker's error would include a traceback.
     if "refused" in sample:
         raise ValueError(sample["refused"])

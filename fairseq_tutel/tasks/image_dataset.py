@@ -1,6 +1,6 @@
-"""A fairseq data set of images: the order and the batches of each epoch.
+"""Defines a fairseq data set of images, with the image order and the batches of each epoch.
 
-B images of a batch, C channels, H and W of an image, N images of the set.
+B: images in a batch, C: channels, H and W: height and width, N: images in the data set.
 """
 
 import logging
@@ -25,10 +25,11 @@ logger = logging.getLogger(__name__)
 
 
 class ImageDataset(FairseqDataset):
-    """Images of one split with their labels, decoded on access.
+    """The images of one split with their labels; each image is decoded when it is accessed.
 
-    In training an index includes the epoch: epoch * N + image. An item depends on its index alone, in any
-    process, also after the next epoch has started. The seed is None in evaluation, which is not random.
+    In training, an index includes the epoch: epoch * N + image. An item depends only on this index, so all
+    processes agree, even after the next epoch has started. In evaluation, the seed is None and nothing is
+    random.
     """
 
     def __init__(
@@ -43,31 +44,31 @@ class ImageDataset(FairseqDataset):
         self.labels_N = labels_among(images, classes)
         if seed is not None and config.crop_padding >= min(shape[1:]):
             raise ValueError(
-                f"--image-crop-padding is {config.crop_padding}, which crops images of "
-                f"{shape[1]} x {shape[2]} pixels to padding alone; give at most {min(shape[1:]) - 1}."
+                f"--image-crop-padding is {config.crop_padding}, so a crop of an image of "
+                f"{shape[1]} x {shape[2]} pixels could be padding only; give at most {min(shape[1:]) - 1}."
             )
         self.mean, self.std = normalisation(config, shape[0])
         self._epoch = 0
-        # Unreadable images, shared by all workers, so that each is logged once.
+        # Unreadable images. All workers share this tensor, so each image is logged once.
         self._left_out_N = torch.zeros(len(images), dtype=torch.bool).share_memory_()
 
     @property
     def can_reuse_epoch_itr_across_epochs(self) -> bool:
-        """Whether all epochs have the same batches."""
+        """Whether all epochs have the same batches, which holds in evaluation."""
         return self.seed is None
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch of the next order and augmentation."""
+        """Set the epoch, on which the order and the augmentation of images depend."""
         self._epoch = 0 if self.seed is None else epoch
 
     def __len__(self) -> int:
         return len(self.images)
 
     def ordered_indices(self) -> np.ndarray:
-        """Return the shuffled indices of the epoch; fairseq shuffles at most the batches.
+        """Return the shuffled indices of the epoch; fairseq itself would shuffle only the batches.
 
-        The order of a validation set is fixed, but shuffled, too: folders list images by class, and expert
-        metrics, which are averages over batches, would describe batches of one class.
+        A validation set has one fixed shuffled order. Folders list images by class, so without shuffling,
+        each batch would have one class, and expert metrics, which are averages over batches, would mislead.
         """
         if self.seed is None:
             return order_of(0, 0, len(self))
@@ -76,18 +77,18 @@ class ImageDataset(FairseqDataset):
     def batch_by_size(
         self, indices: np.ndarray, max_tokens: Any = None, max_sentences: Any = None, **_: Any
     ) -> list[list[int]]:
-        """Return batches of --batch-size images, or --max-tokens, without rounding to a multiple."""
+        """Return batches of --batch-size images, or --max-tokens if smaller, not rounded to a multiple."""
         size = min((s for s in (max_tokens, max_sentences) if s is not None), default=1)
         if size < 1:
             raise ValueError(f"--batch-size or --max-tokens is {size}; give a number of at least 1.")
         return [indices[i : i + size].tolist() for i in range(0, len(indices), size)]
 
     def filter_indices_by_size(self, indices: np.ndarray, max_sizes: Any) -> tuple[np.ndarray, list]:
-        """Return all: images have no length."""
+        """Return all indices, because images have no length by which fairseq could filter them."""
         return indices, []
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        """Return an image with its label, or the reason why it is unreadable."""
+        """Return an image with its label, or the reason why the image is unreadable."""
         epoch, i = divmod(int(index), len(self))
         (channels, height, width), mixing = self.shape, None
         try:
@@ -104,11 +105,11 @@ class ImageDataset(FairseqDataset):
         return {"id": i, "image": image, "target": int(self.labels_N[i]), "mixing": mixing}
 
     def collater(self, samples: list[dict[str, Any]]) -> dict[str, Any]:
-        """Return a batch: images [B, C, H, W] float32, normalized, their ids and target [B] int64.
+        """Return a batch: images [B, C, H, W] float32, normalized, with their ids and targets [B] int64.
 
-        If images are mixed: target [B] of the second image, and share [B] of the first. Without samples the
-        batch is empty, a dummy batch for fairseq. With an unreadable image it is {"refused": a sentence},
-        unless such images are left out.
+        If images are mixed, "mixed" has the target [B] of the second image and the share [B] of the first.
+        Without samples, the batch is empty, and fairseq treats it as a dummy batch. An unreadable image
+        makes the batch {"refused": the error message}, unless --image-errors is skip.
         """
         kept = [sample for sample in samples if "image" in sample]
         bad = [sample for sample in samples if "image" not in sample]
@@ -116,7 +117,7 @@ class ImageDataset(FairseqDataset):
             return {"refused": refusal(bad[0]["unreadable"])}
         for sample in bad:
             self._leave_out(sample)
-        if bad and not kept:  # it would have no loss; another image keeps the ranks in step
+        if bad and not kept:  # an empty batch would have no loss; another image keeps the ranks in step
             kept = [self._next_readable(bad[-1]["index"])]
         if not kept:
             return {}
@@ -137,7 +138,7 @@ class ImageDataset(FairseqDataset):
         i = sample["index"] % len(self)
         if not self._left_out_N[i]:
             self._left_out_N[i] = True
-            logger.warning("left out %s (%d so far)", sample["unreadable"], int(self._left_out_N.sum()))
+            logger.warning("skipped %s (%d so far)", sample["unreadable"], int(self._left_out_N.sum()))
 
     def _next_readable(self, index: int) -> dict[str, Any]:
         epoch, i = divmod(index, len(self))
@@ -145,4 +146,4 @@ class ImageDataset(FairseqDataset):
             sample = self[epoch * len(self) + (i + step) % len(self)]
             if "image" in sample:
                 return sample
-        raise ValueError(f"{self.images.origin} has {len(self)} images, none of which can be read.")
+        raise ValueError(f"{self.images.origin} has {len(self)} images, but none can be read; check them.")

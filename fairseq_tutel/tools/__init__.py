@@ -1,1 +1,1 @@
-"""What `python -m fairseq_tutel TOOL` runs, a file each."""
+"""The command-line tools of `python -m fairseq_tutel TOOL`, each in its own module."""

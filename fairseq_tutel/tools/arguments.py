@@ -1,4 +1,4 @@
-"""Shared parts of command lines: numbers, input and output files, options that are added late."""
+"""Helpers for the tools' command lines: number options, output files and options that are added late."""
 
 import argparse
 import contextlib
@@ -16,7 +16,7 @@ DTYPES = {"fp32": 4, "fp16": 2, "bf16": 2}  # bytes of an element
 
 
 def add_numbers(parser: argparse.ArgumentParser, numbers: Sequence[Number]) -> None:
-    """Add an option for each number."""
+    """Add an integer option to the parser for each entry of `numbers`."""
     for key, default, meaning in numbers:
         parser.add_argument(
             flag_of(key), type=int, default=default, metavar="N", help=f"{meaning} [{default}]"
@@ -24,7 +24,7 @@ def add_numbers(parser: argparse.ArgumentParser, numbers: Sequence[Number]) -> N
 
 
 def refuse_numbers(arguments: argparse.Namespace, numbers: Sequence[Number]) -> None:
-    """Check that numbers are at least 1, --top-k is at most --experts, and --dtype is in DTYPES."""
+    """Raise ValueError if a number is below 1, --top-k is above --experts, or --dtype is unknown."""
     for key, _, _ in numbers:
         if getattr(arguments, key) < 1:
             raise ValueError(f"{flag_of(key)} is {getattr(arguments, key)}; give a number of at least 1.")
@@ -38,23 +38,24 @@ def refuse_numbers(arguments: argparse.Namespace, numbers: Sequence[Number]) -> 
 
 
 def add_overwrite(parser: argparse.ArgumentParser) -> None:
-    """Add --overwrite, without which no file is replaced."""
+    """Add the option --overwrite; without it, existing files are not replaced."""
     parser.add_argument("--overwrite", action="store_true", help="replace --output if it exists")
 
 
 def output_path(text: str) -> Path:
-    """Return --output as a path."""
+    """Convert the value of --output to a path; a / at the end is an error."""
     if text.endswith("/"):
-        raise ValueError(f"--output is {text}; give the name of a file, without / at its end.")
+        raise ValueError(f"--output is {text}; give the name of a file, without / at the end.")
     return Path(text)
 
 
 def refuse_output(
     output: Path, inputs: Sequence[Path] = (), overwrite: bool = True, flag: str = "--output"
 ) -> None:
-    """Check before any work that an output can be written without replacing an input.
+    """Raise ValueError if an output file cannot be written, or would replace an input file.
 
-    `overwrite` allows it to replace another file. With inputs, it must be an ordinary file.
+    Tools call this before any work. `overwrite` allows the output to replace other files. With inputs, the
+    output must be an ordinary file.
     """
     if output.is_dir() or not output.parent.is_dir():
         raise ValueError(f"{flag} is {output}; give the name of a file in an existing folder.")
@@ -71,9 +72,9 @@ def refuse_output(
 
 @contextlib.contextmanager
 def writing(path: Path, flag: str = "--output") -> Iterator[Path]:
-    """Yield a temporary name with the same suffix, and replace the file after the block.
+    """Yield a temporary path to write to, and rename it to `path` after the block.
 
-    Devices and links are written directly.
+    The temporary path has the same suffix. Devices and links are written directly.
     """
     is_plain = not os.path.lexists(path) or (path.is_file() and not path.is_symlink())
     beside = path.with_stem(f"{path.stem}.{secrets.token_hex(4)}{TEMPORARY}") if is_plain else path
@@ -90,23 +91,23 @@ def writing(path: Path, flag: str = "--output") -> Iterator[Path]:
 
 @contextlib.contextmanager
 def needing(what: str, extra: str = "") -> Iterator[None]:
-    """Turn a failed import in the block into a message that names the package, or the extra, to install."""
+    """Convert a failed import to a ValueError that names the package, or the extra, to install."""
     try:
         yield
     except ModuleNotFoundError as error:
         package = f"'fairseq-tutel[{extra}]'" if extra else error.name
         raise ValueError(
-            f"{what} needs {error.name}, which is not installed; pip install {package}."
+            f"{what} needs {error.name}, which is not installed; run pip install {package}."
         ) from error
 
 
 class LateParser(argparse.ArgumentParser):
-    """An ArgumentParser that calls `late` before the first parse, for options that are slow to import."""
+    """An ArgumentParser that calls `late` before the first parse; `late` adds options with slow imports."""
 
     late: Callable[[argparse.ArgumentParser], None] | None = None
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:  # type: ignore[override]
-        """Add the late options, then parse."""
+        """Add the options of `late`, and then parse the arguments."""
         late, self.late = self.late, None
         if late is not None:
             try:
@@ -116,7 +117,7 @@ class LateParser(argparse.ArgumentParser):
         return super().parse_known_args(args, namespace)
 
     def error(self, message: str) -> NoReturn:
-        """End with the message; explain values that look like options."""
+        """Exit with the message, and add a hint about values that begin with a dash."""
         if message.endswith("expected at least one argument"):
             message += " that does not begin with -"
         super().error(message)

@@ -1,4 +1,4 @@
-"""flags: prints the plugin's flags with their help; `fairseq-train --help` omits those of architectures."""
+"""flags: print the plugin's flags with their help; `fairseq-train --help` omits flags of architectures."""
 
 import argparse
 import re
@@ -12,7 +12,7 @@ from fairseq_tutel.moe.option_table import options_of
 from fairseq_tutel.options.option import Option, options_in
 from fairseq_tutel.vision.options import ImageConfig, SwinConfig, SwinExpertsConfig
 
-# Options outside of moe/: (title, dataclasses).
+# Options that are defined outside of moe/: (title, dataclasses).
 OTHER_TABLES: tuple[tuple[str, tuple[type, ...]], ...] = (
     ("of the task image_classification", (ImageConfig,)),
     ("of swin_v2 and swin_v2_moe", (SwinConfig, SwinExpertsConfig)),
@@ -23,10 +23,10 @@ OTHER_TABLES: tuple[tuple[str, tuple[type, ...]], ...] = (
 
 
 def add_to(tools: Any) -> None:
-    """Add the tool to the command line."""
+    """Add this tool as a subcommand of `python -m fairseq_tutel`."""
     parser = tools.add_parser("flags", help="print the plugin's flags", description=__doc__)
     parser.add_argument(
-        "pattern", nargs="?", default="", help="only flags with this text in their name or help"
+        "pattern", nargs="?", default="", help="print only flags with this text in their name or help"
     )
     parser.set_defaults(run=run)
 
@@ -61,6 +61,6 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def _matches(option: Option, pattern: str) -> bool:
-    # Other spellings: topk, top_k.
+    # Other spellings also match, such as topk and top_k.
     names = f"{option.flag} {option.key} {option.key.replace('_', '')}"
     return pattern in f"{names} {option.text}".lower()

@@ -1,7 +1,7 @@
-"""inspect: print the content of a checkpoint: experts, shapes, bytes, options, updates, and loads of a log.
+"""inspect: print the content of a checkpoint: experts, shapes, bytes, options, updates and expert loads.
 
-It opens our checkpoints, dense ones of fairseq, one file of Meta's moe branch or of Tutel, and other files
-of tensors. No pickled code runs.
+The tool reads checkpoints of this package, dense fairseq checkpoints, single files of Meta's moe branch or
+of Tutel, and other files of tensors. Pickled code is not executed.
 """
 
 import argparse
@@ -20,15 +20,15 @@ UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB")
 
 
 def add_to(tools: Any) -> None:
-    """Add the tool to the command line."""
+    """Add this tool as a subcommand of `python -m fairseq_tutel`."""
     text = "print the content of a checkpoint"
     parser = tools.add_parser("inspect", help=text, description=__doc__)
     parser.add_argument("file", metavar="FILE", help="a checkpoint")
-    log = "add the experts' loads from this training log with --log-format json, or from the one in this "
+    log = "add the experts' loads from a training log (--log-format json), or from the log in a "
     parser.add_argument("--log", metavar="PATH", help=f"{log}--save-dir")
     for name, text in (
-        ("--tensors", "list the tensors of our files too"),
-        ("--check", "read everything, shard files too, and compare it with the checksums"),
+        ("--tensors", "list all tensors of a checkpoint of this package, too"),
+        ("--check", "read all bytes, also of expert files, and compare them with the checksums"),
         ("--json", "print everything as JSON"),
     ):
         parser.add_argument(name, action="store_true", help=text)
@@ -48,16 +48,16 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def _add_loads(facts: Facts, layers: list[Layer], log: Path) -> None:
-    """Add each layer's mean loads over the last records of a training log."""
+    """Add the mean loads of each layer's experts, from the last records of a training log."""
     if not layers:
         raise ValueError(
-            f"--log is given, but FILE names {facts['file']}, which has no experts; leave it out."
+            f"--log is given, but FILE names {facts['file']}, which has no experts; remove --log."
         )
     loads = of_log(log, layers)
     for layer, entry in zip(layers, facts.get("layers", []), strict=True):
         if len(loads[layer]) != entry["experts"]:
             raise ValueError(
-                f"--log names {log}, where {layer.label} has {len(loads[layer])} experts, and FILE has "
+                f"--log is {log}, where {layer.label} has {len(loads[layer])} experts, but FILE has "
                 f"{entry['experts']}; give the log of this model."
             )
         entry["load"] = loads[layer]
@@ -88,7 +88,8 @@ def _lines(facts: Facts, with_tensors: bool) -> list[str]:
 
 
 def _epoch(facts: Facts) -> str:
-    """Return the data position as text; at the end of an epoch fairseq saves the next one's number."""
+    """Return the position in the training data as text, such as "2 epochs done"."""
+    # At the end of an epoch, fairseq saves the number of the next epoch.
     epoch, batches = facts["epoch"], facts["batches_in_epoch"]
     if epoch is not None and batches == 0:
         return f"{epoch - 1} epochs done"
@@ -97,7 +98,7 @@ def _epoch(facts: Facts) -> str:
 
 def _table_of_layers(layers: Sequence[Facts]) -> list[str]:
     has_load = "load" in layers[0]
-    header = ["layer", "experts", "one expert", "dtype", "size", "beside the experts"]
+    header = ["layer", "experts", "one expert", "dtype", "size", "other parameters"]
     rows = [header + ["load: least, most, below 0.1"] * has_load]
     for layer in layers:
         row = [layer["layer"], str(layer["experts"]), _shapes(layer["shapes"])]

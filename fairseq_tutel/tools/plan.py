@@ -1,7 +1,8 @@
-"""plan: ranks configurations of a model's experts on a cluster (P, r, d and all-to-all) by the cost model.
+"""plan: rank configurations of a model's experts on a cluster by the time that the cost model predicts.
 
-It predicts forward, backward and all-reduces at even load, without optimizer and data loading. Formulas,
-sources and errors: docs/scaling.md.
+A configuration is a choice of P, r, d and the all-to-all; docs/scaling.md explains them. The predicted time
+has forward, backward and all-reduces at even load, without optimizer and data loading. Formulas, sources
+and errors: docs/scaling.md.
 """
 
 import argparse
@@ -22,35 +23,35 @@ from fairseq_tutel.tools.arguments import (
     writing,
 )
 
-DETAILED = 3  # candidates whose parts are shown side by side
+DETAILED = 3  # number of candidates that are shown in detail
 
 NUMBERS = (
-    ("nodes", 1, "nodes of the cluster"),
-    ("gpus_per_node", 8, "ranks of a node"),
-    ("layers", 12, "MoE layers of the model"),
-    ("model_dim", 1024, "width of the model"),
+    ("nodes", 1, "number of nodes in the cluster"),
+    ("gpus_per_node", 8, "number of ranks per node"),
+    ("layers", 12, "number of MoE layers"),
+    ("model_dim", 1024, "model dimension"),
     ("hidden_dim", 4096, "hidden dimension of one expert"),
-    ("experts", 64, "experts of a layer, over all ranks"),
-    ("top_k", 2, "experts of a token"),
-    ("tokens", 8192, "tokens of a micro-batch on one rank"),
-    ("top", 8, "candidates to show"),
+    ("experts", 64, "number of experts per layer, over all ranks"),
+    ("top_k", 2, "number of experts per token"),
+    ("tokens", 8192, "number of tokens per micro-batch and rank"),
+    ("top", 8, "number of candidates to show"),
 )
 
 
 def add_to(tools: Any) -> None:
-    """Add the tool to the command line."""
+    """Add this tool as a subcommand of `python -m fairseq_tutel`."""
     parser = tools.add_parser(
         "plan", help="rank configurations of a model's experts on a cluster", description=__doc__
     )
     add_numbers(parser, NUMBERS)
     known, dtypes = ", ".join(PRESETS), ", ".join(DTYPES)
-    zero = "--moe-zero-stage: 1 shards the optimizer state, 2 gradients too [0]"
-    dense = "parameters outside of experts [attention: 4 x layers x model-dim squared]"
+    zero = "--moe-zero-stage: 1 shards the optimizer state, 2 also gradients [0]"
+    dense = "number of parameters outside of experts [attention: 4 x layers x model-dim squared]"
     for flag, kind, metavar, text in (
-        ("--machine", Path, "FILE", "hardware profile of tune --json, instead of --gpu"),
-        ("--intra-gb-s", float, "X", "link of a rank within its node, GB/s"),
-        ("--inter-gb-s", float, "X", "link of a rank to other nodes, GB/s"),
-        ("--alpha-us", float, "X", "latency of a message to another node, microseconds"),
+        ("--machine", Path, "FILE", "hardware profile from tune --json, instead of --gpu"),
+        ("--intra-gb-s", float, "X", "bandwidth of a rank's link within the node, in GB/s"),
+        ("--inter-gb-s", float, "X", "bandwidth of a rank's link to other nodes, in GB/s"),
+        ("--alpha-us", float, "X", "latency of a message to another node, in microseconds"),
         ("--dense-parameters", int, "N", dense),
         ("--json", Path, "FILE", "write the candidates as JSON"),
     ):
@@ -58,14 +59,14 @@ def add_to(tools: Any) -> None:
     parser.add_argument("--gpu", default="a100", help=f"one of {known} [a100]")
     parser.add_argument("--dtype", default="bf16", help=f"one of {dtypes} [bf16]")
     parser.add_argument("--zero-stage", type=int, default=0, metavar="N", help=zero)
-    parser.add_argument("--glu", action="store_true", help="experts have three matrices")
+    parser.add_argument("--glu", action="store_true", help="experts are gated FFNs with three matrices")
     text = "--moe-offload-optimizer: optimizer state is in host memory"
     parser.add_argument("--offload-optimizer", action="store_true", help=text)
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Rank the candidates and print them."""
+    """Rank the configurations, and print the best ones."""
     if arguments.json:
         refuse_output(arguments.json, flag="--json")
     work = _work(arguments)
@@ -90,7 +91,7 @@ def _work(arguments: argparse.Namespace) -> Work:
     if dense is None:
         dense = 4 * arguments.layers * arguments.model_dim**2
     if dense < 0:
-        raise ValueError(f"--dense-parameters is {dense}; give a number from 0.")
+        raise ValueError(f"--dense-parameters is {dense}; give a number of at least 0.")
     if arguments.zero_stage not in (0, 1, 2):
         raise ValueError(f"--zero-stage is {arguments.zero_stage}; give 0, 1 or 2.")
     names = ("tokens", "model_dim", "hidden_dim", "experts", "top_k", "glu", "layers", "zero_stage")
@@ -107,7 +108,7 @@ def _machine(arguments: argparse.Namespace) -> Machine:
         machine = Machine.from_json(arguments.machine)
     elif arguments.gpu in PRESETS:
         machine = PRESETS[arguments.gpu]
-        if arguments.dtype == "fp32":  # no tensor cores, as is torch's default
+        if arguments.dtype == "fp32":  # by default, torch uses no tensor cores for fp32
             machine = replace(machine, flops_per_s=machine.gate_flops_per_s)
     else:
         raise ValueError(
@@ -116,19 +117,19 @@ def _machine(arguments: argparse.Namespace) -> Machine:
     for name, gb_s in (("intra", arguments.intra_gb_s), ("inter", arguments.inter_gb_s)):
         if gb_s is not None:
             if not gb_s > 0:
-                raise ValueError(f"--{name}-gb-s is {gb_s:g}; give GB/s above 0.")
+                raise ValueError(f"--{name}-gb-s is {gb_s:g}; give a number above 0.")
             link = replace(getattr(machine, name), bytes_per_s=gb_s * 1e9)
             machine = replace(machine, **{name: link})
     alpha = arguments.alpha_us
     if alpha is not None:
         if not alpha >= 0:
-            raise ValueError(f"--alpha-us is {alpha:g}; give microseconds from 0.")
+            raise ValueError(f"--alpha-us is {alpha:g}; give a number of at least 0.")
         machine = replace(machine, inter=replace(machine.inter, alpha_s=alpha * 1e-6))
     return machine
 
 
 def _page(candidates: Sequence[Candidate], work: Work, machine: Machine) -> str:
-    """Return the tables of candidates: one line each, and the parts of the first ones."""
+    """Return the text of the output: a table of all candidates, and details of the first ones."""
     with needing("plan"):
         from tabulate import tabulate
 
@@ -169,7 +170,7 @@ def _page(candidates: Sequence[Candidate], work: Work, machine: Machine) -> str:
 
 
 def _choice(candidate: Candidate) -> tuple[str, str, str, str]:
-    """Return P, r, d and the all-to-all; the last two have no effect if no rows are sent."""
+    """Return a candidate's P, r, d and all-to-all as text; d and all-to-all are "-" if no rows are sent."""
     strategy, size = candidate.strategy, candidate.cluster.expert_parallel_size
     sends_rows = strategy.adaptive_r > 0 and size > 1
     d, algorithm = (str(strategy.overlap), strategy.algorithm) if sends_rows else ("-", "-")

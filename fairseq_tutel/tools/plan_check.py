@@ -1,6 +1,7 @@
 """plan-check: check a collective plan and predict its time.
 
-The predicted time adds the slowest link of each round and the latency of each hop. More: docs/plans.md.
+The predicted time is the sum of each round's time on its slowest link, and the latency of each hop.
+Details: docs/plans.md.
 """
 
 import argparse
@@ -20,16 +21,16 @@ from fairseq_tutel.plans.network import Network, routed
 from fairseq_tutel.plans.network import find as network_of
 from fairseq_tutel.tools.arguments import refuse_output, writing
 
-# How many links with equal bytes are named.
+# Largest number of links with equal bytes that are listed.
 SHOWN = 4
 
 
 def add_to(tools: Any) -> None:
-    """Add the tool to the command line."""
+    """Add this tool as a subcommand of `python -m fairseq_tutel`."""
     parser = tools.add_parser(
         "plan-check", help="check a collective plan and predict its time", description=__doc__
     )
-    text = f"a FILE.json, MSCCL's FILE.xml or {NAMED} with NAME one of {', '.join(GENERATORS)}"
+    text = f"FILE.json, MSCCL's FILE.xml, or {NAMED}, where NAME is one of {', '.join(GENERATORS)}"
     parser.add_argument("plan", metavar="PLAN", help=text)
     text = "bytes of a rank's input, for the predicted time [1048576]"
     parser.add_argument("--bytes", type=int, default=1 << 20, metavar="N", help=text)
@@ -37,7 +38,7 @@ def add_to(tools: Any) -> None:
     parser.add_argument("--alpha-us", type=float, default=10.0, metavar="X", help=text)
     text = "bandwidth of each link, in GB/s [10]"
     parser.add_argument("--gb-s", type=float, metavar="X", help=text)
-    text = "a network in place of --gb-s: FILE.json or a name as dgx_a100:2; transfers take fastest paths"
+    text = "network instead of --gb-s: FILE.json or a name such as dgx_a100:2; transfers use fastest paths"
     parser.add_argument("--network", metavar="NET", help=text)
     text = "write the plan to this file if it is correct: FILE.json, or FILE.xml for MSCCL"
     parser.add_argument("--output", type=Path, metavar="FILE", help=text)
@@ -45,18 +46,18 @@ def add_to(tools: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Check the plan and print its cost."""
+    """Check the collective plan, and print its properties and predicted time."""
     for flag, value in (("--bytes", arguments.bytes), ("--gb-s", arguments.gb_s)):
         if value is not None and not value > 0:
             raise ValueError(f"{flag} is {value}; give a number above 0.")
     if not arguments.alpha_us >= 0:
-        raise ValueError(f"--alpha-us is {arguments.alpha_us}; give a number from 0.")
+        raise ValueError(f"--alpha-us is {arguments.alpha_us}; give a number of at least 0.")
     if arguments.network and arguments.gb_s:
         raise ValueError("--network and --gb-s both set the bandwidth of links; give one of them.")
     if arguments.output:
         refuse_output(arguments.output)
         if arguments.output.suffix not in (".json", ".xml"):
-            raise ValueError(f"--output is {arguments.output}; end it in .json or .xml.")
+            raise ValueError(f"--output is {arguments.output}; give a name that ends with .json or .xml.")
     network = network_of(arguments.network) if arguments.network else None
     plan = find(arguments.plan)
     try:
@@ -108,7 +109,7 @@ def _lines(plan: Plan, report: Report, names: Mapping[int, str], size: int) -> l
 
 
 def _routed(report: Report, plan: Plan, network: Network) -> Report:
-    """Return the report with the loads of a network's links."""
+    """Return a copy of the report with loads of the network's links instead of pairs of ranks."""
     if plan.network and plan.network != network.digest:
         text = f"is not the plan's network {plan.network}; give that network"
         raise ValueError(f"--network {network.name} {text}.")

@@ -1,6 +1,6 @@
 """plans: write the usual collective plans of N ranks into a folder, for --moe-collective-plans.
 
-They are the fastest plans between ranks of one host, each for its range of bytes. More: docs/plans.md.
+Each plan is the fastest one between ranks of one host for a range of message sizes. Details: docs/plans.md.
 """
 
 import argparse
@@ -14,7 +14,7 @@ from fairseq_tutel.tools.arguments import writing
 
 
 def add_to(tools: Any) -> None:
-    """Add the tool to the command line."""
+    """Add this tool as a subcommand of `python -m fairseq_tutel`."""
     parser = tools.add_parser(
         "plans", help="write the usual collective plans of N ranks", description=__doc__
     )
@@ -25,7 +25,7 @@ def add_to(tools: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Write the plans."""
+    """Write the collective plans to the output folder."""
     for ranks in arguments.ranks:
         if not 2 <= ranks <= MOST:
             raise ValueError(f"N is {ranks}; give a number from 2 to {MOST}.")

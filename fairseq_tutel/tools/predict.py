@@ -1,7 +1,7 @@
-"""predict: classifies images with a trained model, and writes the classes to a file.
+"""predict: classify images with a trained model, and write the predicted classes to a file.
 
 The images are one split of a data folder, as in training: folders of classes, or arrays. Each line of the
-file has an image, its class, and up to five classes with their probabilities, the most likely first.
+file has an image, its class, and up to five predicted classes with probabilities, the most likely first.
 
 B images of a batch, C classes.
 """
@@ -16,39 +16,41 @@ from typing import Any
 from fairseq_tutel.options.option import key_of
 from fairseq_tutel.tools.arguments import add_overwrite, refuse_output, writing
 
-# Most classes in a line.
+# Largest number of predicted classes in a line.
 LINE = 5
 # Flag, smallest value, default, help.
 NUMBERS = (
     ("--limit", 1, None, "use the first N images only"),
-    ("--batch-size", 1, 64, "images at a time [64]"),
-    ("--num-workers", 0, 0, "processes that decode images [0]"),
+    ("--batch-size", 1, 64, "number of images per batch [64]"),
+    ("--num-workers", 0, 0, "number of processes that decode images [0]"),
 )
-# Number of an image, its class, and (class, probability) of the model, the most likely first.
+# Index of an image, its class, and predicted pairs (class, probability), the most likely first.
 Answer = tuple[int, int, list[tuple[int, float]]]
 
 
 def add_to(tools: Any) -> None:
-    """Add the tool to the command line."""
+    """Add this tool as a subcommand of `python -m fairseq_tutel`."""
     parser = tools.add_parser("predict", help="write a model's classes of images", description=__doc__)
-    parser.add_argument("checkpoint", metavar="CHECKPOINT", help="a model of the task image_classification")
-    parser.add_argument("data", metavar="DATA", help="folder with the split")
-    parser.add_argument("--split", default="valid", help="the images [valid]")
+    parser.add_argument("checkpoint", metavar="CHECKPOINT", help="image classification model")
+    parser.add_argument("data", metavar="DATA", help="data folder that contains the split")
+    parser.add_argument("--split", default="valid", help="split to classify [valid]")
     output = Path("predictions.csv")
-    parser.add_argument("--output", type=Path, default=output, metavar="FILE", help=f"the file [{output}]")
+    parser.add_argument(
+        "--output", type=Path, default=output, metavar="FILE", help=f"file to write [{output}]"
+    )
     for flag, _, default, text in NUMBERS:
         parser.add_argument(flag, type=int, default=default, metavar="N", help=text)
     parser.add_argument(
         "--image-errors", choices=("refuse", "skip"), help="action for unreadable images [as in training]"
     )
-    parser.add_argument("--user-dir", metavar="DIR", help="--user-dir of a custom model")
-    parser.add_argument("--cpu", action="store_true", help="use no GPU")
+    parser.add_argument("--user-dir", metavar="DIR", help="--user-dir that defines a custom model")
+    parser.add_argument("--cpu", action="store_true", help="run on the CPU")
     add_overwrite(parser)
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Write the file."""
+    """Classify the images and write the predictions to the output file."""
     for flag, least, _, _ in NUMBERS:
         value = getattr(arguments, key_of(flag))
         if value is not None and value < least:
@@ -65,7 +67,7 @@ def _predict(arguments: argparse.Namespace) -> None:
     model, task = _opened(arguments)
     task.load_dataset(arguments.split)
     dataset, names = task.dataset(arguments.split), task.class_names
-    # Unique numbers: a batch of unreadable images contains an image of another batch.
+    # Keep one answer per image: a batch without readable images contains an image of another batch.
     answers = {answer[0]: answer for answer in _answers(model, dataset, arguments)}.values()
     numbers = range(1, min(LINE, len(names)) + 1)
     # File names may be invalid UTF-8.
@@ -84,7 +86,8 @@ def _predict(arguments: argparse.Namespace) -> None:
 
 
 def _opened(arguments: argparse.Namespace) -> tuple[Any, Any]:
-    """Return the model in evaluation mode, and its task. fairseq is imported here: it takes seconds."""
+    """Load the checkpoint; return the model in evaluation mode, and its task."""
+    # fairseq is imported here, because the import takes seconds.
     from fairseq import checkpoint_utils
     from fairseq.utils import import_user_module
 
@@ -92,7 +95,7 @@ def _opened(arguments: argparse.Namespace) -> tuple[Any, Any]:
 
     if Path(arguments.checkpoint).is_dir():
         raise ValueError(
-            f"CHECKPOINT is {arguments.checkpoint}, a folder; give a file of it, such as "
+            f"CHECKPOINT is {arguments.checkpoint}, which is a folder; give a file in it, such as "
             f"{Path(arguments.checkpoint) / 'checkpoint_best.pt'}."
         )
     plugin.register()
@@ -105,7 +108,7 @@ def _opened(arguments: argparse.Namespace) -> tuple[Any, Any]:
     )
     if not hasattr(task, "class_names"):
         raise ValueError(
-            f"CHECKPOINT is {arguments.checkpoint}, a model of {type(task).__name__}; give one of the task "
+            f"CHECKPOINT is {arguments.checkpoint}, whose task is {type(task).__name__}; give a model for "
             "image_classification."
         )
     return models[0].eval(), task

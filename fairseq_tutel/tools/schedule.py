@@ -1,7 +1,7 @@
-"""schedule: make the fastest plan of a collective for a network, and show the cut that limits it.
+"""schedule: make the fastest collective plan for a network, and print the cut that limits its speed.
 
-TOPOLOGY is a file (--network writes one) or a name: dgx_a100:2 is two boxes. ForestColl gives the optimum,
-its cut and the trees. More: docs/scaling.md.
+TOPOLOGY is a file (--network writes such a file) or a name, such as dgx_a100:2 for two boxes. The algorithm
+ForestColl computes the optimum, the cut and the trees. Details: docs/scaling.md.
 """
 
 import argparse
@@ -20,29 +20,29 @@ from fairseq_tutel.plans.network import NETWORKS, Network, find, to_json
 from fairseq_tutel.tools.arguments import refuse_output, writing
 
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce")
-# The latency of smaller messages matters.
+# Smaller messages would be limited by latency.
 CHUNK_BYTES = 256 * 1024
 MOST = {"trees": 65536, "slices": 1024}
-# More take more than a few minutes.
+# Larger networks take more than a few minutes.
 MOST_GPUS = 256
-# How many vertices of a cut are named.
+# Largest number of vertices of a cut that are listed.
 NAMED = 4
 
 
 def add_to(tools: Any) -> None:
-    """Add the tool to the command line."""
+    """Add this tool as a subcommand of `python -m fairseq_tutel`."""
     parser = tools.add_parser(
-        "schedule", help="make the fastest plan of a collective for a network", description=__doc__
+        "schedule", help="make the fastest collective plan for a network", description=__doc__
     )
     known = ", ".join(f"{key}:{usage}" for key, (usage, _) in NETWORKS.items())
     parser.add_argument("topology", metavar="TOPOLOGY", help=f"FILE.json or one of {known}")
     text = f"one of {', '.join(COLLECTIVES)} [all_gather]"
     parser.add_argument("--collective", default="all_gather", help=text)
-    text = "trees per root [the fewest that are within 5 %% of the optimum]"
+    text = "number of trees per root [the smallest number within 5 %% of the optimum]"
     parser.add_argument("--trees", type=int, metavar="K", help=text)
-    text = "bytes of a shard: limits the trees to shares of at least 256 KiB [any]"
+    text = "bytes of a shard; limits the number of trees, so each carries at least 256 KiB [any]"
     parser.add_argument("--bytes", type=int, metavar="N", help=text)
-    text = "slices of a shard that follow each other along the trees: more and smaller messages [1]"
+    text = "number of slices of a shard that are sent one after another, as smaller messages [1]"
     parser.add_argument("--slices", type=int, default=1, metavar="P", help=text)
     parser.add_argument("--output", type=Path, metavar="FILE", help="write the plan to this file")
     parser.add_argument("--network", type=Path, metavar="FILE", help="write the topology to this file")
@@ -66,7 +66,7 @@ def run(arguments: argparse.Namespace) -> None:
         with writing(arguments.network, "--network") as file:
             file.write_text(json.dumps(to_json(network)) + "\n", encoding="utf-8")
     forest = forests[1] or forests[0]
-    assert forest, "a collective reduces or distributes"
+    assert forest, "every collective reduces or distributes data"
     print(printable("\n\n".join(_page(network, collective, forest))))
     for path in filter(None, (arguments.output, arguments.network)):
         print(f"wrote {path}")
@@ -77,7 +77,7 @@ def _refuse(arguments: argparse.Namespace) -> None:
         if path:
             refuse_output(path, flag=flag)
             if path.suffix != ".json":
-                raise ValueError(f"{flag} is {path}; end it in .json.")
+                raise ValueError(f"{flag} is {path}; give a name that ends with .json.")
     if arguments.output and arguments.output == arguments.network:
         raise ValueError(f"--output and --network are both {arguments.output}; give two files.")
     if arguments.collective not in COLLECTIVES:
@@ -91,7 +91,7 @@ def _refuse(arguments: argparse.Namespace) -> None:
 
 
 def _page(network: Network, collective: str, forest: Forest) -> Iterator[str]:
-    """Yield the paragraphs of the output."""
+    """Yield the paragraphs that the tool prints."""
     unit, times = network.unit, 1 + (collective == "all_reduce")
     best, share = forest.best, forest.share
     optimum, seconds = times * best.seconds, times * share.seconds
@@ -117,7 +117,7 @@ def _page(network: Network, collective: str, forest: Forest) -> Iterator[str]:
 
 
 def _side(network: Network, cut: int) -> str:
-    """Return text for a set of vertices: its GPUs, or "all but" the others if these are fewer."""
+    """Return the names of the GPUs in a cut, or "all but" and the other GPUs if these are fewer."""
     ranks = (1 << network.ranks) - 1
     inside, outside = (
         [network.vertices[vertex] for vertex in members(part)] for part in (cut & ranks, ranks & ~cut)

@@ -1,8 +1,9 @@
-"""Reads fairseq's training logs, and joins their records to one run.
+"""Reads fairseq's training logs, and joins the records of all processes to one run.
 
 A record is a line that ends in JSON: `… | train_inner | {"epoch": 1, …}` in a captured output,
-`[…][train_inner][INFO] - {…}` under hydra, or only the JSON in a `--log-file`. Its key that ends in
-`num_updates` has the update, and the data subset as prefix. A record of fairseq-validate has no update.
+`[…][train_inner][INFO] - {…}` under hydra, or only the JSON in a `--log-file`. The value of the key
+that ends in `num_updates` is the update; the prefix of this key is the data subset. A record of
+fairseq-validate has no update.
 """
 
 import math
@@ -15,54 +16,54 @@ from pathlib import Path
 
 from fairseq_tutel.files.untrusted import open_ordinary, parse_json
 
-LOG_NAMES = ("*.log", "*.json", "*.txt")  # in a folder
+LOG_NAMES = ("*.log", "*.json", "*.txt")  # names of logs in a folder
 
-# Tags of training records: since the previous record, and over an epoch. Other tags are data subsets.
+# Tags of training records: averages since the last record, or over an epoch. Other tags are data subsets.
 SINCE_LAST, EPOCH = "train_inner", "train"
-# Prefixes of lists over experts, before the layer: load, in even shares, and dropped share, 0 to 1.
+# Prefixes of lists over experts, before the layer's name: load relative to an even share, dropped fraction.
 LOAD, DROPPED = "moe_load_", "moe_dropped_"
-LAYERS = "moe_layers_"  # prefix of lists over MoE layers, before the name of the metric
+LAYERS = "moe_layers_"  # prefix of lists over MoE layers, before the metric's name
 
-UNKNOWN = -1  # the update of a record without one
-LONGEST_LINE = 2**24  # characters; longer lines, in files that are no logs, are read in parts
+UNKNOWN = -1  # the update of a record without an update number
+LONGEST_LINE = 2**24  # characters; longer lines (in files that are not logs) are read in parts
 _UPDATES = "num_updates"
 _PROCESS_STARTS = re.compile(r"training on (\d+) devices")
 
 
 @dataclass(frozen=True)
 class Record:
-    """The numbers and lists that were logged after an update."""
+    """The numbers and lists in one record of a training log."""
 
     tag: str
     update: int
     values: dict[str, float]
     lists: dict[str, list[float]] = field(default_factory=dict)
-    seconds: float = math.nan  # training time until then, over all processes; nan if unknown
+    seconds: float = math.nan  # training time until this record, over all processes; nan if unknown
 
 
 @dataclass
 class Log:
-    """The records of a log, in order."""
+    """The records of one log file, in the order of the file."""
 
     entries: list[Record] = field(default_factory=list)
-    starts: list[int] = field(default_factory=list)  # records before each start of a process
-    ranks: list[int] = field(default_factory=list)  # number of ranks at each start
-    damaged: list[int] = field(default_factory=list)  # numbers of unreadable lines
-    evaluations: dict[str, Record] = field(default_factory=dict)  # of fairseq-validate, by subset
+    starts: list[int] = field(default_factory=list)  # number of records before each process start
+    ranks: list[int] = field(default_factory=list)  # number of ranks at each process start
+    damaged: list[int] = field(default_factory=list)  # line numbers of unreadable records
+    evaluations: dict[str, Record] = field(default_factory=dict)  # of fairseq-validate, by data subset
 
 
 @dataclass(frozen=True)
 class Run:
-    """A training run."""
+    """The records of one training run, which may have several processes one after another."""
 
     records: dict[str, list[Record]]  # by tag, in order of updates
-    ranks: list[int]  # numbers of ranks, one after the other
-    notes: list[str]  # sentences for the reader
+    ranks: list[int]  # numbers of ranks over time, without repeats
+    notes: list[str]  # sentences for the reader of a report
     evaluations: dict[str, Record] = field(default_factory=dict)  # by data subset
 
     @property
     def training(self) -> list[Record]:
-        """The training records: the frequent ones if there are any."""
+        """The training records of log intervals if there are any, else the training records of epochs."""
         return self.records.get(SINCE_LAST) or self.records.get(EPOCH, [])
 
     @property
@@ -72,24 +73,24 @@ class Run:
 
     @property
     def experts(self) -> dict[str, int]:
-        """The number of experts of each MoE layer, by the key of its load."""
+        """The number of experts in each MoE layer, by the log key of the layer's load."""
         lists = [item for record in self._all for item in record.lists.items()]
         return {key: len(load) for key, load in lists if key.startswith(LOAD)}
 
     @property
     def seconds(self) -> float:
-        """The total training time, nan if unknown."""
+        """The total training time in seconds, or nan if unknown."""
         known = [record.seconds for record in self._all if not math.isnan(record.seconds)]
         return max(known, default=math.nan)
 
     @property
     def last_update(self) -> int:
-        """The update of the last record."""
+        """The update number of the last record."""
         return max(record.update for record in self._all)
 
     @property
     def unit(self) -> str:
-        """The unit of `wps`: images if batches have as many tokens as samples, else tokens."""
+        """The unit of the logged speed: images if batches have as many tokens as samples, else tokens."""
         sizes = [(r.values["wpb"], r.values["bsz"]) for r in self._all if {"wpb", "bsz"} <= {*r.values}]
         return "images" if sizes and all(wpb == bsz for wpb, bsz in sizes) else "tokens"
 
@@ -99,23 +100,23 @@ class Run:
 
 
 def list_keys(prefix: str, records: list[Record]) -> list[str]:
-    """Return the keys of lists with a prefix, in the order of logging."""
+    """Return the keys of logged lists that begin with a prefix, in the order of logging."""
     keys = dict.fromkeys(key for record in records for key in record.lists)
     return [key for key in keys if key.startswith(prefix)]
 
 
 def units_of(runs: Iterable[Run]) -> str:
-    """Return the units of all runs' `wps`: tokens, images, or "images or tokens"."""
+    """Return the unit of the logged speed of all runs: "tokens", "images", or "images or tokens"."""
     return " or ".join(sorted({run.unit for run in runs}))
 
 
 def layer_of(key: str, prefix: str) -> str:
-    """Return the layer of a list over experts, such as "decoder layer 1"."""
+    """Return the layer's name from the key of a list over experts, such as "decoder layer 1"."""
     return key.removeprefix(prefix).replace("_", " layer ")
 
 
 def read_log(lines: Iterable[str]) -> Log:
-    """Return the records of a log. Other lines are ignored."""
+    """Return the records in the lines of a log; other lines are ignored."""
     log, last = Log(), ""
     for number, line in enumerate(lines, start=1):
         if found := _PROCESS_STARTS.search(line):
@@ -163,11 +164,11 @@ def _prefix_of_evaluation(keys: list[str]) -> str | None:
 
 
 def join(log: Log) -> Run:
-    """Join the records of all processes to one run.
+    """Join the records of all processes of a log to one run.
 
-    A process that resumes repeats the updates since its checkpoint, so earlier records of these are left
-    out. fairseq's `wall` begins at 0 in every process; here it is added up. If it stays 0, as after a
-    resume within an epoch, time is computed from the speed of updates.
+    A process that resumes repeats the updates since its checkpoint, so earlier records of these updates are
+    left out. fairseq's `wall` begins at 0 in every process, so the times of all processes are added. If
+    `wall` stays 0, which happens after a resume within an epoch, the speed of updates gives the time.
     """
     notes = []
     kept: list[Record] = []
@@ -177,7 +178,7 @@ def join(log: Log) -> Run:
         if kept:
             lasting = [record for record in kept if record.update < first]
             void = len(kept) - len(lasting)
-            lost = f", and {void} earlier records from there on are left out" if void else ""
+            lost = f", and {void} earlier records of these updates are left out" if void else ""
             notes.append(f"Resumed: a new process logs from update {first} on{lost}.")
             kept = lasting
         before, now = seconds, math.nan
@@ -197,7 +198,7 @@ def join(log: Log) -> Run:
     notes += _not_finite(kept)
     if log.damaged:
         notes.append(
-            f"{len(log.damaged)} damaged or cut-off line(s) left out, first in line {log.damaged[0]}."
+            f"{len(log.damaged)} damaged line(s) are left out, the first one is line {log.damaged[0]}."
         )
     by_tag: dict[str, dict[int, Record]] = {}
     for record in kept:
@@ -208,7 +209,7 @@ def join(log: Log) -> Run:
 
 
 def _processes(log: Log) -> list[list[Record]]:
-    """Return the entries of each process. One begins at its start line, or if updates or time decrease."""
+    """Split the records by process: a process begins at a start line, or if updates or time decrease."""
     parts: list[list[Record]] = []
     last_wall = math.nan
     for index, entry in enumerate(log.entries):
@@ -223,7 +224,7 @@ def _processes(log: Log) -> list[list[Record]]:
 
 
 def _not_finite(records: list[Record]) -> list[str]:
-    """Return a sentence for each key with nan or infinite values."""
+    """Return a note for each logged key that has nan or infinite values."""
     updates: dict[str, list[int]] = {}
     for record in records:
         listed = {key: [value] for key, value in record.values.items()} | record.lists
@@ -231,13 +232,13 @@ def _not_finite(records: list[Record]) -> list[str]:
             if not all(map(math.isfinite, numbers)):
                 updates.setdefault(f"{record.tag} {key}", []).append(record.update)
     return [
-        f"{name} is nan or infinite in {len(at)} record(s), first at update {at[0]}: a gap in its curve."
+        f"{name} is nan or infinite in {len(at)} record(s), first at update {at[0]}; its curve has a gap."
         for name, at in updates.items()
     ]
 
 
 def _number(value: object) -> float | None:
-    """Return a number, which fairseq often logs as text, or None."""
+    """Convert a logged value to a number, or return None; fairseq often logs numbers as text."""
     try:
         return float(value)  # type: ignore[arg-type]
     except (OverflowError, TypeError, ValueError):
@@ -257,7 +258,10 @@ def _lines_of(path: Path) -> Iterator[str]:
 
 
 def find_log(path: Path) -> tuple[Log, list[Path]]:
-    """Return the log of a training run, and its files; ValueError: there are none, or those of several."""
+    """Return the log of a training run, and the files that were read.
+
+    Raise ValueError if there is no log, or if there are logs of several runs.
+    """
     if not path.exists():
         raise ValueError(f"{path} does not exist; give a log of fairseq-train, or its --save-dir.")
     texts = [path]
@@ -268,14 +272,14 @@ def find_log(path: Path) -> tuple[Log, list[Path]]:
     if len(found) > 1:
         names = ", ".join(map(str, sorted(found)[:3])) + ", …" * (len(found) > 3)
         raise ValueError(
-            f"{path} holds the logs of several runs ({names}); name one of them, or several to "
-            "overlay them; if they are parts of one run, join them in one file first."
+            f"{path} contains the logs of several runs ({names}); name one of them, or several of them to "
+            "draw them together. If they are parts of one run, join them in one file first."
         )
     if not found:
         searched = f"{len(logs)} file(s) named {', '.join(LOG_NAMES)}" if path.is_dir() else "it"
         folder = path if path.is_dir() else path.parent
         raise ValueError(
-            f"{path} has no training record: looked for fairseq's JSON lines in {searched}; train with "
+            f"{path} has no training record: no JSON lines of fairseq in {searched}; train with "
             f"--log-format json --log-file {folder}/train.log."
         )
     ((text, log),) = found.items()
@@ -285,7 +289,7 @@ def find_log(path: Path) -> tuple[Log, list[Path]]:
 
 
 def _by_name(evaluations: dict[Path, dict[str, Record]]) -> dict[str, Record]:
-    """Return evaluations by file, and by subset if a file has several."""
+    """Return evaluation records by name; a name is the file, and the data subset if a file has several."""
     names = default_names(list(evaluations)) if evaluations else []
     return {
         f"{name}, {tag}" if len(records) > 1 else name: record
@@ -295,7 +299,7 @@ def _by_name(evaluations: dict[Path, dict[str, Record]]) -> dict[str, Record]:
 
 
 def default_names(paths: list[Path]) -> list[str]:
-    """Return names of runs: their paths without common first and last parts."""
+    """Return a name for each run: its path without the first and last parts that all paths share."""
     absolute = [Path(os.path.abspath(path)) for path in paths]
     parts = [list((path.with_suffix("") if path.is_file() else path).parts) for path in absolute]
     for end in (0, -1):
@@ -306,7 +310,7 @@ def default_names(paths: list[Path]) -> list[str]:
 
 
 def _without_copies(logs: dict[Path, Log]) -> dict[Path, Log]:
-    """Leave out logs whose records are all in another one, such as captured outputs."""
+    """Remove logs whose records are all in another log, such as a captured output."""
     kept: dict[Path, set[str]] = {}
     for path, log in sorted(logs.items(), key=lambda item: -len(item[1].entries)):
         records = {repr(entry) for entry in log.entries}

@@ -1,10 +1,10 @@
-"""tune: measures a hardware profile: memory, experts, gate and, under torchrun, links.
+"""tune: measure a hardware profile: speed of memory, experts and gate and, under torchrun, of links.
 
     python -m fairseq_tutel tune --json machine.json
     torchrun --nproc_per_node 8 -m fairseq_tutel tune --json machine.json
 
-`plan --machine` and --moe-machine-file read the profile. Times are the minimum over repeats of the slowest
-rank.
+`plan --machine` and --moe-machine-file read the profile. For each repeat, the slowest rank's time
+counts; the result is the minimum over repeats.
 """
 
 import argparse
@@ -42,21 +42,21 @@ from fairseq_tutel.tools.arguments import (
 )
 
 NUMBERS = (
-    ("model_dim", 512, "width of the model"),
+    ("model_dim", 512, "model dimension"),
     ("hidden_dim", 2048, "hidden dimension of one expert"),
-    ("experts", 8, "experts of a layer, over all ranks"),
-    ("top_k", 2, "experts of a token"),
-    ("tokens", 1024, "tokens of a micro-batch on one rank"),
+    ("experts", 8, "number of experts per layer, over all ranks"),
+    ("top_k", 2, "number of experts per token"),
+    ("tokens", 1024, "number of tokens per micro-batch and rank"),
     ("max_mib", 16, "largest all-to-all of a rank, in MiB"),
-    ("repeats", 7, "timed runs, after a warm-up"),
+    ("repeats", 7, "number of timed runs, after one warm-up run"),
 )
 _DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-_ROW_FLOATS = 256  # a row of 1 KiB
+_ROW_FLOATS = 256  # numbers in a row of 1 KiB
 _COPIED_BYTES = 2**26
 
 
 def add_to(tools: Any) -> None:
-    """Add the tool to the command line."""
+    """Add this tool as a subcommand of `python -m fairseq_tutel`."""
     parser = tools.add_parser(
         "tune",
         help="measure the hardware profile of this machine",
@@ -72,7 +72,7 @@ def add_to(tools: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Measure and print."""
+    """Measure the hardware profile, print it, and write it to the --json file."""
     if arguments.json:
         refuse_output(arguments.json, flag="--json")
     refuse_numbers(arguments, NUMBERS)
@@ -92,7 +92,8 @@ def run(arguments: argparse.Namespace) -> None:
             if topology.expert_group is None:
                 raise ValueError(
                     f"--experts is {arguments.experts}, which has no divisor in common with the "
-                    f"{topology.world_size} ranks, so no row would be sent; give a multiple of the ranks."
+                    f"{topology.world_size} ranks, so no row would be sent; give a multiple "
+                    "of the number of ranks."
                 )
             machine = _machine(arguments, device, topology)
             rows = list(_exchanges(arguments, device, topology))
@@ -109,7 +110,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def _page(machine: Machine, rows: list[Row]) -> str:
-    """Return the tables of the profile, and of measured and predicted all-to-alls."""
+    """Return tables of the profile, and of measured and predicted times of all-to-alls."""
     from tabulate import tabulate
 
     facts = [
@@ -124,9 +125,9 @@ def _page(machine: Machine, rows: list[Row]) -> str:
         facts.append([f"link {name}, GB/s", f"{link.bytes_per_s / 1e9:.3f}"])
     tables = [tabulate(facts, [machine.name, ""], tablefmt="github", disable_numparse=True)]
     if not rows:
-        return f"{tables[0]}\n\nOne rank measures no links: those above are typical ones."
+        return f"{tables[0]}\n\nOne rank cannot measure links; their speeds above are typical ones."
     if all(row["nodes"] == 1 for row in rows):
-        tables.append("One node measures no link between nodes: the one above is typical.")
+        tables.append("One node cannot measure links between nodes; their speed above is a typical one.")
     shown = [
         [row["nodes"], row["local"], row["algorithm"], f"{row['bytes_per_rank'] / 1024:g}"]
         + [f"{1e3 * seconds:.3f}" for seconds in (row["seconds"], predicted(row, machine))]
@@ -143,7 +144,7 @@ def _page(machine: Machine, rows: list[Row]) -> str:
 
 
 def _machine(arguments: argparse.Namespace, device: torch.device, topology: Topology) -> Machine:
-    """Measure memory, experts and gate. The links are typical ones, until they are fitted."""
+    """Measure the speed of memory, experts and gate; the returned speeds of links are typical values."""
     if device.type == "cuda":
         name = gpu = torch.cuda.get_device_name(device)
         memory = float(torch.cuda.get_device_properties(device).total_memory)
@@ -157,7 +158,7 @@ def _machine(arguments: argparse.Namespace, device: torch.device, topology: Topo
     order = torch.randperm(len(source), device=device)
     copy_s = _time(lambda: source.index_select(0, order), arguments, device)
     experts_s = _time(_experts(arguments, device, dtype, topology), arguments, device)
-    # An fp32 product as wide as an expert: the gate's own would measure launches.
+    # An fp32 product of an expert's size, because the gate's own product would measure kernel launches.
     x = torch.randn(arguments.tokens, arguments.model_dim, device=device)
     weight = torch.randn(arguments.model_dim, arguments.hidden_dim, device=device)
     gate_s = _time(lambda: x @ weight, arguments, device)
@@ -174,7 +175,7 @@ def _machine(arguments: argparse.Namespace, device: torch.device, topology: Topo
 def _experts(
     arguments: argparse.Namespace, device: torch.device, dtype: torch.dtype, topology: Topology
 ) -> Callable[[], object]:
-    """Return forward and backward of one projection of all local experts."""
+    """Return a function that runs forward and backward of one projection of all local experts."""
     count = arguments.experts // topology.expert_parallel_size
     rows = arguments.tokens * arguments.top_k
     counts = [rows // count + (i < rows % count) for i in range(count)]
@@ -191,19 +192,22 @@ def _experts(
 
 
 def _exchanges(arguments: argparse.Namespace, device: torch.device, topology: Topology) -> Iterator[Row]:
-    """Time all-to-alls of all sizes: of the EP group and, on a grid, of nodes, of rails and by 2DH."""
+    """Measure the times of all-to-alls of several sizes in the EP group.
+
+    On a grid of nodes, also measure those within a node, those between nodes, and the 2-D hierarchical one.
+    """
     grid, group, ranks_of_group = topology.grid, topology.expert_group, topology.expert_parallel_size
-    # A group over several nodes that is not a grid has one rank in each.
+    # A group over several nodes that is not a grid has one rank in each node.
     one_each = (ranks_per_node() or topology.world_size) == 1
     shape = (grid.nodes, grid.local) if grid else (ranks_of_group, 1) if one_each else (1, ranks_of_group)
-    # Nodes, ranks of each, algorithm, ranks of a node that send at once, group.
+    # Nodes, ranks per node, algorithm, ranks of a node that send at once, group.
     cases: list[tuple[int, int, str, int, Any]] = [(*shape, "linear", shape[1], group)]
     if grid:
         cases.append((1, grid.local, "linear", grid.local, grid.node_group))
         cases.append((grid.nodes, 1, "linear", grid.local, grid.rail_group))
         cases.append((*shape, "2dh", grid.local, group))
     for nodes, local, algorithm, on_link, ranks in cases:
-        count = size = nodes * local  # rows: one for each rank, then four times as many each time
+        count = size = nodes * local  # number of rows: one per rank, then four times as many in each step
         while 4 * _ROW_FLOATS * count <= arguments.max_mib * 2**20:
             rows_RD = torch.zeros(count, _ROW_FLOATS, device=device)
             if algorithm == "2dh" and grid:
@@ -225,7 +229,7 @@ def _exchanges(arguments: argparse.Namespace, device: torch.device, topology: To
 
 
 def _time(step: Callable[[], object], arguments: argparse.Namespace, device: torch.device) -> float:
-    """Return the minimum over repeats of the slowest rank's seconds. Collective."""
+    """Return a step's time: the slowest rank's seconds, minimum over repeats. All ranks must call it."""
     times = []
     for _ in range(arguments.repeats + 1):
         barrier()

@@ -52,12 +52,12 @@ COSINE = {
 }
 GATES = {"top": ("linear", TOP), "cosine_top": ("cosine", COSINE)}
 
-# A multiple of slots above the first number is rounded up to a multiple of the second, as in Tutel.
+# Slots are rounded up to a multiple. Above LARGE, that multiple is a multiple of COARSE, as in Tutel.
 LARGE, COARSE = 256, 128
 
 
 def check(name: str, value: Any, rule: Rule) -> None:
-    """Raise ValueError for a value of any type that breaks its rule."""
+    """Raise ValueError if an argument's value breaks its rule; the value may have any type."""
     try:
         holds = rule[0](value)
     except TypeError:
@@ -66,44 +66,45 @@ def check(name: str, value: Any, rule: Rule) -> None:
 
 
 def check_switch(name: str, value: Any) -> bool:
-    """Return a boolean; 0 and 1 are allowed, as in Tutel."""
+    """Check a boolean argument and return it; 0 and 1 are allowed, as in Tutel."""
     check(name, value, TRUE_OR_FALSE)
     return bool(value)
 
 
 def check_keys(what: str, options: Mapping[str, Any], known: Iterable[str]) -> None:
-    """Raise ValueError for a dict with an unknown key."""
+    """Raise ValueError if a dict has an unknown key."""
     for key in options:
-        require(key in known, f"{what} has the key {key!r}; choose from {', '.join(known)}.")
+        require(key in known, f"{what} has the unknown key {key!r}; choose from {', '.join(known)}.")
 
 
 @functools.cache
 def log_no_effect(name: str, value: Any) -> None:
-    """Log, once for each value, that an argument has no effect."""
+    """Log that an argument has no effect, once for each value."""
     logger.warning("%s is %r, which has no effect; results are the same without it.", name, value)
 
 
 def check_seeds(seeds: Any) -> tuple[int | None, int | None, int | None]:
-    """Return (gate, experts, afterwards), with None for omitted ones."""
+    """Return the seeds (gate, experts, afterwards); None means that a seed was omitted."""
     given = (None, None, None) if seeds is None else seeds
     fine = isinstance(given, tuple | list) and len(given) in (2, 3)
     require(
         fine and all(seed is None or AT_LEAST_0[0](seed) for seed in given),
-        f"seeds is {seeds!r}; give (gate, experts, afterwards), each a whole number, at least 0, or None.",
+        f"seeds is {seeds!r}; give (gate, experts, afterwards), each None or a whole number of at least 0.",
     )
     gate, experts, after = (*given, None)[:3]
     return gate, experts, after
 
 
 def count_experts(per_device: Any, group: dist.ProcessGroup | None = None) -> int:
-    """Return E from `num_experts_per_device` and the ranks of a group, None for all.
+    """Return E, the number of experts on all ranks of a group, from `num_experts_per_device`.
 
-    n > 0 is n experts on each rank; -n or 1/n is one expert on every n ranks; -1 is 1.
+    n > 0 means n experts on each rank; -n or 1/n means one expert on every n ranks; -1 equals 1. A group of
+    None means all ranks.
     """
     per_rank = per_device
     if isinstance(per_device, float) and 0 < per_device < 1:
         shared_by = round(1 / per_device)
-        if abs(per_device * shared_by - 1) < 0.02:  # 0.33 stands for 1/3
+        if abs(per_device * shared_by - 1) < 0.02:  # 0.33 means 1/3
             per_rank = -shared_by
     require(
         is_whole(per_rank) and per_rank != 0,
@@ -119,24 +120,24 @@ def count_experts(per_device: Any, group: dist.ProcessGroup | None = None) -> in
         return abs(per_rank) * ranks
     require(
         ranks % -per_rank == 0,
-        f"num_experts_per_device is {per_device}, one expert on every {-per_rank} ranks, but there are "
+        f"num_experts_per_device is {per_device}: one expert on every {-per_rank} ranks, but there are "
         f"{ranks} ranks; give a divisor of {ranks}.",
     )
     return ranks // -per_rank
 
 
 def split_shape(x: Tensor, reserve_dims: int, model_dim: int) -> tuple[torch.Size, torch.Size]:
-    """Return (the shape of the tokens, the shape of one token's features)."""
+    """Split an input's shape into the dimensions of tokens and the dimensions of one token's features."""
     require(
         is_whole(reserve_dims) and 1 <= reserve_dims <= x.dim(),
-        f"reserve_dims is {reserve_dims!r} but the input has the shape {tuple(x.shape)}; give a whole "
+        f"reserve_dims is {reserve_dims!r}, but the input has shape {tuple(x.shape)}; give a whole "
         f"number from 1 to {x.dim()}.",
     )
     outer, features = x.shape[:-reserve_dims], x.shape[-reserve_dims:]
     require(
         features.numel() == model_dim,
-        f"the input has the shape {tuple(x.shape)}, {features.numel()} features for a token, but model_dim "
-        f"is {model_dim}; give an input whose last dimension is {model_dim}, or set reserve_dims.",
+        f"the input has shape {tuple(x.shape)}, that is {features.numel()} features per token, but "
+        f"model_dim is {model_dim}; give an input with last dimension {model_dim}, or set reserve_dims.",
     )
     return outer, features
 
@@ -149,10 +150,10 @@ def changed(
     adaptive_r: Any = None,
     parallel_type: Any = None,
 ) -> Strategy:
-    """Return the strategy with a new overlap and r; None keeps the old value.
+    """Return a strategy with a new number of chunks (`overlap`) and new r; None keeps the old value.
 
-    r is clamped to 0 .. s as in Tutel, for the s = `shared_by` ranks of an expert. `slices` is 1 if each of
-    them has the whole expert.
+    As in Tutel, r is clamped to 0 … s, where s = `shared_by` ranks share an expert. `slices` is 1 if each
+    of these ranks has the complete expert.
     """
     if overlap is not None:
         check("a2a_ffn_overlap_degree", overlap, OVERLAP)
@@ -172,7 +173,7 @@ def changed(
     degree = min(max(degree, 0), shared_by)
     require(
         degree == 0 or shared_by % degree == 0,
-        f"{name} is {value!r} but {shared_by} ranks hold one expert; give 0 or a divisor of {shared_by}.",
+        f"{name} is {value!r}, but {shared_by} ranks hold one expert; give 0 or a divisor of {shared_by}.",
     )
     if degree > slices:
         log_no_effect(name, value)
@@ -180,12 +181,12 @@ def changed(
 
 
 def gate_dicts(gate_type: Any) -> list[Mapping[str, Any]]:
-    """Return one dict per gate from a dict, or a list of them."""
+    """Return a list with one dict per gate, from a dict or a list of dicts."""
     gates = list(gate_type) if isinstance(gate_type, list | tuple) else [gate_type]
     for gate in gates:
         require(
             isinstance(gate, Mapping) and gate.get("type") in (*GATES, "custom"),
-            f"gate_type is {gate_type!r}; give a dict, or a list of them, each with a type of "
+            f"gate_type is {gate_type!r}; give a dict or a list of dicts, each with a type of "
             f"{', '.join(GATES)} or custom, such as {{'type': 'top', 'k': 2}}.",
         )
     require(bool(gates), "gate_type is an empty list; give at least one gate.")
@@ -193,7 +194,7 @@ def gate_dicts(gate_type: Any) -> list[Mapping[str, Any]]:
 
 
 def gate_fields(gate: Mapping[str, Any], num_experts: int, module: nn.Module | None) -> dict[str, Any]:
-    """Return the fields of MoEConfig that a gate's dict sets; k is at most E, as in Tutel.
+    """Return the MoEConfig fields that a gate's dict sets; k is at most E, as in Tutel.
 
     `top_k`, `capacity_factor` and `gate_noise` of a custom gate's module override the dict's.
     """
@@ -216,14 +217,14 @@ def gate_fields(gate: Mapping[str, Any], num_experts: int, module: nn.Module | N
 
 
 def show_fields(gate: nn.Module, config: MoEConfig) -> None:
-    """Set those attributes of a gate that `set_fields` reads and the gate lacks."""
+    """Set the attributes of a gate that `set_fields` reads, unless the gate already has them."""
     for name, _, _ in COMMON.values():
         if not hasattr(gate, name):
             setattr(gate, name, getattr(config, name))
 
 
 def set_fields(gate: nn.Module, index: int, config: MoEConfig) -> dict[str, Any]:
-    """Return the fields of MoEConfig that a gate has as attributes, with their current values."""
+    """Return the MoEConfig fields that are attributes of a gate, with their current values."""
     fields = {}
     for name, _, rule in COMMON.values():
         fields[name] = getattr(gate, name)
@@ -234,7 +235,10 @@ def set_fields(gate: nn.Module, index: int, config: MoEConfig) -> dict[str, Any]
 
 
 def custom_gate(gate: Mapping[str, Any], model_dim: int, num_experts: int) -> nn.Module | None:
-    """Build module=cls(model_dim, num_global_experts, **rest) of a custom gate; None for another."""
+    """Build the module of a custom gate, or return None for a built-in gate.
+
+    The module's class gets model_dim, num_global_experts and the remaining keys of the dict.
+    """
     if gate["type"] != "custom":
         return None
     require(
@@ -251,23 +255,26 @@ def custom_gate(gate: Mapping[str, Any], model_dim: int, num_experts: int) -> nn
 
 
 def check_noise(index: int, fields: Mapping[str, Any]) -> None:
-    """Raise ValueError if the load loss has no gate noise; `fields` are those of a gate's MoEConfig."""
+    """Raise ValueError if a gate's MoEConfig fields select the load loss without gate noise."""
     require(
         fields["balance_loss"] == "gshard" or fields["gate_noise"] > 0,
-        f"is_gshard_loss is False, but gate {index} has no gate_noise, which the load loss needs; set it, "
-        "for example to 1.0.",
+        f"is_gshard_loss is False, but gate {index} has no gate_noise, which the load loss needs; set "
+        "gate_noise, for example to 1.0.",
     )
 
 
 def tutel_capacity(factor: float, top_k: int, num_experts: int, num_tokens: int, multiple: int) -> Capacity:
-    """Return K * int(|factor| * ceil(T / E)) slots, rounded up to a multiple; no limit if factor is 0."""
+    """Return Tutel's capacity, K * int(|factor| * ceil(T / E)) slots rounded up to a multiple.
+
+    If the factor is 0, there is no limit.
+    """
     if factor == 0:
         return Capacity()
     slots = top_k * int(abs(factor) * -(-num_tokens // num_experts))
     require(
         slots > 0 or num_tokens == 0,
-        f"capacity_factor is {factor!r}, which with tutel_capacity gives no slot for {num_tokens} tokens "
-        f"on {num_experts} experts; give a larger one, or omit tutel_capacity.",
+        f"capacity_factor is {factor!r}, which with tutel_capacity gives 0 slots for {num_tokens} tokens "
+        f"on {num_experts} experts; give a larger factor, or omit tutel_capacity.",
     )
     if multiple > LARGE:
         multiple = -(-multiple // COARSE) * COARSE

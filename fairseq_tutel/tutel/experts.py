@@ -1,4 +1,4 @@
-"""Build experts from Tutel's dict: built-in ones, or one of the two classes here.
+"""Build experts from Tutel's `experts` dict: built-in experts, `FFNExperts` or `ModuleExperts`.
 
 R rows, D model_dim, H hidden_dim, O output dimension, e local experts.
 """
@@ -41,7 +41,10 @@ NOT_PASSED = ("type", "module", *COUNTS)
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertContext:
-    """The second argument of a custom module, with Tutel's names. Custom experts are always whole."""
+    """The second argument of a custom expert module, with Tutel's attribute names.
+
+    Custom experts are never sharded.
+    """
 
     model_dim: int
     num_global_experts: int
@@ -76,7 +79,7 @@ class FFNExperts(Experts):
 
     @property
     def is_one_node(self) -> bool:
-        """False, since the activation is custom."""
+        """False: experts with a custom activation are not one autograd node."""
         return False
 
     def activate(self, hidden_RH: Tensor) -> Tensor:
@@ -89,8 +92,8 @@ class FFNExperts(Experts):
 class ModuleExperts(ExpertStack):
     """One custom module for all local experts: it maps x [e, rows, D] and a context to [e, rows, O].
 
-    Rows are padded with zeros to the largest number of an expert, at least 1. Parameters keep their own
-    names, with __ for a dot. `build` returns the module with drawn weights.
+    Rows are padded with zeros to the largest row count of an expert, at least 1. Parameters keep their
+    names, with __ instead of dots. `build` returns the module with random weights.
     """
 
     def __init__(
@@ -100,19 +103,20 @@ class ModuleExperts(ExpertStack):
         self.build, self.context = build, context
         self._given: tuple[int, ...] = (config.model_dim,)
         self._returned: tuple[int, ...] = ()
-        with drawn_from(0):  # reset_parameters draws the weights again
+        with drawn_from(0):  # reset_parameters initializes the weights again
             module = build()
         require(
             isinstance(module, nn.Module),
             f"experts' module built {type(module).__name__}; give the class of a torch module.",
         )
-        # In a list, so that it is not a submodule: only its forward is used.
+        # In a list, so the module is not a submodule: only its forward is used.
         self._module = [module]
         for name, parameter in module.named_parameters():
             require(
                 parameter.shape[:1] == (part.num_local,),
                 f"expert {type(module).__name__} has the parameter {name} of shape "
-                f"{tuple(parameter.shape)}; give dimension 0 to the {part.num_local} local experts.",
+                f"{tuple(parameter.shape)}; its dimension 0 must be {part.num_local}, the number of local "
+                "experts.",
             )
             self.register_parameter(_key(name), parameter)
         for name, buffer in module.named_buffers():
@@ -120,7 +124,7 @@ class ModuleExperts(ExpertStack):
 
     @torch.no_grad()
     def reset_parameters(self, seed: int, name: str) -> None:
-        """Draw all local experts by the module's constructor, with a seed of this rank."""
+        """Initialize all local experts with the module's constructor and a seed of this rank."""
         if any(parameter.is_meta for parameter in self.parameters()):
             return
         with drawn_from(hashed_seed(seed, name, self.first, "experts")):
@@ -130,7 +134,10 @@ class ModuleExperts(ExpertStack):
 
     @contextmanager
     def features(self, shape: tuple[int, ...]) -> Iterator[Callable[[], tuple[int, ...]]]:
-        """Pass D to the module as these dimensions; yield a function that returns those of its output."""
+        """Context manager in which the module's input has the dimensions `shape` in place of D.
+
+        It yields a function that returns the dimensions of the output.
+        """
         self._given = shape
         try:
             yield lambda: self._returned
@@ -152,8 +159,8 @@ class ModuleExperts(ExpertStack):
         y = functional_call(module, state, (x_eND.unflatten(2, self._given), self.context))
         require(
             y.shape[:2] == x_eND.shape[:2],
-            f"expert {type(module).__name__} returned the shape {tuple(y.shape)} for "
-            f"{tuple(x_eND.shape)}; keep the first two dimensions, experts and rows.",
+            f"expert {type(module).__name__} returned shape {tuple(y.shape)} for an input "
+            f"of shape {tuple(x_eND.shape)}; keep the first two dimensions, experts and rows.",
         )
         self._returned = tuple(y.shape[2:])
         kept = zip(y.flatten(2).unbind(0), counts, strict=True)
@@ -166,7 +173,7 @@ def _key(name: str) -> str:
 
 @contextmanager
 def drawn_from(seed: int) -> Iterator[None]:
-    """Seed torch's global generators within the context, and restore them."""
+    """Seed torch's global random generators within the context, and restore them afterwards."""
     devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
     with torch.random.fork_rng(devices=devices):
         torch.manual_seed(seed)
@@ -174,14 +181,14 @@ def drawn_from(seed: int) -> Iterator[None]:
 
 
 def check_experts(experts: Any, model_dim: int) -> tuple[Any, dict[str, Any]]:
-    """Return (num_experts_per_device, the fields of MoEConfig that experts set)."""
+    """Check the `experts` dict; return (num_experts_per_device, the MoEConfig fields that it sets)."""
     require(
         isinstance(experts, Mapping) and experts.get("type") in (*BUILT_IN, "custom"),
         f"experts is {experts!r}; give a dict with a type of {', '.join(BUILT_IN)} or custom, such as "
         "{'type': 'ffn', 'num_experts_per_device': 2, 'hidden_size_per_expert': 1024}.",
     )
     given = [name for name in COUNTS if name in experts]
-    require(len(given) < 2, f"experts has both {' and '.join(COUNTS)}, two names of one key; give one.")
+    require(len(given) < 2, f"experts has both {' and '.join(COUNTS)}, two names of a key; give only one.")
     per_device = experts[given[0]] if given else 1
     if experts["type"] == "custom":
         require(
@@ -215,11 +222,11 @@ def _built_in_fields(experts: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def can_slice(experts: Mapping[str, Any], model_dim: int, slices: int) -> bool:
-    """Return whether an expert of this dict can be cut into this number of slices."""
+    """Return whether an expert of this dict can be split into this number of expert shards."""
     if experts["type"] not in BUILT_IN:
         return False
     widths = [experts["hidden_size_per_expert"]]
-    if experts["type"] != "llama_ffn":  # llama_ffn has no output bias to slice
+    if experts["type"] != "llama_ffn":  # llama_ffn has no output bias to shard
         widths += [model_dim, experts.get("output_dim") or model_dim]
     return not any(width % slices for width in widths)
 
@@ -227,7 +234,7 @@ def can_slice(experts: Mapping[str, Any], model_dim: int, slices: int) -> bool:
 def build_from_dict(
     experts: Mapping[str, Any], config: MoEConfig, part: Part, context: ExpertContext
 ) -> ExpertStack:
-    """Return the local experts of a dict that `check_experts` has checked."""
+    """Build the local experts from a dict that `check_experts` has checked."""
     if experts["type"] == "custom":
         build = functools.partial(
             experts["module"],

@@ -1,4 +1,4 @@
-"""Tutel's constructor on this package's layer; docs/tutel.md lists all arguments and differences."""
+"""An MoE layer with Tutel's arguments; docs/tutel.md lists all arguments and differences."""
 
 import dataclasses
 import logging
@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 
 def _part_of_strategy(name: str, meaning: str) -> Any:
-    """Return a property that reads and sets this attribute of a layer's strategy."""
+    """Return a property that reads and sets attribute `name` of a layer's strategy."""
 
     def change(layer: "TutelMoELayer", value: int) -> None:
         layer.moe.follow(layer._strategy(**{name: value}))
@@ -45,9 +45,10 @@ def _part_of_strategy(name: str, meaning: str) -> Any:
 
 
 class TutelMoELayer(nn.Module):
-    """A MoELayer built from Tutel's arguments and called with Tutel's keywords, both in Tutel's order.
+    """A MoELayer with Tutel's arguments for the constructor and for calls, in Tutel's order.
 
-    The dicts are not changed. Arguments of a call apply to that call alone. docs/tutel.md describes all.
+    The layer does not change the dicts. Arguments of a call apply only to that call. docs/tutel.md
+    describes all arguments.
     """
 
     def __init__(
@@ -104,8 +105,8 @@ class TutelMoELayer(nn.Module):
         self.experts.save_by_rank()
         if topology.num_replicas > 1:
             logger.warning(
-                "%d ranks hold a replica of each expert; reduce its gradients over them, by "
-                "fairseq_tutel.comm.gradients.reduce_expert_gradients as in docs/tutel.md: otherwise the "
+                "%d ranks hold a replica of each expert; reduce expert gradients over these ranks with "
+                "fairseq_tutel.comm.gradients.reduce_expert_gradients, as in docs/tutel.md: otherwise the "
                 "replicas diverge.",
                 topology.num_replicas,
             )
@@ -130,8 +131,8 @@ class TutelMoELayer(nn.Module):
     ) -> Any:
         """Route every token of the input [..., model_dim] through its experts; see docs/tutel.md.
 
-        Return `result_func` of y, which has the shape and dtype of the input, unless experts have another
-        output dimension. The balance loss is `y.l_aux`, a differentiable scalar.
+        Return `result_func(y)`, or y without a `result_func`. y has the shape and dtype of the input,
+        unless experts have a different output dimension. `y.l_aux` is the balance loss, a scalar with grad.
         """
         given = {"megablocks_size": megablocks_size, "inequivalent_tokens": inequivalent_tokens}
         call: dict[str, Any] = {"capacity_factor": capacity_factor, "top_k": top_k}
@@ -173,7 +174,7 @@ class TutelMoELayer(nn.Module):
     def _run(
         self, x_TD: Tensor, token: torch.Size, call: dict[str, Any]
     ) -> tuple[Tensor, tuple[int, ...], Tensor]:
-        """Return y_TD, the dimensions of one of its tokens, and the balance loss."""
+        """Run the layer; return y_TD, the dimensions of one output token, and the balance loss."""
         if isinstance(self.experts, ModuleExperts):
             with self.experts.features(token) as returned:
                 y_TD, output = self.moe(x_TD, **call)
@@ -183,7 +184,7 @@ class TutelMoELayer(nn.Module):
         return y_TD, tuple(token) if as_given else (y_TD.shape[1],), output.balance_loss
 
     def _fields(self) -> dict[str, Any]:
-        """Return the fields of MoEConfig that attributes of the layer set."""
+        """Return the MoEConfig fields that are set by attributes of the layer."""
 
         def is_on(name: str) -> bool:
             return arguments.check_switch(name, getattr(self, name))
@@ -196,7 +197,7 @@ class TutelMoELayer(nn.Module):
         }
 
     def _update_config(self) -> None:
-        """Apply attributes of the layer and its gates that were changed since the last call."""
+        """Apply changes to attributes of the layer and its gates since the last call."""
         configs, of_layer = self.moe.gate_configs, self._fields()
         fields = [
             {**of_layer, **arguments.set_fields(gate, i, config)}
@@ -211,7 +212,7 @@ class TutelMoELayer(nn.Module):
             self.moe.configure(configs[0], configs)
 
     def _strategy(self, overlap: int | None = None, adaptive_r: int | None = None) -> Strategy:
-        """Return the strategy of one call; None means the layer's value."""
+        """Return the execution strategy of one call; None keeps the layer's value."""
         slices = self.experts.part.slices
         return arguments.changed(self.moe.strategy, self.sharded_count, slices, overlap, adaptive_r)
 
@@ -228,12 +229,12 @@ class TutelMoELayer(nn.Module):
         top_k = config.top_k if top_k is None else top_k
         return arguments.tutel_capacity(factor, top_k, self.num_global_experts, num_tokens, multiple)
 
-    a2a_ffn_overlap_degree = _part_of_strategy("overlap", "Chunks of an overlapped exchange; can be set.")
-    adaptive_degree = _part_of_strategy("adaptive_r", "The r of `parallel_type`; one of `valid_rs`.")
+    a2a_ffn_overlap_degree = _part_of_strategy("overlap", "The number of chunks of an exchange; settable.")
+    adaptive_degree = _part_of_strategy("adaptive_r", "The r of `parallel_type`, one of `valid_rs`.")
 
     @property
     def num_local_experts(self) -> int:
-        """The number of experts of this rank, whole or in slices."""
+        """The number of experts, or expert shards, of this rank."""
         return self.experts.num_local
 
     @property
@@ -248,11 +249,11 @@ class TutelMoELayer(nn.Module):
 
     @property
     def topology(self) -> Topology:
-        """The ranks that exchange tokens, and those that hold the same experts."""
+        """The process groups of this layer's ranks."""
         return self.moe.topology
 
     def get_parameter_iterator(self, param_type: str) -> Iterator[tuple[str, nn.Parameter]]:
-        """Return (name, parameter) of the 'gate', or of the 'local_experts'."""
+        """Return (name, parameter) pairs of the gates ('gate') or experts ('local_experts')."""
         require(
             param_type in ("gate", "local_experts"),
             f"param_type is {param_type!r}; choose gate or local_experts.",
@@ -263,7 +264,7 @@ class TutelMoELayer(nn.Module):
 
     @staticmethod
     def global_expert_count(num_local_experts: float, group: dist.ProcessGroup | None = None) -> int:
-        """Return the experts of all ranks of the group from `num_experts_per_device`."""
+        """Return the number of experts on all ranks of a group, from `num_experts_per_device`."""
         return arguments.count_experts(num_local_experts, group)
 
 
@@ -278,7 +279,7 @@ def _build(
     group: dist.ProcessGroup | None,
     seeds: tuple[int, int],
 ) -> MoELayer:
-    """Return the layer of these gates and experts; `fields` are common to the MoEConfigs of all gates."""
+    """Build the MoELayer; the MoEConfigs of all gates have the values in `fields`."""
     gate_seed, expert_seed = seeds
     model_dim, num_experts = fields["model_dim"], fields["num_experts"]
     configs, gates = [], []
@@ -312,7 +313,7 @@ def _gate_name(index: int) -> str:
 
 
 def _topology(group: dist.ProcessGroup | None, num_experts: int, sliced: bool, use_2dh: bool) -> Topology:
-    """Return the topology of the experts; if `sliced`, each rank has a slice of one expert."""
+    """Return the topology for these experts; if `sliced`, each rank has a shard of one expert."""
     if group is not None:
         return topology_within(group, num_experts, sliced)
     return make_topology([num_experts], world.size() if sliced else 0, ranks_per_node() if use_2dh else 0)
@@ -321,7 +322,7 @@ def _topology(group: dist.ProcessGroup | None, num_experts: int, sliced: bool, u
 def _agreed_seeds(
     gate: int | None, experts: int | None, shared_by: int, group: dist.ProcessGroup | None
 ) -> tuple[int, int]:
-    """Return the seeds of gates and experts; ranks that share an expert use the first rank's."""
+    """Return the seeds of gates and experts; ranks that share an expert use the first rank's seed."""
     if gate is None or experts is None:
         drawn = int(torch.randint(2**62, ()))
         gate = drawn if gate is None else gate

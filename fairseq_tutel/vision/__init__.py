@@ -1,1 +1,1 @@
-"""Images and the Swin transformer in plain torch."""
+"""Image data sets, augmentation and the Swin V2 transformer, in plain torch."""

@@ -1,9 +1,9 @@
-"""Attention within windows, as in Swin V2 or as in the released SwinV2-MoE.
+"""Window attention, as in Swin V2 or as in the released SwinV2-MoE.
 
-B images, L tokens of one (height x width, row by row), D model_dim, M heads of d; G windows of N positions
-each, P = G * N. Windows of a shifted block begin half a window later. The last ones contain both edges of
-the image, which do not attend to each other. If windows do not divide the image, the last ones have empty
-positions.
+B images, L tokens of an image (height x width, row by row), D model_dim, M heads of dimension d; G windows
+of N positions each, P = G * N. In shifted blocks, windows begin half a window later. Then the last windows
+contain tokens of opposite edges of the image, which do not attend to each other. If the image size is not a
+multiple of the window size, the last windows have empty positions.
 
 Sources: Liu et al. 2021 (Swin Transformer), section 3.2; Liu et al. 2022 (Swin Transformer V2), sections
 3.2 and 3.3, and its released code.
@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 Size = tuple[int, int]  # (height, width), in tokens
-# First and largest scale of the cosine.
+# Initial and largest scale of the cosine similarity.
 FIRST_SCALE, MAX_SCALE = 10.0, 100.0
 MAX_BIAS = 16.0
 HIDDEN_DIM = 512
@@ -29,21 +29,21 @@ SPAN = 8
 
 @dataclass(frozen=True)
 class Windows:
-    """Moves the tokens of an image to the positions in its windows, and back."""
+    """The partition of an image's tokens into attention windows."""
 
-    size: Size  # of the image
-    shape: Size  # of a window; N is its product
-    groups: Size  # number of windows by height and width; G is its product
+    size: Size  # size of the image
+    shape: Size  # size of a window; N is the product
+    groups: Size  # number of windows along height and width; G is the product
     shift: Size
     mask_G1NN: Tensor | None = None  # fp32, 0 where a query attends to a key, else -inf; None: no mask
 
     @property
     def number(self) -> int:
-        """G."""
+        """The number of windows, G."""
         return self.groups[0] * self.groups[1]
 
     def split(self, x_BLD: Tensor) -> Tensor:
-        """Return x_BPD, window by window, with zeros at empty positions."""
+        """Return the tokens sorted by window, x_BPD, with zeros at empty positions."""
         x, (rows, columns), (h, w) = x_BLD.unflatten(1, self.size), self.groups, self.shape
         below, right = rows * h - self.size[0], columns * w - self.size[1]
         if below or right:
@@ -53,7 +53,7 @@ class Windows:
         return x.unflatten(2, (columns, w)).unflatten(1, (rows, h)).transpose(2, 3).flatten(1, 4)
 
     def merge(self, x_BPD: Tensor) -> Tensor:
-        """Return x_BLD, token by token."""
+        """Return the tokens in the order of the image, x_BLD, without empty positions."""
         x = x_BPD.unflatten(1, (*self.groups, *self.shape)).transpose(2, 3).flatten(3, 4).flatten(1, 2)
         if any(self.shift):
             x = x.roll(self.shift, (1, 2))
@@ -62,9 +62,10 @@ class Windows:
 
 @lru_cache(maxsize=128)
 def windows_of(height: int, width: int, window: int, is_shifted: bool, device: torch.device) -> Windows:
-    """Return the windows of an image of height x width tokens, shifted by half a window or not.
+    """Return the attention windows of an image, shifted by half a window if `is_shifted`.
 
-    A side of the image that is smaller than `window` is one window, and is not shifted.
+    Height, width and window are numbers of tokens. Along a dimension of at most `window` tokens there is
+    one window, which is not shifted.
     """
     h, w = min(window, height), min(window, width)
     rows, columns = -(-height // h), -(-width // w)
@@ -76,10 +77,10 @@ def windows_of(height: int, width: int, window: int, is_shifted: bool, device: t
         at_L2 = torch.cartesian_prod(*map(torch.arange, padded.size))
         at_GN2 = padded.split(at_L2.unsqueeze(0)).view(windows.number, h * w, 2)
         is_empty_GN = (at_GN2 >= torch.tensor(windows.size)).any(dim=2)
-        # Positions of a last window that the shift has wrapped from the other edge.
+        # Positions in the last windows that the shift has moved there from the opposite edge.
         is_wrapped_GN2 = at_GN2 < at_GN2[:, :1]
         attends_GNN = (is_wrapped_GN2.unsqueeze(2) == is_wrapped_GN2.unsqueeze(1)).all(dim=3)
-        # Empty positions attend to something, since a softmax of nothing is NaN; their output is unused.
+        # Empty queries attend to all real tokens, since a softmax of only -inf is NaN. They are not used.
         attends_GNN = (attends_GNN | is_empty_GN.unsqueeze(2)) & ~is_empty_GN.unsqueeze(1)
         if attends_GNN.all():
             return windows
@@ -88,9 +89,10 @@ def windows_of(height: int, width: int, window: int, is_shifted: bool, device: t
 
 
 class PositionBias(nn.Sequential):
-    """A network of the log-spaced offset between query and key: (down, right) -> 512 -> M.
+    """An MLP that computes each head's bias from the log-spaced offset between query and key.
 
-    `trained_window` is the side of the window that scales its offsets; 0: that of the current window.
+    Its dimensions are 2 (down, right), 512 and M. `trained_window` is the window size that scales the
+    offsets; 0: the size of the current window.
     """
 
     def __init__(self, heads: int, trained_window: int = 0) -> None:
@@ -98,7 +100,7 @@ class PositionBias(nn.Sequential):
         self.trained_window = trained_window
 
     def forward(self, window: Size) -> Tensor:  # type: ignore[override]
-        """Return the bias [M, N, N] of each query (first) and key in a window of h x w."""
+        """Return the bias [M, N, N] for each head, query and key in a window of h x w tokens."""
         weight: Any = self[0].weight
         offsets, index_NN = _offsets(*window, self.trained_window, weight.device)
         return super().forward(offsets.to(weight.dtype)).t()[:, index_NN]
@@ -106,7 +108,7 @@ class PositionBias(nn.Sequential):
 
 @lru_cache(maxsize=128)
 def _offsets(h: int, w: int, trained: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return the offsets [(2h-1)(2w-1), 2] in a window, and the index [N, N] of each pair's offset."""
+    """Return all offsets in a window [(2h-1)(2w-1), 2], and each token pair's offset index [N, N]."""
     # Tensors created in inference mode cannot be used in training.
     with torch.inference_mode(False), torch.no_grad():
         lines = [torch.arange(1 - side, side) * (SPAN / max((trained or side) - 1, 1)) for side in (h, w)]
@@ -118,10 +120,11 @@ def _offsets(h: int, w: int, trained: int, device: torch.device) -> tuple[Tensor
 
 
 class WindowAttention(nn.Module):
-    """Self-attention within windows, with a bias by relative position.
+    """Self-attention within windows, with a relative position bias.
 
-    Form v2: scores are cosines times a learned scale of the head, position biases are within 0 to 16, and
-    keys have no bias. Form moe: scaled dot products, and position biases without bounds.
+    Form v2: scores are cosine similarities times a learned scale per head, position biases are between 0
+    and 16, and the key projection has no bias. Form moe: scores are scaled dot products, and position
+    biases have no bounds.
     """
 
     def __init__(
@@ -142,7 +145,7 @@ class WindowAttention(nn.Module):
         """Return the output of attention, [B, P, D]."""
         B, P, D = x_BPD.shape
         G, M, N = windows.number, self.heads, P // windows.number
-        # With masks, windows are treated like heads; without, like images.
+        # With a mask, windows belong to the head dimension; without a mask, to the batch dimension.
         copies = 1 if windows.mask_G1NN is None else G
         batch = B * G // copies, copies * M
         q, k, v = (
@@ -165,7 +168,7 @@ class WindowAttention(nn.Module):
         return F.linear(x_BPD, self.qkv.weight, bias)
 
     def _bias(self, windows: Windows) -> Tensor:
-        """Return the bias of scores: [1, M, N, N], or [1, G * M, N, N] with a mask."""
+        """Return the bias of attention scores: [1, M, N, N], or [1, G * M, N, N] with a mask."""
         bias_MNN = self.cpb_mlp(windows.shape)
         if self.by_cosine:
             bias_MNN = MAX_BIAS * bias_MNN.sigmoid()
@@ -175,7 +178,7 @@ class WindowAttention(nn.Module):
 
 
 def _inverse_norm(x: Tensor) -> Tensor:
-    wide = torch.promote_types(x.dtype, torch.float32)  # in fp16 the bound is 0
+    wide = torch.promote_types(x.dtype, torch.float32)  # in fp16 the lower bound would be 0
     return torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=wide).clamp_min(1e-12).reciprocal()
 
 
@@ -184,8 +187,8 @@ def _attention(
 ) -> Tensor:
     """Return softmax(q k^T * scale + bias) v."""
     if torch.is_grad_enabled() and q.device.type == "cpu":
-        # On CPUs torch has no fused kernel with the gradient of a bias. Its fallback makes more passes over
-        # the scores: 1.1 to 1.2 times the time of attention and its backward.
+        # On CPUs, torch has no fused kernel that computes the gradient of a bias. Its fallback takes 1.1 to
+        # 1.2 times as long (forward and backward), because it makes more passes over the scores.
         weights = ((q * scale).to(k.dtype) @ k.mT).add_(bias).softmax(-1)
         return F.dropout(weights, dropout) @ v
     if isinstance(scale, Tensor):

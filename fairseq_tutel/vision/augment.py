@@ -1,9 +1,9 @@
-"""Random augmentation of training images, and mixing of each with the next one of its batch.
+"""Random augmentation of training images, and mixing of each image with the next image of the batch.
 
-All random numbers come from `draws_of`, by (seed, epoch, image). So an image is augmented equally on every
-rank, in every worker, and after a resume.
+All random numbers depend on (seed, epoch, image) only; see `draws_of`. Therefore an image is augmented in
+the same way on every rank, in every worker, and after a resume.
 
-B images, C channels, H and W of an image.
+B images, C channels, H height and W width of an image.
 """
 
 import math
@@ -18,7 +18,7 @@ from fairseq_tutel.vision.options import ImageConfig
 
 # Weights of red, green and blue in brightness (ITU-R BT.601).
 LUMA = (0.299, 0.587, 0.114)
-# Random erasing (Zhong et al. 2017, section 3): shares of the area, largest ratio of width to height.
+# Random erasing (Zhong et al. 2017, section 3): range of area fractions, largest ratio of width to height.
 ERASED, ASPECT = (0.02, 1 / 3), 10 / 3
 
 
@@ -26,25 +26,28 @@ Box = tuple[int, int, int, int]  # top, bottom, left, right
 
 
 class Mixing(NamedTuple):
-    """Mixing of an image with the next one of its batch."""
+    """Describes how an image is mixed with the next image of the batch."""
 
     share: float  # weight of the image itself, from 0 to 1
-    box: Box | None = None  # the part from the next image; None: both are blended
+    box: Box | None = None  # rectangle from the next image; None: both images are blended
 
 
 def draws_of(seed: int, epoch: int, index: int) -> np.random.Generator:
-    """Return the random generator of one image in one epoch."""
+    """Return the random number generator for one image in one epoch."""
     return np.random.default_rng((seed, epoch, index))
 
 
 def order_of(seed: int, epoch: int, num_images: int) -> np.ndarray:
-    """Return the order of the images in an epoch, [N] int64."""
+    """Return a random order of all images for one epoch, [N] int64."""
     # No image has this number, so the order is independent of all augmentations.
     return draws_of(seed, epoch, num_images).permutation(num_images)
 
 
 def augmented(image: Tensor, config: ImageConfig, draws: np.random.Generator) -> Tensor:
-    """Crop, mirror and recolor an image [C, H, W] of 0 to 1; disabled options draw no random numbers."""
+    """Crop, flip and recolor an image [C, H, W] randomly; pixel values are from 0 to 1.
+
+    A disabled option draws no random numbers.
+    """
     if config.crop_padding:
         height, width = image.shape[1:]
         top, left = draws.integers(0, 2 * config.crop_padding, size=2, endpoint=True).tolist()
@@ -57,7 +60,7 @@ def augmented(image: Tensor, config: ImageConfig, draws: np.random.Generator) ->
 
 
 def erased(image: Tensor, probability: float, draws: np.random.Generator) -> Tensor:
-    """Set a random rectangle of a normalised image [C, H, W] to the mean, 0, with a probability."""
+    """With a given probability, set a random rectangle of a normalized image [C, H, W] to 0, the mean."""
     if not probability or draws.random() >= probability:
         return image
     area = draws.uniform(*ERASED)
@@ -71,7 +74,7 @@ def erased(image: Tensor, probability: float, draws: np.random.Generator) -> Ten
 
 
 def draw_mixing(config: ImageConfig, height: int, width: int, draws: np.random.Generator) -> Mixing | None:
-    """Return a random mixing, or None if no option enables it."""
+    """Return random parameters of mixup or cutmix for an image, or None if both are disabled."""
     if not config.mixes:
         return None
     cuts = draws.random() < 0.5 if config.mixup and config.cutmix else config.cutmix > 0
@@ -85,10 +88,10 @@ def draw_mixing(config: ImageConfig, height: int, width: int, draws: np.random.G
 
 
 def mixed(images_BCHW: Tensor, mixings: list[Mixing]) -> Tensor:
-    """Return each image mixed with the next one, the last with the first.
+    """Return the batch with each image mixed with the next image, and the last image with the first.
 
     Sources: mixup, Zhang et al. 2018, equation 1; cutmix, Yun et al. 2019, section 3.1. Each image has its
-    own share; both papers draw one per batch.
+    own share. In both papers, all images of a batch have the same share.
     """
     next_BCHW = images_BCHW.roll(-1, 0)
     blended_BCHW = images_BCHW.clone()
@@ -115,7 +118,7 @@ def _grey(image: Tensor) -> Tensor:
 def _box(
     height_share: float, width_share: float, height: int, width: int, draws: np.random.Generator
 ) -> Box:
-    """Return a rectangle of these shares around a random pixel, clipped to the image."""
+    """Return a rectangle around a random pixel, clipped to the image; the shares are fractions."""
     rows, columns = round(height_share * height), round(width_share * width)
     top, left = int(draws.integers(height)) - rows // 2, int(draws.integers(width)) - columns // 2
     return max(top, 0), min(top + rows, height), max(left, 0), min(left + columns, width)

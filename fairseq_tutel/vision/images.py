@@ -1,6 +1,6 @@
 """Image data sets: folders of image files, or arrays. Images are decoded when they are read.
 
-N images, C channels, h and w of the stored image, H and W of the model's input.
+N images, C channels. A stored image is h x w, and the model's input is H x W.
 """
 
 import math
@@ -20,22 +20,22 @@ from fairseq_tutel.vision.options import IMAGENET_MEAN, IMAGENET_STD, ImageConfi
 
 EXTENSIONS = (".png", ".jpg", ".jpeg")
 MODES = {1: "L", 3: "RGB"}
-# Larger labels are IDs or dates and not class numbers.
+# Larger labels are probably IDs or dates, and not class numbers.
 MOST_CLASSES = 1_000_000
 LONGEST = 200  # largest aspect ratio
 
 
 class UnreadableImageError(Exception):
-    """An image cannot be decoded. The text has its name and the reason."""
+    """Raised if an image cannot be decoded; the message has the file name and the reason."""
 
 
 def refusal(reason: str) -> str:
     """Return the error message for an unreadable image."""
-    return f"{reason}; repair or remove it, or add --image-errors skip."
+    return f"{reason}; repair or remove the image, or add --image-errors skip."
 
 
 class ImageFolder:
-    """Images in a folder CLASS/*.png, *.jpg, *.jpeg, classes and files sorted by name."""
+    """Images (.png, .jpg, .jpeg) in one subfolder for each class; classes and files are sorted by name."""
 
     def __init__(self, folder: Path) -> None:
         _pillow()  # checked before workers start
@@ -43,7 +43,7 @@ class ImageFolder:
         names = sorted(e.name for e in os.scandir(folder) if e.is_dir() and e.name[0] != ".")
         if not names:
             raise ValueError(
-                f"{folder} has no folder in it; put images into {folder}/CLASS, a folder for each class."
+                f"{folder} has no subfolders; put images into {folder}/CLASS, one subfolder for each class."
             )
         self.class_names: tuple[str, ...] | None = tuple(names)
         self._files: list[str] = []
@@ -56,7 +56,8 @@ class ImageFolder:
             )
             if not files:
                 raise ValueError(
-                    f"{folder / name} has no image in it ({', '.join(EXTENSIONS)}); add some, or remove it."
+                    f"{folder / name} has no images ({', '.join(EXTENSIONS)}); add images, or remove the "
+                    "folder."
                 )
             self._files += [f"{name}/{file}" for file in files]
             counts.append(len(files))
@@ -70,17 +71,20 @@ class ImageFolder:
         return str(self.origin / self._files[i])
 
     def channels(self, i: int) -> int:
-        """Return the channels of a stored image: 1 if it is grey, else 3."""
+        """Return the number of channels of stored image i: 1 if it is grey, else 3."""
         with _opened(self.name(i)) as image:
             return 1 if image.mode in ("1", "L", "LA", "F") or image.mode[0] == "I" else 3
 
     def read(self, i: int, channels: int) -> Tensor:
-        """Return image i, uint8 [C, h, w]; see `decoded`."""
+        """Return image i as uint8 [C, h, w]; see `decoded`."""
         return decoded(self.name(i), channels)
 
 
 class ImageArrays:
-    """An .npz file: `images`, uint8 [N, h, w] or [N, h, w, C]; `labels`, int [N]; optional `classes`."""
+    """Images in an .npz file with the arrays `images`, `labels` and optionally `classes` (class names).
+
+    `images` is uint8 [N, h, w] or [N, h, w, C]; `labels` is int [N].
+    """
 
     def __init__(self, path: Path) -> None:
         self.origin = path
@@ -95,36 +99,36 @@ class ImageArrays:
             ) from None
         for name in ("images", "labels"):
             if name not in found:
-                raise ValueError(f"{path} has no array named {name}; give images and labels.")
+                raise ValueError(f"{path} has no array named {name}; save images and labels in it.")
         images, labels = found["images"], found["labels"]
         if images.dtype != np.uint8 or images.ndim not in (3, 4) or 0 in images.shape:
             raise ValueError(
-                f"images of {path} is {images.dtype} {list(images.shape)}; give uint8 of the shape "
-                "[images, height, width] or [images, height, width, channels], none of them 0."
+                f"the array images of {path} is {images.dtype} {list(images.shape)}; give uint8 of shape "
+                "[images, height, width] or [images, height, width, channels], without empty dimensions."
             )
         if images.ndim == 4 and images.shape[1] <= 4 < images.shape[3]:
             raise ValueError(
-                f"images of {path} is {list(images.shape)}, which looks like channels first; give "
+                f"the array images of {path} is {list(images.shape)}, probably with channels first; give "
                 "[images, height, width, channels]."
             )
         if labels.shape != images.shape[:1] or not np.issubdtype(labels.dtype, np.integer):
             raise ValueError(
-                f"labels of {path} is {labels.dtype} {list(labels.shape)}; give a whole number for each of "
-                f"the {len(images)} images."
+                f"the array labels of {path} is {labels.dtype} {list(labels.shape)}; give a whole number "
+                f"for each of the {len(images)} images."
             )
         for label in (labels.min(), labels.max()):
             if not 0 <= label < MOST_CLASSES:
                 raise ValueError(
-                    f"labels of {path} has {label}; number classes one after another from 0, fewer than "
-                    f"{MOST_CLASSES:,}."
+                    f"the array labels of {path} has {label}; number the classes consecutively from 0, and "
+                    f"give fewer than {MOST_CLASSES:,} classes."
                 )
         self._images = images if images.ndim == 4 else images[..., None]
         self.labels_N = labels.astype(np.int64)
         self.class_names = _names(found["classes"], path) if "classes" in found else None
         if self.class_names is not None and labels.max() >= len(self.class_names):
             raise ValueError(
-                f"labels of {path} has {labels.max()}, and classes names {len(self.class_names)}, of which "
-                f"the last is number {len(self.class_names) - 1}."
+                f"the array labels of {path} has {labels.max()}, but the array classes has only "
+                f"{len(self.class_names)} names, for classes 0 to {len(self.class_names) - 1}; add names."
             )
 
     def __len__(self) -> int:
@@ -135,15 +139,15 @@ class ImageArrays:
         return f"{self.origin}[{i}]"
 
     def channels(self, i: int) -> int:
-        """Return the channels of all images."""
+        """Return the number of channels, which is the same for all images."""
         return self._images.shape[3]
 
     def read(self, i: int, channels: int) -> Tensor:
-        """Return image i, uint8 [C, h, w]."""
+        """Return image i as uint8 [C, h, w]."""
         if channels != self._images.shape[3]:
             raise ValueError(
-                f"images of {self.origin} has {self._images.shape[3]} channels, but the model takes "
-                f"{channels}; give arrays of {channels}, and no other --image-channels."
+                f"images of {self.origin} have {self._images.shape[3]} channels, but the model takes "
+                f"{channels}; give images with {channels} channels, or change --image-channels."
             )
         return torch.from_numpy(self._images[i]).permute(2, 0, 1)
 
@@ -171,20 +175,20 @@ def open_images(data: str, split: str) -> Images:
 
 
 def classes_of(images: Images) -> list[str]:
-    """Return the names of a training set's classes; without names, the numbers up to the largest label."""
+    """Return the class names of a training set; classes without names have their numbers as names."""
     names = list(images.class_names or map(str, range(int(images.labels_N.max()) + 1)))
     if len(names) < 2:
-        raise ValueError(f"{images.origin} has one class, {names[0]}; give two or more.")
+        raise ValueError(f"{images.origin} has only one class, {names[0]}; give two or more classes.")
     return names
 
 
 def labels_among(images: Images, classes: Sequence[str]) -> np.ndarray:
-    """Return the labels of images as numbers in `classes` [N], matched by name if they have names."""
+    """Return each image's label as an index of `classes`, [N]; named classes are matched by name."""
     if images.class_names is None:
         if images.labels_N.max() >= len(classes):
             raise ValueError(
-                f"labels of {images.origin} has {images.labels_N.max()}, but the training set has "
-                f"{len(classes)} classes, 0 to {len(classes) - 1}."
+                f"the array labels of {images.origin} has {images.labels_N.max()}, but the training set "
+                f"has {len(classes)} classes, 0 to {len(classes) - 1}; remove images of other classes."
             )
         return images.labels_N
     number_of = {name: number for number, name in enumerate(classes)}
@@ -193,14 +197,17 @@ def labels_among(images: Images, classes: Sequence[str]) -> np.ndarray:
         if _same_by_number(classes, images.class_names):
             return images.labels_N
         raise ValueError(
-            f"{images.origin} has the class {unknown[0]}, which is not among the training set's "
-            f"{len(classes)}, {classes[0]} to {classes[-1]}; remove it, or train with it."
+            f"{images.origin} has the class {unknown[0]}, which is not one of the training set's "
+            f"{len(classes)} classes, {classes[0]} to {classes[-1]}; remove the class, or train with it."
         )
     return np.array([number_of[name] for name in images.class_names])[images.labels_N]
 
 
 def different_class(before: Sequence[str], now: Sequence[str]) -> tuple[int, str, str] | None:
-    """Return the number and names of the first class that differs; numbers equal any names, by count."""
+    """Return the index and both names of the first class that differs, or None if the lists are equal.
+
+    A list of numbers instead of names is equal to any list of the same length.
+    """
     if not before or _same_by_number(before, now):
         return None
     pairs = enumerate(zip_longest(before, now, fillvalue="none"))
@@ -208,17 +215,17 @@ def different_class(before: Sequence[str], now: Sequence[str]) -> tuple[int, str
 
 
 def _same_by_number(before: Sequence[str], now: Sequence[str]) -> bool:
-    """Whether either list has numbers instead of names, and their lengths are equal."""
+    """Return whether one list has numbers instead of names, and both lists have the same length."""
     numbers = [str(i) for i in range(len(now))]
     is_alike = len(before) == len(now) and set(before) != set(now)
     return is_alike and numbers in (list(before), list(now))
 
 
 def decoded(path: str, channels: int) -> Tensor:
-    """Return the image of a file, uint8 [C, h, w], grey (C = 1) or RGB (C = 3).
+    """Decode an image file; return uint8 [C, h, w], grey (C = 1) or RGB (C = 3).
 
     Raises:
-        UnreadableImageError: it cannot be decoded.
+        UnreadableImageError: the file cannot be decoded.
     """
     with _opened(path) as image:
         if image.mode[0] == "I":  # 16-bit grey, which Pillow would clip at 255
@@ -228,7 +235,7 @@ def decoded(path: str, channels: int) -> Tensor:
 
 
 def fitted(pixels: Tensor, height: int, width: int) -> Tensor:
-    """Resize uint8 [C, h, w] to cover H x W, crop the centre; return float32 [C, H, W] from 0 to 1."""
+    """Resize an image to cover H x W and crop the center; return float32 [C, H, W] from 0 to 1."""
     image = pixels.float() / 255
     h, w = image.shape[1:]
     if (h, w) != (height, width):
@@ -242,15 +249,15 @@ def fitted(pixels: Tensor, height: int, width: int) -> Tensor:
 
 
 def normalisation(config: ImageConfig, channels: int) -> tuple[Tensor, Tensor]:
-    """Return the mean and standard deviation of normalization, [C, 1, 1] each."""
+    """Return the mean and the standard deviation for normalizing images, [C, 1, 1] each."""
     found = []
     for name, default in (("mean", IMAGENET_MEAN), ("std", IMAGENET_STD)):
         text = getattr(config, name)
         numbers = numbers_of(text) if text else default if channels == 3 else (0.5,)
         if len(numbers) not in (1, channels):
             raise ValueError(
-                f"--image-{name} is {text}, {len(numbers)} numbers for images of {channels} channels; give "
-                "one, or one per channel."
+                f"--image-{name} is {text}, which has {len(numbers)} numbers, but images have {channels} "
+                "channels; give one number, or one per channel."
             )
         found.append(torch.tensor(numbers).expand(channels).view(-1, 1, 1))
     return found[0], found[1]
@@ -261,8 +268,8 @@ def _names(classes: np.ndarray, path: Path) -> tuple[str, ...]:
     names = tuple(v.decode(errors="replace") if isinstance(v, bytes) else str(v) for v in values)
     if classes.ndim != 1 or len(set(names)) < len(names):
         raise ValueError(
-            f"classes of {path} is {classes.dtype} {list(classes.shape)} of {len(set(names))} names; give "
-            "a list of names, each once."
+            f"the array classes of {path} is {classes.dtype} {list(classes.shape)} with {len(set(names))} "
+            "different names; give a list of unique names."
         )
     return names
 
@@ -272,23 +279,24 @@ def _pillow() -> Any:
         from PIL import Image
     except ModuleNotFoundError:
         raise ValueError(
-            "images in files need Pillow, which is not installed; pip install 'fairseq-tutel[vision]'."
+            "reading image files needs Pillow, which is not installed; run pip install "
+            "'fairseq-tutel[vision]'."
         ) from None
     return Image
 
 
 @contextmanager
 def _opened(path: str) -> Iterator[Any]:
-    """Yield Pillow's image, of which only the header was read; errors in the block name the file."""
+    """Open an image with Pillow, which reads only the header; errors in the block name the file."""
     pillow = _pillow()
     try:
         if not os.path.isfile(path) and os.path.exists(path):  # opening a pipe would block
-            raise ValueError("no regular file")
+            raise ValueError("not a regular file")
         with pillow.open(path) as image:
             (width, height), pixels = image.size, math.prod(image.size)
-            # Resized to cover a square, it would fill the memory.
+            # Such an image, resized to cover a square, would fill the memory.
             if max(image.size) > LONGEST * min(image.size):
-                raise ValueError(f"{width} x {height} pixels, one side more than {LONGEST} times the other")
+                raise ValueError(f"{width} x {height} pixels; one side is over {LONGEST} times the other")
             if pixels > pillow.MAX_IMAGE_PIXELS:  # Pillow itself only warns
                 raise ValueError(f"{pixels:,} pixels, more than {pillow.MAX_IMAGE_PIXELS:,}")
             yield image

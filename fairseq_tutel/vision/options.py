@@ -1,4 +1,4 @@
-"""The options of images (task image_classification), of Swin V2, and of its experts."""
+"""The options of the task image_classification, of Swin V2, and of experts in Swin V2."""
 
 import math
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
 def numbers_of(text: str) -> tuple[float, ...]:
-    """Return the numbers of a list with commas, or () if any is missing or not finite."""
+    """Parse numbers that are separated by commas; return () if any is missing or not finite."""
     try:
         numbers = tuple(float(part) for part in text.split(","))
     except ValueError:
@@ -32,7 +32,7 @@ def numbers_of(text: str) -> tuple[float, ...]:
     return numbers if all(map(math.isfinite, numbers)) else ()
 
 
-PER_CHANNEL = "numbers of all channels such as 0.5,0.5,0.5"
+PER_CHANNEL = "one number per channel, such as 0.5,0.5,0.5"
 NUMBERS: Rule = (lambda v: v == "" or bool(numbers_of(v)), f"give a number, or {PER_CHANNEL}")
 POSITIVE_NUMBERS: Rule = (
     lambda v: v == "" or min(numbers_of(v), default=0) > 0,
@@ -48,14 +48,14 @@ class ImageConfig:
 
     size: int = image_option(
         0,
-        "height and width to which images are resized and center-cropped; 0: those of the first training "
-        "image",
+        "height and width to which images are resized and center-cropped; 0: the size of the first "
+        "training image",
         unit="pixels",
         rule=(lambda v: 0 <= v <= 16384, "give a whole number from 0 to 16384"),
     )
     channels: int = image_option(
         0,
-        "channels of images from files: 1 grey, 3 RGB; 0: those of the first training image",
+        "channels of images from files: 1 grey, 3 RGB; 0: as in the first training image",
         rule=(lambda v: v in (0, 1, 3), "give 0, 1 or 3"),
     )
     mean: str = image_option(
@@ -90,19 +90,20 @@ class ImageConfig:
     )
     erase: float = image_option(
         0.0,
-        "random erasing in training: probability that a rectangle (2 to 33 % of the area) becomes the mean",
+        "random erasing in training: probability of setting a rectangle (2 to 33 % of area) to the mean",
         rule=SHARE,
     )
     mixup: float = image_option(
         0.0,
-        "mixup in training: blend each image with the next one of its batch, by a share drawn from "
+        "mixup in training: blend each image with the next image of the batch, with a weight drawn from "
         "Beta(a, a) for this a; 0: off",
         rule=NOT_NEGATIVE,
     )
     cutmix: float = image_option(
         0.0,
-        "cutmix in training: replace a rectangle of each image by the next one of its batch, its area "
-        "drawn from Beta(a, a) for this a; 0: off; with --image-mixup, each image gets one of both",
+        "cutmix in training: replace a rectangle of each image by the same rectangle of the next image; "
+        "the area is drawn from Beta(a, a) for this a; 0: off; with --image-mixup, each image gets one of "
+        "the two",
         rule=NOT_NEGATIVE,
     )
 
@@ -113,7 +114,7 @@ class ImageConfig:
 
 
 def numbers(text: str) -> list[int]:
-    """Return the whole numbers of a list such as "2,2,18,2", or [] if it is none."""
+    """Parse whole numbers separated by commas, such as "2,2,18,2"; return [] for any other text."""
     parts = text.split(",")
     return [int(part) for part in parts] if all(part.strip().isdecimal() for part in parts) else []
 
@@ -126,56 +127,65 @@ def _each(least: int, what: str) -> Rule:
 class SwinConfig:
     """Options of Swin V2, with and without experts."""
 
-    prefix: ClassVar[str] = "swin_"  # of the keys
+    prefix: ClassVar[str] = "swin_"  # prefix of the option keys
     form: str = vision(
         "v2",
         "v2: cosine attention, position bias of at most 16, norms after attention and FFN (Swin V2); moe: "
         "scaled dot-product attention, norms before attention and FFN (the released SwinV2-MoE)",
         choices=("v2", "moe"),
     )
-    patch_size: int = vision(4, "side of a patch, which becomes one token", unit="pixels", rule=AT_LEAST_1)
+    patch_size: int = vision(
+        4, "height and width of a patch; each patch is one token", unit="pixels", rule=AT_LEAST_1
+    )
     embed_dim: int = vision(
         96, "model dimension of the first stage; every stage doubles it", rule=AT_LEAST_1
     )
     depths: str = vision(
-        "2,2,18,2", "blocks of each stage", rule=_each(1, 'one number per stage, such as "2,2,18,2"')
+        "2,2,18,2", "number of blocks per stage", rule=_each(1, 'one number per stage, such as "2,2,18,2"')
     )
     heads: str = vision(
         "3,6,12,24",
-        "attention heads of each stage's blocks",
+        "number of attention heads in each stage",
         rule=_each(1, 'one number per stage, such as "3,6,12,24"'),
     )
     window: int = vision(
-        12, "side of an attention window; a smaller image is one window", unit="tokens", rule=AT_LEAST_1
+        12,
+        "height and width of an attention window; a smaller image is one window",
+        unit="tokens",
+        rule=AT_LEAST_1,
     )
     position_windows: str = vision(
         "0",
-        "window with which the position bias was trained, if --swin-window differs: one number, or one "
-        "per stage; 0: the same",
+        "window size with which the position bias was trained, if it differs from --swin-window: one "
+        "number, or one per stage; 0: the same as --swin-window",
         rule=_each(0, 'one number of tokens, or one per stage, such as "12,12,12,6"'),
     )
-    mlp_ratio: float = vision(4.0, "hidden dimension of the FFN, in model dimensions", rule=POSITIVE)
+    mlp_ratio: float = vision(
+        4.0, "ratio of the FFN's hidden dimension to the model dimension", rule=POSITIVE
+    )
     dropout: float = vision(0.0, "dropout probability in the FFN and after attention", rule=PROBABILITY)
     attention_dropout: float = vision(0.0, "dropout probability of attention weights", rule=PROBABILITY)
     drop_path: float = vision(
         0.2,
-        "stochastic depth: probability that an image skips attention or FFN of the last block in training; "
-        "0 in the first block, and linear between",
+        "stochastic depth in training: probability that an image skips the attention or the FFN of the "
+        "last block; it rises linearly from 0 in the first block",
         rule=PROBABILITY,
     )
     init_std: float = vision(0.02, "standard deviation of initial weights of linear layers", rule=POSITIVE)
     checkpoint_activations: bool = vision(
-        False, "save the inputs of blocks only, and recompute the rest in backward"
+        False, "save only the inputs of blocks, and recompute other activations in backward"
     )
 
 
 @dataclass(frozen=True)
 class SwinExpertsConfig:
-    """Options of Swin V2's experts."""
+    """Options of experts in Swin V2."""
 
     prefix: ClassVar[str] = "swin_"
     expert_stages: int = vision(
-        2, "number of last stages with experts; --moe-freq counts blocks within a stage", rule=whole(1)
+        2,
+        "number of stages with experts, counted from the last one; --moe-freq counts blocks within a stage",
+        rule=whole(1),
     )
     expert_dropout: float = vision(
         0.1, "dropout probability of the experts' hidden layer", rule=PROBABILITY
@@ -183,7 +193,7 @@ class SwinExpertsConfig:
 
 
 def of_stages(config: SwinConfig) -> list[tuple[int, int, int, int]]:
-    """Return (blocks, model dimension, heads, position window or 0) of each stage."""
+    """Return (number of blocks, model dimension, number of heads, position window) for each stage."""
     depths, heads = numbers(config.depths), numbers(config.heads)
     windows = numbers(config.position_windows)
     windows = windows * len(depths) if len(windows) == 1 else windows
@@ -194,13 +204,13 @@ def of_stages(config: SwinConfig) -> list[tuple[int, int, int, int]]:
         if len(found) != len(depths):
             raise ValueError(
                 f"{flag} is {text!r}, but --swin-depths {config.depths!r} has {len(depths)} stages; "
-                "give one number for each."
+                "give one number for each stage."
             )
     dims = [config.embed_dim * 2**i for i in range(len(depths))]
     for dim, count in zip(dims, heads, strict=True):
         if dim % count:
             raise ValueError(
-                f"--swin-heads is {config.heads!r}, of which {count} does not divide a stage's model "
-                f"dimension of {dim}; give divisors of {', '.join(map(str, dims))}."
+                f"--swin-heads is {config.heads!r}, but {count} does not divide the stage's model "
+                f"dimension {dim}; give divisors of {', '.join(map(str, dims))}."
             )
     return list(zip(depths, dims, heads, windows, strict=True))

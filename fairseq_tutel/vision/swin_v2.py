@@ -1,8 +1,8 @@
-"""Swin V2, an image transformer: patch embedding, stages of blocks, and a head on the mean token.
+"""Swin V2, an image transformer: patch embedding, stages of blocks, and a classifier on the mean token.
 
-B images, L tokens of one, D model_dim, C classes.
+B images, L tokens of an image, D model_dim, C classes.
 
-Source: Liu et al. 2022 (Swin Transformer V2); with experts Hwang et al. 2023 (Tutel), section 5.
+Source: Liu et al. 2022 (Swin Transformer V2); experts: Hwang et al. 2023 (Tutel), section 5.
 """
 
 from functools import partial
@@ -17,7 +17,7 @@ from fairseq_tutel.vision.options import SwinConfig, of_stages
 
 
 class PatchEmbedding(nn.Module):
-    """Images [B, channels, height, width] -> one token for each patch, with zero padding."""
+    """Converts images [B, channels, height, width] to one token for each patch, with zero padding."""
 
     def __init__(self, channels: int, dim: int, patch_size: int) -> None:
         super().__init__()
@@ -26,7 +26,7 @@ class PatchEmbedding(nn.Module):
         self.norm = nn.LayerNorm(dim)
 
     def forward(self, images: Tensor) -> tuple[Tensor, Size]:
-        """Return x_BLD, and the numbers of patches by height and width."""
+        """Return the tokens x_BLD, and the number of patches along height and width."""
         height, width = images.shape[-2:]
         rest = -width % self.patch_size, -height % self.patch_size
         x = self.proj(F.pad(images, (0, rest[0], 0, rest[1])) if any(rest) else images)
@@ -34,7 +34,7 @@ class PatchEmbedding(nn.Module):
 
 
 class PatchMerging(nn.Module):
-    """Merges four neighbours to one token of twice the dimension, with zero padding."""
+    """Merges each 2 x 2 group of tokens to one token of twice the dimension, with zero padding."""
 
     def __init__(self, dim: int, form: str) -> None:
         super().__init__()
@@ -43,22 +43,25 @@ class PatchMerging(nn.Module):
         self.norm = nn.LayerNorm(4 * dim if self.norms_first else 2 * dim)
 
     def forward(self, x_BLD: Tensor, size: Size) -> tuple[Tensor, Size]:
-        """Return the tokens, and the size of the image in tokens."""
+        """Return the merged tokens, and the new size of the image in tokens."""
         B, _, D = x_BLD.shape
         (height, width), x = size, x_BLD.unflatten(1, size)
         if height % 2 or width % 2:
             x = F.pad(x, (0, 0, 0, width % 2, 0, height % 2))
         h, w = (height + 1) // 2, (width + 1) // 2
-        # The lower neighbour comes second, the right one third, as in the released weights.
+        # The lower neighbor is second, and the right neighbor is third, as in the released weights.
         x = x.view(B, h, 2, w, 2, D).permute(0, 1, 3, 4, 2, 5).reshape(B, h * w, 4 * D)
         x = self.reduction(self.norm(x)) if self.norms_first else self.norm(self.reduction(x))
         return x, (h, w)
 
 
 class Block(nn.Module):
-    """Attention and FFN with residual connections; the FFN has the attributes of fairseq's, for experts."""
+    """A transformer block: attention and FFN with residual connections.
 
-    batch_first = True  # layout of fc1's input
+    The FFN has the same attributes as fairseq's FFN, so that experts can replace it.
+    """
+
+    batch_first = True  # fc1's input has the batch as first dimension
 
     def __init__(
         self, dim: int, heads: int, config: SwinConfig, drop_path: float, position_window: int
@@ -75,7 +78,7 @@ class Block(nn.Module):
         self.dropout_module = nn.Dropout(config.dropout)
 
     def forward(self, x_BLD: Tensor, *, windows: Windows) -> Tensor:
-        """Return the tokens after the block."""
+        """Return the tokens after attention and FFN."""
         if self.norms_first:
             x_BLD = self._added(x_BLD, self._attended(self.norm1(x_BLD), windows))
             return self._added(x_BLD, self._fed_forward(self.norm2(x_BLD)))
@@ -90,7 +93,10 @@ class Block(nn.Module):
         return self.dropout_module(self.fc2(hidden))
 
     def _added(self, x_BLD: Tensor, y_BLD: Tensor) -> Tensor:
-        """Return x + y, in training with stochastic depth (Huang et al. 2016), whose mean is x + y."""
+        """Return x + y; in training, some images skip y at random (stochastic depth).
+
+        The other images' y is scaled, so the mean is x + y. Source: Huang et al. 2016.
+        """
         if not self.training or self.drop_path == 0:
             return x_BLD + y_BLD
         kept = 1 - self.drop_path
@@ -99,7 +105,7 @@ class Block(nn.Module):
 
 
 class Stage(nn.Module):
-    """Blocks of one resolution, every second one with shifted windows, then patch merging."""
+    """Blocks of one resolution, followed by patch merging; every second block has shifted windows."""
 
     def __init__(self, blocks: list[Block], config: SwinConfig, merging: PatchMerging | None) -> None:
         super().__init__()
@@ -119,7 +125,7 @@ class Stage(nn.Module):
 
 
 class SwinV2(nn.Module):
-    """Images of any size -> logits of `num_classes`."""
+    """The Swin V2 model, which maps images of any size to logits of `num_classes` classes."""
 
     def __init__(self, config: SwinConfig, channels: int, num_classes: int) -> None:
         super().__init__()
@@ -138,7 +144,7 @@ class SwinV2(nn.Module):
         self.apply(partial(_initialise, std=config.init_std))
 
     def forward(self, images: Tensor) -> Tensor:
-        """Return logits [B, C] of images [B, channels, height, width]."""
+        """Return the logits [B, C] for images [B, channels, height, width]."""
         x_BLD, size = self.patch_embed(images)
         x_BLD = self.pos_drop(x_BLD)
         for stage in self.stages:
@@ -152,6 +158,6 @@ def _initialise(module: nn.Module, std: float) -> None:
         if module.bias is not None:
             nn.init.zeros_(module.bias)
     if isinstance(module, Block) and not module.norms_first:
-        # Blocks begin as identities, as in Swin V2's released code.
+        # At the start, each block is the identity function, as in Swin V2's released code.
         nn.init.zeros_(module.norm1.weight)
         nn.init.zeros_(module.norm2.weight)

@@ -1,1 +1,1 @@
-"""ZeRO: ranks with the same parameters each keep a part of the optimizer state."""
+"""ZeRO: the optimizer state is sharded over the ranks that have the same parameters."""

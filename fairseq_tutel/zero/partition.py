@@ -1,8 +1,8 @@
-"""ZeRO's partitions: each rank of a group keeps the optimizer state of an equal range of elements.
+"""ZeRO partitions: each rank of a group keeps the optimizer state of an equal range of elements.
 
-A parameter with n elements and a group of G ranks has m = ceil(n / G) elements per rank; a bucket has M.
-Parameters of one group and dtype share buckets with one collective each: stacked [G, M], row g belongs to
-rank g. Source: Rajbhandari et al. 2020, arXiv 1910.02054.
+A parameter with n elements and a group of G ranks has m = ceil(n / G) elements per rank. Parameters of one
+group and dtype share buckets, which need one collective each. A bucket has M elements per rank and is
+stacked as [G, M]: row g belongs to rank g. Source: Rajbhandari et al. 2020, arXiv 1910.02054.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -18,26 +18,26 @@ from fairseq_tutel.comm.gradients import gradient_divisor, is_expert
 from fairseq_tutel.ranks.groups import Topology
 
 BUCKET_BYTES = 25 * 2**20
-# BUCKET_BYTES are for groups of at most BUCKET_RANKS. A ring's collective takes one step per rank, however
-# small its messages are, so that larger groups have larger buckets, up to MOST_TIMES.
+# Groups of at most BUCKET_RANKS have buckets of BUCKET_BYTES. A ring collective takes one step per rank,
+# even for small messages. So larger groups have larger buckets, up to MOST_TIMES as large.
 BUCKET_RANKS, MOST_TIMES = 64, 8
 
 
 @dataclass(frozen=True)
 class Share:
-    """The group of G = `size` ranks among which a parameter's state is sharded.
+    """The group of G = `size` ranks over which a parameter's optimizer state is sharded.
 
-    If `group` is None, it has all ranks.
+    `group` is None for the group of all ranks.
     """
 
     size: int = 1
-    index: int = 0  # of this rank
+    index: int = 0  # of this rank in the group
     group: dist.ProcessGroup | None = None
-    divisor: float = 1  # of the sum of gradients
+    divisor: float = 1  # by which the sum of gradients is divided
 
 
 def share_of(parameter: nn.Parameter, topology: Topology) -> Share:
-    """Return a parameter's group: the replicas of an expert, all ranks for others."""
+    """Return the ranks over which a parameter's state is sharded: an expert's EP replicas, or all ranks."""
     world = topology.world_size
     divisor = gradient_divisor(parameter, world)
     if is_expert(parameter):
@@ -47,32 +47,32 @@ def share_of(parameter: nn.Parameter, topology: Topology) -> Share:
 
 
 def partition_length(numel: int, size: int) -> int:
-    """Return m, the elements of a rank's part with padding."""
+    """Return the number of elements per rank, including padding, if a tensor is split over `size` ranks."""
     return -(-numel // size)
 
 
 def own_elements(tensor: Tensor, share: Share) -> Tensor:
-    """Return a view of this rank's elements [m] of a contiguous tensor, without padding."""
+    """Return this rank's elements of a contiguous tensor as a view [m], without padding."""
     length = partition_length(tensor.numel(), share.size)
     return tensor.view(-1)[share.index * length :][:length]
 
 
 class Partition:
-    """A parameter and this rank's elements of it.
+    """A parameter, and the part of its elements that this rank updates (`own`).
 
-    The optimizer updates `own`: a view of an fp32 (or fp64) parameter, an fp32 master of a half one, or
+    `own` is a view of an fp32 (or fp64) parameter, an fp32 master copy of a half-precision parameter, or
     with `offload` a copy in host memory.
     """
 
     def __init__(self, parameter: nn.Parameter, share: Share, offload: bool) -> None:
         self.parameter, self.share = parameter, share
         self.length = partition_length(parameter.numel(), share.size)
-        self.num_bytes = parameter.numel() * parameter.element_size()  # of all ranks
+        self.num_bytes = parameter.numel() * parameter.element_size()  # of the complete parameter
         self.start = 0
-        # A view needs contiguous memory; other parameters are rare.
+        # A view needs contiguous memory. Few parameters are not contiguous.
         parameter.data = parameter.data.contiguous()
         own = own_elements(parameter.data, share)
-        # The optimizer's dtype: fp32, or fp64 for fp64.
+        # The optimizer's dtype: fp32, or fp64 for fp64 parameters.
         wide = torch.promote_types(parameter.dtype, torch.float32)
         self.is_master = wide != parameter.dtype
         self.is_view = not self.is_master and not offload
@@ -81,12 +81,12 @@ class Partition:
         self.own = nn.Parameter(own)
 
     def put_at(self, start: int) -> None:
-        """Set the position in the partition's bucket."""
+        """Set the start position of this partition in its bucket."""
         self.start = start
 
     @torch.no_grad()
     def whole(self, value: Tensor) -> Tensor:
-        """Gather a state tensor of all of the parameter's owners. Collective over its group."""
+        """Gather the complete state tensor of the parameter from all ranks of the group. Collective."""
         share, parameter = self.share, self.parameter
         if share.size == 1:
             return value.view(parameter.shape)
@@ -98,7 +98,7 @@ class Partition:
 
 
 class Bucket:
-    """Partitions that share collectives."""
+    """Partitions whose gradients and weights are exchanged together."""
 
     def __init__(self, partitions: Sequence[Partition]) -> None:
         self.partitions, self.share = list(partitions), partitions[0].share
@@ -106,17 +106,18 @@ class Bucket:
         for partition in self.partitions:
             partition.put_at(self.length)
             self.length += partition.length
-        # [M] in the parameters' dtype; None before reduction, and if G is 1: parameters keep theirs.
+        # [M] in the parameters' dtype. None before the reduction, and if G is 1: then parameters keep their
+        # gradients.
         self.gradient: Tensor | None = None
-        # With the dtype and device of all.
+        # All parameters of the bucket have this parameter's dtype and device.
         self.first = self.partitions[0].parameter
-        # Without padding, the parameter and its gradient are sent and received as they are.
+        # Without padding, a single parameter and its gradient are sent and received without a copy.
         self.is_one_tensor = len(self.partitions) == 1 and (
             self.length * self.share.size == self.first.numel()
         )
 
     def reduce_gradients(self) -> Started:
-        """Reduce the gradients to their owners and free them; the result is added to `gradient`."""
+        """Start to reduce gradients to the ranks that own them; the sum is added to `gradient`."""
         share = self.share
         stacked = self._take_gradients()
         # Divide before the sum, as data parallel does: scaled fp16 gradients must not overflow.
@@ -130,7 +131,7 @@ class Bucket:
         return started.then(arrived)
 
     def _take_gradients(self) -> Tensor:
-        """Return the parameters' stacked gradients [G * M], zeros for missing ones, and free them."""
+        """Return the stacked gradients [G * M], with zeros for missing gradients; free the originals."""
         grads = [partition.parameter.grad for partition in self.partitions]
         for partition in self.partitions:
             partition.parameter.grad = None
@@ -144,7 +145,7 @@ class Bucket:
         return stacked.view(-1)
 
     def gradients(self) -> list[Tensor | None]:
-        """Return this rank's gradient of every partition, flat, in the parameters' dtype."""
+        """Return this rank's part of every gradient as a flat tensor, in the parameters' dtype."""
         flat = self.gradient
         if flat is not None:
             return [flat[p.start :][: p.own.numel()] for p in self.partitions]
@@ -152,20 +153,20 @@ class Bucket:
         return [None if grad is None else grad.reshape(-1) for grad in grads]
 
     def convert_gradient(self, convert: Callable[[Tensor], Tensor]) -> bool:
-        """Replace a reduced gradient by its conversion; return whether there is one."""
+        """Apply `convert` to the reduced gradient; return False if there is no reduced gradient."""
         if self.gradient is not None:
             self.gradient = convert(self.gradient)
         return self.gradient is not None
 
     def free_gradients(self) -> None:
-        """Free the gradients."""
+        """Free the gradients of all parameters and partitions of the bucket."""
         self.gradient = None
         for partition in self.partitions:
             partition.parameter.grad = partition.own.grad = None
 
     @torch.no_grad()
     def gather_weights(self) -> Started | None:
-        """Gather every rank's updated weights on all; None if no communication is needed."""
+        """Start to gather the updated weights on all ranks; return None if this needs no communication."""
         share = self.share
         if share.size == 1:
             if not self.partitions[0].is_view:
@@ -177,7 +178,7 @@ class Bucket:
         return started if self.is_one_tensor else started.then(lambda: self._set_weights(whole))
 
     def _own_weights(self) -> Tensor:
-        """Return this rank's elements [M] in the parameters' dtype on their device."""
+        """Return this rank's updated elements [M] in the dtype and on the device of the parameters."""
         device = self.partitions[0].own.device
         pinned = device.type == "cpu" and self.first.is_cuda
         own = torch.zeros(self.length, dtype=self.first.dtype, device=device, pin_memory=pinned)
@@ -187,7 +188,7 @@ class Bucket:
 
     @torch.no_grad()
     def _set_weights(self, stacked: Tensor) -> None:
-        """Copy weights [G * M] to the parameters."""
+        """Copy gathered weights [G * M] to the parameters."""
         stacked = stacked.view(self.share.size, self.length)
         for partition in self.partitions:
             for row, run in _rows(partition, stacked, partition.parameter.data.view(-1)):
@@ -195,7 +196,7 @@ class Bucket:
 
 
 def _rows(partition: Partition, stacked: Tensor, flat: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield pairs of a partition's range in [G, M] and its range in the flat parameter; two at most."""
+    """Yield one or two pairs of views of the same elements: in the bucket [G, M] and in the parameter."""
     columns = stacked[:, partition.start : partition.start + partition.length]
     full, rest = divmod(flat.numel(), max(1, partition.length))
     yield columns[:full], flat[: full * partition.length].view(full, partition.length)
@@ -212,8 +213,8 @@ def partitions_of(
 ) -> tuple[list[Partition], list[Bucket]]:
     """Return partitions in the order of the parameters, and buckets in the likely order of a backward pass.
 
-    Without `cut` all parameters stay whole, for `offload` to host memory. A bucket has about `bucket_bytes`
-    in a group of at most BUCKET_RANKS; larger parameters have their own.
+    Without `cut` no parameter is sharded, such as for offload without ZeRO. A bucket has about
+    `bucket_bytes` in a group of at most BUCKET_RANKS. A larger parameter has a bucket of its own.
     """
     partitions = [Partition(p, share_of(p, topology) if cut else Share(), offload) for p in parameters]
     buckets: list[Bucket] = []

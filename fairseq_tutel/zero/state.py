@@ -1,7 +1,8 @@
-"""The state of partitioned or offloaded parameters, between a model and an ordinary optimizer.
+"""Sharded or offloaded optimizer state: a layer between a model and an ordinary optimizer.
 
-The optimizer has this rank's elements of each parameter, in fp32. An update consists of backward passes,
-each followed by `finish_backward`; `reduce`; `norm` and `multiply` to clip; `step`; `zero_grad`.
+The optimizer has only this rank's elements of each parameter, in fp32. The order of calls in an update is:
+backward passes, each followed by `finish_backward`; `reduce`; `norm` and `multiply` to clip; `step`;
+`zero_grad`.
 """
 
 import weakref
@@ -16,16 +17,16 @@ from fairseq_tutel.comm.gradients import divide_gradients, global_grad_norm, squ
 from fairseq_tutel.ranks.groups import Topology
 from fairseq_tutel.zero.partition import Bucket, own_elements, partitions_of
 
-# Key in a checkpoint's optimizer state: the fp32 copy of a half-precision weight.
+# The key of the fp32 copy of a half-precision weight in a checkpoint's optimizer state.
 MASTER = "fp32_master"
 
 
 class GradientReducer:
-    """Reduces the gradients of buckets to their owners.
+    """Reduces gradients, bucket by bucket, to the ranks that own them.
 
-    During a backward pass (`eager`) a bucket is sent when all its gradients exist and all earlier buckets
-    are sent, so that all ranks call the same collectives, even if some do not use all parameters. Results
-    are awaited at the end of the backward pass: another rank may send its buckets only then.
+    With `eager` this happens during a backward pass. A bucket is sent when all its gradients exist and all
+    earlier buckets are sent. So all ranks call the same collectives, even if some do not use all
+    parameters. The results arrive at the end of the backward pass: other ranks may send buckets only then.
     """
 
     def __init__(self, buckets: Sequence[Bucket], world_size: int, eager: bool) -> None:
@@ -40,19 +41,19 @@ class GradientReducer:
                     _set_hook(partition.parameter, self, number)
 
     def reset(self) -> None:
-        """Reset for the next update."""
-        self.sent = 0  # buckets in this backward pass
+        """Reset the counters and records for the next update."""
+        self.sent = 0  # buckets sent in this backward pass
         self.here: list[set[int]] = [set() for _ in self.shared]
         self.backwards = 0
         self.is_reduced = False
 
     def arrived(self, parameter: nn.Parameter, number: int) -> None:
-        """Record that a parameter of bucket `number` has its gradient; send complete buckets."""
+        """Record that a parameter of bucket `number` has its gradient; send buckets that are complete."""
         if number < self.sent:
             raise RuntimeError(
-                f"a parameter of shape {tuple(parameter.shape)} gets its gradient in several parts, as one "
-                "that several checkpointed layers share, or this backward pass did not use the "
-                "optimizer; give --moe-zero-stage 1."
+                f"a parameter of shape {tuple(parameter.shape)} got another gradient after its gradient "
+                "was sent: several checkpointed layers may share it, or the backward pass was not run by "
+                "the optimizer; give --moe-zero-stage 1."
             )
         self.here[number].add(id(parameter))
         while self.sent < len(self.shared):
@@ -61,7 +62,10 @@ class GradientReducer:
             self._send()
 
     def finish_backward(self) -> None:
-        """Reduce remaining gradients, of ranks that did not use all parameters. Collective."""
+        """Reduce the remaining gradients at the end of a backward pass. Collective.
+
+        Gradients remain if this rank did not use all parameters.
+        """
         if not self.eager:
             return
         while self.sent < len(self.shared):
@@ -71,7 +75,7 @@ class GradientReducer:
         self.sent, self.here = 0, [set() for _ in self.shared]
 
     def reduce(self) -> None:
-        """Complete all gradients for a step, once per update. Collective."""
+        """Finish the reduction of all gradients before a step, once per update. Collective."""
         if self.is_reduced:
             return
         self.is_reduced = True
@@ -80,7 +84,7 @@ class GradientReducer:
         elif not self.eager:
             for bucket in self.shared:
                 self.pending.append(bucket.reduce_gradients())
-                # Two at once: the next is stacked during the transfer of one.
+                # At most two at a time: the next bucket is stacked while one is sent.
                 self._finish(self.pending[:-1])
             self._finish(self.pending)
         if self.world_size > 1:
@@ -99,9 +103,9 @@ class GradientReducer:
 
 
 def _set_hook(parameter: nn.Parameter, reducer: GradientReducer, number: int) -> None:
-    """Notify a reducer of a parameter's gradients, in place of the previous one.
+    """Register a hook that notifies `reducer` of a parameter's gradients, and remove the previous hook.
 
-    fairseq builds another optimizer when it loads a checkpoint; the first one must not be notified.
+    fairseq builds another optimizer when it loads a checkpoint. Hooks must not notify the first optimizer.
     """
     reference = weakref.ref(reducer)
 
@@ -116,11 +120,12 @@ def _set_hook(parameter: nn.Parameter, reducer: GradientReducer, number: int) ->
 
 
 class ZeroState:
-    """The partitions of a model's parameters, in the same order on all ranks, and their updates.
+    """Partitions a model's parameters, reduces their gradients, and updates the partitions.
 
     Args:
-        stage: 0: whole on every rank, and gradients are reduced elsewhere; 1: sharded, gradients are
-            reduced after the last backward pass; 2: they are reduced during every backward pass.
+        parameters: in the same order on all ranks.
+        stage: 0: nothing is sharded, and other code reduces gradients; 1: the state is sharded, and
+            gradients are reduced after the last backward pass; 2: during every backward pass.
         offload: keep this rank's elements, and the optimizer's moments, in host memory.
         bucket_bytes: see `partitions_of`.
     """
@@ -142,26 +147,29 @@ class ZeroState:
         self.reducer = GradientReducer(self.buckets, topology.world_size, eager=stage == 2)
 
     def zero_grad(self) -> None:
-        """Free the gradients."""
+        """Free all gradients and reset the reduction."""
         for bucket in self.buckets:
             bucket.free_gradients()
         self.reducer.reset()
         self.factor = 1.0
 
     def finish_backward(self) -> None:
-        """Finish a backward pass. Collective under stage 2."""
+        """Finish a backward pass; stage 2 reduces the remaining gradients. Collective under stage 2."""
         self.reducer.finish_backward()
 
     def reduce(self) -> None:
-        """Reduce gradients after an update's last backward pass (stages 1, 2); idempotent. Collective."""
+        """Finish the gradient reduction after an update's last backward pass (stages 1, 2). Collective.
+
+        A second call in an update has no effect.
+        """
         self.reducer.reduce()
 
     def multiply(self, factor: float | Tensor) -> None:
-        """Multiply the gradients when they are converted to fp32: scaled half ones must not underflow."""
+        """Multiply gradients by `factor` when they become fp32, so half-precision ones do not underflow."""
         self.factor = self.factor * factor
 
     def norm(self) -> Tensor:
-        """Return the L2 norm of all gradients, with the same bits on all ranks. Collective."""
+        """Return the L2 norm of all gradients; all ranks get the same bits. Collective."""
         if self.stage == 0:
             parameters = [partition.parameter for partition in self.partitions]
             return global_grad_norm(parameters, self.topology) * self.factor
@@ -174,7 +182,7 @@ class ZeroState:
         return square.sqrt() * self.factor
 
     def clip(self, max_norm: float) -> Tensor:
-        """Scale the gradients to a norm of at most `max_norm`, if that is positive; return the norm."""
+        """Clip gradients to the norm `max_norm`, if that is positive; return the norm before clipping."""
         norm = self.norm()
         if max_norm > 0:
             self.multiply((max_norm / (norm + 1e-6)).clamp(max=1.0))
@@ -184,11 +192,11 @@ class ZeroState:
     def step(self, optimizer: torch.optim.Optimizer, update: Callable[[], Any]) -> None:
         """Update this rank's elements bucket by bucket, and gather the weights on all ranks. Collective.
 
-        Only one bucket's gradients are fp32 at a time. Its weights are sent while the next one is updated.
-        `optimizer` is elementwise; `update` calls its `step`.
+        Only one bucket's gradients are fp32 at a time. Its weights are sent while the next bucket is
+        updated. `optimizer` must be elementwise, and `update` must call `optimizer.step`.
         """
         groups = optimizer.param_groups
-        # Values in groups (a step, the last rate) must change once per update, not per bucket.
+        # Values in groups, such as a step count, must change once per update, not once per bucket.
         before = [dict(group) for group in groups]
         members = [{id(own) for own in values["params"]} for values in before]
         pending: Started | None = None
@@ -210,7 +218,10 @@ class ZeroState:
                 group["params"] = values["params"]
 
     def whole_state(self, index: int, state: dict[str, Any]) -> dict[str, Any]:
-        """Return a parameter's whole state, with its fp32 master, if any. Collective over its owners."""
+        """Return a parameter's complete optimizer state, with an fp32 master copy if there is one.
+
+        Collective over the ranks that own parts of it.
+        """
         partition, whole = self.partitions[index], dict(state)
         if partition.is_master:
             whole[MASTER] = partition.own.data
@@ -221,7 +232,7 @@ class ZeroState:
 
     @torch.no_grad()
     def own_state(self, index: int, state: dict[str, Any]) -> dict[str, Any]:
-        """Return this rank's part of a parameter's whole state, which any run may have saved."""
+        """Return this rank's part of a parameter's complete optimizer state; any run may have saved it."""
         partition, own = self.partitions[index], _without_fp16_stats(state)
         shape = partition.parameter.shape
         for key, value in own.items():
@@ -230,19 +241,19 @@ class ZeroState:
                 continue
             if value.shape != shape:
                 raise ValueError(
-                    f"the checkpoint's {key} of parameter {index} has shape {tuple(value.shape)} but this "
-                    f"model needs {tuple(shape)}; give a file that all ranks wrote together, not a crash "
-                    "file."
+                    f"the checkpoint's {key} of parameter {index} has shape {tuple(value.shape)}, but this "
+                    f"model needs shape {tuple(shape)}; give a checkpoint that all ranks wrote together, "
+                    "not a crash file."
                 )
             if key == MASTER and not partition.is_master:
-                # From a half run: the weights continue from the master on all ranks, which all read it.
+                # From a half-precision run: all ranks read the master copy and continue from it.
                 partition.parameter.copy_(value)
             own[key] = own_elements(value.contiguous(), partition.share).clone()
         return own
 
 
 def _widen_gradients(bucket: Bucket, factor: float | Tensor) -> list[nn.Parameter]:
-    """Set the gradients of a bucket's elements, in their dtype and memory, times a factor."""
+    """Convert a bucket's gradients to the optimizer's dtype and device, multiplied by `factor`."""
     owned = [partition.own for partition in bucket.partitions]
     device, dtype = owned[0].device, owned[0].dtype
     if isinstance(factor, Tensor):
@@ -250,7 +261,7 @@ def _widen_gradients(bucket: Bucket, factor: float | Tensor) -> list[nn.Paramete
 
     def widened(grad: Tensor) -> Tensor:
         if grad.is_cuda and device.type == "cpu":
-            # Copied before conversion, to page-locked memory, which is twice as fast.
+            # A copy to page-locked memory before the conversion is twice as fast.
             grad = torch.empty_like(grad, device="cpu", pin_memory=True).copy_(grad)
         return grad.to(dtype).mul_(factor)
 
@@ -260,14 +271,14 @@ def _widen_gradients(bucket: Bucket, factor: float | Tensor) -> list[nn.Paramete
         grads = [None if grad is None else widened(grad) for grad in bucket.gradients()]
     for partition, grad in zip(bucket.partitions, grads, strict=True):
         if grad is None and partition.is_master:
-            # As for fairseq's masters; unused fp32 parameters are skipped.
+            # Master copies get zeros, as in fairseq; unused fp32 parameters are skipped.
             grad = torch.zeros_like(partition.own)
         partition.own.grad = grad
     return owned
 
 
 def _without_fp16_stats(state: dict[str, Any]) -> dict[str, Any]:
-    """Return a state with fp32 moments, also from a run with --fp16-adam-stats."""
+    """Return an optimizer state with fp32 moments, converted if the run used --fp16-adam-stats."""
     scales = {key: state[key + "_scale"] for key in state if key + "_scale" in state}
     wide = {key: state[key].float() * scale for key, scale in scales.items()}
     return {

@@ -61,7 +61,7 @@ def test_a_living_writer_of_this_machine_is_named_at_once(folder, process):
         take(folder)
     assert str(caught.value) == (
         f"--save-dir is {folder}, where process {process.pid} on {this_process().host} is training; give "
-        "another --save-dir, or end that one first."
+        "another --save-dir, or end that process first."
     )
     assert os.listdir(folder) == [NAME]
 
@@ -173,7 +173,9 @@ def test_of_two_that_find_the_same_lease_one_has_it(folder, monkeypatch):
 def test_a_writer_that_lost_its_lease_writes_no_more(folder):
     held, _ = taken(folder)
     leave(folder, ELSEWHERE)
-    with pytest.raises(ValueError, match=r"process 12 on node7 has taken over.*did not run for 120 s"):
+    with pytest.raises(
+        ValueError, match=r"process 12 on node7 has taken over.*did not renew its lease for 120 s"
+    ):
         held.confirm()
     held.release()
     assert read(held.path)[0] == ELSEWHERE  # which is not released by another

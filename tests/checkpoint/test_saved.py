@@ -73,7 +73,7 @@ def test_several_files_are_written_together_or_not_at_all(tmp_path, monkeypatch)
         save_to(content, file)
 
     monkeypatch.setattr(torch, "save", fails_second)
-    with pytest.raises(ValueError, match=r"b could not be written \(No space left.*make room"):
+    with pytest.raises(ValueError, match=r"b could not be written \(No space left.*free disk space"):
         write_all((path, {}) for path in paths)
     assert paths[0].read_text() == "older"
     assert list(tmp_path.iterdir()) == [paths[0]]

@@ -66,16 +66,16 @@ def test_each_other_criterion_has_a_reason():
     [
         ({}, "needs a teacher; give --distill-teacher CHECKPOINT"),
         ({"teacher": "no.pt"}, "--distill-teacher is no.pt, which is not a file"),
-        ({"teacher": __file__}, "which is cut off or no checkpoint; give another"),
+        ({"teacher": __file__}, "which is truncated or not a checkpoint; give another file"),
         ({"criterion": "ctc"}, "--distill-criterion is ctc; choose one of cross_entropy"),
         ({"alpha": 0}, "--distill-alpha is 0.0; give a finite number above 0"),
         ({"logits": "new"}, "give --distill-top-k, such as 16"),
-        ({"logits": "new", "top_k": 4}, "has no probabilities of a teacher; give --distill-teacher"),
-        ({"logits": "new", "top_k": 4, "in_validation": True}, "give --distill-teacher too"),
+        ({"logits": "new", "top_k": 4}, "has no stored teacher probabilities; give --distill-teacher"),
+        ({"logits": "new", "top_k": 4, "in_validation": True}, "add --distill-teacher, or"),
         ({"teacher": __file__, "teacher_overrides": "5"}, "-overrides is '5'; give a dictionary"),
         (
             {"criterion": "sentence_prediction", "regression_target": True},
-            "numbers, not probabilities; drop",
+            "needs probabilities; remove --regression-target",
         ),
         ({"has_experts": False}, "the student has no experts; give cross_entropy"),
     ],
@@ -172,7 +172,7 @@ def test_a_teacher_is_opened_in_evaluation_without_its_task_s_state(monkeypatch,
 
 def test_no_more_answers_are_stored_than_there_are_scores(monkeypatch, tmp_path):
     """Of classes of sentences there are fewer than of words."""
-    with pytest.raises(ValueError, match=r"^--distill-top-k is 5 of 4 words or classes; give no more"):
+    with pytest.raises(ValueError, match=r"is 5, but the model has 4 words or classes; lower it"):
         asked(monkeypatch, tmp_path, top_k=5)
 
 

@@ -81,6 +81,6 @@ def test_an_output_of_words_is_refused():
     criterion = ImageClassificationCriterion(FairseqTask(None), 0)
     sample = {"net_input": {"images": torch.zeros(2, 3, 4)}, "target": torch.zeros(2, 3).long()}
     with pytest.raises(
-        ValueError, match=r"output has shape \[2, 3, 4\], as for words; choose cross_entropy"
+        ValueError, match=r"model returns \[2, 3, 4\]; for text, choose --criterion cross_entropy"
     ):
         criterion(Logits(), sample)

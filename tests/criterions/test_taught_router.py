@@ -122,8 +122,8 @@ def test_the_criterion_adds_it_in_training_alone():
 @pytest.mark.parametrize(
     "options, words",
     (
-        ({"moe_gate_type": "hash"}, "a hash gate has no parameters; drop it"),
-        ({"moe_pregate": 1}, "a pre-gated layer's gate reads the input of another"),
+        ({"moe_gate_type": "hash"}, "a hash gate has no parameters; remove the flag"),
+        ({"moe_pregate": 1}, "a pre-gated layer's gate reads the input of another layer"),
     ),
 )
 def test_who_cannot_learn(options, words):

@@ -118,7 +118,7 @@ def test_answers_to_another_text_are_refused(tmp_path):
 
 
 def test_a_folder_without_answers_needs_a_teacher(tmp_path):
-    with pytest.raises(ValueError, match="has no probabilities of a teacher; give --distill-teacher"):
+    with pytest.raises(ValueError, match="has no stored teacher probabilities; give --distill-teacher"):
         opened(tmp_path, **{"the teacher": None})
     for damaged in ("{", "[" * 200_000, "null"):
         (tmp_path / "about.json").write_text(damaged)
@@ -133,12 +133,12 @@ def test_a_folder_without_answers_needs_a_teacher(tmp_path):
 def test_a_full_disk_is_one_sentence(tmp_path, monkeypatch):
     store = opened(tmp_path)
     monkeypatch.setattr(Path, "open", lambda *_, **__: SimpleNamespace(write=lambda _: 1))
-    with pytest.raises(ValueError, match="can not be written: the disk is full"):
+    with pytest.raises(ValueError, match="cannot be written: the disk is full"):
         store.write(0, text(0), answers(0))
 
 
 def test_a_folder_that_can_not_be_made_is_one_sentence(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(ValueError, match="can not be written: "):
+    with pytest.raises(ValueError, match="cannot be written: "):
         opened(tmp_path / "file" / "in")
     assert os.listdir(tmp_path) == ["file"]

@@ -33,7 +33,7 @@ def test_layerdrop_works_where_every_rank_has_all_experts(lm_data, tmp_path):
 def test_expert_flags_with_a_dense_architecture_are_refused(lm_data, tmp_path):
     output = refused("train", *lm_args(lm_data, tmp_path, "--arch", "transformer_lm"))
     assert "--moe-freq was given with --arch transformer_lm, which is dense" in output
-    assert "choose --arch moe_transformer_lm or drop the flag" in output
+    assert "give --arch moe_transformer_lm, or remove the flag" in output
 
 
 def test_a_moe_criterion_with_a_dense_architecture_is_refused(mt_data, tmp_path):
@@ -42,7 +42,7 @@ def test_a_moe_criterion_with_a_dense_architecture_is_refused(mt_data, tmp_path)
         at = words.index(flag)
         del words[at : at + 2]
     output = refused("train", *words)
-    assert "needs MoE layers, and the model has none" in output.splitlines()[-1]
+    assert "needs MoE layers, but the model has none" in output.splitlines()[-1]
     assert "num. shared model params" not in output
 
 

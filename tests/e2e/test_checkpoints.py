@@ -130,11 +130,11 @@ def test_a_checkpoint_of_other_layers_is_refused(lm_data, trained, tmp_path, opt
     shutil.copy(trained / "checkpoint_last.pt", tmp_path)
     output = refused("train", *lm_args(lm_data, tmp_path, *option))
     if "glu" in option:
-        assert "it was saved with" in output
+        assert "of the run that saved it" in output
         assert "--moe-expert-type" in output
     else:
         assert "['decoder.layers.0.fc1.bias', 'decoder.layers.0.fc1.weight'" in output
-        assert "too many; give the --arch and options it was saved with" in output
+        assert "; give the --arch and options of the run that saved it" in output
     assert "Traceback" not in output
 
 
@@ -142,5 +142,5 @@ def test_a_checkpoint_of_another_shape_is_refused(lm_data, trained, tmp_path):
     shutil.copy(trained / "checkpoint_last.pt", tmp_path)
     output = refused("train", *lm_args(lm_data, tmp_path, "--moe-expert-count", 8))
     assert "the checkpoint's decoder.layers.0.fc1.experts" in output
-    assert "give the --moe-expert-count and --moe-expert-ffn-dim it was saved with" in output
+    assert "give the --moe-expert-count and --moe-expert-ffn-dim of the saved model" in output
     assert "architectures match" not in output

@@ -162,7 +162,7 @@ def test_hydra_trains_the_committed_configuration(lm_data, tmp_path):
     )  # fmt: skip
     assert "done training" in run.output
     assert "expert1_balance_top" in run.output
-    assert "takes no sizes from the architecture's name" in run.output
+    assert "does not set model sizes from the architecture" in run.output
     saved = torch.load(tmp_path / "checkpoint_last.pt", weights_only=False)
     assert any("fc1.experts.fc1_weight" in key for key in saved["model"])
     found = fairseq(
@@ -194,7 +194,7 @@ def test_stock_task_criterion_and_optimizer_run_and_say_what_they_lack(lm_data, 
     args = lm_args(lm_data, tmp_path, *stock, updates=3)
     run = fairseq("train", *args, ranks=2)
     assert run.output.count("trains the experts without a balance loss") == 1
-    assert run.output.count("optimizer adam becomes moe_adam") == 1
+    assert run.output.count("replaced the optimizer adam by moe_adam") == 1
     assert "expert parallel size 2" in run.output
     assert "moe_gate_loss" not in run.output
 

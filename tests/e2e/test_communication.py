@@ -177,7 +177,7 @@ def test_every_option_goes_through_hydra(lm_data, tmp_path):
     )  # fmt: skip
     said = "shards of an expert 2, adaptive_r 0, overlap 3, linear all-to-all, ragged buffers, transfer"
     assert f"experts across ranks: {said} dtype bf16, tuned: all but the last two" in run.output
-    assert "--moe-a2a-algorithm auto: linear, by the hardware profile of this one" in run.output
+    assert "--moe-a2a-algorithm auto: chose linear from the hardware profile of this one" in run.output
     assert list((tmp_path / "experts").glob("*/*.slice-1-of-2.safetensors"))
 
 
@@ -198,6 +198,6 @@ def test_bad_values_are_refused_in_a_sentence(flags, sentence, lm_data, tmp_path
 def test_what_slices_cannot_do_is_refused_in_a_sentence(lm_data, tmp_path):
     for flags, sentence in (
         (("--moe-expert-ffn-dim", 30, *ALL_FOUR, "--moe-expert-count", 1, "--moe-top-k", 1), "4 slices"),
-        ((*ALL_FOUR, "--moe-expert-count", 2, "--fp16-adam-stats"), "ranks hold shards of them; drop it"),
+        ((*ALL_FOUR, "--moe-expert-count", 2, "--fp16-adam-stats"), "ranks hold shards of them; remove it"),
     ):  # fmt: skip
         assert sentence in refused("train", *lm_args(lm_data, tmp_path, *flags), ranks=4)

@@ -249,10 +249,14 @@ def test_teachers_of_something_else_are_refused(lm_data, mt_data, teacher, tmp_p
         shutil.copytree(lm_data, folder)
         (folder / "dict.txt").write_text("".join(words))
     of = {
-        "task": (lm_data, tmp_path / "mt" / FILE, "of the task translation, and the student's is "),
-        "words": (tmp_path / "others", teacher, "was trained with the words of"),
-        "sizes": (tmp_path / "fewer", teacher, "give a teacher of the same dictionary"),
-        "short": (lm_data, tmp_path / "lm" / FILE, "give a teacher of this student's kind, for "),
+        "task": (
+            lm_data,
+            tmp_path / "mt" / FILE,
+            "a model of the task translation, but the student's task is ",
+        ),
+        "words": (tmp_path / "others", teacher, "was trained with the dictionary"),
+        "sizes": (tmp_path / "fewer", teacher, "give a teacher with the same dictionary"),
+        "short": (lm_data, tmp_path / "lm" / FILE, "give a teacher with the student's task and "),
     }
     for name, (data, path, sentence) in of.items():
         extra = ("--tokens-per-sample", 32) if name == "short" else ()

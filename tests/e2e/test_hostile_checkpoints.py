@@ -18,7 +18,7 @@ from tool_in_process import convert
 import fairseq_tutel
 
 CODE = "[500+0*__import__('os').system('touch {}'),1000]"
-SENTENCE = "as its option {}, which fairseq would run as code; give a file with a literal there"
+SENTENCE = "as the option {}, which fairseq would run as code; give a file in which the option is a literal"
 
 
 @pytest.fixture(scope="module")
@@ -66,9 +66,9 @@ def test_python_runs_no_code_of_a_file(good, lm_data, tmp_path):
     back = tmp_path / "back.pt"
     convert("from-safetensors", "--input", tmp_path / "folder", "--output", back)
     for file in (bad, back):
-        with pytest.raises(ValueError, match="as its option adaptive_softmax_cutoff, which"):
+        with pytest.raises(ValueError, match="as the option adaptive_softmax_cutoff, which"):
             fairseq_tutel.from_checkpoint(file, lm_data)
-        with pytest.raises(ValueError, match="as its option adaptive_softmax_cutoff, which"):
+        with pytest.raises(ValueError, match="as the option adaptive_softmax_cutoff, which"):
             from_pretrained(str(tmp_path), file.name, str(lm_data), user_dir=USER_DIR)
     assert not (tmp_path / "ran").exists()
 

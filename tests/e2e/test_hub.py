@@ -67,7 +67,7 @@ def test_translate_gives_what_fairseq_generate_prints(mt, mt_data):
             refused(sources)
     assert model.translate([]) == [] and len(model.translate(["w1 " * 200], max_len_b=2)) == 1
     for sentence, options in (
-        ("lenpn is not an option of generation; leave", {"lenpn": 2}),
+        ("lenpn is not an option of generation; remove", {"lenpn": 2}),
         ("beam is 0; give a number of at least 1", {"beam": 0}),
     ):
         with pytest.raises(ValueError, match=sentence):
@@ -102,7 +102,7 @@ def test_dictionaries_are_found_beside_the_checkpoint_or_given(lm, lm_data, tmp_
     state, path = torch.load(lm, weights_only=False), tmp_path / "moved.pt"
     state["cfg"]["task"]["data"] = "/nowhere"
     torch.save(state, path)
-    with pytest.raises(ValueError, match=r"dict\.txt does not exist, which the task of .* `data`"):
+    with pytest.raises(ValueError, match=r"dict\.txt does not exist, but the task of .* `data`"):
         fairseq_tutel.from_checkpoint(path)
     expected = fairseq_tutel.from_checkpoint(lm).sample("w1 w3")
     assert fairseq_tutel.from_checkpoint(path, lm_data).sample("w1 w3") == expected
@@ -175,7 +175,7 @@ def test_classify_gives_what_the_model_says_of_an_image(tmp_path):
     for one in (images[2], images[2, :, :, None]):
         assert model.classify(one) == from_array[:1]
     for wrong in (images[2].astype(float), np.zeros((4, 4, 3), np.uint8)):
-        with pytest.raises(ValueError, match=r"give uint8 \[height, width, 1\]\.$"):
+        with pytest.raises(ValueError, match=r"give an array of uint8 \[height, width, 1\]\.$"):
             model.classify([wrong])
     (tmp_path / "image.png").write_bytes(b"no image")
     with pytest.raises(ValueError, match=r"image\.png: .*; give another file\.$"):
@@ -197,10 +197,10 @@ def test_a_model_without_an_interface_is_refused():
     from fairseq_tutel.plugin.hub_interfaces import Denoising, MaskedLanguageModel, interface_of
 
     task = mock.Mock(spec=["source_dictionary"], source_dictionary=None)  # as of speech
-    with pytest.raises(ValueError, match=r"path names a Linear of the task Mock, which have no"):
+    with pytest.raises(ValueError, match=r"path names a Linear of the task Mock, for which there is no"):
         interface_of(torch.nn.Linear(1, 1), task)
     for interface in (Denoising, MaskedLanguageModel):  # stock's take the first alone
-        with pytest.raises(ValueError, match=r"2 checkpoints, and a .* cannot be an ensemble; give"):
+        with pytest.raises(ValueError, match=r"2 checkpoints, but a .* cannot be an ensemble; give"):
             interface(None, None, [torch.nn.Linear(1, 1)] * 2)
 
 
@@ -208,7 +208,7 @@ REFUSED = {
     "which does not exist": {"path": "nowhere.pt"},
     "a folder without checkpoint_best.pt or checkpoint_last.pt": {"path": ""},
     "is corrupt": {"path": "cut.pt"},
-    "which is corrupt or no checkpoint": {"path": "text.pt"},
+    "which is corrupt or not a checkpoint": {"path": "text.pt"},
     "data is nowhere, which is not a folder": {"data": "nowhere"},
     "does not contain the languages of .*; add source_lang=": {"of": "mt", "data": "."},
     "bpe is letters; give one of bert, ": {"bpe": "letters"},

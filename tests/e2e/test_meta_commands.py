@@ -107,5 +107,7 @@ def test_an_older_name_is_the_option_it_stands_for(lm_data, tmp_path):
 
 def test_an_older_name_beside_another_value_is_refused(lm_data, tmp_path):
     flags = ("--moe-batch-prioritized-routing", "--moe-drop-policy", "rts")
-    message = "--moe-batch-prioritized-routing and --moe-drop-policy rts are both given; drop one of them."
+    message = (
+        "--moe-batch-prioritized-routing and --moe-drop-policy rts are both given; remove one of them."
+    )
     assert message in refused("train", *lm_args(lm_data, tmp_path, *flags))

@@ -101,7 +101,7 @@ def test_generate_where_a_rank_has_no_sentence(mt, mt_data, alone):
     run = _run("generate", mt_data, mt[0], *BEAM, *ALL_ON_ONE, *SHARED)
     assert _hypotheses(run.logs[0]) == pytest.approx(alone, abs=1e-5)
     assert not _hypotheses(run.logs[1])
-    assert "rank 1 has no sentences of its own" in run.logs[1]
+    assert "rank 1 has no sentences to generate from" in run.logs[1]
     own, served = _calls(run)
     assert own > 0 and served == 0
 
@@ -207,4 +207,4 @@ def test_eval_lm_without_a_token_is_no_perplexity(lm, lm_data):
     # Longer blocks than the model has positions for are skipped, all of them.
     words = _words("eval-lm", lm_data, lm, "--tokens-per-sample", 4000, "--sample-break-mode", "none")
     output = refused("eval-lm", *words, ranks=2)
-    assert "no rank scored any token" in output
+    assert "no rank scored a token" in output

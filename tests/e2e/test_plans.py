@@ -76,14 +76,14 @@ def test_a_training_by_plans_is_one_of_a_fixed_order_and_near_torchs(ranks, flag
         plain = loaded(tmp_path / "torch")
         assert facts_of(got) == pytest.approx(facts_of(plain), rel=1e-6, abs=1e-7)
         same_weights(plain["model"], got["model"], adam=True)
-    said = [f"the exchange of rows runs by the plan {rows}_all_to_all_2 (2 ranks, digest "]
+    said = [f"the exchange of rows uses the collective plan {rows}_all_to_all_2 (2 ranks, digest "]
     if flags:
-        said += [f"the reduce-scatter of gradients runs by the plan one_phase_reduce_scatter_{ranks} "]
-        said += [f"the all-gather of updated weights runs by the plan one_phase_all_gather_{ranks} "]
+        said += [f"reduce-scatter of gradients uses the collective plan one_phase_reduce_scatter_{ranks} "]
+        said += [f"all-gather of updated weights uses the collective plan one_phase_all_gather_{ranks} "]
     else:
-        said += [f"the all-reduce of dense gradients runs by the plan {sums}_all_reduce_{ranks} "]
+        said += [f"the all-reduce of dense gradients uses the collective plan {sums}_all_reduce_{ranks} "]
     if ranks > 2 and not flags:
-        said += ["the all-reduce of expert gradients runs by the plan two_phase_all_reduce_2 "]
+        said += ["the all-reduce of expert gradients uses the collective plan two_phase_all_reduce_2 "]
     for sentence in said:
         assert run.output.count(sentence) == 1, sentence
 
@@ -92,5 +92,8 @@ def test_a_training_by_plans_is_one_of_a_fixed_order_and_near_torchs(ranks, flag
 def test_a_plan_of_other_ranks_is_refused_before_training(lm_data, tmp_path):
     plans = write(tmp_path / "files", [2, 8])
     output = train(lm_data, tmp_path, "--moe-collective-plans", plans, ranks=2, check=False)
-    sentence = "error: --moe-collective-plans: one_phase_all_gather_8 is for 8 ranks, and this run's "
-    assert f"{sentence}groups have 2; make it for one of these, or leave it out.\n" in output
+    sentence = "error: --moe-collective-plans: plan one_phase_all_gather_8 is for 8 ranks, but the groups "
+    assert (
+        f"{sentence}of this run have 2 ranks; make the plan for a group of this run, or remove it.\n"
+        in output
+    )

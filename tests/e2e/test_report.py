@@ -213,18 +213,18 @@ def test_a_broken_log_and_a_hostile_name_are_no_obstacle(runs, tmp_path):
     notes = " ".join(page.texts["li"])
     assert "Resumed: a new process logs from update 1 on" in notes
     assert "train_inner gnorm is nan or infinite in 8 record(s), first at update 1" in notes
-    assert "1 damaged or cut-off line(s)" in notes
+    assert "1 damaged line(s)" in notes
 
 
 @pytest.mark.parametrize(
     "arguments, message",
     [
         (["nowhere"], "nowhere does not exist; give a log of fairseq-train, or its --save-dir."),
-        (["empty"], "empty has no training record: looked for fairseq's JSON lines in 1 file(s) "
+        (["empty"], "empty has no training record: no JSON lines of fairseq in 1 file(s) "
                     "named *.log, *.json, *.txt; train with "
                     "--log-format json --log-file empty/train.log."),
         (["empty/a.txt"], "empty/a.txt has no training record"),
-        (["run", "run"], "two runs are named run; give different names with --name, or drop"),
+        (["run", "run"], "two runs are named run; give different names with --name, or remove"),
         (
             ["run", "--output", "empty/a.txt"],
             "--output is empty/a.txt, which exists and is not an .html file",

@@ -187,7 +187,7 @@ def test_what_one_rank_ruined_no_rank_saves(lm_data, tmp_path, undisturbed, what
 def test_no_rank_saves_a_ruined_master(lm_data, tmp_path, flags):
     words = lm_args(lm_data, tmp_path / "save", *SAVES, "--user-dir", FAULTY, *flags, updates=4)
     fault = {"FAULT": "update:2:master", "FAULT_RANK": "1"}
-    _ends_on_all_ranks(words, fault, f"no checkpoint in {tmp_path}/save is whole and finite")
+    _ends_on_all_ranks(words, fault, f"no checkpoint in {tmp_path}/save is complete and finite")
     assert os.listdir(tmp_path / "save") == []
 
 
@@ -196,7 +196,7 @@ def _ends_on_all_ranks(words, fault, end):
     assert run.exit_codes == [1, 1]
     sentences = {log.splitlines()[-1] for log in run.logs}
     assert len(sentences) == 1
-    assert " on rank 1 NaN, infinite" in (sentence := sentences.pop())
+    assert " on rank 1 is NaN, infinite" in (sentence := sentences.pop())
     assert end in sentence
 
 

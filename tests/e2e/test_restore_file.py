@@ -29,7 +29,7 @@ def test_ranks_that_would_go_on_from_different_places_are_refused(
     run = wait(start_each("train", *(lm_args(lm_data, folder, *alike) for folder in (first, second))))
     assert run.exit_codes == [1, 1]
     sentence = (
-        r"checkpoint_last\.pt, which is a checkpoint for rank 0, and another or none for rank 1; give"
+        r"checkpoint_last\.pt, which is a checkpoint on rank 0, but rank 1 found something else; give"
     )
     for log in run.logs:
         assert re.search(f"error: --restore-file is .*{sentence}", log.splitlines()[-1])
@@ -49,4 +49,4 @@ def test_a_training_goes_on_from_what_is_there_where_the_last_file_is_not(lm_dat
 @pytest.mark.parametrize("flag", ["--finetune-from-model", "--continue-once"])
 def test_a_file_to_begin_with_that_is_nowhere_is_refused(lm_data, tmp_path, flag):
     output = refused("train", *lm_args(lm_data, tmp_path, flag, "nowhere.pt"))
-    assert f"{flag} is nowhere.pt, which does not exist; give a path" in output
+    assert f"{flag} is nowhere.pt, which does not exist; give an existing" in output

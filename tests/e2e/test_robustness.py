@@ -30,7 +30,7 @@ def test_a_killed_rank_is_named_by_the_others(lm_data, tmp_path):
         # What torchrun leaves time for, which ends the others itself.
         assert (
             "gave up after" in run.logs[rank]
-            and ": health check of all ranks for up to 3 s" in run.logs[rank]
+            and ": running a health check of all ranks for up to 3 s" in run.logs[rank]
         )
     assert not (tmp_path / "crash.pt").exists()
 
@@ -47,7 +47,7 @@ def test_a_stopped_rank_ends_the_others_in_time_in_what_fairseq_sends_too(lm_dat
     assert (
         "CommunicationError: rank 0 could not finish a collective of fairseq's own: rank 1 did not" in error
     )
-    assert f"raise --moe-comm-timeout (now {TIMEOUT_S}) where it is only slow" in error
+    assert f"raise --moe-comm-timeout (now {TIMEOUT_S}) if it is only slow" in error
     assert '"num_updates": "2"' in run.logs[0]
 
 

@@ -176,7 +176,7 @@ def test_a_damaged_shard_is_refused(lm_data, tmp_path, saved_at):
         data[-1] ^= 1
         file.write_bytes(data)
     output = refused("train", *lm_args(lm_data, folder, "--moe-expert-count", 2, *SHARDED))
-    assert "is not what was saved" in output.splitlines()[-1]
+    assert "differs from the saved tensor" in output.splitlines()[-1]
 
 
 def test_a_full_disk_names_the_rank_and_costs_no_checkpoint(lm_data, tmp_path):

@@ -154,8 +154,8 @@ def test_a_file_that_was_cut_short_ends_the_command_with_one_sentence(mt, mt_dat
 def test_a_store_without_a_use_is_refused(lm, lm_data, tmp_path, policy):
     if policy == "pregated":
         more = words("language_modeling", lm_data, lm, *SCORED, "--moe-expert-store", policy)
-        assert "no block of this model knows its experts ahead" in refused("eval-lm", *more)
+        assert "but this model has no pre-gating" in refused("eval-lm", *more)
         return
     output = refused("train", *lm_args(lm_data, tmp_path, "--moe-expert-store", policy))
-    assert "--moe-expert-store is on-demand, which is for models that are used" in output
+    assert "--moe-expert-store is on-demand, which is only for inference" in output
     assert "Traceback" not in output

@@ -90,7 +90,7 @@ EQUAL = {
 @pytest.mark.parametrize("name", EQUAL)
 def test_upcycle_gives_the_outputs_of_the_dense_language_model(name, lm, lm_data, tmp_path):
     text = convert("upcycle", lm, tmp_path / "moe.pt", *EQUAL[name])
-    assert "its first output is the dense model's, to rounding" in text
+    assert "its initial outputs equal the dense model's outputs up to rounding" in text
     same_outputs(lm, tmp_path / "moe.pt", lm_data)
 
 
@@ -105,7 +105,10 @@ def test_upcycle_evaluates_to_the_dense_loss_and_top_1_says_that_it_does_not(lm,
     convert("upcycle", lm, tmp_path / "moe.pt")
     assert loss(tmp_path / "moe.pt") == pytest.approx(loss(lm), abs=1.01e-4)  # its last digit
     text = convert("upcycle", lm, tmp_path / "one.pt", "--moe-top-k", 1)
-    assert "is not the dense model's: the weight of a token's one expert is its probability" in text
+    assert (
+        "differ from the dense model's outputs: the weight of a token's only expert is its probability"
+        in text
+    )
     difference = outputs(tmp_path / "one.pt", lm_data) - outputs(lm, lm_data)
     assert difference.abs().max() > 0.01
 
@@ -210,10 +213,10 @@ def test_convert_merge_prune_and_dense_open_in_fairseq(lm, lm_data, tmp_path):
 
 REFUSED = {
     "no flag": (("--moe-wings", 2), "unrecognized arguments: --moe-wings 2"),
-    "no layer": (("--moe-freq", 3), "--moe-freq is 3, by which none of 2 layers gets experts"),
-    "negative": (("--moe-freq", -1), "--moe-freq of the decoder is -1; give a whole number"),
-    "one side": (("--encoder-moe-freq", 1), "--encoder-moe-freq is given, but moe_transformer_lm has one"),
-    "pregate": (("--moe-pregate", 1), "is 1 but the decoder has 1 MoE layers; leave it out, or make more"),
+    "no layer": (("--moe-freq", 3), "--moe-freq is 3, so none of the 2 layers would get experts"),
+    "negative": (("--moe-freq", -1), "--moe-freq of the decoder is -1; give a"),
+    "one side": (("--encoder-moe-freq", 1), "but moe_transformer_lm has no separate encoder"),
+    "pregate": (("--moe-pregate", 1), "is 1 but the decoder has 1 MoE layers; remove the option, or"),
     "noise": (("--perturb", -1), "--perturb is -1.0; give a finite number, at least 0"),
     "share": (("--reinitialize", 2), "--reinitialize is 2.0; give a number from 0 to 1"),
     "scale": (("--gate-scale", 0), "--gate-scale is 0.0; give a finite number above 0"),
@@ -233,7 +236,7 @@ def test_upcycle_refuses_in_one_sentence(case, lm, tmp_path, capsys):
 
 def test_upcycle_refuses_other_models_and_moe_models(lm, tmp_path):
     convert("upcycle", lm, tmp_path / "moe.pt")
-    with pytest.raises(SystemExit, match="--input has experts already; give the checkpoint of a dense"):
+    with pytest.raises(SystemExit, match="--input has experts already; give a checkpoint of a dense"):
         convert("upcycle", tmp_path / "moe.pt", tmp_path / "two.pt")
     state = torch.load(lm, weights_only=False)
     state["cfg"]["model"]["_name"] = "lstm_lm"
@@ -242,5 +245,5 @@ def test_upcycle_refuses_other_models_and_moe_models(lm, tmp_path):
         convert("upcycle", tmp_path / "other.pt", tmp_path / "two.pt")
     state["cfg"]["model"].update(_name="transformer_lm", quant_noise_pq=0.1)
     torch.save(state, tmp_path / "other.pt")
-    with pytest.raises(SystemExit, match=r"--quant-noise-pq is 0.1: quantization noise does not reach"):
+    with pytest.raises(SystemExit, match=r"--quant-noise-pq is 0.1: experts do not support quantization"):
         convert("upcycle", tmp_path / "other.pt", tmp_path / "two.pt")

@@ -144,7 +144,7 @@ def test_what_goes_on_needs_experts_where_they_are(sound_data, pretrained, tmp_p
     path = pretrained("wav2vec2")
     kind, extra = "wav2vec_ctc", ("--arch", "wav2vec_ctc", "--criterion", "ctc")
     output = _fine_tune(kind, sound_data, path, tmp_path, *extra, command=refused)
-    assert "--arch wav2vec_ctc is dense, and --w2v-path" in output
+    assert "--arch wav2vec_ctc is dense, but --w2v-path" in output
 
 
 BANKS = (

@@ -131,7 +131,7 @@ def test_an_unreadable_image_is_left_out_and_a_stock_criterion_trains_a_dense_mo
         "--log-format", "json", "--num-workers", 0, "--ddp-backend", "legacy_ddp",
     ]  # fmt: skip
     run = fairseq("train", *dense, "--image-errors", "skip", ranks=2)
-    (named,) = re.findall(r"left out (.*)", run.output)
+    (named,) = re.findall(r"skipped (.*)", run.output)
     assert "digit 1/4.png: " in named and named.endswith("(1 so far)")
     assert run.stats("train")[0]["train_num_updates"] == "12"
     # Of three batches the second rank has one, and an empty one.
@@ -139,7 +139,7 @@ def test_an_unreadable_image_is_left_out_and_a_stock_criterion_trains_a_dense_mo
     found = fairseq("validate", folders, *words, "--task", "image_classification", ranks=2).output
     assert f"| loss {float(run.stats('valid')[0]['valid_loss']):g} |" in found
     dense += ["--save-dir", tmp_path / "refused"]
-    sentence = r"^error: \S.*4\.png: .*; repair or remove it, or add --image-errors skip\.$"
+    sentence = r"^error: \S.*4\.png: .*; repair or remove the image, or add --image-errors skip\.$"
     assert re.search(sentence, refused("train", *dense, ranks=2), re.MULTILINE)
     for split in ("train", "valid"):
         (folders / split / "digit 1").rename(folders / split / "one")
@@ -175,7 +175,7 @@ def test_hydra_finetunes_on_other_classes_and_validates_the_training_set(plain, 
         f"checkpoint.finetune_from_model={plain[0] / 'checkpoint_last.pt'}",
     )  # fmt: skip
     assert "done training" in run.output
-    assert "checkpoint_last.pt is 9, and of" in run.output and "the head is initialized" in run.output
+    assert "checkpoint_last.pt is 9, and of" in run.output and "so the model gets a new head" in run.output
     seen = [re.findall(rf'"{split}_loss": "([\d.]+)"', run.output) for split in ("valid", "train")]
     assert seen[0][-1] in seen[1]
     assert float(re.findall(r'"valid_top5_accuracy": "([\d.]+)"', run.output)[-1]) > 20

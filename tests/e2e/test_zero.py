@@ -69,7 +69,7 @@ LONG = (
 def test_a_training_with_shards_is_the_training_without(case, lm_data, plain, tmp_path):
     common, flags, ranks = CASES[case]
     run = _train(lm_data, tmp_path, *common, *flags, ranks=ranks)
-    kept, elements = re.search(r"keeps the state of (\d+) of (\d+) parameters", run.logs[0]).groups()
+    kept, elements = re.search(r"keeps the optimizer state of (\d+) of (\d+) param", run.logs[0]).groups()
     assert (int(kept) < int(elements)) == ("--moe-zero-stage" in flags)
     expected, found = plain(*common), _load(tmp_path)
     _same_training(expected, found, adam=common != SGD)
@@ -130,7 +130,7 @@ def test_zero_resumes_on_the_same_ranks_bit_for_bit(lm_data, tmp_path):
 
 
 def test_zero_refuses_in_one_sentence(lm_data, tmp_path):
-    sentence = "were replicas; set it to none and give --moe-zero-stage instead."
+    sentence = "replicas; set it to none, and give --moe-zero-stage instead."
     words = lm_args(lm_data, tmp_path, "--zero-sharding", "os")
     assert sentence in refused("train", *words).splitlines()[-1]
 
@@ -138,7 +138,7 @@ def test_zero_refuses_in_one_sentence(lm_data, tmp_path):
 @pytest.mark.long
 def test_zero_says_what_it_does_and_what_has_no_effect(lm_data, tmp_path):
     run = _train(lm_data, tmp_path, *ZERO_2, *OFFLOAD, updates=1)
-    assert "--moe-zero-stage 2 has no effect: there is one rank" in run.output
+    assert "--moe-zero-stage 2 has no effect: the run has only one rank" in run.output
     assert "--moe-offload-optimizer: this rank keeps the state of" in run.output
 
 
@@ -151,7 +151,7 @@ def test_zero_after_a_nan_ends_on_every_rank_and_its_crash_file_gives_weights_al
     for log in run.logs:
         assert "became NaN or infinite at update 3" in log.splitlines()[-1]
     resume = ("--restore-file", tmp_path / "crash.pt")
-    sentence = "holds the optimizer's state of rank 0 alone"
+    sentence = "has only rank 0's part of the optimizer state"
     for more, ranks in ((ZERO_2, 2), ((), 1)):
         words = lm_args(lm_data, tmp_path / "on", *resume, *more)
         assert sentence in refused("train", *words, ranks=ranks)
@@ -198,7 +198,7 @@ LONG_FORMS = ("e", "e_d", "e_z")
 )
 def test_a_form_of_parallelism_trains_what_one_process_does(form, lm_data, one_process, tmp_path):
     run = fairseq("train", lm_data, *_recipe(form), "--save-dir", tmp_path, ranks=4)
-    assert ("this rank keeps the state of" in run.output) == ("z" in form)
+    assert ("this rank keeps the optimizer state of" in run.output) == ("z" in form)
     slices = "shards of an expert 2, adaptive_r 2" in run.output
     assert slices == ("m" in form), tail(run.output)
     _same_training(one_process(form), _load(tmp_path), adam=True)

@@ -98,7 +98,7 @@ class Dictionary(nn.Linear):
         ("never", "did not call the layer"),
         ("twice", "more than once"),
         ("broken", "^broken$"),
-        ("no tensor", "returns dict, no tensor"),
+        ("no tensor", "returns dict, which is not a tensor"),
     ),
 )
 def test_what_cannot_be_shared_is_said_and_ends(members, kind, said):

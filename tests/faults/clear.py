@@ -9,17 +9,17 @@ LAST_LINE = re.compile(r"^(?:[\w.]+\.)?(\w*(?:Error|Exception|Exit|Interrupt)|er
 # What a user can act on. All other errors are torch's, or Python's, own.
 CLEAR = (
     r"CommunicationError: rank \d+ could not ",
-    r"CommunicationError: ranks? [\d, -]+ did not come ",
+    r"CommunicationError: ranks? [\d, -]+ did not reach ",
     r"an injected fault",
     r"MemoryError: rank \d+ ran out of memory in ",
     r"FloatingPointError: the loss or a gradient became NaN or infinite at update \d+",
     r"rror: .* which is corrupt",
     r"rror: (\[Errno \d+\] )?\S+ could not be written: ",
-    r"error: rank \d+ could not (write its experts|prepare or commit the folder)",
+    r"error: rank \d+ could not (write its experts|create or rename the folder)",
     r"\S+ keeps its experts in \S+, where \d+ files are missing",
     r"the checkpoint keeps experts in \S+, which is corrupt or missing",
 )
-MISSING = re.compile(r"\branks? ([\d, -]+) did not (?:answer|come)")
+MISSING = re.compile(r"\branks? ([\d, -]+) did not (?:answer|reach)")
 
 
 def last_error(log: str) -> str:
@@ -43,7 +43,7 @@ def unclear(job: Job, fault: Fault) -> list[str]:
         elif not any(re.search(pattern, line) for pattern in CLEAR):
             problems.append(f"rank {rank} ended with: {line or job.logs[rank][-200:]!r}")
     # Ranks that never came are counted alone.
-    strangers = any("could not meet the other ranks" in line for line in told)
+    strangers = any("could not find the other ranks" in line for line in told)
     if told and struck and not strangers and not any(fault.rank in missing(t) for t in told):
         problems.append(f"no rank names rank {fault.rank}: {told}")
     if told and fault.what == "error" and "an injected fault" not in job.logs[fault.rank]:

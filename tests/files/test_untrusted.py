@@ -62,7 +62,7 @@ def test_a_large_file_is_refused(tmp_path):
 
 def test_a_pipe_as_lease_is_refused_by_its_name(tmp_path):
     os.mkfifo(tmp_path / NAME)
-    with pytest.raises(OSError, match=f"{NAME} is not a lease: it is not an ordinary file; remove it"):
+    with pytest.raises(OSError, match=f"{NAME} is not a lease .the path is not a regular file.; remove"):
         take(str(tmp_path))
 
 

@@ -213,7 +213,7 @@ def _checkpointed(layers, reentrant, only):
 
 WRONG = {
     "out of order": (lambda a, b: b(tokens()), "block 1 is pre-gated, but the layer 1 before it"),
-    "twice": (lambda a, b: [a(tokens()), b(tokens()), b(tokens())], "was not called in this forward"),
+    "twice": (lambda a, b: [a(tokens()), b(tokens()), b(tokens())], "was not called in this forward pass"),
     "other tokens": (lambda a, b: [a(tokens(3)), b(tokens(4))], "the same tokens and arguments"),
     "other k": (lambda a, b: [a(tokens()), b(tokens(), top_k=1)], "'top_k': 1"),
     "other capacity": (lambda a, b: [a(tokens()), b(tokens(), capacity_factor=2.0)], "the same tokens and"),

@@ -71,14 +71,14 @@ def flipped(content):
 
 DAMAGES = {
     "missing": (lambda path: path.unlink(), "No such file"),
-    "a FIFO": (lambda path: (path.unlink(), os.mkfifo(path)), "it is not an ordinary file"),
+    "a FIFO": (lambda path: (path.unlink(), os.mkfifo(path)), "the path is not a regular file"),
     "a folder": (lambda path: (path.unlink(), path.mkdir()), "Is a directory"),
-    "short": (lambda content: content[:-9], "its length is not what it was"),
-    "longer": (lambda content: content + b".", "its length is not what it was"),
-    "cut in its header": (lambda content: content[:99], "before its header"),
-    "no header": (lambda _: b"\x01" + b"\0" * 7 + b"[" * 99, "none of a safetensors file"),
+    "short": (lambda content: content[:-9], "its length has changed or is wrong"),
+    "longer": (lambda content: content + b".", "its length has changed or is wrong"),
+    "cut in its header": (lambda content: content[:99], "its header is truncated"),
+    "no header": (lambda _: b"\x01" + b"\0" * 7 + b"[" * 99, "no valid safetensors header"),
     "a deep header": (
-        lambda _: (200_000).to_bytes(8, "little") + b"[" * 200_000, "none of a safetensors file",
+        lambda _: (200_000).to_bytes(8, "little") + b"[" * 200_000, "no valid safetensors header",
     ),
     "a flipped bit": (flipped, "is not what was saved"),
 }  # fmt: skip
@@ -98,7 +98,7 @@ def test_a_damaged_file_is_named(tmp_path, damage):
     message = refusal(model)
     assert message.startswith("the expert store is closed: the checkpoint keeps experts in ")
     assert "0.experts.experts-0000-0005.safetensors, which is corrupt or missing (" in message
-    assert reason in message and "; give an older checkpoint, or put the folder back" in message
+    assert reason in message and "; give an older checkpoint, or restore the folder" in message
 
 
 def test_a_file_that_changes_in_use_is_named(tmp_path):
@@ -276,7 +276,7 @@ def test_a_copy_shares_the_store_and_a_fork_is_told(tmp_path):
         with pytest.raises(ValueError, match="cannot be pickled or sent to another process; open its"):
             torch.save(model, tmp_path / "a.pt")
         for use in (model.state_dict, lambda: model.load_state_dict(model_of(FFN).state_dict())):
-            with pytest.raises(ValueError, match="are in an expert store and can be neither"):
+            with pytest.raises(ValueError, match="are in an expert store, so they cannot be saved"):
                 use()
         child = os.fork()
         if child == 0:
@@ -304,9 +304,12 @@ def test_what_is_no_evaluation_is_refused():
         ({"policy": "resident"}, "choose from on-demand, pregated, prefetch-all."),
         ({"tier": "tape"}, "choose from host, disk."),
         ({"eviction": "mru"}, "choose from lfu, lru, fifo."),
-        ({"cache": "3 cats"}, "give a number of experts, such as 64, or of bytes with a unit, such as"),
-        ({"cache": "0.5KB", "tier": "host"}, "is 500 bytes, but one expert has 896; give at least that"),
-        ({}, "not in shard files of a checkpoint; write them with `python -m fairseq_tutel convert"),
+        ({"cache": "3 cats"}, "give a number of experts, such as 64, or a size with a unit, such as"),
+        (
+            {"cache": "0.5KB", "tier": "host"},
+            "is 500 bytes, but one expert has 896 bytes; give at least this",
+        ),
+        ({}, "not in shard files of a checkpoint; write the files with `python -m fairseq_tutel convert"),
     ],
 )
 def test_what_cannot_be_is_refused(arguments, message):

@@ -16,7 +16,7 @@ from fairseq_tutel.kernels import reference
 from fairseq_tutel.moe.choice import softmax_top_k
 
 PACKAGE = Path(__file__).parents[2] / "fairseq_tutel"
-MESSAGE = "first derivatives only"
+MESSAGE = "supports only first derivatives"
 
 
 def tokens(requires_grad: bool = True) -> Tensor:

@@ -109,7 +109,7 @@ def test_triton_is_refused_by_a_sentence_where_it_is_not_installed(monkeypatch):
     with pytest.raises(ValueError, match=r"Triton is not installed; install fairseq-tutel\[gpu\]"):
         kernels.backend_for("triton", torch.device("cuda"))
     backend, reason = kernels.backend_for("auto", torch.device("cuda"))
-    assert backend == "reference" and reason.startswith("Triton is not installed; experts run one by one")
+    assert backend == "reference" and reason.startswith("Triton is not installed; experts run one at a")
 
 
 def test_a_triton_that_is_too_old_is_named(monkeypatch):

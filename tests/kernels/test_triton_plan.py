@@ -85,7 +85,7 @@ def wait_in_vain(backend: str, device: str, spins: int) -> None:
     rows[last, 3] += 1  # in the second call it waits for a signal that does not come
     channel = rows[last, 1]
     ins = [torch.ones(2, 4, device=device) for _ in range(3)]
-    with pytest.raises(RuntimeError, match=rf"in vain: .*rank 2, lane 0 for channel {channel}\b"):
+    with pytest.raises(RuntimeError, match=rf"no signal: .*rank 2, lane 0 for channel {channel}\b"):
         runner.run(ins, spins)
 
 

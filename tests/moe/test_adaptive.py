@@ -179,9 +179,9 @@ def refused(config, parallel):
     "change, sentence",
     [
         ({"hidden_dim": 15}, "hidden_dim (--moe-expert-ffn-dim) is 15, but"),
-        ({"adaptive_r": 3, "num_experts": 1, "top_k": 1}, "adaptive_r (--moe-adaptive-r) is 3, but 4"),
+        ({"adaptive_r": 3, "num_experts": 1, "top_k": 1}, "adaptive_r (--moe-adaptive-r) is 3, but"),
         ({"parallel_type": "model", "hidden_layer_norm": True}, "(--moe-parallel-type) is model, which"),
-        ({"expert_type": "torch.nn.Identity"}, "cannot be sliced; give a size of at most 2"),
+        ({"expert_type": "torch.nn.Identity"}, "cannot be split; give a size of at most 2"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_cut_is_refused_in_a_sentence(ranks, change, sentence):

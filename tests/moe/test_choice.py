@@ -1,18 +1,22 @@
 """The experts that tokens choose, and their weights, against loops and counted frequencies."""
 
+import contextlib
 import math
+import types
 
 import oracle
 import pytest
 import torch
 from compare import TOLERANCE
+from fairseq_tutel.moe.slots import MicroBatch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from normal import normal
 from torch import Tensor
 
-from fairseq_tutel import route
-from fairseq_tutel.moe.choice import mask_expert_groups, scores_of, sinkhorn_keys
+from fairseq_tutel import MoEConfig, kernels, route
+from fairseq_tutel.moe.choice import choose, scores_of, sinkhorn_keys, ways_of
+from fairseq_tutel.moe.config import LAYER
 
 E = 4
 # Of chi-square by degrees of freedom: one run in a thousand is above.
@@ -173,8 +177,8 @@ def test_more_experts_than_the_groups_of_a_token_hold_are_refused_by_a_sentence(
 
 
 def test_all_groups_are_no_groups():
-    keys_TE = logits(3)
-    assert mask_expert_groups(keys_TE, keys_TE, 2, 2, 1) is keys_TE
+    config = MoEConfig(1, 1, E, expert_groups=2, groups_per_token=2)
+    assert ways_of(config, MicroBatch(top_k=1)) == []
 
 
 def test_a_bias_moves_the_choice_and_neither_weights_nor_probabilities():
@@ -401,7 +405,7 @@ def test_sinkhorn_spreads_the_tokens_evenly_in_training_alone(padded):
     real_T = torch.arange(400) % 4 != 1 if padded else None
     if padded:
         logits_TE[1::4] = 50.0 * torch.eye(5, dtype=torch.float64)[0]  # padding must not weigh
-    keys_TE = sinkhorn_keys(logits_TE, real_T)
+    keys_TE = sinkhorn_keys(logits_TE, logits_TE, real_T)
     shift_E = (keys_TE - logits_TE)[0]
     torch.testing.assert_close(keys_TE - logits_TE, shift_E.expand_as(keys_TE))
     share_TE = torch.softmax(keys_TE, 1)
@@ -431,4 +435,59 @@ def test_sinkhorn_leaves_out_what_a_gate_shuts_off():
 @pytest.mark.parametrize("num_tokens", [0, 1, 3])
 def test_sinkhorn_is_finite_without_real_tokens(num_tokens):
     all_padding = torch.zeros(num_tokens, dtype=torch.bool)
-    assert torch.equal(sinkhorn_keys(logits(num_tokens), all_padding), logits(num_tokens))
+    keys_TE = sinkhorn_keys(logits(num_tokens), logits(num_tokens), all_padding)
+    assert torch.equal(keys_TE, logits(num_tokens))
+
+
+# Values to try for options that have no list of values, and options that an option needs to have an effect.
+NUMBERS = (0.5, 1, 2, 3, 0.01, 0.3, -0.5, -1)
+WORDS = {
+    "activation": ("gelu",), "a2a_algorithm": ("2dh",), "balance_loss": ("none",),
+    "expert_type": ("glu",), "gate_type": ("cosine", "hash"), "parallel_type": ("model",),
+}  # fmt: skip
+NEEDED = {
+    "gate_index": {"gate_type": "linear,cosine"},
+    "groups_per_token": {"expert_groups": 4},
+}
+
+
+def configs_of(name: str) -> list[MoEConfig]:
+    """Return configurations with valid values of one option that are not its default."""
+    item, found = LAYER[name], []
+    values = {bool: (True, False), str: item.choices or WORDS.get(name, ())}.get(item.type, NUMBERS)
+    for value in values:
+        value = item.type(value)
+        with contextlib.suppress(ValueError):
+            if value != item.default:
+                fields = {"model_dim": 1, "hidden_dim": 1, "num_experts": E}
+                found.append(MoEConfig(**fields | NEEDED.get(name, {}) | {name: value}))
+    return found
+
+
+@pytest.mark.parametrize("training", (False, True))
+@pytest.mark.parametrize("name", LAYER)
+def test_no_option_has_another_effect_with_the_fused_kernel(name, training, monkeypatch):
+    """An option that changes the reference's choice, without a line in `ways_of`, fails here."""
+    launched = []
+
+    def softmax_top_k(*given):
+        launched.append(given)
+        return kernels.reference.softmax_top_k(*given)
+
+    def choose_by(ops, config: MoEConfig) -> list[Tensor]:
+        monkeypatch.setattr(kernels, "ops", lambda *_: ops)
+        torch.manual_seed(0)
+        chosen = choose(logits(60), config, MicroBatch(top_k=2, training=training))
+        return [chosen.expert_ids_TK, chosen.weights_TK, chosen.probs_TE, chosen.scores_TE]
+
+    fused = types.SimpleNamespace(softmax_top_k=softmax_top_k)
+    plain = choose_by(fused, MoEConfig(1, 1, E))
+    assert len(launched) == 1
+    tried = [config for config in configs_of(name) if config.num_experts == E]
+    assert tried or name == "num_experts", "add values to WORDS, or what it needs to NEEDED"
+    for config in tried:
+        launched.clear()
+        expected, got = (choose_by(ops, config) for ops in (kernels.reference, fused))
+        assert all(map(torch.equal, got, expected)), config
+        if not torch.equal(expected[0], plain[0]):
+            assert not launched, config

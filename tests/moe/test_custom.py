@@ -358,9 +358,9 @@ def test_layers_and_seeds_hash_differently_and_the_salt_is_saved():
 @pytest.mark.parametrize(
     "ids, message",
     [
-        (None, r"'hash' but the layer was called without token_ids; pass them, or choose linear"),
-        (torch.zeros(T), r"token_ids is torch.float32 of shape \(11,\); give torch.int64 of shape"),
-        (torch.zeros(3, dtype=torch.int64), r"token_ids is torch.int64 of shape \(3,\); give"),
+        (None, r"'hash' but the layer was called without token_ids; pass token_ids, or choose linear"),
+        (torch.zeros(T), r"token_ids has dtype torch.float32 and shape \(11,\); give dtype torch.int64"),
+        (torch.zeros(3, dtype=torch.int64), r"token_ids has dtype torch.int64 and shape \(3,\); give"),
     ],
     ids=("none", "float", "short"),
 )

@@ -128,13 +128,19 @@ def test_what_padding_holds_does_not_matter():
 
 def test_one_entry_of_the_table_adds_a_metric(monkeypatch):
     added = (
-        Metric(name="largest_probability", help="", token_sum=lambda probs, _: probs.amax(1).sum()),
+        Metric(name="largest_probability", help="", token_sum=lambda probs, *_: probs.amax(1).sum()),
+        Metric(
+            name="unsure",
+            help="",
+            token_sum=lambda probs, _, real_T: (real_T & (probs.amax(1) < 0.5)).sum(),
+        ),
         Metric(name="used{}", help="", of_counts=lambda it: it.assigned_LKE.gt(0).sum(dim=2)),
     )
-    monkeypatch.setattr(metrics, "METRICS", (added[0], *metrics.METRICS, added[1]))
+    monkeypatch.setattr(metrics, "METRICS", (*added[:2], *metrics.METRICS, added[2]))
     routing = route(logits(15, 4), 2, 0.5, real_T=torch.arange(15) < 9)
     got = {name: float(value) for name, value in routing_metrics(routing).items()}
     assert got.pop("largest_probability") == pytest.approx(float(routing.probs_TE[:9].amax(1).mean()))
+    assert got.pop("unsure") == pytest.approx(float((routing.probs_TE[:9].amax(1) < 0.5).double().mean()))
     for j, used in enumerate(routing.assigned_KE.gt(0).sum(dim=1).tolist(), start=1):
         assert got.pop(f"used{j}") == used
     assert got == pytest.approx(direct_metrics(routing, [t < 9 for t in range(15)]), rel=1e-5)

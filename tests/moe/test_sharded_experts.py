@@ -123,7 +123,7 @@ def refused(folder: str, size: int, states: Callable, another: str = "") -> str:
 
 def test_ranks_whose_optimizers_differ_are_told(ranks, tmp_path):
     for sentence in ranks(4).run(refused, str(tmp_path), 1, differing):
-        assert "the ranks' optimizers differ; the last saved checkpoint is whole" in sentence
+        assert "the ranks' optimizers differ; the last saved checkpoint is complete" in sentence
 
 
 def test_a_rank_that_can_not_write_is_named_on_all(ranks, tmp_path):
@@ -139,7 +139,7 @@ def test_a_rank_that_can_not_write_is_named_on_all(ranks, tmp_path):
 def test_a_first_rank_that_can_not_begin_is_heard_by_all(ranks, tmp_path):
     (tmp_path / "experts").write_text("a file where the folder should be")
     for sentence in ranks(2).run(refused, str(tmp_path), 2, states):
-        assert sentence.startswith("rank 0 could not prepare or commit the folder of shards")
+        assert sentence.startswith("rank 0 could not create or rename the folder of shard files")
 
 
 def save_unseen(folder: str) -> str:

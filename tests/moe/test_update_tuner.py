@@ -312,7 +312,7 @@ def test_a_tutel_layer_is_tuned_too(ranks):
 
 def test_wrong_use_is_refused_in_a_sentence():
     for wrong in ([], ft.MoELayer(CONFIG)):
-        with pytest.raises(ValueError, match="takes a list of at least one MoELayer"):
+        with pytest.raises(ValueError, match="must be a list with at least one MoELayer"):
             ft.UpdateTuner(wrong)
     with pytest.raises(ValueError, match="every rank has all experts; give layers whose topology"):
         ft.UpdateTuner([ft.MoELayer(CONFIG, Topology())])

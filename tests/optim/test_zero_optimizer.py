@@ -147,7 +147,7 @@ def test_a_part_of_a_state_is_marked_and_refused(monkeypatch):
     part = optim.build_optimizer(root_of().optimizer, parameters_of()).state_dict()
     monkeypatch.undo()
     whole = optim.build_optimizer(root_of().optimizer, parameters_of())
-    with pytest.raises(ValueError, match="holds the optimizer's state of rank 1 alone"):
+    with pytest.raises(ValueError, match="has only rank 1's part of the optimizer state"):
         whole.load_state_dict(part)
 
 
@@ -185,13 +185,13 @@ def test_a_model_without_experts_asked_for_no_groups(monkeypatch):
 
 
 REFUSED = {
-    "moe_adafactor": "--optimizer is moe_adafactor, whose updates depend on whole parameters",
+    "moe_adafactor": "--optimizer is moe_adafactor, whose updates need complete parameters",
     "composite": "--optimizer is composite, whose updates",
-    "fp16_adam_stats": "--fp16-adam-stats is set, whose scales are of whole parameters",
-    "amp": "--amp is set, whose scaler checks a rank's own gradients",
-    "memory_efficient_bf16": "--memory-efficient-bf16 is set, which keeps no fp32 masters",
-    "memory_efficient_fp16": "--memory-efficient-fp16 is set, which keeps no fp32 masters",
-    "use_bmuf": "--use-bmuf is set, which averages whole weights",
+    "fp16_adam_stats": "--fp16-adam-stats is set, which needs complete parameters",
+    "amp": "--amp is set, whose scaler checks only a rank's own gradients",
+    "memory_efficient_bf16": "--memory-efficient-bf16 is set, which has no fp32 master weights",
+    "memory_efficient_fp16": "--memory-efficient-fp16 is set, which has no fp32 master weights",
+    "use_bmuf": "--use-bmuf is set, which averages complete weights",
 }
 
 

@@ -176,5 +176,5 @@ def test_rows_without_a_bandwidth_are_refused():
         fit_machine([], START)
     row = {"nodes": 1, "local": 2, "algorithm": "linear"}
     rows = [{**row, "bytes_per_rank": b, "seconds": s} for b, s in ((10, 2.0), (1000, 1.0))]
-    with pytest.raises(ValueError, match="take no longer with more bytes; measure larger"):
+    with pytest.raises(ValueError, match="do not take longer with more bytes; measure larger"):
         fit_machine(rows, START)

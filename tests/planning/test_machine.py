@@ -16,7 +16,7 @@ A100 = PRESETS["a100"]
         ("NVIDIA A100-SXM4-80GB", A100),
         ("NVIDIA GH200 480GB", PRESETS["h200"]),
         ("AMD Instinct MI250X", PRESETS["mi250"]),
-        ("NVIDIA RTX A1000", replace(A100, name="A100, since NVIDIA RTX A1000 is not known")),
+        ("NVIDIA RTX A1000", replace(A100, name="A100, because NVIDIA RTX A1000 is unknown")),
         (None, CPU),
     ],
 )
@@ -33,14 +33,14 @@ def test_a_machine_survives_its_file(tmp_path):
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        ({"flops_per_s": 0}, "has flops_per_s 0; give a number above 0"),
-        ({"memory_bytes": "80G"}, "has memory_bytes '80G'; give a number above 0"),
+        ({"flops_per_s": 0}, "has flops_per_s = 0; give a number above 0"),
+        ({"memory_bytes": "80G"}, "has memory_bytes = '80G'; give a number above 0"),
         ({"intra": 3}, "is not a hardware profile (TypeError("),
-        ({"inter": {"alpha_s": -1, "bytes_per_s": 1}}, "has inter.alpha_s -1; give seconds, from 0"),
-        ({"inter": {"alpha_s": 0, "bytes_per_s": 0}}, "has inter.bytes_per_s 0; give a number"),
-        ({"launch_s": -1e-6}, "has launch_s -1e-06; give seconds, from 0"),
-        ({"launch_s": False}, "has launch_s False; give seconds, from 0"),
-        ({"inter_shared": 1}, "has inter_shared 1; give true or false"),
+        ({"inter": {"alpha_s": -1, "bytes_per_s": 1}}, "has inter.alpha_s = -1; give seconds, 0 or more"),
+        ({"inter": {"alpha_s": 0, "bytes_per_s": 0}}, "has inter.bytes_per_s = 0; give a number"),
+        ({"launch_s": -1e-6}, "has launch_s = -1e-06; give seconds, 0 or more"),
+        ({"launch_s": False}, "has launch_s = False; give seconds, 0 or more"),
+        ({"inter_shared": 1}, "has inter_shared = 1; give true or false"),
         (
             {"speed": 1},
             'is not a hardware profile (TypeError("Machine.__init__() got an unexpected keyword',
@@ -61,5 +61,5 @@ def test_a_bad_machine_is_refused_in_one_sentence(change, sentence, tmp_path):
 def test_what_is_no_machine_is_refused(text, tmp_path):
     path = tmp_path / "machine.json"
     path.write_text(text)
-    with pytest.raises(ValueError, match="give a file of `tune --json`"):
+    with pytest.raises(ValueError, match="give a file that `tune --json` wrote"):
         Machine.from_json(path)

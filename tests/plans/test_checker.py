@@ -31,7 +31,7 @@ def test_sums_in_another_order_are_refused_but_for_their_first_two_terms():
     a, b, c = step.src
     index = plan.programs[1][0].index(step)
     check(with_steps(plan, 1, 0, index, index + 1, replace(step, src=(b, a, c))))
-    with pytest.raises(PlanError, match=r"rank 1, lane 0, step 6 \(reduce\) adds up .* another order"):
+    with pytest.raises(PlanError, match=r"rank 1, lane 0, step 6 \(reduce\) adds .* another order"):
         check(with_steps(plan, 1, 0, index, index + 1, replace(step, src=(a, c, b))))
 
 
@@ -54,32 +54,41 @@ OWN = ("copy", 0, IN, OUT)
     [
         # 1. shape
         (replace(ONE, ranks=3), "it has 2 programs for 3 ranks"),
-        (replace(ONE, temporary=10**9), "its ranks' buffers have 2000000004 chunks, more than 1048576"),
-        (replace(ONE, min_bytes=9, max_bytes=8), "it is meant for 9 to 8 bytes, so for none"),
+        (
+            replace(ONE, temporary=10**9),
+            "the buffers of all ranks have 2000000004 chunks; the limit is 1048576",
+        ),
+        (replace(ONE, min_bytes=9, max_bytes=8), "its byte range is empty: 9 to 8 bytes"),
         (replace(ONE, channels=(Channel(0, 0),)), "channel 0 leads from rank 0 to rank 0"),
-        (replace(ONE, channels=ONE.channels[:1]), "rank 0, lane 0, step 2, a wait, is on channel 1 of 1"),
-        (with_steps(ONE, 0, 0, 0, 0, Step("signal", 1)), "step 0, a signal, is on channel 1 from rank 1"),
+        (
+            replace(ONE, channels=ONE.channels[:1]),
+            "rank 0, lane 0, step 2 (wait) uses channel 1, but the plan has 1",
+        ),
+        (with_steps(ONE, 0, 0, 0, 0, Step("signal", 1)), "step 0 (signal) uses channel 1 from rank 1"),
         (
             with_steps(ONE, 0, 0, 3, 4, Step("reduce", None, (IN,), OUT, 1)),
-            "step 3, a reduce, reads 1 places",
+            "step 3 (reduce) has 1 sources",
         ),
         (writing(("put", 0, 1, IN, Place("tmp", 2))), "goes beyond the 2 chunks of tmp on rank 1"),
-        (writing(("copy", 0, OUT, IN)), "rank 0, lane 0, step 0, a copy, writes in, which"),
-        (writing(("copy", 0, TMP, TMP)), "rank 0, lane 0, step 0, a copy, writes what it reads"),
-        (writing(("reduce", 0, [IN, TMP], TMP)), "a reduce, writes what it reads"),
-        (writing(("signal", 0, 1), ("signal", 0, 1, {"lane": 1})), "uses channel 0 as lane 0 does"),
-        (writing(("put", 0, 1, IN, TMP)), "rank 0, lane 0, step 0, a put, has no signal after it"),
+        (writing(("copy", 0, OUT, IN)), "rank 0, lane 0, step 0 (copy) writes to the buffer `in`, which"),
+        (writing(("copy", 0, TMP, TMP)), "rank 0, lane 0, step 0 (copy) writes to chunks that it reads"),
+        (writing(("reduce", 0, [IN, TMP], TMP)), "(reduce) writes to chunks that it reads"),
+        (
+            writing(("signal", 0, 1), ("signal", 0, 1, {"lane": 1})),
+            "uses channel 0, which lane 0 also uses",
+        ),
+        (writing(("put", 0, 1, IN, TMP)), "rank 0, lane 0, step 0 (put) has no signal after it"),
         (writing(("signal", 0, 1)), "rank 0, lane 0, step 0: channel 0 has 1 signals and 0 waits"),
         (writing(("pend", 1, 4, {"lane": 0})), "step 0: semaphore 4 has 0 posts and 1 pends"),
         # 2. deadlock
         (
             writing(("wait", 0, 1), ("signal", 0, 1), ("wait", 1, 0), ("signal", 1, 0)),
             "deadlock: rank 0, lane 0, step 0 (wait) waits for rank 1, lane 0, step 1 (signal), which "
-            "comes after rank 1, lane 0, step 0 (wait); rank 1, lane 0, step 0 (wait) waits for rank 0",
+            "runs after rank 1, lane 0, step 0 (wait); rank 1, lane 0, step 0 (wait) waits for rank 0",
         ),
         (
             writing(("pend", 0, 0, {"lane": 0}), ("post", 0, 0, {"lane": 0})),
-            "step 0 (pend) waits for rank 0, lane 0, step 1 (post), which comes after itself",
+            "step 0 (pend) waits for rank 0, lane 0, step 1 (post), which runs after this wait",
         ),
         # 3. races: within a call, with the caller, with the next call and the one after
         (
@@ -88,20 +97,23 @@ OWN = ("copy", 0, IN, OUT)
         ),
         (
             writing(("put", 0, 1, IN, OUT), ("signal", 0, 1), ("wait", 1, 0), ("flush", 0, 1)),
-            "the caller, before the call, and rank 0, lane 0, step 0 (put) access out[0] of rank 1",
+            "the caller (before the call) and rank 0, lane 0, step 0 (put) access out[0] of rank 1",
         ),
         (
             with_steps(ONE, 0, 0, 4, 5),
-            "rank 0, lane 0, step 0 (put) and the caller, before the call, access in[0] of rank 0, one "
-            "writes, and nothing orders them; the second is of the next call",
+            "rank 0, lane 0, step 0 (put) and the caller (before the call) access in[0] of rank 0 "
+            "without a fixed order, and one writes; the second step is in the next call",
         ),
         (
             writing(("put", 0, 1, IN, TMP), ("signal", 0, 1), ("flush", 0, 1), ("wait", 1, 0)),
-            "rank 0, lane 0, step 0 (put) and rank 0, lane 0, step 0 (put) access tmp[0] of rank 1, one "
-            "writes, and nothing orders them; the second is of the call after the next",
+            "rank 0, lane 0, step 0 (put) and rank 0, lane 0, step 0 (put) access tmp[0] of rank 1 "
+            "without a fixed order, and one writes; the second step is two calls later",
         ),
         # 4. data
-        (writing(("copy", 0, TMP, OUT)), "rank 0, lane 0, step 0 (copy) reads tmp[0], which holds nothing"),
+        (
+            writing(("copy", 0, TMP, OUT)),
+            "rank 0, lane 0, step 0 (copy) reads tmp[0], which is still empty",
+        ),
         (
             writing(OWN, ("reduce", 0, [IN, OUT], TMP)),
             "rank 0, lane 0, step 1 (reduce) adds in[0] of rank 0 twice",
@@ -111,10 +123,13 @@ OWN = ("copy", 0, IN, OUT)
             "rank 0, lane 0, step 0 (reduce) adds in[1] to in[0]",
         ),
         # 5. another result
-        (writing(OWN), "rank 0, lane 0, at the end: out[1] of rank 0 holds nothing, not in[0] of rank 1"),
+        (
+            writing(OWN),
+            "rank 0, lane 0, at the end: out[1] of rank 0 is empty; it must hold in[0] of rank 1",
+        ),
         (
             writing(("copy", 1, IN, OUT), OWN, ranks=2, collective="all_reduce"),
-            "step 0 (copy) leaves in[0] of rank 0 in out[0] of rank 0, not in[0] of ranks 0, 1",
+            "step 0 (copy) leaves in[0] of rank 0 in out[0] of rank 0 instead of in[0] of ranks 0, 1",
         ),
     ],
 )

@@ -27,17 +27,17 @@ STEP = ("programs", 0, 0, 0)
     "path, value, sentence",
     [
         ((), [], "the plan is not a JSON object"),
-        (("format",), 2, "its format is 2, not 1"),
-        (("rank",), 2, "it has unknown fields: ['rank']"),
-        (("ranks",), 0, "ranks is 0, no whole number from 1 to 2^62"),
-        (("chunks",), True, "chunks is True, no whole number from 1 to 2^62"),
+        (("format",), 2, "its format is 2; give format 1"),
+        (("rank",), 2, "it has unknown fields; remove ['rank']"),
+        (("ranks",), 0, "ranks is 0; give a whole number from 1 to 2^62"),
+        (("chunks",), True, "chunks is True; give a whole number from 1 to 2^62"),
         (("bytes",), 5, "bytes is not a pair of numbers"),
-        (("bytes",), [-1, None], "bytes is -1, no whole number from 0 to 2^62"),
-        (("root",), 0, "it has the root 0, but its collective has none"),
+        (("bytes",), [-1, None], "bytes is -1; give a whole number from 0 to 2^62"),
+        (("root",), 0, "root is 0, but plans have no root; remove it"),
         (("collective",), "broadcast", "collective is 'broadcast'"),
         (("channels",), None, "it has no list of channels"),
         (("channels", 0), [0], "channel 0 is not [from, to] or [from, to, kind]"),
-        (("channels", 0), [0, 1, "fast"], "channel 0 is of kind 'fast'; known are simple, ll"),
+        (("channels", 0), [0, 1, "fast"], "channel 0 has kind 'fast'; give one of simple, ll"),
         (("programs",), "all", "it has no list of programs"),
         (("programs", 1), {}, "the program of rank 1 is not a list of lanes"),
         (("programs", 1, 0), 7, "lane 0 of rank 1 is not a list of steps"),
@@ -45,11 +45,11 @@ STEP = ("programs", 0, 0, 0)
         (("temporary",), 10**400, "temporary is 1000"),
         ((*STEP, "op"), [], "rank 0, lane 0, step 0 has the unknown operation []"),
         ((*STEP, "op"), "get", "rank 0, lane 0, step 0 has the unknown operation 'get'"),
-        (STEP, {"op": "wait"}, "a wait, has the fields ['op'], not ['channel', 'op']"),
-        ((*STEP, "n"), 0, "rank 0, lane 0, step 0: n is 0, no whole number from 1 to 2^62"),
+        (STEP, {"op": "wait"}, "(wait) has the fields ['op']; give ['channel', 'op']"),
+        ((*STEP, "n"), 0, "rank 0, lane 0, step 0: n is 0; give a whole number from 1 to 2^62"),
         ((*STEP, "src"), 0, "rank 0, lane 0, step 0: src is not a list of places"),
         ((*STEP, "dst"), ["top", 0], """: ['top', 0] is not a place such as ["in", 0]"""),
-        ((*STEP, "dst", 1), -1, "a place's chunk is -1, no whole number from 0 to 2^62"),
+        ((*STEP, "dst", 1), -1, "a place's chunk is -1; give a whole number from 0 to 2^62"),
     ],
 )
 def test_what_is_no_plan_is_refused(path, value, sentence):
@@ -62,4 +62,4 @@ def test_what_is_no_plan_is_refused(path, value, sentence):
     with pytest.raises(ValueError) as refusal:
         from_json(data if path else value)
     text = str(refusal.value)
-    assert text.startswith("This is not a plan: ") and sentence in text and "\n" not in text
+    assert text.startswith("This is not a collective plan: ") and sentence in text and "\n" not in text

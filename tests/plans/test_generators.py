@@ -79,11 +79,11 @@ def test_plans_of_nodes_send_few_messages_across(nodes, local):
 
 
 @pytest.mark.parametrize(("arguments", "sentence"), [
-    (("spiral", "all_reduce", 4), "no plan 'spiral'; known are ring"),
-    (("linear", "reduce", 4), "linear makes no 'reduce': it makes all_to_all"),
+    (("spiral", "all_reduce", 4), "no plan 'spiral'; give one of ring"),
+    (("linear", "reduce", 4), "linear cannot make 'reduce' plans; give all_to_all"),
     (("recursive_doubling", "all_gather", 6), "a power of two, not 6 ranks"),
-    (("ring", "all_gather", 1), "A plan has 2 ranks or more, not 1"),
-    (("hierarchical", "all_reduce", 4, 3), "4 ranks cannot be divided among 3 nodes"),
+    (("ring", "all_gather", 1), "A plan needs at least 2 ranks, but 1 was given"),
+    (("hierarchical", "all_reduce", 4, 3), "4 ranks cannot be divided equally among 3 nodes"),
 ])  # fmt: skip
 def test_what_cannot_be_made_is_refused(arguments, sentence):
     with pytest.raises(ValueError, match=sentence):
@@ -98,5 +98,5 @@ def test_usual_plans_are_for_all_bytes(collective):
             assert (plan.collective, plan.ranks, plan.min_bytes) == (collective, ranks, least)
             least = None if plan.max_bytes is None else plan.max_bytes + 1
         assert least is None
-    with pytest.raises(ValueError, match="makes no 'broadcast'"):
+    with pytest.raises(ValueError, match="cannot make 'broadcast' plans"):
         usual("broadcast", 2)

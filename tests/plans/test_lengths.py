@@ -53,8 +53,8 @@ def sum_of_blocks():
 @pytest.mark.parametrize(
     "plan, what",
     [
-        (gather_parked(), r"step 0 \(copy\) writes a chunk of another length to out\[0\] of rank 0"),
-        (exchange_parked(), r"\(copy\) writes a chunk of another length to out\["),
+        (gather_parked(), r"step 0 \(copy\) writes a chunk of a different length to out\[0\] of rank 0"),
+        (exchange_parked(), r"\(copy\) writes a chunk of a different length to out\["),
         (sum_of_blocks(), r"step 5 \(reduce\) adds chunks of different lengths"),
     ],
 )

@@ -182,16 +182,16 @@ BOMB = '<!DOCTYPE algo [<!ENTITY a "aaaaaaaaaa"><!ENTITY b "&a;&a;&a;&a;">]>'
 @pytest.mark.parametrize(("before", "after", "sentence"), [
     ("<algo", BOMB + "<algo", "it has a document type"),
     ("</algo>", "", "no element found"),
-    ('coll="allgather"', 'coll="broadcast"', "coll is 'broadcast'; known are allgather"),
-    ('nchunksperloop="3"', 'nchunksperloop="4"', "nchunksperloop is 4, no multiple of 3 ranks"),
-    ('ngpus="3"', 'ngpus="9e9"', "ngpus of <algo> is '9e9', no whole number from 1 to 65536"),
-    ('<gpu id="2"', '<gpu id="1"', "gpu 1 is there twice"),
-    ('<tb id="0" send="1"', '<tb id="0" send="0"', "gpu 0, tb 0 has the peers 0 and 2, not others of 3"),
-    ('send="1"', 'send="-1"', "gpu 0, tb 0, step 0, a s, has no peer"),
+    ('coll="allgather"', 'coll="broadcast"', "coll is 'broadcast'; give one of allgather"),
+    ('nchunksperloop="3"', 'nchunksperloop="4"', "nchunksperloop is 4; give a multiple of the 3 ranks"),
+    ('ngpus="3"', 'ngpus="9e9"', "ngpus of <algo> is '9e9'; give a whole number from 1 to 65536"),
+    ('<gpu id="2"', '<gpu id="1"', "two gpu elements have the id 1"),
+    ('<tb id="0" send="1"', '<tb id="0" send="0"', "gpu 0, tb 0 has the peers 0 and 2; give other"),
+    ('send="1"', 'send="-1"', r"gpu 0, tb 0, step 0 \(s\) needs a peer"),
     ('type="rcs"', 'type="rcx"', "gpu 0, tb 0, step 1 has the type 'rcx'"),
     ('dstbuf="o" dstoff="2"', 'dstbuf="q" dstoff="2"', "gpu 0, tb 0, step 1 has the dstbuf 'q'"),
     ('dstbuf="o" dstoff="2"', 'dstbuf="o" dstoff="3"', "step 1 goes beyond the 3 chunks of dstbuf"),
-    ('depid="-1" deps="-1"', 'depid="0" deps="0"', "step 0 depends on tb 0, step 0, which is not before"),
+    ('depid="-1" deps="-1"', 'depid="0" deps="0"', "step 0 depends on tb 0, step 0, which does not"),
     ('type="rcs"', 'type="r"', r"gpu 0 sends to gpu 1 on channel 0 messages of \[1\] chunks"),
 ])  # fmt: skip
 def test_a_file_that_is_wrong_is_refused(before, after, sentence):
@@ -200,5 +200,5 @@ def test_a_file_that_is_wrong_is_refused(before, after, sentence):
 
 
 def test_an_all_to_all_in_place_is_refused_since_blocks_need_not_be_alike():
-    with pytest.raises(PlanError, match="writes a chunk of another length to out"):
+    with pytest.raises(PlanError, match="writes a chunk of a different length to out"):
         check(from_xml(exchanged()))

@@ -51,29 +51,29 @@ GPUS = [GPU, {"name": "b", "host": 0, "local": 1}]
 LINKS = [["a", "b", 1], ["b", "a", 1]]
 REFUSED = {
     "no object": ([], "it is not a JSON object"),
-    "format": ({"format": 2}, "its format is 2, not 1"),
-    "unknown": ({"speed": 1}, "it has unknown fields: ['speed']"),
+    "format": ({"format": 2}, "its format is 2; give format 1"),
+    "unknown": ({"speed": 1}, "it has unknown fields; remove ['speed']"),
     "links": ({"links": None}, "it has no list of links"),
-    "switches": ({"switches": [1]}, "its switches are no list of names"),
+    "switches": ({"switches": [1]}, "its switches are not a list of names"),
     "many": ({"switches": ["s"] * 5000}, "it has 5,002 vertices, more than 4,096"),
     "gpu": ({"gpus": [{"name": "a"}]}, "{'name': 'a'} is not a GPU such as {"),
     "names": ({"switches": ["a"]}, "two vertices have the name 'a'"),
     "places": ({"gpus": [GPU, GPU | {"name": "b"}]}, "two GPUs are local rank 0 of host 0"),
     "link": ({"links": [["a", "b"]]}, "['a', 'b'] is not a link such as [from, to, bandwidth]"),
-    "end": ({"links": [["a", "c", 1]]}, "the link from a to c names 'c', which is not a vertex"),
-    "loop": ({"links": [["a", "a", 1]]}, "the link from a to a ends where it begins"),
+    "end": ({"links": [["a", "c", 1]]}, "the link from a to c uses 'c', which is not a GPU or switch"),
+    "loop": ({"links": [["a", "a", 1]]}, "the link from a to a has the same vertex at both ends"),
     "width": (
         {"links": [["a", "b", 0.5]]},
-        "the link from a to b has the bandwidth 0.5, no whole number from 1 to 10",
+        "the link from a to b has bandwidth 0.5; give a whole number from 1 to 10",
     ),
-    "huge": ({"links": [["a", "b", 10**400]]}, "the link from a to b has the bandwidth 1000"),
-    "twice": ({"links": LINKS * 2}, "two links lead from a to b; give one of their sum"),
+    "huge": ({"links": [["a", "b", 10**400]]}, "the link from a to b has bandwidth 1000"),
+    "twice": ({"links": LINKS * 2}, "two links lead from a to b; replace them by one link"),
     "unbalanced": (
         {"links": [["a", "b", 2], ["b", "a", 1]]},
-        "a receives 1 GB/s and sends 2; give it as much of both",
+        "a receives 1 GB/s and sends 2; give equal bandwidths",
     ),
-    "one": ({"gpus": [GPU], "links": []}, "it has less than two GPUs"),
-    "apart": ({"links": []}, "there is no way from a to b"),
+    "one": ({"gpus": [GPU], "links": []}, "it has fewer than two GPUs"),
+    "apart": ({"links": []}, "there is no route from a to b; add links"),
 }
 
 
@@ -92,12 +92,12 @@ def test_what_is_no_network_is_refused_in_one_sentence(case):
 @pytest.mark.parametrize(
     ("name", "sentence"),
     [
-        ("dgx", "dgx is not a network; give a FILE.json or one of dgx_a100:BOXES, "),
-        ("torus:4", "torus:4 is not a network; give it as torus:ROWSxCOLUMNS, of whole numbers."),
-        ("torus:-4x1", "torus:-4x1 is not a network; give it as torus:ROWSxCOLUMNS"),
+        ("dgx", "dgx is not a network; give the path of a JSON file or one of dgx_a100:BOXES, "),
+        ("torus:4", "torus:4 is not a network; give torus:ROWSxCOLUMNS with whole numbers."),
+        ("torus:-4x1", "torus:-4x1 is not a network; give torus:ROWSxCOLUMNS"),
         ("boxes:99x99:1:1", "boxes:99x99:1:1 has too many GPUs; give no more than 512."),
-        ("torus:1x1", "This is not a network: it has less than two GPUs"),
-        ("none.json", "none.json can not be read as a network ("),
+        ("torus:1x1", "This is not a network: it has fewer than two GPUs"),
+        ("none.json", "none.json cannot be read as a network ("),
     ],
 )
 def test_names_of_none_are_refused(name, sentence):

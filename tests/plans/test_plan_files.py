@@ -42,14 +42,14 @@ WRONG["programs"][1][0] = [step for step in WRONG["programs"][1][0] if step["op"
 @pytest.mark.parametrize(
     "data, sentence",
     [
-        ("{", r"x\.json can not be read as a plan \("),
-        ("[" * 100_000, r"x\.json can not be read as a plan \("),
-        (json.dumps({"format": 1}), r"x\.json: This is not a plan: collective is None"),
+        ("{", r"x\.json cannot be read as a collective plan \("),
+        ("[" * 100_000, r"x\.json cannot be read as a collective plan \("),
+        (json.dumps({"format": 1}), r"x\.json: This is not a collective plan: collective is None"),
         (json.dumps(WRONG), r"x\.json: Plan 'one_phase all_reduce' .*channel"),
-        (json.dumps(network.to_json(BOXES)), r"x\.json: This is not a plan: "),
+        (json.dumps(network.to_json(BOXES)), r"x\.json: This is not a collective plan: "),
         (
             json.dumps(to_json(PLAN)),
-            r"x\.json: the plan is for the network \w+, but no network file in its folder",
+            r"x\.json: the plan is for the network with the digest \w+, but no network file in its folder",
         ),
     ],
 )
@@ -76,9 +76,9 @@ def test_where_no_plan_lies_there_is_a_sentence(name, tmp_path):
         (
             make("ring", "all_gather", 3),
             None,
-            "x is for 3 ranks, and this run's groups have 2 and 4; make it",
+            "plan x is for 3 ranks, but the groups of this run have 2 and 4 ranks; make",
         ),
-        (PLAN, (2, 2), r"x is for a network with 2\+2 ranks on its hosts, and this run has 4; make it"),
+        (PLAN, (2, 2), r"plan x is for a network with 2\+2 ranks on its hosts, but this run has 4; make"),
     ],
 )
 def test_a_plan_that_no_group_can_run_is_refused(plan, hosts, sentence):

@@ -39,9 +39,12 @@ def refused(what):
 @pytest.mark.parametrize(
     ("what", "sentence"),
     [
-        ("full", r"20\d\d KiB are needed and \d+ are free in \S+ \(No space left on device\)\.$"),
-        ("order", r"on rank 1 of the group a aarch64 does not show writes in their order\.$"),
-        ("host", r"on rank 1 of the group /dev/shm/\S+ cannot be opened \(No space left on device\)"),
+        ("full", r"20\d\d KiB are needed, but \d+ KiB are free in \S+ \(No space left on device\)\.$"),
+        (
+            "order",
+            r"on rank 1 of the group, processors of type aarch64 do not guarantee the order of writes\.$",
+        ),
+        ("host", r"on rank 1 of the group, /dev/shm/\S+ cannot be opened \(No space left on device\)"),
     ],
 )
 def test_ranks_that_cannot_share_memory_say_why_all_alike(ranks, what, sentence):

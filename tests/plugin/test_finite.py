@@ -70,11 +70,11 @@ def test_a_ruined_weight_is_not_saved_and_the_checkpoint_before_it_is_named(tmp_
     with torch.no_grad():
         trainer.get_model().weight[1, 1] = value
     torch.save(state_of(trainer, 7), tmp_path / "checkpoint_last.pt")
-    with pytest.raises(ValueError, match=r"update 7 made weight NaN") as refused:
+    with pytest.raises(ValueError, match=r"after update 7, weight is NaN") as refused:
         saves(trainer)
     assert f"{good} (update 6)" in str(refused.value)
     os.remove(good)
-    with pytest.raises(ValueError, match=r"no checkpoint in .* is whole and finite"):
+    with pytest.raises(ValueError, match=r"no checkpoint in .* is complete and finite"):
         saves(trainer)
 
 
@@ -105,7 +105,9 @@ def test_the_checkpoint_whose_weights_failed_is_named_with_the_one_before(tmp_pa
     for updates in (6, 7):
         torch.save(state_of(trainer, updates), tmp_path / f"checkpoint_1_{updates}.pt")
     said = finite.way_back_from(str(tmp_path), trainer.get_model(), failed_at=7)
-    assert "checkpoint_1_7.pt (update 7), which fails the same way; the previous one is" in said
+    assert (
+        "checkpoint_1_7.pt (update 7), from which training fails the same way; the previous one is" in said
+    )
     assert said.endswith("checkpoint_1_6.pt (update 6)")
     Path(tmp_path / "checkpoint_1_6.pt").unlink()
     assert "none is older" in finite.way_back_from(str(tmp_path), trainer.get_model(), 7)

@@ -191,7 +191,7 @@ SAID = {
     "--moe-local-size 2 has no effect without --moe-a2a-algorithm 2dh or auto, ": {"moe_local_size": 2},
     "--record-a2a-perf-stats has no effect: every rank has all ": {"record_a2a_perf_stats": True},
     "--moe-normalize-gate none has no effect without --moe-top-k 2": {"moe_normalize_gate": "none"},
-    "--moe-normalize-expert-grad sqrt_world_size has no effect: there is one rank": {
+    "--moe-normalize-expert-grad sqrt_world_size has no effect: the run has only one rank": {
         "moe_normalize_expert_grad": "sqrt_world_size",
     },
     "--moe-gate-loss-wt 0.5 has no effect: --moe-balance-loss is none": {"moe_gate_loss_wt": 0.5},
@@ -233,27 +233,27 @@ def test_options_that_others_replace_are_said(caplog):
     both = {"encoder_moe_freq": 2, "decoder_moe_freq": 1, "moe_freq": 1, "record_a2a_perf_stats": True}
     said = said_by(caplog, "encoder", "label_smoothed_cross_entropy", **both)
     assert "--moe-freq 1 has no effect: --encoder-moe-freq and --decoder-moe-freq are given" in said
-    assert "--record-a2a-perf-stats has no effect without such a criterion" in said
+    assert "--record-a2a-perf-stats has no effect without a moe_ criterion" in said
 
 
 REFUSED = {
     "--moe-expert-parallel-size 3": "is 3, which does not fit the number of ranks (1)",
     "--moe-top-k 5": "top_k (--moe-top-k) is 5 but there are 3 experts; choose a value from 1 to 3",
-    "--moe-expert-count 0": "--moe-expert-count is '0'; give a number of experts",
-    "--moe-expert-count=-2": "--moe-expert-count is '-2'; give a number of experts",
-    "--moe-expert-count 1000000000000": " of --moe-expert-ffn-dim 16 makes 4,096,000 GB of weights on a",
-    "--moe-expert-count 4,4,4": "is '4,4,4', 3 numbers for 2 MoE layers; give one number or 2",
-    "--moe-freq 5": "no layer becomes a MoE layer (4 decoder layers, --moe-freq 5); set --moe-freq to at",
-    "--moe-freq 0": "no layer becomes a MoE layer (4 decoder layers, --moe-freq 0); set --moe-freq to at",
-    "--moe-top1-expert --moe-top-k 4": "--moe-top1-expert and --moe-top-k 4 are both given; drop one",
-    "--moe-gating-use-fp32 --no-moe-gating-use-fp32": "--no-moe-gating-use-fp32 are both given; drop one",
-    "--fp16": "--fp16 is set on a CPU, where fairseq's needs a GPU; drop it.",
-    "--amp": "--amp is set on a CPU, where fairseq's needs a GPU; drop it.",
-    "--quant-noise-pq 0.1": "--quant-noise-pq is 0.1: quantization noise does not reach experts; set it",
-    "--base-layers 1": "--base-layers is 1: BASE layers are another kind of experts; set it to 0",
+    "--moe-expert-count 0": "--moe-expert-count is '0'; give a number of at least 1",
+    "--moe-expert-count=-2": "--moe-expert-count is '-2'; give a number of at least 1",
+    "--moe-expert-count 1000000000000": "-ffn-dim 16 need 4,096,000 GB for the weights on a",
+    "--moe-expert-count 4,4,4": "is '4,4,4', which has 3 numbers, but the model has 2 MoE layers; give",
+    "--moe-freq 5": "no layer gets experts (4 decoder layers, --moe-freq 5); give a --moe-freq of at",
+    "--moe-freq 0": "no layer gets experts (4 decoder layers, --moe-freq 0); give a --moe-freq of at",
+    "--moe-top1-expert --moe-top-k 4": "--moe-top1-expert and --moe-top-k 4 are both given; remove one",
+    "--moe-gating-use-fp32 --no-moe-gating-use-fp32": "--no-moe-gating-use-fp32 are both given; remove one",
+    "--fp16": "--fp16 is set on a CPU, but needs a GPU; remove it.",
+    "--amp": "--amp is set on a CPU, but needs a GPU; remove it.",
+    "--quant-noise-pq 0.1": "--quant-noise-pq is 0.1: experts do not support quantization noise; set it",
+    "--base-layers 1": "--base-layers is 1: BASE layers are a different kind of experts; set it to 0",
     "--moe-pregate 2": "pregate (--moe-pregate) is 2 but the decoder has 2 MoE layers; give 1 to 1",
-    "--moe-pregate 1 --checkpoint-activations": "is 1 and --checkpoint-activations is set, which recom",
-    "--moe-pregate 1 --decoder-layerdrop 0.1": "is 0.1: --moe-pregate 1 lets a layer's gate read the inp",
+    "--moe-pregate 1 --checkpoint-activations": "is 1, which reads the input of an earlier layer, but",
+    "--moe-pregate 1 --decoder-layerdrop 0.1": "is 0.1, but with --moe-pregate 1 a layer's gate reads",
 }
 
 
@@ -273,7 +273,7 @@ def test_a_frequency_of_one_side_is_refused_by_its_name(side):
 
 
 REFUSED_ON_TWO_RANKS = {
-    "--decoder-layerdrop 0.2": "--decoder-layerdrop is 0.2: ranks would drop different layers",
+    "--decoder-layerdrop 0.2": "--decoder-layerdrop is 0.2, so ranks would drop different layers",
     "--optimizer moe_adafactor": "--optimizer is moe_adafactor, whose updates depend on all experts",
     "--store-ema": "--store-ema is set on several ranks",
     "--ddp-backend pytorch_ddp": "--ddp-backend is pytorch_ddp, which needs a GPU",

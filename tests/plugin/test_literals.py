@@ -143,7 +143,7 @@ def test_code_in_any_field_at_any_depth_is_refused(key):
         {"args": argparse.Namespace(**{key: CODE.encode()})},
         {"args": argparse.Namespace(w2v_args=argparse.Namespace(**{key: CODE}))},
     ):
-        with pytest.raises(ValueError, match=rf"^x\.pt has .* as its option (decoder_)?{key}, which"):
+        with pytest.raises(ValueError, match=rf"^x\.pt has .* as the option (decoder_)?{key}, which"):
             refuse_code(state, "x.pt", {})
 
 
@@ -171,12 +171,12 @@ def test_a_tree_that_contains_itself_ends_and_numbers_are_accepted():
 @pytest.mark.parametrize(
     ("cfg", "sentence"),
     [
-        ({"model": "${oc.create:{adam_betas: print()}}"}, "as its option model, which calls a function"),
+        ({"model": "${oc.create:{adam_betas: print()}}"}, "as the option model, which calls a function"),
         ({"x": ["${oc.create:{}}"], "model": "${x.0}"}, "which calls a function"),
         ({"model": {"a": "${${b}:c}"}}, "which calls a function"),
         ({"model": {"a": "\\${oc.env:HOME}"}}, "which calls a function"),
-        ({"model": Dictionary()}, "an object of the class Dictionary as its option model"),
-        ({"model": {1: {"a": Dictionary()}}}, "an object of the class Dictionary as its option a"),
+        ({"model": Dictionary()}, "an object of the class Dictionary as the option model"),
+        ({"model": {1: {"a": Dictionary()}}}, "an object of the class Dictionary as the option a"),
     ],
 )  # fmt: skip
 def test_no_object_and_no_resolver_stands_among_options(cfg, sentence):
@@ -207,7 +207,7 @@ def test_a_reference_to_a_missing_option_is_refused():
 def test_an_option_that_names_a_device_is_refused(part, tmp_path):
     os.mkfifo(tmp_path / "pipe")
     for name in ("/dev/zero", str(tmp_path / "pipe")):
-        with pytest.raises(ValueError, match=r"^x\.pt has '.* as its option vocabulary, which is a pipe"):
+        with pytest.raises(ValueError, match=r"^x\.pt has '.* as the option vocabulary, which is a pipe"):
             refuse_unusable_options({"cfg": {part: {"vocabulary": name}}}, "x.pt")
     file = tmp_path / "file"
     file.touch()
@@ -218,6 +218,6 @@ def test_an_option_that_names_a_device_is_refused(part, tmp_path):
 def test_a_model_of_too_many_layers_is_refused_before_it_is_built():
     refuse_unusable_options({"cfg": {"model": {"decoder_layers": 10_000, "layers": "12"}}}, "x.pt")
     with pytest.raises(
-        ValueError, match=r"^x\.pt has 1000000000 as its option decoder_layers; give a .* 10,000"
+        ValueError, match=r"^x\.pt has 1000000000 as the option decoder_layers; give a .* 10,000"
     ):
         refuse_unusable_options({"cfg": {"model": {"decoder_layers": 10**9}}}, "x.pt")

@@ -70,9 +70,9 @@ def test_a_training_is_told_that_it_goes_on_from_rounded_experts(tmp_path, caplo
     whole, path = str(written(tmp_path, model=model)), str(tmp_path / "b.pt")
     to_sharded(SavedModel({**STATE, "model": model}), tmp_path / "b.pt", "int8")
     for file, resumes in ((whole, True), (path, None), (path, False)):
-        assert "has experts in int8: training continues from these rounded" not in caplog.text
+        assert "has experts in int8, so training continues from rounded" not in caplog.text
         checkpoint_utils.load_checkpoint_to_cpu(file, {}, load_on_all_ranks=resumes)
-    assert f"{path} has experts in int8: training continues from these rounded" in caplog.text
+    assert f"{path} has experts in int8, so training continues from rounded" in caplog.text
 
 
 def test_an_option_that_an_older_file_lacks_is_overridden_all_the_same(tmp_path):
@@ -85,7 +85,7 @@ def test_an_option_that_an_older_file_lacks_is_overridden_all_the_same(tmp_path)
 def test_a_store_that_needs_pregating_is_refused_for_another_model():
     task, layer = argparse.Namespace(moe_expert_store="pregated"), MoEConfig(4, 8, 2)
     assert store_options(task, layer, True, True, torch.device("cpu")).moe_expert_tier == "disk"
-    with pytest.raises(ValueError, match=r"^--moe-expert-store is pregated, but no block"):
+    with pytest.raises(ValueError, match=r"^--moe-expert-store is pregated, but this model"):
         store_options(task, layer, True, False, torch.device("cpu"))
 
 
@@ -111,14 +111,14 @@ def test_a_file_that_fairseq_did_not_save_is_named(kind, words, tmp_path, monkey
     with pytest.raises(ValueError, match=rf"^{re.escape(str(path))} is not a checkpoint.*; give") as e:
         checkpoint_utils.load_checkpoint_to_cpu(str(path), *words)
     assert "\n" not in str(e.value)
-    assert ("mkdir, which is not run" in str(e.value)) == (kind == "code")
+    assert ("mkdir, which must not run" in str(e.value)) == (kind == "code")
     assert os.listdir() == ["a.pt"]
 
 
 @pytest.mark.parametrize("words", [({},), (None, False)], ids=["to use", "to train on"])
 def test_code_in_an_option_and_what_is_no_file_are_refused(words, tmp_path):
     path = written(tmp_path, cfg={"model": {"adaptive_softmax_cutoff": "[500+0*print(),1000]"}})
-    with pytest.raises(ValueError, match="as its option adaptive_softmax_cutoff, which"):
+    with pytest.raises(ValueError, match="as the option adaptive_softmax_cutoff, which"):
         checkpoint_utils.load_checkpoint_to_cpu(str(path), *words)
     os.mkfifo(tmp_path / "pipe.pt")
     for path, kind in ((tmp_path, "a folder"), (tmp_path / "pipe.pt", "a pipe, device or socket")):
@@ -180,8 +180,8 @@ def test_a_file_may_name_a_class_of_the_user_dir(modules, tmp_path):
 @pytest.mark.parametrize(
     ("saved", "sentence"),
     [
-        ({"weight": torch.ones(4, 3)}, "the checkpoint's weight is (4, 3) where this model's is (5, 3)"),
-        ({"wait": torch.ones(5, 3)}, "the checkpoint lacks ['weight'] and has ['wait'] too many; give the"),
+        ({"weight": torch.ones(4, 3)}, "the checkpoint's weight has the shape (4, 3), but this"),
+        ({"wait": torch.ones(5, 3)}, "the checkpoint lacks the tensors ['weight'] and has the"),
     ],
 )  # fmt: skip
 def test_a_training_from_another_model_s_file_ends_with_what_differs(saved, sentence):

@@ -27,8 +27,8 @@ def test_flags_of_experts_with_a_dense_architecture_are_refused(again):
     with pytest.raises(SystemExit) as end:
         again("--user-dir", "user_dir", "--arch", "transformer_lm", "--moe-top-k=2")
     assert end.value.code == (
-        "error: --moe-top-k=2 was given with --arch transformer_lm, which is dense; choose --arch "
-        "moe_transformer_lm or drop the flag."
+        "error: --moe-top-k=2 was given with --arch transformer_lm, which is dense; give --arch "
+        "moe_transformer_lm, or remove the flag."
     )
 
 
@@ -49,7 +49,7 @@ def test_a_misspelt_flag_is_told_after_argparse_did_not_know_it(again, monkeypat
     for tell, *words in hints:
         tell(*words)
     said = [record.getMessage() for record in caplog.records]
-    assert said == [f"--{a} is none of the flags here; --{b} is" for a, b in pairs.items()]
+    assert said == [f"--{a} is not a known flag; did you mean --{b}?" for a, b in pairs.items()]
     taken_back = []
     monkeypatch.setattr("atexit.unregister", taken_back.append)
     drop_suggestions()
@@ -65,7 +65,7 @@ def test_another_fairseq_version_is_refused_at_every_try(again, monkeypatch):
     import fairseq
 
     monkeypatch.setattr(fairseq, "__version__", "1.0.0a0")
-    refusal = r"version 1\.0\.0a0; fairseq_tutel needs 0\.12"
+    refusal = r"version 1\.0\.0a0, but fairseq_tutel needs 0\.12"
     with pytest.raises(ImportError, match=refusal):
         again()
     with pytest.raises(ImportError, match=refusal):

@@ -181,7 +181,9 @@ def test_experts_begin_as_bert_does_where_their_side_does(arch, asked, sides):
 
 
 def test_a_hash_gate_is_refused_where_no_token_has_an_id():
-    with pytest.raises(ValueError, match=r"the encoder of this model sees none; .* or add --encoder-"):
+    with pytest.raises(
+        ValueError, match=r"the encoder of this model has no token embedding; .* or add --encoder-"
+    ):
         _built("moe_s2t_transformer", moe_gate_type="hash")
     layers = moe_layers(_built("moe_s2t_transformer", moe_gate_type="hash", encoder_moe_freq=0))
     assert len(layers) == 2

@@ -76,13 +76,15 @@ def test_a_checkpoint_that_is_put_in_the_place_of_the_last_is_taken(tmp_path, pu
     last = str(tmp_path / "checkpoint_last.pt")
     put(older, last)
     assert checkpoint_to_load(config(tmp_path)) == last
-    assert "checkpoint_last.pt (update 10), which was put there after update 20" in caplog.text
+    assert (
+        "checkpoint_last.pt (update 10), although the folder has a checkpoint of update 20" in caplog.text
+    )
 
 
 def test_a_folder_of_torn_checkpoints_is_refused(tmp_path):
     torn = save(tmp_path, "checkpoint_1_8.pt", 8)
     os.truncate(torn, 100)
-    with pytest.raises(ValueError, match="none of its 1 other checkpoints is whole; give another --save"):
+    with pytest.raises(ValueError, match="its 1 other checkpoints are corrupt; give another --save"):
         checkpoint_to_load(config(tmp_path))
 
 

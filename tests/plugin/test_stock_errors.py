@@ -31,7 +31,7 @@ def test_an_empty_text_is_named(tmp_path, capsys):
     builder = indexed_dataset.MMapIndexedDatasetBuilder(f"{tmp_path}/valid.bin", dtype=np.uint16)
     builder.finalize(f"{tmp_path}/valid.idx")
     said = sentence(lambda: data_utils.load_indexed_dataset(f"{tmp_path}/valid", None))
-    assert said.startswith(f"error: data has {tmp_path}/valid.bin, which is empty; run fairseq-pre")
+    assert said.startswith(f"error: data has {tmp_path}/valid.bin is empty; run fairseq-pre")
     gc.collect()
     assert "_bin_buffer_mmap" not in capsys.readouterr().err
 
@@ -64,12 +64,14 @@ def test_a_model_without_a_finite_score_is_named():
     words.add_symbol("a")
     search = SequenceGenerator([FairseqLanguageModel(Undecided(words))], words, beam_size=1)
     said = sentence(lambda: search({"net_input": {"src_tokens": torch.tensor([[4, 4]])}}))
-    assert said.startswith("error: the model gives no word a finite score, as with NaN weights; give")
+    assert said.startswith(
+        "error: the model gives no word a finite score, for example because its weights are NaN; give"
+    )
 
 
 def test_a_module_that_fairseq_lacks_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "soundfile", None)
-    wanted = "error: fairseq needs the module soundfile here, which is not installed; `pip install s"
+    wanted = "error: fairseq needs the module soundfile, which is not installed; run `pip install s"
     assert sentence(lambda: audio_utils.get_waveform("a.flac")).startswith(wanted)
 
     def of_a_worker():

@@ -31,7 +31,7 @@ def _told(facts_by_rank):
         ([{"--k": 2}, {"--k": 2}, {"--k": 1}, {"--k": 2}], "--k is 2 on ranks 0-1, 3 and 1 on rank 2"),
         ([{"--k": 1}, *[{"--k": 2}] * 3], "--k is 1 on rank 0 and 2 on ranks 1-3"),
         ([{"--k": k} for k in "abca"], "--k is a on ranks 0, 3 and b on rank 1 and c on rank 2"),
-        ([{"--k": 1, "n": ""}, *[{"--k": 1}] * 3], 'n is "" on rank 0 and not there on ranks 1-3'),
+        ([{"--k": 1, "n": ""}, *[{"--k": 1}] * 3], 'n is "" on rank 0 and missing on ranks 1-3'),
         (
             [{f"--{n}": 0 for n in "edcba"}, *[{f"--{n}": 1 for n in "abcde"}] * 3],
             ", ".join(f"--{n} is 0 on rank 0 and 1 on ranks 1-3" for n in "abc") + " (2 more differ)",
@@ -64,7 +64,7 @@ def test_a_rank_that_does_not_come_is_named(fate):
     said, seconds = mortal.run(_compare, 3, [0, 2], fate, 1)
     for sentence in said:
         assert sentence.startswith(
-            "CommunicationError: rank 1 did not come to the comparison of all ranks' options within 2 s; "
+            "CommunicationError: rank 1 did not reach the comparison of all ranks' options within 2 s; "
             "look at the log of rank 1, or raise --moe-comm-timeout"
         )
     assert seconds < 10
@@ -73,7 +73,7 @@ def test_a_rank_that_does_not_come_is_named(fate):
 def test_a_first_rank_that_ends_is_named():
     (sentence,), seconds = mortal.run(_compare, 2, [1], mortal.die, 0)
     assert "rank 1 could not finish the comparison of all ranks' options" in sentence
-    assert "see rank 0's error above or in its log: it keeps the store" in sentence
+    assert "see rank 0's error above or in its log; it runs the rendezvous store" in sentence
     assert seconds < 10
 
 
@@ -114,7 +114,7 @@ def test_a_thousand_ranks(monkeypatch):
         if rank != 500:
             store.set(f"{prefix}/digest/{rank}", "same" if rank else "odd")
     late, sentence = agreement._compare(store, prefix, timedelta(seconds=0.2))
-    assert late == [500] and "rank 500 did not come" in sentence
+    assert late == [500] and "rank 500 did not reach" in sentence
     store.set(f"{prefix}/digest/500", "same")
     store.set(f"{prefix}/facts/0", '{"--k": 1}')
     store.set(f"{prefix}/facts/1", '{"--k": 2}')  # of those alike, one is read

@@ -26,7 +26,7 @@ def test_a_size_that_does_not_fit_both_is_refused_by_a_sentence(world_size, coun
     assert message.startswith(f"--moe-expert-parallel-size is {requested}, which does not fit")
     assert f"ranks ({world_size})" in message
     assert all(str(count) in message for count in counts)
-    assert message.endswith("or start other numbers of ranks, with torchrun.")
+    assert message.endswith("or start a different number of ranks with torchrun.")
 
 
 @pytest.mark.parametrize("size", (1, 2, 4))

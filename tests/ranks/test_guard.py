@@ -36,7 +36,7 @@ def test_a_dead_or_stopped_rank_is_named_by_all_others(fate, at_least):
         start = f"CommunicationError: rank {rank} could not finish {OPERATION} and gave up after "
         assert sentence.startswith(start)
         assert "rank 1 did not answer a health check of 1 s; look at the log of rank 1" in sentence
-        assert "raise --moe-comm-timeout (now 1) where it is only slow" in sentence
+        assert "raise --moe-comm-timeout (now 1) if it is only slow" in sentence
         assert at_least <= float(re.search(r"after (\d+\.\d) s", sentence)[1]) < TIMEOUT + 4
     assert seconds < at_least + TIMEOUT + 2 * guard.GRACE_SECONDS + 4
 
@@ -46,8 +46,8 @@ def test_without_the_rank_that_keeps_the_store_the_sentence_says_so(fate):
     (sentence,), seconds = mortal.run(_reduce, 2, [1], fate, 0)
     assert f"rank 1 could not finish {OPERATION}" in sentence
     assert (
-        ": see rank 0's error above or in its log: it keeps the store by which ranks find each other, "
-        "which does not answer either, so it has ended or stopped." in sentence
+        ": see rank 0's error above or in its log; it runs the rendezvous store, which does not answer, "
+        "so it has ended or is stopped." in sentence
     )
     assert seconds < 2 * TIMEOUT + guard.GRACE_SECONDS + 4
 
@@ -55,11 +55,11 @@ def test_without_the_rank_that_keeps_the_store_the_sentence_says_so(fate):
 @pytest.mark.parametrize(
     ("missing", "agent", "seconds", "sentence"),
     [
-        (None, True, 0, "see the launcher's error above or in its log: it keeps the store"),
-        (None, False, 0, "see rank 0's error above or in its log: it keeps the store"),
-        ([1], False, 0, ", or give --moe-comm-timeout beyond torch's own limits where it is"),
-        ([], False, 0, ", or give --moe-comm-timeout beyond torch's own limits where one is"),
-        ([1], False, 7, ", or raise --moe-comm-timeout (now 7) where it is only slow."),
+        (None, True, 0, "see the launcher's error above or in its log; it runs the rendezvous store"),
+        (None, False, 0, "see rank 0's error above or in its log; it runs the rendezvous store"),
+        ([1], False, 0, ", or set --moe-comm-timeout above torch's default if it is"),
+        ([], False, 0, ", or set --moe-comm-timeout above torch's default if a rank is"),
+        ([1], False, 7, ", or raise --moe-comm-timeout (now 7) if it is only slow."),
     ],
 )
 def test_the_sentence_names_who_keeps_the_store_and_the_limit_that_held(
@@ -91,7 +91,7 @@ def _unequal_calls(rank):
 def test_ranks_in_different_operations_all_answer():
     said, _ = mortal.run(_unequal_calls, 2, [0, 1])
     for sentence in said:
-        assert "ranks 0-1 all answered a health check, so a connection broke or one of them was late" in (
+        assert "ranks 0-1 all answered a health check, so a connection broke or one rank was late" in (
             sentence
         )
 

@@ -28,8 +28,8 @@ def test_a_rank_that_does_not_come_is_waited_for_no_longer_than_asked(rank):
         dist.init_process_group("gloo", init_method=address, rank=rank, world_size=2)
     assert time.monotonic() - start < 15  # torch's client tries again for longer than it was told
     sentence = str(caught.value)
-    assert sentence.startswith(f"rank {rank} could not meet the other ranks of 2 and gave up after ")
-    assert "raise --moe-comm-timeout (now 1) where they are only slow to start" in sentence
+    assert sentence.startswith(f"rank {rank} could not find the other ranks of 2 and gave up after ")
+    assert "raise --moe-comm-timeout (now 1) if they are only slow to start" in sentence
     assert _torch_s() == before
 
 
@@ -47,7 +47,7 @@ def test_no_time_leaves_torch_s_own():
     with pytest.raises(CommunicationError) as caught, rendezvous.meeting(0, 1, 0):
         assert _torch_s() == before
         raise dist.DistStoreError("wait timeout")
-    assert "or give --moe-comm-timeout beyond torch's own limits" in str(caught.value)
+    assert "or set --moe-comm-timeout above torch's default" in str(caught.value)
 
 
 def _wait(seconds, log):
@@ -68,7 +68,7 @@ def test_a_watch_ends_what_waits_for_a_store_for_ever(seconds, code, tmp_path):
     said = (tmp_path / "log").read_text().removeprefix("fairseq_tutel.ranks.guard.")
     assert said.startswith(
         "CommunicationError: rank 3 could not finish a test and gave up after 2 s: "
-        "see rank 0's error above or in its log: it keeps the store by which ranks find each other, which "
+        "see rank 0's error above or in its log; it runs the rendezvous store, which "
     ) == bool(code)
 
 
@@ -139,7 +139,7 @@ def test_what_a_start_left_that_broke_off_deceives_nobody():
 
 def test_who_does_not_come_is_said_in_time():
     got = _started(dist.HashStore(), 3, [0, 2], timedelta(seconds=0.2))
-    assert str(got[0]) == "2/3 ranks came"
+    assert str(got[0]) == "2/3 ranks arrived"
     got = _started(dist.HashStore(), 2, [1], timedelta(seconds=0.2))
     assert str(got[1]) == "rank 0 did not answer, or waits for another rank"
 

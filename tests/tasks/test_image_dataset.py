@@ -161,10 +161,10 @@ def test_an_unreadable_image_is_refused_in_a_sentence(images, unshuffled, monkey
     break_images(images, monkeypatch, {1})
     batch = next(iterator_of(dataset_of(images, None), workers=1).next_epoch_itr(shuffle=False))
     assert batch == {
-        "refused": f"{images.origin}[1]: torn; repair or remove it, or add --image-errors skip."
+        "refused": f"{images.origin}[1]: torn; repair or remove the image, or add --image-errors skip."
     }
     break_images(images, monkeypatch, set(range(N)))
-    with pytest.raises(ValueError, match=r"has 22 images, none of which can be read\.$"):
+    with pytest.raises(ValueError, match=r"has 22 images, but none can be read; check them\.$"):
         next(iterator_of(dataset_of(images, None, errors="skip")).next_epoch_itr())
 
 
@@ -172,7 +172,7 @@ def test_a_criterion_of_one_class_gets_no_mixed_images():
     options = {"_name": "image_classification", "image_cutmix": 1.0}
     task = setup_task(OmegaConf.create(options))
     task.build_criterion(OmegaConf.create({"_name": "image_classification"}))
-    with pytest.raises(ValueError, match="and CMCLCriterion uses one of them; choose"):
+    with pytest.raises(ValueError, match="but CMCLCriterion uses only one class; give"):
         task.build_criterion(OmegaConf.create({"_name": "cmcl"}))
 
 

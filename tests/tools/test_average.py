@@ -129,9 +129,9 @@ def test_the_best_of_a_training_that_maximized_its_metric_are_the_largest(tmp_pa
 
 
 REFUSED = {
-    "missing": (("FOLDER/none.pt",), "--inputs names FOLDER/none.pt, which does not exist."),
-    "truncated": (("GOOD", "FOLDER/cut.pt"), "FOLDER/cut.pt, which is corrupt or no checkpoint; leave"),
-    "text": (("FOLDER/text.pt",), "names FOLDER/text.pt, which is corrupt or no checkpoint; leave"),
+    "missing": (("FOLDER/none.pt",), "--inputs names FOLDER/none.pt, which does not exist; give"),
+    "truncated": (("GOOD", "FOLDER/cut.pt"), "FOLDER/cut.pt, which is corrupt or not a checkpoint; remove"),
+    "text": (("FOLDER/text.pt",), "names FOLDER/text.pt, which is corrupt or not a checkpoint; remove"),
     "no model": (("FOLDER/tensor.pt",), "FOLDER/tensor.pt, which holds no model"),
     "fewer weights": (
         ("GOOD", "FOLDER/fewer.pt"),
@@ -144,19 +144,19 @@ REFUSED = {
     "a folder alone": (("FOLDER",), "--inputs names FOLDER, which is a folder; give a checkpoint file"),
     "too few": (
         ("FOLDER", "--num-epoch-checkpoints", 3),
-        "--num-epoch-checkpoints is 3, but --inputs holds only 0 files checkpointEPOCH.pt; lower it",
+        "is 3, but --inputs has only 0 files checkpointEPOCH.pt; give a lower number",
     ),
     "too few up to the bound": (
         ("FOLDER", "--num-update-checkpoints", 1, "--checkpoint-upper-bound", 5),
-        "is 1, but --inputs holds only 0 files checkpoint_EPOCH_UPDATE.pt up to 5; lower it",
+        "is 1, but --inputs has only 0 files checkpoint_EPOCH_UPDATE.pt up to 5; give a lower number",
     ),
     "too few best": (
         ("FOLDER", "--num-best-checkpoints", 3),
-        "is 3, but --inputs holds only 2 files checkpoint.best_METRIC_VALUE.pt; lower it",
+        "is 3, but --inputs has only 2 files checkpoint.best_METRIC_VALUE.pt; give a lower number",
     ),
     "files for a folder": (
         ("GOOD", "--num-update-checkpoints", 1),
-        "--num-update-checkpoints needs --inputs to be one folder; it is GOOD",
+        "--num-update-checkpoints needs one folder, but --inputs is GOOD",
     ),
     "no number": (("FOLDER", "--num-epoch-checkpoints", 0), "--num-epoch-checkpoints is 0; give"),
     "bound of nothing": (
@@ -165,12 +165,12 @@ REFUSED = {
     ),
     "best of other names": (
         ("GOOD", "--num-best-checkpoints", 1),
-        "--num-best-checkpoints needs files named checkpoint.best_METRIC_VALUE.pt; GOOD is not",
+        "--num-best-checkpoints needs files named checkpoint.best_METRIC_VALUE.pt; remove GOOD",
     ),
     "best of two metrics": (
         ("FOLDER/checkpoint.best_loss_1.00.pt", "FOLDER/checkpoint.best_bleu_9.00.pt",
          "--num-best-checkpoints", 2),
-        "--num-best-checkpoints found the metrics bleu and loss, whose values do not compare",
+        "--num-best-checkpoints found files for the metrics bleu and loss, which cannot be compared",
     ),
     "output is an input": (
         ("GOOD", "--output", "FOLDER/link.pt"),
@@ -240,5 +240,5 @@ def test_a_disk_to_read_from_alone_ends_in_one_sentence(tmp_path, monkeypatch):
 
     monkeypatch.setattr(atomic_save, "write", refuse)
     monkeypatch.setattr(os, "remove", refuse)
-    with pytest.raises(SystemExit, match=r"written \(Read-only file system\); give another place"):
+    with pytest.raises(SystemExit, match=r"written \(Read-only file system\); give another path"):
         tool("average", "--inputs", good, good, "--output", tmp_path / "mean.pt")

@@ -43,7 +43,7 @@ def test_no_tool_runs_code_of_a_file(kind, older, tmp_path, monkeypatch):
     tool_words = ("convert", kind, *words, "--output", "out") if kind in READERS else (kind, *words)
     message = refusal_of(*tool_words)
     assert file in message
-    assert "which is corrupt or no checkpoint" in message and "mkdir" in message
+    assert "which is corrupt or not a checkpoint" in message and "mkdir" in message
     assert [path.name for path in tmp_path.iterdir()] == [file]
 
 
@@ -71,7 +71,7 @@ def test_convert_says_in_the_system_s_words_why_it_could_not_write(kind, tmp_pat
     request.getfixturevalue("small_disk")
     words = ("--input", tmp_path / "a.pt", "--output", tmp_path / "b.pt", *WRITTEN[kind])
     words = (*words, "--overwrite")
-    place = f"--output {tmp_path / 'b.pt'} could not be written (File too large); give another place."
+    place = f"--output {tmp_path / 'b.pt'} could not be written (File too large); give another path."
     assert refusal(kind, *words) == place
     assert everything(tmp_path) == before
 
@@ -100,7 +100,7 @@ def test_convert_sharded_keeps_a_folder_that_another_checkpoint_names(tmp_path):
     with mock.patch("torch.save", side_effect=OSError(28, "No space left on device")):
         words = ("--input", tmp_path / "a.pt", "--output", tmp_path / "c.pt")
         message = refusal("sharded", *words)
-    assert message.endswith("(No space left on device); make room, or give another place.")
+    assert message.endswith("(No space left on device); free disk space, or give another path.")
     assert everything(tmp_path) == before
 
 
@@ -108,7 +108,7 @@ def test_convert_says_that_the_system_lets_nobody_read_a_file(tmp_path):
     path = save(tmp_path / "a.pt")
     with mock.patch("torch.load", side_effect=PermissionError(13, "Permission denied")):
         message = refusal("full", "--input", path, "--output", tmp_path / "b.pt")
-    assert "a.pt, which cannot be read (Permission denied); fix that, or give another" in message
+    assert "a.pt, which cannot be read (Permission denied); make it readable, or give another" in message
 
 
 FROM_OURS = {**WRITTEN, "prune": ("--drop", 0), "dense": ("--experts", 0)}
@@ -178,8 +178,8 @@ def test_convert_full_that_has_no_room_for_its_second_stack_leaves_nothing(tmp_p
     with mock.patch("os.posix_fallocate", full):
         message = refusal("full", "--input", tmp_path / "b.pt", "--output", tmp_path / "c.pt")
     assert message == (
-        f"--output {tmp_path / 'c.pt'} could not be written (No space left on device); make room, or give "
-        "another place."
+        f"--output {tmp_path / 'c.pt'} could not be written (No space left on device); free disk "
+        "space, or give another path."
     )
     assert everything(tmp_path) == before
 

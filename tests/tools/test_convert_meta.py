@@ -118,11 +118,11 @@ def test_convert_meta_translates_options(given, expected):
 
 
 NOTED = {
-    "--moe-second-expert-policy sampling: Meta draws in evaluation too":
+    "--moe-second-expert-policy sampling: Meta draws the second expert at random":
         {"moe_second_expert_policy": "sampling"},
     "--moe-eom 0.2 became --moe-routed-scaling-factor 0.8": {"moe_eom": 0.2},
     "--moe-local-drop 0.1 has no counterpart": {"moe_local_drop": 0.1},
-    "--moe-of-tomorrow 3 is not known here": {"moe_of_tomorrow": 3},
+    "--moe-of-tomorrow 3 is not an option of fairseq_tutel": {"moe_of_tomorrow": 3},
 }  # fmt: skip
 
 
@@ -173,7 +173,7 @@ def test_convert_meta_says_when_copies_of_an_expert_differ(tmp_path):
     torch.save(state, tmp_path / "best-rank-3.pt")
     printed = convert("meta", "--input", tmp_path / "best", "--output", tmp_path / "ours.pt")
     first, last = tmp_path / "best-rank-1.pt", tmp_path / "best-rank-3.pt"
-    assert f"note: {last} and {first} hold one expert with different weights" in printed
+    assert f"note: {last} and {first} hold the same expert with different weights" in printed
 
 
 def changed(path, change):
@@ -201,21 +201,21 @@ REFUSED = {
     "FOLDER/best-rank-0.pt, which does not exist": lambda folder: (folder / "best-rank-0.pt").unlink(),
     f"{RANK_1} does not exist: decoder.layers.0 has 4 experts, 2":
         lambda folder: (folder / "best-rank-1.pt").unlink(),
-    f"{RANK_1} is corrupt or no checkpoint":
+    f"{RANK_1} is corrupt or not a checkpoint":
         lambda folder: (folder / "best-rank-1.pt").write_bytes(b"PK half"),
     f"{RANK_1} holds no model": lambda folder: torch.save(torch.ones(2), folder / "best-rank-1.pt"),
-    "which holds flattened weights (decoder.flat_param_0) of a sharded training run; save it from":
+    "which holds flattened weights (decoder.flat_param_0) of a sharded training run; save the checkpoint":
         model_changed("best-shared.pt", lambda m: m.update({"decoder.flat_param_0": torch.ones(2)})),
-    f"{RANK_1} lacks {EXPERT}": model_changed("best-rank-1.pt", lambda m: m.pop(EXPERT)),
-    f"FOLDER/best-rank-1.pt, whose {EXPERT} has the shape (3,) and not ({H},)":
+    f"{RANK_1} lacks the weight {EXPERT}": model_changed("best-rank-1.pt", lambda m: m.pop(EXPERT)),
+    f"FOLDER/best-rank-1.pt, whose {EXPERT} has the shape (3,) instead of ({H},)":
         model_changed("best-rank-1.pt", lambda m: m.update({EXPERT: torch.ones(3)})),
-    "FOLDER/best-shared.pt, which has the weight decoder.layers.0.alpha2, that no model here has":
+    "FOLDER/best-shared.pt, which has the weight decoder.layers.0.alpha2, but fairseq_tutel's models have":
         model_changed("best-shared.pt", lambda m: m.update({"decoder.layers.0.alpha2": torch.ones(3)})),
     "FOLDER/best-rank-0.pt, which has the weight":
         model_changed("best-rank-0.pt", lambda m: m.update({EXPERT.replace("fc1", "fc9"): torch.ones(3)})),
     "FOLDER/best-shared.pt, which has no experts": model_changed(
         "best-shared.pt", lambda m: [m.pop(k) for k in list(m) if "moe_layer" in k]),
-    "--input has experts in the decoder layers [0, 1], but its options say [1] (--moe-freq 2)":
+    "experts in the decoder layers [0, 1], but its options (--moe-freq 2) select the layers [1]":
         option_changed(moe_freq=2),
     "--input holds a model of the architecture lstm_lm, which has no MoE variant":
         option_changed(_name="lstm_lm"),

@@ -73,17 +73,17 @@ def test_each_side_of_a_translator_has_its_own(files, tmp_path):
         ((), "no layer would be removed; give --drop-layers"),
         (
             ("--drop-layers", "6"),
-            "the decoder has the layers 0 to 5; name some of these, once each",
+            "the decoder has the layers 0 to 5; give different numbers of these",
         ),
-        (("--drop-layers", "1,1"), "name some of these, once each"),
-        (("--keep-layers", "one"), "--keep-layers is 'one', but the decoder has the layers 0 to 5; name"),
-        (("--drop-layers", "0,1,2,3,4,5"), "leaves no layer of the decoder"),
+        (("--drop-layers", "1,1"), "give different numbers of these"),
+        (("--keep-layers", "one"), "--keep-layers is 'one', but the decoder has the layers 0 to 5; give"),
+        (("--drop-layers", "0,1,2,3,4,5"), "removes all decoder layers"),
         (("--encoder-drop-layers", "0"), "but the model is not an encoder-decoder; give --drop-layers"),
         (
             ("--drop-layers", "0"),
-            "those with experts would be 0, 2, 4 (from 0), which no --moe-freq",
+            "0, 2, 4 (counted from 0) would have experts, but no --moe-freq",
         ),
-        (("--keep-layers", "0,2"), "no layer with experts would be left; leave one"),
+        (("--keep-layers", "0,2"), "no layer with experts would be left; keep at least one"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
 )
@@ -94,7 +94,7 @@ def test_what_can_not_be_left_out_is_refused(files, words, sentence, tmp_path):
 
 def test_layers_in_stages_are_refused(files, tmp_path):
     save(tmp_path / "a.pt", ["stages.0.blocks.0!", "stages.0.blocks.1!"])
-    assert "no layers of an encoder or a decoder" in refusal(*files, "--drop-layers", "0")
+    assert "no encoder or decoder layers" in refusal(*files, "--drop-layers", "0")
 
 
 def test_gates_that_would_see_too_far_back_are_refused(files, tmp_path):
@@ -133,4 +133,4 @@ def test_what_cannot_be_pre_gated_is_refused(files, tmp_path):
     save(tmp_path / "a.pt")
     convert(*files, "--moe-pregate", 1)
     (tmp_path / "b.pt").replace(tmp_path / "a.pt")
-    assert "which is pre-gated already (--moe-pregate 1); give the" in refusal(*files, "--moe-pregate", 1)
+    assert "which is pre-gated already (--moe-pregate 1); give a" in refusal(*files, "--moe-pregate", 1)

@@ -95,14 +95,14 @@ def test_experts_in_shards_and_an_older_file_make_the_same(folder, tmp_path):
 
 def test_a_folder_is_written_whole_or_not_at_all(folder, tmp_path):
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
-    assert refusal(*there(tmp_path)).endswith("f exists; give another name, or add --overwrite.")
+    assert refusal(*there(tmp_path)).endswith("f exists; give another path, or add --overwrite.")
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1500, limits[1]))
     try:
         message = refusal(*there(tmp_path), "--overwrite")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert message.endswith("f could not be written (File too large); give another place.")
+    assert message.endswith("f could not be written (File too large); give another path.")
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
 
 
@@ -138,14 +138,14 @@ def cut(folder):
     path.write_bytes(path.read_bytes()[:-8])
 
 
-FIT = "do not fit each other"
+FIT = "are inconsistent"
 DAMAGED = {
     "cut": (cut, "model-00002-of-00006.safetensors is missing or corrupt"),
     "a file is gone": (lambda f: (f / "model-00001-of-00006.safetensors").unlink(), "missing or"),
-    "no options": (lambda f: (f / "options.json").unlink(), "there is no options.json"),
+    "no options": (lambda f: (f / "options.json").unlink(), "which has no options.json"),
     "no JSON": (lambda f: (f / INDEX).write_text("{"), "cannot be read as JSON"),
     "too deep": (lambda f: (f / INDEX).write_text("[" * 10**6), "cannot be read as JSON"),
-    "a pipe": (lambda f: ((f / INDEX).unlink(), os.mkfifo(f / INDEX)), "in which there is no"),
+    "a pipe": (lambda f: ((f / INDEX).unlink(), os.mkfifo(f / INDEX)), "which has no"),
     "a list": (lambda f: (f / "options.json").write_text("[]"), "does not have the version 1"),
     "newer": (edit("options.json", lambda c: c.update(fairseq_tutel=2)), "does not have the version 1"),
     "elsewhere": (
@@ -176,13 +176,13 @@ def test_what_cannot_be_written_so_is_refused(tmp_path):
     path = save(tmp_path / "a.pt")
     for size in ("5", "0GB", "many"):
         message = refusal(*there(tmp_path), "--max-shard-size", size)
-        assert message.startswith(f"--max-shard-size is {size}; give bytes with a unit, as 5GB (KB")
+        assert message.startswith(f"--max-shard-size is {size}; give a size with a unit (KB")
     (tmp_path / "f").mkdir()
-    assert "holds no model.safetensors.index.json" in refusal(*there(tmp_path), "--overwrite")
+    assert "has no model.safetensors.index.json" in refusal(*there(tmp_path), "--overwrite")
     (tmp_path / "f").rmdir()
     state = load(path)
     torch.save({**state, "task_state": {"seen": torch.ones(1)}}, path)
-    assert "options that JSON cannot hold (a Tensor); give" in refusal(*there(tmp_path))
+    assert "options that JSON cannot represent (a Tensor); give" in refusal(*there(tmp_path))
     torch.save({**state, "model": {"x": 1}}, path)
-    assert "has a int in x, but safetensors hold only tensors" in refusal(*there(tmp_path))
+    assert "has a int in x, but safetensors files hold only tensors" in refusal(*there(tmp_path))
     assert list(tmp_path.iterdir()) == [path]

@@ -364,19 +364,21 @@ def test_what_is_no_whole_model_with_experts_is_refused(tmp_path):
         pass
 
     assert "x.pth.rank0, which does not exist" in of(same, ["rank0"])
-    assert "which is not 4 experts; give the files of all ranks of" in of(same, ["rank1"])
+    assert "which does not match 4 experts; give the files of all ranks of" in of(same, ["rank1"])
     assert (
         "layer layers.1.blocks.1.mlp._moe_layer, which has 4 experts, which 3 ranks cannot hold; give"
         in of(same, ["rank3"], ranks=4)
     )
     assert "lacks experts.batched_fc1_w; give the files of all ranks of" in of(same, ["rank0", "rank1"])
-    assert "holds no Swin" in of(same, ["master"])
+    assert "is not a Swin" in of(same, ["master"])
     assert "does not exist" in of(same, ["master", "rank0", "rank1"])
 
     assert "has experts.W_fc9, which ffn experts do not have" in of(
         lambda w: w.update({f"{block}experts.W_fc9": torch.ones(4, 3)})
     )
-    assert "has stages.1.blocks.1.fc1.other" in of(lambda w: w.update({f"{block}other": torch.ones(1)}))
+    assert "has the weight stages.1.blocks.1.fc1.other" in of(
+        lambda w: w.update({f"{block}other": torch.ones(1)})
+    )
     assert "without a linear or cosine gate" in of(lambda w: w.pop(f"{block}gates.0.wg.weight"))
     theirs = released_experts(4, blocks=[(1, 0)])
     assert "blocks (stage, index) [(1, 0)], which no values of --moe-freq" in of(same)
@@ -386,7 +388,7 @@ def test_what_is_no_whole_model_with_experts_is_refused(tmp_path):
     torch.save({"model": of_rank(with_others, 2, 1)}, tmp_path / "x.pth.rank1")
     (tmp_path / "x.pth.master").unlink()
     words = ("swin", "--input", tmp_path / "x.pth", "--output")
-    assert "only one of which has extra" in refusal(*words, tmp_path / "o.pt")
+    assert "only one of the two has the weight extra" in refusal(*words, tmp_path / "o.pt")
     assert "would overwrite the input" in refusal(*words, tmp_path / "x.pth.rank1", "--overwrite")
 
 
@@ -397,7 +399,7 @@ def test_experts_are_made_of_a_released_model_and_it_of_them(released_file, tmp_
     words = ["--moe-expert-count", "3", "--moe-freq", "1", "--moe-top-k", "2"]
     said = convert("upcycle", "--input", dense, "--output", moe, *words)
     assert "3 experts of 64, top-2, in stages_1_0, stages_1_1, stages_2_0" in said
-    assert "its first output is the dense model's, to rounding" in said
+    assert "its initial outputs equal the dense model's outputs up to rounding" in said
     model, _ = opened(moe)
     assert [layer.label for layer in moe_layers(model)] == [
         "stages_1_0",
@@ -424,15 +426,17 @@ def test_what_is_no_released_model_is_refused(released_file, tmp_path):
         said = [w for key, value in words.items() for w in (f"--{key.replace('_', '-')}", value)]
         return refusal("swin", "--input", tmp_path / "bad.pth", "--output", tmp_path / "o.pt", *said)
 
-    assert "holds no Swin" in of(dict.clear)
-    assert "lacks layers.2.blocks.0.attn.cpb_mlp.2.weight" in of(
+    assert "is not a Swin" in of(dict.clear)
+    assert "lacks the weight layers.2.blocks.0.attn.cpb_mlp.2.weight" in of(
         lambda m: m.pop("layers.2.blocks.0.attn.cpb_mlp.2.weight")
     )
-    assert "lacks stages.1.blocks.1.norm1.bias" in of(lambda m: m.pop("layers.1.blocks.1.norm1.bias"))
-    assert "has absolute_pos_embed" in of(lambda m: m.update(absolute_pos_embed=torch.ones(1)))
-    assert "shape (3,), but the other weights need (5,)" in of(
+    assert "lacks the weight stages.1.blocks.1.norm1.bias" in of(
+        lambda m: m.pop("layers.1.blocks.1.norm1.bias")
+    )
+    assert "has the weight absolute_pos_embed" in of(lambda m: m.update(absolute_pos_embed=torch.ones(1)))
+    assert "shape (3,), but the other weights require (5,)" in of(
         lambda m: m.update({"head.bias": torch.ones(3)})
     )
     assert "--classes is 0" in of(lambda m: None, classes=0)
-    assert "are not all from 0 to 4" in of(lambda m: None, class_map=tmp_path / "map.txt")
-    assert "has no class number on each line" in of(lambda m: None, class_map=tmp_path / "text.txt")
+    assert "are 0 to 4" in of(lambda m: None, class_map=tmp_path / "map.txt")
+    assert "must have one class number per line" in of(lambda m: None, class_map=tmp_path / "text.txt")

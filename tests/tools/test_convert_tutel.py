@@ -244,7 +244,7 @@ def test_convert_finds_files_by_a_pattern_and_weights_by_their_keys(tmp_path):
         "tutel", "--input-prefix", tmp_path / "{rank}-of{size}.ckpt", "--input-size", 2, "--namespace",
         "net/ema", "--output", tmp_path / "o",
     )  # fmt: skip
-    assert "note: all but net/ema is left out" in printed
+    assert "note: everything except net/ema is left out" in printed
     found = load(tmp_path / "o")
     assert found.keys() == {"net"} and found["net"].keys() == {"ema"}
     assert found["net"]["ema"]["moe.moe.experts.fc1_weight"].shape == (4, H, D)
@@ -297,21 +297,21 @@ LAST = "m-1-of-2"
 FILE = f"--input-prefix names FOLDER/{LAST}, which"
 REFUSED = {
     f"{FILE} does not exist": lambda folder: (folder / LAST).unlink(),
-    f"{FILE} is corrupt or no checkpoint": lambda folder: (folder / LAST).write_bytes(b"PK half"),
+    f"{FILE} is corrupt or not a checkpoint": lambda folder: (folder / LAST).write_bytes(b"PK half"),
     f"{FILE} holds no weights; set --namespace": lambda folder: torch.save({"epoch": 3}, folder / LAST),
-    f"{FILE} lacks moe.experts.batched_fc1_bias":
+    f"{FILE} lacks the weight moe.experts.batched_fc1_bias":
         changed(LAST, lambda s: s.pop("moe.experts.batched_fc1_bias")),
-    "has no layer of Tutel's (no _num_global_experts)":
+    "has no Tutel layer (no _num_global_experts)":
         all_changed(lambda s: s.pop("moe._num_global_experts")),
     "--input-prefix has the layer moe, which lacks experts.batched_fc2_w":
         all_changed(lambda s: s.pop("moe.experts.batched_fc2_w")),
     "which has experts.batched_fc1_bias of the shapes [(2, 7), (2, 8)] on different ranks":
         changed(LAST, lambda s: s.update({"moe.experts.batched_fc1_bias": drawn(2, 7)})),
-    "which has experts.batched_fc1_bias of shape (4, 7) together, not (4, 8)":
+    "which has experts.batched_fc1_bias of shape (4, 7) on all ranks together, not (4, 8)":
         all_changed(lambda s: s.update({"moe.experts.batched_fc1_bias": drawn(2, 7)})),
-    "--input-prefix has ranks that differ in moe._num_global_experts":
+    "--input-prefix has files that differ in moe._num_global_experts":
         changed(LAST, lambda s: s.update({"moe._num_global_experts": torch.tensor(8)})),
-    "experts.batched_fc1_w of shape (2, 8, 6) on each of 2 ranks, which is not 8 experts":
+    "experts.batched_fc1_w of shape (2, 8, 6) on each of 2 ranks, which does not match 8 experts":
         all_changed(lambda s: s.update({"moe._num_global_experts": torch.tensor(8)})),
     "--input-prefix has the layer moe, which has 3 experts, which 2 ranks cannot hold; give":
         all_changed(lambda s: s.update({"moe._num_global_experts": torch.tensor(3)})),
@@ -341,7 +341,7 @@ def write_example(folder, **fields):
 def test_convert_of_tutel_s_fairseq_example_where_some_layers_are_dense(tmp_path):
     example = write_example(tmp_path, moe_freq=2, options={"activation_fn": "gelu"})
     message = refusal(*example)
-    assert "--expert-activation is linear, as in Tutel's example, but" in message
+    assert "--expert-activation is linear, but" in message
     assert "give --expert-activation gelu if" in message
     convert(*example, "--expert-activation", "gelu")
     options = load(tmp_path / "o")["cfg"]["model"]

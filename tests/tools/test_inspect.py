@@ -94,7 +94,7 @@ def test_inspect_finds_damage_in_shards_by_their_headers_or_by_reading_all(tmp_p
     whole = file.read_bytes()
     flip_last(file)
     inspect(tmp_path / "b.pt")
-    with pytest.raises(SystemExit, match="is not what was saved") as end:
+    with pytest.raises(SystemExit, match="differs from the saved tensor") as end:
         inspect(tmp_path / "b.pt", "--check")
     assert str(file) in end.value.code
     for cut in (whole[:-1], whole[:20], b""):
@@ -109,7 +109,7 @@ def test_inspect_finds_a_changed_byte_of_the_file_itself_with_check(tmp_path):
     mark = torch.full((64,), 7.5).numpy().tobytes()
     path.write_bytes(path.read_bytes().replace(mark, b"\1" + mark[1:]))
     inspect(path)
-    with pytest.raises(SystemExit, match=r"a\.pt, whose bytes differ from their checksums"):
+    with pytest.raises(SystemExit, match=r"a\.pt, whose bytes do not match their checksums"):
         inspect(path, "--check")
     torch.save({"a": torch.ones(1)}, path, _use_new_zipfile_serialization=False)
     assert "not checked: a file from before" in inspect(path, "--check")
@@ -136,7 +136,7 @@ def test_inspect_adds_the_loads_of_a_log(tmp_path):
     assert [layer["load"] for layer in facts["layers"]] == list(loads.values())
     assert "0.00, 2.00, 1\n" in inspect(path, "--log", log)
     other = save(tmp_path / "b.pt", num_experts=2)
-    with pytest.raises(SystemExit, match="decoder_0 has 4 experts, and FILE has 2; give the log of this"):
+    with pytest.raises(SystemExit, match="decoder_0 has 4 experts, but FILE has 2; give the log of this"):
         inspect(other, "--log", log)
     dense = save(tmp_path / "c.pt", ("decoder.layers.0!",))
     with pytest.raises(SystemExit, match=r"--log is given, but FILE names .*c.pt, which has no experts"):
@@ -163,7 +163,7 @@ KINDS = {
     "Meta's moe branch, one rank's experts": {
         "model": {"decoder.layers.1.moe_layer.experts.0.fc1.weight": torch.ones(3, 2)}
     },
-    "Meta's moe branch, what all ranks share": {
+    "Meta's moe branch, weights that all ranks share": {
         "model": {"decoder.layers.1.moe_layer.gate.wg.weight": torch.ones(3, 2)}
     },
     "Tutel, one rank's part": {

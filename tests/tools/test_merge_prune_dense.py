@@ -72,7 +72,7 @@ def test_convert_merge_averages_every_tensor_evenly_or_by_load(name, load_, conv
     by_load = () if load_ is None else ("--load", ",".join(map(str, load_)))
     printed = convert("merge", "--groups", "decoder_0=0,1/2,3", *by_load)
     a, b = load(tmp_path / "a.pt")["model"], load(tmp_path / "b.pt")["model"]
-    assert ("means are by load" in printed) == bool(by_load)
+    assert ("means are weighted by load" in printed) == bool(by_load)
     first = 0.5 if load_ is None else 0.25
     for key in a:
         expected = a[key]
@@ -177,7 +177,7 @@ def test_convert_prune_of_a_hash_gate_drops_the_last_alone(convert, tmp_path):
     stays = (a["decoder_0"] == b["decoder_0"]).all(dim=1)
     assert 0.3 < stays.float().mean() < 0.7  # tokens of the experts that stay have the same ones
     for kind, words in (("prune", ("--drop", 0)), ("merge", ("--moe-expert-count", 2))):
-        with pytest.raises(SystemExit, match=r"has a hash gate .* drop only the last experts"):
+        with pytest.raises(SystemExit, match=r"has a hash gate .* remove only the last experts"):
             convert(kind, *words)
 
 
@@ -206,7 +206,7 @@ def test_convert_dense_says_whether_the_outputs_are_the_same(name, convert, tmp_
     save(tmp_path / "a.pt", **options)
     text = convert("dense", "--experts", chosen)
     assert same_outputs(tmp_path) == is_same
-    assert ("its outputs are the MoE model's, to rounding" in text) == is_same
+    assert ("its outputs equal the MoE model's outputs up to rounding" in text) == is_same
     assert ("if the gate has an effect in decoder_0, decoder_1" in text) != is_same
 
 
@@ -249,8 +249,8 @@ def test_convert_dense_makes_all_layers_equally_wide(convert, tmp_path):
     layers = ("decoder.layers.0!", "decoder.layers.1", "decoder.layers.2")
     save(tmp_path / "a.pt", layers, equal_experts)
     text = convert("dense", "--experts", "decoder_1=0,1,2", "decoder_2=0")
-    assert "decoder_0: hidden units of 0 are added, 18 in all" in text
-    assert "decoder_2: hidden units of 0 are added, 18 in all" in text
+    assert "decoder_0: padded with zeros to 18 hidden units" in text
+    assert "decoder_2: padded with zeros to 18 hidden units" in text
     made = load(tmp_path / "b.pt")
     assert made["cfg"]["model"]["decoder_ffn_embed_dim"] == 3 * H
     assert {t.shape for key, t in made["model"].items() if key.endswith("fc1.weight")} == {(18, D)}
@@ -259,57 +259,57 @@ def test_convert_dense_makes_all_layers_equally_wide(convert, tmp_path):
 
 REFUSED = {
     "truncated": ({}, ("prune", "--drop", 0, "--input", "cut.pt"),
-             "cut.pt, which is corrupt or no checkpoint; give another file"),
+             "cut.pt, which is corrupt or not a checkpoint; give another file"),
     "output with a slash": ({}, ("prune", "--drop", 0, "--output", "new/"),
                             "--output is new/; give the name"),
     "dense": ({}, ("merge", "--moe-expert-count", 2, "--input", "dense.pt"),
-              "dense.pt, whose model has no experts; give one that has"),
+              "dense.pt, whose model has no experts; give a MoE model"),
     "a crash file": (
         {"change": lambda m: m.update({k: t[:2] for k, t in m.items() if ".experts." in k})},
-        ("prune", "--drop", 0), "has 2 experts in decoder_0, but its decoder.layers.0.fc1.gate.weight",
+        ("prune", "--drop", 0), "has 2 experts in decoder_0, but decoder.layers.0.fc1.gate.weight",
     ),
     "half a layer": (
         {"change": lambda m: m.pop("decoder.layers.1.final_layer_norm.weight")},
-        ("prune", "--drop", 0), "lacks decoder.layers.1.final_layer_norm.weight; give a whole",
+        ("prune", "--drop", 0), "lacks decoder.layers.1.final_layer_norm.weight; give a complete",
     ),
     "output is input": ({}, ("prune", "--drop", 0, "--output", "a.pt"), "would overwrite"),
     "no such expert": ({}, ("prune", "--drop", "1,4"),
-                       "--drop names expert 4, but decoder_0 has 4; give IDs from 0 to 3"),
-    "no word": ({}, ("prune", "--drop", ""), "--drop has an empty word, where '' is not an expert ID"),
+                       "--drop names expert 4, but decoder_0 has 4 experts; give IDs from 0 to 3"),
+    "no word": ({}, ("prune", "--drop", ""), "--drop has an empty word, but '' is not an expert ID"),
     "below zero": ({}, ("dense", "--experts", "-1"),
-                   "--experts has -1, where '-1' is not an expert ID; give IDs with commas between them, "
-                   "as 0,3, or all."),
+                   "--experts has -1, but '-1' is not an expert ID; give IDs separated by commas, "
+                   "such as 0,3, or all."),
     "no such layer": ({}, ("prune", "--drop", "decoder_2=1"),
-                      "is not a layer with experts; choose from decoder_0, decoder_1"),
+                      "is not a MoE layer; choose from decoder_0, decoder_1"),
     "two for all": ({}, ("prune", "--drop", "1", "2"), "give one value for all layers, or LAYER="),
     "too few left": ({}, ("prune", "--drop", "0,1,2"),
                      "decoder_0: top_k (--moe-top-k) is 2 but there are 1 experts"),
     "top-k": ({}, ("prune", "--drop", "0", "--moe-top-k", 0), "decoder_0: top_k (--moe-top-k) is 0"),
     "none left": ({}, ("prune", "--drop", "decoder_1=0,1,2,3"),
-                  "--drop leaves none of the 4 experts of decoder_1; keep one."),
+                  "--drop removes all 4 experts of decoder_1; keep at least one expert."),
     "ids and loads": ({}, ("prune", "--drop", 3, "--load", "1,1,1,1"),
                       "--drop names the experts to remove, so --log and --load have no effect"),
     "no loads but zero": ({}, ("merge", "--moe-expert-count", 2, "--load", "0,0,0,0"),
-                          "has only loads of 0 for decoder_0; give one above 0"),
+                          "has only loads of 0 for decoder_0; give a load above 0"),
     "no number of a load": ({}, ("merge", "--moe-expert-count", 2, "--load", "nan,1,1,1"),
-                            "--load has nan,1,1,1, where each load must be a number of at least 0, as"),
-    "no loads": ({}, ("prune", "--below", 0.1), "--below is 0.1, but there are no loads; add"),
+                            "--load has nan,1,1,1, but each load must be a number of at least 0, as"),
+    "no loads": ({}, ("prune", "--below", 0.1), "--below is 0.1, but no loads are given; add"),
     "too few loads": ({}, ("prune", "--below", 0.1, "--load", "1,2"),
-                      "has 2 loads for decoder_0, which has 4 experts; give one per expert"),
+                      "has 2 loads for decoder_0, which has 4 experts; give one load per expert"),
     "no log": ({}, ("prune", "--below", 0.1, "--log", "none.log"), "does not exist; give a log"),
     "missing from groups": ({}, ("merge", "--groups", "0,1/3"),
                             "--groups names 3 of the 4 experts of decoder_0; name each expert once"),
     "twice in groups": ({}, ("merge", "--groups", "0,3/3,2,1"),
-                        "where expert 3 is named twice; name it once."),
+                        "but expert 3 is named twice; name it once."),
     "more experts": ({}, ("merge", "--moe-expert-count", 5),
-                     "--moe-expert-count is 5, but decoder_0 has 4 experts; give no more"),
+                     "--moe-expert-count is 5, but decoder_0 has 4 experts; give at most"),
     "a gate of one's own": ({"gate_type": "custom_parts.CalmGate"}, ("prune", "--drop", 0),
-                            "has a custom gate, custom_parts.CalmGate"),
+                            "has the custom gate custom_parts.CalmGate"),
     "not every layer": ({}, ("dense", "--experts", "decoder_1=0"),
-                        "--experts names none for decoder_0; add decoder_0=0"),
+                        "--experts names no expert of decoder_0; add one, such as decoder_0=0"),
     "weight": ({}, ("dense", "--experts", 0, "--weight", -1), "--weight is -1; give a number"),
     "glu": ({"expert_type": "glu"}, ("dense", "--experts", 0), "has experts of the type glu"),
-    "residual": ({"residual": True}, ("dense", "--experts", 0), "which no dense layer can"),
+    "residual": ({"residual": True}, ("dense", "--experts", 0), "which a dense layer cannot"),
     "layer norm, two": ({"hidden_layer_norm": True}, ("dense", "--experts", "0,1"),
                         "normalizes the hidden layer of each expert (--scale-fc)"),
 }  # fmt: skip

@@ -49,7 +49,7 @@ def test_its_plan_and_its_network_are_files_that_can_be_used(tmp_path, words, le
 
 REFUSED = {
     "GPUs": (("torus:1x257",), "torus:1x257 has 257 GPUs; give a network of at most 256."),
-    "topology": (("dgx",), "dgx is not a network; give a FILE.json or one of dgx_a100:BOXES, "),
+    "topology": (("dgx",), "dgx is not a network; give the path of a JSON file or one of dgx_a100:BOXES, "),
     "collective": (
         ("torus:1x4", "--collective", "all_to_all"),
         "--collective is all_to_all; give one of all_gather, reduce_scatter, all_reduce.",
@@ -58,7 +58,7 @@ REFUSED = {
     "slices": (("torus:1x4", "--slices", 0), "--slices is 0; give a number of at least 1."),
     "more trees": (("torus:1x4", "--trees", 99999999), "--trees is 99999999; give at most "),
     "more slices": (("torus:1x4", "--slices", 9999), "--slices is 9999; give at most "),
-    "kind": (("torus:1x4", "--output", "x.xml"), "--output is x.xml; end it in .json."),
+    "kind": (("torus:1x4", "--output", "x.xml"), "--output is x.xml; give a name that ends with .json."),
     "one file": (
         ("torus:1x4", "--output", "x.json", "--network", "x.json"),
         "--output and --network are both x.json; give two files.",

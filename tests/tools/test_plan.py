@@ -109,10 +109,10 @@ def test_a_machine_s_file_gives_its_plans(tmp_path):
         ("--top-k 65", "--top-k is 65, but --experts is 64; give at most 64."),
         ("--gpu v100", "--gpu is v100; give one of a100, h100, h200, mi250, or a --machine"),
         ("--dtype fp8", "--dtype is fp8; give one of fp32, fp16, bf16."),
-        ("--intra-gb-s 0", "--intra-gb-s is 0; give GB/s above 0."),
-        ("--inter-gb-s nan", "--inter-gb-s is nan; give GB/s above 0."),
-        ("--alpha-us -1", "--alpha-us is -1; give microseconds from 0."),
-        ("--dense-parameters -1", "--dense-parameters is -1; give a number from 0."),
+        ("--intra-gb-s 0", "--intra-gb-s is 0; give a number above 0."),
+        ("--inter-gb-s nan", "--inter-gb-s is nan; give a number above 0."),
+        ("--alpha-us -1", "--alpha-us is -1; give a number of at least 0."),
+        ("--dense-parameters -1", "--dense-parameters is -1; give a number of at least 0."),
         ("--zero-stage 3", "--zero-stage is 3; give 0, 1 or 2."),
         ("--machine none.json", "none.json cannot be read as a hardware profile"),
         ("--json none/plan.json", "--json is none/plan.json; give the name"),
@@ -140,7 +140,7 @@ def test_without_tabulate_it_says_what_to_install(monkeypatch, words):
     monkeypatch.setattr(builtins, "__import__", import_all_but_it)
     with pytest.raises(SystemExit) as end:
         tool(*words)
-    needs = f"error: {words[0]} needs tabulate, which is not installed; pip install tabulate."
+    needs = f"error: {words[0]} needs tabulate, which is not installed; run pip install tabulate."
     assert end.value.code == needs
 
 
@@ -153,7 +153,7 @@ SMALL = (
 def test_one_rank_measures_all_but_links(tmp_path):
     path = tmp_path / "machine.json"
     text = tool(*SMALL, "--json", path)
-    assert "One rank measures no links" in text
+    assert "One rank cannot measure links" in text
     machine = Machine.from_json(path)
     assert 1e8 < machine.memory_bytes_per_s < 1e12
     assert 1e8 < machine.flops_per_s < 1e13
@@ -224,7 +224,7 @@ def test_two_nodes_of_two_measure_both_kinds_of_links(tmp_path):
 def test_one_node_says_that_links_between_nodes_are_not_measured():
     (printed, ended), _ = run_ranks(2, 2, *SMALL)
     assert ended is None
-    assert "One node measures no link between nodes" in printed
+    assert "One node cannot measure links between nodes" in printed
     assert {tuple(row[:3]) for row in tables(printed)[1][2:]} == {("1", "2", "linear")}
 
 

@@ -61,16 +61,18 @@ def test_plans_by_name_and_files_of_msccl(tmp_path):
     assert (
         said.splitlines()[4:-2] == again.splitlines()[4:-2] == tool("plan-check", back).splitlines()[4:-1]
     )
-    assert "known are allgather" in refusal_of("plan-check", _with(path, "alltoall", "gather"))
-    assert "end it in .json or .xml" in refusal_of("plan-check", back, "--output", tmp_path / "plan")
+    assert "give one of allgather" in refusal_of("plan-check", _with(path, "alltoall", "gather"))
+    assert "give a name that ends with .json or .xml" in refusal_of(
+        "plan-check", back, "--output", tmp_path / "plan"
+    )
     for name, sentence in (
         (
             "ring",
-            "ring is not a plan; give a FILE.json, a FILE.xml or NAME:COLLECTIVE:RANKS[:NODES], of at most",
+            "ring is not a collective plan; give a FILE.json, a FILE.xml or NAME:COLLECTIVE:RANKS[:NODES]",
         ),
         ("ring:all_gather:9999", "at most 512 ranks"),
-        ("ring:broadcast:4", "ring makes no 'broadcast'"),
-        ("hierarchical:all_reduce:4:3", "4 ranks cannot be divided among 3 nodes"),
+        ("ring:broadcast:4", "ring cannot make 'broadcast' plans"),
+        ("hierarchical:all_reduce:4:3", "4 ranks cannot be divided equally among 3 nodes"),
     ):
         assert sentence in refusal_of("plan-check", name)
 
@@ -84,13 +86,13 @@ def test_what_is_refused(written, tmp_path):
     bad = written(replace(RING, programs=(RING.programs[0][:1], *RING.programs[:3])))
     assert refusal_of("plan-check", bad).startswith(f"{bad}: Plan 'ring all_gather' is malformed: rank ")
     bad.write_text(json.dumps(to_json(RING) | {"ranks": 0}))
-    assert refusal_of("plan-check", bad).startswith(f"{bad}: This is not a plan: ranks is 0")
+    assert refusal_of("plan-check", bad).startswith(f"{bad}: This is not a collective plan: ranks is 0")
     for content in (b"{", b"\xff", b"[" * 100000):
         bad.write_bytes(content)
-        assert refusal_of("plan-check", bad).startswith(f"{bad} can not be read as a plan (")
+        assert refusal_of("plan-check", bad).startswith(f"{bad} cannot be read as a collective plan (")
     bad.unlink()
     os.mkfifo(bad)
-    assert "not an ordinary file" in refusal_of("plan-check", bad)
+    assert "not a regular file" in refusal_of("plan-check", bad)
     bad.unlink()
     assert "No such file" in refusal_of("plan-check", tmp_path / "none.json")
     for option, value in (("--bytes", 0), ("--gb-s", "nan"), ("--alpha-us", -1), ("--network", "web")):

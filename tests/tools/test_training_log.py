@@ -81,7 +81,7 @@ def test_the_copies_of_a_line_are_one_record_and_no_restart():
 def test_a_cut_off_line_is_left_out_and_noted():
     run = run_of(inner(10), inner(20)[:40], inner(30), inner(40)[:-1])
     assert updates(run) == [10, 30]
-    assert run.notes == ["2 damaged or cut-off line(s) left out, first in line 2."]
+    assert run.notes == ["2 damaged line(s) are left out, the first one is line 2."]
 
 
 @pytest.mark.parametrize("value", ["nan", "inf", "-inf", math.nan, math.inf])
@@ -119,7 +119,8 @@ def test_a_resumed_process_replaces_what_it_repeats_and_its_time_adds_up():
     assert run.training[1].values["loss"] == 1
     assert run.ranks == [2, 4]
     assert run.notes == [
-        "Resumed: a new process logs from update 20 on, and 3 earlier records from there on are left out."
+        "Resumed: a new process logs from update 20 on, "
+        "and 3 earlier records of these updates are left out."
     ]
 
 
@@ -270,7 +271,9 @@ def test_lines_that_no_training_wrote_are_counted_as_damaged(monkeypatch, tmp_pa
 def test_what_is_no_ordinary_file_is_no_log(kind, tmp_path):
     path = tmp_path / "log.json"
     os.mkfifo(path) if kind == "pipe" else path.symlink_to("/dev/zero")
-    with pytest.raises(ValueError, match=r"log\.json cannot be read \(it is not an ordinary file\); give"):
+    with pytest.raises(
+        ValueError, match=r"log\.json cannot be read \(the path is not a regular file\); give"
+    ):
         find_log(path)
 
 

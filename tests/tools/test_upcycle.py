@@ -169,19 +169,19 @@ def test_upcycle_keeps_the_dtype_of_the_weights(dtype):
 
 
 REFUSED = {
-    "glu": ({"expert_type": "glu"}, r"--moe-expert-type\) is 'glu', but a dense FFN .* leave it out"),
+    "glu": ({"expert_type": "glu"}, r"--moe-expert-type\) is 'glu', but a dense FFN .* remove the option"),
     "no part": ({"hidden_dim": 7}, r"--moe-expert-ffn-dim\) is 7, but the dense FFN is 24 wide"),
     "wider": ({"hidden_dim": 48}, "is 48, but the dense FFN is 24 wide; give a divisor"),
     "experts": (
         {"hidden_dim": 12, "num_experts": 5},
-        r"into 2 parts, which num_experts \(--moe-expert-count\) 5 would not .* multiples of 2",
+        r"into 2 parts, but with num_experts \(--moe-expert-count\) 5 a token .* multiples of 2",
     ),
-    "top-k": ({"hidden_dim": 12, "top_k": 3}, r"top_k \(--moe-top-k\) 3 would not keep together"),
-    "groups": ({"hidden_dim": 12, "expert_groups": 2}, "expert-groups.* 2 would not keep together"),
-    "hash": ({"hidden_dim": 12, "gate_type": "hash"}, "gate-type.* hash would not keep together"),
-    "residual": ({"hidden_dim": 12, "residual": True}, "residual.* would not keep together"),
-    "choice": ({"hidden_dim": 12, "choice": "experts"}, "choice.* would not keep together"),
-    "norm": ({"hidden_dim": 12, "hidden_layer_norm": True}, "hidden_layer_norm True would not"),
+    "top-k": ({"hidden_dim": 12, "top_k": 3}, r"top_k \(--moe-top-k\) 3 a token might not choose all"),
+    "groups": ({"hidden_dim": 12, "expert_groups": 2}, "expert-groups.* 2 a token might not choose all"),
+    "hash": ({"hidden_dim": 12, "gate_type": "hash"}, "gate-type.* hash a token might not choose all"),
+    "residual": ({"hidden_dim": 12, "residual": True}, "residual.* a token might not choose all"),
+    "choice": ({"hidden_dim": 12, "choice": "experts"}, "choice.* a token might not choose all"),
+    "norm": ({"hidden_dim": 12, "hidden_layer_norm": True}, "hidden_layer_norm True a token might not"),
     "gate": (
         {"gate_type": "cosine", "gate_scale": 0.5},
         r"--gate-scale is 0.5, which has no effect on gate_type \(--moe-gate-type\) cosine",

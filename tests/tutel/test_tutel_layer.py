@@ -227,5 +227,5 @@ def test_custom_experts_without_experts_on_dimension_0_are_refused():
     def module(model_dim, num_experts_per_device, sharded_count):
         return nn.Linear(model_dim, model_dim)
 
-    with pytest.raises(ValueError, match=r"weight of shape \(6, 6\); give dimension 0 to the 4"):
+    with pytest.raises(ValueError, match=r"weight of shape \(6, 6\); its dimension 0 must be 4,"):
         build(experts={"type": "custom", "module": module, "num_experts_per_device": E})

@@ -140,7 +140,7 @@ def refused(kind: str, pattern: str, path: str) -> str:
     ("kind", "held"),
     [
         ("ffn", ("experts 0 to 1 of 4", "experts 2 to 3 of 4")),
-        ("one expert on all ranks", ("expert 0 of 1 in slice 0 of 2", "expert 0 of 1 in slice 1 of 2")),
+        ("one expert on all ranks", ("expert 0 of 1, shard 0 of 2", "expert 0 of 1, shard 1 of 2")),
     ],
 )
 def test_another_ranks_file_is_refused(ranks, tmp_path, kind, held):
@@ -203,7 +203,7 @@ def other_forms(kind: str) -> list[str]:
 def test_a_part_that_does_not_say_whose_it_is_and_all_experts_are_taken(ranks):
     logged = ranks(2).run(other_forms, "ffn")
     for records, held in zip(logged, ("experts 0 to 1 of 4", "experts 2 to 3 of 4"), strict=True):
-        assert len(records) == 1 and f"loaded as this rank's, {held}" in records[0]
+        assert len(records) == 1 and f"they are loaded as {held}" in records[0]
 
 
 class SharedAverage:

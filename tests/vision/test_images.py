@@ -120,27 +120,29 @@ def test_normalisation_is_one_number_or_one_of_each_channel():
     assert normalisation(ImageConfig(), 3)[1].flatten().tolist() == pytest.approx([0.229, 0.224, 0.225])
     mean, std = normalisation(ImageConfig(mean="0.1", std="1,2,3"), 3)
     assert mean.shape == std.shape == (3, 1, 1) and std[2] == 3 and mean[2] == mean[0]
-    with pytest.raises(ValueError, match=r"--image-mean is 1,2, 2 numbers for images of 3 channels; give"):
+    with pytest.raises(
+        ValueError, match=r"--image-mean is 1,2, which has 2 numbers, but images have 3 channels; give"
+    ):
         normalisation(ImageConfig(mean="1,2"), 3)
 
 
 OK = {"images": np.zeros((2, 4, 4), np.uint8), "labels": np.array([0, 1])}
 BAD_ARRAYS = {
-    "no array named labels; give": {"labels": None},
+    "no array named labels; save": {"labels": None},
     r"images of .* is float64 \[2, 4, 4\]; give uint8": {"images": np.zeros((2, 4, 4))},
     r"images of .* is uint8 \[2, 4\]; give": {"images": np.zeros((2, 4), np.uint8)},
     r"labels of .* is int64 \[3\]; give a whole number for each of the 2": {"labels": np.zeros(3, int)},
     r"labels of .* is float64 \[2\]; give": {"labels": np.zeros(2)},
-    r"labels of .* has -1; number": {"labels": np.array([0, -1])},
-    r"labels of .* has 20261123; number classes .* fewer than": {"labels": np.array([0, 20261123])},
-    r"images of .* is \[2, 3, 8, 8\], which looks like channels first": {
+    r"labels of .* has -1; number the": {"labels": np.array([0, -1])},
+    r"labels of .* has 20261123; number the classes .* fewer than": {"labels": np.array([0, 20261123])},
+    r"images of .* is \[2, 3, 8, 8\], probably with channels first": {
         "images": np.zeros((2, 3, 8, 8), np.uint8)
     },
-    r"classes of .* \[3\] of 2 names; give": {"classes": np.array(["a", "a", "b"])},
-    r"classes of .* \[\] of 1 names; give": {"classes": np.array("a")},
-    r"labels of .* has 1, and classes names 1,": {"classes": np.array(["a"])},
+    r"classes of .* \[3\] with 2 different names; give": {"classes": np.array(["a", "a", "b"])},
+    r"classes of .* \[\] with 1 different names; give": {"classes": np.array("a")},
+    r"labels of .* has 1, but the array classes has only 1 names,": {"classes": np.array(["a"])},
     r"is not an .npz file of plain arrays \(Object arrays": {"classes": np.array(["a", None])},
-    r"has one class, 0; give two": {"labels": np.array([0, 0])},
+    r"has only one class, 0; give two": {"labels": np.array([0, 0])},
 }
 
 
@@ -158,7 +160,7 @@ def test_what_is_not_there_or_does_not_belong_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"is not an .npz file"):
         open_images(str(tmp_path), "train")
     arrays = open_images(arrays_of(tmp_path, **OK), "train")
-    with pytest.raises(ValueError, match="1 channels, but the model takes 3; give arrays of 3"):
+    with pytest.raises(ValueError, match="1 channels, but the model takes 3; give images with 3"):
         arrays.read(0, 3)
     with pytest.raises(ValueError, match=r"has 1, but the training set has 1 classes, 0 to 0"):
         labels_among(arrays, ["only"])
@@ -166,11 +168,13 @@ def test_what_is_not_there_or_does_not_belong_is_refused(tmp_path):
     with pytest.raises(ValueError, match="both exist; give one"):
         open_images(str(tmp_path), "train")
     (tmp_path / "valid").mkdir()
-    with pytest.raises(ValueError, match=r"has no folder in it; put images into .*valid/CLASS"):
+    with pytest.raises(ValueError, match=r"has no subfolders; put images into .*valid/CLASS"):
         open_images(str(tmp_path), "valid")
     (tmp_path / "valid" / "dog").mkdir()
-    with pytest.raises(ValueError, match=r"valid/dog has no image in it \(.png, .jpg, .jpeg\); add"):
+    with pytest.raises(ValueError, match=r"valid/dog has no images \(.png, .jpg, .jpeg\); add"):
         open_images(str(tmp_path), "valid")
     data = folder_of(tmp_path, {"dog/a.png": Image.fromarray(RAMP)}, "valid")
-    with pytest.raises(ValueError, match="has the class dog, which is not among the training set's 2, ant"):
+    with pytest.raises(
+        ValueError, match="has the class dog, which is not one of the training set's 2 classes, ant"
+    ):
         labels_among(open_images(data, "valid"), ["ant", "cat"])

@@ -153,11 +153,11 @@ HASH = {"moe_gate_type": "hash", "moe_gate_noise": 0.0, "moe_balance_loss": "non
 
 def test_what_contradicts_itself_is_refused():
     for options, sentence in (
-        ({"swin_heads": "1,3"}, "of which 3 does not divide a stage's model dimension of 32"),
+        ({"swin_heads": "1,3"}, "but 3 does not divide the stage's model dimension 32"),
         ({"swin_depths": "2,2,2"}, "--swin-heads is '1,2', but --swin-depths '2,2,2' has 3 stages"),
         ({"swin_window": 0}, "--swin-window"),
         ({"moe_pregate": 1, "swin_checkpoint_activations": True}, "drop one"),
-        (HASH, "the stage 1 of this model sees none; choose another gate"),
+        (HASH, "the stage 1 of this model has no token embedding; give another gate"),
         ({"swin_expert_stages": 0}, "--swin-expert-stages"),
     ):
         with pytest.raises(ValueError, match=re.escape(sentence)):
@@ -191,12 +191,12 @@ def test_the_picture_of_experts_shows_where_every_patch_goes(monkeypatch, tmp_pa
 def test_members_share_no_features_within_what_is_made_again():
     options = {"ensemble_arch": "swin_v2_tiny", "swin_checkpoint_activations": True}
     build("ensemble_of", ensemble_share_after="stages.0.blocks.0", **options)
-    with pytest.raises(ValueError, match="a member has no such layer; choose one of patch_embed,"):
+    with pytest.raises(ValueError, match="the members have no such layer; give one of patch_embed,"):
         build("ensemble_of", ensemble_share_after="stages.7", **options)
     with pytest.raises(ValueError, match="which activation checkpointing recomputes"):
         build("ensemble_of", ensemble_share_after="stages.0.blocks.0.norm1", **options)
 
 
 def test_a_task_of_words_has_no_images():
-    with pytest.raises(ValueError, match=r"Swin V2, which reads images, .* choose --task image_cl"):
+    with pytest.raises(ValueError, match=r"Swin V2, which needs images, .* give --task image_cl"):
         models.build_model(OmegaConf.create({"_name": "swin_v2_tiny"}), argparse.Namespace())

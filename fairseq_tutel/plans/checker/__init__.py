@@ -1,8 +1,8 @@
-"""The checker: proves that a plan ends, has no races and gives its collective's result.
+"""The checker of collective plans: proves that a plan ends, has no races and computes its collective.
 
-The checks, in order: `shape`, `order` (deadlocks), `races`, `data`. A plan that passes gives its result in
-each interleaving of its lanes and transfers, for any sizes and any number of calls in a row. An all_reduce
-gives the same bits on all ranks. The `Report` predicts its time.
+The checks run in this order: `shape`, `order` (deadlocks), `races`, `data`. A plan that passes is correct
+for every interleaving of its lanes and transfers, for all sizes and for any number of calls in a row. An
+all_reduce gives the same bits on all ranks. The `Report` predicts the time of the plan.
 """
 
 from collections.abc import Callable
@@ -21,12 +21,12 @@ __all__ = ["PlanError", "Report", "check"]
 
 @dataclass(frozen=True)
 class Report:
-    """The cost of a plan.
+    """The cost of a collective plan: its steps, its hops in a row, and its traffic in each round.
 
     Attributes:
-        depth: signals on the longest chain of steps, which are hops in a row from rank to rank.
-        loads: for each round, by (source, target), the bytes on that link as a fraction of a rank's `in`,
-            doubled on channels of kind ll.
+        depth: the most signals on a chain of steps. Each signal is a hop from rank to rank.
+        loads: the traffic of each round: for each (source, target), the bytes sent, as a fraction of a
+            rank's `in`. Channels of kind ll count double.
     """
 
     steps: int
@@ -35,16 +35,16 @@ class Report:
 
     @property
     def bytes_of_link(self) -> Load:
-        """By (source, target), the bytes of all rounds as a fraction of a rank's `in`."""
+        """The bytes on each link (source, target) in all rounds, as a fraction of a rank's `in`."""
         links = {link for load in self.loads for link in load}
         return {link: sum(load.get(link, 0) for load in self.loads) for link in links}
 
     def predicted(
         self, size: int, alpha: float, seconds_per_byte: Callable[[tuple[int, int]], float]
     ) -> float:
-        """Return the predicted seconds for `size` bytes of `in`.
+        """Return the predicted seconds of the plan for `size` bytes of `in`.
 
-        These are `alpha` for each hop, and each round's slowest link, by `seconds_per_byte(link)`.
+        The prediction adds `alpha` for each hop and the time of the slowest link in each round.
         """
         slowest = (
             max(float(part) * size * seconds_per_byte(link) for link, part in load.items())
@@ -55,11 +55,11 @@ class Report:
 
 
 def check(plan: Plan) -> Report:
-    """Check a plan and return its cost.
+    """Check that a collective plan is correct, and return its cost.
 
     Raises:
-        PlanError: the plan is malformed, may hang or race, or gives another result. One sentence names the
-            rank, lane and step.
+        PlanError: the plan is malformed, may hang or race, or gives a wrong result. The message is one
+            sentence with the rank, lane and step.
     """
     check_shape(plan)
     order = Order(plan)

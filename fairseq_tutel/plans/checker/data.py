@@ -1,13 +1,13 @@
-"""Check of data: refuses wrong results and chunks of a wrong length, by symbolic execution.
+"""Symbolic execution of a collective plan, which finds wrong results and chunks of a wrong length.
 
-Each chunk of `in` is a leaf, and a sum is the list of its terms. Equal expressions have the same number, so
-sums of floats are compared bit for bit: the same terms in the same order and brackets. The first two terms
-may be exchanged, since a + b = b + a for floats, too. Any order of steps gives the same reads, since the
-plan has passed `check_races`.
+Each chunk of `in` is a symbol, and a sum is the list of its terms. Equal sums get the same number. Two sums
+are equal if they have the same terms in the same order and brackets, so equal sums of floats have equal
+bits. The first two terms may be swapped, because a + b = b + a for floats, too. The order in which steps
+run does not change the reads, because the plan has passed `check_races`.
 
 The number of chunks need not divide a shard, and each block of an all_to_all has its own size. So the
-length of a chunk depends on its kind. A place of `out` has the length of its final chunk, and a chunk of
-another kind does not fit there. A slot of `tmp` is as long as its longest chunk.
+length of a chunk depends on its kind. A place in `out` is as long as its final chunk, and a chunk of
+another kind does not fit there. A slot of `tmp` is as long as the longest chunk that is written to it.
 """
 
 from collections.abc import Sequence
@@ -18,9 +18,9 @@ from fairseq_tutel.plans.format import REDUCING, Place, Plan, PlanError
 
 
 class Kind(NamedTuple):
-    """All that a chunk's length depends on: its index, and its block's source and target.
+    """The properties that determine a chunk's length: its index, and the source and target of its block.
 
-    Source and target are -1 if all shards have the same length.
+    The source and the target are -1 if all shards have the same length.
     """
 
     source: int
@@ -29,7 +29,7 @@ class Kind(NamedTuple):
 
 
 class _Value(NamedTuple):
-    """A sum of one chunk of `in` over ranks: a number that identifies it, the chunk, the ranks as bits."""
+    """The symbolic value of a chunk: an ID, and the sum of one chunk of `in` over some ranks (as bits)."""
 
     number: int
     chunk: int
@@ -37,12 +37,12 @@ class _Value(NamedTuple):
 
 
 Numbers = dict[tuple[int | str, ...], int]
-# By rank and buffer: for each chunk its value and the step that wrote it, for `in` -1.
+# For each rank and buffer: the value of each chunk and the step that wrote it (-1 for `in`).
 Held = dict[tuple[int, str], list[tuple[_Value, int] | None]]
 
 
 def kind_of(plan: Plan, rank: int, place: Place) -> Kind:
-    """Return the kind of a place of a rank's `in` or `out`."""
+    """Return the kind of the chunk at a position in `in`, or of the final chunk at a position in `out`."""
     other, chunk = divmod(place.chunk, plan.chunks)
     if plan.collective != "all_to_all":
         return Kind(-1, -1, chunk)
@@ -50,10 +50,12 @@ def kind_of(plan: Plan, rank: int, place: Place) -> Kind:
 
 
 def check_data(plan: Plan, order: Order) -> dict[int, tuple[Kind, ...]]:
-    """Return the kinds of the chunks that each put, copy and reduce moves, by step number.
+    """Check the results of a plan, and return the kinds of the chunks that each put, copy and reduce moves.
+
+    The kinds are by step number.
 
     Raises:
-        PlanError: undefined reads, contributions that count twice, wrong results, or mixed lengths.
+        PlanError: a step reads an empty chunk, adds a chunk twice, or mixes lengths, or a result is wrong.
     """
     numbers: Numbers = {}
     held: Held = {}
@@ -71,7 +73,7 @@ def check_data(plan: Plan, order: Order) -> dict[int, tuple[Kind, ...]]:
         for buffer, first in step.src:
             cells = held[rank, buffer][first : first + step.n]
             if None in cells:
-                what = f"reads {buffer}[{first + cells.index(None)}], which holds nothing"
+                what = f"reads {buffer}[{first + cells.index(None)}], which is still empty"
                 _refuse(plan, f"{order.name(number)} {what}")
             columns.append([cell[0] for cell in cells if cell])
         try:
@@ -87,10 +89,10 @@ def check_data(plan: Plan, order: Order) -> dict[int, tuple[Kind, ...]]:
             for chunk, kind in enumerate(kinds[number], first):
                 if kind_of(plan, target, Place(buffer, chunk)) != kind:
                     where = f"out[{chunk}] of rank {target}"
-                    mixed = f"{order.name(number)} writes a chunk of another length to {where}"
+                    mixed = f"{order.name(number)} writes a chunk of a different length to {where}"
     _check_results(plan, order, held)
     if mixed:
-        text = "which fails for sizes that the number of chunks does not divide; keep it in tmp instead"
+        text = "which fails if the number of chunks does not divide the size; keep the chunk in tmp instead"
         raise PlanError(f"Plan {plan.name!r} mixes lengths: {mixed}, {text}.")
     return kinds
 
@@ -100,14 +102,14 @@ def _leaf(numbers: Numbers, rank: int, chunk: int) -> _Value:
 
 
 def _sum(numbers: Numbers, terms: Sequence[_Value]) -> _Value:
-    """Return the sum of terms in this order; raise ValueError if they cannot be added."""
+    """Return the symbolic sum of terms in this order; raise ValueError if they cannot be added."""
     first, *others = terms
     if not others:
         return first
     ranks = first.ranks
     for term in others:
         if term.chunk != first.chunk:
-            raise ValueError(f"adds in[{term.chunk}] to in[{first.chunk}]")
+            raise ValueError(f"adds in[{term.chunk}] to in[{first.chunk}], a different chunk")
         if ranks & term.ranks:
             raise ValueError(f"adds in[{first.chunk}] of {_ranks(ranks & term.ranks)} twice")
         ranks |= term.ranks
@@ -124,26 +126,26 @@ def _kind_of_value(plan: Plan, value: _Value) -> Kind:
 
 
 def _check_results(plan: Plan, order: Order, held: Held) -> None:
-    """Refuse an `out` with another content than the collective's."""
+    """Raise PlanError if the final content of an `out` buffer differs from the collective's result."""
     for rank in range(plan.ranks):
         for chunk, cell in enumerate(held[rank, "out"]):
             wanted = _wanted(plan, rank, chunk)
             where = f"out[{chunk}] of rank {rank}"
             if cell is None:
                 end = f"rank {rank}, lane 0, at the end"
-                _refuse(plan, f"{end}: {where} holds nothing, not {_text(*wanted)}")
+                _refuse(plan, f"{end}: {where} is empty; it must hold {_text(*wanted)}")
             value, writer = cell
             if value[1:] != wanted:
-                text = f"leaves {_text(*value[1:])} in {where}, not {_text(*wanted)}"
+                text = f"leaves {_text(*value[1:])} in {where} instead of {_text(*wanted)}"
                 _refuse(plan, f"{order.name(writer)} {text}")
             first = held[0, "out"][chunk] if plan.collective == "all_reduce" else cell
             if first and first[0] != value:
-                text = f"adds up {where} in another order than out[{chunk}] of rank 0"
-                _refuse(plan, f"{order.name(writer)} {text} is, so that their bits may differ")
+                text = f"adds the terms of {where} in another order than those of out[{chunk}] of rank 0"
+                _refuse(plan, f"{order.name(writer)} {text}, so their bits may differ")
 
 
 def _wanted(plan: Plan, rank: int, chunk: int) -> tuple[int, int]:
-    """Return the final content of a place of `out`: the chunk of `in` and, as bits, the summed ranks."""
+    """Return the required content of a chunk of `out`: the chunk of `in`, and the ranks to sum as bits."""
     everyone = (1 << plan.ranks) - 1
     other, offset = divmod(chunk, plan.chunks)
     match plan.collective:
@@ -161,7 +163,7 @@ def _text(chunk: int, ranks: int) -> str:
 
 
 def _ranks(bits: int) -> str:
-    """Return text for the ranks of some bits."""
+    """Return text that lists ranks, such as "ranks 0, 2", from an integer with a bit for each rank."""
     ranks = [str(rank) for rank in range(bits.bit_length()) if bits >> rank & 1]
     return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(ranks)}"
 

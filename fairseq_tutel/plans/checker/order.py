@@ -1,12 +1,13 @@
-"""Check of order: which step waits for which, one possible order of all steps, and rounds.
+"""The order of a collective plan's steps: dependencies, one possible execution order, and rounds.
 
-Steps are numbered rank by rank, lane by lane. A lane takes its steps in order, and the k-th wait or pend
-follows the k-th signal or post. Nothing depends on timing, so one run shows whether all runs end. A put's
-transfer ends with the wait for the next signal; its source has been read after that wait or the next flush.
+Steps are numbered by rank, lane and index. A lane runs its steps in order. The k-th wait on a channel
+depends on its k-th signal, and the k-th pend on the k-th post. Nothing else depends on timing, so if one
+run ends, all runs end. A put's transfer ends with the wait for the next signal. Its source has been read
+after that wait or after the next flush.
 
-Rounds are for two-sided messages. All ranks go through the rounds together. In each a rank first takes its
-own steps, then sends and receives at once. A put's round is the length of the longest chain of transfers
-that end before it.
+Rounds are for two-sided messages. All ranks go through the rounds together. In each round, a rank first
+runs its own steps, then sends and receives at the same time. The round of a put is the length of the
+longest chain of transfers that end before it.
 """
 
 from collections import defaultdict
@@ -16,10 +17,10 @@ from fairseq_tutel.plans.format import Plan, PlanError, Step
 
 
 class Order:
-    """The order of one call's steps in a plan that has passed `check_shape`.
+    """The order of the steps in one call of a collective plan that has passed `check_shape`.
 
     Raises:
-        PlanError: there is a deadlock; names its cycle.
+        PlanError: the plan has a deadlock; the message names its cycle.
     """
 
     def __init__(self, plan: Plan) -> None:
@@ -41,11 +42,12 @@ class Order:
         self.release: dict[int, int] = {}  # for a put, the next flush, if any
         self._match()
         self.run = self._run(plan.name)
-        # For a put its round, for other steps the number of rounds that end before; signals in a row.
+        # `rounds`: the round of each put, or the number of rounds that end before another step.
+        # `depth`: the most signals in a row.
         self.rounds, self.depth = self._levels()
 
     def name(self, number: int) -> str:
-        """Return the name of a step for a sentence."""
+        """Return the description of a step for a message: rank, lane, index and operation."""
         return f"{site(*self.sites[number])} ({self.steps[number].op})"
 
     def _match(self) -> None:
@@ -73,7 +75,7 @@ class Order:
         self.arrival = {put: taker[signal] for put, signal in signal_of.items()}
 
     def _run(self, name: str) -> list[int]:
-        """Return a possible order of all steps."""
+        """Return one possible execution order of all steps; raise PlanError at a deadlock."""
         taken = [False] * len(self.steps)
         next_of = [content.start for content in self._by_lane]
         waiting: dict[int, int] = {}  # by cause, the waiting lane
@@ -101,14 +103,14 @@ class Order:
             number = next_of[self.lanes[self.cause[number]]]
         cycle = path[path.index(number) :]
         ways = [
-            f"{self.name(number)} waits for {self.name(self.cause[number])}, which comes after "
-            f"{'itself' if len(cycle) == 1 else self.name(after)}"
+            f"{self.name(number)} waits for {self.name(self.cause[number])}, which runs after "
+            f"{'this wait' if len(cycle) == 1 else self.name(after)}"
             for number, after in zip(cycle, [*cycle[1:], cycle[0]], strict=True)
         ]
         raise PlanError(f"Plan {name!r} has a deadlock: {'; '.join(ways)}.")
 
     def _levels(self) -> tuple[list[int], int]:
-        """Return the round of each step, and the most signals on a chain of steps."""
+        """Return the round of each step, and the largest number of signals on a chain of steps."""
         ended: dict[int, list[int]] = defaultdict(list)  # by wait or flush, the puts that end with it
         for ends in (self.arrival, self.release):
             for put, number in ends.items():

@@ -1,15 +1,15 @@
-"""Check of races: refuses accesses to the same chunk without a fixed order, by vector clocks.
+"""Race check of collective plans by vector clocks: finds accesses to a chunk that have no fixed order.
 
-A lane's clock has, for each lane, the number of steps that have certainly ended. The array changes only
-when the lane waits; signals share it and add the count of their own lane. A put has two accesses, at any
-time after it is issued. The one to its source ends with the wait for the next signal or with the next
-flush, the one to its destination with that wait. Two accesses to a chunk, one of them a write, must be
-ordered.
+A lane's clock has, for each lane, the number of steps that have certainly ended. This array changes only
+when the lane waits. Signals share the array and add the count of their own lane. A put reads its source and
+writes its destination at any time after it is issued. The read ends with the wait for the next signal or
+with the next flush. The write ends with that wait. If two steps access a chunk and one of them writes,
+they must be ordered.
 
-Calls follow each other without a pause, so three calls in a row are checked. `tmp` is a different buffer
-in the second one. Between calls the caller may write a rank's `in` and `out`: one step at the start of each
-call, after all lanes of the rank's previous call. Three calls suffice: all data for a rank is waited for in
-the same call, and an order between two calls holds for all such pairs.
+Calls follow each other without a pause, so three calls in a row are checked. The second call uses the
+other `tmp` buffer. Between calls, the caller may write a rank's `in` and `out`. This is one step at the
+start of each call, after all lanes of the rank's previous call. Three calls are enough: a call waits for
+all data for its rank, and an order between two calls holds for all such pairs.
 """
 
 from collections import defaultdict
@@ -21,24 +21,24 @@ import numpy as np
 from fairseq_tutel.plans.checker.order import Order
 from fairseq_tutel.plans.format import Plan, PlanError
 
-# The calls in which a buffer is the same one; a further call adds nothing.
+# For each buffer, the calls to check, which use the same memory. More calls would find no more races.
 CALLS = {"in": (0, 1), "out": (0, 1), "tmp": (0, 2)}
 Counts = np.ndarray[Any, np.dtype[np.int32]]
 
 
 class Clock(NamedTuple):
-    """A vector clock: the steps that its lane has taken, and those of each lane at its last wait."""
+    """A vector clock of a lane: its own steps so far, and the steps of each lane as of its last wait."""
 
     lane: int
     taken: int
     others: Counts  # never written
 
     def has(self, lane: int, count: int) -> bool:
-        """Return whether that many steps of a lane have ended."""
+        """Return whether `count` steps of a lane have certainly ended."""
         return bool((self.taken if lane == self.lane else self.others.item(lane)) >= count)
 
     def joined(self, other: "Clock") -> Counts:
-        """Return the maximum of both clocks."""
+        """Return the elementwise maximum of this clock and another one."""
         if self.has(other.lane, other.taken):
             return self.others
         counts = np.maximum(self.others, other.others)
@@ -47,9 +47,9 @@ class Clock(NamedTuple):
 
 
 class Access(NamedTuple):
-    """An access to chunks by a step of a call, or by the caller (None).
+    """An access to chunks by a step of a call, or by the caller (`number` is None).
 
-    It has ended when any lane of `ends`, as (lane, count), has taken that many steps.
+    `ends` has pairs (lane, count). The access has ended when any of these lanes has run `count` steps.
     """
 
     ends: tuple[tuple[int, int], ...]
@@ -58,7 +58,7 @@ class Access(NamedTuple):
 
 
 def check_races(plan: Plan, order: Order) -> None:
-    """Refuse unordered accesses to the same chunks by a `PlanError` with the two steps."""
+    """Raise PlanError if two steps access a chunk, one of them writes, and their order is not fixed."""
     last_write: dict[tuple[int, str, int], Access] = {}
     reads: dict[tuple[int, str, int], list[Access]] = defaultdict(list)
     for rank, buffer, first, n, writes, access, clock in _accesses(plan, order):
@@ -76,10 +76,10 @@ def check_races(plan: Plan, order: Order) -> None:
 
 
 def _accesses(plan: Plan, order: Order) -> Iterator[tuple[int, str, int, int, bool, Access, Clock]]:
-    """Yield (rank, buffer, first chunk, chunks, whether it writes, access, the clock when it begins).
+    """Yield all accesses of three calls in one possible order.
 
-    Their order is one that can happen. The start of a call is a step in each of its rank's lanes. A clock
-    includes the step itself.
+    The items are (rank, buffer, first chunk, number of chunks, whether the access writes, access, clock at
+    its start). The start of a call is a step in each lane of the rank. A clock includes the step itself.
     """
     length = [1] * sum(map(len, order.rank_lanes))
     for lane in order.lanes:
@@ -134,9 +134,9 @@ def _refuse(plan: Plan, order: Order, pair: tuple[Access, Access], what: str) ->
     def name(access: Access) -> str:
         if access.number is not None:
             return order.name(access.number)
-        return "the caller, before the call,"
+        return "the caller (before the call)"
 
-    text = f"{name(pair[0])} and {name(pair[1])} access {what}, one writes, and nothing orders them"
+    text = f"{name(pair[0])} and {name(pair[1])} access {what} without a fixed order, and one writes"
     later = pair[1].call - pair[0].call
-    when = ("", "; the second is of the next call", "; the second is of the call after the next")
+    when = ("", "; the second step is in the next call", "; the second step is two calls later")
     raise PlanError(f"Plan {plan.name!r} has a race: {text}{when[later]}.")

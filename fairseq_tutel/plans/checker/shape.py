@@ -1,7 +1,7 @@
-"""Check of shape: refuses steps that are wrong by themselves.
+"""Check of a collective plan's structure: finds malformed steps without running the plan.
 
-In a plan that passes, all places are inside their buffers, one lane uses each end of a channel, the k-th
-signal of a channel has a k-th wait, and a signal follows each put.
+In a plan that passes, all places are inside their buffers, and each end of a channel is used by one lane.
+The k-th signal of a channel has a k-th wait, and a signal follows each put.
 """
 
 from collections import defaultdict
@@ -10,75 +10,75 @@ from typing import NoReturn
 
 from fairseq_tutel.plans.format import BUFFERS, Place, Plan, PlanError, Step
 
-# Chunks of all buffers; a check of 2 ranks with that many takes 11 s and 541 MiB.
+# The limit for the chunks of all buffers. A check with 2 ranks at this limit takes 11 s and 541 MiB.
 MOST = 1 << 20
-# The end of a channel that does a step.
+# For each operation on a channel, the end whose rank runs it.
 ENDS = {"put": "source", "signal": "source", "flush": "source", "wait": "target"}
 # The two operations of a pair, and the field that they share.
 PAIRS = (("signal", "wait", "channel"), ("post", "pend", "semaphore"))
 
 
 def site(rank: int, lane: int, index: int) -> str:
-    """Return the name of a step for a sentence."""
+    """Return the position of a step for a message, such as "rank 0, lane 0, step 2"."""
     return f"rank {rank}, lane {lane}, step {index}"
 
 
 def check_shape(plan: Plan) -> None:
-    """Refuse a malformed plan by a `PlanError` with the field, or rank, lane and step."""
+    """Raise PlanError if a plan is malformed; the message names the field, or the rank, lane and step."""
     _check_head(plan)
     for rank, lane, index, step in plan.steps():
         wrong = next(_wrong_in(plan, rank, step), None)
         if wrong:
-            _refuse(plan, f"{site(rank, lane, index)}, a {step.op}, {wrong}")
+            _refuse(plan, f"{site(rank, lane, index)} ({step.op}) {wrong}")
     _check_lanes(plan)
     _check_pairs(plan)
 
 
 def _check_head(plan: Plan) -> None:
     if len(plan.programs) != plan.ranks:
-        _refuse(plan, f"it has {len(plan.programs)} programs for {plan.ranks} ranks")
+        _refuse(plan, f"it has {len(plan.programs)} programs for {plan.ranks} ranks; give one per rank")
     cells = plan.ranks * sum(map(plan.size_of, BUFFERS))
     if cells > MOST:
-        _refuse(plan, f"its ranks' buffers have {cells} chunks, more than {MOST}")
+        _refuse(plan, f"the buffers of all ranks have {cells} chunks; the limit is {MOST}")
     if plan.max_bytes is not None and plan.max_bytes < plan.min_bytes:
-        _refuse(plan, f"it is meant for {plan.min_bytes} to {plan.max_bytes} bytes, so for none")
+        _refuse(plan, f"its byte range is empty: {plan.min_bytes} to {plan.max_bytes} bytes")
     for index, channel in enumerate(plan.channels):
         ends = (channel.source, channel.target)
         if not all(0 <= end < plan.ranks for end in ends) or ends[0] == ends[1]:
             text = f"channel {index} leads from rank {ends[0]} to rank {ends[1]}"
-            _refuse(plan, f"{text}, not between two of its {plan.ranks} ranks")
+            _refuse(plan, f"{text}, but must join two different ranks below {plan.ranks}")
 
 
 def _wrong_in(plan: Plan, rank: int, step: Step) -> Iterator[str]:
-    """Yield the problems of one step, each the end of a sentence."""
+    """Yield the problems of one step, each as the end of a sentence that begins with the step."""
     target = rank
     if step.op in ENDS:
         if step.channel is None or not 0 <= step.channel < len(plan.channels):
-            yield f"is on channel {step.channel} of {len(plan.channels)}"
+            yield f"uses channel {step.channel}, but the plan has {len(plan.channels)} channels"
             return
         channel = plan.channels[step.channel]
         end = getattr(channel, ENDS[step.op])
         if end != rank:
-            text = f"is on channel {step.channel} from rank {channel.source} to {channel.target}"
-            yield f"{text}, where rank {end} does it"
+            text = f"uses channel {step.channel} from rank {channel.source} to rank {channel.target}"
+            yield f"{text}, where only rank {end} may do this"
         target = channel.target
     if step.dst is None:
         return
     sources = len(step.src)
-    # A sum has at most one term of each rank.
+    # A sum has at most one term from each rank.
     if sources != 1 if step.op != "reduce" else not 2 <= sources <= max(2, plan.ranks):
-        yield f"reads {sources} places"
+        yield f"has {sources} sources; a put or copy has 1, a reduce has 2 or more, at most 1 for each rank"
         return
     for owner, place in [*((rank, each) for each in step.src), (target, step.dst)]:
         size = plan.size_of(place.buffer)
         if place.chunk < 0 or place.chunk + step.n > size:
             yield f"goes beyond the {size} chunks of {place.buffer} on rank {owner}"
     if step.dst.buffer == "in":
-        yield "writes in, which belongs to the caller"
+        yield "writes to the buffer `in`, which is read-only"
     for index, place in enumerate(step.src):
         in_place = step.op == "reduce" and index == 0 and place == step.dst
         if step.op != "put" and not in_place and _overlap(place, step.dst, step.n):
-            yield "writes what it reads"
+            yield "writes to chunks that it reads"
 
 
 def _overlap(one: Place, other: Place, n: int) -> bool:
@@ -86,7 +86,7 @@ def _overlap(one: Place, other: Place, n: int) -> bool:
 
 
 def _check_lanes(plan: Plan) -> None:
-    """Refuse an end of a channel or semaphore that two lanes use."""
+    """Raise PlanError if two lanes use the same end of a channel or semaphore."""
     owner: dict[tuple[str, int, int | None], int] = {}
     for rank, lane, index, step in plan.steps():
         if step.op in ENDS:
@@ -97,12 +97,12 @@ def _check_lanes(plan: Plan) -> None:
             continue
         first = owner.setdefault(key, lane)
         if first != lane:
-            text = f"{site(rank, lane, index)}, a {step.op}, uses {what} as lane {first} does"
-            _refuse(plan, f"{text}; one lane has it at each end")
+            text = f"{site(rank, lane, index)} ({step.op}) uses {what}, which lane {first} also uses"
+            _refuse(plan, f"{text}; use it in one lane of each rank")
 
 
 def _check_pairs(plan: Plan) -> None:
-    """Refuse a put without a later signal, and unequal numbers of signals and waits, posts and pends."""
+    """Raise PlanError if a put has no later signal, or waits or pends do not match signals or posts."""
     sites: dict[tuple[str, int, int | None], list[str]] = defaultdict(list)
     open_puts: dict[int | None, str] = {}
     for rank, lane, index, step in plan.steps():
@@ -116,7 +116,7 @@ def _check_pairs(plan: Plan) -> None:
                 of = rank if field == "semaphore" else -1
                 sites[step.op, of, getattr(step, field)].append(here)
     for channel, here in open_puts.items():
-        _refuse(plan, f"{here}, a put, has no signal after it on channel {channel}")
+        _refuse(plan, f"{here} (put) has no signal after it on channel {channel}")
     for first, second, field in PAIRS:
         for op, of, number in list(sites):
             if op not in (first, second):
@@ -125,7 +125,7 @@ def _check_pairs(plan: Plan) -> None:
             if len(given) != len(taken):
                 last = max(given, taken, key=len)[-1]
                 text = f"{field} {number} has {len(given)} {first}s and {len(taken)} {second}s"
-                _refuse(plan, f"{last}: {text}")
+                _refuse(plan, f"{last}: {text}; give equal numbers")
 
 
 def _refuse(plan: Plan, what: str) -> NoReturn:

@@ -1,1 +1,1 @@
-"""Executors of plans on tensors: shared memory, two-sided messages, and one GPU, for tests."""
+"""Executors run collective plans on tensors: in shared memory, by messages or, for tests, on one GPU."""

@@ -1,8 +1,9 @@
-"""The backend of `comm.collectives` that runs collectives by plans.
+"""A backend of `comm.collectives` that runs collectives with collective plans instead of torch.
 
-A plan is chosen by collective, ranks, bytes and dtype; torch runs the rest. All ranks choose the same plan,
-since they have the same plans (`plugin.startup` compares them) and these values are equal on all ranks. On
-a CPU, ranks of one host run it in shared memory. Other ranks, and GPUs, run it by messages.
+It chooses a plan by the collective, the ranks, the number of bytes and the dtype. If no plan fits, torch
+runs the collective. All ranks choose the same plan: their plans are the same (`plugin.startup` compares
+them) and the values above are equal on all ranks. On CPUs, the ranks of one host run a plan in shared
+memory. Ranks on several hosts, and GPUs, run it by messages.
 """
 
 import logging
@@ -28,40 +29,40 @@ SUMMED = {torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int
 
 
 class PlanBackend:
-    """Runs collectives by the first plan that fits, and logs each choice once.
+    """Runs collectives with the first collective plan that fits, and logs each choice once.
 
-    It is a `comm.collectives.Backend`. `local` is the number of ranks on a host; 0: unknown.
+    It implements `comm.collectives.Backend`. `local` is the number of ranks on a host; 0: unknown.
     """
 
     def __init__(self, plans: Iterable[PlacedPlan], local: int = 0) -> None:
         self.plans, self.local = tuple(plans), local
-        # By group, then by digest and whether tensors are on a CPU.
+        # By group, then by the plan's digest and whether the tensors are on a CPU.
         self._programs: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[str, bool], Program]]
         self._programs = WeakKeyDictionary()
         self._logged: set[str] = set()
 
     def has(self, collective: str, group: Group) -> bool:
-        """Return whether some sizes of a collective run by a plan."""
+        """Return whether a collective plan exists for a collective in a group, for any range of bytes."""
         return bool(self._fitting(collective, group))
 
     def chosen(self, collective: str, own: Tensor, operation: str, group: Group) -> "Program | None":
-        """Return the program of a collective with the input `own`, None for torch."""
+        """Return the program that runs a collective with input `own`; None: torch runs the collective."""
         plans = self._fitting(collective, group)
         if not plans:
             return None
         if collective in REDUCING and own.dtype not in SUMMED:
-            self._log(f"{operation} runs by torch: a plan adds up no {own.dtype}")
+            self._log(f"{operation} uses torch, because collective plans cannot sum {own.dtype}")
             return None
         num_bytes = own.numel() * own.itemsize
         for placed in plans:
             least, most = placed.plan.min_bytes, placed.plan.max_bytes
             if least <= num_bytes and (most is None or num_bytes <= most):
                 return self._program(placed, own, operation, group)
-        self._log(f"{operation} runs by torch where no plan of {collective} is meant for its bytes")
+        self._log(f"{operation} uses torch for sizes without a collective plan for {collective}")
         return None
 
     def named(self, name: str, rows: Tensor, group: Group) -> "Program | None":
-        """Return the all_to_all program of that name, if there is one."""
+        """Return the program of the all_to_all plan with this name; None if the group has no such plan."""
         for placed in self._fitting("all_to_all", group):
             if placed.name == name:
                 return self._program(placed, rows, "the exchange of rows", group)
@@ -81,7 +82,7 @@ class PlanBackend:
             on_cpu = _OnCpu(placed.name, plan, group, self._log)
             programs[by] = on_cpu if own.is_cpu else TwoSided(plan, group)
         ranks = f"{plan.ranks} ranks, digest {plan.digest}"
-        self._log(f"{operation} runs by the plan {placed.name} ({ranks})")
+        self._log(f"{operation} uses the collective plan {placed.name} ({ranks})")
         return programs[by]
 
     def _log(self, sentence: str) -> None:
@@ -92,10 +93,10 @@ class PlanBackend:
 
 
 class _OnCpu:
-    """Runs a plan in shared memory if the group's ranks can share some, else by messages.
+    """Runs a collective plan in shared memory if the group's ranks can share memory, else by messages.
 
-    A call runs in `wait`. In shared memory it needs all ranks, and a rank may start its call inside a
-    backward pass in which the others still need it for another collective.
+    A call runs in `wait`, not in `start`. In shared memory it needs all ranks at once, and `start` may be
+    inside a backward pass in which other ranks still need this rank for another collective.
     """
 
     def __init__(self, name: str, plan: Plan, group: Group, log: Callable[[str], None]) -> None:
@@ -109,10 +110,10 @@ class _OnCpu:
         if self.program is None:
             try:
                 self.program = OneSided(self.plan, self.group)
-                self.log(f"the plan {self.name} runs in shared memory")
+                self.log(f"the collective plan {self.name} runs in shared memory")
             except SharedMemoryError as error:
                 self.program = TwoSided(self.plan, self.group)
-                self.log(f"the plan {self.name} runs by messages: {error}")
+                self.log(f"the collective plan {self.name} runs by messages: {error}")
         self.program.start(own, out, sizes).wait()
 
 

@@ -1,10 +1,9 @@
-"""The layout of a plan's buffers: which elements each chunk has, for any size.
+"""The layout of a collective plan's buffers: the position and length of each chunk for given sizes.
 
-N ranks, C chunks of a shard, m elements of a shard (of an all_to_all each block has its own m),
-s = ceil(m / C). Chunk c of a shard has the elements min(c s, m) to min((c + 1) s, m). `in` and `out` are
-shards of exactly m elements, one after another. A slot of `tmp` is as long as the longest chunk that it
-ever holds. `walk` finds these for all sizes at once, so blocks of an all_to_all may pass through other
-ranks, whatever their sizes.
+A shard has C chunks and m elements. In an all_to_all, each block has its own m. Let s = ceil(m / C). Chunk
+c of a shard has the elements min(c s, m) to min((c + 1) s, m). `in` and `out` are shards of exactly m
+elements, one after another. A slot of `tmp` is as long as the longest chunk that it ever holds. `walk`
+finds these chunks for all sizes at once, so blocks of any size can pass through other ranks.
 """
 
 from collections import defaultdict
@@ -17,22 +16,19 @@ from fairseq_tutel.plans.checker.data import Kind, check_data, kind_of
 from fairseq_tutel.plans.checker.order import Order
 from fairseq_tutel.plans.format import Place, Plan
 
-# Elements of a shard; of an all_to_all those of each block, by source and destination.
+# The number of elements of a shard or, for an all_to_all, of each block by source and destination.
 Sizes = int | tuple[tuple[int, ...], ...]
-# A rank and the first of some chunks there.
+# A rank, and the position of the first chunk on this rank.
 End = tuple[int, Place]
 
 
 class Move(NamedTuple):
-    """A put, copy or reduce.
+    """A step of a collective plan that moves chunks: a put, copy or reduce.
 
     Attributes:
         site: the rank, lane and index of the step.
-        op: the operation.
-        sources: its sources.
-        target: its destination.
         kinds: the kind of each chunk.
-        round: of a put, the round in which it is sent, from 1; of others, the rounds that end before it.
+        round: the round in which a put is sent, from 1; for a copy or reduce, the rounds that end before.
     """
 
     site: tuple[int, int, int]
@@ -44,12 +40,15 @@ class Move(NamedTuple):
 
     @property
     def ranks(self) -> tuple[int, int]:
-        """The rank of the step and that of the destination."""
+        """The rank that runs the step, and the rank to which it writes."""
         return self.site[0], self.target[0]
 
 
 class Walked(NamedTuple):
-    """A plan, its moves in a possible order, and the kinds that each slot of `tmp` ever holds, by rank."""
+    """A collective plan with its moves in a possible order.
+
+    `tmp_kinds` has the kinds of all chunks that each slot of `tmp` ever holds, by rank and slot.
+    """
 
     plan: Plan
     moves: tuple[Move, ...]
@@ -57,7 +56,7 @@ class Walked(NamedTuple):
 
 
 def walk(plan: Plan) -> Walked:
-    """Return the moves of a plan that the checker has accepted."""
+    """Return the moves of a collective plan that the checker has accepted, in a possible order."""
     order = Order(plan)
     ever: dict[tuple[int, int], set[Kind]] = defaultdict(set)
     moves: list[Move] = []
@@ -78,10 +77,10 @@ def walk(plan: Plan) -> Walked:
 
 
 class Layout:
-    """The positions of all chunks in one call, in elements; a row has `width` of them.
+    """The positions and lengths of all chunks in one call, in elements; a row has `width` elements.
 
-    With a window, only those elements of every chunk take part, and slots of `tmp` and `staged` have its
-    length. Positions in `in` and `out` are those of the whole chunks.
+    With a window, the layout covers only the elements of each chunk inside the window, and the slots of
+    `tmp` and `staged` have the window's length. Positions in `in` and `out` are of complete chunks.
     """
 
     def __init__(self, walked: Walked, sizes: Sizes, width: int = 1, window: range | None = None) -> None:
@@ -100,7 +99,7 @@ class Layout:
         return length if window is None else min(max(length - window.start, 0), len(window))
 
     def _starts(self, rank: int, buffer: str) -> Sequence[int]:
-        """Return the first element of each chunk of a rank's buffer, and at the end its length."""
+        """Return the first element of each chunk in a rank's buffer, and then the buffer's length."""
         if buffer in ("in", "out"):
             places = (Place(buffer, chunk) for chunk in range(self.plan.size_of(buffer)))
             lengths = [self._whole(kind_of(self.plan, rank, place)) for place in places]
@@ -113,9 +112,10 @@ class Layout:
         return [0, *accumulate(lengths)]
 
     def runs(self, kinds: Sequence[Kind], *ends: End) -> list[tuple[list[tuple[int, str, int]], int]]:
-        """Join chunks that are adjacent at all ends, without empty ones.
+        """Join chunks that are adjacent in all buffers into runs; skip empty chunks.
 
-        Return each run's length, and before it the rank, buffer and first element at each end.
+        Returns:
+            For each run, a list of (rank, buffer, first element) for each end, and the run's length.
         """
         starts = [(self.starts(rank, place.buffer), place.chunk) for rank, place in ends]
         found: list[tuple[list[int], int]] = []

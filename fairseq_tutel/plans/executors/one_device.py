@@ -1,7 +1,7 @@
-"""Plans whose ranks share one device: each lane of each rank is an instance of one Triton kernel.
+"""Executor of collective plans on one device: each lane of each rank is an instance of one Triton kernel.
 
-No training run uses this. It tests plans under the memory order of a GPU, on a single GPU. The steps become
-a table of numbers (`kernels/reference_plan.py`).
+Only tests use this executor. It tests plans with the memory order of a GPU, on a single GPU. The steps of a
+plan become a table of numbers (`kernels/reference_plan.py`).
 """
 
 from bisect import bisect_left
@@ -20,9 +20,10 @@ from fairseq_tutel.plans.format import Plan
 
 
 class OnOneDevice:
-    """A plan, accepted by the checker, that one device runs for all ranks.
+    """Runs a collective plan for all ranks on one device; the checker must have accepted the plan.
 
-    `backend` is as --moe-backend. `sizes` are elements of each rank's `in`, then of each rank's `out`.
+    `backend` takes the values of --moe-backend. The attribute `sizes` has the elements of each rank's `in`,
+    then of each rank's `out`.
     """
 
     def __init__(self, plan: Plan, sizes: Sizes, device: torch.device, backend: str = "auto") -> None:
@@ -34,19 +35,19 @@ class OnOneDevice:
         self.table, self._names = _table(layout, order, self.sizes, device)
 
     def run(self, ins: Sequence[Tensor], spins: int = SPINS) -> list[Tensor]:
-        """Run calls in a row on each rank's `in`, [calls, elements]; return each rank's `out`, likewise.
+        """Run the plan several times in a row, and return each rank's `out`, [calls, elements].
 
-        A wait gives up after `spins` checks of a semaphore.
+        `ins` has each rank's `in`, [calls, elements]. A wait gives up after `spins` checks of a semaphore.
 
         Raises:
-            RuntimeError: waits gave up; names their ranks, lanes and semaphores.
+            RuntimeError: a wait gave up; the message names ranks, lanes and semaphores.
             ValueError: the GPU cannot run all lanes at once.
         """
         calls, table = ins[0].shape[0], self.table
         memory = ins[0].new_empty(calls * table.call_elements + 2 * table.tmp_elements)
         of_calls = memory[: calls * table.call_elements].view(calls, table.call_elements)
         parts = of_calls.split(self.sizes, dim=1)
-        for part, own in zip(parts, ins, strict=False):  # the outs follow
+        for part, own in zip(parts, ins, strict=False):  # the `out` parts follow
             part.copy_(own)
         if self._is_triton:
             from fairseq_tutel.kernels.triton_plan import run_plan
@@ -59,14 +60,14 @@ class OnOneDevice:
             if semaphore >= 0
         )
         if waiting:
-            raise RuntimeError(f"Plan {self.plan.name!r} on one device waited in vain: {waiting}.")
+            raise RuntimeError(f"Plan {self.plan.name!r} stopped, because waits got no signal: {waiting}.")
         return list(parts[self.plan.ranks :])
 
 
 def _table(
     layout: Layout, order: Order, sizes: list[int], device: torch.device
 ) -> tuple[PlanTable, list[str]]:
-    """Return the table, and the semaphores' names."""
+    """Return the table of steps for the kernel, and the names of the semaphores."""
     plan = layout.plan
     starts = [0, *accumulate(sizes)]
     tmp_starts = [0, *accumulate(layout.starts(rank, "tmp")[-1] for rank in range(plan.ranks))]
@@ -114,7 +115,7 @@ def _table(
 
 
 def _semaphore(order: Order, number: int) -> str:
-    """Return the name of a step's semaphore, if any. A put ends at once, so a flush needs none."""
+    """Return the name of the semaphore that a step uses, or an empty string if it uses none."""
     step = order.steps[number]
     if step.op in ("signal", "wait"):
         return f"channel {step.channel}"
@@ -124,7 +125,7 @@ def _semaphore(order: Order, number: int) -> str:
 
 
 def _levels(order: Order) -> list[int]:
-    """Return, for each step, the length of the longest chain of signals and posts before it."""
+    """Return the length of the longest chain of signals and posts before each step."""
     levels = [0] * len(order.steps)
     of_lane: Counter[int] = Counter()
     for number in order.run:

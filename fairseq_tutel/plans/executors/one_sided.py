@@ -1,18 +1,18 @@
-"""Plans in shared memory: a put copies into another rank's region, a signal raises a number.
+"""Executor of collective plans in shared memory: puts copy to other ranks' regions, signals raise counters.
 
-A call is cut into slices of each chunk, and the plan runs once per slice. So regions stay small and in the
-processor's caches. An element belongs to the same chunk in all slices, so the order of a sum does not
-depend on the size. `Program` makes the steps of a slice, once per size. Lanes take turns: a lane that would
-wait lets the next one run.
+A call divides each chunk into slices, and the plan runs once per slice. So regions are small and stay in
+the processor's caches. The division into chunks does not depend on the slices, so neither does the order
+of a sum. `Program` makes the steps of a slice, once per size. Lanes take turns: if a lane would have to
+wait, the next lane runs.
 
-A rank has a memory region that the other ranks write to:
+Each rank has a memory region to which the other ranks write:
 
 - `tmp`, twice, for even and odd calls;
 - `staged`, which replaces `out` if the plan puts into another rank's `out`. It is copied to the caller's
   `out` at the end.
 
-`in` and any other `out` are the caller's tensors. A put is a copy that finishes at once, so a flush needs
-no step. Channels of kind `ll` work as `simple` ones.
+`in` and, without `staged`, `out` are the caller's tensors. A put is a copy that finishes at once, so a
+flush needs no step. Channels of kind `ll` work like `simple` channels.
 """
 
 from collections import defaultdict
@@ -32,23 +32,23 @@ from fairseq_tutel.plans.executors.two_sided import add_up
 from fairseq_tutel.plans.format import Place, Plan
 from fairseq_tutel.plans.format import Step as PlanStep
 
-# Bytes of a slot: at first, the factor by which it grows, and at most.
-# With slots of 256 KiB instead of 1 MiB, 64 MiB take 4 ranks on 2 cores 1.4 to 1.6 times as long.
+# The initial bytes of a slot, the factor by which a slot grows, and its maximum bytes.
+# With slots of 256 KiB instead of 1 MiB, 4 ranks on 2 cores take 1.4 to 1.6 times as long for 64 MiB.
 FIRST_BYTES, GROWTH, MOST_BYTES = 1 << 14, 4, 1 << 20
-# Bytes of one `tmp`, and of `staged`, unless that leaves slots of fewer than LEAST_BYTES.
+# The most bytes of a `tmp` and of `staged`, unless slots would then have fewer than LEAST_BYTES.
 TMP_BYTES, LEAST_BYTES = 1 << 22, 1 << 12
-MOST_SIZES = 64  # for which a plan stays compiled
+MOST_SIZES = 64  # the number of sizes for which a plan stays compiled
 
 COPY, REDUCE, SIGNAL, WAIT, POST, PEND = range(6)
 CODES = {"signal": SIGNAL, "wait": WAIT, "post": POST, "pend": PEND}
-# Code; number of the target view, channel or semaphore; numbers of the source views.
+# The code of an operation; the number of its target view, channel or semaphore; its source views' numbers.
 Step = tuple[int, Any, Any]
-# By number, the bytes of each view, and the tensors of those that are summed.
+# Lists by the number of a view: its bytes, and its tensor if it is part of a sum.
 Views = tuple[list[Any], list[Any]]
 
 
 class View(NamedTuple):
-    """A run of elements of the caller's `in` or `out`, or of a region's `tmp` or `staged`."""
+    """A run of adjacent elements in the caller's `in` or `out`, or in `tmp` or `staged` of a region."""
 
     buffer: str
     rank: int
@@ -57,9 +57,11 @@ class View(NamedTuple):
 
 
 class Steps(NamedTuple):
-    """The steps of a rank in one slice: those of each lane, then those after all lanes.
+    """The steps of one rank for one slice of a call.
 
-    Views are numbered; `summed` are those of sums. `opened` has those of regions by parity of the call.
+    `lanes` has the steps of each lane, and `last` the steps after all lanes. Views are numbered: `callers`
+    are in the caller's tensors, `regions` in shared memory, and `summed` are part of sums. `opened` has the
+    opened views of regions, by parity of the call.
     """
 
     lanes: list[list[Step]]
@@ -71,9 +73,9 @@ class Steps(NamedTuple):
 
 
 class Program:
-    """The part of a plan that one rank runs, for buffers of any size.
+    """The part of a collective plan that one rank runs, for buffers of any size.
 
-    `staged` is the number of slots of the staging buffer.
+    `staged` is the number of slots in the staging buffer.
     """
 
     def __init__(self, walked: Walked, rank: int) -> None:
@@ -100,7 +102,7 @@ class Program:
         self.last = Move((rank, 0, 0), "copy", ends[:1], ends[1], kinds, 0)
 
     def steps(self, layout: Layout) -> Steps:
-        """Return the steps of the layout's window."""
+        """Return the steps of this rank for one slice, which is the window of a layout."""
         views: dict[View, int] = {}
         summed: set[int] = set()
 
@@ -132,7 +134,7 @@ class Program:
 
 
 class Call:
-    """A collective that runs in its first `wait`."""
+    """A handle of a collective that runs in the first call of `wait`."""
 
     def __init__(self, run: Callable[[], None]) -> None:
         self._run: Callable[[], None] | None = run
@@ -142,20 +144,20 @@ class Call:
         return self._run is None
 
     def wait(self) -> None:
-        """Run the collective, if it has not run yet."""
+        """Run the collective unless it has already run."""
         if self._run is not None:
             self._run()
             self._run = None
 
 
 class OneSided:
-    """A plan, accepted by the checker, that one rank runs in the shared memory of its group's host.
+    """Runs one rank's part of a collective plan in memory that the ranks of a host share.
 
-    Construction is collective, as each call is.
+    The checker must have accepted the plan. All ranks must construct this together, and call it together.
 
     Raises:
-        SharedMemoryError: the ranks cannot share memory; the same on all ranks.
-        CommunicationError: a rank did not come.
+        SharedMemoryError: the ranks cannot share memory; all ranks raise this error.
+        CommunicationError: a rank did not take part in the construction.
     """
 
     def __init__(self, plan: Plan, group: dist.ProcessGroup | None) -> None:
@@ -167,7 +169,7 @@ class OneSided:
         self._slot = min(FIRST_BYTES, self._most)
         channels = len(plan.channels)
         self.memory = SharedMemory(group, channels, self._bytes(self._most), self._bytes(self._slot))
-        # Each channel's count is a word that its source writes.
+        # The count of each channel is a word that the channel's source writes.
         self._words = [self.memory.line(channel) for channel in range(channels)]
         self._counts = [0] * channels
         self._posted: dict[int, int] = defaultdict(int)
@@ -175,12 +177,12 @@ class OneSided:
         self._for_sizes = lru_cache(MOST_SIZES)(self._compiled)
 
     def start(self, own: Tensor, out: Tensor, sizes: Sizes) -> Call:
-        """Return a call with `in` and `out`, contiguous, with elements along their first dimension.
+        """Return a handle whose `wait` runs the plan with input buffer `own` and output buffer `out`.
 
-        Its `wait` runs the plan.
+        Both tensors are contiguous, with elements along their first dimension.
 
         Raises:
-            DistBackendError: a rank has ended, or did not come within the group's timeout.
+            DistBackendError: in `wait`, if a rank has ended or did not respond within the group's timeout.
         """
         return Call(lambda: self._call(own, out, sizes))
 
@@ -196,14 +198,14 @@ class OneSided:
             self._run(offset, steps, flat, raw)
 
     def _longest(self, sizes: Sizes) -> int:
-        """Return the elements of the longest chunk of all ranks: all ranks make as many slices."""
+        """Return the number of elements in the longest chunk, which is equal on all ranks."""
         longest = sizes if isinstance(sizes, int) else max(map(max, sizes))
         return -(-longest // self.plan.chunks)
 
     def _run(
         self, offset: int, steps: Steps, flat: dict[str, Tensor], raw: dict[str, np.ndarray[Any, Any]]
     ) -> None:
-        """Run a slice, whose first element in each chunk is `offset`."""
+        """Run the plan for one slice, which begins at element `offset` of each chunk."""
         self._calls += 1
         parity, itemsize = self._calls % 2, flat["in"].itemsize
         if parity not in steps.opened:
@@ -234,7 +236,7 @@ class OneSided:
         return (self.plan.channels[number].source for code, number, _ in steps if code == WAIT)
 
     def _advance(self, steps: list[Step], at: int, arrays: list[Any], tensors: list[Any]) -> int:
-        """Take steps from `at` until one would wait; return its index, or the number of steps."""
+        """Run a lane's steps from index `at` until one would have to wait; return the next step's index."""
         memory, words, counts = self.memory.words, self._words, self._counts
         for code, target, source in steps[at:] if at else steps:
             if code == COPY:
@@ -257,14 +259,14 @@ class OneSided:
             at += 1
         return at
 
-    # A region's slots: `tmp` of even calls, `tmp` of odd calls, `staged`.
+    # A region has the slots of `tmp` for even calls, of `tmp` for odd calls, and of `staged`.
 
     def _bytes(self, slot: int) -> int:
-        """Return the bytes of a region."""
+        """Return the bytes of a rank's region if each slot has `slot` bytes."""
         return slot * (2 * self.plan.temporary + self._program.staged)
 
     def _open(self, steps: Steps, parity: int, dtype: torch.dtype) -> Views:
-        """Return the views of regions, with None in place of the caller's."""
+        """Return the opened views of all regions; views of the caller's tensors are None."""
         arrays: list[Any] = [None] * (len(steps.callers) + len(steps.regions))
         tensors = arrays.copy()
         for number, (buffer, rank, start, length) in steps.regions:
@@ -281,12 +283,12 @@ class OneSided:
             slots.append(min(GROWTH * slots[-1], self._most))
         while len(slots) > 1 and not self.memory.grow(self._bytes(slots[-1])):
             slots.pop()
-            self._most = slots[-1]  # smaller slices work, too
+            self._most = slots[-1]  # the plan also works with smaller slices
         self._slot = slots[-1]
         self._for_sizes.cache_clear()
 
     def _compiled(self, sizes: Sizes, width: int, dtype: torch.dtype) -> list[tuple[int, Steps]]:
-        """Return the slices of a call: their distance from the first one in each chunk, and their steps."""
+        """Return the slices of a call: the first element of each slice in its chunk, and its steps."""
         longest = self._longest(sizes) * width
         window = min(longest, self._slot // dtype.itemsize)
         made: dict[tuple[int, ...], Steps] = {}

@@ -1,13 +1,14 @@
-"""Shared memory of ranks on one host: a file that all ranks map, and waits in it.
+"""Memory that the ranks of one host share: a file that all ranks map, with counters to wait for.
 
-N ranks. The file has int64 words, each written by one rank and in its own cache line, and a region of bytes
-for each rank, into which the other ranks put. The file has a name only while it is empty, until all ranks
-have opened it, so killed ranks leave no memory, at most an empty file. It is mapped at its largest possible
-size. Bytes are allocated before use, since a write to unallocated memory would end the process.
+The file has int64 words and a region of bytes for each rank. Each word has its own cache line, and only one
+rank writes it. The other ranks put data into a rank's region. The file has a name only until all ranks have
+opened it, and is empty until then. So killed ranks leave at most an empty file. The file is mapped at its
+largest possible size. Bytes are allocated before use, because a write to unallocated memory would end the
+process.
 
-Words need no lock, since x86 shows one processor's writes to the others in order; other processors have no
-shared memory here. Each rank locks its byte of the file. The kernel releases the lock when the rank ends,
-so a waiting rank sees that at once. A stopped rank is seen after the timeout of groups.
+Words need no lock, because an x86 processor shows its writes to other processors in order. Other types of
+processors are refused. Each rank locks one byte of the file. The kernel releases the lock when the rank
+ends, so a waiting rank notices this at once. A stopped rank is noticed after the timeout of groups.
 """
 
 import fcntl
@@ -30,49 +31,50 @@ from fairseq_tutel.ranks import world
 from fairseq_tutel.ranks.guard import name_ranks, timeout_of_groups
 
 FOLDER = "/dev/shm"
-# Not i686, which writes 64 bits by two stores.
+# i686 is not in this list, because it writes 64 bits in two stores.
 ORDERED = ("x86_64", "AMD64")
 PREFIX = "fairseq_tutel-"
 WORDS_OF_LINE = 8
-# A wait yields the processor after each check, and later sleeps. More frequent checks make small
-# collectives 2 to 4 times as slow if there are more ranks than cores.
+# A wait yields the processor after each check, and sleeps after YIELD_SECONDS. If there are more ranks than
+# cores, more frequent checks make small collectives 2 to 4 times slower.
 YIELD_SECONDS = 0.001
 SLEEP_SECONDS = (0.00005, 0.005)
-# The length of a sleep, as a part of the time waited before.
+# The length of a sleep as a fraction of the time waited so far.
 SLEEP_PART = 1 / 50
-# struct flock: type, whence, start, length, process.
+# The fields of struct flock: type, whence, start, length, process.
 FLOCK = "hhqqi4x"
 
 
 class SharedMemoryError(OSError):
-    """Ranks cannot share memory. All ranks raise the same sentence."""
+    """The ranks of a group cannot share memory; all ranks raise this error with the same message."""
 
 
 class SharedMemory:
-    """The shared memory of a group's ranks: `words`, and a region of bytes for each rank. Collective.
+    """Memory that the ranks of a group share: `words`, and a region of bytes for each rank.
 
-    The caller gets `lines` cache lines of words. A region has `size` bytes at first, `region` at most.
+    All ranks must construct this together. The caller can use `lines` cache lines of words. A region has
+    `size` bytes at first, and can grow to `region` bytes.
 
     Raises:
-        SharedMemoryError: the ranks cannot share memory; it has the reason.
-        CommunicationError: a rank did not come.
+        SharedMemoryError: the ranks cannot share memory; the message has the reason.
+        CommunicationError: a rank did not take part in the construction.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, lines: int, region: int, size: int) -> None:
         self.group, self.size = group, size
         self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
-        self._first = self.ranks + 1  # a line for each rank's `barrier`, and one for `grow`
+        self._first = self.ranks + 1  # one line per rank for `barrier`, and one line for `grow`
         self._start = _whole_pages((self._first + lines) * WORDS_OF_LINE * 8)
         self._region = _whole_pages(region)
         self._descriptor = self._share()
         self._mapped = mmap.mmap(self._descriptor, self._start + self.ranks * self._region)
         self.words = memoryview(self._mapped)[: self._start].cast("q")
         self._barriers = self._generation = 0
-        # Not earlier: closing any descriptor of a file releases the process's locks on it.
+        # The descriptor stays open: closing any descriptor of a file releases this process's locks on it.
         weakref.finalize(self, os.close, self._descriptor)
 
     def _share(self) -> int:
-        """Return the descriptor of a file that all ranks have opened, each with a lock on its byte."""
+        """Return the descriptor of a file that all ranks have opened, where each rank locks one byte."""
         operation = "the opening of shared memory"
         path, problem, descriptor = "", "", -1
         if self.rank == 0:
@@ -85,11 +87,12 @@ class SharedMemory:
                 descriptor, problem = _open(name, os.O_NOFOLLOW)
             if descriptor >= 0:
                 fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, self.rank)
-            problems = world.all_gather_object(problem, operation, self.group)  # now all have their locks
+            # After this exchange, all ranks hold their locks.
+            problems = world.all_gather_object(problem, operation, self.group)
         finally:
             if path:
                 os.unlink(path)
-        found = (f"on rank {rank} of the group {each}" for rank, each in enumerate(problems) if each)
+        found = (f"on rank {rank} of the group, {each}" for rank, each in enumerate(problems) if each)
         problem = next(found, "")
         if path and not problem:
             os.ftruncate(descriptor, self._start + self.ranks * self._region)
@@ -102,7 +105,7 @@ class SharedMemory:
         return descriptor
 
     def _allocate(self, descriptor: int, size: int, words: int = 0) -> str:
-        """Allocate bytes of words and of each region; return the problem, if any."""
+        """Allocate `words` bytes for words and `size` bytes for each region; return an error or ""."""
         regions = [(self._start + rank * self._region, size) for rank in range(self.ranks)]
         ranges = [(start, length) for start, length in [(0, words), *regions] if length]
         state = os.fstatvfs(descriptor)
@@ -112,11 +115,11 @@ class SharedMemory:
         except OSError as error:
             needed = sum(length for _, length in ranges) // 1024
             free = state.f_bavail * state.f_frsize // 1024
-            return f"{needed} KiB are needed and {free} are free in {FOLDER} ({error.strerror})"
+            return f"{needed} KiB are needed, but {free} KiB are free in {FOLDER} ({error.strerror})"
         return ""
 
     def line(self, index: int) -> int:
-        """Return the first word of a caller's line."""
+        """Return the index of the first word in a cache line of the caller."""
         return (self._first + index) * WORDS_OF_LINE
 
     def region(self, rank: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
@@ -125,10 +128,10 @@ class SharedMemory:
         return np.frombuffer(self._mapped, np.uint8, self._region, start)
 
     def wait(self, word: int, least: int, source: int) -> None:
-        """Wait until a word that a rank writes is at least `least`.
+        """Wait until a word that rank `source` writes is at least `least`.
 
         Raises:
-            DistBackendError: the rank has ended, or did not write within the timeout of groups.
+            DistBackendError: this rank has ended, or did not write within the timeout of groups.
         """
         if self.words[word] < least:
             backoff = Backoff(self)
@@ -136,16 +139,17 @@ class SharedMemory:
                 backoff.pause([source])
 
     def barrier(self) -> None:
-        """Wait until all ranks have called this. Collective, as is `grow`."""
+        """Wait until all ranks of the group have called this function."""
         self._barriers += 1
         self.words[self.rank * WORDS_OF_LINE] = self._barriers
         for rank in range(self.ranks):
             self.wait(rank * WORDS_OF_LINE, self._barriers, rank)
 
     def grow(self, size: int) -> bool:
-        """Give regions more bytes, and lose their contents; return whether there were enough.
+        """Grow all regions to `size` bytes, and return whether there was enough memory.
 
-        At least half of the folder's size stays free for others, such as data loaders.
+        All ranks must call this together. The contents of the regions are lost. At least half of the folder
+        stays free for other users, such as data loaders.
         """
         self.barrier()
         self._generation += 1
@@ -162,14 +166,14 @@ class SharedMemory:
         return grown
 
     def has_ended(self, rank: int) -> bool:
-        """Return whether another rank's process has ended, and so holds no lock."""
+        """Return whether another rank's process has ended, which is the case if it holds no lock."""
         request = struct.pack(FLOCK, fcntl.F_WRLCK, os.SEEK_SET, rank, 1, 0)
         answer = fcntl.fcntl(self._descriptor, fcntl.F_GETLK, request)
         return bool(struct.unpack(FLOCK, answer)[0] == fcntl.F_UNLCK)
 
 
 class Backoff:
-    """One wait for ranks: yields the processor between checks, later sleeps, and fails at the timeout."""
+    """Pauses while waiting for other ranks: yields the processor, later sleeps, and fails at a timeout."""
 
     __slots__ = ("_ended", "_memory", "_start")
 
@@ -178,10 +182,10 @@ class Backoff:
         self._ended: set[int] = set()
 
     def pause(self, sources: Iterable[int]) -> None:
-        """Pause between two checks of a wait for these ranks of the group.
+        """Pause between two checks of a wait for the ranks `sources` of the group.
 
         Raises:
-            DistBackendError: one of them has ended, or the timeout of groups has passed.
+            DistBackendError: one of these ranks has ended, or the timeout of groups has passed.
         """
         now = time.perf_counter()
         self._start = self._start or now
@@ -190,13 +194,13 @@ class Backoff:
             os.sched_yield()
             return
         sources = [rank for rank in set(sources) if rank != self._memory.rank]
-        # The caller checks once more after a rank has ended, since it may have written before.
+        # After a rank has ended, the caller checks once more, because the rank may have written before.
         if gone := self._ended.intersection(sources):
-            raise dist.DistBackendError(f"{self._names(gone)} ended")
+            raise dist.DistBackendError(f"{self._names(gone)} ended during a collective")
         self._ended = {rank for rank in sources if self._memory.has_ended(rank)}
         timeout = timeout_of_groups() or timeout_of(self._memory.group)
         if waited > timeout.total_seconds():
-            raise dist.DistBackendError(f"{self._names(sources)} did not write for {waited:.1f} s")
+            raise dist.DistBackendError(f"{self._names(sources)} did not respond for {waited:.1f} s")
         if not self._ended:
             time.sleep(min(max(waited * SLEEP_PART, SLEEP_SECONDS[0]), SLEEP_SECONDS[1]))
 
@@ -206,7 +210,7 @@ class Backoff:
 
 
 def timeout_of(group: dist.ProcessGroup | None) -> timedelta:
-    """Return the timeout of a group on CPUs; None: of the default group."""
+    """Return the timeout of a process group on CPUs; None: the default group."""
     found = group or dist.group.WORLD
     assert found is not None
     return cast(timedelta, found._get_backend(torch.device("cpu")).options._timeout)
@@ -217,12 +221,12 @@ def _whole_pages(size: int) -> int:
 
 
 def _open(path: str, flags: int) -> tuple[int, str]:
-    """Return the descriptor of a file, and the problem, if any."""
+    """Open a file of shared memory; return the descriptor (-1 on failure) and the problem as text."""
     if (machine := platform.machine()) not in ORDERED:
-        return -1, f"a {machine} does not show writes in their order"
+        return -1, f"processors of type {machine} do not guarantee the order of writes"
     try:
         return os.open(path, os.O_RDWR | flags, 0o600), ""
     except FileNotFoundError:
-        return -1, f"{path} is not there, as on another host or in another container"
+        return -1, f"{path} does not exist, perhaps because the rank is on another host or in a container"
     except OSError as error:
         return -1, f"{path} cannot be opened ({error.strerror})"

@@ -1,11 +1,11 @@
-"""Plans by two-sided messages, over gloo or NCCL.
+"""Executor of collective plans by two-sided messages (send and receive), over gloo or NCCL.
 
-The plan runs in rounds. In each round a rank sends at most one message to each other rank, with all chunks
-for that rank one after another. Between rounds it copies and sums in the plan's order. Only a rank itself
-writes its memory, so `tmp` belongs to one call.
+The plan runs in rounds. In each round, a rank sends at most one message to each other rank. The message has
+all chunks for that rank, one after another. Between rounds, the rank copies and sums in the plan's order.
+Only a rank itself writes its memory, so each call has its own `tmp`.
 
-There is no thread. `start` sends the first round, `wait` the later ones. So calls of a group must start,
-and be waited for, in the same order on all ranks. On a GPU the host never waits.
+There is no thread. `start` sends the first round, and `wait` sends the later rounds. So all ranks of a
+group must start calls, and wait for them, in the same order. On a GPU the host never waits.
 """
 
 from collections import defaultdict
@@ -21,13 +21,13 @@ from fairseq_tutel.plans.executors.layout import Layout, Move, Sizes, walk
 from fairseq_tutel.plans.format import Plan
 from fairseq_tutel.ranks import world
 
-MOST_SIZES = 256  # for which a plan stays compiled
+MOST_SIZES = 256  # the number of sizes for which a plan stays compiled
 HALF = (torch.float16, torch.bfloat16)
 Run = tuple[str, int, int]  # buffer, first element, length
 
 
 class Round(NamedTuple):
-    """A round of one rank: messages by the other rank, then its own sums (sources, target)."""
+    """One round of a rank: messages (other rank, runs), then sums on this rank (sources, target)."""
 
     send: list[tuple[int, list[Run]]]
     receive: list[tuple[int, list[Run]]]
@@ -35,7 +35,7 @@ class Round(NamedTuple):
 
 
 class Call:
-    """A plan that has started."""
+    """A handle of a collective that has started and runs by messages."""
 
     def __init__(
         self, rounds: Sequence[Round], buffers: dict[str, Tensor], group: dist.ProcessGroup | None
@@ -43,7 +43,7 @@ class Call:
         self.rounds, self.buffers, self.group = rounds, buffers, group
         self.at = 0
         self.works: list[dist.Work] = []
-        self.sent: list[Tensor] = []  # kept until it has been sent
+        self.sent: list[Tensor] = []  # kept until the sends have ended
         self.came: list[tuple[Tensor, list[Run]]] = []
         self._end_round()  # round 0 has no messages
 
@@ -53,13 +53,13 @@ class Call:
         return left == 0 or (left == 1 and all(work.is_completed() for work in self.works))
 
     def wait(self) -> None:
-        """Run the remaining rounds; on a GPU the stream does."""
+        """Run the remaining rounds; on a GPU, queue them on the stream instead of waiting."""
         while self.at < len(self.rounds):
             self._end_round()
 
     @torch.no_grad()
     def _end_round(self) -> None:
-        """Wait for this round's messages, make this rank's sums, start the next round."""
+        """Wait for the messages of this round, compute the sums of this rank, and start the next round."""
         for work in self.works:
             work.wait()
         for message, runs in self.came:
@@ -96,7 +96,7 @@ class Call:
 
 
 def add_up(sources: Sequence[Tensor], out: Tensor) -> None:
-    """Add tensors in the given order, and write the sum to `out`.
+    """Add tensors in the given order, and write the sum to the tensor `out`.
 
     `out` may be the first tensor. Half-precision tensors are added in fp32.
     """
@@ -115,7 +115,7 @@ def add_up(sources: Sequence[Tensor], out: Tensor) -> None:
 
 
 class TwoSided:
-    """A plan, accepted by the checker, that one rank of a group runs by messages."""
+    """Runs one rank's part of a collective plan by messages; the checker must have accepted the plan."""
 
     def __init__(self, plan: Plan, group: dist.ProcessGroup | None) -> None:
         self.plan, self.group, self.is_new = plan, group, True
@@ -137,7 +137,7 @@ class TwoSided:
         `own` is the plan's `in`. Both tensors are contiguous, with elements along the first dimension.
         """
         if self.is_new and own.is_cuda:
-            # NCCL needs all ranks in a group's first call, and a round may have no message for some.
+            # NCCL needs all ranks in the first call of a group, but a round may have no message for a rank.
             dist.all_reduce(own.new_zeros(1), group=self.group)
         self.is_new = False
         rounds, slots = self._for_sizes(sizes)
@@ -145,7 +145,7 @@ class TwoSided:
         return Call(rounds, {"in": own, "out": out, "tmp": tmp}, self.group)
 
     def _compiled(self, sizes: Sizes) -> tuple[list[Round], int]:
-        """Return the rounds, and the elements of `tmp`."""
+        """Return the rounds of this rank for some sizes, and the number of elements of `tmp`."""
         layout = Layout(self.walked, sizes)
         rounds = []
         for moves, messages in zip(self._sums, self._messages, strict=True):
@@ -162,7 +162,7 @@ class TwoSided:
 
 
 def _joined(puts: Sequence[Move], layout: Layout, is_sent: bool) -> list[Run]:
-    """Return the runs of a message at one end; adjacent ones are joined."""
+    """Return the runs of elements that a message sends or fills on this rank; adjacent runs are joined."""
     found: list[Run] = []
     for put in puts:
         end = put.sources[0] if is_sent else put.target

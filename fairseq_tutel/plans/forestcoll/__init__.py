@@ -1,1 +1,1 @@
-"""ForestColl, the fastest trees of a network: `forest` takes the steps of the other modules in turn."""
+"""ForestColl: finds the fastest trees for collectives on a network; `forest` runs the other modules."""

@@ -1,12 +1,12 @@
-"""Edge splitting: removes the switches of a network and keeps its flows.
+"""Edge splitting: replaces the links of switches by links between ranks, without reducing the flows.
 
-A link from u to switch w and one from w to t become one from u to t, as long as k N can still flow from
-the source of `optimum` to each rank. If each switch receives as much as it sends, all links of a switch can
-be replaced, whatever was replaced before (Bang-Jensen, Frank and Jackson, Preserving and increasing local
+A link from u to switch w and a link from w to t become a link from u to t, as long as k N can still flow
+from the source of `optimum` to each rank. If each switch receives as much as it sends, all links of a
+switch can be replaced, in any order (Bang-Jensen, Frank and Jackson, Preserving and increasing local
 edge-connectivity in mixed graphs, 1995).
 
-Each set T of vertices with a rank and without the source has room: the capacity into it, minus the needed
-k N. Splitting reduces the room of sets with w but without u and t, and of sets with u and t but without w.
+Consider a set T of vertices with a rank and without the source. Its room is the capacity into T minus k N.
+Splitting reduces the room of sets with w but without u and t, and of sets with u and t but without w.
 """
 
 from collections.abc import Iterator, Sequence
@@ -15,12 +15,12 @@ from fairseq_tutel.plans.forestcoll.max_flow import Flow, members
 from fairseq_tutel.plans.forestcoll.optimum import Share, reaches_all, with_source
 from fairseq_tutel.plans.network import Network
 
-# (source, target, amount).
+# A part of a link: (source, target, capacity).
 Piece = tuple[int, int, int]
 
 
 def without_switches(network: Network, share: Share) -> list[list[int]]:
-    """Return capacities between ranks alone, by source and target."""
+    """Remove the switches of a network; return the capacities between ranks by [source][target]."""
     splitting = _Splitting(network, share)
     for switch in network.switches:
         splitting.remove(switch)
@@ -29,7 +29,7 @@ def without_switches(network: Network, share: Share) -> list[list[int]]:
 
 
 class _Splitting:
-    """The capacities between ranks, remaining switches and the source."""
+    """The capacities between ranks, remaining switches and the source during edge splitting."""
 
     def __init__(self, network: Network, share: Share) -> None:
         self.network = network
@@ -37,11 +37,14 @@ class _Splitting:
         self.source = len(network.vertices)
         self.needed = share.trees * network.ranks
         self.ranks = (1 << network.ranks) - 1
-        # More than any flow.
+        # A capacity that no flow can reach.
         self.endless = self.needed + sum(map(sum, share.capacities)) + 1
 
     def remove(self, switch: int) -> None:
-        """Replace all links of a switch: evenly first, which gives lower trees, then the rest in order."""
+        """Replace all links of a switch by links between its neighbours.
+
+        Links are split evenly first, which gives lower trees. The rest follows in order of nearness.
+        """
         self._split_evenly(switch, list(self._even(switch)))
         into, out = self._neighbours(switch)
         for u, t in sorted(((u, t) for u in into for t in out), key=self._nearness):
@@ -50,14 +53,14 @@ class _Splitting:
         assert self._neighbours(switch) == ([], []), "all links of a switch can be replaced"
 
     def _neighbours(self, switch: int) -> tuple[list[int], list[int]]:
-        """Return the vertices with links to a switch, and those with links from it."""
+        """Return the vertices with links to a switch, and the vertices with links from the switch."""
         into = [vertex for vertex, out in enumerate(self.graph.out) if out >> switch & 1]
         return into, list(members(self.graph.out[switch]))
 
     def _nearness(self, pair: tuple[int, int]) -> tuple[int, int, int]:
-        """Return the sort key of links between ranks: other hosts and the same local rank first.
+        """Return the key that sorts pairs of vertices: the next host and the same local rank come first.
 
-        The next host and the next local rank come first, so that neighbors vary.
+        So different ranks have different neighbours.
         """
         places, (u, t) = self.network.places, pair
         if max(pair) >= len(places):
@@ -68,7 +71,7 @@ class _Splitting:
         return (u == t, hops, (to_local - local) % most)
 
     def _even(self, switch: int) -> Iterator[Piece]:
-        """Yield links in proportion to the links that they replace."""
+        """Yield new links with capacities in proportion to the links of the switch that they replace."""
         into, out = self._neighbours(switch)
         left = self.graph.left
         for u in into:
@@ -79,13 +82,16 @@ class _Splitting:
                     yield u, t, amount
 
     def _partners(self, u: int, out: Sequence[int]) -> list[int]:
-        """Return the ranks of `out` with the same local rank on other hosts, or else all but u."""
+        """Return the vertices of `out` to which the links from u should lead.
+
+        These are the ranks with the local rank of u on other hosts. Without such ranks, all but u.
+        """
         places = dict(enumerate(self.network.places))
         alike = [t for t in out if u in places and t in places and places[u][1] == places[t][1]]
         return [t for t in alike if t != u] or [t for t in out if t != u]
 
     def _split_evenly(self, switch: int, pieces: Sequence[Piece]) -> None:
-        """Replace links by `pieces`: all at once if there is room, else those that fit."""
+        """Replace links of a switch by `pieces`: all of them if there is room, else the pieces that fit."""
         if not pieces:
             return
         trial = self.graph.copy()
@@ -106,8 +112,8 @@ class _Splitting:
             graph.add(u, t, amount)
 
     def _room(self, switch: int, u: int, t: int, most: int) -> int:
-        """Return how much of the links from u and to t can be replaced, at most `most`."""
-        # Sets with the switch, without u and t; then sets with u and t, without the switch.
+        """Return how much capacity of the links from u and to t can be replaced, at most `most`."""
+        # First sets with the switch but without u and t, then sets with u and t but without the switch.
         for start, end in ((u, switch), (switch, t)):
             if most:
                 graph = self.graph.copy()
@@ -119,7 +125,10 @@ class _Splitting:
         return most
 
     def _least(self, graph: Flow, start: int, end: int, ranks: int, most: int) -> int:
-        """Return the least room, at most `most`, of sets with `end` and one of `ranks`, without `start`."""
+        """Return the least room of all sets with `end` and at least one of `ranks`, but without `start`.
+
+        The result is at most `most`.
+        """
         limit = self.needed + most
         sent, beyond = graph.push(start, end, limit)
         if sent == limit or ranks & ~beyond:
@@ -134,7 +143,7 @@ class _Splitting:
         return limit - self.needed
 
     def _moved(self, graph: Flow, last: int, rank: int, end: int) -> bool:
-        """Return whether the flow over one rank's endless edge can go over another rank's."""
+        """Return whether flow over the unlimited edge of rank `last` can move to the edge of `rank`."""
         graph.add(last, end, -self.endless)
         if (over := -graph.left[last][end]) > 0:
             graph.add(last, end, over)

@@ -1,6 +1,6 @@
-"""Forests: trees that bring each rank's shard to all ranks as fast as the network can.
+"""Forests: sets of trees along which each rank's shard reaches all ranks as fast as the network allows.
 
-`optimum` assigns the links to trees, `edge_splitting` removes the switches, `tree_packing` finds the trees.
+`optimum` assigns links to trees, `edge_splitting` removes the switches, and `tree_packing` finds the trees.
 """
 
 from typing import NamedTuple
@@ -19,7 +19,7 @@ from fairseq_tutel.plans.network import Network
 
 
 class Forest(NamedTuple):
-    """Trees of a network, k for each rank; those of a root are next to each other."""
+    """Trees for a network: k trees with each rank as root; trees with the same root are adjacent."""
 
     network: Network
     best: Optimum
@@ -28,17 +28,18 @@ class Forest(NamedTuple):
 
     @property
     def depth(self) -> int:
-        """The most edges from a root to a rank."""
+        """The largest number of edges from a root to a rank."""
         return max(max(tree.depths.values()) for tree in self.trees)
 
 
 def grow(network: Network, trees: int | None = None, most_trees: int | None = None) -> Forest:
-    """Return k trees of a network for each rank.
+    """Return the fastest forest of a network with k = `trees` trees for each root.
 
-    Without `trees`, k is the least number within `optimum.TOLERANCE` of the optimum, at most `most_trees`.
+    Without `trees`, k is at most `most_trees`, and the least number within `optimum.TOLERANCE` of the
+    optimum.
 
     Raises:
-        ValueError: k trees cannot use whole parts of the links of switches.
+        ValueError: k trees cannot divide the links of the switches into whole parts.
     """
     best = optimum(network)
     if trees is None:
@@ -47,8 +48,8 @@ def grow(network: Network, trees: int | None = None, most_trees: int | None = No
         share = fixed_share(network, best, trees)
     if share is None:
         raise ValueError(
-            f"{network.name} has no {trees} trees per root, since its switches' links differ between "
-            f"directions; give another number of trees, or none."
+            f"{network.name} has no {trees} trees per root, because links of its switches differ between "
+            f"directions; give another number of trees, or leave it out."
         )
     return Forest(network, best, share, pack(without_switches(network, share), share.trees))
 
@@ -56,9 +57,10 @@ def grow(network: Network, trees: int | None = None, most_trees: int | None = No
 def grow_for(
     network: Network, collective: str, trees: int | None = None, most_trees: int | None = None
 ) -> tuple[Forest | None, Forest | None]:
-    """Return the trees along which a collective reduces, and those along which it distributes; see `grow`.
+    """Return two forests for a collective: one to reduce data, one to distribute data (None: not needed).
 
-    Trees that reduce are those of the network with reversed links, since data goes from leaves to roots.
+    `grow` describes the options. Data is reduced from leaves to roots, so the forest for this is made for
+    the network with reversed links.
     """
     there = grow(network, trees, most_trees) if collective != "reduce_scatter" else None
     if collective == "all_gather":
@@ -68,7 +70,7 @@ def grow_for(
         return grow(back, trees, most_trees), None
     if sorted(back.links) == sorted(network.links):
         return there, there
-    # Both need the same k. The optimum's k works, since both directions have the same optimum.
+    # Both forests need the same k. The optimum's k works, because both directions have the same optimum.
     if trees is None and not fixed_share(back, there.best, there.share.trees):
         there = grow(network, optimal_share(network, there.best).trees)
     return grow(back, there.share.trees), there

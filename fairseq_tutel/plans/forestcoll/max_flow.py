@@ -1,7 +1,7 @@
-"""Integer maximum flow and minimum cut by Dinic's algorithm (1970), for dense graphs of dozens of vertices.
+"""Maximum flow and minimum cut with integers by Dinic's algorithm (1970), for dense, small graphs.
 
-Capacities are rows of a matrix, and sets of vertices are bits of an integer, so a breadth-first search
-needs a few operations per vertex, not per edge.
+Graphs have dozens of vertices. Capacities are in a matrix, and sets of vertices are bits of an integer. So
+a breadth-first search needs a few operations per vertex instead of per edge.
 """
 
 from collections.abc import Iterator, Sequence
@@ -9,7 +9,10 @@ from itertools import pairwise
 
 
 class Flow:
-    """A graph: capacities that are left, by source and target, and as `out` each vertex's targets."""
+    """A graph with the remaining capacity of each edge, `left[source][target]`.
+
+    `out` has the targets of each vertex as bits.
+    """
 
     __slots__ = ("left", "out")
 
@@ -18,17 +21,17 @@ class Flow:
 
     @classmethod
     def of(cls, matrix: Sequence[Sequence[int]], more: int = 0) -> "Flow":
-        """Return the graph of a matrix of capacities, with `more` further vertices."""
+        """Return the graph for a matrix of capacities, with `more` additional vertices without edges."""
         size = len(matrix) + more
         left = [[*row, *[0] * more] for row in matrix] + [[0] * size for _ in range(more)]
         return cls(left, [sum(1 << target for target, c in enumerate(row) if c) for row in left])
 
     def copy(self) -> "Flow":
-        """Return a copy."""
+        """Return a copy of the graph with its own capacities."""
         return Flow([row[:] for row in self.left], self.out[:])
 
     def add(self, source: int, target: int, capacity: int) -> None:
-        """Add to the capacity of an edge."""
+        """Add `capacity`, which can be negative, to the capacity of an edge."""
         left = self.left[source][target] = self.left[source][target] + capacity
         if left:
             self.out[source] |= 1 << target
@@ -36,10 +39,11 @@ class Flow:
             self.out[source] &= ~(1 << target)
 
     def push(self, source: int, target: int, limit: int) -> tuple[int, int]:
-        """Send the maximum flow, at most the limit, and reduce the capacities.
+        """Send the maximum flow from source to target, at most `limit`, and reduce the capacities.
 
         Returns:
-            The flow; and if it is less than the limit, the smallest source side of a minimum cut, as bits.
+            The flow. If the flow is less than the limit, also the smallest set of vertices on the source
+            side of a minimum cut, as bits, else 0.
         """
         sent = 0
         while sent < limit:
@@ -68,7 +72,7 @@ class Flow:
                 return layers, seen
 
     def _block(self, source: int, target: int, layers: list[int], limit: int) -> int:
-        """Send along shortest paths until none is left or the limit is reached; return the flow."""
+        """Send flow along shortest paths until no path is left or the limit is reached; return the flow."""
         left, out = self.left, self.out
         path, sent = [source], 0
         while path:
@@ -99,7 +103,7 @@ class Flow:
 
 
 def members(bits: int) -> Iterator[int]:
-    """Yield the vertices of a set, in order."""
+    """Yield the vertices of a set in increasing order; the set is the bits of an integer."""
     while bits:
         low = bits & -bits
         yield low.bit_length() - 1

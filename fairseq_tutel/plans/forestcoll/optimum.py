@@ -1,13 +1,13 @@
-"""ForestColl's optimum: the least time in which each rank's shard can reach all ranks, and its cut.
+"""ForestColl's optimum: the least time in which each rank's shard can reach all ranks, and the cut for it.
 
-A set S of vertices that lacks a rank sends the shards of its ranks R(S) over its outgoing links of total
-bandwidth B+(S), so a shard of one byte takes at least |R(S)| / B+(S). Trees reach the largest of these
-bounds, 1/x (Edmonds 1973): with a source that sends x to each rank, x N can flow to each rank. All numbers
-are integers or fractions.
+Let S be a set of vertices without at least one rank. The shards of its ranks R(S) leave S over links with
+the total bandwidth B+(S). So shards of one byte take at least |R(S)| / B+(S). Let 1/x be the largest of
+these bounds. Trees reach it (Edmonds 1973): with a source that sends x to each rank, x N can flow to each
+rank. All numbers are integers or fractions.
 
 Source: Zhao et al., ForestColl: Throughput-Optimal Collective Communications on Heterogeneous Network
-Fabrics, 2024. Here Newton's method (Dinkelbach 1967) replaces their bisection for 1/x: each cut that is too
-narrow gives the next, larger 1/x, after few steps.
+Fabrics, 2024. They find 1/x by bisection. This module uses Newton's method (Dinkelbach 1967): each cut that
+is too narrow gives the next, larger 1/x. It needs few steps.
 """
 
 import math
@@ -18,28 +18,32 @@ from typing import NamedTuple
 from fairseq_tutel.plans.forestcoll.max_flow import Flow
 from fairseq_tutel.plans.network import Network
 
-# How far the default number of trees may be from the optimum.
+# The largest relative distance from the optimum for the default number of trees.
 TOLERANCE = Fraction(1, 20)
-# How many numbers of trees are tried for that, before the optimum's number is taken.
+# The most numbers of trees to try before the optimum's number is used.
 TRIED = 200
 
 
 class Optimum(NamedTuple):
-    """The lower bound of all schedules: S, as bits, and |R(S)| and B+(S), whose fraction is 1/x."""
+    """The lower bound for the time of all schedules, 1/x, and the set S of vertices that limits it.
+
+    `cut` is S as bits. `narrow` is |R(S)| and B+(S), whose quotient is 1/x.
+    """
 
     cut: int
     narrow: tuple[int, int]
 
     @property
     def seconds(self) -> Fraction:
-        """1/x: seconds for a shard of one byte, if bandwidths are bytes a second."""
+        """The seconds for shards of one byte (1/x), if bandwidths are in bytes per second."""
         return Fraction(*self.narrow)
 
 
 class Share(NamedTuple):
-    """The assignment of links to k trees per root.
+    """The assignment of links to trees, with k = `trees` trees per root.
 
-    At most U b trees use a link of bandwidth b. `capacities` are U b rounded down, by source and target.
+    At most U b trees use a link of bandwidth b; U is `stretch`. `capacities` has U b, rounded down, by
+    [source][target].
     """
 
     trees: int
@@ -48,26 +52,26 @@ class Share(NamedTuple):
 
     @property
     def seconds(self) -> Fraction:
-        """U / k: seconds for a shard of one byte, if bandwidths are bytes a second."""
+        """The seconds for shards of one byte (U / k), if bandwidths are in bytes per second."""
         return self.stretch / self.trees
 
 
 def optimum(network: Network) -> Optimum:
-    """Return the shortest possible time of an all-gather, and the cut that limits it."""
+    """Return the shortest possible time of an all-gather on a network, and the cut that limits it."""
     everything = (1 << len(network.vertices)) - 1
     best = max(
         (_narrow(network, everything & ~(1 << rank)) for rank in range(network.ranks)),
         key=lambda found: found.seconds,
     )
     for rank in range(network.ranks):
-        # A rank that passes at a smaller 1/x passes at a larger one, so each rank is tried once.
+        # A rank that passes with some 1/x also passes with a larger 1/x, so each rank is tried once.
         while cut := _too_narrow(network, rank, best.seconds):
             best = _narrow(network, cut)
     return best
 
 
 def _narrow(network: Network, cut: int) -> Optimum:
-    """Return the bound of a set of vertices."""
+    """Return the lower bound that a set of vertices (`cut`, as bits) gives for the time."""
     inside = (cut & ((1 << network.ranks) - 1)).bit_count()
     leaving = sum(
         link.bandwidth for link in network.links if cut >> link.source & 1 > cut >> link.target & 1
@@ -76,9 +80,9 @@ def _narrow(network: Network, cut: int) -> Optimum:
 
 
 def _too_narrow(network: Network, rank: int, seconds: Fraction) -> int:
-    """Return a set without the rank whose bound is larger, or 0."""
+    """Return a set of vertices without `rank` whose bound is larger than `seconds`, or 0."""
     source = len(network.vertices)
-    # Multiplied by the numerator of 1/x, all numbers are whole.
+    # All numbers are multiplied by the numerator of 1/x, which makes them whole.
     matrix = [[seconds.numerator * b for b in row] for row in network.matrix]
     graph = with_source(matrix, network.ranks, seconds.denominator)
     _, cut = graph.push(source, rank, seconds.denominator * network.ranks)
@@ -86,7 +90,7 @@ def _too_narrow(network: Network, rank: int, seconds: Fraction) -> int:
 
 
 def optimal_share(network: Network, best: Optimum) -> Share:
-    """Return the share of the fewest trees that reach the optimum."""
+    """Return the assignment of links with the fewest trees that reach the optimum."""
     widths = [link.bandwidth for link in network.links]
     common = math.gcd(best.seconds.denominator, *widths)
     stretch = Fraction(best.seconds.numerator, common)
@@ -99,16 +103,16 @@ def _share(network: Network, trees: int, stretch: Fraction) -> Share:
 
 
 def is_enough(network: Network, share: Share) -> bool:
-    """Return whether the trees fit: whether k N can flow to each rank (Edmonds)."""
+    """Return whether the trees of an assignment fit: whether k N can flow to each rank (Edmonds)."""
     graph = with_source(share.capacities, network.ranks, share.trees)
     return reaches_all(graph, network.ranks, share.trees * network.ranks)
 
 
 def reaches_all(graph: Flow, ranks: int, needed: int) -> bool:
-    """Return whether `needed` can flow from the last vertex to each rank."""
+    """Return whether a flow of `needed` from the last vertex to each rank is possible."""
     graph, start = graph.copy(), len(graph.out) - 1
     for rank in range(ranks):
-        # The flow to one rank continues to the next one, mostly by few and short paths.
+        # The flow to one rank is extended to the next rank, mostly by few and short paths.
         if graph.push(start, rank, needed)[0] < needed:
             return False
         start = rank
@@ -116,7 +120,7 @@ def reaches_all(graph: Flow, ranks: int, needed: int) -> bool:
 
 
 def with_source(capacities: Sequence[Sequence[int]], ranks: int, trees: int) -> Flow:
-    """Return the graph with a further, last vertex with edges to each rank."""
+    """Return a graph with a source as last vertex, whose edges of capacity `trees` lead to all ranks."""
     graph = Flow.of(capacities, 1)
     for rank in range(ranks):
         graph.add(len(capacities), rank, trees)
@@ -124,10 +128,11 @@ def with_source(capacities: Sequence[Sequence[int]], ranks: int, trees: int) -> 
 
 
 def fixed_share(network: Network, best: Optimum, trees: int, most: Fraction | None = None) -> Share | None:
-    """Return the share with the least U, at most `most`, for `trees` trees per root; None: there is none.
+    """Return the fastest assignment of links to `trees` trees per root, or None if there is none.
 
-    After rounding, a switch must still receive as much as it sends. This holds if its links are equal in
-    both directions. In other networks few numbers of trees have a share.
+    The fastest has the least U, at most `most`. After rounding, a switch must still receive as much as it
+    sends. This holds if its links are equal in both directions. Other networks have an assignment for few
+    numbers of trees.
     """
     least = best.seconds * trees
     if most is None:
@@ -136,7 +141,7 @@ def fixed_share(network: Network, best: Optimum, trees: int, most: Fraction | No
             most *= 2
     elif not is_enough(network, _share(network, trees, most)):
         return None
-    # At the least U some link gets one more tree: U is a whole number over its width.
+    # At the least U, some link gets one more tree, so U is a whole number divided by this link's width.
     too_low = Fraction(0)
     for width in {link.bandwidth for link in network.links}:
         first = max(math.ceil(least * width), math.floor(too_low * width) + 1)
@@ -157,9 +162,9 @@ def fixed_share(network: Network, best: Optimum, trees: int, most: Fraction | No
 
 
 def default_share(network: Network, best: Optimum, most_trees: int | None = None) -> Share:
-    """Return the share with the fewest trees that is within `TOLERANCE` of the optimum.
+    """Return the assignment of links with the fewest trees whose time is within `TOLERANCE` of the optimum.
 
-    With `most_trees` k is at most that, and if no such share is fast enough, the fastest one is returned.
+    With `most_trees`, k is at most this number. If no such assignment is fast enough, return the fastest.
     """
     optimal = optimal_share(network, best)
     last = min(most_trees or optimal.trees, optimal.trees)

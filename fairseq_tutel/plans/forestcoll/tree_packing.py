@@ -1,10 +1,11 @@
-"""Tree packing: k trees from each root to all ranks, over links between ranks.
+"""Tree packing: finds k trees from each root to all ranks that fit the capacities of links between ranks.
 
-Trees grow one after the other, equal trees as m copies of one. The copies take a link (x, y) as often as
-its remaining capacity allows, and as each set T of ranks with y and without x can spare: the capacity into
-T minus the other trees that have still to reach T (Edmonds 1973; Berczi and Frank, Packing arborescences,
-2009). The other copies become a separate tree with the edges so far. Such a link always exists. A set that
-can spare nothing never will again, since its capacity and its demand shrink together.
+Trees grow one after the other. Equal trees grow together, as m copies of one tree. Two limits apply to the
+copies that can take a link (x, y): the link's remaining capacity, and the spare capacity of each set T of
+ranks with y and without x. The spare capacity is the capacity into T minus the other trees that must still
+reach T (Edmonds 1973; Berczi and Frank, Packing arborescences, 2009). The remaining copies become a
+separate tree with the edges so far. A link for at least one copy always exists. A set without spare
+capacity never gets any, because its capacity and its demand shrink together.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,7 +15,7 @@ from fairseq_tutel.plans.forestcoll.max_flow import Flow, members
 
 
 class Tree(NamedTuple):
-    """m = `copies` equal trees, with their edges (parent, child) in breadth-first order."""
+    """A tree and the number of its copies; edges (parent, child) are in breadth-first order."""
 
     root: int
     copies: int
@@ -22,7 +23,7 @@ class Tree(NamedTuple):
 
     @property
     def depths(self) -> dict[int, int]:
-        """The distance of each vertex from the root."""
+        """The number of edges from the root to each vertex of the tree."""
         depths = {self.root: 0}
         for source, target in self.edges:
             depths[target] = depths[source] + 1
@@ -30,7 +31,10 @@ class Tree(NamedTuple):
 
 
 def pack(capacities: Sequence[Sequence[int]], trees: int) -> list[Tree]:
-    """Return k trees per rank, whose copies on each link are within its capacity by (source, target)."""
+    """Return k = `trees` trees with each rank as root; no link carries more trees than its capacity.
+
+    `capacities` is by [source][target].
+    """
     packing = _Packing(capacities)
     growing = [Tree(root, trees) for root in reversed(range(len(capacities)))]
     grown = []
@@ -41,15 +45,18 @@ def pack(capacities: Sequence[Sequence[int]], trees: int) -> list[Tree]:
 
 
 class _Packing:
-    """The links that trees have not used."""
+    """The state of a tree packing: the remaining capacities of links between ranks."""
 
     def __init__(self, capacities: Sequence[Sequence[int]]) -> None:
         self.links = Flow.of(capacities)
         self.everyone = (1 << len(capacities)) - 1
-        self.full: list[int] = []  # sets of ranks that can spare nothing
+        self.full: list[int] = []  # sets of ranks without spare capacity
 
     def grow(self, tree: Tree, others: Sequence[Tree]) -> tuple[Tree, list[Tree]]:
-        """Grow a tree to all ranks; return it, and the other trees with those that split off from it."""
+        """Grow a tree until it reaches all ranks; return the tree and the list of other trees.
+
+        Copies of the tree that take other links split off, and join the other trees.
+        """
         others = list(others)
         graph = self._with_demands(others)
         depths = tree.depths
@@ -70,7 +77,10 @@ class _Packing:
         return tree, others
 
     def _next(self, depths: Mapping[int, int], reached: int) -> tuple[int, int]:
-        """Return the widest link nearest to the root that no full set rules out."""
+        """Return the next link for a tree: the nearest to the root among links that a copy can use.
+
+        Of several links, the link with the largest capacity is returned.
+        """
         left, out = self.links.left, self.links.out
         found, widest = None, (0, 0)
         for source, depth in depths.items():
@@ -87,7 +97,10 @@ class _Packing:
         return found
 
     def _with_demands(self, others: Sequence[Tree]) -> Flow:
-        """Return the links with a source, its edges to the other trees, and theirs to their vertices."""
+        """Return the graph of remaining links, extended by the demands of the other trees.
+
+        It has a source, a vertex for each other tree, and edges from this vertex to the tree's vertices.
+        """
         size = len(self.links.out)
         graph = Flow.of(self.links.left, 1 + len(others))
         for index, tree in enumerate(others):
@@ -97,7 +110,7 @@ class _Packing:
         return graph
 
     def _most(self, graph: Flow, source: int, target: int, copies: int, others: Sequence[Tree]) -> int:
-        """Return how many copies can take a link."""
+        """Return how many copies of a tree can use the link from source to target."""
         size = len(self.links.out)
         demand = sum(tree.copies for tree in others)
         most = min(copies, self.links.left[source][target])

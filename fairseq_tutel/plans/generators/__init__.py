@@ -1,14 +1,13 @@
-"""Generators: well-known collectives as plans, and ForestColl's trees (`forest`).
+"""Generators of collective plans: well-known algorithms by name, and ForestColl's trees (`forest`).
 
-A rank has one lane.
+Each rank has one lane. All ranks get the same bits, because each sum is made by one rank, or by all ranks
+in the same order.
 
-One rank makes each sum, or all ranks make it in the same order: all get the same bits.
-
-Calls in a row need no further signals. `tmp` alternates between calls. A rank's result needs a part of each
-other rank's `in`. So a rank that ends a call has heard that all ranks began it, and so ended the call
-before. A put to another rank's `out` follows a signal of the same call that its owner has begun. In the
-second phase of all pairs and ring the first phase is that signal; all_gather's ring and the trees send one
-first. A put from `in` or `out` is flushed, unless a later signal of its reader makes that unnecessary.
+Calls in a row need no extra signals, because `tmp` alternates between calls. A rank's result needs a part
+of each other rank's `in`. So when a rank ends a call, all ranks have begun this call and ended the previous
+one. A put to another rank's `out` needs a signal that this rank has begun the call. In the second phase of
+all pairs and of ring, the first phase is this signal. The ring of all_gather and the trees send it first. A
+put from `in` or `out` is flushed, unless a later signal from the receiver makes the flush unnecessary.
 """
 
 from collections.abc import Callable
@@ -20,7 +19,10 @@ from fairseq_tutel.plans.generators import named
 
 
 class Generator(NamedTuple):
-    """A function (collective, ranks) -> Plan, its collectives, and whether it has the option `nodes`."""
+    """A function (collective, ranks) -> Plan, and the collectives for which it can make plans.
+
+    `has_nodes`: whether the function takes the option `nodes`.
+    """
 
     function: Callable[..., Plan]
     collectives: tuple[str, ...]
@@ -40,30 +42,30 @@ GENERATORS = {
 
 
 def make(name: str, collective: str, ranks: int, *, nodes: int = 1) -> Plan:
-    """Make a plan by the name of its generator.
+    """Make a collective plan with the generator `name`.
 
-    Most generators ignore `nodes`, where rank = node * L + local rank.
+    Ranks are numbered node * L + local rank. Most generators ignore `nodes`.
 
     Raises:
-        ValueError: there is no such plan.
+        ValueError: the generator is unknown, or cannot make a plan for these arguments.
     """
     if name not in GENERATORS:
-        raise ValueError(f"There is no plan {name!r}; known are {', '.join(GENERATORS)}.")
+        raise ValueError(f"There is no plan {name!r}; give one of {', '.join(GENERATORS)}.")
     function, collectives, has_nodes = GENERATORS[name]
     if collective not in collectives:
-        raise ValueError(f"{name} makes no {collective!r}: it makes {' and '.join(collectives)}.")
+        raise ValueError(f"{name} cannot make {collective!r} plans; give {' or '.join(collectives)}.")
     if ranks < 2:
-        raise ValueError(f"A plan has 2 ranks or more, not {ranks}.")
+        raise ValueError(f"A plan needs at least 2 ranks, but {ranks} was given.")
     if nodes < 1 or ranks % nodes:
-        raise ValueError(f"{ranks} ranks cannot be divided among {nodes} nodes.")
+        raise ValueError(f"{ranks} ranks cannot be divided equally among {nodes} nodes.")
     return function(collective, ranks, nodes=nodes) if has_nodes else function(collective, ranks)
 
 
 def usual(collective: str, ranks: int) -> tuple[Plan, ...]:
-    """Return the fastest plans between ranks of one host, each with its range of bytes.
+    """Return the fastest collective plans for ranks on one host, each with its range of bytes.
 
-    All ranks put to all at once. An all_reduce of more than two ranks needs two phases when the data of one
-    phase no longer fits a processor's cache: above 2 MiB / N^2. Measured by
+    All ranks put to all others at once. For more than two ranks, an all_reduce is faster in two phases if
+    the data of one phase does not fit a processor's cache, which is above 2 MiB / N^2. Measured by
     `benchmarks.collectives --all-plans` with 2, 4 and 8 ranks.
     """
     if collective == "all_to_all":

@@ -1,12 +1,13 @@
-"""Forests as plans: ForestColl's trees bring each rank's shard to all ranks, and sums to their roots.
+"""Collective plans along ForestColl's trees: from a root to all ranks, or sums from all ranks to a root.
 
-N ranks, k trees per root, P slices. A shard is P k chunks. A tree with m copies has P m of them, m
-adjacent ones in each slice. Ranks send in rounds; all chunks from one rank to another in a round share a
-signal. When shards are distributed, a rank's round is its distance from the root. When data is summed, it
-is the distance from the farthest leaf below. Each slice is one round behind the one before: depth + P - 1
-rounds of a P-th of the bytes, in which links wait less.
+There are N ranks, k trees per root and P slices. A shard has P k chunks. A tree with m copies carries P m
+of these chunks: m adjacent chunks in each slice. Ranks send in rounds. All chunks from one rank to another
+in a round share a signal. When shards are distributed, a rank sends in the round of its distance from the
+root. When data is summed, it sends in the round of its distance from the farthest leaf below it. Each slice
+runs one round behind the previous slice. So there are depth + P - 1 rounds, each with 1/P of the bytes, and
+links wait less.
 
-A rank puts only into ranks that have begun the call: their data is in its sum, or they have sent a signal.
+A rank puts only to ranks that have begun the call: they have sent a signal, or the sum has their data.
 """
 
 from collections import Counter, defaultdict
@@ -20,7 +21,7 @@ from fairseq_tutel.plans.format import Place, Plan, Writer
 def forest(
     collective: str, reducing: Forest | None, distributing: Forest | None, *, slices: int = 1
 ) -> Plan:
-    """Return a collective's plan over the trees of `grow_for`."""
+    """Return a collective plan that sends along the trees of `grow_for`."""
     one = distributing or reducing
     assert one, "a collective reduces or distributes"
     network = one.network if distributing else one.network.reversed
@@ -43,12 +44,12 @@ def forest(
 
 
 class _Branch(NamedTuple):
-    """An edge of a tree in one slice, which is p rounds behind the first slice.
+    """The chunks that one edge of a tree carries in slice p, which runs p rounds behind the first slice.
 
     Attributes:
-        chunk: its first chunk among all shards.
-        n: number of chunks.
-        own: its first chunk in the root's shard; None if the parent is not the root.
+        chunk: the first chunk, numbered over all shards.
+        n: the number of chunks.
+        own: the first chunk, numbered in the root's shard; None if the parent is not the root.
         depth: the parent's distance from the root, plus p.
         height: the child's distance from the farthest leaf below it, plus p.
     """
@@ -82,7 +83,10 @@ def _branches(forest: Forest, slices: int) -> list[_Branch]:
 
 
 def _distribute(w: Writer, forest: Forest, begun: bool, slices: int) -> None:
-    """Bring each root's chunks to `out` of all ranks: from its `in`, or its `out` if all have begun."""
+    """Add the steps that copy each root's chunks to `out` of all ranks.
+
+    If all ranks have begun the call, the chunks come from the root's `out`, else from its `in`.
+    """
     branches = _branches(forest, slices)
     if not begun:
         pairs = sorted({(each.child, each.parent) for each in branches})
@@ -104,9 +108,9 @@ def _distribute(w: Writer, forest: Forest, begun: bool, slices: int) -> None:
 
 
 def _reduce(w: Writer, forest: Forest, collective: str, slices: int) -> int:
-    """Bring the sum of each root's chunks of `in` to its `out`; return the size of `tmp`."""
+    """Add the steps that sum each root's chunks over all ranks in its `out`; return the size of `tmp`."""
     branches = sorted(_branches(forest, slices), key=lambda each: (each.height, each.child, each.chunk))
-    # Each sum has its own place in the parent's `tmp`.
+    # Each child's sum has its own place in the parent's `tmp`.
     places: dict[tuple[int, int], Place] = {}
     used: Counter[int] = Counter()
     children: dict[tuple[int, int], list[_Branch]] = defaultdict(list)
@@ -114,7 +118,7 @@ def _reduce(w: Writer, forest: Forest, collective: str, slices: int) -> int:
         places[branch.chunk, branch.child] = Place("tmp", used[branch.parent])
         used[branch.parent] += branch.n
         children[branch.chunk, branch.parent].append(branch)
-    # By the round before which all summands have arrived.
+    # Sums by the first round after all their terms have arrived.
     sums: dict[int, list[list[_Branch]]] = defaultdict(list)
     for parts in children.values():
         sums[1 + max(part.height for part in parts)].append(sorted(parts, key=lambda p: p.child))
@@ -139,7 +143,10 @@ def _reduce(w: Writer, forest: Forest, collective: str, slices: int) -> int:
 
 
 def _send(w: Writer, messages: Iterable[tuple[int, int, Place, Place, int]]) -> None:
-    """Put, signal and wait for all messages (rank, other rank, source, target, chunks) of a round."""
+    """Add the puts, signals and waits for the messages of one round.
+
+    A message is (rank, other rank, source, target, chunks).
+    """
     pairs: dict[tuple[int, int], list[tuple[Place, Place, int]]] = defaultdict(list)
     for rank, other, source, target, n in sorted(messages):
         pieces = pairs[rank, other]

@@ -1,6 +1,7 @@
-"""Well-known collectives: N ranks on n nodes of L, rank r, round t; M bytes of a rank's `in`.
+"""Generators of collective plans for well-known algorithms, such as ring and recursive doubling.
 
-docs/plans.md has a table of their messages and rounds.
+N ranks on n nodes of L ranks; r is a rank, t a round, M the bytes of a rank's `in`. docs/plans.md has a
+table of messages and rounds.
 """
 
 from collections.abc import Sequence
@@ -9,10 +10,11 @@ from fairseq_tutel.plans.format import REDUCING, Chunk, Plan, Writer
 
 
 def ring(collective: str, ranks: int) -> Plan:
-    """all_gather, reduce_scatter or all_reduce (2PR), which is the other two in a row.
+    """Return a ring plan for all_gather, reduce_scatter or all_reduce.
 
-    Each round a rank sends a shard to the next one. Chunk c is summed along the ring, from rank c + 1 to
-    rank c. Source: Patarasuk and Yuan 2009.
+    In each round, a rank sends a shard to the next rank. Chunk c is summed along the ring from rank c + 1
+    to rank c. The all_reduce (2PR) is a reduce_scatter and then an all_gather. Source: Patarasuk and Yuan
+    2009.
     """
     w = Writer(ranks)
     for r in range(ranks):
@@ -34,7 +36,7 @@ def ring(collective: str, ranks: int) -> Plan:
 
 
 def _sum_along(w: Writer, r: int, result: Chunk) -> None:
-    """Sum chunk r of all ranks in `result`; round t's data arrives in tmp[t]."""
+    """Add the steps of rank r that sum chunk r of all ranks in `result`; round t receives into tmp[t]."""
     for t in range(w.ranks - 1):
         leaves = ("tmp", t - 1) if t else ("in", (r - 1) % w.ranks)
         w.send(r, (r + 1) % w.ranks, leaves, ("tmp", t))
@@ -44,7 +46,7 @@ def _sum_along(w: Writer, r: int, result: Chunk) -> None:
 
 
 def _pass_on(w: Writer, r: int, own: Chunk) -> None:
-    """Bring each rank's `own` to out[rank] of all others."""
+    """Add the steps of rank r that pass the chunk `own` of each rank to out[rank] of all other ranks."""
     for t in range(w.ranks - 1):
         leaves = (r - t) % w.ranks
         w.send(r, (r + 1) % w.ranks, ("out", leaves) if t else own, ("out", leaves))
@@ -52,15 +54,17 @@ def _pass_on(w: Writer, r: int, own: Chunk) -> None:
 
 
 def recursive_doubling(collective: str, ranks: int) -> Plan:
-    """all_gather and all_reduce by doubling, reduce_scatter by halving; N is a power of two.
+    """Return a recursive-doubling plan, in which ranks exchange data at distances of 1, 2, 4, ….
 
-    The log2 N messages have 1, 2, 4, … shards for all_gather, a half, a quarter, … of `in` for
-    reduce_scatter, and all of it for all_reduce, which adds a group's upper half to its lower half, on each
-    rank. Source: Thakur, Rabenseifner and Gropp 2005.
+    N must be a power of two.
+
+    A rank sends log2 N messages. all_gather doubles them: 1, 2, 4, … shards. reduce_scatter halves them: a
+    half, a quarter, … of `in`. all_reduce sends all of `in` each time, and each rank adds a group's upper
+    half to its lower half. Source: Thakur, Rabenseifner and Gropp 2005.
     """
     if ranks & (ranks - 1):
         raise ValueError(
-            f"recursive_doubling needs a power of two, not {ranks} ranks; ring takes any number."
+            f"recursive_doubling needs a power of two, not {ranks} ranks; use ring for any number of ranks."
         )
     w = Writer(ranks)
     rounds = ranks.bit_length() - 1
@@ -84,7 +88,7 @@ def _gather(w: Writer, r: int, rounds: int) -> None:
 
 
 def _halve(w: Writer, r: int, rounds: int) -> None:
-    # The chunks that are still to be summed begin at chunk `at` of `held`.
+    # The chunks that remain to be summed begin at chunk `at` of the buffer `held`.
     held, at, arrives = "in", 0, 0
     for t in reversed(range(rounds)):
         n, peer = 1 << t, r ^ 1 << t
@@ -99,7 +103,7 @@ def _halve(w: Writer, r: int, rounds: int) -> None:
 
 
 def _double(w: Writer, r: int, rounds: int) -> None:
-    # tmp[2 t - 1] holds the sum before round t, tmp[2 t] the peer's sum.
+    # tmp[2 t - 1] holds this rank's sum before round t, and tmp[2 t] holds the peer's sum.
     for t in range(rounds):
         n, peer = 1 << t, r ^ 1 << t
         own, other = ("tmp", 2 * t - 1) if t else ("in", 0), ("tmp", 2 * t)
@@ -111,10 +115,10 @@ def _double(w: Writer, r: int, rounds: int) -> None:
 
 
 def all_pairs(collective: str, ranks: int) -> Plan:
-    """all_gather, reduce_scatter, all_reduce (1PA), all_to_all: put chunks to each `tmp`, then copy or sum.
+    """Return a one-phase plan: each rank puts its chunks to `tmp` of all ranks, which copy or sum them.
 
-    Sums are in the order of ranks. Source of this, two_phase and hierarchical: MSCCL++ (Shah et al. 2025),
-    section 5, for all_reduce.
+    Sums are in the order of ranks. The all_reduce is 1PA. Source of `all_pairs`, `two_phase` and
+    `hierarchical`: MSCCL++ (Shah et al. 2025), section 5, for all_reduce.
     """
     w = Writer(ranks)
     # The distance between the chunks for two adjacent ranks.
@@ -135,9 +139,9 @@ def all_pairs(collective: str, ranks: int) -> Plan:
 
 
 def two_phase(collective: str, ranks: int) -> Plan:
-    """all_reduce (2PA): rank r sums chunk r in the order of ranks and sends the sum to all.
+    """Return a two-phase all_reduce plan (2PA): rank r sums chunk r of all ranks and sends the sum to all.
 
-    A rank sends 2 (N-1)/N M bytes, which is the minimum for an all_reduce.
+    Sums are in the order of ranks. A rank sends 2 (N-1)/N M bytes, the minimum for an all_reduce.
     """
     w = Writer(ranks)
     for r in range(ranks):
@@ -150,9 +154,10 @@ def two_phase(collective: str, ranks: int) -> Plan:
 
 
 def hierarchical(collective: str, ranks: int, *, nodes: int) -> Plan:
-    """all_reduce (2PH): in-node reduce_scatter, exchange of a 1/L slice across nodes, in-node all_gather.
+    """Return a hierarchical all_reduce plan (2PH): sum within nodes, then across nodes, then gather.
 
-    Slice i is the sum over nodes, in order, of the sums over each node's ranks, in order.
+    The steps are a reduce_scatter within each node, an exchange of 1/L of the data across nodes, and an
+    all_gather within each node. Sums are in the order of ranks in a node, then in the order of nodes.
     """
     w = Writer(ranks)
     local = ranks // nodes
@@ -171,10 +176,11 @@ def hierarchical(collective: str, ranks: int, *, nodes: int) -> Plan:
 
 
 def two_hops(collective: str, ranks: int, *, nodes: int) -> Plan:
-    """all_to_all (2DH): within a node to the rank with the destination's local index, then across nodes.
+    """Return a 2-D hierarchical all_to_all plan (2DH): a hop within each node, then a hop between nodes.
 
-    To other nodes a rank sends n - 1 messages of L chunks, where `linear` sends (n-1) L smaller ones.
-    Source: Tutel (Hwang et al. 2023), section 3.4.
+    The first hop goes to the rank with the destination's local index. A rank sends n - 1 messages of L
+    chunks to other nodes, while `linear` sends (n - 1) L messages of one chunk. Source: Tutel (Hwang et al.
+    2023), section 3.4.
     """
     w = Writer(ranks)
     local = ranks // nodes
@@ -201,14 +207,14 @@ def two_hops(collective: str, ranks: int, *, nodes: int) -> Plan:
 
 
 def _others(index: int, count: int) -> list[int]:
-    """Return all other indices, beginning after this one, so that ranks send to different ones."""
+    """Return all other indices below `count`, starting after `index`, so ranks send to different peers."""
     return [(index + distance) % count for distance in range(1, count)]
 
 
 def _send_to_each(
     w: Writer, rank: int, members: Sequence[int], sources: Sequence[Chunk], target: Chunk
 ) -> list[int]:
-    """Send source i to `target` of the i-th of a rank's group; return the other members."""
+    """Add the sends of sources[i] to `target` on the i-th rank of a group; return the other members."""
     others = _others(members.index(rank), len(members))
     for i in others:
         w.send(rank, members[i], sources[i], target)
@@ -216,7 +222,7 @@ def _send_to_each(
 
 
 def _scatter(w: Writer, rank: int, members: Sequence[int]) -> list[Chunk]:
-    """Send chunk i of `in` to the i-th of a rank's group; return the places of all members' chunks."""
+    """Add an exchange of chunks: chunk i of `in` goes to the i-th rank; return the places of all chunks."""
     own, count = members.index(rank), len(members)
     peers = _send_to_each(w, rank, members, [("in", i) for i in range(count)], ("tmp", own))
     _wait_for_each(w, rank, peers)
@@ -234,7 +240,7 @@ def _flush_each(w: Writer, rank: int, peers: Sequence[int]) -> None:
 
 
 def _copy_but(w: Writer, rank: int, start: int, skipped: range) -> None:
-    """Copy tmp[start + p] to out[p] for all ranks p that are not skipped."""
+    """Add copies of tmp[start + p] to out[p] for all ranks p that are not in `skipped`."""
     for first, end in ((0, skipped.start), (skipped.stop, w.ranks)):
         if first < end:
             w.copy(rank, ("tmp", start + first), ("out", first), end - first)

@@ -1,1 +1,1 @@
-"""MSCCL's XML files: `reader` makes plans of them, `writer` makes them of plans."""
+"""MSCCL's XML files: `reader` converts them to collective plans, and `writer` converts plans to them."""

@@ -1,24 +1,26 @@
-"""Reads MSCCL's XML files as plans.
+"""Reads MSCCL's XML files and converts them to collective plans.
 
-A file has a `gpu` for each rank with thread blocks, `tb`. A block has a peer to send to, a peer to receive
-from and a channel. Its `step`s run in order, each after the step that it depends on. Buffers are i, o and
-s, for in, out and scratch.
+A file has one `gpu` element for each rank, with thread blocks (`tb`). A block has a peer to send to, a peer
+to receive from, and a channel. The `step`s of a block run in order, each after the step on which it
+depends. The buffers i, o and s are input, output and scratch.
 
-| type | does               | type | does                             | type | does                |
-|------|--------------------|------|----------------------------------|------|---------------------|
-| s    | send src           | rrc  | receive, add to src, to dst      | cpy  | copy src to dst     |
-| r    | receive to dst     | rrs  | receive, add to src, send        | re   | add src to dst      |
-| rcs  | the same, and send | rrcs | receive, add to src, dst, send   | nop  | wait for another    |
+| type | does               | type | does                               | type | does                |
+|------|--------------------|------|------------------------------------|------|---------------------|
+| s    | send src           | rrc  | receive, add src, write dst        | cpy  | copy src to dst     |
+| r    | receive to dst     | rrs  | receive, add src, send             | re   | add src to dst      |
+| rcs  | same as r, and send| rrcs | receive, add src, write dst, send  | nop  | wait for a step     |
 
-In MSCCL the receiver chooses a message's place when it receives it, and the sender may be ahead. A put to
-that place would race with earlier accesses. So each message has its own chunks of `tmp`, from which the
-receiver's step copies or adds. Only a message to scratch that no other step writes is put there at once. A
-block is a lane, dependencies become posts and pends, and a put's source is flushed before it is written.
+In MSCCL, the receiver chooses where to write a message when it receives the message, and the sender may be
+ahead. A put to this place would race with earlier accesses. So each message has its own chunks of `tmp`,
+and the receiver's step copies or adds from them. Only a message to scratch that no other step writes is put
+there directly. Each block becomes a lane, and dependencies become posts and pends. A put's source is
+flushed before it is overwritten.
 
-In place (inplace is 1 and outofplace is not) the caller's one buffer is `out`, after a copy of `in`; for
-reduce_scatter it is a part of `tmp`. That part also holds `in` if a file writes its input.
+If an algorithm runs in place (inplace is 1 and outofplace is not), its only buffer is `out`, to which `in`
+is copied first. For reduce_scatter, this buffer is a part of `tmp`. If a file writes to its input, this
+part also holds `in`.
 
-Source: the files of MSCCLang (Cowan et al. 2023) and their meaning in MSCCL's interpreter.
+Source: the files of MSCCLang (Cowan et al. 2023), as MSCCL's interpreter runs them.
 """
 
 import re
@@ -48,7 +50,7 @@ Way = tuple[int, int, int]  # source, target, channel
 
 
 class _Step(NamedTuple):
-    """A step of a block; `after` is the (block, step) on which it depends."""
+    """A step of a thread block; `after` is the (block, step) on which the step depends."""
 
     type: str
     sources: tuple[Place, ...]
@@ -58,7 +60,7 @@ class _Step(NamedTuple):
 
 
 class _Block(NamedTuple):
-    """A thread block: the ranks that it sends to and receives from (-1: none), its channel and steps."""
+    """A thread block of an MSCCL file: its peers (-1: no peer), its channel and its steps."""
 
     send: int
     recv: int
@@ -67,19 +69,19 @@ class _Block(NamedTuple):
 
 
 def from_xml(text: str | bytes) -> Plan:
-    """Read an MSCCL algorithm, whose steps the checker has still to check.
+    """Convert the XML text of an MSCCL algorithm to a collective plan, without checking the plan's steps.
 
     Raises:
-        PlanError: the file is malformed, or has no form as a plan; names the place.
+        PlanError: the text is malformed, or cannot be converted; the message names the element.
     """
     algorithm = _parse(text)
     ranks = _number(algorithm, "ngpus", 1)
     coll = algorithm.get("coll", "")
-    _demand(coll in COLLECTIVES, f"coll is {coll!r}; known are {', '.join(COLLECTIVES)}")
+    _demand(coll in COLLECTIVES, f"coll is {coll!r}; give one of {', '.join(COLLECTIVES)}")
     loop = _number(algorithm, "nchunksperloop", 1)
     parts = 1 if coll == "allreduce" else ranks
-    _demand(loop % parts == 0, f"nchunksperloop is {loop}, no multiple of {ranks} ranks")
-    scale = ranks if coll == "allgather" else 1  # its byte range is that of the whole
+    _demand(loop % parts == 0, f"nchunksperloop is {loop}; give a multiple of the {ranks} ranks")
+    scale = ranks if coll == "allgather" else 1  # MSCCL's byte range is for the output
     most = _number(algorithm, "maxBytes", 0, "0", most=1 << 62)
     plan = Plan(
         name=algorithm.get("name", ""),
@@ -99,8 +101,8 @@ def from_xml(text: str | bytes) -> Plan:
     homes: dict[int, dict[str, Place]] = {}
     for gpu in algorithm:
         rank = _number(gpu, "id")
-        _demand(gpu.tag == "gpu" and rank < ranks, f"{gpu.tag} {rank} is none of {ranks} gpus")
-        _demand(rank not in programs, f"gpu {rank} is there twice")
+        _demand(gpu.tag == "gpu" and rank < ranks, f"<{gpu.tag}> {rank} is not a gpu with id < {ranks}")
+        _demand(rank not in programs, f"two gpu elements have the id {rank}")
         homes[rank] = {name: Place(name, 0) for name in BUFFERS.values()}
         if copies:
             homes[rank]["in"] = Place("tmp", scratch)
@@ -110,7 +112,7 @@ def from_xml(text: str | bytes) -> Plan:
             homes[rank]["in"] = Place("out", rank * plan.chunks if coll == "allgather" else 0)
         sizes = {"in": plan.in_chunks, "out": plan.out_chunks, "tmp": _number(gpu, "s_chunks", 0, "0")}
         programs[rank] = _blocks_of(gpu, rank, ranks, sizes, homes[rank])
-    _demand(len(programs) == ranks, f"it has {len(programs)} gpus, not {ranks}")
+    _demand(len(programs) == ranks, f"it has {len(programs)} gpu elements; give {ranks}")
     landings, temporary = _land(programs, scratch, scratch + plan.in_chunks * copies)
     w = Writer(ranks, "ll" if algorithm.get("proto") == "LL" else "simple")
     for rank, blocks in sorted(programs.items()):
@@ -120,7 +122,7 @@ def from_xml(text: str | bytes) -> Plan:
 
 
 def _parse(text: str | bytes) -> ET.Element:
-    """Return the root. Document types are refused, and so are entities."""
+    """Return the root element of an MSCCL file; raise PlanError if the file has a document type."""
     builder = ET.TreeBuilder()
     parser = expat.ParserCreate()
     parser.StartElementHandler = builder.start
@@ -137,7 +139,7 @@ def _parse(text: str | bytes) -> ET.Element:
     except (expat.ExpatError, LookupError, ValueError) as error:
         raise PlanError(f"This is not an MSCCL algorithm: {error}.") from None
     root: ET.Element = builder.close()
-    _demand(root.tag == "algo", f"its root is {root.tag!r}, not 'algo'")
+    _demand(root.tag == "algo", f"its root element is {root.tag!r}; give 'algo'")
     return root
 
 
@@ -147,21 +149,21 @@ def _blocks_of(
     blocks: list[_Block] = []
     for index, tb in enumerate(gpu):
         where = f"gpu {rank}, tb {index}"
-        _demand(tb.tag == "tb" and _number(tb, "id") == index, f"{where} is not a tb of this id")
+        _demand(tb.tag == "tb" and _number(tb, "id") == index, f"{where} is not a tb with this id")
         send, recv = _number(tb, "send", -1, "-1"), _number(tb, "recv", -1, "-1")
         is_peer = max(send, recv) < ranks and rank not in (send, recv)
-        _demand(is_peer, f"{where} has the peers {send} and {recv}, not others of {ranks} ranks")
+        _demand(is_peer, f"{where} has the peers {send} and {recv}; give other ranks below {ranks}")
         steps = [_step_of(step, at, where, sizes, homes) for at, step in enumerate(tb)]
         for at, step in enumerate(steps):
             lacks = (step.type in SENDING and send < 0) or (step.type in RECEIVING and recv < 0)
-            _demand(not lacks, f"{where}, step {at}, a {step.type}, has no peer")
+            _demand(not lacks, f"{where}, step {at} ({step.type}) needs a peer, but the tb has none")
         blocks.append(_Block(send, recv, _number(tb, "chan", -1, "0"), steps))
     for index, block in enumerate(blocks):
         for at, step in enumerate(block.steps):
             other, before = step.after or (index, -1)
             known = blocks[other].steps[: at if other == index else None] if other < len(blocks) else []
             where = f"gpu {rank}, tb {index}, step {at} depends on tb {other}, step {before}"
-            _demand(before < len(known), f"{where}, which is not before it")
+            _demand(before < len(known), f"{where}, which does not run before it")
     _merge_sums(blocks)
     return blocks
 
@@ -170,16 +172,16 @@ def _step_of(
     step: ET.Element, at: int, where: str, sizes: Mapping[str, int], homes: Mapping[str, Place]
 ) -> _Step:
     where = f"{where}, step {at}"
-    _demand(step.tag == "step" and _number(step, "s") == at, f"{where} is not a step of this number")
+    _demand(step.tag == "step" and _number(step, "s") == at, f"{where} is not a step with this number")
     kind = step.get("type", "")
-    _demand(kind in TYPES, f"{where} has the type {kind!r}; known are {', '.join(TYPES)}")
+    _demand(kind in TYPES, f"{where} has the type {kind!r}; give one of {', '.join(TYPES)}")
     n = 0 if kind == "nop" else _number(step, "cnt", 1)
     places: list[Place] = []
     for end, users in (("src", READING), ("dst", STORING)):
         place = Place("in", 0)
         if kind in users:
             letter, chunk = step.get(f"{end}buf", ""), _number(step, f"{end}off")
-            _demand(letter in BUFFERS, f"{where} has the {end}buf {letter!r}")
+            _demand(letter in BUFFERS, f"{where} has the {end}buf {letter!r}; give i, o or s")
             home, size = homes[BUFFERS[letter]], sizes[BUFFERS[letter]]
             _demand(chunk + n <= size, f"{where} goes beyond the {size} chunks of {end}buf")
             place = Place(home.buffer, home.chunk + chunk)
@@ -191,12 +193,12 @@ def _step_of(
 
 
 def cells_of(place: Place, n: int) -> set[Cell]:
-    """Return n chunks as a set."""
+    """Return n adjacent chunks, starting at a place, as a set of (buffer, chunk)."""
     return {(place.buffer, place.chunk + i) for i in range(n)}
 
 
 def _merge_sums(blocks: list[_Block]) -> None:
-    """Merge a copy or sum and the sums right after it to the same chunks into one sum."""
+    """Merge each copy or sum with directly following sums to the same chunks."""
     depended = {step.after for block in blocks for step in block.steps}
     for index, block in enumerate(blocks):
         steps, last = block.steps, -1
@@ -213,7 +215,7 @@ def _merge_sums(blocks: list[_Block]) -> None:
 def _land(
     programs: Mapping[int, list[_Block]], scratch: int, base: int
 ) -> tuple[Mapping[Way, list[Place]], int]:
-    """Return the places of each way's messages, in order, from tmp[base] on, and the chunks of `tmp`."""
+    """Return the places where messages arrive, by (source, target, channel), and the chunks of `tmp`."""
     sent: dict[Way, list[int]] = {}
     received: dict[Way, list[int]] = {}
     landings: dict[Way, list[Place]] = defaultdict(list)
@@ -229,7 +231,7 @@ def _land(
                 own = [step.n for step in block.steps if step.type in types]
                 if own:
                     once = way not in sizes
-                    _demand(once, f"gpu {rank}, tb {index}, has peer and channel of another tb")
+                    _demand(once, f"gpu {rank}, tb {index} has the same peer and channel as another tb")
                     sizes[way] = own
             for step in block.steps:
                 if step.type in RECEIVING:
@@ -243,7 +245,7 @@ def _land(
     for way in sorted({*sent, *received}):
         there, here = sent.get(way, []), received.get(way, [])
         names = "gpu {} sends to gpu {} on channel {}".format(*way)
-        _demand(there == here, f"{names} messages of {there} chunks, and received are {here}")
+        _demand(there == here, f"{names} messages of {there} chunks, but the receiver expects {here}")
     return landings, temporary
 
 
@@ -255,7 +257,7 @@ def _write_rank(
     homes: Mapping[str, Place],
     landings: Mapping[Way, list[Place]],
 ) -> None:
-    """Write a rank's lanes, one per block, whose places are those of the plan."""
+    """Add the steps of one rank to the plan: one lane for each thread block."""
     semaphores: dict[tuple[int, int], int] = {}  # by (posting lane, pending lane)
 
     def post(lane: int, other: int) -> None:
@@ -307,7 +309,7 @@ def _write_rank(
 
 
 def _effect(step: _Step, arrived: tuple[Place, ...]) -> tuple[tuple[Place, ...], Place, Place | None]:
-    """Return what a step copies or sums, if anything, its destination, and what it sends, if anything."""
+    """Return the sources that a step copies or sums, its destination, and the place that it sends."""
     sources, dst = step.sources, step.dst
     match step.type:
         case "cpy" | "re":
@@ -328,7 +330,7 @@ def _effect(step: _Step, arrived: tuple[Place, ...]) -> tuple[tuple[Place, ...],
 
 
 def _stored(block: _Block) -> Counter[Cell]:
-    """Return how many steps write each chunk."""
+    """Return the number of steps of a block that write each chunk."""
     steps = (step for step in block.steps if step.type in STORING)
     return Counter(cell for step in steps for cell in cells_of(step.dst, step.n))
 
@@ -336,7 +338,7 @@ def _stored(block: _Block) -> Counter[Cell]:
 def _dependencies(
     blocks: list[_Block],
 ) -> tuple[dict[tuple[int, int], int], dict[tuple[int, int], list[int]]]:
-    """Return, by (block, step), the block that a step waits for, and the blocks that it posts to."""
+    """Return, for each (block, step), the block for which it waits, and the blocks to which it posts."""
     pends: dict[tuple[int, int], int] = {}
     posts: dict[tuple[int, int], list[int]] = defaultdict(list)
     for lane, block in enumerate(blocks):
@@ -354,8 +356,8 @@ def _number(
 ) -> int:
     text = element.get(name, default)
     value = int(text) if re.fullmatch("-?[0-9]{1,19}", text) else least - 1
-    wanted = f"no whole number from {least} to {most}"
-    _demand(least <= value <= most, f"{name} of <{element.tag}> is {text[:40]!r}, {wanted}")
+    wanted = f"give a whole number from {least} to {most}"
+    _demand(least <= value <= most, f"{name} of <{element.tag}> is {text[:40]!r}; {wanted}")
     return value
 
 

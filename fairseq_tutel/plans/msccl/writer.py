@@ -1,4 +1,4 @@
-"""Writes plans as MSCCL's XML files, for its runtime on GPUs; `reader` describes the files."""
+"""Writes collective plans as XML files for MSCCL's runtime on GPUs; `reader` describes the format."""
 
 import xml.etree.ElementTree as ET
 from collections import Counter, defaultdict
@@ -10,17 +10,17 @@ from fairseq_tutel.plans.checker.order import Order
 from fairseq_tutel.plans.format import Place, Plan, Step
 from fairseq_tutel.plans.msccl.reader import BUFFERS, COLLECTIVES, Cell, cells_of
 
-OWN = ("own", None)  # the block of copies and sums
+OWN = ("own", None)  # the block for copies and sums
 LETTERS = {ours: theirs for theirs, ours in BUFFERS.items()}
 NAMES = {ours: theirs for theirs, ours in COLLECTIVES.items()}
 NOP = {
     "type": "nop", "srcbuf": "i", "srcoff": "-1", "dstbuf": "o", "dstoff": "-1", "cnt": "0",
 }  # fmt: skip
-End = tuple[str, int | None]  # send or recv on a channel
+End = tuple[str, int | None]  # "send" or "recv", and the channel
 
 
 class _Written(NamedTuple):
-    """A step of the file: its block and attributes, and the chunks that it reads and writes."""
+    """A step of an MSCCL file: its block, its XML attributes, and the chunks that it reads and writes."""
 
     block: End
     attributes: dict[str, str]
@@ -29,12 +29,12 @@ class _Written(NamedTuple):
 
 
 def to_xml(plan: Plan) -> str:
-    """Return a plan as an MSCCL algorithm, out of place.
+    """Return the XML text of the MSCCL algorithm for a collective plan; the algorithm runs out of place.
 
-    A put is sent when it is issued and received at the wait for it. There is a block for each end of a
-    channel and one for copies and sums. Steps of different blocks on the same chunks depend on each other.
-    Signals without puts are left out, since receivers choose the place and time of a message. MSCCL rounds
-    half types after each addition.
+    A put becomes a send where it is issued, and a receive at its wait. There is a block for each end of a
+    channel, and one block for copies and sums. Steps of different blocks that use the same chunks depend on
+    each other. Signals without puts are omitted, because MSCCL's receivers choose the place and time of a
+    message. MSCCL rounds half-precision types after each addition.
 
     Raises:
         PlanError: the plan is wrong.
@@ -63,7 +63,7 @@ def _texts(**values: object) -> dict[str, str]:
 
 
 def _channel_numbers(plan: Plan) -> list[int]:
-    """Number the channels between the same two ranks."""
+    """Return a number for each channel, unique among the channels between the same two ranks."""
     used: Counter[tuple[int, int]] = Counter()
     numbers = []
     for channel in plan.channels:
@@ -73,7 +73,7 @@ def _channel_numbers(plan: Plan) -> list[int]:
 
 
 def _steps_of_ranks(plan: Plan) -> list[list[_Written]]:
-    """Return each rank's steps in a possible order."""
+    """Return the MSCCL steps of each rank in a possible execution order."""
     order = Order(plan)
     arrived: dict[int, list[int]] = defaultdict(list)
     for put, wait in order.arrival.items():
@@ -106,7 +106,7 @@ def _leaf(kind: str, block: End, step: Step, src: Place) -> _Written:
 
 
 def _add_blocks(gpu: ET.Element, steps: list[_Written], plan: Plan, numbers: list[int]) -> None:
-    """Write a rank's steps as blocks; a step depends on the last accesses to its chunks."""
+    """Add a rank's steps to the XML as thread blocks; a step depends on the last accesses to its chunks."""
     blocks: dict[End, ET.Element] = {}
     known: dict[End, dict[str, int]] = defaultdict(dict)
     leaves: list[ET.Element] = []  # by step
@@ -128,7 +128,7 @@ def _add_blocks(gpu: ET.Element, steps: list[_Written], plan: Plan, numbers: lis
             there = blocks[steps[other].block].get("id", "")
             if there != block.get("id") and seen.get(there, -1) < other:
                 needs[there] = seen[there] = other
-        # A step can depend on one other, so steps that do nothing wait for the rest.
+        # A step can depend on only one other step, so nop steps wait for the others.
         kinds = [NOP] * (len(needs) - 1) + [step.attributes]
         for attributes, there in zip_longest(kinds, needs):
             leaf = _add_step(block, attributes, there, leaves[needs[there]] if needs else None)
@@ -148,7 +148,7 @@ def _new_block(gpu: ET.Element, end: End, plan: Plan, numbers: list[int]) -> ET.
 def _add_step(
     block: ET.Element, attributes: dict[str, str], there: str | None, leaf: ET.Element | None
 ) -> ET.Element:
-    """Add a step that depends on a leaf of the block `there`, if any."""
+    """Add a step to a thread block; the step depends on the step `leaf` of block `there`, if given."""
     deps = {"depid": "-1", "deps": "-1", "hasdep": "0"}
     if there is not None and leaf is not None:
         leaf.set("hasdep", "1")

@@ -1,1 +1,1 @@
-"""A checkpoint that is opened for use: loading it, offloaded experts, several ranks."""
+"""Opens checkpoints for use: loads them, offloads experts, and shares experts between ranks."""

@@ -1,7 +1,7 @@
-"""Refuses code in the options of a checkpoint that fairseq passes to eval().
+"""Refuses checkpoints whose options contain code, because fairseq passes some options to eval().
 
-A checkpoint holds its options as text. fairseq evaluates some of them when it builds the task, model or
-criterion, so that a file without pickled code could run code.
+fairseq evaluates these options when it builds the task, model or criterion. Without this check, a file
+could run code even if it contains no pickled code.
 """
 
 import argparse
@@ -20,7 +20,7 @@ from omegaconf.errors import OmegaConfBaseException
 from fairseq_tutel.checkpoint.files import is_pipe, walk
 from fairseq_tutel.files.untrusted import printable, shown
 
-# Every option that fairseq's sources pass to eval(). tests/plugin/test_literals.py derives this list.
+# All options that fairseq passes to eval(). tests/plugin/test_literals.py derives this list.
 EVALUATED = frozenset({
     "adafactor_eps", "adam_betas", "adamax_betas", "adaptive_input_cutoff", "adaptive_softmax_cutoff",
     "character_filters", "conv_aggregator_layers", "conv_dec_config", "conv_enc_config",
@@ -33,62 +33,62 @@ EVALUATED = frozenset({
     "transformer_context", "transformer_dec_config", "transformer_enc_config", "transformer_sampling",
     "vggblock_enc_config", "weight_softmax", "wer_args", "xformers_att_config",
 })  # fmt: skip
-# fairseq copies encoder_KEY and decoder_KEY of the options to KEY of its encoder and decoder.
+# fairseq passes the options encoder_KEY and decoder_KEY as KEY to its encoder and decoder.
 PREFIXES = ("encoder_", "decoder_")
-# Limits of a text's characters, and of the values that it makes: "[0] * 10**12" needs no code.
+# Limits of an option's length, and of the number of values that it makes, such as "[0] * 10**12".
 LONGEST, MOST_VALUES = 10_000, 10_000
-# Types that options of a checkpoint may have. Attributes of other objects are not read.
+# Types that options in a checkpoint may have. Attributes of other objects are not read.
 PLAIN = (
     type(None), bool, int, float, str, bytes, list, tuple, dict, Enum, argparse.Namespace,
     np.generic, np.ndarray, torch.Tensor, torch.dtype, torch.device,
 )  # fmt: skip
-# No real model has more layers; building it would take hours.
+# Maximum number of layers. No real model has more, and building a larger one would take hours.
 MOST_LAYERS = 10_000
 # Parts of a configuration whose options name files that fairseq opens.
 OPENED = ("task", "model", "bpe", "tokenizer")
-# The only accepted interpolation: another option, which is checked, too.
+# The only accepted interpolation: the name of another option, which is also checked.
 REFERENCE = re.compile(r"\$\{[\w.]+\}")
 
 
 def refuse_code(state: Mapping[str, Any], path: str, given: Mapping[str, Any]) -> None:
-    """Refuse a checkpoint in which an option that fairseq evaluates is not a literal.
+    """Raise an error if an option that fairseq passes to eval() is not a literal.
 
     Lists and tuples may be added and multiplied, as in wav2vec's "[(512, 10, 5)] + [(512, 3, 2)] * 4".
-    Values that equal the user's own overrides, `given`, are accepted.
+    Values that equal the user's own overrides (`given`) are accepted.
     """
     for key, value in options_within({name: state.get(name) for name in ("cfg", "args")}):
         name = key if key in EVALUATED else key.partition("_")[2] if key.startswith(PREFIXES) else ""
         problem = ""
         if not isinstance(value, PLAIN) and not OmegaConf.is_config(value):
-            problem = f"an object of the class {type(value).__name__} as its option {key}"
+            problem = f"an object of the class {type(value).__name__} as the option {key}"
         elif isinstance(value, str) and "${" in REFERENCE.sub("", value):
-            problem = f"{shown(value)} as its option {key}, which calls a function of OmegaConf"
+            problem = f"{shown(value)} as the option {key}, which calls a function of OmegaConf"
         if problem:
             raise ValueError(f"{path} has {problem}; give a file with plain values.")
         if name not in EVALUATED or (key in given and given[key] == value) or _is_harmless(value):
             continue
         raise ValueError(
-            f"{path} has {shown(value)} as its option {key}, which fairseq would run as code; give a file "
-            "with a literal there (a number, text, list, tuple or dictionary), or repeat the value in "
-            "--model-overrides if you trust it."
+            f"{path} has {shown(value)} as the option {key}, which fairseq would run as code; give a file "
+            "in which the option is a literal (a number, text, list, tuple or dictionary), or repeat the "
+            "value in --model-overrides if you trust it."
         )
 
 
 def refuse_unusable_options(state: Mapping[str, Any], path: str) -> None:
-    """Refuse options that refer to a missing option, ask for too many layers, or name a pipe or device."""
+    """Raise an error if an option refers to a missing option, has too many layers, or names a pipe."""
     cfg = state.get("cfg")
-    # Options that fairseq converted from an older file's command line may refer to missing ones.
+    # If fairseq converted the command line of an older file, options may refer to missing ones.
     if OmegaConf.is_config(cfg) and state.get("args") is None:
         _refuse_missing_references(cfg, path)
     for key, value in options_within({part: (cfg or {}).get(part) for part in OPENED}):
         if key.endswith("layers") and isinstance(value, int) and value > MOST_LAYERS:
             raise ValueError(
-                f"{path} has {value} as its option {key}; give a file with at most {MOST_LAYERS:,} layers."
+                f"{path} has {value} as the option {key}; give a file with at most {MOST_LAYERS:,} layers."
             )
         if isinstance(value, str) and is_pipe(value):
             raise ValueError(
-                f"{path} has {shown(value)} as its option {key}, which is a pipe, device or socket; give a "
-                "file with the path of an ordinary file."
+                f"{path} has {shown(value)} as the option {key}, which is a pipe, device or socket; give a "
+                "checkpoint whose option names an ordinary file."
             )
 
 
@@ -103,9 +103,9 @@ def _refuse_missing_references(cfg: Any, path: str) -> None:
 
 
 def is_literal(text: str) -> bool:
-    """Whether eval(text) can only make a value of limited size: it has no name, call or attribute."""
+    """Return whether eval(text) is safe: the text has no name, call or attribute, and makes few values."""
     if not text.strip():
-        return True  # eval() refuses it
+        return True  # eval() raises an error
     if len(text) > LONGEST:
         return False
     try:
@@ -115,7 +115,7 @@ def is_literal(text: str) -> bool:
 
 
 def options_within(tree: Any) -> Iterator[tuple[str, Any]]:
-    """Yield every key with its value, at any depth; entries of lists have the key ""."""
+    """Yield (key, value) for all options in nested configurations; entries of lists have the key ""."""
     for container, key, value in walk(tree, _opened):
         yield (str(key) if isinstance(container, dict) else ""), value
 
@@ -130,13 +130,13 @@ def _is_harmless(value: Any) -> bool:
     if isinstance(value, str):
         is_reference = REFERENCE.fullmatch(value) is not None
         return is_literal(value) or (is_reference and value[2:-1].rpartition(".")[2] in EVALUATED)
-    # eval() accepts bytes and code objects, too.
+    # Other types are not harmless, because eval() also accepts bytes and code objects.
     is_plain = value is None or isinstance(value, bool | int | float | np.generic | list | tuple | dict)
     return is_plain or OmegaConf.is_config(value)
 
 
 def _count(node: ast.expr) -> int:
-    """Return an upper bound of the number of values that a literal makes; raise ValueError for others."""
+    """Return an upper bound of the number of values in a literal; raise ValueError for other code."""
     if isinstance(node, ast.Constant):
         return len(node.value) if isinstance(node.value, str | bytes) else 1
     if isinstance(node, ast.List | ast.Tuple | ast.Set):
@@ -156,7 +156,7 @@ def _count(node: ast.expr) -> int:
 
 
 def _most_repeats(node: ast.expr) -> int:
-    """Return an upper bound of how often a factor repeats the other one: 1 unless it is a number."""
+    """Return an upper bound of how often a factor of a product repeats the other factor, such as a list."""
     if not _is_number(node):
         return 1
     constants = [n.value for n in ast.walk(node) if isinstance(n, ast.Constant)]
@@ -164,7 +164,7 @@ def _most_repeats(node: ast.expr) -> int:
 
 
 def _is_number(node: ast.expr) -> bool:
-    """Whether an expression has only numbers, which multiplication does not repeat."""
+    """Return whether an expression has only numbers, so multiplying it makes no list or text longer."""
     return all(
         isinstance(n, ast.UnaryOp)
         or (isinstance(n, ast.BinOp) and isinstance(n.op, ast.Add | ast.Sub | ast.Mult))

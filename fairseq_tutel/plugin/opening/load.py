@@ -1,4 +1,4 @@
-"""Loads checkpoint files: refuses damaged and foreign ones, runs no code in them, opens their shards."""
+"""Loads checkpoint files safely: refuses damaged and foreign files, runs no code, and opens shard files."""
 
 import argparse
 import functools
@@ -34,9 +34,9 @@ from fairseq_tutel.ranks import world
 
 logger = logging.getLogger(__name__)
 
-# With this environment variable damaged files are opened.
+# Environment variable that permits opening damaged files.
 OPEN_DAMAGED = "FAIRSEQ_TUTEL_OPEN_DAMAGED"
-# Errors that fairseq and torch raise for a file with other content; see `is_machine_error`.
+# Errors that fairseq and torch raise for a file that is not a checkpoint; see `is_machine_error`.
 FOREIGN_FILE_ERRORS = (
     LookupError, TypeError, AttributeError, RuntimeError, EOFError, pickle.UnpicklingError,
     OmegaConfBaseException,
@@ -44,14 +44,14 @@ FOREIGN_FILE_ERRORS = (
 
 
 def load_checkpoint_to_cpu(original: Any) -> Any:
-    """Wrap fairseq's function: refuse damaged and foreign files; leave experts in shard files unread."""
+    """Wrap load_checkpoint_to_cpu to refuse damaged and foreign files, and to read shard files later."""
 
     @functools.wraps(original)
     def wrapper(path: str, arg_overrides: Any = None, load_on_all_ranks: Any = None) -> Any:
         overrides = arg_overrides or {}
         refuse_misspelt(overrides)
-        # Only the Trainer gives this argument. Its file was checked before, and the command line has the
-        # options.
+        # Only the Trainer gives this argument. Its file is already checked, and its options come from the
+        # command line.
         is_for_use = load_on_all_ranks is None
         kind = unlike_a_file(path)
         if kind is not None:
@@ -60,7 +60,7 @@ def load_checkpoint_to_cpu(original: Any) -> Any:
             if is_for_use:
                 _refuse_damaged(path)
             state = original(path, arg_overrides, bool(load_on_all_ranks))
-            # Values of the run's own configuration may also be in its checkpoint.
+            # A checkpoint may repeat values of the run's own configuration, which are trusted.
             given = overrides if is_for_use else {**dict(options_within(RUN.cfg)), **overrides}
             refuse_code(state, path, given)
             refuse_malformed(state, path)
@@ -79,42 +79,43 @@ def load_checkpoint_to_cpu(original: Any) -> Any:
 
 
 def _prepare_for_use(state: Any, path: str, overrides: Mapping[str, Any]) -> None:
-    """Check the options of a checkpoint that is opened for use, and update them in place."""
+    """Check and update the options of a checkpoint that is opened for use, in place."""
     _refuse_unknown_classes(state, path, overrides)
     if mark_as_opened(state):
-        refuse_code(state, path, overrides)  # the conversion parsed their text
+        refuse_code(state, path, overrides)  # check again, because the conversion parsed the options
     refuse_unusable_options(state, path)
     _update_task(state, overrides)
     _warn_of_dense_model(path, state)
 
 
 def _refuse_damaged(path: str) -> None:
-    """Refuse a local file that differs from what was saved: its weights cannot be trusted."""
+    """Raise an error if a local checkpoint file is damaged, because its weights cannot be trusted."""
     if os.path.isfile(path) and not os.environ.get(OPEN_DAMAGED) and not is_whole(path):
         raise ValueError(
             f"{path} is not a checkpoint, or one that {IS_CORRUPT}; give another file, or set "
-            f"{OPEN_DAMAGED}=1 to use it as it is."
+            f"{OPEN_DAMAGED}=1 to open the file anyway."
         )
 
 
 def _foreign_file(path: str, error: BaseException) -> ValueError:
-    """Return an error that explains why fairseq could not read a file."""
+    """Return a ValueError that explains why a file is not a checkpoint that fairseq can read."""
     refused = refused_class(error)
     reason = f"{type(error).__name__}: {error}".partition("\n")[0]
-    holds = f"it holds {refused}, which is not run" if refused else reason
-    return ValueError(f"{path} is not a checkpoint that fairseq saved ({holds}); give one that it did.")
+    holds = f"it contains {refused}, which must not run" if refused else reason
+    return ValueError(f"{path} is not a checkpoint that fairseq saved ({holds}); give another file.")
 
 
 def mark_as_opened(state: Any) -> bool:
     """Mark the configuration of a checkpoint that is opened for use, in place, for `is_opened`.
 
-    Return whether an older file's command line was converted to a configuration, which fairseq does later.
+    Older files have a command line, which is converted to a configuration before fairseq does so. Return
+    whether it was converted.
     """
     is_older = state.get("args") is not None
     if is_older:
         state["cfg"], state["args"] = convert_namespace_to_omegaconf(state["args"]), None
     if OmegaConf.is_config(state.get("cfg")):
-        state["cfg"]._set_flag(OPENED, True)  # its children inherit it
+        state["cfg"]._set_flag(OPENED, True)  # nested configurations inherit the flag
     model = (state.get("cfg") or {}).get("model")
     if isinstance(model, argparse.Namespace):
         setattr(model, OPENED, True)
@@ -122,7 +123,7 @@ def mark_as_opened(state: Any) -> bool:
 
 
 def _refuse_unknown_classes(state: Any, path: str, overrides: Mapping[str, Any]) -> None:
-    """Refuse a checkpoint whose options would import a module that the user did not name."""
+    """Raise an error if a checkpoint's options would import a module that the user did not name."""
     models = [state.get("args"), (state.get("cfg") or {}).get("model")]
     for field in ("gate_type", "expert_type"):
         key = f"moe_{field}"
@@ -130,14 +131,14 @@ def _refuse_unknown_classes(state: Any, path: str, overrides: Mapping[str, Any])
             unknown = [n for n in map(str.strip, value.split(",")) if is_custom(n) and not _is_imported(n)]
             if unknown:
                 raise ValueError(
-                    f"{path} has the {label_of(field)} {unknown[0]}, and a checkpoint must not import "
-                    "modules; if you trust it, import it in --user-dir, or add "
+                    f"{path} has the {label_of(field)} {unknown[0]}, but a checkpoint must not import "
+                    "modules; if you trust this module, import it in --user-dir, or add "
                     f"--model-overrides \"{{'{key}': '{value}'}}\"."
                 )
 
 
 def _is_imported(name: str) -> bool:
-    """Whether a class's module is imported already, or is in the --user-dir."""
+    """Return whether the module of a class is already imported, or is in the --user-dir."""
     module = name.rpartition(".")[0]
     package = sys.modules.get(module.partition(".")[0])
     user_dirs: set[str] = getattr(import_user_module, "memo", set())
@@ -145,9 +146,10 @@ def _is_imported(name: str) -> bool:
 
 
 def _update_task(state: Any, overrides: Mapping[str, Any]) -> None:
-    """Replace torch's grouped_mm, a retired backend, by auto, and add system options that the file lacks.
+    """Update the task's options of a checkpoint, in place.
 
-    fairseq overrides options only if the file has them.
+    The removed backend grouped_mm becomes auto. Overrides of system options are added, because fairseq
+    overrides only options that the file already has.
     """
     task: Any = (state.get("cfg") or {}).get("task")
     values = vars(task) if isinstance(task, argparse.Namespace) else task
@@ -160,21 +162,21 @@ def _update_task(state: Any, overrides: Mapping[str, Any]) -> None:
 
 
 def _warn_of_quantized(state: Any, path: str) -> None:
-    """Warn if training resumes from quantized experts."""
+    """Warn if training resumes from a checkpoint with quantized experts."""
     tensors = (state.get("model") or {}).values()
     packings = {t.expert_dtype for t in tensors if isinstance(t, ShardedTensor) and t.expert_dtype}
     if packings:
         logger.warning(
-            "%s has experts in %s: training continues from these rounded weights; resume from the "
-            "checkpoint that it was converted from to continue from the exact ones.",
+            "%s has experts in %s, so training continues from rounded weights; to continue from the exact "
+            "weights, resume from the checkpoint that was converted to this file.",
             *(path, ", ".join(sorted(packings))),
         )
 
 
 def _warn_of_dense_model(path: str, state: Any) -> None:
-    """Warn of system options on a command line that opens a dense checkpoint.
+    """Warn if a command line with system options opens a dense checkpoint, on which they have no effect.
 
-    fairseq's tasks call no hook of the plugin for dense models, so the command line is parsed here.
+    The command line is parsed again, because fairseq's tasks call no hook of the plugin for dense models.
     """
     is_used_by_training = RUN.cfg is not None and RUN.cfg.common_eval.path is None
     has_experts = any(".experts." in name for name in state.get("model") or ())

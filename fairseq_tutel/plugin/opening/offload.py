@@ -1,6 +1,6 @@
-"""Experts of a model that is opened: neither drawn nor in memory before its checkpoint is loaded.
+"""Builds the experts of an opened model without memory, and loads or offloads them with its checkpoint.
 
-With --moe-expert-store they stay offloaded; all models of a command share one store.
+With --moe-expert-store, the experts stay offloaded. All models of a command share one store.
 """
 
 import dataclasses
@@ -25,28 +25,28 @@ from fairseq_tutel.plugin.run_state import RUN
 from fairseq_tutel.ranks import world
 from fairseq_tutel.ranks.groups import Topology
 
-# Like fairseq's own JSON lines, under a name: "… | INFO | expert_store | {"calls": …}".
+# Logs JSON lines like fairseq's, under a short name: "… | INFO | expert_store | {"calls": …}".
 counters_logger = logging.getLogger("expert_store")
 
 
 def store_options(
     task_cfg: Any, layer: MoEConfig, opened: bool, pregated: bool, device: torch.device
 ) -> StoreConfig:
-    """Return a task's options of the expert store, with `auto` resolved; warn of inapplicable ones."""
+    """Return a task's expert store options, with `auto` resolved; warn of options without effect."""
     options = read(StoreConfig, task_cfg)
     refuse_bad_values(options)
     policy = options.moe_expert_store
     if is_offloaded(options) and not opened:
         raise ValueError(
-            f"--moe-expert-store is {policy}, which is for models that are used: training changes all "
-            "experts, in memory; drop it."
+            f"--moe-expert-store is {policy}, which is only for inference: training needs all experts in "
+            "memory; remove it."
         )
     if world.is_first():
         warn_of_no_effect(options, Facts(layer=layer, sides=SidesConfig(), store=options))
     if policy == "pregated" and not pregated:
         raise ValueError(
-            "--moe-expert-store is pregated, but no block of this model knows its experts ahead; give a "
-            "model with --moe-pregate (`python -m fairseq_tutel convert pregate` makes one), or on-demand."
+            "--moe-expert-store is pregated, but this model has no pre-gating; give a model with "
+            "--moe-pregate (`python -m fairseq_tutel convert pregate` makes one), or on-demand."
         )
     if options.moe_expert_tier == "auto" and is_offloaded(options):
         tier = "host" if device.type == "cuda" else "disk"
@@ -55,22 +55,22 @@ def store_options(
 
 
 def is_offloaded(options: StoreConfig) -> bool:
-    """Whether experts stay in a store."""
+    """Return whether the options keep experts in an expert store instead of the model."""
     return options.moe_expert_store != "resident"
 
 
 def meta_experts(config: MoEConfig, topology: Topology, options: StoreConfig) -> ExpertStack:
-    """Return experts without memory, whose tensors or their location come with a state dict."""
+    """Build experts on the meta device; a state dict later brings their tensors or file locations."""
     stack = build_experts(config, topology.part(config.num_experts), device="meta")
     stack.load_later(keep_sources=is_offloaded(options))
     return stack
 
 
 def fetch_when_loaded(model: nn.Module, options: StoreConfig) -> None:
-    """Register a hook that puts the experts of the next loaded state dict into the process's store."""
+    """Register a hook that adds the experts of the next loaded state dict to the expert store."""
 
     def attach(module: nn.Module, keys: Any) -> None:
-        if any(".experts." in key for key in keys.missing_keys):  # torch will raise an error
+        if any(".experts." in key for key in keys.missing_keys):  # torch raises an error afterwards
             return
         store = _store_of(options)
         for layer in moe_layers(module):
@@ -80,7 +80,7 @@ def fetch_when_loaded(model: nn.Module, options: StoreConfig) -> None:
 
 
 def _store_of(options: StoreConfig) -> ExpertStore:
-    """Return the store for these options; models of an ensemble share its cache."""
+    """Return the expert store for the given options; models of an ensemble share one store and cache."""
     store = RUN.stores.get(options)
     if store is None or not store.is_open:
         store = RUN.stores[options] = ExpertStore(

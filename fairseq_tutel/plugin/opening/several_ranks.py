@@ -1,7 +1,8 @@
-"""A command that uses a model on several ranks, such as fairseq-generate.
+"""Runs commands that use a model on several ranks, such as fairseq-generate.
 
 With --moe-expert-parallel-size P > 1 on the command line, P ranks share the experts of every model that the
-command opens, and run in lockstep. fairseq-eval-lm logs each rank's perplexity; that of all is logged here.
+command opens, and run in lockstep. fairseq-eval-lm logs the perplexity of each rank; this module also logs
+the perplexity of all ranks together.
 """
 
 import logging
@@ -28,13 +29,13 @@ logger = logging.getLogger(__name__)
 
 
 class Scored:
-    """The batches that fairseq-eval-lm scores, with the number of tokens that it divides by."""
+    """Wraps the batches of fairseq-eval-lm and counts the scored tokens, the divisor of the mean loss."""
 
     def __init__(self, batches: Any, dictionary: Any, cfg: Any) -> None:
         self.batches, self.pad = batches, dictionary.pad()
         self.tokens = 0
         self.without_first = bool(getattr(cfg.task, "add_bos_token", False))
-        # The pieces of a word count as one.
+        # All pieces of a word count as one token.
         mark = cfg.common_eval.post_process
         ends = mark.rstrip() if mark in ("subword_nmt", "@@ ") else ()
         self.continues = torch.tensor([word.endswith(ends) for word in dictionary.symbols])
@@ -51,14 +52,14 @@ class Scored:
 
 
 def log_perplexity(results: dict[str, Any], tokens: int) -> None:
-    """Log the loss and the perplexity of all ranks' tokens. Collective."""
+    """Log the loss and the perplexity over the tokens of all ranks. Collective."""
     own = float(results["loss"]) * tokens, tokens
     parts = world.all_gather_object(own, "the gathering of all ranks' losses")
     total = sum(count for _, count in parts)
     if total == 0:
         raise ValueError(
-            "no rank scored any token, so there is no perplexity: fairseq-eval-lm skips what is longer "
-            "than the model's positions; give the --tokens-per-sample that the model was trained with."
+            "no rank scored a token, so there is no perplexity: fairseq-eval-lm skips samples that are "
+            "longer than the model allows; give the --tokens-per-sample with which the model was trained."
         )
     loss = sum(bits for bits, _ in parts) / total
     logger.info(
@@ -67,23 +68,23 @@ def log_perplexity(results: dict[str, Any], tokens: int) -> None:
     )
 
 
-class NoSentences(Exception):  # noqa: N818 - no error
-    """This rank has nothing to generate from; fairseq would divide by the time that generation took."""
+class NoSentences(Exception):  # noqa: N818 - not an error
+    """Raised on a rank that has no sentences, because fairseq would divide by a generation time of 0."""
 
 
 class Command:
-    """A command that uses models on several ranks, with the objects that it has opened so far."""
+    """A running command that uses models on several ranks; keeps their layer calls in step."""
 
     def __init__(self, cfg: Any) -> None:
         self.cfg = cfg
-        # Of the command line, for all models; a checkpoint's own is ignored.
+        # The command line's value holds for all models; the value in a checkpoint is ignored.
         self.expert_parallel_size = read(TaskConfig, cfg.task).moe_expert_parallel_size or 1
         self.lockstep: Lockstep | None = None
         self.scored: Scored | None = None
         self._turns: dict[MoEFeedForward, int] = {}
 
     def keep_in_step(self, layers: Sequence[MoEFeedForward]) -> None:
-        """Let the layers of a model wait for the other ranks' calls, if ranks share its experts."""
+        """Add a model's layers to the lockstep with other ranks, if ranks share its experts."""
         if layers[0].topology.expert_parallel_size == 1:
             return
         facts: dict[str, Any] = {
@@ -91,34 +92,34 @@ class Command:
             for field in fields(MoEConfig)
         }
         facts["the layers with experts"] = [layer.name for layer in layers]
-        facts["how rows cross ranks"] = [str(layer.strategy) for layer in layers]
+        facts["the strategy of the layers"] = [str(layer.strategy) for layer in layers]
         agree(facts)
         if self.lockstep is None:
             self.lockstep = Lockstep(layers[0].topology.expert_group)
         self._turns |= {layer: self.lockstep.add(layer.run_without_tokens) for layer in layers}
 
     def wait_for_turn(self, layer: MoEFeedForward) -> None:
-        """Return when all ranks agree on this layer's call."""
+        """Block until all ranks call this layer."""
         if layer in self._turns:
             assert self.lockstep is not None
             self.lockstep.wait_for_turn(self._turns[layer])
 
     def count(self, batches: Any, dictionary: Any) -> Scored:
-        """Return the batches of fairseq-eval-lm, wrapped in a counter of their tokens."""
+        """Wrap the batches of fairseq-eval-lm so that their tokens are counted."""
         self.scored = Scored(batches, dictionary, self.cfg)
         return self.scored
 
     def rest(self) -> None:
-        """Serve the other ranks until none is in a model; all ranks call this equally often."""
+        """Serve other ranks' layer calls until no rank runs a model; all ranks call this equally often."""
         if self.lockstep is not None:
             self.lockstep.rest()
 
     def end(self, results: Any) -> None:
-        """Serve the other ranks until all have finished; then log common results."""
+        """Serve other ranks' layer calls until all ranks finish, then log the results of all ranks."""
         if self.lockstep is not None:
             self.lockstep.end()
             logger.info(
-                "experts across ranks: %d calls of layers for this rank's tokens, %d for those of others",
+                "experts across ranks: %d layer calls for this rank's tokens, %d for other ranks' tokens",
                 *(self.lockstep.calls, self.lockstep.served),
             )
         if self.scored is not None:
@@ -126,7 +127,7 @@ class Command:
 
 
 def run_on_several_ranks(main: Any, cfg: Any, **kwargs: Any) -> None:
-    """Run a command's `main` on this rank's sentences, then serve the other ranks until they finish."""
+    """Run a command's `main` on this rank's sentences, then serve other ranks' layer calls to the end."""
     if world.size() == 1:
         main(cfg, **kwargs)
         return
@@ -134,13 +135,13 @@ def run_on_several_ranks(main: Any, cfg: Any, **kwargs: Any) -> None:
     if cfg.common_eval.results_path is not None:
         cfg.common_eval.results_path = os.path.join(cfg.common_eval.results_path, f"rank{rank}")
     if command.expert_parallel_size > 1 and rank > 0:
-        cfg.interactive.input = os.devnull  # rank 0 reads it
+        cfg.interactive.input = os.devnull  # only rank 0 reads the input
     allocate_gather_buffers(cfg)
     with RUN.having(command=command):
         try:
             results = main(cfg, **kwargs)
         except NoSentences:
-            logger.warning("rank %d has no sentences of its own", rank)
+            logger.warning("rank %d has no sentences to generate from", rank)
         command.end(results)
 
 
@@ -150,19 +151,19 @@ def topology_of_opened(
     ranks_per_node: int,
     degree_of: Callable[[int], int] | None,
 ) -> Topology:
-    """Return the topology of a model that is opened. Collective where ranks share its experts.
+    """Return the topology of a model that is opened for use. Collective if ranks share its experts.
 
-    `requested`, the P of the model's task, has no effect in a command on one rank. For the other arguments
-    and for errors see `make_topology`.
+    `requested` is the --moe-expert-parallel-size of the model's task; it has no effect in a command on one
+    rank. For the other arguments and the errors, see `make_topology`.
     """
-    if RUN.opens_teacher:  # it is called in step with the student; RUN.topology stays the student's
+    if RUN.opens_teacher:  # training calls the teacher in step; RUN.topology stays the student's
         return make_topology(expert_counts, requested or 1, ranks_per_node, degree_of)
     command = RUN.command
     if command is None or command.expert_parallel_size == 1:
         if command is None and requested > 1 and int(os.environ.get("WORLD_SIZE", 1)) > 1:
             logger.warning(
-                "--moe-expert-parallel-size %d has no effect: this process is not connected to the others "
-                "and does all of the work; start it with `torchrun … -m fairseq_tutel.run`",
+                "--moe-expert-parallel-size %d has no effect: this process is not connected to the other "
+                "ranks and does all of the work; start it with `torchrun … -m fairseq_tutel.run`",
                 requested,
             )
         return Topology()

@@ -1,7 +1,8 @@
-"""Flags and hydra keys: fairseq's dataclasses, made from tables of options; misspelled flags.
+"""Defines the command-line flags and hydra keys of this package, and reports misspelled flags.
 
-`ModelOptions` become fields of every MoE model, `SystemOptions` of every task, `GateLossOptions` of MoE
-criterions. `layer_config` turns a model's and a task's configuration into the MoEConfig of one layer.
+Every MoE model has the fields of `ModelOptions`, every task has `SystemOptions`, and every MoE criterion
+has `GateLossOptions`. `layer_config` makes the MoEConfig of one layer from the configurations of the model
+and the task.
 """
 
 import argparse
@@ -32,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 
 def made(name: str, options: Iterable[Option], base: type = FairseqDataclass) -> type:
-    """Return a fairseq dataclass with a key for each of these options."""
+    """Return a fairseq dataclass that has one field for each of the given options."""
     made = []
     for item in options:
         kind = ChoiceEnum(list(item.choices)) if item.choices else item.type
@@ -49,19 +50,19 @@ GateLossOptions = made("GateLossOptions", options_in(CriterionConfig))
 
 
 def defaults(options: type) -> dict[str, Any]:
-    """Return every key of an options dataclass with its default."""
+    """Return the default value of every field of an options dataclass, by field name."""
     return {f.name: f.default for f in dataclasses.fields(options) if f.name != "_name"}
 
 
 def meant(key: str) -> str | None:
-    """Return the option key that an unknown key resembles; None for known keys."""
+    """Return the option key that an unknown key resembles; None if the key is known or resembles none."""
     known = {item.key for owner in BY_OWNER for item in options_of(owner)}
     close = difflib.get_close_matches(key, known, n=1, cutoff=0.85)
     return close[0] if close and key not in known else None
 
 
 def refuse_misspelt(overrides: dict[str, Any]) -> None:
-    """Refuse a misspelled key of --model-overrides, which fairseq would ignore."""
+    """Raise an error if --model-overrides has a misspelled key, because fairseq would ignore the key."""
     for key in overrides:
         close = meant(key)
         if close:
@@ -71,7 +72,7 @@ def refuse_misspelt(overrides: dict[str, Any]) -> None:
 
 
 def warn_of_given(task_cfg: Any, dense: str) -> None:
-    """Warn that the given system options have no effect on a dense model."""
+    """Warn of every given system option that has no effect because the model is dense."""
     for option in options_of("task"):
         value = plain(getattr(task_cfg, option.key, option.default))
         if value != option.default and not option.of_any_training:
@@ -79,12 +80,12 @@ def warn_of_given(task_cfg: Any, dense: str) -> None:
 
 
 def has_user_dir(argv: list[str]) -> bool:
-    """Whether this is the command line of a fairseq command that loads the plugin."""
+    """Return whether a command line has --user-dir, the flag with which fairseq loads a plugin."""
     return any(word.split("=")[0] == "--user-dir" for word in argv)
 
 
 def check_command_line(argv: list[str]) -> None:
-    """Check the words of a fairseq command that loads the plugin, before argparse does."""
+    """Check the flags of a fairseq command that loads the plugin, before argparse parses them."""
     if not has_user_dir(argv):
         return
     _refuse_flags_of_moe_variant(argv[1:])
@@ -92,19 +93,19 @@ def check_command_line(argv: list[str]) -> None:
     for word in argv[1:]:
         flag = word.split("=")[0]
         close = meant(key_of(flag)) if flag.startswith("--") else None
-        if close:  # log it at exit: argparse prints its long usage before that
+        if close:  # log the suggestion at exit, because argparse prints its long usage text before
             atexit.register(_suggest_flag, flag, flag_of(close))
     if {"-h", "--help"} & set(argv):  # fairseq's help lists no flag of an architecture
         atexit.register(_name_tool)
-    # Meta's evaluation commands need --is-moe; here the checkpoint decides. No registry reaches the parser
-    # of fairseq-eval-lm, which reads sys.argv after this import.
+    # Meta's evaluation commands need --is-moe; this package recognizes MoE checkpoints itself. The parser
+    # of fairseq-eval-lm cannot be extended, so the flag is removed from sys.argv, which it reads later.
     if "--is-moe" in argv:
         argv.remove("--is-moe")
         logger.info("--is-moe is not needed: checkpoints of MoE models are recognized")
 
 
 def _suggest_flag(flag: str, close: str) -> None:
-    logger.warning("%s is none of the flags here; %s is", flag, close)
+    logger.warning("%s is not a known flag; did you mean %s?", flag, close)
 
 
 def _name_tool() -> None:
@@ -112,13 +113,13 @@ def _name_tool() -> None:
 
 
 def drop_suggestions() -> None:
-    """Drop the suggestions for misspelled flags: argparse accepted them, as those of another model."""
+    """Cancel the suggestions for misspelled flags, because argparse has accepted all flags."""
     atexit.unregister(_suggest_flag)
     atexit.unregister(_name_tool)
 
 
 def _refuse_flags_of_moe_variant(argv: list[str]) -> None:
-    """Exit with one sentence if MoE flags are given to a dense architecture that has a MoE variant."""
+    """Exit with an error if MoE flags are given with a dense --arch that has a MoE variant."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--arch", "-a")
     arch = parser.parse_known_args(argv)[0].arch
@@ -128,42 +129,43 @@ def _refuse_flags_of_moe_variant(argv: list[str]) -> None:
     given = [word for word in argv if word.split("=")[0] in known]
     if given:
         sys.exit(
-            f"error: {given[0]} was given with --arch {arch}, which is dense; choose --arch "
-            f"moe_{arch} or drop the flag."
+            f"error: {given[0]} was given with --arch {arch}, which is dense; give --arch "
+            f"moe_{arch}, or remove the flag."
         )
 
 
 def fill_in(args: Any, options: type) -> None:
-    """Give a model's arguments the default of every option that they lack, in place."""
+    """Set every option that a model's arguments lack to its default value, in place."""
     for key, value in defaults(options).items():
         setattr(args, key, getattr(args, key, value))
 
 
 def expert_counts(text: str, num_layers: int) -> list[int]:
-    """Parse --moe-expert-count for `num_layers` MoE layers."""
+    """Parse --moe-expert-count; return the number of experts of each of `num_layers` MoE layers."""
     try:
         counts = [int(part) for part in str(text).split(",")]
     except ValueError:
         counts = []
     if not counts or min(counts) < 1:
         raise ValueError(
-            f"--moe-expert-count is {shown(text)}; give a number of experts of at least 1, or one per MoE "
-            'layer, such as 8 or "8,8,16".'
+            f"--moe-expert-count is {shown(text)}; give a number of at least 1, such as 8, or one number "
+            'for each MoE layer, such as "8,8,16".'
         )
     if len(counts) == 1:
         return counts * num_layers
     if len(counts) != num_layers:
         raise ValueError(
-            f"--moe-expert-count is {shown(text)}, {len(counts)} numbers for {num_layers} MoE layers; give "
-            f"one number or {num_layers}."
+            f"--moe-expert-count is {shown(text)}, which has {len(counts)} numbers, but the model has "
+            f"{num_layers} MoE layers; give one number or {num_layers} numbers."
         )
     return counts
 
 
 def layer_config(model_cfg: Any, task_cfg: Any, num_experts: int, **layer: Any) -> MoEConfig:
-    """Return one layer's MoEConfig; a saved `model_cfg` may lack newer keys.
+    """Return the MoEConfig of one layer from the configurations of its model and its task.
 
-    `layer` has the properties of the stock layer: model_dim, hidden_dim, activation, ….
+    A saved `model_cfg` may lack newer keys. `layer` has the properties of the stock layer, such as
+    model_dim, hidden_dim and activation.
     """
     model, task = read(ModelConfig, model_cfg), read(TaskConfig, task_cfg)
     refuse_bad_values(model)
@@ -176,10 +178,10 @@ def layer_config(model_cfg: Any, task_cfg: Any, num_experts: int, **layer: Any) 
                 name, value = older.same_as
                 if values[name] not in (value, LAYER[name].default):
                     both = f"{older.flag} and {LAYER[name].flag} {values[name]}"
-                    raise ValueError(f"{both} are both given; drop one of them.")
+                    raise ValueError(f"{both} are both given; remove one of them.")
                 values[name] = value
     if model.moe_gating_use_fp32 and model.no_moe_gating_use_fp32:
-        raise ValueError("--moe-gating-use-fp32 and --no-moe-gating-use-fp32 are both given; drop one.")
+        raise ValueError("--moe-gating-use-fp32 and --no-moe-gating-use-fp32 are both given; remove one.")
     values["gate_fp32"] = not model.no_moe_gating_use_fp32
     layer["hidden_dim"] = model.moe_expert_ffn_dim or layer["hidden_dim"]
     return MoEConfig(num_experts=num_experts, **values, **layer)

@@ -1,4 +1,4 @@
-"""How this process ends: calls at the end, then a user's error, also fairseq's, as one last sentence."""
+"""Controls the end of a process: calls exit functions, then prints a user's error as the last line."""
 
 import atexit
 import contextlib
@@ -28,34 +28,35 @@ from fairseq_tutel.ranks.guard import CommunicationError
 
 logger = logging.getLogger(__name__)
 
-# A reader thread that hangs in a file system does not delay the end of the process longer.
+# Maximum time that the exit waits for reader threads, which may hang in a file system.
 SECONDS_FOR_READERS = 10.0
-# An allocation of this size is a mistake in a file's options.
+# A request for this much memory means that the options in a checkpoint file are wrong.
 ABSURD_BYTES = 2**44
-REASON = 300  # characters of an error that are quoted
+REASON = 300  # maximum number of characters of an original error that a message quotes
 SIZES = ("max_tokens", "batch_size", "required_batch_size_multiple")
-# Functions that open a checkpoint, with the variable that holds its path.
+# Functions that open a checkpoint, with the name of the variable that holds the path.
 OPENING = {
     "load_checkpoint_to_cpu": "path",
     "load_model_ensemble_and_task": "filename",
     "load_checkpoint": "filename",
     "warn_of_changed_options": "path",
 }
-# Functions that read data within those.
+# Functions that read data while a checkpoint is being opened.
 READING = {"load_dataset", "get_train_iterator"}
 MISSING_MODULE = re.compile(r"No module named '([\w.]+)'|Please install (\w+)")
 
 
 def end_readers() -> None:
-    """End the threads that read fairseq's batches ahead, before the interpreter finalizes.
+    """Stop the threads in which fairseq prefetches batches, before the interpreter finalizes.
 
-    Training that stops within an epoch leaves one. If it is inside a torch operation at finalization,
-    the process aborts ("terminate called without an active exception", exit 134).
+    A training run that stops in the middle of an epoch leaves such a thread. If the thread is inside a
+    torch operation at finalization, the process aborts with exit code 134 ("terminate called without an
+    active exception").
     """
     deadline = time.monotonic() + SECONDS_FOR_READERS
     for reader in threading.enumerate():
         if isinstance(reader, BackgroundConsumer):
-            reader._max_len = 0  # it ends after the current batch
+            reader._max_len = 0  # makes the thread stop after the current batch
             while reader.is_alive() and time.monotonic() < deadline:
                 with contextlib.suppress(queue.Empty):
                     reader._queue.get_nowait()
@@ -63,7 +64,7 @@ def end_readers() -> None:
 
 
 def call_at_end(function: Callable[[], None]) -> None:
-    """Call a function when this process ends, before the last error line."""
+    """Register a function that is called when this process ends, before the last error line is printed."""
     if not RUN.at_exit:
         atexit.register(_end_calls)
     RUN.at_exit.append(function)
@@ -76,7 +77,7 @@ def _end_calls() -> None:
 
 @contextlib.contextmanager
 def refusals_are_sentences() -> Iterator[None]:
-    """End this process with the message of a refusal as its last line, without a traceback."""
+    """Context manager that exits with only the message of a user's error, without a traceback."""
     try:
         yield
     except Exception as error:
@@ -87,7 +88,10 @@ def refusals_are_sentences() -> Iterator[None]:
 
 
 def excepthook(original: Any) -> Any:
-    """Wrap sys.excepthook to print a refusal's message alone; fairseq-generate's main is not wrapped."""
+    """Wrap sys.excepthook so that it prints a user's error without a traceback.
+
+    The hook is needed because the main function of fairseq-generate is not wrapped.
+    """
 
     @functools.wraps(original)
     def hook(kind: Any, error: BaseException, trace: Any) -> None:
@@ -101,19 +105,19 @@ def excepthook(original: Any) -> Any:
 
 
 def _last_line(error: BaseException) -> str | None:
-    """Return the line that ends this process after the calls at its end; None for a traceback."""
+    """Call the exit functions; return the last error line, or None if a traceback must be printed."""
     _end_calls()
     sentence = str(error) if is_refusal(error) else sentence_of(error)
-    # The logger's level does not decide: a module of fairseq's wav2vec2 sets the root's to DEBUG.
+    # The logger's level cannot be used, because fairseq's wav2vec2 sets the root logger to DEBUG.
     if sentence is not None and os.environ.get("LOGLEVEL", "").upper() == "DEBUG":
-        logger.debug("refused here", exc_info=error)
+        logger.debug("traceback of the error", exc_info=error)
     return None if sentence is None else error_line(sentence)
 
 
 def is_refusal(error: BaseException | None) -> bool:
-    """Whether this is a ValueError that a `raise` statement of this package raised.
+    """Return whether an error is a ValueError that a `raise` statement of this package raised.
 
-    ValueErrors of other code, and of mistakes such as unpacking a tuple of another length, are not.
+    The result is False for ValueErrors of other code, and for bugs such as unpacking a wrong tuple.
     """
     trace: Any = None if error is None else error.__traceback__
     if trace is None or not isinstance(error, ValueError):
@@ -126,7 +130,7 @@ def is_refusal(error: BaseException | None) -> bool:
 
 
 def sentence_of(error: BaseException) -> str | None:
-    """Return the sentence for an error that fairseq raised; None for any other error."""
+    """Return one sentence that explains an error that fairseq raised; None for any other error."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     for explain in (_empty_data, _no_batch, _no_finite_score, _missing_module, _missing_file, _misfit):
         sentence = explain(error, frames) if frames else None
@@ -141,10 +145,10 @@ def _empty_data(error: BaseException, frames: Sequence[FrameType]) -> str | None
     opening = [f.f_locals for f in frames if _is_of_fairseq(f) and f.f_code.co_name == "_do_init"]
     if not opening:
         return None
-    # fairseq's __del__ fails if the file was never mapped, and Python would print that last.
+    # fairseq's __del__ fails if the file was never mapped, and Python would print that failure last.
     change_class(opening[-1]["self"], Dataset)
     return (
-        f"data has {opening[-1]['path']}.bin, which is empty; run fairseq-preprocess on a text with at "
+        f"the data file {opening[-1]['path']}.bin is empty; run fairseq-preprocess on a text with at "
         "least one line, or add --disable-validation if only the validation set is empty."
     )
 
@@ -159,13 +163,13 @@ def _no_batch(error: BaseException, frames: Sequence[FrameType]) -> str | None:
     given = [f"{flag_of(k)} is {getattr(sizes, k)}" for k in SIZES if getattr(sizes, k, None)]
     return (
         f"no batch fits {', '.join(given) or 'the limits'}: every example is longer than --max-tokens, or "
-        "there are fewer examples than --required-batch-size-multiple; raise the first, lower the second, "
-        "or shorten the examples (--tokens-per-sample)."
+        "there are fewer examples than --required-batch-size-multiple; raise --max-tokens, lower "
+        "--required-batch-size-multiple, or shorten the examples (--tokens-per-sample)."
     )
 
 
 def _no_finite_score(error: BaseException, frames: Sequence[FrameType]) -> str | None:
-    """Explain fairseq's assertion that a search ended: without a finite score it does not."""
+    """Explain fairseq's failed assertion in a beam search in which no score is finite."""
     last = frames[-1]
     is_search = last.f_globals.get("__name__") == "fairseq.sequence_generator"
     scores = last.f_locals.get("lprobs")
@@ -173,29 +177,32 @@ def _no_finite_score(error: BaseException, frames: Sequence[FrameType]) -> str |
         return None
     if scores.isfinite().any():
         return None
-    return "the model gives no word a finite score, as with NaN weights; give --path another checkpoint."
+    return (
+        "the model gives no word a finite score, for example because its weights are NaN; give another "
+        "checkpoint in --path."
+    )
 
 
 def _missing_module(error: BaseException, frames: Sequence[FrameType]) -> str | None:
-    # In one place fairseq raises a str, which causes a TypeError while the ImportError is handled.
+    # One fairseq module raises a str in its handler of the ImportError, which causes a TypeError.
     cause = error.__context__ if isinstance(error, TypeError) else error
     found = MISSING_MODULE.search(str(cause)) if isinstance(cause, ImportError) else None
     # A DataLoader worker passes its traceback as text.
     if not (found and (_is_of_fairseq(frames[-1]) or "/fairseq/" in str(error))):
         return None
     name = found[1] or found[2]
-    return f"fairseq needs the module {name} here, which is not installed; `pip install {name}`."
+    return f"fairseq needs the module {name}, which is not installed; run `pip install {name}`."
 
 
 def _missing_file(error: BaseException, frames: Sequence[FrameType]) -> str | None:
     found = re.fullmatch("Model file not found: (.*)", str(error), re.DOTALL)
     if not (isinstance(error, OSError) and found):
         return None
-    return f"--path names {found[1]}, which does not exist; give a checkpoint."
+    return f"--path is {found[1]}, which does not exist; give an existing checkpoint file."
 
 
 def _misfit(error: BaseException, frames: Sequence[FrameType]) -> str | None:
-    """Name the checkpoint that was being opened, for example if weights and model differ in size."""
+    """Explain an error that was raised while a checkpoint was opened, for example by different shapes."""
     names = {frame.f_code.co_name for frame in frames}
     if isinstance(error, MemoryError) or names & READING or is_machine_error(error):
         return None
@@ -206,12 +213,12 @@ def _misfit(error: BaseException, frames: Sequence[FrameType]) -> str | None:
     reason = " ".join(str(error).split())[:REASON]
     return (
         f"{path} does not fit this command's model, data or options ({type(error).__name__}: {reason}); "
-        "leave out options that change the model, or give another checkpoint."
+        "remove options that change the model, or give another checkpoint."
     )
 
 
 def is_machine_error(error: BaseException) -> bool:
-    """Whether memory or another rank caused an error, not a file."""
+    """Return whether too little memory or another rank caused an error, rather than a file's content."""
     text = str(error)
     memory = re.search(r"out of memory|allocate( \d+ bytes|.? memory)|tried to allocate", text)
     size = re.search(r"tried to allocate (\d+) bytes", text)

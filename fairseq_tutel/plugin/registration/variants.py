@@ -1,4 +1,4 @@
-"""Changes of fairseq's classes: MoE variants, objects of another class, system options of every task."""
+"""Makes MoE variants of fairseq's classes, and adds the system options to every fairseq task."""
 
 import dataclasses
 import inspect
@@ -13,12 +13,12 @@ from fairseq_tutel.plugin.registration.flags import SystemOptions
 
 
 def change_class(instance: Any, cls: type) -> None:
-    """Give an object that fairseq constructed another class; `wrapped.CHANGED` lists them."""
+    """Change the class of an object that fairseq constructed; `wrapped.CHANGED` lists such objects."""
     instance.__class__ = cls
 
 
 def variant_of(stock: type, *before: type, module: str, **attributes: Any) -> type:
-    """Return the MoE variant of a fairseq class, named MoE plus its name."""
+    """Make the MoE variant of a fairseq class, with the name of the class after the prefix MoE."""
     name = f"MoE{stock.__name__}"
     variant = type(name, (*before, stock), {"__doc__": stock.__doc__, "__module__": module, **attributes})
     setattr(sys.modules[module], name, variant)
@@ -26,7 +26,7 @@ def variant_of(stock: type, *before: type, module: str, **attributes: Any) -> ty
 
 
 class _AddArgs(classmethod):
-    """`add_args` of a task without a dataclass: its own flags, then those of the system options."""
+    """Replaces `add_args` of a task without a dataclass: adds the task's flags, then the system options."""
 
     def __init__(self, stock: Any) -> None:
         def add_args(cls: type, parser: Any) -> None:
@@ -37,14 +37,17 @@ class _AddArgs(classmethod):
 
 
 def give_system_options() -> None:
-    """Add them to every registered task without them; call it again after a user's tasks are registered."""
+    """Add the system options to every registered task that lacks them.
+
+    Call this function again after a user's tasks are registered.
+    """
     for name, task in TASK_REGISTRY.items():
         stock = TASK_DATACLASS_REGISTRY.get(name)
         add_args = inspect.getattr_static(task, "add_args")
         if stock is None and not isinstance(add_args, _AddArgs):
             task.add_args = _AddArgs(add_args)
         elif stock is not None and not issubclass(stock, SystemOptions):
-            # What fairseq's `register_task` did, with another dataclass.
+            # Register the task again as fairseq's `register_task` does, with the extended dataclass.
             dataclass = dataclasses.make_dataclass(stock.__name__, [], bases=(SystemOptions, stock))
             TASK_DATACLASS_REGISTRY[name] = task.__dataclass = dataclass
             node = dataclass()

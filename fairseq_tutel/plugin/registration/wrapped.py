@@ -1,32 +1,35 @@
-"""The six fairseq functions that are wrapped, because no registry, override or hook reaches them.
+"""Wraps six fairseq functions that cannot be changed by a registry, an override or a hook.
 
-1. `checkpoint_utils.save_checkpoint`: all ranks call it, and only rank 0 continues to save. Before it,
-   experts are gathered, or written by all ranks. `Trainer.consolidate_optimizer`, which it calls on every
-   rank, does not know whether anything is saved, and also runs before crash.pt, when ranks may be gone.
-2. `checkpoint_utils.load_checkpoint_to_cpu`: every checkpoint that is used passes here. Experts in shard
-   files lie next to the file, whose path the loaded state does not contain. Damaged and foreign files are
-   refused, and models that are opened for use are marked.
+1. `checkpoint_utils.save_checkpoint`: all ranks call it, and only rank 0 continues to save. The wrapper
+   first gathers the experts, or lets all ranks write them. `Trainer.consolidate_optimizer` cannot do this:
+   it also runs if nothing is saved, and before crash.pt is saved, when other ranks may be gone.
+2. `checkpoint_utils.load_checkpoint_to_cpu`: fairseq loads every checkpoint with it. Shard files of experts
+   are next to the checkpoint file, but the loaded state does not contain the path. The wrapper refuses
+   damaged and foreign files, and marks models that are opened for use.
 3. `checkpoint_utils.torch_persistent_save`: fairseq retries a failed write by appending to the same file,
-   which then cannot be opened. Two jobs share its temporary name.
-4. `PathManager.copy`: fairseq copies over checkpoint_last and checkpoint_best in place. A kill during the
-   copy leaves a truncated file. The copy here shares disk blocks where the file system can.
-5. `distributed.utils.call_main`: nothing of the plugin runs earlier. Under torchrun on CPU fairseq divides
-   by the number of GPUs, or trains N unrelated models into one folder. fairseq-train treats --bf16 as a
-   request for a TPU. Errors of the rendezvous and of fairseq's collectives get the names of missing ranks.
-   Ranks that share experts keep serving each other until all have finished. Training locks its
-   --save-dir and chooses its checkpoint. Tasks without a dataclass get access to the run's configuration.
+   which then cannot be opened. Two jobs also use the same temporary name.
+4. `PathManager.copy`: fairseq overwrites checkpoint_last and checkpoint_best in place. A kill during the
+   copy leaves a truncated file. The wrapper's copy shares disk blocks where the file system can.
+5. `distributed.utils.call_main`: it runs before everything else that the plugin can change.
+   - Under torchrun on CPU, fairseq divides by the number of GPUs, or trains N models into one folder.
+   - fairseq-train treats --bf16 as a request for a TPU.
+   - Errors of the rendezvous and of fairseq's collectives name the missing ranks.
+   - Ranks of an EP group keep serving each other until all have finished.
+   - Training locks its --save-dir and chooses its checkpoint.
+   - Tasks without a dataclass get access to the run's configuration.
 6. `FP16Optimizer.build_optimizer`: it copies all half parameters to fp32 before it builds the inner
-   optimizer, which may keep only a shard of them. --memory-efficient-fp16 does not, but its name in
-   checkpoints differs, and runs with and without shards read each other's checkpoints.
+   optimizer, which may keep only a shard of them. --memory-efficient-fp16 does not copy, but saves another
+   optimizer name, and runs with and without shards must be able to read each other's checkpoints.
 
-Other changes to the process, besides attributes (`CHANGED` below):
+The package makes these other changes to the process, in addition to the attributes in `CHANGED`:
 
 - at import: thresholds of malloc, and the classes that torch.load accepts (`plugin.register`);
   sys.excepthook (`process.py`); MoE variants in fairseq's and hydra's registries (`optim`, `criterions`,
   `models`, `tasks`); options of every task (`variants.py`); --is-moe is removed from sys.argv (`flags.py`);
 - when a command runs: `train` and `run` change sys.argv; the configuration gets torchrun's ranks, and
-  torch a current GPU (`training/startup.py`) and time-outs (`ranks/guard.py`); each rank gets a folder for
-  results (`opening/several_ranks.py`); threads end before the process (`comm/background.py`, `process.py`);
+  torch gets a current GPU (`training/startup.py`) and time-outs (`ranks/guard.py`); each rank gets a folder
+  for results (`opening/several_ranks.py`); threads end before the process (`comm/background.py`,
+  `process.py`);
 - when a model with experts is built: the run's configuration (`startup.complete` logs each change);
 - when a NaN is diagnosed: backward hooks of encoders are removed (`training/task.py`).
 
@@ -68,18 +71,18 @@ logger = logging.getLogger(__name__)
 
 
 def _check_source(function: Any, digest: str) -> None:
-    """Warn if the source of a fairseq function is not the one for which its wrapper was written."""
+    """Warn if the source of a wrapped fairseq function differs from the source that the wrapper expects."""
     if hashlib.sha256(inspect.getsource(function).encode()).hexdigest()[:12] != digest:
         logger.warning(
-            "fairseq's %s is not that of fairseq-fixed 0.12.3.1, for which its wrapper was written: check "
-            "whether the reasons in %s still hold",
+            "the source of fairseq's %s differs from fairseq-fixed 0.12.3.1, for which the wrapper was "
+            "written; check whether the reasons in %s still hold",
             function.__qualname__,
             __file__,
         )
 
 
 def call_main(original: Any) -> Any:
-    """Wrap fairseq's `call_main`; see item 5."""
+    """Wrap fairseq's `call_main`, the start of every command; see item 5 of the module's docstring."""
 
     @functools.wraps(original)
     @refusals_are_sentences()
@@ -92,7 +95,7 @@ def call_main(original: Any) -> Any:
         run: Any = run_on_several_ranks
         if cfg.common_eval.path is None:
             run = save.run_training
-            # torch >= 2.6 refuses the unpickler of fairseq's broadcast, so every rank reads the checkpoint.
+            # torch >= 2.6 rejects the pickles of fairseq's broadcast, so every rank reads the checkpoint.
             cfg.checkpoint.load_checkpoint_on_all_dp_ranks = True
         if distributed.distributed_init_method == "env://" and keeps_the_store():
             distributed.distributed_init_method = rendezvous.METHOD
@@ -110,9 +113,9 @@ def call_main(original: Any) -> Any:
 
 
 def run_with_root(main: Any, cfg: Any, **kwargs: Any) -> Any:
-    """Run a command's main function while `RUN` has its FairseqConfig."""
-    import_user_module(cfg.common)  # hydra does not; it may register tasks
-    # A spawned rank has imported this file, so fairseq skips a --user-dir that is the package.
+    """Run the main function of a command, while `RUN.cfg` is set to the command's FairseqConfig."""
+    import_user_module(cfg.common)  # hydra does not import the user's module, which may register tasks
+    # A spawned rank has already imported the package, so fairseq skips it as a --user-dir.
     plugin.register()
     drop_suggestions()
     give_system_options()
@@ -123,15 +126,15 @@ def run_with_root(main: Any, cfg: Any, **kwargs: Any) -> Any:
 
 
 def _refuse_nan(cfg: Any) -> None:
-    """Refuse NaN as the value of any option: fairseq's comparisons with it are false without an error."""
+    """Raise an error if any option is NaN, because comparisons with NaN in fairseq are silently false."""
     for key, value in options_within(cfg):
         numbers = value if isinstance(value, list) else [value]
         if any(isinstance(number, float) and math.isnan(number) for number in numbers):
-            raise ValueError(f"{flag_of(key)} is nan; give a number, or leave it out.")
+            raise ValueError(f"{flag_of(key)} is nan; give a number, or remove the option.")
 
 
 def _check_model(cfg: Any) -> None:
-    """Refuse data-parallel wrappers that break a training run's experts; warn of options without effect."""
+    """Refuse a --ddp-backend that breaks experts; warn of options that have no effect on a dense model."""
     if cfg.common_eval.path is not None:
         return
     name = getattr(cfg.model, "ensemble_arch", None) or getattr(cfg.model, "_name", None)
@@ -142,13 +145,13 @@ def _check_model(cfg: Any) -> None:
             warn_of_given(cfg.task, f"--arch {name}")
     elif backend in ("fully_sharded", "slowmo"):
         raise ValueError(
-            f"--ddp-backend is {backend}, which would shard or average experts as if they were "
-            "replicas; use legacy_ddp, or pytorch_ddp on a GPU."
+            f"--ddp-backend is {backend}, which would shard or average different experts as if they were "
+            "replicas; give legacy_ddp, or pytorch_ddp on a GPU."
         )
 
 
 def build_optimizer(original: Any) -> Any:
-    """Wrap FP16Optimizer.build_optimizer: return ZeroFP16Optimizer if shards are requested."""
+    """Wrap FP16Optimizer.build_optimizer to build a ZeroFP16Optimizer if --moe-zero-stage requests it."""
 
     @functools.wraps(original)
     def wrapper(cls: type, cfg: Any, params: Any, **kwargs: Any) -> Any:
@@ -162,7 +165,7 @@ def build_optimizer(original: Any) -> Any:
     return wrapper
 
 
-# Owner, name and wrapper of each function, and the digest of its source.
+# Each wrapped function: its owner, its name, the wrapper, and the digest of its source.
 WRAPPED = (
     (checkpoint_utils, "save_checkpoint", save.save_checkpoint, "61513534b9b3"),
     (checkpoint_utils, "load_checkpoint_to_cpu", load_checkpoint_to_cpu, "96f7d33cde8e"),
@@ -172,29 +175,29 @@ WRAPPED = (
     (FP16Optimizer, "build_optimizer", build_optimizer, "c7ff6d890b7d"),
 )
 
-# By file, attributes of other objects that are set, because fairseq or torch constructs or reads them.
+# For each file, the attributes that it sets on objects that fairseq or torch constructs or reads.
 # Configurations, and data and gradients of tensors, are not listed.
 CHANGED = {
-    # fairseq constructs tasks, their iterators, models whose build_model names a class, and data sets.
+    # fairseq constructs tasks, iterators, data sets, and models whose build_model has a fixed class.
     "plugin/registration/variants.py": "__class__ __dataclass add_args",
     "plugin/registration/process.py": "_max_len",  # ends a thread that reads batches
     "plugin/registration/wrapped.py": "excepthook",  # prints error sentences
-    # A stock layer's forward calls these; the repr of a lightconv layer reads its dropout's p.
+    # A stock layer's forward calls these modules; the repr of a lightconv layer reads the dropout's p.
     "plugin/feed_forward.py": "fc1 fc2 activation_fn ffn_layernorm p",
     "plugin/install.py": "_ddp_params_and_buffers_to_ignore",  # DistributedDataParallel reads it
     "plugin/training/finite.py": "train",  # fairseq's training loop has no hook before its first epoch
-    "plugin/training/startup.py": "_buffer _cpu_buffer",  # fairseq's all_gather_list needs a GPU for them
+    "plugin/training/startup.py": "_buffer _cpu_buffer",  # fairseq's all_gather_list puts them on a GPU
     "plugin/training/task.py": "_cur_epoch_itr dataloader",  # releases the workers of an iterator
-    # fairseq would replace the loaded state; the Trainer compares the name with a checkpoint's.
+    # fairseq would replace the loaded state; the Trainer compares the name with the name in a checkpoint.
     "optim/zero.py": "disable_mem_eff_fp16_loading_hack __name__",
     "ranks/groups.py": "param_group",  # the only attribute that fairseq copies to fp32 masters
-    "ranks/guard.py": "daemon",  # a timer must not keep the process
-    "zero/state.py": "zero_hook",  # fairseq rebuilds its optimizer; the latest one's hook replaces it
+    "ranks/guard.py": "daemon",  # a timer must not keep the process alive
+    "zero/state.py": "zero_hook",  # fairseq may build another optimizer, whose hook replaces this one
 }
 
 
 def install() -> None:
-    """Install the wrappers and the exit handlers; called once, at import."""
+    """Wrap the six fairseq functions and install the exit handlers; called once, at import."""
     for owner, name, wrap, digest in WRAPPED:
         _check_source(getattr(owner, name), digest)
         static = inspect.getattr_static(owner, name)

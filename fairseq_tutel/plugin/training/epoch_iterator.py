@@ -1,9 +1,11 @@
-"""The batch iterator of training, whose position does not depend on the number of ranks.
+"""Defines a training batch iterator whose saved position does not depend on the number of ranks.
 
-fairseq saves how many batches each rank consumed. Here the number of global batches is saved, and that many
-are dropped before sharding. Where ranks cannot share batches evenly, an empty batch fills the last update
-of some, and fairseq's trainer counts nothing of a rank's update whose last batch is empty, although it adds
-up its gradients. Here the empty batch precedes the last one.
+fairseq saves the number of batches that each rank consumed. This iterator saves the number that all ranks
+consumed, and drops that many batches before sharding.
+
+If the ranks get unequal numbers of batches, some ranks end their last update with an empty batch. fairseq's
+trainer then adds up that update's gradients on such a rank, but does not count its tokens. This iterator
+therefore puts the empty batch before the last full batch.
 """
 
 import itertools
@@ -15,7 +17,7 @@ from fairseq.data.iterators import EpochBatchIterator, ShardedIterator
 
 
 class _Resumed(NamedTuple):
-    """An epoch that was resumed at a position that per-rank offsets cannot express."""
+    """The position of a resumed epoch that cannot be expressed as an offset for each rank."""
 
     epoch: int
     consumed: int
@@ -24,7 +26,7 @@ class _Resumed(NamedTuple):
 
 
 class ElasticEpochBatchIterator(EpochBatchIterator):
-    """EpochBatchIterator whose state has the number of global batches that were consumed."""
+    """An EpochBatchIterator that saves the number of batches that all ranks together consumed."""
 
     _update_freq: Sequence[int] = (1,)
     num_shards: int
@@ -33,11 +35,11 @@ class ElasticEpochBatchIterator(EpochBatchIterator):
     _start = 0
 
     def set_update_freq(self, update_freq: Sequence[int]) -> None:
-        """Set --update-freq: micro-batches per update in each epoch, the last for all later ones."""
+        """Set --update-freq: micro-batches per update for each epoch; the last value holds afterwards."""
         self._update_freq = update_freq
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the stock state with the global position in the epoch."""
+        """Return fairseq's iterator state, plus the global position in the epoch."""
         state = super().state_dict()
         done, resumed = state["iterations_in_epoch"], self._resumed
         state["order_shards"] = self.num_shards
@@ -48,12 +50,12 @@ class ElasticEpochBatchIterator(EpochBatchIterator):
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go to the saved position; `iterations_in_epoch` is recomputed for this number of ranks."""
+        """Restore the saved position; `iterations_in_epoch` is recomputed for this number of ranks."""
         saved_shards = state_dict.get("order_shards", self.num_shards)
         per_rank = state_dict.get("iterations_in_epoch", 0)
         consumed = state_dict.get("global_batches", per_rank * saved_shards)
         self._resumed = None
-        # fairseq loses the end of an epoch that starts in the middle of an update.
+        # Start at a multiple of update_freq: otherwise fairseq drops the end of the epoch.
         update_freq = self._update_freq_in(state_dict["epoch"])
         start = math.ceil(consumed / (self.num_shards * update_freq)) * update_freq
         same_position = consumed == start * self.num_shards
@@ -68,7 +70,7 @@ class ElasticEpochBatchIterator(EpochBatchIterator):
         return super()._get_iterator_for_epoch(epoch, shuffle, fix_batches_to_gpus, offset)
 
     def ordered_batches(self, epoch: int, fix_batches_to_gpus: bool, shuffle: bool) -> list[Any]:
-        """Return this rank's batches of the epoch, in order; an empty one does not end an update."""
+        """Return this rank's batches of an epoch in order; an empty batch is moved before the last one."""
         batches = self._in_order(epoch, fix_batches_to_gpus, shuffle)
         update_freq = self._update_freq_in(epoch)
         in_last_update = (len(batches) - self._start - 1) % update_freq + 1
@@ -86,13 +88,13 @@ class ElasticEpochBatchIterator(EpochBatchIterator):
         in_order = self._global_order(epoch, fix_batches_to_gpus, shuffle, resumed.order_shards)
         rest = [batch for batch in in_order[resumed.consumed :] if len(batch) > 0]
         shard = ShardedIterator(rest, self.num_shards, self.shard_id, fill_value=[])
-        # The sampler drops the first `start` batches, which were consumed before.
+        # Placeholders for the first `start` batches, which were already consumed: the sampler drops them.
         return [[]] * resumed.start + list(shard)
 
     def _global_order(self, epoch: int, fix: bool, shuffle: bool, shards: int) -> list[Any]:
-        """Return the batches in the order of the saved run: one from each rank in turn.
+        """Return all ranks' batches in the order of the saved run: one batch from each rank in turn.
 
-        If the order depends on the number of ranks, it is joined from every shard.
+        If the order depends on the number of ranks, the shards of all ranks are interleaved.
         """
         if not (self.grouped_shuffling or (self._supports_prefetch and fix)):
             shards = 1

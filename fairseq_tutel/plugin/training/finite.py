@@ -1,7 +1,7 @@
-"""Checks weights and optimizer state: finite before a save, finite and fitting the model after a load.
+"""Checks that weights and optimizer state are finite before a save, and finite and valid after a load.
 
-Buffers are not checked: attention masks contain -inf. A finished training run that is started again ends
-here.
+Buffers are not checked, because attention masks contain -inf. This module also ends a run that has already
+reached its limit, such as --max-update, when it is started again.
 """
 
 import contextlib
@@ -31,24 +31,27 @@ logger = logging.getLogger(__name__)
 
 # The square of a larger weight is infinite in fp32.
 LARGEST_WEIGHT = 1e19
-# State tensors of the shape of their parameter, in fairseq's optimizers.
+# State tensors of fairseq's optimizers that have the same shape as their parameter.
 SHAPED = (
     "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf",
     "momentum_buffer", "sum", "square_avg", "acc_delta",
 )  # fmt: skip
-LARGEST = 1e300  # whole numbers beyond are not floats
-# Options that fairseq's optimizers read; torch adds others to `defaults` that groups may lack.
+LARGEST = 1e300  # larger integers cannot be converted to floats
+# Options that fairseq's optimizers read. torch adds more to `defaults`, which groups may lack.
 READ = ("betas", "eps", "weight_decay", "amsgrad")
 
 
 def first_bad(named: Iterable[tuple[str, Tensor, float]]) -> str | None:
-    """Return the first name of (name, tensor, limit) with a NaN or a magnitude that reaches the limit."""
+    """Return the name of the first tensor that has a NaN or a magnitude of at least its limit, or None.
+
+    `named` contains (name, tensor, limit).
+    """
     checked = [
         each for each in named if each[1].is_floating_point() and each[1].numel() and not each[1].is_meta
     ]
-    # On a CPU a sum of squares is ten times as fast as the largest magnitude, and usually finite.
+    # On a CPU the 2-norm is ten times as fast as the largest magnitude. If it is finite, all values are.
     norms = [_norm(tensor, 2) for _, tensor, _ in checked]
-    # All are started before the first is read, so that a GPU computes them without a pause.
+    # All norms are started before the first is read, so a GPU computes them without a pause.
     finite = [math.isfinite(norm.item()) for norm in norms]
     for (name, tensor, limit), is_finite in zip(checked, finite, strict=True):
         if not is_finite and not _norm(tensor, math.inf).item() < limit:
@@ -64,7 +67,7 @@ def _norm(tensor: Tensor, order: float) -> Tensor:
 
 
 def tensors_of(trainer: Any) -> Iterator[tuple[str, Tensor, float]]:
-    """Yield this rank's trained weights, their fp32 masters and the optimizer's state, with limits."""
+    """Yield (name, tensor, limit) of this rank's trained weights, fp32 masters and optimizer state."""
     names = {}
     for module in (trainer.get_model(), trainer.get_criterion()):
         for name, parameter in module.named_parameters():
@@ -91,20 +94,20 @@ def tensors_of(trainer: Any) -> Iterator[tuple[str, Tensor, float]]:
 
 
 def optimizers_of(trainer: Any) -> Iterator[Any]:
-    """Yield torch's optimizers of a trainer; a composite optimizer has one for each parameter group."""
+    """Yield the torch optimizers of a trainer: several for a composite optimizer, otherwise one."""
     inner = innermost_optimizer(trainer.optimizer)
     for part in getattr(inner.optimizer, "optimizers", {"": inner}).values():
         yield part.optimizer
 
 
 def mismatch(trainer: Any) -> str | None:
-    """Return the first option or state of the optimizers that does not fit; None if all fit."""
+    """Return the first optimizer option or state that does not fit the model; None if all fit."""
     for optimizer in optimizers_of(trainer):
         for parameter, state in optimizer.state.items():
             if not torch.is_tensor(parameter):
                 return f"the optimizer's state of the unknown parameter {shown(parameter)}"
             for key in SHAPED if isinstance(state, Mapping) else ():
-                # SGD without momentum has None there.
+                # SGD without momentum has the value None.
                 if state.get(key) is not None and not _has_form(state[key], parameter):
                     return f"the optimizer's {key} of a parameter {tuple(parameter.shape)}"
         for group in optimizer.param_groups:
@@ -120,7 +123,7 @@ def mismatch(trainer: Any) -> str | None:
 
 
 def _is_like(value: Any, default: Any, key: str) -> bool:
-    """Whether an option's value has the type and range of its default."""
+    """Return whether an optimizer option's value has a valid type and range, judged by its default."""
     if isinstance(default, bool):
         return value is None or (isinstance(value, bool) and (key != "maximize" or not value))
     if isinstance(default, tuple | list):
@@ -147,7 +150,7 @@ def _has_form(value: Any, parameter: Tensor) -> bool:
 
 
 def _on_any_rank(found: str | None) -> str | None:
-    """Return what the first rank found that found anything, on all ranks alike. Collective."""
+    """Return the first problem that any rank found, the same on all ranks; None if none did. Collective."""
     names = world.all_gather_object(found, "the check for NaN and infinity")
     for rank, name in enumerate(names):
         if name:
@@ -156,18 +159,18 @@ def _on_any_rank(found: str | None) -> str | None:
 
 
 def refuse_to_save(trainer: Any) -> None:
-    """Refuse to save a state with a NaN or infinity on any rank; on all ranks alike. Collective."""
+    """Raise an error on all ranks if any rank's state to be saved has a NaN or infinity. Collective."""
     found = _on_any_rank(first_bad(tensors_of(trainer)))
     if found is not None:
         way_back = way_back_from(trainer.cfg.checkpoint.save_dir, trainer.get_model())
         raise ValueError(
-            f"update {trainer.get_num_updates()} made {found} NaN, infinite or larger than "
-            f"{LARGEST_WEIGHT:g}, so it was not saved; lower --lr or set --clip-norm; {way_back}."
+            f"after update {trainer.get_num_updates()}, {found} is NaN, infinite or larger than "
+            f"{LARGEST_WEIGHT:g}, so no checkpoint was saved; lower --lr or set --clip-norm; {way_back}."
         )
 
 
 def refuse_loaded(cfg: Any, trainer: Any) -> None:
-    """Refuse on all ranks to train from a loaded state that does not fit or is not finite. Collective."""
+    """Raise an error on all ranks if a loaded state does not fit or is not finite. Collective."""
     unfit = _on_any_rank(mismatch(trainer))
     found = unfit or _on_any_rank(first_bad(tensors_of(trainer)))
     if found is None:
@@ -175,18 +178,18 @@ def refuse_loaded(cfg: Any, trainer: Any) -> None:
     flag, path = flag_and_path(cfg.checkpoint)
     if not PathManager.isfile(path):
         raise ValueError(
-            f"the model begins with {found} NaN, infinite or over {LARGEST_WEIGHT:g}, which is never "
-            "saved; initialize it, or freeze it by requires_grad=False."
+            f"in the new model, {found} is NaN, infinite or larger than {LARGEST_WEIGHT:g}; initialize it, "
+            "or exclude it from training with requires_grad=False."
         )
     fix = " or add --reset-optimizer" if found.startswith("the optimizer's") else ""
-    problem = "does not fit this run" if unfit else "is NaN, infinite or too large to train on"
+    problem = "does not fit this run" if unfit else "is NaN, infinite or too large for training"
     raise ValueError(f"{flag} is {path}, in which {found} {problem}; give an older checkpoint{fix}.")
 
 
 def way_back_from(save_dir: str, model: nn.Module, failed_at: int | None = None) -> str:
-    """Return a clause that names the newest checkpoint whose trained weights are finite. Collective.
+    """Return a clause for errors that names the newest checkpoint with finite weights. Collective.
 
-    `failed_at` is the update whose weights failed; None if these were not saved.
+    `failed_at` is the update at which the weights failed; None if these weights were not saved.
     """
     model = unwrapped(model)
     untrained = {name for name, _ in model.named_buffers()}
@@ -199,15 +202,15 @@ def way_back_from(save_dir: str, model: nn.Module, failed_at: int | None = None)
     def look() -> str:
         found = newest_good()
         if found is None:
-            return f"no checkpoint in {save_dir} is whole and finite"
-        sentence = f"the newest whole checkpoint with finite weights is {found[1]} (update {found[0]})"
+            return f"no checkpoint in {save_dir} is complete and finite"
+        sentence = f"the newest complete checkpoint with finite weights is {found[1]} (update {found[0]})"
         if failed_at is None or found[0] < failed_at:
             return sentence
         older = newest_good(failed_at)
         before = f"the previous one is {older[1]} (update {older[0]})" if older else "none is older"
-        return f"{sentence}, which fails the same way; {before}"
+        return f"{sentence}, from which training fails the same way; {before}"
 
-    return world.run_on_rank_zero(look, "rank 0's look for a good checkpoint")
+    return world.run_on_rank_zero(look, "rank 0's search for a checkpoint with finite weights")
 
 
 def _is_good(path: str, untrained: set[str]) -> bool:
@@ -222,12 +225,12 @@ def _is_good(path: str, untrained: set[str]) -> bool:
             for _, _, value in walk(tree)
             for tensor in _tensors(value)
         )
-    except Exception:  # torch raises many kinds for an unreadable file
+    except Exception:  # torch raises many kinds of errors for an unreadable file
         return False
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
-    """Yield a tensor, or the experts of one in shard files, one at a time; nothing for other values."""
+    """Yield the tensors of a value: itself, or each expert of a sharded tensor, or nothing."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, ShardedTensor):
@@ -236,7 +239,10 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 @contextlib.contextmanager
 def checked_at_start(main: Any) -> Iterator[None]:
-    """Replace fairseq's `train`, which runs an epoch, in the block, to check the loaded state before it."""
+    """Context manager in which fairseq checks the loaded state before it trains the first epoch.
+
+    In the block, a wrapper replaces fairseq's function `train`, which trains one epoch.
+    """
     module = sys.modules.get(getattr(main, "__module__", ""))
     original = getattr(module, "train", None)
     if module is None or not getattr(original, "__module__", "").startswith("fairseq_cli"):
@@ -261,7 +267,7 @@ def _checked(original: Any) -> Any:
             limit = world.broadcast_object(_reached_limit(cfg, trainer), "the check of limits")
             if limit is not None:
                 logger.info(
-                    "%s is already reached: nothing was trained or saved; raise it to continue", limit
+                    "%s is already reached, so nothing was trained or saved; raise it to continue", limit
                 )
                 return [None], True
         return original(cfg, trainer, task, epoch_itr)
@@ -270,7 +276,10 @@ def _checked(original: Any) -> Any:
 
 
 def _reached_limit(cfg: Any, trainer: Any) -> str | None:
-    """Return a limit that was reached before; fairseq checks it after an update."""
+    """Return the training limit that a resumed run has already reached; None if there is none.
+
+    fairseq itself checks the limits only after an update.
+    """
     options = cfg.optimization
     if 0 < options.max_update <= trainer.get_num_updates():
         return f"--max-update {options.max_update}"

@@ -1,4 +1,4 @@
-"""Chooses the checkpoint that training resumes from, and checks it on all ranks."""
+"""Chooses the checkpoint from which training resumes, and checks it on all ranks."""
 
 import glob
 import logging
@@ -25,19 +25,19 @@ from fairseq_tutel.ranks.world import Work, run_on_rank_zero
 
 logger = logging.getLogger(__name__)
 
-# What a rank can find instead of a whole local file.
+# Results of a rank that finds no complete local file.
 NOTHING, CORRUPT, ELSEWHERE = "nothing", "corrupt", "no local file"
-# Files that a training run saves besides checkpoint_last.pt; files of other names may be of other runs.
+# Names of checkpoints that a run saves in addition to checkpoint_last.pt.
 SAVED = re.compile(r"checkpoint(\d+|_\d+_\d+|_best|\.best_.+)\.pt")
 
 
 def checkpoint_to_load(cfg: Any) -> str | None:
-    """Return the path of the checkpoint that training will resume from, or None. Collective.
+    """Return the path of the checkpoint from which training will resume, or None. Collective.
 
-    If checkpoint_last.pt is missing, for example because the disk was full at its first save, the newest
-    whole checkpoint is used, and `cfg`, the checkpoint section of the FairseqConfig, is changed to name it.
+    checkpoint_last.pt may be missing, for example because the disk was full at the first save. Then the
+    newest complete checkpoint is used, and its path is set in `cfg`, a FairseqConfig's checkpoint section.
     """
-    newest = run_on_rank_zero(lambda: _newest_saved(cfg), "rank 0's look for a checkpoint")
+    newest = run_on_rank_zero(lambda: _newest_saved(cfg), "rank 0's search for a checkpoint")
     if newest is not None:
         path = os.path.join(cfg.save_dir, newest)
         cfg.restore_file, cfg.continue_once, cfg.finetune_from_model = path, None, None
@@ -53,23 +53,23 @@ def checkpoint_to_load(cfg: Any) -> str | None:
         ranks = name_ranks([rank for rank, other in enumerate(found) if other != found[0]])
         what = "does not exist" if found[0] == NOTHING else "is a checkpoint"
         raise ValueError(
-            f"{flag} is {path}, which {what} for rank 0, and another or none for {ranks}; give a "
-            "--save-dir, or file, that all ranks share, or copy rank 0's to the same path on every node."
+            f"{flag} is {path}, which {what} on rank 0, but {ranks} found something else; give a file or "
+            "--save-dir that all ranks share, or copy rank 0's file to the same path on every node."
         )
     if found[0] in NOT_CHECKPOINTS:
         raise ValueError(f"{flag} is {path}, which is {found[0]}; give a checkpoint file.")
-    # Scripts that restart a job name the last checkpoint at the first start, too.
+    # Scripts that restart a job may give checkpoint_last.pt at the first start, when it does not exist.
     if found[0] == NOTHING and os.path.abspath(path) != os.path.abspath(_last(cfg)):
         # fairseq would train from scratch.
         raise ValueError(
-            f"{flag} is {path}, which does not exist; give a path relative to the current folder, or drop "
-            f"{flag}."
+            f"{flag} is {path}, which does not exist; give an existing file (relative to the current "
+            f"folder), or remove {flag}."
         )
     return None if found[0] in (NOTHING, ELSEWHERE) else path
 
 
 def flag_and_path(cfg: Any) -> tuple[str, str]:
-    """Return the option that names the first checkpoint, and its path, in fairseq's order."""
+    """Return the option that decides which checkpoint fairseq loads first, and the checkpoint's path."""
     path = _restored(cfg)
     if path == _last(cfg) and not os.path.lexists(path):
         if cfg.continue_once is not None:
@@ -90,7 +90,7 @@ def _restored(cfg: Any) -> str:
 
 
 def _newest_saved(cfg: Any) -> str | None:
-    """Return the name of the newest whole checkpoint in --save-dir if it replaces the last one."""
+    """Return the name of the complete checkpoint in --save-dir to use instead of checkpoint_last.pt."""
     begin, path, last = cfg.continue_once or cfg.finetune_from_model, _restored(cfg), _last(cfg)
     if cfg.checkpoint_suffix:
         return None
@@ -106,7 +106,7 @@ def _newest_saved(cfg: Any) -> str | None:
     if newest is not None:
         updates, path = newest
         logger.warning(
-            "there is no %s: training resumes from %s (update %d), the newest whole checkpoint in "
+            "there is no %s, so training resumes from %s (update %d), the newest complete checkpoint in "
             "--save-dir%s; give another --save-dir to start from scratch",
             *(last, os.path.basename(path), updates),
             f", not from {begin}" if begin is not None else "",
@@ -114,9 +114,9 @@ def _newest_saved(cfg: Any) -> str | None:
         return os.path.basename(path)
     if others:
         raise ValueError(
-            f"--save-dir is {cfg.save_dir}, which has no checkpoint_last.pt to resume from, and none of "
-            f"its {len(others)} other checkpoints is whole; give another --save-dir to start from scratch, "
-            "or --restore-file with a checkpoint from elsewhere."
+            f"--save-dir is {cfg.save_dir}, which has no checkpoint_last.pt, and its {len(others)} other "
+            "checkpoints are corrupt; give another --save-dir to start from scratch, or --restore-file "
+            "with a checkpoint from another folder."
         )
     return None
 
@@ -133,7 +133,10 @@ def newest_whole(
     before: float = math.inf,
     accepts: Callable[[str], bool] = lambda path: True,
 ) -> tuple[int, str] | None:
-    """Return updates and path of the whole checkpoint with the most updates, between the bounds."""
+    """Return (updates, path) of the complete checkpoint with the most updates; None if there is none.
+
+    Only numbers of updates between `after` and `before`, and files that `accepts` accepts, are considered.
+    """
     for updates, path in sorted(((updates_of(path), path) for path in paths), reverse=True):
         if after < updates < before and files.is_whole(path) and accepts(path):
             return updates, path
@@ -141,10 +144,10 @@ def newest_whole(
 
 
 def _newer_than(last: str) -> str | None:
-    """Return the name of a whole checkpoint that was saved after checkpoint_last.pt; None for none.
+    """Return the name of a complete checkpoint saved after checkpoint_last.pt; None if there is none.
 
-    It has a later update, and a later modification and change time. A checkpoint that a user copied over
-    the last one has the latest change time.
+    Such a checkpoint has more updates, and a later modification time and change time. If a user copied a
+    checkpoint over checkpoint_last.pt, the copy has the latest change time.
     """
     own = os.stat(last)
     written = {path: os.stat(path) for path in filter(os.path.isfile, saved_in(os.path.dirname(last)))}
@@ -161,7 +164,7 @@ def _newer_than(last: str) -> str | None:
         updates, path = newer
         logger.warning(
             "training resumes from %s (update %d), which is newer than checkpoint_last.pt (%s), for "
-            "example because the disk was full; give --restore-file %s to resume from the latter",
+            "example because the disk was full; give --restore-file %s to resume from the older one",
             *(os.path.basename(path), updates),
             f"update {updates_of_last}" if updates_of_last >= 0 else "corrupt",
             last,
@@ -171,40 +174,41 @@ def _newer_than(last: str) -> str | None:
     updates = updates_of(newest)
     if 0 <= updates_of_last < updates:
         logger.warning(
-            "training resumes from %s (update %d), which was put there after update %d was saved; give "
-            "--restore-file %s to resume from that one",
+            "training resumes from %s (update %d), although the folder has a checkpoint of update %d; give "
+            "--restore-file %s to resume from that checkpoint",
             *(last, updates_of_last, updates, newest),
         )
     return None
 
 
 def updates_of(path: str) -> int:
-    """Return the number of updates in a checkpoint; -1 if it is corrupt, or its shards are missing."""
+    """Return a checkpoint's number of updates; -1 if the file is corrupt or its shard files are missing."""
     if not os.path.isfile(path):
         return -1  # opening a pipe would block
     try:
         state = mapped(path)
         bind(state, Path(path))
         return int(state["optimizer_history"][-1]["num_updates"])
-    except Exception:  # torch raises many kinds for an unreadable file
+    except Exception:  # torch raises many kinds of errors for an unreadable file
         return -1
 
 
 def _found_by_all(path: str) -> list[str]:
-    """Return what every rank finds at its path: one of the constants above, or a file's identity.
+    """Check a path on every rank; return each rank's result. Collective.
 
-    Of the ranks that share a file, only the first reads all of it.
+    A result is NOTHING, CORRUPT, ELSEWHERE, a kind of NOT_CHECKPOINTS, or the identity of a file.
+    If ranks share a file, only the first of them reads it completely.
     """
     own = _found(path)
-    operation = "the look at the checkpoint"
+    operation = "the check of the checkpoint"
     status = os.stat(path) if os.path.isfile(path) else None
-    # Distinguishes a file from its copies on other nodes, which may be corrupt.
+    # The inode distinguishes a file from copies on other nodes, which may be corrupt.
     inode = status and (status.st_ino, status.st_mtime_ns, status.st_ctime_ns)
     found = world.all_gather_object((own, inode), operation)
     is_file = own not in (NOTHING, CORRUPT, ELSEWHERE, *NOT_CHECKPOINTS)
     reads = is_file and found.index(found[world.rank()]) == world.rank()
     reading = Work(lambda: files.is_whole(path) if reads else True)
-    # Repeated short collectives: reading a large file exceeds the time-out of one.
+    # Repeat short collectives, because reading a large file may take longer than a collective's time-out.
     while True:
         ended, whole, error = reading.look()
         if all(world.all_gather_object(ended, operation)):
@@ -222,13 +226,13 @@ def _found(path: str) -> str:
 
 
 def warn_of_changed_options(path: str | None, cfg: Any) -> None:
-    """Warn of the experts' options that differ between a checkpoint's model and this one's."""
+    """Warn if a checkpoint's model was trained with other MoE options than those of this run."""
     if path is None or not world.is_first() or not zipfile.is_zipfile(path):
         return
     try:
         state = mapped(path)
     except pickle.UnpicklingError:
-        return  # loading it will be refused, on every rank
+        return  # every rank will refuse to load the file
     saved = SavedModel(state).options_of("model")
     if "moe_freq" not in saved:
         return
@@ -239,4 +243,4 @@ def warn_of_changed_options(path: str | None, cfg: Any) -> None:
         if before != now:
             changed.append(f"{option.flag} {before} (now {now})")
     if changed:
-        logger.warning("the checkpoint was trained with %s", ", ".join(changed))
+        logger.warning("the checkpoint was trained with other options: %s", ", ".join(changed))

@@ -1,7 +1,8 @@
-"""Saves checkpoints: --save-dir has one writer, files are whole, and they contain all ranks' experts.
+"""Saves complete checkpoints with all ranks' experts, as the only run that writes to --save-dir.
 
-Rank 0 holds the lease of --save-dir: two runs would remove each other's experts and overwrite each other's
-files. The functions that take an original wrap a fairseq function; see `registration/wrapped.py`.
+Rank 0 holds the lease of --save-dir. Without it, two runs would remove each other's experts and overwrite
+each other's files. Functions with the parameter `original` wrap a fairseq function; see
+`registration/wrapped.py`.
 """
 
 import contextlib
@@ -32,11 +33,11 @@ logger = logging.getLogger(__name__)
 
 
 def run_training(main: Any, cfg: Any, **kwargs: Any) -> Any:
-    """Run the `main` of training as the only writer of --save-dir, from a checkpoint that was checked."""
+    """Run fairseq's training `main` with the lease of --save-dir, after the checkpoint was checked."""
     save_dir = cfg.checkpoint.save_dir
     writes = not (cfg.checkpoint.no_save or PathManager.path_requires_pathmanager(save_dir))
     with writing(save_dir, writes), finite.checked_at_start(main):
-        # With FSDP's sharded state each rank has a file of its own, whose suffix is known later.
+        # With FSDP's sharded state, each rank has its own file, whose suffix is set later.
         sharded = cfg.distributed_training.use_sharded_state
         checkpoint = None if sharded else checkpoint_to_load(cfg.checkpoint)
         with RUN.having(checkpoint=checkpoint):
@@ -45,7 +46,7 @@ def run_training(main: Any, cfg: Any, **kwargs: Any) -> Any:
 
 @contextlib.contextmanager
 def writing(save_dir: str, writes: bool = True) -> Iterator[None]:
-    """Hold the lease of a folder in the block. Collective at its start."""
+    """Context manager that holds the lease of a folder in its block. Collective when it is entered."""
     taken: list[Lease] = []  # on rank 0
 
     def take_lease() -> None:
@@ -68,24 +69,27 @@ def writing(save_dir: str, writes: bool = True) -> Iterator[None]:
             try:
                 folders.collect(Path(save_dir))
             except OSError as error:  # training has succeeded
-                logger.warning("unreferenced experts may be left in %s: %s", save_dir, error)
+                logger.warning("unreferenced expert files may remain in %s: %s", save_dir, error)
         finally:
             lease.release()
 
 
 def _remove_temporary(save_dir: Path, all_is_old: bool) -> None:
-    """Remove incomplete files and folders: all if their writer has ended, else old ones."""
+    """Remove incomplete files and folders from --save-dir; keep recent ones unless `all_is_old`."""
     age = 0 if all_is_old else folders.YOUNG_SECONDS
     folders.remove_cut_off(save_dir, age)
     for file in save_dir.iterdir():
         if is_temporary(file.name):
-            with contextlib.suppress(OSError):  # it was removed, or belongs to another user
+            with contextlib.suppress(OSError):  # the file was removed, or belongs to another user
                 if time.time() - file.stat().st_mtime >= age:
                     file.unlink()
 
 
 def save_checkpoint(original: Any) -> Any:
-    """Wrap fairseq's function: first gather experts and their optimizer state to rank 0, or write them."""
+    """Wrap fairseq's save_checkpoint to include the experts and optimizer state of all ranks.
+
+    They are gathered on rank 0, or with --moe-checkpoint sharded written by each rank.
+    """
 
     @functools.wraps(original)
     def wrapper(cfg: Any, trainer: Any, epoch_itr: Any, val_loss: Any) -> Any:
@@ -100,7 +104,7 @@ def save_checkpoint(original: Any) -> Any:
 
 
 def _complete(cfg: Any, trainer: Any) -> None:
-    """Complete rank 0's next state by what other ranks hold. Collective."""
+    """Gather or write the experts and optimizer state of all ranks for the next checkpoint. Collective."""
     inner, topology = innermost_optimizer(trainer.optimizer), RUN.topology
     model = trainer.get_model()
     has_experts = bool(experts.expert_modules(model))
@@ -110,7 +114,7 @@ def _complete(cfg: Any, trainer: Any) -> None:
         RUN.lease.confirm()  # another run may have taken it over
     with_state = not cfg.no_save_optimizer_state
     if in_shards:
-        # A composite optimizer, which only one rank may have, keeps its states in the file.
+        # The state of a composite optimizer, which works on one rank only, stays in the checkpoint file.
         by_parameter = with_state and hasattr(inner.optimizer, "state")
         write_in_shards(trainer, inner if by_parameter else None, topology)
     elif shared:
@@ -120,9 +124,12 @@ def _complete(cfg: Any, trainer: Any) -> None:
 
 
 def write_in_shards(trainer: Trainer, inner: MoEOptimizerMixin | None, topology: Topology) -> None:
-    """Write every rank's experts, with their state; the next checkpoint refers to them. Collective."""
+    """Write the experts of every rank and their optimizer state to shard files. Collective.
+
+    The next checkpoint refers to these files.
+    """
     model, save_dir = trainer.get_model(), Path(trainer.cfg.checkpoint.save_dir)
-    # The optimizer identifies parameters, or masters of half ones, by their index in this list.
+    # The optimizer identifies a parameter, or its fp32 master, by the index in this list.
     trained = getattr(trainer.optimizer, "fp16_params", None) or (inner.model_params() if inner else [])
     index_of = {id(parameter): index for index, parameter in enumerate(trained)}
 
@@ -144,13 +151,13 @@ def write_in_shards(trainer: Trainer, inner: MoEOptimizerMixin | None, topology:
 
 
 def copy(original: Any) -> Any:
-    """Wrap PathManager.copy: copy to a temporary name, then rename, so that the destination stays whole."""
+    """Wrap PathManager.copy to write a temporary file and rename it, so no truncated file can result."""
 
     @functools.wraps(original)
     def wrapper(src_path: str, dst_path: str, overwrite: bool = False) -> Any:
         if not PathManager.supports_rename(dst_path):
             return original(src_path, dst_path, overwrite)
-        # Follow a link, as fairseq does, which writes through it.
+        # Replace the target of a link, because fairseq also writes to the target.
         with atomic_save.replacing(os.path.realpath(dst_path)) as temporary:
             copied = original(src_path, temporary, True)
             with open(temporary, "rb") as file:
@@ -161,17 +168,17 @@ def copy(original: Any) -> Any:
 
 
 def persistent_save(original: Any) -> Any:
-    """Wrap torch_persistent_save: local files get a unique temporary name; retries write all again."""
+    """Wrap torch_persistent_save: write to a unique temporary file; a retry writes a new file."""
 
     @functools.wraps(original)
     def wrapper(obj: Any, filename: Any, async_write: bool = False) -> None:
         state = obj.get("last_optimizer_state") if isinstance(obj, dict) else None
         is_part = ONLY_OF_RANK in (state or {})
         if (is_part or RUN.topology.expert_parallel_size > 1) and not RUN.is_saving:
-            # fairseq saves this after an exception, when the other ranks may be gone.
+            # fairseq saves crash.pt after an exception, when the other ranks may be gone.
             name = os.path.basename(filename)
             logger.warning(
-                "%s will hold this rank's experts or shards only, and can not be resumed from", name
+                "%s will hold only this rank's experts or shards, so training cannot resume from it", name
             )
         if async_write or not PathManager.supports_rename(filename):
             original(obj, filename, async_write)

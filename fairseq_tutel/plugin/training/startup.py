@@ -1,4 +1,4 @@
-"""The start of a run: ranks from torchrun's environment, compared and refused options, time-outs.
+"""Starts a run: reads the ranks from torchrun's environment, checks and compares options, sets time-outs.
 
 While the model is built, the root of the task's configuration is the FairseqConfig that the Trainer uses.
 """
@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 
 def drop_tpu(cfg: Any) -> None:
-    """Unset --tpu where no TPU is: fairseq-train treats --bf16 as a request for a TPU, too."""
+    """Unset --tpu if the machine has no TPU, because fairseq-train treats --bf16 as a request for a TPU."""
     no_tpu = torch.cuda.is_available() or importlib.util.find_spec("torch_xla") is None
     if cfg.common.tpu and cfg.common.bf16 and no_tpu:
         for section in cfg.values():
@@ -46,7 +46,7 @@ def drop_tpu(cfg: Any) -> None:
 
 
 def join_torchrun(cfg: Any) -> None:
-    """Read rank and world size from torchrun's environment where fairseq cannot."""
+    """Read the rank and world size from torchrun's environment if fairseq cannot."""
     names = ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK")
     world = int(os.environ["WORLD_SIZE"]) if all(name in os.environ for name in names) else 1
     distributed = cfg.distributed_training
@@ -63,7 +63,7 @@ def join_torchrun(cfg: Any) -> None:
         distributed.distributed_num_procs = 1
         if on_cpu:
             distributed.distributed_backend = "gloo"
-            # The two names of the default, which needs a GPU. Others that were given are kept or refused.
+            # Both are names of the default backend, which needs a GPU. Other backends are kept or refused.
             if distributed.ddp_backend in ("pytorch_ddp", "c10d"):
                 distributed.ddp_backend = "legacy_ddp"
     if not on_cpu:
@@ -71,16 +71,20 @@ def join_torchrun(cfg: Any) -> None:
 
 
 def meeting_of(cfg: Any) -> contextlib.AbstractContextManager[Any]:
-    """Return the context of the rendezvous; an empty one if this process is alone or spawns ranks."""
+    """Return a context manager for the rendezvous of all ranks.
+
+    The context does nothing if this process is the only rank or spawns the others.
+    """
     distributed = cfg.distributed_training
     if distributed.distributed_init_method is None or not distributed.distributed_no_spawn:
         return contextlib.nullcontext()
     given = read(TaskConfig, cfg.task).moe_comm_timeout
-    seconds = given if guard.is_time(given) else 0  # a bad value is refused later, by name
+    seconds = given if guard.is_time(given) else 0  # an invalid value raises an error later
     return meeting(distributed.distributed_rank, distributed.distributed_world_size, seconds)
 
 
-# Options that may differ between ranks: position, files, loading and logging. Paths may differ, too.
+# Options that may differ between ranks: those of the rank itself, files, data loading and logging.
+# Values that are paths may also differ.
 OF_ONE_RANK = {
     *("distributed_rank", "device_id", "shard_id", "distributed_init_method", "distributed_port"),
     *("distributed_no_spawn", "distributed_num_procs", "nprocs_per_node", "heartbeat_timeout"),
@@ -96,7 +100,7 @@ OF_OTHER_COMMANDS = {"common_eval", "generation", "eval_lm", "interactive"}
 
 
 def start_together(root: Any, model: nn.Module, task: Any) -> None:
-    """Compare all ranks' options, and set the time-out of their collectives."""
+    """Check that all ranks have equal options, and set the time-out of their collectives. Collective."""
     set_timeout(config_of(task))
     if dist.is_initialized():
         check_together(config_of(task))
@@ -106,12 +110,15 @@ def start_together(root: Any, model: nn.Module, task: Any) -> None:
 
 
 def set_timeout(task_cfg: Any) -> None:
-    """Set the time-out of groups that are created from now on."""
+    """Set the time-out of all process groups that are created later, from --moe-comm-timeout."""
     guard.set_timeout(read(TaskConfig, task_cfg).moe_comm_timeout)
 
 
 def limit_fairseq_groups() -> None:
-    """Set the time-out of fairseq's own groups, which would be created later with torch's. Collective."""
+    """Create fairseq's own process groups now, and set their time-out. Collective.
+
+    Otherwise fairseq would create the groups later, with torch's default time-out.
+    """
     operation = "the creation of fairseq's group of all ranks"
     with guard.watched(operation), guard.guarded(operation):
         of_fairseq = distributed_utils.get_global_group()
@@ -120,7 +127,7 @@ def limit_fairseq_groups() -> None:
 
 
 def allocate_gather_buffers(cfg: Any) -> None:
-    """On a CPU, allocate the buffers of all_gather_list, which fairseq would allocate on a GPU."""
+    """Without a GPU, allocate the buffers of fairseq's all_gather_list in host memory."""
     if not torch.cuda.is_available():
         size, gather = cfg.common.all_gather_list_size, distributed_utils.all_gather_list
         gather._buffer = torch.empty(size * dist.get_world_size(), dtype=torch.uint8)
@@ -128,7 +135,10 @@ def allocate_gather_buffers(cfg: Any) -> None:
 
 
 def _facts_of(root: Any, model: nn.Module, task: Any) -> dict[str, Any]:
-    """Return by option or description everything that decides shapes, collectives and results."""
+    """Return all values that ranks must share, by option or description.
+
+    These values decide the shapes of tensors, the order of collectives, and the results.
+    """
     shapes = [(name, tuple(p.shape), str(p.dtype)) for name, p in model.named_parameters()]
     facts = {
         "the model's number of parameters": sum(p.numel() for p in model.parameters()),
@@ -150,7 +160,7 @@ def _facts_of(root: Any, model: nn.Module, task: Any) -> dict[str, Any]:
 
 
 def _options(section: Any) -> dict[str, Any]:
-    """Return a section's options that ranks must share, as flags."""
+    """Return the options of a configuration section that ranks must share, by flag."""
     if OmegaConf.is_config(section):
         section = OmegaConf.to_container(section, resolve=True, enum_to_str=True)
     elif isinstance(section, argparse.Namespace):
@@ -169,17 +179,17 @@ def _digest(value: Any) -> str:
 
 
 def saves_shards(task: Any) -> bool:
-    """Whether --moe-checkpoint is sharded."""
+    """Return whether a task's --moe-checkpoint is sharded."""
     return read(TaskConfig, config_of(task)).moe_checkpoint == "sharded"
 
 
 def refuse_run(
     root: Any, model: nn.Module, topology: Topology, in_step: bool, sliced: bool, ahead: int
 ) -> None:
-    """Refuse training that cannot work with experts; `model` is still the stock model.
+    """Raise an error if the options of a training run do not work with experts.
 
-    `in_step`: layers communicate even where each rank holds all experts; `sliced`: ranks hold shards of
-    experts; `ahead`: --moe-pregate.
+    `model` is still the stock model. `in_step`: layers communicate even if each rank holds all experts;
+    `sliced`: ranks hold shards of experts; `ahead`: the value of --moe-pregate.
     """
     _refuse_options(root, on_gpu=device_of(root).type == "cuda")
     name, dropped, shares = root.optimizer._name, _layerdrop_of(model), topology.expert_parallel_size > 1
@@ -187,29 +197,29 @@ def refuse_run(
     rules = [
         (
             dropped and (shares or (in_step and topology.world_size > 1)),
-            f"{dropped}: ranks would drop different layers and wait for each other for ever; set it to 0, "
-            "or --moe-expert-parallel-size to 1 and no gshard_global in --moe-balance-loss.",
+            f"{dropped}, so ranks would drop different layers and wait for each other for ever; set it to "
+            "0, or give --moe-expert-parallel-size 1 and no gshard_global in --moe-balance-loss.",
         ),
         (
             ahead and recomputes,
-            f"--moe-pregate is {ahead} and --checkpoint-activations is set, which recomputes a layer "
-            "without the earlier one whose input its gate reads; drop one of them "
-            "(--moe-recompute-experts saves memory with --moe-pregate).",
+            f"--moe-pregate is {ahead}, which reads the input of an earlier layer, but "
+            "--checkpoint-activations recomputes each layer alone; remove one of them "
+            "(with --moe-pregate, --moe-recompute-experts can save memory).",
         ),
         (
             ahead and dropped,
-            f"{dropped}: --moe-pregate {ahead} lets a layer's gate read the input of another, and either "
-            "may be dropped; set one of them to 0.",
+            f"{dropped}, but with --moe-pregate {ahead} a layer's gate reads the input of another layer, "
+            "which must not be dropped; set one of them to 0.",
         ),
         (
             shares and sliced and getattr(root.optimizer, "fp16_adam_stats", False),
-            "--fp16-adam-stats is set, whose scales are of whole experts, and ranks hold shards of them; "
-            "drop it, or give --moe-expert-parallel-size a divisor of the experts.",
+            "--fp16-adam-stats is set, which needs complete experts, but ranks hold shards of them; remove "
+            "it, or give an --moe-expert-parallel-size that divides the number of experts.",
         ),
         (
             shares and name.removeprefix("moe_") in NOT_ELEMENTWISE,
-            f"--optimizer is {name}, whose updates depend on all experts of a layer at once, and each rank "
-            "holds some of them; use moe_adam, or --moe-expert-parallel-size 1.",
+            f"--optimizer is {name}, whose updates depend on all experts of a layer, but each rank holds "
+            "only some of them; give moe_adam, or --moe-expert-parallel-size 1.",
         ),
     ]
     refuse_first(rules)
@@ -225,7 +235,7 @@ def _refuse_options(root: Any, on_gpu: bool) -> None:
     rules = [
         (
             launched > 1 and not dist.is_initialized(),
-            f"WORLD_SIZE is {launched} in the environment, but this process would train alone and "
+            f"the environment variable WORLD_SIZE is {launched}, but this process would train alone and "
             "overwrite the others' checkpoints; start it with `torchrun … -m fairseq_tutel.train`.",
         ),
         (
@@ -234,30 +244,30 @@ def _refuse_options(root: Any, on_gpu: bool) -> None:
         ),
         (
             several and root.ema.store_ema,
-            "--store-ema is set on several ranks, where the moving average of remote experts is not kept; "
-            "drop it or train on one rank.",
+            "--store-ema is set on several ranks, but each rank would lack the moving average of the "
+            "others' experts; remove it, or train on one rank.",
         ),
-        (half and not on_gpu, f"{flag_of(half)} is set on a CPU, where fairseq's needs a GPU; drop it."),
+        (half and not on_gpu, f"{flag_of(half)} is set on a CPU, but needs a GPU; remove it."),
         (
             common.model_parallel_size > 1 or distributed.pipeline_model_parallel,
             "--model-parallel-size or --pipeline-model-parallel is set, which does not work with experts; "
-            "drop it.",
+            "remove it.",
         ),
         (
             str(distributed.zero_sharding) != "none",
-            f"--zero-sharding is {distributed.zero_sharding}, which would shard experts as if they were "
-            "replicas; set it to none and give --moe-zero-stage instead.",
+            f"--zero-sharding is {distributed.zero_sharding}, which would treat different experts as "
+            "replicas; set it to none, and give --moe-zero-stage instead.",
         ),
         (
             read(TaskConfig, root.task).moe_checkpoint == "sharded"
             and PathManager.path_requires_pathmanager(save_dir),
-            f"--save-dir is {save_dir}, which is not a local folder, and --moe-checkpoint sharded needs "
-            "one; give a folder, or --moe-checkpoint full.",
+            f"--save-dir is {save_dir}, which is not a local folder, but --moe-checkpoint sharded needs a "
+            "local folder; give one, or --moe-checkpoint full.",
         ),
         (
             root.checkpoint.write_checkpoints_asynchronously,
-            "--write-checkpoints-asynchronously is set, which writes files in place, so that a kill leaves "
-            "a truncated one; drop it.",
+            "--write-checkpoints-asynchronously is set, which writes files in place, so a kill can leave a "
+            "truncated file; remove it.",
         ),
         (
             not (root.optimizer and root.optimizer._name),
@@ -265,16 +275,16 @@ def _refuse_options(root: Any, on_gpu: bool) -> None:
         ),
         (
             several and root.optimization.use_bmuf,
-            "--use-bmuf is set, which averages experts as if they were replicas; drop it.",
+            "--use-bmuf is set, which would average different experts; remove it.",
         ),
     ]
     refuse_first(rules)
 
 
 def _layerdrop_of(model: nn.Module) -> str:
-    """Return the option that drops layers at random, with its value; empty for none."""
+    """Return a model's LayerDrop option as "--encoder-layerdrop is 0.1"; empty if LayerDrop is off."""
     for side, name, layers in named_stacks(model):
-        # LayerDropModuleList has the probability; for wav2vec2 the module that owns the layers has it.
+        # LayerDropModuleList has the probability; in wav2vec2, the module with the layers has it.
         owner = model.get_submodule(name.rpartition(".")[0])
         value = getattr(layers, "p", getattr(owner, "layerdrop", 0.0))
         if value > 0:
@@ -283,28 +293,28 @@ def _layerdrop_of(model: nn.Module) -> str:
 
 
 def complete(root: Any) -> None:
-    """Set what experts need in the FairseqConfig, in place; log every change once."""
-    # fairseq-train concludes this itself; under hydra the run would be in fp32.
+    """Change the options of the FairseqConfig that do not work with experts, in place; log every change."""
+    # fairseq-train sets this itself, but fairseq-hydra-train would train in fp32.
     for precision in ("fp16", "bf16"):
         if root.common[f"memory_efficient_{precision}"]:
             _set(root.common, precision, True)
     zero = zero_options(root)
     if zero is not None and zero.stage:
-        # torch's wrapper would all-reduce whole gradients during the backward pass.
+        # torch's DistributedDataParallel would all-reduce complete gradients during the backward pass.
         _set(root.distributed_training, "ddp_backend", "legacy_ddp", "shards")
     name, variant = root.optimizer._name, variant_name(root.optimizer._name)
     if variant != name and variant in OPTIMIZER_REGISTRY:
-        logger.info("optimizer %s becomes %s, which supports experts", name, variant)
+        logger.info("replaced the optimizer %s by %s, which supports experts", name, variant)
         root.optimizer._name = variant
-        if hasattr(root.optimizer, "optimizer"):  # fairseq's older ones have the whole command line
+        if hasattr(root.optimizer, "optimizer"):  # older fairseq optimizers have the whole command line
             root.optimizer.optimizer = variant
     if root.common.fp16:
-        # One flat tensor of all gradients would not show which of them are experts'.
+        # Gradients of experts could not be identified in one flat tensor of all gradients.
         _set(root.common, "fp16_no_flatten_grads", True)
 
 
 def _set(cfg: Any, key: str, value: Any, needed_by: str = "experts") -> None:
     if cfg[key] != value:
         shown = "" if value is True else f" {value}"
-        logger.info("set %s%s, which %s need", flag_of(key), shown, needed_by)
+        logger.info("set %s%s, because %s need it", flag_of(key), shown, needed_by)
         cfg[key] = value

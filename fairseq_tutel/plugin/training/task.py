@@ -1,4 +1,4 @@
-"""Mixins that give fairseq's tasks what training and using experts needs, on one rank and on several."""
+"""Mixins that let fairseq's tasks train and use models with experts, on one or several ranks."""
 
 import contextlib
 import logging
@@ -35,17 +35,17 @@ logger = logging.getLogger(__name__)
 
 
 class InferenceMixin:
-    """Precedes a task class: support for using models on several ranks; fairseq's is for training."""
+    """Mixin before a fairseq task class that lets commands use one model on several ranks."""
 
     _iterator: Any = None
-    _epoch = 0  # of the latest training iterator
+    _epoch = 0  # epoch of the latest training iterator
     dataset_to_epoch_iter: dict[Any, Any]  # fairseq's cache of iterators
-    target_dictionary: Any  # of a language modeling task
+    target_dictionary: Any  # only in language modeling tasks
 
     def get_batch_iterator(self, *args: Any, **kwargs: Any) -> Any:
-        """Return fairseq's iterator; stop the workers of iterators that later epochs do not use.
+        """Return fairseq's batch iterator; stop the workers of iterators that are no longer used.
 
-        Iterators are in reference cycles, and the garbage collector takes 5 seconds for each worker.
+        Iterators are in reference cycles, and the garbage collector needs 5 seconds to end each worker.
         """
         iterator, epoch = super().get_batch_iterator(*args, **kwargs), kwargs.get("epoch", 1)  # type: ignore[misc]
         if RUN.command is not None:
@@ -59,29 +59,29 @@ class InferenceMixin:
         return iterator
 
     def build_generator(self, *args: Any, **kwargs: Any) -> Any:
-        """Return fairseq's generator; raise NoSentences if this rank has no batches."""
+        """Build fairseq's sequence generator; raise NoSentences if this rank has no batches."""
         last = self._iterator
         if last is not None and last.shard_id >= len(last.frozen_batches):
             raise NoSentences
-        # fairseq's hub passes it, and some tasks do not accept it.
+        # fairseq's hub passes this argument, but some tasks do not accept it.
         if kwargs.get("prefix_allowed_tokens_fn", 0) is None:
             del kwargs["prefix_allowed_tokens_fn"]
         return super().build_generator(*args, **kwargs)  # type: ignore[misc]
 
     def eval_lm_dataloader(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the batches of fairseq-eval-lm; on several ranks, wrap them in a token counter."""
+        """Return the batches of fairseq-eval-lm, wrapped in a token counter on several ranks."""
         batches, command = super().eval_lm_dataloader(*args, **kwargs), RUN.command  # type: ignore[misc]
         if command is None:
             return batches
         if command.cfg.eval_lm.context_window > 0:
             raise ValueError(
-                f"--context-window is {command.cfg.eval_lm.context_window} on several ranks, where batches "
-                "would lack the context of the batch before; run fairseq-eval-lm on one rank."
+                f"--context-window is {command.cfg.eval_lm.context_window}, which does not work on several "
+                "ranks, because each batch needs the previous one; run fairseq-eval-lm on one rank."
             )
         return command.count(batches, self.target_dictionary)
 
     def valid_step(self, sample: Any, model: nn.Module, criterion: Any, **kwargs: Any) -> Any:
-        """Run fairseq's step if this rank has a batch left; then serve other ranks until they finish."""
+        """Validate one batch if this rank has one left, then serve the other ranks until they finish."""
         if RUN.command is None:
             return super().valid_step(sample, model, criterion, **kwargs)  # type: ignore[misc]
         result: Any = (0.0, 0, {})
@@ -92,28 +92,28 @@ class InferenceMixin:
 
 
 class MoETaskMixin(InferenceMixin):
-    """Precedes a FairseqTask class: what training experts needs, on one rank and on several."""
+    """Mixin before a fairseq task class that trains models with experts, on one or several ranks."""
 
     _has_experts = False
-    _layer_config: MoEConfig  # of the first MoE layer, if there is one
+    _layer_config: MoEConfig  # configuration of the first MoE layer, if there is one
     moe_tuner: UpdateTuner | None = None
     _clipped_before = -1
 
     def take_experts(self, layers: Sequence[MoEFeedForward], tuner: UpdateTuner | None) -> None:
-        """Take the MoE layers of the model, to which this task's options apply, and their tuner."""
+        """Record the model's MoE layers and their tuner, and apply this task's options to the layers."""
         self._has_experts, self._layer_config, self.moe_tuner = True, layers[0].config, tuner
         if read(TaskConfig, config_of(self)).record_a2a_perf_stats:
             for layer in layers:
                 layer.time_exchanges()
 
     def build_criterion(self, cfg: Any, *args: Any, **kwargs: Any) -> Any:
-        """Build the criterion; warn once if experts and balance loss do not come together."""
+        """Build the criterion; warn if experts have no balance loss, or a balance loss has no experts."""
         criterion = super().build_criterion(cfg, *args, **kwargs)  # type: ignore[misc]
         if not world.is_first():
             return criterion
         if not self._has_experts:
             logger.warning(
-                "the model has no experts: the --moe- options of %s have no effect", type(self).__name__
+                "the model has no experts, so the --moe- options of %s have no effect", type(self).__name__
             )
         elif hasattr(criterion, "gate_loss"):
             facts = Facts(layer=self._layer_config, sides=SidesConfig())
@@ -121,12 +121,14 @@ class MoETaskMixin(InferenceMixin):
         else:
             variant = f"moe_{getattr(cfg, '_name', None) or getattr(cfg, 'criterion', '')}"
             logger.warning(
-                "criterion %s trains the experts without a balance loss; %s one",
+                "criterion %s trains the experts without a balance loss; use %s",
                 type(criterion).__name__,
-                f"{variant} has" if variant in CRITERION_REGISTRY else "those named moe_… have",
+                f"{variant} instead"
+                if variant in CRITERION_REGISTRY
+                else "a criterion named moe_… instead",
             )
             if read(TaskConfig, config_of(self)).record_a2a_perf_stats:
-                logger.warning("--record-a2a-perf-stats has no effect without such a criterion")
+                logger.warning("--record-a2a-perf-stats has no effect without a moe_ criterion")
         return criterion
 
     def train_step(
@@ -139,7 +141,10 @@ class MoETaskMixin(InferenceMixin):
         ignore_grad: bool = False,
         **kwargs: Any,
     ) -> Any:
-        """Run forward and backward; a dummy batch, which keeps ranks in step, routes and counts nothing."""
+        """Run forward and backward on one micro-batch.
+
+        A dummy batch (`ignore_grad`), which keeps ranks in step, routes no tokens and adds nothing to logs.
+        """
         layers = moe_layers(model)
         if any(layer.experts.weights.of_all for layer in layers):
             experts.drop_everywhere(model)
@@ -152,34 +157,34 @@ class MoETaskMixin(InferenceMixin):
         diagnosing = isinstance(error, FloatingPointError) and "Nan/Inf" in str(error)
         for module in model.modules() if diagnosing else ():
             if isinstance(module, FairseqEncoder):
-                module._backward_hooks.clear()  # fairseq's, which fail on an encoder's dict of lists
+                module._backward_hooks.clear()  # fairseq's hooks fail on an encoder's dict of lists
         step = f"the training step of update {update_num}"
         with guarded(step), _out_of_memory_ends_the_job(step):
             result = super().train_step(  # type: ignore[misc]
                 sample, model, criterion, optimizer, update_num, ignore_grad, **kwargs
             )
         if self.moe_tuner is not None:
-            self.moe_tuner.end()  # the time after the last backward does not depend on its choices
+            self.moe_tuner.end()  # the tuner's choices do not affect the time after the last backward
         if diagnosing:
-            # After a NaN the trainer runs the step again, to find its place; then it raises this.
+            # After a NaN, the trainer repeats the step to find the module that caused it.
             root = root_of(self)
             way_back = root and finite.way_back_from(root.checkpoint.save_dir, model, update_num)
             raise FloatingPointError(
-                f"the loss or a gradient became NaN or infinite at update {update_num} (loss now "
+                f"the loss or a gradient became NaN or infinite at update {update_num} (the loss is now "
                 f"{float(result[0]):g}); lower --lr, set --clip-norm, or look for bad input"
                 f"{f'; {way_back}' if way_back else ''}."
             )
         if ignore_grad:
-            # The trainer ignores a dummy batch only at the end of an update.
+            # The trainer itself ignores a dummy batch only at the end of an update.
             loss, sample_size, log = result
             result = loss, _zero(sample_size), {key: _zero(value) for key, value in log.items()}
         return result
 
     def _begin_micro_batch(self, num_tokens: int, optimizer: Any) -> None:
-        """Let the tuner choose how an update runs, before its first micro-batch; count the others."""
+        """Start the tuner at an update's first micro-batch; report every later micro-batch to it."""
         if self.moe_tuner is None:
             return
-        # Clipping ends an update, also if an overflow prevents its step.
+        # Gradients are clipped at the end of every update, even if an overflow then skips the step.
         clipped = getattr(innermost_optimizer(optimizer), "times_clipped", 0)
         if clipped != self._clipped_before:
             self._clipped_before = clipped
@@ -188,14 +193,14 @@ class MoETaskMixin(InferenceMixin):
             self.moe_tuner.add_micro_batch(num_tokens)
 
     def optimizer_step(self, optimizer: Any, model: nn.Module, update_num: int) -> None:
-        """Take the step, then update the balance biases by the load of all ranks."""
+        """Run the optimizer step, then update the balance biases with the expert loads of all ranks."""
         super().optimizer_step(optimizer, model, update_num)  # type: ignore[misc]
         # Under --amp this also runs after an overflow, whose batch is repeated.
         if getattr(innermost_optimizer(optimizer), "took_step", True):
             update_biases(model)
 
     def valid_step(self, sample: Any, model: nn.Module, criterion: Any, **kwargs: Any) -> Any:
-        """Run the stock step; running out of memory ends the job."""
+        """Run fairseq's validation step; an out-of-memory error ends the job."""
         for context in contexts_of(moe_layers(model)):
             context.begin_step()
         step = "a validation step"
@@ -203,14 +208,14 @@ class MoETaskMixin(InferenceMixin):
             return super().valid_step(sample, model, criterion, **kwargs)  # type: ignore[misc]
 
     def begin_valid_epoch(self, epoch: int, model: nn.Module) -> None:
-        """Discard times of the last backward pass."""
+        """Discard the all-to-all times of the last backward pass before validation begins."""
         super().begin_valid_epoch(epoch, model)  # type: ignore[misc]
         for layer in moe_layers(model):
             if layer.timer is not None:
                 layer.timer.read_and_reset()
 
     def load_dataset(self, split: str, *args: Any, **kwargs: Any) -> None:
-        """Load a split; repeat the random draws of earlier epochs, which a resumed run has skipped."""
+        """Load a split of the data; a resumed run repeats the random draws of the earlier epochs."""
         epoch = kwargs.get("epoch", 1)
         draws = epoch > 1 and not self.has_sharded_data(split)  # type: ignore[attr-defined]
         if draws:
@@ -220,7 +225,7 @@ class MoETaskMixin(InferenceMixin):
             self.dataset(split).set_epoch(later)  # type: ignore[attr-defined]
 
     def get_batch_iterator(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the stock iterator, with a position that does not depend on the number of ranks."""
+        """Return the batch iterator, changed so that a saved position suits any number of ranks."""
         iterator, root = super().get_batch_iterator(*args, **kwargs), root_of(self)  # type: ignore[misc]
         if type(iterator) is EpochBatchIterator:
             change_class(iterator, ElasticEpochBatchIterator)
@@ -229,22 +234,22 @@ class MoETaskMixin(InferenceMixin):
                 iterator.set_update_freq(root.optimization.update_freq)
         elif world.is_first():
             logger.info(
-                "%s resumes in the middle of an epoch on the same number of ranks only, and on several "
-                "ranks with --update-freq above 1 miscounts the last update of an epoch",
+                "%s can resume in the middle of an epoch only on the same number of ranks; on several "
+                "ranks with --update-freq above 1, it miscounts the last update of an epoch",
                 type(iterator).__name__,
             )
         return iterator
 
 
 def _tokens_of(sample: dict[str, Any]) -> int:
-    """Return the tokens of a micro-batch, which may have one batch per language pair."""
+    """Return the number of tokens in a micro-batch, which may contain a batch for each language pair."""
     if "ntokens" in sample:
         return int(sample["ntokens"])
     return sum(_tokens_of(part) for part in sample.values() if isinstance(part, dict))
 
 
 def _zero(value: Any) -> Any:
-    """Return zero in place of a number or tensor; other values are returned unchanged."""
+    """Return zero in place of a number, zeros in place of a tensor, and any other value unchanged."""
     if torch.is_tensor(value):
         return torch.zeros_like(value)
     return type(value)(0) if isinstance(value, Number) else value  # type: ignore[call-arg]
@@ -252,9 +257,9 @@ def _zero(value: Any) -> Any:
 
 @contextlib.contextmanager
 def _out_of_memory_ends_the_job(what: str) -> Iterator[None]:
-    """On several ranks, turn an out-of-memory error into one that the trainer does not catch.
+    """On several ranks, replace an out-of-memory error by an error that the trainer does not catch.
 
-    fairseq would skip the batch on this rank alone, and the others would wait in an all-to-all for ever.
+    fairseq would skip the batch on this rank only, and the others would wait in an all-to-all for ever.
     """
     try:
         yield
@@ -269,7 +274,7 @@ def _out_of_memory_ends_the_job(what: str) -> Iterator[None]:
 
 
 def give_mixin(task: Any) -> None:
-    """Add the mixin to a task's class if it is missing."""
+    """Add MoETaskMixin to the class of a task that lacks it."""
     if not isinstance(task, MoETaskMixin):
         stock = type(task)
         change_class(task, type(stock.__name__, (MoETaskMixin, stock), {"__module__": __name__}))

@@ -1,4 +1,4 @@
-"""How layers exchange rows in training: the initial all-to-all, and the tuner of later updates."""
+"""Chooses the initial all-to-all algorithm of a training run, and makes the tuner for later updates."""
 
 import logging
 import os
@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 
 def option(cfg: Any, key: str) -> Any:
-    """Return an option of a configuration; None if it is missing or cannot be resolved."""
+    """Return the value of a configuration's option; None if it is missing or cannot be resolved."""
     try:
         return getattr(cfg, key, None)
     except Exception:  # a TransformerConfig's missing nested key, an unresolved interpolation
@@ -30,7 +30,7 @@ def option(cfg: Any, key: str) -> Any:
 
 
 def choose_algorithm(model: nn.Module, task_cfg: Any, root: Any) -> None:
-    """Resolve --moe-a2a-algorithm auto by the run's micro-batches and its hardware profile. Collective."""
+    """Choose the algorithm for --moe-a2a-algorithm auto by batch size and hardware profile. Collective."""
     layers = moe_layers(model)
     if layers[0].config.a2a_algorithm != "auto":
         return
@@ -39,19 +39,19 @@ def choose_algorithm(model: nn.Module, task_cfg: Any, root: Any) -> None:
     strategies = [
         static_strategy(layer.config, layer.topology, tokens, machine, 2 if half else 4) for layer in layers
     ]
-    # Ranks with another file or GPU must not choose another algorithm.
+    # Rank 0 decides, because ranks with different files or GPUs might choose different algorithms.
     strategies = world.broadcast_object(strategies, "the agreement on --moe-a2a-algorithm auto")
     for layer, strategy in zip(layers, strategies, strict=True):
         layer.follow(strategy)
     logger.info(
-        "--moe-a2a-algorithm auto: %s, by the hardware profile of %s",
+        "--moe-a2a-algorithm auto: chose %s from the hardware profile of %s",
         strategies[0].algorithm,
         machine.name,
     )
 
 
 def tuner_of(model: nn.Module, cfg: Any, task_cfg: Any, root: Any) -> UpdateTuner | None:
-    """Return the tuner of training; None if none is requested or nothing can be chosen."""
+    """Return the tuner of a training run; None if tuning is off or there is nothing to tune."""
     layers = moe_layers(model)
     first = layers[0]
     if not is_tuned(first.config) or first.topology.expert_parallel_size == 1:
@@ -60,11 +60,11 @@ def tuner_of(model: nn.Module, cfg: Any, task_cfg: Any, root: Any) -> UpdateTune
     path = options.moe_adaptive_file or os.path.join(root.checkpoint.save_dir, "moe_adaptive.json")
     choices: dict[str, Any] = {}
     machine = _machine_of(task_cfg, root)
-    if first.config.adaptive != "auto":  # r alone
+    if first.config.adaptive != "auto":  # only r is tuned
         choices = {"overlaps": (first.strategy.overlap,), "algorithms": (first.strategy.algorithm,)}
     elif options.moe_collective_plans:
         size = 4 * _tokens_of(root, task_cfg) * first.config.top_k * first.config.model_dim
-        # Ranks with another file must not try other algorithms.
+        # Rank 0 decides, because ranks with different files might try different algorithms.
         algorithms = tuned_algorithms(first, task_cfg, machine, size)
         choices = {"algorithms": world.broadcast_object(algorithms, "the agreement on all-to-alls")}
     precisions = ("fp16", "bf16", "amp", "memory_efficient_fp16", "memory_efficient_bf16")

@@ -1,4 +1,4 @@
-"""convert: write a new checkpoint, from or for another system, or of another kind of model."""
+"""convert: convert a checkpoint from or to another system, or to a different kind of model."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ from fairseq_tutel.tools.convert import experts, formats, models
 
 
 def add_to(tools: Any) -> None:
-    """Add the tool to the command line."""
+    """Add the `convert` tool and its kinds of conversions to the command line."""
     parser = tools.add_parser(
         "convert",
         help="convert checkpoints from and to other systems and models",

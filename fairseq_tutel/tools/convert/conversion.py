@@ -1,4 +1,4 @@
-"""What a kind of `convert` is: an entry of a table, from which its parser is made."""
+"""Defines `Conversion`, a kind of `convert`: its function and the options of its command-line parser."""
 
 import argparse
 from collections.abc import Callable
@@ -17,7 +17,7 @@ Convert = Callable[[argparse.Namespace, list[Path], Path], str]
 
 
 def option(flag: str, help: str, metavar: str | None = None, **keywords: Any) -> Option:
-    """Return an option of a conversion; a whole number has the metavar N, another one X."""
+    """Return an option of a conversion; the default metavar is N for an integer and X for a float."""
     usual = {int: "N", float: "X"}.get(keywords.get("type", str))
     if metavar or usual:
         keywords["metavar"] = metavar or usual
@@ -26,17 +26,17 @@ def option(flag: str, help: str, metavar: str | None = None, **keywords: Any) ->
 
 @dataclass(frozen=True, kw_only=True)
 class Conversion:
-    """A kind of `convert`.
+    """A kind of `convert`: a function and the options of its command-line parser.
 
     Attributes:
-        convert: writes the output of (arguments, input files, output); returns what to print after the name
-            of the output. Its docstring is the help.
-        source: help of --input; empty if other options name the input.
-        output: help of --output, the name of a folder if `is_folder`.
-        inputs: returns the input files, which are never replaced.
-        one_of: options of which exactly one must be given.
-        exclusive: groups of options of which at most one can be given.
-        late: adds options that are slow to import.
+        convert: writes the output file; its arguments are the parsed options, the input files and the
+            output path. Returns the text to print after the output path. Its docstring is the help text.
+        source: help text of --input; empty if other options name the input.
+        output: help text of --output, which names a folder if `is_folder`.
+        inputs: returns the input files, which the output must not replace.
+        one_of: mutually exclusive options; exactly one must be given.
+        exclusive: groups of mutually exclusive options; at most one of a group may be given.
+        late: adds options whose import is slow.
     """
 
     name: str
@@ -51,7 +51,7 @@ class Conversion:
     late: Callable[[argparse.ArgumentParser], None] | None = None
 
     def add_to(self, kinds: Any) -> None:
-        """Add the conversion to the command line."""
+        """Add a parser for this conversion to the command line."""
         text = str(self.convert.__doc__)
         parser = kinds.add_parser(self.name, help=text.partition("\n")[0].rstrip("."), description=text)
         if self.source:
@@ -70,7 +70,7 @@ class Conversion:
         parser.set_defaults(run=self.run)
 
     def run(self, arguments: argparse.Namespace) -> None:
-        """Check the output, convert, and print what was written."""
+        """Check the output path, convert the checkpoint, and print a summary of the output."""
         inputs = self.inputs(arguments)
         if self.is_folder:
             output = Path(arguments.output)
@@ -83,7 +83,7 @@ class Conversion:
 
 
 def one_file(make: Callable[[argparse.Namespace, list[Path]], tuple[SavedModel, str]]) -> Convert:
-    """Return a conversion that writes the checkpoint that `make` returns."""
+    """Decorate a function that returns a checkpoint, so the checkpoint is written to the output file."""
 
     @wraps(make)
     def convert(arguments: argparse.Namespace, inputs: list[Path], output: Path) -> str:

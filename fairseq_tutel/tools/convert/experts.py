@@ -1,4 +1,4 @@
-"""Conversions of the experts of a checkpoint: merge, prune, dense."""
+"""The conversions merge, prune and dense, which change the experts of a checkpoint."""
 
 import argparse
 from collections.abc import Mapping
@@ -10,25 +10,31 @@ from fairseq_tutel.convert.experts import Groups, neighbors, regroup, to_dense
 from fairseq_tutel.tools.convert.conversion import NEW_RUN, Conversion, one_file, option
 from fairseq_tutel.tools.convert.selection import expert_ids, loads
 
-COUNT = "new number of experts, each the mean of neighbors: one number, or one per MoE layer"
-GROUPS = "IDs of the experts to merge, as 0,3/1,2, for all layers or as decoder_1=0,3/1,2"
-DROP = "IDs of the experts to remove, as 3,5, in all layers, or as decoder_1=3,5 encoder_3=0"
-BELOW = "remove experts with less load than this by --log or --load; an even load is 1"
-LOG = "read the loads from this training log with --log-format json, or from the one in this --save-dir"
-LOAD = "the loads, one number per expert, as 0.5,2,1,0.5, or by layer, as decoder_1=0.5,1.5"
-EXPERTS = "IDs: one, several for one wide network, or all; as 0 or 0,1, or as decoder_1=3 decoder_3=0"
+COUNT = (
+    "new number of experts: one number for all MoE layers, or one per layer; each new expert is the mean "
+    "of neighboring experts"
+)
+GROUPS = "groups of expert IDs to merge: such as 0,3/1,2 for all layers, or decoder_1=0,3/1,2 for one"
+DROP = "IDs of the experts to remove: such as 3,5 for all layers, or decoder_1=3,5 encoder_3=0"
+BELOW = "remove experts whose load in --log or --load is below this; an even load is 1"
+LOG = "read the loads from this training log (of --log-format json), or from the log in this --save-dir"
+LOAD = "loads, one number per expert: such as 0.5,2,1,0.5 for all layers, or decoder_1=0.5,1.5"
+EXPERTS = (
+    "IDs of the experts to use: such as 0, 0,1 (for one wide network) or all, in all layers; or "
+    "decoder_1=3 decoder_3=0"
+)
 WEIGHT = (
-    "total weight of the chosen experts [the sum of a token's weights if it is constant, else 1; a log's "
-    "mean expert1_weight may be better]"
+    "total weight of the chosen experts [the sum of a token's weights if it is constant, else 1; the mean "
+    "expert1_weight in the training log may be better]"
 )
 
 
 @one_file
 def _merge(arguments: argparse.Namespace, inputs: list[Path]) -> tuple[SavedModel, str]:
-    """Replace groups of experts by their means, weighted by load or evenly.
+    """Replace each group of experts by its mean, weighted by load or evenly.
 
-    Rows of gates are averaged too. This is useful for experts with the same origin, such as the copies of
-    an upcycled model.
+    Rows of gates are averaged too. Merging is useful for experts with the same origin, such as the copies
+    in an upcycled model.
     """
     saved = SavedModel.open(inputs[0])
     configs = configs_of(saved)
@@ -43,19 +49,19 @@ def _merge(arguments: argparse.Namespace, inputs: list[Path]) -> tuple[SavedMode
             if named < E:
                 raise ValueError(
                     f"--groups names {named} of the {E} experts of {layer.label}; name each expert once "
-                    "(a group of one expert keeps it; convert prune removes experts)."
+                    "(a group of one expert keeps this expert; `convert prune` removes experts)."
                 )
     for line in regroup(saved, groups, load, arguments.moe_top_k):
         print(line)
-    return saved, f"; means are {'by load' if load else 'even'}{NEW_RUN}"
+    return saved, f"; means are {'weighted by load' if load else 'unweighted'}{NEW_RUN}"
 
 
 @one_file
 def _prune(arguments: argparse.Namespace, inputs: list[Path]) -> tuple[SavedModel, str]:
-    """Remove experts, by ID or by load.
+    """Remove experts, chosen by ID or by load.
 
-    The output of a token without removed experts does not change if the weights of its experts are divided
-    by their sum, the default for a top-k of at least 2.
+    If none of a token's experts is removed and its weights are normalized to the sum 1, its output does not
+    change. For a top-k of at least 2, weights are normalized by default.
     """
     saved = SavedModel.open(inputs[0])
     configs = configs_of(saved)
@@ -63,12 +69,12 @@ def _prune(arguments: argparse.Namespace, inputs: list[Path]) -> tuple[SavedMode
     if arguments.drop is not None:
         if load:
             raise ValueError(
-                "--drop names the experts to remove, so --log and --load have no effect; leave them out, "
+                "--drop names the experts to remove, so --log and --load have no effect; remove these two, "
                 "or give --below instead of --drop."
             )
         removed = {layer: ids for layer, (ids,) in expert_ids("--drop", arguments.drop, configs).items()}
     elif not load:
-        raise ValueError(f"--below is {arguments.below:g}, but there are no loads; add --log or --load.")
+        raise ValueError(f"--below is {arguments.below:g}, but no loads are given; add --log or --load.")
     else:
         removed = {
             layer: [i for i, share in enumerate(of_layer) if share < arguments.below]
@@ -80,7 +86,7 @@ def _prune(arguments: argparse.Namespace, inputs: list[Path]) -> tuple[SavedMode
         groups[layer] = [[i] for i in range(E) if i not in gone]
         if not groups[layer]:
             flag = "--drop" if arguments.drop is not None else f"--below {arguments.below:g}"
-            raise ValueError(f"{flag} leaves none of the {E} experts of {layer.label}; keep one.")
+            raise ValueError(f"{flag} removes all {E} experts of {layer.label}; keep at least one expert.")
     for line in regroup(saved, groups, top_k=arguments.moe_top_k):
         print(line)
     return saved, NEW_RUN
@@ -88,11 +94,11 @@ def _prune(arguments: argparse.Namespace, inputs: list[Path]) -> tuple[SavedMode
 
 @one_file
 def _dense(arguments: argparse.Namespace, inputs: list[Path]) -> tuple[SavedModel, str]:
-    """Make a dense checkpoint of chosen experts, which stock fairseq opens.
+    """Make a dense checkpoint for stock fairseq from one or several experts per layer.
 
-    In every MoE layer one expert becomes the feed-forward network, or several side by side with even
-    weights. Shared experts become part of it. Gates are removed; the tool prints where the outputs may
-    change.
+    In every MoE layer, the chosen experts become one feed-forward network: their hidden units are
+    concatenated, with even weights. Shared experts become part of this network. Gates are removed. The tool
+    prints the layers whose outputs may change.
     """
     if arguments.weight is not None and not 0 < arguments.weight < 1e6:
         raise ValueError(f"--weight is {arguments.weight:g}; give a number above 0.")
@@ -105,14 +111,16 @@ def _dense(arguments: argparse.Namespace, inputs: list[Path]) -> tuple[SavedMode
         chosen = {layer: ids for layer, (ids,) in named.items()}
     for layer in configs:
         if layer not in chosen:
-            raise ValueError(f"--experts names none for {layer.label}; add {layer.label}=0, or the like.")
+            raise ValueError(
+                f"--experts names no expert of {layer.label}; add one, such as {layer.label}=0."
+            )
     padded, changed = to_dense(saved, chosen, arguments.weight)
     for label, width in padded.items():
-        print(f"{label}: hidden units of 0 are added, {width} in all")
+        print(f"{label}: padded with zeros to {width} hidden units")
     if changed:
         text = f"its outputs differ from the MoE model's if the gate has an effect in {', '.join(changed)}"
     else:
-        text = "its outputs are the MoE model's, to rounding"
+        text = "its outputs equal the MoE model's outputs up to rounding"
     return saved, f": {saved.name('model')}{NEW_RUN}\n{text}"
 
 

@@ -1,4 +1,4 @@
-"""Conversions between files: sharded and full, safetensors, Meta, Tutel, Swin."""
+"""Conversions between file formats: sharded, full, safetensors, and files of Meta, Tutel and Swin."""
 
 import argparse
 from itertools import chain
@@ -12,56 +12,57 @@ from fairseq_tutel.kernels.activations import ACTIVATIONS
 from fairseq_tutel.options.option import UNITS, bytes_of
 from fairseq_tutel.tools.convert.conversion import NEW_RUN, Conversion, one_file, option
 
-MAX_SIZE = "maximum size of a file; a larger weight has a file of its own [5GB]"
+MAX_SIZE = "maximum size of a file; a larger weight gets its own file [5GB]"
 PREFIX = (
-    "PREFIX0-of-N, PREFIX1-of-N, …; or a pattern with {rank} and {size}; or, with --input-size 1, the name "
-    "of the one file, such as Tutel's gather writes"
+    "start of the names of the ranks' files PREFIX0-of-N, PREFIX1-of-N, …; or a pattern with {rank} and "
+    "{size}; or, with --input-size 1, the name of a single file, such as the output of Tutel's gather"
 )
-LAYER = "class of the layers of a state dict here [moe_layer]"
-ACTIVATION = "activation of the experts of a fairseq checkpoint; Tutel's example has none [linear]"
-CLASS_MAP = "keep these classes of the head: a released class number per line, as map22kto1k.txt has"
+LAYER = "class of the MoE layers that will load the converted state dict [moe_layer]"
+ACTIVATION = "activation of the experts of a fairseq checkpoint; Tutel's example uses linear [linear]"
+CLASS_MAP = "keep only these classes of the head: a file with one class number per line, as map22kto1k.txt"
 
 
 def _to_sharded(arguments: argparse.Namespace, inputs: list[Path], output: Path) -> str:
-    """Move experts to files of their own, next to the checkpoint.
+    """Move experts to shard files next to the checkpoint.
 
-    A training run reads both forms. --expert-dtype quantizes the experts' matrices; int8 and int4 have a
-    scale for each row. The file holds the quantization error, which `inspect` prints. Optimizer state keeps
-    its dtype.
+    A training run reads both sharded and full checkpoints. --expert-dtype quantizes the experts' matrices;
+    int8 and int4 have a scale for each row. The checkpoint stores the quantization error, which `inspect`
+    prints. Optimizer state keeps its dtype.
     """
     saved = SavedModel.open(inputs[0], keep_shards=True)
     errors = sharded.to_sharded(saved, output, arguments.expert_dtype or "")
     for name, (relative, worst) in errors.items():
-        print(f"{name}: relative error {relative:.2e}, of the worst row {worst:.2e}")
+        print(f"{name}: relative error {relative:.2e}, worst row's error {worst:.2e}")
     return ""
 
 
 def _to_full(arguments: argparse.Namespace, inputs: list[Path], output: Path) -> str:
-    """Move everything to one file.
+    """Write a sharded checkpoint as one file.
 
-    For a sharded checkpoint this needs free disk space for about twice the output.
+    The conversion of a sharded checkpoint temporarily needs free disk space of about twice the output's
+    size.
     """
     sharded.to_full(SavedModel.open(inputs[0], keep_shards=True), output)
     return ""
 
 
 def _to_safetensors(arguments: argparse.Namespace, inputs: list[Path], output: Path) -> str:
-    """Write the weights to a folder of safetensors.
+    """Write the weights to a folder of safetensors files.
 
-    options.json in the folder holds what fairseq needs to build the model. Optimizer state and data
-    position are left out.
+    options.json in the folder holds everything else that fairseq needs to build the model. Optimizer state
+    and data position are left out.
     """
     limit = bytes_of(arguments.max_shard_size)
     if not limit:
         raise ValueError(
-            f"--max-shard-size is {arguments.max_shard_size}; give bytes with a unit, as 5GB "
-            f"({', '.join(UNITS)})."
+            f"--max-shard-size is {arguments.max_shard_size}; give a size with a unit "
+            f"({', '.join(UNITS)}), such as 5GB."
         )
     if output.is_symlink() or (output.exists() and not arguments.overwrite):
-        raise ValueError(f"--output {output} exists; give another name, or add --overwrite.")
+        raise ValueError(f"--output {output} exists; give another path, or add --overwrite.")
     if output.exists() and not (output / safetensors_folder.INDEX).is_file():
         raise ValueError(
-            f"--output {output} holds no {safetensors_folder.INDEX}, and is not replaced; give another."
+            f"--output {output} has no {safetensors_folder.INDEX}, so it is not replaced; give a new path."
         )
     saved = SavedModel.open(inputs[0], keep_shards=True)
     count = safetensors_folder.write(saved, output, limit)
@@ -70,16 +71,16 @@ def _to_safetensors(arguments: argparse.Namespace, inputs: list[Path], output: P
 
 @one_file
 def _from_safetensors(arguments: argparse.Namespace, inputs: list[Path]) -> tuple[SavedModel, str]:
-    """Make a checkpoint of a folder that `convert safetensors` wrote."""
+    """Make a checkpoint from a folder that `convert safetensors` wrote."""
     return safetensors_folder.read(inputs[0]), NEW_RUN
 
 
 @one_file
 def _from_meta(arguments: argparse.Namespace, inputs: list[Path]) -> tuple[SavedModel, str]:
-    """Convert from Meta's moe branch of fairseq.
+    """Convert a checkpoint of Meta's moe branch of fairseq.
 
-    The architecture is transformer_lm… or transformer…. The new checkpoint computes the same. Weights keep
-    their bits; optimizer state and data position are left out.
+    The architecture must be transformer_lm… or transformer…. The new checkpoint gives the same outputs.
+    Weights keep their bits; optimizer state and data position are left out.
     """
     saved, notes = meta.read(inputs)
     _print_notes(notes)
@@ -88,11 +89,11 @@ def _from_meta(arguments: argparse.Namespace, inputs: list[Path]) -> tuple[Saved
 
 @one_file
 def _from_tutel(arguments: argparse.Namespace, inputs: list[Path]) -> tuple[SavedModel, str]:
-    """Convert from Tutel.
+    """Convert a checkpoint or state dict of a model with Tutel's moe_layer.
 
-    The files that ranks saved of a model with Tutel's moe_layer become one file: a state dict, for a model
-    with fairseq_tutel.moe_layer with the same arguments; or a checkpoint of Tutel's fairseq example, as one
-    of moe_transformer_lm or moe_transformer.
+    The files of all ranks become one file. A state dict becomes a state dict for the same model with
+    fairseq_tutel.moe_layer. A checkpoint of Tutel's fairseq example becomes a checkpoint of
+    moe_transformer_lm or moe_transformer.
     """
     saved, notes = tutel.read(inputs, arguments.namespace, arguments.layer, arguments.expert_activation)
     _print_notes(notes)
@@ -107,7 +108,9 @@ def _print_notes(notes: list[str]) -> None:
 def _ranks_of_tutel(arguments: argparse.Namespace) -> list[Path]:
     size = arguments.input_size
     if size < 1:
-        raise ValueError(f"--input-size is {size}; give the number of ranks that saved, at least 1.")
+        raise ValueError(
+            f"--input-size is {size}; give the number of ranks that saved the model, at least 1."
+        )
     return tutel.files_of(arguments.input_prefix, size)
 
 
@@ -115,7 +118,8 @@ def _ranks_of_tutel(arguments: argparse.Namespace) -> list[Path]:
 def _from_swin(arguments: argparse.Namespace, inputs: list[Path]) -> tuple[SavedModel, str]:
     """Convert a released Swin V2 or SwinV2-MoE of microsoft/Swin-Transformer.
 
-    For experts name X.pth, and keep X.pth.master and X.pth.rank0, X.pth.rank1, ... together.
+    For a SwinV2-MoE, give X.pth as --input, and keep X.pth.master and X.pth.rank0, X.pth.rank1, ... in the
+    same folder.
     """
     if arguments.classes is not None and arguments.classes < 1:
         raise ValueError(f"--classes is {arguments.classes}; give a number of at least 1.")
@@ -158,7 +162,7 @@ KINDS = (
     Conversion(
         name="meta",
         convert=_from_meta,
-        source="best.pt or best, for best-shared.pt and best-rank-0.pt, …",
+        source="common name of the files: best.pt or best for best-shared.pt, best-rank-0.pt, …",
         inputs=lambda arguments: meta.files_of(arguments.input),
     ),
     Conversion(
@@ -168,9 +172,9 @@ KINDS = (
         inputs=_ranks_of_tutel,
         options=(
             option(tutel.FLAG, PREFIX, "PREFIX", required=True),
-            option("--input-size", "number of ranks that saved", type=int, required=True),
+            option("--input-size", "number of ranks that saved the model", type=int, required=True),
             option(
-                "--namespace", "keys of the weights in a file, joined by / [model, if it exists]", "KEYS"
+                "--namespace", "keys that lead to the weights, joined by / [model, if it exists]", "KEYS"
             ),
             option("--layer", LAYER, choices=tutel.LAYERS, default=tutel.LAYERS[0]),
             option("--expert-activation", ACTIVATION, choices=ACTIVATIONS, default="linear"),
@@ -183,7 +187,7 @@ KINDS = (
         inputs=lambda arguments: [*chain(*swin.files_of(Path(arguments.input)))],
         exclusive=(
             (
-                option("--classes", "replace the released head by one of zeros for N classes", type=int),
+                option("--classes", "replace the released head by a zero head for N classes", type=int),
                 option("--class-map", CLASS_MAP, "FILE", type=Path),
             ),
         ),

@@ -1,4 +1,4 @@
-"""Conversions to another kind of model: upcycle, student, pregate, members."""
+"""The conversions upcycle, student, pregate and members, which make a different kind of model."""
 
 import argparse
 from collections.abc import Mapping
@@ -26,19 +26,21 @@ def _add_model_options(parser: argparse.ArgumentParser) -> None:
 
     from fairseq_tutel.plugin.registration.flags import made
 
-    group = parser.add_argument_group("the experts, as for fairseq-train; saved with the model")
+    group = parser.add_argument_group(
+        "options of the experts, as for fairseq-train; they are saved with the model"
+    )
     options = made("UpcycleOptions", OPTIONS)()
     gen_parser_from_dataclass(group, options, delete_default=True, with_prefix="")
 
 
 @one_file
 def _upcycle(arguments: argparse.Namespace, inputs: list[Path]) -> tuple[SavedModel, str]:
-    """Make a Mixture-of-Experts checkpoint of a dense one.
+    """Make a Mixture-of-Experts checkpoint from a dense checkpoint.
 
     In every chosen layer, each expert is a copy of the feed-forward network (Komatsuzaki et al. 2022,
-    Sparse Upcycling), or a part of it with a smaller --moe-expert-ffn-dim (He et al. 2024). Gates are
-    initialized. The tool prints whether the initial outputs are those of the dense model. Start a new
-    training run from the file, by --finetune-from-model.
+    Sparse Upcycling). With a smaller --moe-expert-ffn-dim, each expert is a part of it (He et al. 2024).
+    Gates are initialized. The tool prints whether the initial outputs equal the dense model's outputs.
+    Start a new training run from the file with --finetune-from-model.
     """
     how = read(Variation, arguments)
     refuse_bad_values(how)
@@ -50,20 +52,24 @@ def _upcycle(arguments: argparse.Namespace, inputs: list[Path]) -> tuple[SavedMo
     counts = counts_text([config.num_experts for config in configs.values()])
     first, labels = next(iter(configs.values())), ", ".join(layer.label for layer in configs)
     reasons = dict.fromkeys(r for config in configs.values() for r in differences(config, how))
-    what = f"not the dense model's: {'; '.join(reasons)}" if reasons else "the dense model's, to rounding"
+    what = (
+        f"differ from the dense model's outputs: {'; '.join(reasons)}"
+        if reasons
+        else "equal the dense model's outputs up to rounding"
+    )
     return saved, (
         f": {saved.name('model')}, {counts} experts of {first.hidden_dim}, top-{first.top_k}, in {labels}\n"
-        f"its first output is {what}"
+        f"its initial outputs {what}"
     )
 
 
 @one_file
 def _student(arguments: argparse.Namespace, inputs: list[Path]) -> tuple[SavedModel, str]:
-    """Remove layers of a checkpoint, dense or with experts.
+    """Remove layers from a dense or MoE checkpoint.
 
-    Train the new one by --finetune-from-model, with the options that are printed. --criterion
-    moe_distillation trains it to imitate the whole one. --moe-freq F selects every F-th layer for experts;
-    the remaining layers must fit some F.
+    Train the new checkpoint with --finetune-from-model and the printed options. --criterion
+    moe_distillation trains it to imitate the original model. --moe-freq F selects every F-th layer for
+    experts, so the remaining MoE layers must be every F-th layer for some F.
     """
     saved = SavedModel.open(inputs[0])
     sides = models.sides_of(saved)
@@ -73,11 +79,11 @@ def _student(arguments: argparse.Namespace, inputs: list[Path]) -> tuple[SavedMo
         numbers = ", ".join(map(str, kept[side]))
         print(f"{side}: {len(kept[side])} of {len(layers)} layers: {numbers}")
     words = " ".join(f"{flag_of(key)} {value}" for key, value in changed.items() if value is not None)
-    return saved, f"{NEW_RUN}, by --finetune-from-model, with {words}"
+    return saved, f"{NEW_RUN}, with --finetune-from-model and {words}"
 
 
 def _kept(arguments: argparse.Namespace, sizes: Mapping[str, int]) -> dict[str, list[int]]:
-    """Return the numbers of the layers to keep on each side, in order."""
+    """Return the numbers of the layers to keep in the encoder and decoder, from the command line."""
     main = "decoder" if "decoder" in sizes else "encoder"
     kept = {side: list(range(size)) for side, size in sizes.items()}
     for prefix, side in (("", main), ("encoder_", "encoder")):
@@ -95,38 +101,40 @@ def _kept(arguments: argparse.Namespace, sizes: Mapping[str, int]) -> dict[str, 
             if not {*named} <= {*range(sizes[side])} or len({*named}) < len(named):
                 raise ValueError(
                     f"{flag_of(key)} is {text!r}, but the {side} has the layers 0 to {sizes[side] - 1}; "
-                    "name some of these, once each, separated by commas, such as 1,3."
+                    "give different numbers of these layers, separated by commas, such as 1,3."
                 )
             kept[side] = [i for i in range(sizes[side]) if (i in named) == (verb == "keep")]
             if not kept[side]:
                 raise ValueError(
-                    f"{flag_of(key)} is {text}, which leaves no layer of the {side}; leave one."
+                    f"{flag_of(key)} is {text}, which removes all {side} layers; keep at least one layer."
                 )
     if all(len(kept[side]) == size for side, size in sizes.items()):
         raise ValueError(
-            "no layer would be removed; give --drop-layers, --keep-layers, or those of the encoder."
+            "no layer would be removed; give --drop-layers or --keep-layers, or --encoder-drop-layers or "
+            "--encoder-keep-layers."
         )
     return kept
 
 
 @one_file
 def _pregate(arguments: argparse.Namespace, inputs: list[Path]) -> tuple[SavedModel, str]:
-    """Let the gate of each MoE layer read the input of the MoE layer N before it in its stack.
+    """Enable pre-gating: the gate of each MoE layer reads the input of the MoE layer N layers earlier.
 
-    The first N read their own. Weights stay the same, so fine-tune the new checkpoint before use, by
-    --finetune-from-model with --moe-pregate N.
+    The gates of the first N MoE layers of the encoder and decoder read their own layer's input. Weights
+    stay the same. Fine-tune the new checkpoint before use, with --finetune-from-model and --moe-pregate N.
     """
     saved, ahead = SavedModel.open(inputs[0]), arguments.moe_pregate
     for line in models.pregate(saved, ahead):
         print(line)
-    return saved, f"; fine-tune it by --finetune-from-model, with --moe-pregate {ahead}"
+    return saved, f"; fine-tune it with --finetune-from-model and --moe-pregate {ahead}"
 
 
 def _members(arguments: argparse.Namespace, inputs: list[Path], output: Path) -> str:
     """Write each member of an ensemble as a checkpoint.
 
-    fairseq-generate averages their probabilities again with --path FOLDER/member0.pt:FOLDER/member1.pt:….
-    Stock fairseq opens them if it has their architecture.
+    To average the members' probabilities again, call fairseq-generate with
+    --path FOLDER/member0.pt:FOLDER/member1.pt:…. Stock fairseq can load a member if it has the member's
+    architecture.
     """
     saved = SavedModel.open(inputs[0])
     paths = [output / f"member{m}.pt" for m in range(models.ensemble_size(saved))]
@@ -136,7 +144,7 @@ def _members(arguments: argparse.Namespace, inputs: list[Path], output: Path) ->
     models.write_members(saved, paths)
     text = f"/member0.pt to {paths[-1].name}: {saved.options['ensemble_arch']}{NEW_RUN}"
     if layer := saved.options.get("ensemble_share_after"):
-        text += f"\ntheir outputs are not those in the ensemble, where they shared the features of {layer}"
+        text += f"\ntheir outputs differ from the ensemble, in which members shared the features of {layer}"
     return text
 
 
@@ -154,19 +162,22 @@ KINDS = (
     Conversion(
         name="student",
         convert=_student,
-        source="a checkpoint, dense or with experts",
+        source="a dense or MoE checkpoint",
         exclusive=tuple(
             tuple(
-                option(f"--{prefix}{verb}-layers", f"the layers of {side} to {verb}, as 1,3", "LAYERS")
+                option(f"--{prefix}{verb}-layers", f"the layers of {side} to {verb}, such as 1,3", "LAYERS")
                 for verb in ("drop", "keep")
             )
-            for side, prefix in (("the decoder, or the only side,", ""), ("the encoder", "encoder-"))
+            for side, prefix in (
+                ("the decoder, or of an encoder-only model,", ""),
+                ("the encoder", "encoder-"),
+            )
         ),
     ),
     Conversion(
         name="pregate",
         convert=_pregate,
-        source="a conventional checkpoint with experts",
+        source="a MoE checkpoint without pre-gating",
         options=(option("--moe-pregate", "distance in MoE layers", type=int, required=True),),
     ),
     Conversion(

@@ -1,7 +1,7 @@
-"""Reads options that have a value per MoE layer, and the loads of experts.
+"""Parses options with one value per MoE layer, and reads the loads of experts.
 
-"3,5" is the value of all layers; "decoder_1=3,5 encoder_3=0" are the values of two. A load of 1 is that of
-an even distribution. Loads are read from a training log or the command line.
+"3,5" is the value for all layers; "decoder_1=3,5 encoder_3=0" gives values for two layers. Loads come from
+a training log or the command line; if tokens are distributed evenly, all loads are 1.
 """
 
 import argparse
@@ -16,16 +16,16 @@ from fairseq_tutel.tools.training_log import LOAD, find_log, join
 
 T = TypeVar("T")
 Configs = Mapping[Layer, MoEConfig]
-# Number of log records for the mean.
+# Number of log records whose loads are averaged.
 LAST = 20
 
 
 def by_layer(
     flag: str, words: Sequence[str], layers: Sequence[Layer], read: Callable[[str], T]
 ) -> dict[Layer, T]:
-    """Return the values of an option: one word without a layer's label, or several with labels.
+    """Parse an option with values per MoE layer: one word for all layers, or words LABEL=VALUE.
 
-    `read` parses a word; its ValueError has the reason and the expected form.
+    `read` parses a value. The message of its ValueError must name the reason and the expected form.
 
     Raises:
         ValueError: a word is invalid.
@@ -36,17 +36,17 @@ def by_layer(
         label, equals, text = word.rpartition("=")
         if not equals and len(words) > 1:
             raise ValueError(
-                f"{flag} is {' '.join(words)}; give one value for all layers, or LAYER=… for each."
+                f"{flag} is {' '.join(words)}; give one value for all layers, or LAYER=VALUE for each."
             )
         if equals and (label not in named or named[label] in found):
             raise ValueError(
-                f"{flag} has {word}, but {label} is given twice or is not a layer with experts; choose "
-                f"from {', '.join(named)}."
+                f"{flag} has {word}, but {label} is given twice or is not a MoE layer; choose from "
+                f"{', '.join(named)}."
             )
         try:
             value = read(text)
         except ValueError as error:
-            raise ValueError(f"{flag} has {word or 'an empty word'}, where {error}.") from None
+            raise ValueError(f"{flag} has {word or 'an empty word'}, but {error}.") from None
         found |= {named[label]: value} if equals else dict.fromkeys(layers, value)
     return found
 
@@ -54,21 +54,21 @@ def by_layer(
 def expert_ids(
     flag: str, words: Sequence[str], configs: Configs, in_groups: bool = False, or_all: bool = False
 ) -> dict[Layer, list[list[int]]]:
-    """Return the IDs that an option names by layer, in groups (as 0,3/1,2) or as one group, each ID once.
+    """Parse an option with expert IDs per MoE layer, such as 0,3 or, with `in_groups`, 0,3/1,2.
 
-    `or_all` adds `all`, which the caller reads, to the form in errors.
+    `or_all` adds the word `all`, which the caller handles, to the form that errors describe.
 
     Raises:
-        ValueError: a word is invalid, or a layer has no such expert.
+        ValueError: a word is invalid, an ID is repeated, or a layer has no such expert.
     """
 
     def read(text: str) -> list[list[int]]:
         groups = [group.split(",") for group in (text.split("/") if in_groups else [text])]
         for part in (part for group in groups for part in group):
             if not part.strip().isdecimal():
-                form = f"0,3{', and / between groups, as 0,3/1,2' * in_groups}{', or all' * or_all}"
+                form = f"0,3{', and / between groups, such as 0,3/1,2' * in_groups}{', or all' * or_all}"
                 raise ValueError(
-                    f"{part!r} is not an expert ID; give IDs with commas between them, as {form}"
+                    f"{part!r} is not an expert ID; give IDs separated by commas, such as {form}"
                 )
         found = [[int(part) for part in group] for group in groups]
         ids = [i for group in found for i in group]
@@ -82,16 +82,17 @@ def expert_ids(
         last, most = configs[layer].num_experts - 1, max(i for group in groups for i in group)
         if most > last:
             raise ValueError(
-                f"{flag} names expert {most}, but {layer.label} has {last + 1}; give IDs from 0 to {last}."
+                f"{flag} names expert {most}, but {layer.label} has {last + 1} experts; give IDs from 0 to "
+                f"{last}."
             )
     return found
 
 
 def loads(arguments: argparse.Namespace, configs: Configs) -> dict[Layer, list[float]]:
-    """Return the loads of --log or --load by layer, none without these.
+    """Return the expert loads from --log or --load by layer; empty without these options.
 
     Raises:
-        ValueError: a log lacks them, or has another number of experts.
+        ValueError: the log has no loads, or the number of loads differs from the number of experts.
     """
     if arguments.log is not None:
         found = of_log(Path(arguments.log), list(configs))
@@ -101,20 +102,21 @@ def loads(arguments: argparse.Namespace, configs: Configs) -> dict[Layer, list[f
         if len(load) != configs[layer].num_experts:
             raise ValueError(
                 f"--load or --log has {len(load)} loads for {layer.label}, which has "
-                f"{configs[layer].num_experts} experts; give one per expert, or the log of this model."
+                f"{configs[layer].num_experts} experts; give one load per expert, or the log of this model."
             )
         if not any(load):
             raise ValueError(
-                f"--load or --log has only loads of 0 for {layer.label}; give one above 0, or leave it out."
+                f"--load or --log has only loads of 0 for {layer.label}; give a load above 0, or leave out "
+                "this layer."
             )
     return found
 
 
 def of_log(path: Path, layers: list[Layer]) -> dict[Layer, list[float]]:
-    """Return the mean loads of all layers over the last records of a training log.
+    """Return the mean expert loads of all layers over the last records of a training log.
 
     Raises:
-        ValueError: there is no log, or it lacks the loads of a layer.
+        ValueError: the log does not exist, or lacks the loads of a layer.
     """
     records = join(find_log(path)[0]).training
     found = {}
@@ -127,7 +129,9 @@ def of_log(path: Path, layers: list[Layer]) -> dict[Layer, list[float]]:
                 "model with a moe_ criterion and --log-format json."
             )
         if len({len(load) for load in lists[-LAST:]}) > 1:
-            raise ValueError(f"--log names {path}, in which the number of experts changes; name another.")
+            raise ValueError(
+                f"--log names {path}, in which the number of experts changes; give another log."
+            )
         found[layer] = [statistics.fmean(of_one) for of_one in zip(*lists[-LAST:], strict=True)]
     return found
 

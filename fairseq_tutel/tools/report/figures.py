@@ -17,13 +17,13 @@ from matplotlib.ticker import EngFormatter, FuncFormatter, LogLocator, MaxNLocat
 # The palette of Okabe and Ito, for colour-blind readers.
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 LINES = ("-", "--", ":", "-.")
-LINE_LETTERS = 70  # characters in a line of a legend, with gaps and line samples
-FEW_POINTS = 40  # a curve with at most so many points has markers
+LINE_LETTERS = 70  # characters per line of a legend, including gaps and line samples
+FEW_POINTS = 40  # a curve with at most this many points has markers
 
 
 @dataclass(frozen=True)
 class Scale:
-    """The colours of a heat map, their label, and the values named in a legend beside the maps."""
+    """The colour scale of a heat map: value range, colours, label, and values that a legend names."""
 
     norm: Normalize
     colors: Colormap
@@ -31,7 +31,7 @@ class Scale:
     ticks: dict[float, str] | None = None
 
 
-# The scales are the same in all reports. White is an even load, and nothing dropped.
+# These scales are the same in all reports. White means an even load, or that nothing is dropped.
 LOAD_SCALE = Scale(
     LogNorm(0.25, 4, clip=True),
     matplotlib.colormaps["PuOr_r"].resampled(17),
@@ -47,7 +47,7 @@ DROPPED_SCALE = Scale(
 
 
 def scale_of(label: str, values: Sequence[Sequence[float]]) -> Scale:
-    """Return a scale from the least to the largest finite value."""
+    """Return a colour scale from the smallest to the largest finite value."""
     finite = np.asarray(values, dtype=float)
     finite = finite[np.isfinite(finite)]
     low, high = (finite.min(), finite.max()) if len(finite) else (0, 1)
@@ -64,7 +64,7 @@ _STYLE: dict[Any, Any] = {
     "figure.constrained_layout.use": True,
     # A dollar sign in the name of a run is not a formula.
     "text.parse_math": False,
-    # Text stays text, in the reader's fonts. Equal values give equal files.
+    # Text is stored as text and shown in the reader's fonts. Equal values give equal files.
     "svg.fonttype": "none",
     "svg.hashsalt": "fairseq_tutel",
 }
@@ -73,7 +73,7 @@ _MAP_STYLE = _STYLE | {"axes.grid": False}
 
 @dataclass(frozen=True)
 class Curve:
-    """A line of a chart. Runs differ in colour, the lines of a run in style."""
+    """A curve of a chart; `run` determines its colour, and `line` its line style."""
 
     label: str
     x: Sequence[float]
@@ -95,8 +95,8 @@ def line_chart(
 ) -> str:
     """Return a chart of the curves as SVG, with gaps at values that are not finite.
 
-    With `log`, the y axis is logarithmic if positive values differ by a factor of five or more. With more
-    than `points` points of a curve, neighbours are averaged. `references` are horizontal lines.
+    With `log`, the y axis is logarithmic if all values are positive and differ by a factor of five or more.
+    If a curve has more than `points` points, neighbours are averaged. `references` are horizontal lines.
     """
     figure = Figure(figsize=(5, 3.2))
     axes = figure.add_subplot(xlabel=x_label, ylabel=y_label)
@@ -125,10 +125,10 @@ def heat_map(
     rows: str = "expert",
     columns: int = 200,
 ) -> str:
-    """Return a map of values by row (experts or layers) and update as SVG.
+    """Return a heat map as SVG, with a row for each expert or layer and a column for each record.
 
-    A column spans the updates since the previous record, over which fairseq averages; with more records
-    than `columns`, neighbours are averaged. A scale without named values is drawn beside the map.
+    A column spans the updates since the previous record, over which fairseq averages. If there are more
+    records than `columns`, neighbours are averaged. A scale without named values is drawn next to the map.
     """
     values_RU = averaged(np.asarray(values_UR, dtype=float).T, columns)
     right = np.asarray(updates, dtype=float)
@@ -148,7 +148,7 @@ def heat_map(
 
 @matplotlib.rc_context(_MAP_STYLE)
 def heat_map_by_name(names: Sequence[str], values_NE: Sequence[Sequence[float]], scale: Scale) -> str:
-    """Return a map of values by expert and data set as SVG."""
+    """Return a heat map as SVG, with a row for each expert and a column for each data set."""
     figure = Figure(figsize=(max(3.6, 1 + 0.8 * len(names)), 2.6))
     axes = figure.add_subplot(ylabel="expert")
     _draw_map(axes, np.arange(len(names) + 1) - 0.5, np.asarray(values_NE, dtype=float).T, scale)
@@ -158,7 +158,7 @@ def heat_map_by_name(names: Sequence[str], values_NE: Sequence[Sequence[float]],
 
 @matplotlib.rc_context(_MAP_STYLE)
 def legend_of(scale: Scale) -> str:
-    """Return the legend of a scale with named values as SVG."""
+    """Return an SVG legend for a colour scale that has named values."""
     assert scale.ticks is not None
     figure = Figure(figsize=(3.6, 0.75))
     axes = figure.add_subplot()
@@ -171,7 +171,7 @@ def legend_of(scale: Scale) -> str:
 
 
 def _draw_map(axes: Axes, edges: np.ndarray, values_RC: np.ndarray, scale: Scale) -> QuadMesh:
-    """Draw a map: rows from the top, columns between the edges."""
+    """Draw a heat map with the first row on top; `edges` are the borders of the columns."""
     mesh = axes.pcolormesh(
         edges,
         np.arange(len(values_RC) + 1) - 0.5,
@@ -186,7 +186,7 @@ def _draw_map(axes: Axes, edges: np.ndarray, values_RC: np.ndarray, scale: Scale
 
 
 def averaged(values: np.ndarray, count: int) -> np.ndarray:
-    """Average finite neighbours along the last axis, so that at most `count` values or nan remain."""
+    """Average finite neighbours along the last axis until at most `count` values (or nan) remain."""
     values = np.where(np.isfinite(values), values, np.nan)
     step = -(-values.shape[-1] // count)
     if step <= 1:
@@ -213,7 +213,7 @@ def _draw(axes: Axes, curve: Curve, points: int) -> None:
 
 
 def _mark(axis: Axis) -> None:
-    """Give an axis few ticks with short numbers, such as 150k."""
+    """Set few ticks with short numbers, such as 150k, on an axis."""
     axis.set_major_locator(MaxNLocator(6, integer=True))
     axis.set_major_formatter(EngFormatter(sep=""))
 

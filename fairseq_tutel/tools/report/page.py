@@ -1,7 +1,7 @@
-"""report: draws training curves and expert loads of one or several runs as one HTML page.
+"""report: draw training curves and expert loads of one or several runs as one HTML page.
 
-A run is a log of --log-format json (a --log-file, a captured output or hydra_train.log), or a --save-dir
-that holds one. Several runs are overlaid.
+Each run is given as a log of --log-format json (a --log-file, a captured output or hydra_train.log), or as
+a --save-dir that contains such a log. The curves of several runs are drawn in the same charts.
 """
 
 # ruff: noqa: RUF001 - dashes and crosses are meant
@@ -22,7 +22,7 @@ NOTHING = "–"
 
 
 def add_to(tools: Any) -> None:
-    """Add the tool to the command line."""
+    """Add this tool as a subcommand of `python -m fairseq_tutel`."""
     parser = tools.add_parser(
         "report", help="draw one HTML page of training runs, from fairseq's logs", description=__doc__
     )
@@ -30,16 +30,16 @@ def add_to(tools: Any) -> None:
     parser.add_argument(
         "--output", type=Path, default=Path("report.html"), metavar="FILE", help="the page to write"
     )
-    text = "name of a run; give it once for each, in order (default: the differing parts of the paths)"
+    text = "name of a run; give the flag once per run, in order (default: the differing parts of the paths)"
     parser.add_argument("--name", action="append", dest="names", metavar="NAME", help=text)
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Write the page."""
+    """Read the logs of the runs, and write the report as an HTML page."""
     output = arguments.output
     refuse_output(output)
-    if output.exists() and output.suffix != ".html":  # may be a log or a checkpoint
+    if output.exists() and output.suffix != ".html":  # it may be a log or a checkpoint
         raise ValueError(f"--output is {output}, which exists and is not an .html file; give another name.")
     names = _names(arguments.names, arguments.runs)
     logs = {name: find_log(path) for name, path in zip(names, arguments.runs, strict=True)}
@@ -55,18 +55,18 @@ def _names(names: list[str] | None, paths: list[Path]) -> list[str]:
     names = default_names(paths) if names is None else names
     if len(names) != len(paths):
         raise ValueError(
-            f"--name is given {len(names)} time(s) for {len(paths)} run(s); give it once for each."
+            f"--name is given {len(names)} time(s) for {len(paths)} run(s); give it once for each run."
         )
     repeated = [name for name in names if names.count(name) > 1]
     if repeated:
         raise ValueError(
-            f"two runs are named {repeated[0]}; give different names with --name, or drop a repeated run."
+            f"two runs are named {repeated[0]}; give different names with --name, or remove a run."
         )
     return names
 
 
 def _page(runs: dict[str, Run], files: dict[str, list[str]]) -> str:
-    """Return the HTML page; `files` are the log files of each run."""
+    """Return the HTML text of the report; `files` are the log files of each run."""
     with needing("report", "report"):
         from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
@@ -93,7 +93,7 @@ ACCURACY: Any = ("accuracy", "accuracy (%)", max)
 
 
 def summary(runs: dict[str, Run]) -> list[dict[str, str]]:
-    """Return the cells of each run by their headings."""
+    """Return the rows of the summary table, one dictionary from heading to cell for each run."""
     records = [r for run in runs.values() for of in (run.training, *run.subsets.values()) for r in of]
     logged = {key for record in records for key in record.values}
     qualities = [quality for quality in (PERPLEXITY, ACCURACY) if quality[0] in logged] or [PERPLEXITY]
@@ -102,7 +102,7 @@ def summary(runs: dict[str, Run]) -> list[dict[str, str]]:
 
 
 def _summary_row(name: str, run: Run, qualities: Sequence[Any], units: str) -> dict[str, str]:
-    """Return the cells of a run. Validation is that of one subset."""
+    """Return a run's row of the summary table; validation values are those of one data subset."""
     subset = "valid" if "valid" in run.subsets else next(iter(run.subsets), "valid")
     suffix = "" if subset == "valid" else f" ({subset})"
     speeds = [speed for _, speed in _finite(run.training, "wps")]
@@ -130,7 +130,7 @@ def _summary_row(name: str, run: Run, qualities: Sequence[Any], units: str) -> d
 
 
 def duration(seconds: float) -> str:
-    """Return a time in hours, minutes and seconds."""
+    """Return a number of seconds as text in hours and minutes, or in minutes and seconds."""
     if math.isnan(seconds):
         return NOTHING
     minutes, rest = divmod(round(seconds), 60)
@@ -139,7 +139,7 @@ def duration(seconds: float) -> str:
 
 
 def _finite(records: list[Record], key: str) -> list[tuple[int, float]]:
-    """Return (update, value) of all finite values of a key."""
+    """Return (update, value) for each record whose value for `key` is finite."""
     points = [(record.update, record.values.get(key, math.nan)) for record in records]
     return [(update, value) for update, value in points if math.isfinite(value)]
 

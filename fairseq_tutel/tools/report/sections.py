@@ -30,12 +30,12 @@ from fairseq_tutel.tools.training_log import (
 )
 
 HOUR = 3600  # seconds
-COLUMNS = 4000  # of all heat maps of a section, which bounds the size of the page
+COLUMNS = 4000  # total columns of all heat maps in a section; limits the size of the page
 
 
 @dataclass(frozen=True)
 class Picture:
-    """An SVG picture with its caption, and its content in words for screen readers."""
+    """An SVG picture with a title, a caption, and a description for screen readers."""
 
     title: str
     text: str
@@ -44,13 +44,13 @@ class Picture:
 
     @property
     def address(self) -> str:
-        """The picture as a data URL, so that the page needs no other file."""
+        """The picture as a data URL, so the page needs no other files."""
         return "data:image/svg+xml;base64," + base64.b64encode(self.svg.encode()).decode("ascii")
 
 
 @dataclass
 class Section:
-    """A part of the page. `groups` maps the headings in it to pictures; "" is not a heading."""
+    """A section of the report; `groups` maps headings to pictures, and "" means no heading."""
 
     name: str
     title: str
@@ -59,14 +59,14 @@ class Section:
 
 
 def sections_of(runs: dict[str, Run]) -> list[Section]:
-    """Return all sections in their order; some may have no pictures."""
+    """Return all sections in the order of the page; some may have no pictures."""
     loss, experts, *others = curve_sections(runs)
     return [loss, experts, layer_section(runs), *expert_sections(runs), data_section(runs), *others]
 
 
 @dataclass(frozen=True)
 class Chart:
-    """A chart of one quantity."""
+    """The description of a chart of one logged quantity."""
 
     title: str
     keys: str  # pattern of logged keys; with a group, every match is a curve
@@ -75,11 +75,11 @@ class Chart:
     part: str = ""  # name of a curve, with {} for the pattern's group
     log: bool = False  # logarithmic y axis
     from_zero: bool = False  # the y axis begins at 0
-    unless_zero: bool = False  # a chart of zeros alone is left out
+    unless_zero: bool = False  # leave the chart out if all values are 0
 
 
 def _chart_of(metric: Metric) -> Chart:
-    """Return the chart of a metric's average over layers, or of all its choices."""
+    """Return the chart of a metric's average over layers, with a curve per choice if it has choices."""
     return Chart(
         metric.title or metric.name.format("J"),
         metric.name.format(r"(\d+)"),
@@ -96,7 +96,7 @@ SECTIONS = {
         Chart("Perplexity", "ppl", "perplexity",
               "Per token, without balance loss, so dense and MoE runs are comparable.", log=True),
         Chart("Accuracy", "accuracy", "correct (%)",
-              "Percent of samples whose most likely class is correct; in training, of augmented ones."),
+              "Percent of samples whose most likely class is correct. Training samples are augmented."),
         Chart("Oracle error", "oracle_error", "wrong (%)",
               "Percent of samples for which no member of the ensemble is correct."),
         Chart("Accuracy of five", "top5_accuracy", "correct (%)",
@@ -104,11 +104,11 @@ SECTIONS = {
         Chart("Loss", "loss", "loss (bits)",
               "The training objective. In a MoE run it includes the weighted balance loss."),
         Chart("Negative log-likelihood", "nll_loss", "nll loss (bits)",
-              "Without balance loss and smoothing. If a criterion logs none, it equals the loss."),
+              "Without balance loss and smoothing. Equal to the loss if a criterion does not log it."),
     ],
     ("experts", "Experts", "Averages over the MoE layers."): [
         Chart("Balance loss", "moe_gate_loss", "balance loss",
-              "Before its weight. gshard and switch are 1 at an even load, E if one of E experts has all."),
+              "Without its weight. gshard, switch: 1 at an even load, E if one of E experts gets all."),
         *(_chart_of(metric) for metric in METRICS if metric.drawn),
     ],
     ("speed", "Speed", ""): [
@@ -121,7 +121,7 @@ SECTIONS = {
     ("optimizer", "Optimizer", ""): [
         Chart("Learning rate", "lr", "learning rate", "Learning rate of the schedule.", from_zero=True),
         Chart("Gradient norm", "gnorm", "gradient norm",
-              "Norm of all gradients before clipping. A lasting rise announces divergence.", log=True),
+              "Norm of all gradients before clipping. A lasting rise often precedes divergence.", log=True),
         Chart("Clipped updates", "clip", "clipped updates (%)",
               "Near 100, --clip-norm determines the step size.", from_zero=True),
     ],
@@ -142,7 +142,7 @@ def curve_sections(runs: dict[str, Run]) -> list[Section]:
 
 
 def _pictures(section: str, chart: Chart, runs: dict[str, Run], time: bool = False) -> list[Picture]:
-    """Return the picture of a chart, against updates or time, or [] if it has no values."""
+    """Return a list with the picture of a chart, over updates or time, or [] if it has no values."""
     longest = max((s for run in runs.values() if not math.isnan(s := run.seconds)), default=0)
     x_unit, seconds = ("h", HOUR) if longest > 3 * HOUR else ("s", 1)
     has_subsets = section in ("loss", "experts") and not chart.part
@@ -167,7 +167,7 @@ def _pictures(section: str, chart: Chart, runs: dict[str, Run], time: bool = Fal
 
 
 def _curves_of(chart: Chart, runs: dict[str, Run], has_subsets: bool, seconds: float | None) -> list[Curve]:
-    """Return the curves of a chart. `seconds`: unit of the time axis; None: against updates."""
+    """Return the curves of a chart; `seconds` is the unit of the time axis, or None for updates."""
     curves = []
     for index, (name, run) in enumerate(runs.items()):
         measured = {"training": run.training, **(run.subsets if has_subsets else {})}
@@ -190,13 +190,13 @@ def _curves_of(chart: Chart, runs: dict[str, Run], has_subsets: bool, seconds: f
 
 
 LAYERS_TEXT = """
-One line for each MoE layer in training. With more layers than colours, a map with the first layer on top. A
-layer that differs from its neighbours deserves a look at its map below.
+One line for each MoE layer in training. If there are more layers than colours, a map with the first layer
+on top replaces the lines. If a layer differs from its neighbours, see the map of this layer below.
 """
 
 
 def layer_section(runs: dict[str, Run]) -> Section:
-    """Return the section of lists over layers; one that begins at 0 and is always 0 is left out."""
+    """Return the section of metrics for each layer, without non-negative metrics that are always 0."""
     section = Section("layers", "Layer by layer", LAYERS_TEXT)
     for name, run in runs.items():
         pictures = section.groups[name] = []
@@ -221,7 +221,7 @@ def layer_section(runs: dict[str, Run]) -> Section:
 
 
 def _quantity(name: str) -> tuple[str, str, bool]:
-    """Return a list's title, the label of its axis and whether that begins at 0, of any name."""
+    """Return a title, an axis label and whether the axis begins at 0, for the name of a logged list."""
     for metric in METRICS:
         if match := re.fullmatch(metric.layers.format(r"(\d+)"), name):
             choice = f" of choice {match[1]}" if match.groups() else ""
@@ -240,19 +240,24 @@ def _any_above_0(rows: list[list[float]]) -> bool:
 
 
 LOAD_TEXT = """
-One picture for each MoE layer: a row is an expert, a column the updates from one record to the next. White
-is an even share; orange experts get more, violet ones less. A row that stays dark violet hardly learns.
+One picture for each MoE layer. A row is an expert; a column is the updates from one record to the next.
+White is an even share, orange is more, and violet is less. An expert whose row stays dark violet hardly
+learns.
 """
 DROPPED_TEXT = """
-The share of each expert's assignments that were dropped, if any were. Rows and columns are as above. White
-is 0. A row that stays dark is an expert whose load exceeds its capacity all the time.
+The dropped share of each expert's assignments, for layers with dropped assignments. Rows and columns are as
+above. White is 0. If a row stays dark, the expert's load always exceeds its capacity.
 """
-LOAD_COLOURS = "From violet, a quarter of an even share or less, over white to orange, four or more."
-DROPPED_COLOURS = "From white, nothing dropped, over orange, a quarter, to black, all of it."
+LOAD_COLOURS = (
+    "Violet is a quarter of an even share or less, white is an even share, orange is four or more."
+)
+DROPPED_COLOURS = (
+    "White means that nothing is dropped, orange a quarter of the assignments, black all of them."
+)
 
 
 def expert_sections(runs: dict[str, Run]) -> list[Section]:
-    """Return the sections of heat maps over experts."""
+    """Return the sections with heat maps of each expert's load and dropped share."""
     load = Section("load", "Load of every expert", LOAD_TEXT)
     _add_maps(load, runs, LOAD, LOAD_SCALE, LOAD_COLOURS, "have {:.2f} to {:.2f} even shares")
     dropped = Section("dropped", "Dropped share of every expert", DROPPED_TEXT)
@@ -263,7 +268,7 @@ def expert_sections(runs: dict[str, Run]) -> list[Section]:
 def _add_maps(
     section: Section, runs: dict[str, Run], prefix: str, scale: Scale, colours: str, words: str
 ) -> None:
-    """Add a map for every list with the prefix that is not always 0."""
+    """Add a heat map for each list whose key has the prefix, except lists that are always 0."""
     shown = [
         (f"{name}, {what}", layer_of(key, prefix), *_values(records, key))
         for name, run in runs.items()
@@ -282,14 +287,14 @@ def _add_maps(
 
 
 DATA_TEXT = """
-Load of the trained model, from fairseq-validate: one picture for each MoE layer. A row is an expert, a
-column a data set, such as a language, with its perplexity. Similar columns share experts. A row that is
-orange in one column and violet in the others is a specialist of that data set.
+Load of the trained model, from fairseq-validate: one picture for each MoE layer. A row is an expert; a
+column is a data set, such as a language, with its perplexity. Data sets with similar columns use the same
+experts. An expert that is orange in one column and violet in the others is specialized in that data set.
 """
 
 
 def data_section(runs: dict[str, Run]) -> Section:
-    """Return the section of experts' loads by data set."""
+    """Return the section with each expert's load on each data set."""
     section = Section("data", "Load of every expert by data set", DATA_TEXT)
     for name, run in runs.items():
         for key in list_keys(LOAD, list(run.evaluations.values())):
