@@ -197,7 +197,7 @@ def test_bad_values_are_refused_in_a_sentence(flags, sentence, lm_data, tmp_path
 
 def test_what_slices_cannot_do_is_refused_in_a_sentence(lm_data, tmp_path):
     for flags, sentence in (
-        (("--moe-expert-ffn-dim", 30, *ALL_FOUR, "--moe-expert-count", 1, "--moe-top-k", 1), "4 slices"),
+        (("--moe-expert-ffn-dim", 30, *ALL_FOUR, "--moe-expert-count", 1, "--moe-top-k", 1), "4 shards"),
         ((*ALL_FOUR, "--moe-expert-count", 2, "--fp16-adam-stats"), "ranks hold shards of them; remove it"),
     ):  # fmt: skip
         assert sentence in refused("train", *lm_args(lm_data, tmp_path, *flags), ranks=4)
