@@ -1,4 +1,4 @@
-"""A grouped matrix product in Triton, or a sum of two. Each row is multiplied by its expert's weight.
+"""Grouped matrix product in Triton: multiplies each row by its expert's weight, and can add two products.
 
 The signatures are the signatures of `reference`. Sums are computed in fp32. For fp64 tensors, which only
 the interpreter supports, they are computed in fp64. One program writes each output element, so results are

@@ -155,9 +155,9 @@ def _from_example(
     for prefix in counts:
         if not re.fullmatch(r"decoder\.layers\.\d+\.moe_ffn\.", prefix):
             raise ValueError(
-                f"{FLAG} has the MoE layer {prefix.rstrip('.')} in a fairseq checkpoint, but only Tutel's "
-                "example with decoder.layers.N.moe_ffn is supported; save only the model's state dict to a "
-                "file, and give that file."
+                f"{FLAG} names a fairseq checkpoint with the MoE layer {prefix.rstrip('.')}, but fairseq "
+                "checkpoints are supported only if all MoE layers are named decoder.layers.N.moe_ffn, as "
+                "in Tutel's example; save only the model's state dict to a file, and give that file."
             )
     model: Tensors = {}
     for name, tensor in weights.items():

@@ -157,7 +157,12 @@ def _log_numbers(layout: Layout, numbers: Tensor, index: int) -> None:
 
 
 def _views(layout: Layout) -> Iterator[tuple[str, str, list[str], int, View]]:
-    """For each logged list, yield (table of sums, name, names of scalars, digits, view function)."""
+    """Yield, for each metric with one value per layer or per expert, how it is computed and logged.
+
+    Yields:
+        The key of the table of sums, the name of the list, the names of its values as scalars, the number
+        of decimal places, and a function that computes (value, weight) pairs from the table.
+    """
     columns = metric_names(layout.top_k)
     for metric in METRICS:
         names = metric.names(layout.top_k, metric.layers) if metric.layers else []

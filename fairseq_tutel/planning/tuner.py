@@ -1,9 +1,10 @@
 """Tuner: finds the fastest strategy for each capacity bucket by measuring training updates.
 
-The cost model proposes the candidates of a bucket. They are measured in rounds, one update for each
-candidate in a round. After a round, candidates that are too slow drop out. If the cost of the best strategy
-drifts later, the bucket is measured again. The choice depends only on recorded costs, so ranks with the
-same costs choose the same strategy.
+A bucket is a range of capacities, and updates in the same bucket share one choice. The cost model proposes
+the candidates of a bucket. They are measured in rounds, one update for each candidate in a round. After a
+round, candidates that are too slow drop out. If the cost of the best strategy drifts later, the bucket is
+measured again. The choice depends only on recorded costs, so ranks with the same costs choose the same
+strategy.
 
 Source: Tutel (Hwang et al. 2023), section 3.3, for the dictionary of buckets. The search is new here.
 """
@@ -139,7 +140,7 @@ class Tuner:
         return kept
 
     def _advance(self, key: str) -> None:
-        """Set the next candidate of a bucket or, after the last round, the bucket's best strategy."""
+        """Choose the candidate that a bucket measures next or, after the last round, its best strategy."""
         costs, active = self.costs.setdefault(key, {}), self._candidates[key]
         for n in range(1, ROUNDS + 1):
             waiting = [strategy for strategy in active if len(costs.get(strategy, ())) < n]

@@ -118,7 +118,7 @@ def log_exchange(layers: Sequence[MoELayer]) -> None:
         strategy.algorithm if strategy.plan or topology.grid is not None else "linear",
         config.exchange,
         config.a2a_dtype,
-        "all but the last two" if config.adaptive == "auto" else tuned,
+        "adaptive_r, overlap, all-to-all" if config.adaptive == "auto" else tuned,
     )
 
 

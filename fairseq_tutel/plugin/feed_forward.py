@@ -336,7 +336,7 @@ def models_of(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def named_stacks(model: Any) -> Iterable[tuple[str, str, nn.Module]]:
-    """Return (side, qualified name, layers) of every layer stack that may get experts.
+    """Return (encoder or decoder, qualified name, layers) of every layer stack that may get experts.
 
     A model can define its stacks in a method `moe_stacks`.
     """
@@ -344,7 +344,7 @@ def named_stacks(model: Any) -> Iterable[tuple[str, str, nn.Module]]:
 
 
 def _stock_stacks(model: nn.Module) -> Iterator[tuple[str, str, nn.Module]]:
-    """Yield (side, qualified name, layers) of each layer stack of a stock model once."""
+    """Yield (encoder or decoder, qualified name, layers) of each layer stack of a stock model once."""
     modules = dict(model.named_modules())  # layers shared by several models have the first model's name
     for prefix in models_of(model):
         for side, name in STACKS:

@@ -75,7 +75,9 @@ def use_plans(task_cfg: Any, topology: Topology, config: MoEConfig) -> None:
         )
     if known and name not in known and config.adaptive != "auto" and config.adaptive_r != 0:
         flags = " or ".join(PLAN + each for each in known)
-        logger.info("no collective plan is used for the exchange of rows; to use one, give %s", flags)
+        logger.info(
+            "no collective plan is used to exchange rows; to use one, give --moe-a2a-algorithm %s", flags
+        )
     collectives.use(PlanBackend(plans, local) if plans else None)
 
 

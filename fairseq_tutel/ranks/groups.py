@@ -138,9 +138,10 @@ def expert_parallel_size(world_size: int, expert_counts: Sequence[int], requeste
 def share_sizes(
     size: int, expert_counts: Sequence[int], degree_of: Callable[[int], int] | None = None
 ) -> tuple[int, ...]:
-    """Return the possible sizes s / r > 1 of groups that gather an expert's s shards.
+    """Return the possible sizes, above 1, of the groups of ranks that gather the shards of an expert.
 
-    degree_of(s) is the r of a layer with s shards; with None, r may be any divisor of s.
+    An expert with s shards is gathered by groups of s / r ranks. degree_of(s) is the r of a layer with s
+    shards; with None, r may be any divisor of s.
     """
     sizes: set[int] = set()
     for slices in {size // n for n in expert_counts if size > n}:

@@ -72,7 +72,7 @@ def run_on_rank_zero(action: Callable[[], Any], operation: str) -> Any:
 
 
 class Work:
-    """Runs a function in a thread while collectives report whether it has ended."""
+    """Runs a function in a thread, so that rank 0 can meanwhile send its status to the other ranks."""
 
     def __init__(self, action: Callable[[], Any]) -> None:
         self.result: Any = None

@@ -92,7 +92,7 @@ def test_a_tuner_changes_the_way_and_not_the_model(updates, lm_data, tmp_path):
     )
     train(lm_data, tmp_path / "plain", *model, ranks=1, updates=updates)
     run = train(lm_data, tmp_path, *model, *flags, updates=updates)
-    assert "tuned: all but the last two" in run.output
+    assert "tuned: adaptive_r, overlap, all-to-all" in run.output
     expected, got = loaded(tmp_path / "plain"), loaded(tmp_path)
     assert facts_of(got) == pytest.approx(facts_of(expected), rel=1e-5, abs=1e-6)
     same_weights(expected["model"], got["model"], adam=False)
@@ -176,7 +176,7 @@ def test_every_option_goes_through_hydra(lm_data, tmp_path):
         env={"PWD": str(ROOT)}, ranks=2,
     )  # fmt: skip
     said = "shards of an expert 2, adaptive_r 0, overlap 3, linear all-to-all, ragged buffers, transfer"
-    assert f"experts across ranks: {said} dtype bf16, tuned: all but the last two" in run.output
+    assert f"experts across ranks: {said} dtype bf16, tuned: adaptive_r, overlap, all-to-all" in run.output
     assert "--moe-a2a-algorithm auto: chose linear from the hardware profile of this one" in run.output
     assert list((tmp_path / "experts").glob("*/*.slice-1-of-2.safetensors"))
 
@@ -197,7 +197,7 @@ def test_bad_values_are_refused_in_a_sentence(flags, sentence, lm_data, tmp_path
 
 def test_what_slices_cannot_do_is_refused_in_a_sentence(lm_data, tmp_path):
     for flags, sentence in (
-        (("--moe-expert-ffn-dim", 30, *ALL_FOUR, "--moe-expert-count", 1, "--moe-top-k", 1), "4 slices"),
+        (("--moe-expert-ffn-dim", 30, *ALL_FOUR, "--moe-expert-count", 1, "--moe-top-k", 1), "4 shards"),
         ((*ALL_FOUR, "--moe-expert-count", 2, "--fp16-adam-stats"), "ranks hold shards of them; remove it"),
     ):  # fmt: skip
         assert sentence in refused("train", *lm_args(lm_data, tmp_path, *flags), ranks=4)

@@ -63,7 +63,7 @@ def test_translate_gives_what_fairseq_generate_prints(mt, mt_data):
     assert next(halves[0].models[0].parameters()).dtype == torch.bfloat16
     assert halves[0].translate(sources, **lengths) == halves[1].translate(sources, **lengths)
     for refused in (model.sample, model.score, model.fill_mask, model.classify):
-        with pytest.raises(ValueError, match=r"a translation model has no \w+; call translate\.$"):
+        with pytest.raises(ValueError, match=r"a translation model has no method \w+; call translate\.$"):
             refused(sources)
     assert model.translate([]) == [] and len(model.translate(["w1 " * 200], max_len_b=2)) == 1
     for sentence, options in (
@@ -94,7 +94,7 @@ def test_scores_are_those_of_eval_lm_and_samples_are_the_best_words(lm, lm_data)
     log_probs_LV[:, 1] = -torch.inf  # padding is never chosen
     assert torch.equal(log_probs_LV[2:-1].argmax(-1), tokens[2:-1])
     assert model.sample("w1 w3", max_len_b=9) == model.decode(tokens)
-    with pytest.raises(ValueError, match=r"a language model has no translate; call sample or"):
+    with pytest.raises(ValueError, match=r"a language model has no method translate; call sample or"):
         model.translate("w1")
 
 

@@ -63,7 +63,7 @@ def _hypotheses(text):
 
 def _calls(run):
     """Return the first rank's calls of layers: its own, and those that it served."""
-    (found,) = re.findall(r"ranks: (\d+) calls .* tokens, (\d+) for those", run.logs[0])
+    (found,) = re.findall(r"ranks: (\d+) layer calls .* tokens, (\d+) for other", run.logs[0])
     return tuple(map(int, found))
 
 

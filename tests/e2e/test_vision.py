@@ -145,7 +145,7 @@ def test_an_unreadable_image_is_left_out_and_a_stock_criterion_trains_a_dense_mo
         (folders / split / "digit 1").rename(folders / split / "one")
     words = ("--image-errors", "skip", "--restore-file", tmp_path / "checkpoint_last.pt")
     said = refused("train", *dense, *words)
-    assert f"checkpoint_last.pt is digit 1, and of {folders} it is digit 2; give the data" in said
+    assert f"checkpoint_last.pt is digit 1, but in {folders} it is digit 2; give the data" in said
 
 
 HYDRA_FILE = """
@@ -175,7 +175,7 @@ def test_hydra_finetunes_on_other_classes_and_validates_the_training_set(plain, 
         f"checkpoint.finetune_from_model={plain[0] / 'checkpoint_last.pt'}",
     )  # fmt: skip
     assert "done training" in run.output
-    assert "checkpoint_last.pt is 9, and of" in run.output and "so the model gets a new head" in run.output
+    assert "checkpoint_last.pt is 9, but in" in run.output and "so the model gets a new head" in run.output
     seen = [re.findall(rf'"{split}_loss": "([\d.]+)"', run.output) for split in ("valid", "train")]
     assert seen[0][-1] in seen[1]
     assert float(re.findall(r'"valid_top5_accuracy": "([\d.]+)"', run.output)[-1]) > 20

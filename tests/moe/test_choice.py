@@ -8,7 +8,7 @@ import oracle
 import pytest
 import torch
 from compare import TOLERANCE
-from fairseq_tutel.moe.slots import MicroBatch
+from fairseq_tutel.moe.capacity import MicroBatch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from normal import normal

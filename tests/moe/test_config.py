@@ -134,7 +134,7 @@ CONTRADICTIONS = [
     ({"choice": "experts", "sinkhorn": True}, ("--moe-sinkhorn", "remove one")),
     ({"gate_type": "linear,hash", "balance_bias": True}, ("--moe-balance-bias", "a hash gate chooses")),
     ({"gate_type": "hash", "expert_groups": 2}, ("--moe-expert-groups", "a hash gate chooses")),
-    ({"sinkhorn": True, "rsample": True}, ("--moe-sinkhorn", "--moe-rsample", "keep one")),
+    ({"sinkhorn": True, "rsample": True}, ("--moe-sinkhorn", "--moe-rsample", "remove one")),
     ({"balance_bias": True, "rsample": True}, ("--moe-balance-bias", "--moe-rsample")),
     ({"balance_bias": True, "second_expert_policy": "sampling"}, ("--moe-balance-bias", "sampling")),
     ({"gate_type": "hash", "score_function": "sigmoid"}, ("--moe-score-function", "hash")),

@@ -132,7 +132,7 @@ def test_nan_in_padding_reaches_no_gradient(options, dtype):
         (torch.ones(3, 6), {}, r"x has shape \(3, 6\) but model_dim is 5; give"),
         (torch.ones(2, 3, 3), {"time_first": True}, r"x has shape \(2, 3, 3\) but model_dim is 5"),
         (torch.ones(()), {}, r"x has shape \(\) but model_dim is 5"),
-        (torch.ones(3, 5, dtype=torch.int64), {}, r"x is torch\.int64; give"),
+        (torch.ones(3, 5, dtype=torch.int64), {}, r"x has dtype torch\.int64; give"),
         (torch.ones(3, 5), {"time_first": True}, r"x has shape \(3, 5\) but time_first is True"),
         (torch.ones(2, 3, 1, 5), {"time_first": True}, r"\(2, 3, 1, 5\) but time_first is True"),
     ),

@@ -50,7 +50,7 @@ def test_the_newest_whole_checkpoint_stands_in_for_the_last(tmp_path, caplog, gi
     cfg = config(tmp_path, **({"restore_file": last} if given == "by its name" else {}))
     assert checkpoint_to_load(cfg) == whole
     assert cfg.restore_file == whole
-    said = "there is no .*checkpoint_last.pt: training resumes from checkpoint_1_4.pt .update 4."
+    said = "there is no .*checkpoint_last.pt, so training resumes from checkpoint_1_4.pt .update 4."
     assert [record.levelname for record in caplog.records] == ["WARNING"]
     assert re.search(said, caplog.text)
 

@@ -31,7 +31,7 @@ def test_an_empty_text_is_named(tmp_path, capsys):
     builder = indexed_dataset.MMapIndexedDatasetBuilder(f"{tmp_path}/valid.bin", dtype=np.uint16)
     builder.finalize(f"{tmp_path}/valid.idx")
     said = sentence(lambda: data_utils.load_indexed_dataset(f"{tmp_path}/valid", None))
-    assert said.startswith(f"error: data has {tmp_path}/valid.bin is empty; run fairseq-pre")
+    assert said.startswith(f"error: the data file {tmp_path}/valid.bin is empty; run fairseq-pre")
     gc.collect()
     assert "_bin_buffer_mmap" not in capsys.readouterr().err
 

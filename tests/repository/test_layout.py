@@ -172,7 +172,7 @@ assert not {"fairseq_tutel.convert", "fairseq_tutel.tools"} & sys.modules.keys()
 try:
     ft.from_checkpoint("model.pt")
 except ImportError as error:
-    assert str(error).startswith("fairseq is not installed; `pip install"), error
+    assert str(error).startswith("fairseq is not installed; run `pip install"), error
 else:
     raise AssertionError("fairseq is needed")
 """

@@ -362,7 +362,7 @@ def test_convert_of_tutel_s_fairseq_example_where_some_layers_are_dense(tmp_path
 
 def test_convert_of_tutel_s_fairseq_example_of_translation(tmp_path):
     example = write_example(tmp_path, translates=True, options={"activation_fn": "relu"})
-    assert "has the MoE layer encoder.layers.0.moe_ffn" in refusal(*example)
+    assert "with the MoE layer encoder.layers.0.moe_ffn" in refusal(*example)
     for rank in range(4):
         path = tmp_path / f"m-{rank}-of-4"
         state = load(path)

@@ -217,7 +217,7 @@ def test_tutels_capacity_where_it_is_asked_for(k, factor, overlap, slots, bpr):
 
 def test_a_capacity_that_is_none_is_refused_where_tutel_stops():
     layer = build(tutel_capacity=True)
-    with pytest.raises(ValueError, match=r"factor is 0\.1, which with tutel_capacity gives no"):
+    with pytest.raises(ValueError, match=r"factor is 0\.1, which with tutel_capacity gives 0"):
         layer(tokens(T), capacity_factor=0.1)
     assert layer(tokens(0), capacity_factor=0.1).shape == (0, D)
 

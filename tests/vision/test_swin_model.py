@@ -156,7 +156,7 @@ def test_what_contradicts_itself_is_refused():
         ({"swin_heads": "1,3"}, "but 3 does not divide the stage's model dimension 32"),
         ({"swin_depths": "2,2,2"}, "--swin-heads is '1,2', but --swin-depths '2,2,2' has 3 stages"),
         ({"swin_window": 0}, "--swin-window"),
-        ({"moe_pregate": 1, "swin_checkpoint_activations": True}, "drop one"),
+        ({"moe_pregate": 1, "swin_checkpoint_activations": True}, "remove one"),
         (HASH, "the stage 1 of this model has no token embedding; give another gate"),
         ({"swin_expert_stages": 0}, "--swin-expert-stages"),
     ):

@@ -245,7 +245,7 @@ def test_moments_in_fp16_are_widened_before_they_are_cut():
 
 def test_a_state_that_is_a_part_is_refused():
     zero = ZeroState(some_parameters(), Topology(world_size=2), 1)
-    with pytest.raises(ValueError, match=r"exp_avg of parameter 0 has shape \(18,\) but this model needs"):
+    with pytest.raises(ValueError, match=r"exp_avg of parameter 0 has shape \(18,\), but this model needs"):
         zero.own_state(0, {"exp_avg": torch.ones(18)})
 
 

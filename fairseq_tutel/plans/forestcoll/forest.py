@@ -57,7 +57,7 @@ def grow(network: Network, trees: int | None = None, most_trees: int | None = No
 def grow_for(
     network: Network, collective: str, trees: int | None = None, most_trees: int | None = None
 ) -> tuple[Forest | None, Forest | None]:
-    """Return two forests for a collective: one to reduce data, one to distribute data (None: not needed).
+    """Return the forests that a collective needs, as (to reduce data or None, to distribute data or None).
 
     `grow` describes the options. Data is reduced from leaves to roots, so the forest for this is made for
     the network with reversed links.

@@ -25,7 +25,7 @@ TRIED = 200
 
 
 class Optimum(NamedTuple):
-    """The lower bound for the time of all schedules, 1/x, and the set S of vertices that limits it.
+    """The lower bound 1/x for the time of any schedule, and a set S of vertices that has this bound.
 
     `cut` is S as bits. `narrow` is |R(S)| and B+(S), whose quotient is 1/x.
     """

@@ -1,4 +1,4 @@
-"""Tree packing: finds k trees from each root to all ranks that fit the capacities of links between ranks.
+"""Tree packing: finds k spanning trees per root; no link carries more trees than its capacity.
 
 Trees grow one after the other. Equal trees grow together, as m copies of one tree. Two limits apply to the
 copies that can take a link (x, y): the link's remaining capacity, and the spare capacity of each set T of

@@ -1,4 +1,4 @@
-"""Saves complete checkpoints with all ranks' experts, as the only run that writes to --save-dir.
+"""Saves complete checkpoints with all ranks' experts, and keeps other runs from writing to --save-dir.
 
 Rank 0 holds the lease of --save-dir. Without it, two runs would remove each other's experts and overwrite
 each other's files. Functions with the parameter `original` wrap a fairseq function; see

@@ -135,7 +135,7 @@ def allocate_gather_buffers(cfg: Any) -> None:
 
 
 def _facts_of(root: Any, model: nn.Module, task: Any) -> dict[str, Any]:
-    """Return all values that ranks must share, by option or description.
+    """Return all values that must be equal on all ranks, as a dict by option or description.
 
     These values decide the shapes of tensors, the order of collectives, and the results.
     """
@@ -160,7 +160,7 @@ def _facts_of(root: Any, model: nn.Module, task: Any) -> dict[str, Any]:
 
 
 def _options(section: Any) -> dict[str, Any]:
-    """Return the options of a configuration section that ranks must share, by flag."""
+    """Return the options of a configuration section that must be equal on all ranks, as a dict by flag."""
     if OmegaConf.is_config(section):
         section = OmegaConf.to_container(section, resolve=True, enum_to_str=True)
     elif isinstance(section, argparse.Namespace):
