@@ -135,13 +135,7 @@ def formula(arguments: argparse.Namespace, form: str, mode: str, first: bool) ->
 
 
 def _rank(
-    rank: int,
-    arguments: argparse.Namespace,
-    form: str,
-    mode: str,
-    folder: Path,
-    meeting: str,
-    answers: Any,
+    rank: int, arguments: argparse.Namespace, form: str, mode: str, folder: Path, meeting: str, answers: Any
 ) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=arguments.ranks)

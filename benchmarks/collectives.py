@@ -60,9 +60,7 @@ def main(words: list[str] | None = None) -> int:
         "--seconds", type=float, default=2.0, help="for a collective of a size and number of ranks"
     )
     parser.add_argument(
-        "--all-plans",
-        action="store_true",
-        help="every plan by name in shared memory; else the usual one",
+        "--all-plans", action="store_true", help="every plan by name in shared memory; else the usual one"
     )
     return run(parser, words, _measure)
 

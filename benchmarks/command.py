@@ -50,9 +50,7 @@ def busy_core(busy: bool) -> Iterator[None]:
 
 
 def run(
-    parser: argparse.ArgumentParser,
-    words: list[str] | None,
-    measure: Callable[[argparse.Namespace], int],
+    parser: argparse.ArgumentParser, words: list[str] | None, measure: Callable[[argparse.Namespace], int]
 ) -> int:
     """Parse, check outputs, and measure; return the exit status. A BadOption becomes the parser's error."""
     options = parser.parse_args(words)

@@ -79,34 +79,13 @@ CUDA_CASES = {
     "A": Case(tokens=32768, model_dim=1024, hidden_dim=4096, num_experts=8, top_k=1),
     "B": Case(tokens=32768, model_dim=2048, hidden_dim=8192, num_experts=8, top_k=2),
     # Mixtral.
-    "C": Case(
-        tokens=8192,
-        model_dim=4096,
-        hidden_dim=14336,
-        num_experts=8,
-        top_k=2,
-        activation="swiglu",
-    ),
+    "C": Case(tokens=8192, model_dim=4096, hidden_dim=14336, num_experts=8, top_k=2, activation="swiglu"),
     # OLMoE.
-    "D": Case(
-        tokens=32768,
-        model_dim=2048,
-        hidden_dim=1024,
-        num_experts=64,
-        top_k=8,
-        activation="swiglu",
-    ),
+    "D": Case(tokens=32768, model_dim=2048, hidden_dim=1024, num_experts=64, top_k=8, activation="swiglu"),
     # Qwen3-30B.
     "E": _QWEN3,
     # SonicMoE's fine-grained 7B.
-    "F": Case(
-        tokens=24576,
-        model_dim=1536,
-        hidden_dim=256,
-        num_experts=128,
-        top_k=8,
-        activation="swiglu",
-    ),
+    "F": Case(tokens=24576, model_dim=1536, hidden_dim=256, num_experts=128, top_k=8, activation="swiglu"),
     # E, with ten times the mean for the busiest expert.
     "G": replace(_QWEN3, zipf=0.8),
     # A with so few tokens that the [T, E, C] masks of the einsum formulation fit.

@@ -133,9 +133,7 @@ def _widened(call: Call, device: torch.device) -> Call:
 
     arguments = tuple(map(wide, call.arguments))
     return replace(
-        call,
-        arguments=arguments,
-        keywords={key: wide(value) for key, value in call.keywords.items()},
+        call, arguments=arguments, keywords={key: wide(value) for key, value in call.keywords.items()}
     )
 
 

@@ -17,15 +17,7 @@ from torch.profiler import ProfilerActivity, profile
 from benchmarks import command, timing
 from benchmarks.bad_option import BadOption
 from benchmarks.einsum_model import EinsumFeedForward
-from benchmarks.fairseq_models import (
-    SHAPES,
-    Built,
-    Shape,
-    build,
-    replaced,
-    samples_of,
-    words_of,
-)
+from benchmarks.fairseq_models import SHAPES, Built, Shape, build, replaced, samples_of, words_of
 from benchmarks.layer_check import TOLERANCES, relative_errors
 from benchmarks.machine import device_of, facts
 from benchmarks.output import Report, Row

@@ -63,12 +63,7 @@ def main(words: list[str] | None = None) -> int:
     add("--folder", type=Path, help="where the model is, or is to be written; else a temporary one")
     add("--layers", type=int, default=12, help="with experts")
     add("--experts", type=int, default=64, help="of a layer")
-    add(
-        "--ffn-dim",
-        type=int,
-        default=1024,
-        help="hidden dimension of an expert, at model dimension 512",
-    )
+    add("--ffn-dim", type=int, default=1024, help="hidden dimension of an expert, at model dimension 512")
     add("--top-k", type=int, default=1, help="experts of a token")
     add("--cache", default="96", help="--moe-expert-cache of the rows that have one")
     add("--tokens", type=int, default=48, help="to decode")
@@ -83,12 +78,7 @@ def _measure(options: argparse.Namespace) -> int:
             raise BadOption(f"--{label} is {getattr(options, flag)}; give at least 1.")
     sizes = {"layers": options.layers, "experts": options.experts, "ffn_dim": options.ffn_dim}
     shape = replace(
-        SHAPES["moe_transformer_lm_gpt"],
-        **sizes,
-        top_k=options.top_k,
-        freq=1,
-        sentences=1,
-        tokens=1024,
+        SHAPES["moe_transformer_lm_gpt"], **sizes, top_k=options.top_k, freq=1, sentences=1, tokens=1024
     )
     if options.quick:
         shape = replace(shape.tiny(), tokens=64)
@@ -353,12 +343,7 @@ def plot(report: Report, path: Path) -> None:
 
     figure = Figure(figsize=(8, 3.5), layout="constrained")
     axis = figure.subplots()
-    colors = {
-        BASE: "black",
-        "on-demand": "tab:orange",
-        "pregated": "tab:blue",
-        "prefetch-all": "tab:green",
-    }
+    colors = {BASE: "black", "on-demand": "tab:orange", "pregated": "tab:blue", "prefetch-all": "tab:green"}
     for row in report.rows:
         if "share" in row and row["status"] == "ok":
             policy, _, way = row["variant"].partition(", ")

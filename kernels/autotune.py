@@ -30,10 +30,7 @@ Config = TypeVar("Config")  # any type whose repr differs between candidates
 
 
 def pick(
-    kind: str,
-    key: tuple[Hashable, ...],
-    candidates: Sequence[Config],
-    launch: Callable[[Config], None],
+    kind: str, key: tuple[Hashable, ...], candidates: Sequence[Config], launch: Callable[[Config], None]
 ) -> Config:
     """Return the launch configuration of a kernel, chosen once per process by timing the candidates.
 

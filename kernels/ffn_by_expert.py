@@ -71,12 +71,7 @@ def blocks_of(counts: Sequence[int], most: int) -> list[Block]:
 
 @untraced
 def ffn_forward(
-    x_ND: Tensor,
-    index_R: Tensor | None,
-    weights: FFNWeights,
-    groups: Groups,
-    activation: str,
-    keep: bool,
+    x_ND: Tensor, index_R: Tensor | None, weights: FFNWeights, groups: Groups, activation: str, keep: bool
 ) -> tuple[Tensor, SavedActivations]:
     """Return the FFN output of every row [R, D], and the activations that backward needs."""
     num_rows = x_ND.shape[0] if index_R is None else index_R.shape[0]

@@ -48,12 +48,7 @@ def ffn_forward(
 
 
 def ffn_activations(
-    ops: Any,
-    x_ND: Tensor,
-    index_R: Tensor | None,
-    weights: FFNWeights,
-    groups: Groups,
-    activation: str,
+    ops: Any, x_ND: Tensor, index_R: Tensor | None, weights: FFNWeights, groups: Groups, activation: str
 ) -> SavedActivations:
     """Compute the activations that backward needs, if forward did not save them."""
     return _up(ops, x_ND, index_R, weights, groups, activation, True)[1]
@@ -122,12 +117,7 @@ def ffn_backward(
     if not needs_weights:
         return FFNGradients(dx_RD, dgate_R, None)
     dw2, db2 = ops.grouped_weight_grad(
-        dy_ND,
-        a_RH,
-        groups,
-        dout_index_R=index_R,
-        scale_R=gate_R,
-        bias=w.fc2_bias is not None,
+        dy_ND, a_RH, groups, dout_index_R=index_R, scale_R=gate_R, bias=w.fc2_bias is not None
     )
     dw1, db1 = ops.grouped_weight_grad(
         dh_RH, x_ND, groups, rows_index_R=index_R, bias=w.fc1_bias is not None

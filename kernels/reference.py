@@ -13,12 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fairseq_tutel.kernels.activations import ACTIVATIONS
-from fairseq_tutel.kernels.ffn_by_expert import (
-    clear_tail,
-    ffn_activations,
-    ffn_backward,
-    ffn_forward,
-)
+from fairseq_tutel.kernels.ffn_by_expert import clear_tail, ffn_activations, ffn_backward, ffn_forward
 from fairseq_tutel.kernels.groups import Groups
 from fairseq_tutel.kernels.products import linear
 from fairseq_tutel.kernels.reference_route import assign_slots as assign_slots
@@ -282,11 +277,7 @@ def ffn_down_backward(
 
 
 def ffn_up_backward(
-    dh_RH: Tensor,
-    fc1_weight: Tensor,
-    dg_RH: Tensor | None,
-    fc3_weight: Tensor | None,
-    groups: Groups,
+    dh_RH: Tensor, fc1_weight: Tensor, dg_RH: Tensor | None, fc3_weight: Tensor | None, groups: Groups
 ) -> Tensor:
     """Compute the gradient of the FFN's input rows from the gradients of fc1's and fc3's outputs.
 

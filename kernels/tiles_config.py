@@ -62,22 +62,10 @@ _TABLE: dict[tuple[str, str], dict[str, tuple[Config, ...]]] = {
             Config(128, 128, 64, 8, 3),
             Config(64, 128, 64, 4, 4),
         ),
-        "hidden": (
-            Config(128, 128, 64, 8, 4),
-            Config(128, 128, 64, 8, 3),
-            Config(64, 128, 64, 4, 4),
-        ),
-        "glu_hidden": (
-            Config(128, 128, 64, 8, 4),
-            Config(128, 64, 64, 8, 4),
-            Config(64, 128, 64, 8, 4),
-        ),
+        "hidden": (Config(128, 128, 64, 8, 4), Config(128, 128, 64, 8, 3), Config(64, 128, 64, 4, 4)),
+        "glu_hidden": (Config(128, 128, 64, 8, 4), Config(128, 64, 64, 8, 4), Config(64, 128, 64, 8, 4)),
         # This product has two accumulators, which need as many registers as one accumulator of 256 columns.
-        "glu_up": (
-            Config(128, 128, 64, 8, 3),
-            Config(128, 64, 64, 8, 4),
-            Config(64, 128, 64, 8, 3),
-        ),
+        "glu_up": (Config(128, 128, 64, 8, 3), Config(128, 64, 64, 8, 4), Config(64, 128, 64, 8, 3)),
     },
     ("hopper", "tf32"): {
         "": (Config(128, 128, 32, 8, 4), Config(64, 128, 32, 4, 4)),

@@ -169,14 +169,7 @@ def _gather_sum_kernel(
 
 @triton.jit
 def _gather_dot_kernel(
-    rows_ptr,
-    row_of_ptr,
-    y_ptr,
-    dots_ptr,
-    model_dim,
-    top_k,
-    ACC: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    rows_ptr, row_of_ptr, y_ptr, dots_ptr, model_dim, top_k, ACC: tl.constexpr, BLOCK_D: tl.constexpr
 ):
     token = tl.program_id(0).to(tl.int64)
     copy = token * top_k + tl.program_id(1)

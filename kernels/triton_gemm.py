@@ -31,11 +31,7 @@ def grouped_linear(rows_RI: Tensor, weight_EOI: Tensor, bias_EO: Tensor | None, 
 
 
 def ffn_up_backward(
-    dh_RH: Tensor,
-    fc1_weight: Tensor,
-    dg_RH: Tensor | None,
-    fc3_weight: Tensor | None,
-    groups: Groups,
+    dh_RH: Tensor, fc1_weight: Tensor, dg_RH: Tensor | None, fc3_weight: Tensor | None, groups: Groups
 ) -> Tensor:
     """Compute the gradient of the FFN's input rows from the gradients of fc1's and fc3's outputs."""
     fc3_weight = None if fc3_weight is None else fc3_weight.mT

@@ -109,16 +109,7 @@ def triton_hidden(
     `activation` is the function that was applied to h. With g it is "swish".
     """
     dh_RH, dg_RH, made_RH, dgate_R = _hidden_shapes(
-        dy_ND,
-        index_R,
-        gate_R,
-        fc2_weight,
-        fc2_bias,
-        a_RH,
-        h_RH,
-        g_RH,
-        counts_E,
-        activation,
+        dy_ND, index_R, gate_R, fc2_weight, fc2_bias, a_RH, h_RH, g_RH, counts_E, activation
     )
     if dh_RH.numel() == 0:
         return dh_RH, dg_RH, made_RH, dgate_R

@@ -186,13 +186,7 @@ def _block_starts(
         BLOCK_E=COUNT_BLOCK_E,
     )
     _scan_kernel[(triton.cdiv(num_experts, SCAN_BLOCK_E),)](
-        starts_BE,
-        totals_CE,
-        chains,
-        num_blocks,
-        num_experts,
-        BLOCK_B=SCAN_BLOCK_B,
-        BLOCK_E=SCAN_BLOCK_E,
+        starts_BE, totals_CE, chains, num_blocks, num_experts, BLOCK_B=SCAN_BLOCK_B, BLOCK_E=SCAN_BLOCK_E
     )
     return starts_BE
 
@@ -275,15 +269,7 @@ def _softmax_top_k_backward_kernel(
 
 @triton.jit
 def _copies_at(
-    ids_ptr,
-    order_ptr,
-    chain,
-    positions,
-    length,
-    num_experts,
-    time,
-    batch,
-    HAS_ORDER: tl.constexpr,
+    ids_ptr, order_ptr, chain, positions, length, num_experts, time, batch, HAS_ORDER: tl.constexpr
 ):
     """Return the assignments at these positions of a chain and their experts; E after the chain's end."""
     inside = positions < length
@@ -321,13 +307,7 @@ def _count_kernel(
 
 @triton.jit(do_not_specialize=["chains", "num_blocks"])
 def _scan_kernel(
-    counts_ptr,
-    totals_ptr,
-    chains,
-    num_blocks,
-    num_experts,
-    BLOCK_B: tl.constexpr,
-    BLOCK_E: tl.constexpr,
+    counts_ptr, totals_ptr, chains, num_blocks, num_experts, BLOCK_B: tl.constexpr, BLOCK_E: tl.constexpr
 ):
     """Replace each block's counts by the sums over all earlier blocks, and write each chain's totals."""
     experts = tl.program_id(0) * BLOCK_E + tl.arange(0, BLOCK_E)

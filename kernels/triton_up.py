@@ -98,15 +98,7 @@ def triton_up(
     applied to h. With fc3 it is "swish". `keep_h`: whether to return h and, with fc3, g.
     """
     a_RH, h_RH, g_RH = _up_shapes(
-        x_ND,
-        index_R,
-        fc1_weight,
-        fc1_bias,
-        fc3_weight,
-        fc3_bias,
-        counts_E,
-        activation,
-        keep_h,
+        x_ND, index_R, fc1_weight, fc1_bias, fc3_weight, fc3_bias, counts_E, activation, keep_h
     )
     if a_RH.numel() == 0:
         return a_RH, h_RH, g_RH
@@ -203,17 +195,7 @@ def _up_kernel(
         h = multiply(rows, w, h, PRECISION)
         if gate_weight is not None:
             w = load_weight(
-                gate_weight,
-                strides,
-                expert,
-                n,
-                k,
-                N,
-                K,
-                WEIGHT_DESCRIPTOR,
-                K_INNER,
-                BLOCK_N,
-                BLOCK_K,
+                gate_weight, strides, expert, n, k, N, K, WEIGHT_DESCRIPTOR, K_INNER, BLOCK_N, BLOCK_K
             )
             g = multiply(rows, w, g, PRECISION)
     if bias is not None:

@@ -117,12 +117,7 @@ class FFNGradients:
 
     @classmethod
     def empty_like(
-        cls,
-        weights: FFNWeights,
-        num_rows: int,
-        gate_R: Tensor | None,
-        needs_dx: bool,
-        needs_weights: bool,
+        cls, weights: FFNWeights, num_rows: int, gate_R: Tensor | None, needs_dx: bool, needs_weights: bool
     ) -> "FFNGradients":
         """Allocate uninitialized gradients with the shapes of the given weights."""
         w1 = weights.fc1_weight

@@ -84,10 +84,7 @@ def _there_and_back(
     rows: torch.Tensor, counts: torch.Tensor, topology: ft.Topology, algorithm: str
 ) -> Step:
     options = exchange.ExchangeOptions(
-        group=topology.expert_group,
-        grid=topology.grid,
-        strategy=Strategy(algorithm=algorithm),
-        padded=True,
+        group=topology.expert_group, grid=topology.grid, strategy=Strategy(algorithm=algorithm), padded=True
     )
 
     def step() -> None:

@@ -31,10 +31,7 @@ def main() -> None:
     """Run as `python -m benchmarks.cluster.rank SETTINGS FILE` with torchrun's variables set."""
     settings = Settings.from_json(sys.argv[1])
     dist.init_process_group("gloo", timeout=timedelta(seconds=settings.limit_s))
-    with (
-        Path(sys.argv[2]).open("a") as file,
-        delayed_messages(1e-6 * settings.delay_us, settings.local),
-    ):
+    with Path(sys.argv[2]).open("a") as file, delayed_messages(1e-6 * settings.delay_us, settings.local):
         for row in measured(settings):
             if dist.get_rank() == 0:
                 file.write(json.dumps(row) + "\n")

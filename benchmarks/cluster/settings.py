@@ -77,12 +77,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--nodes", type=int, default=2, help="N namespaces")
     add("--local", type=int, default=2, help="L ranks of each")
     add("--rate-mbit", type=float, default=200, help="of a node's link, each way, in Mbit/s")
-    add(
-        "--delay-us",
-        type=float,
-        default=0,
-        help="delay of every message to another node, in microseconds",
-    )
+    add("--delay-us", type=float, default=0, help="delay of every message to another node, in microseconds")
     add(
         "--sizes-kib",
         type=int,
@@ -90,23 +85,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         default=[16, 64, 256, 1024, 4096],
         help="bytes of a rank in an all-to-all, its own share included, in KiB",
     )
-    add(
-        "--tokens",
-        type=int,
-        nargs="+",
-        default=[16, 64, 256],
-        help="of a rank, for r and the tuner",
-    )
+    add("--tokens", type=int, nargs="+", default=[16, 64, 256], help="of a rank, for r and the tuner")
     add("--overlap-tokens", type=int, default=768, help="of a rank, for pipelining alone")
     add("--model-dim", type=int, default=256, help="D")
     add("--hidden-dim", type=int, default=64, help="H of an expert, for r and the tuner")
     add("--overlap-hidden-dim", type=int, default=1024, help="H of an expert, for pipelining alone")
-    add(
-        "--experts",
-        type=int,
-        default=2,
-        help="E of the tuner's layer; more ranks than that slice them",
-    )
+    add("--experts", type=int, default=2, help="E of the tuner's layer; more ranks than that slice them")
     add(
         "--expert-ms-per-row",
         type=float,

@@ -16,12 +16,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from benchmarks.compile_table.products import product_variants
-from benchmarks.compile_table.variants import (
-    Variant,
-    dispatch_variants,
-    plan_variants,
-    route_variants,
-)
+from benchmarks.compile_table.variants import Variant, dispatch_variants, plan_variants, route_variants
 
 TARGETS = (
     GPUTarget("cuda", 80, 32),

@@ -7,13 +7,7 @@ from typing import Any
 from triton.backends.compiler import GPUTarget
 
 from benchmarks.compile_table.variants import ACCUMULATORS, Variant, variant
-from fairseq_tutel.kernels import (
-    triton_gemm,
-    triton_hidden,
-    triton_tiles,
-    triton_up,
-    triton_weight_grad,
-)
+from fairseq_tutel.kernels import triton_gemm, triton_hidden, triton_tiles, triton_up, triton_weight_grad
 from fairseq_tutel.kernels.activations import ACTIVATIONS
 from fairseq_tutel.kernels.tiles_config import Config, candidates
 
@@ -43,11 +37,7 @@ def product_variants(target: GPUTarget) -> Iterator[Variant]:
         triton_tiles._tile_table_kernel,
         {"counts": "i64", "table": "i64"},
         ("num_rows", "num_experts", "num_tiles"),
-        {
-            "BLOCK_M": 128,
-            "BLOCK_E": triton_tiles.BLOCK_EXPERTS,
-            "BLOCK_T": triton_tiles.BLOCK_TILES,
-        },
+        {"BLOCK_M": 128, "BLOCK_E": triton_tiles.BLOCK_EXPERTS, "BLOCK_T": triton_tiles.BLOCK_TILES},
     )
     for precision in PRECISIONS:
         if precision == "tf32" and target.backend == "hip":

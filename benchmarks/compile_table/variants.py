@@ -14,12 +14,7 @@ from fairseq_tutel.kernels.tiles_config import Config
 
 DTYPES = ("fp32", "fp16", "bf16", "fp64")
 NUM_EXPERTS = 128
-ACCUMULATORS = {
-    "fp64": tl.float64,
-    "fp32": tl.float32,
-    "fp16": tl.float32,
-    "bf16": tl.float32,
-}
+ACCUMULATORS = {"fp64": tl.float64, "fp32": tl.float32, "fp16": tl.float32, "bf16": tl.float32}
 
 # Bytes that pointers, and elements that dimensions and strides, are multiples of: as Triton itself would
 # see them at a launch with the tensors of an ordinary model.

@@ -34,10 +34,7 @@ class Tutel(Variant):
             self.gate.copy_(inputs.weights["gate"])
             self.layer.experts.batched_fc1_w.copy_(inputs.weights["fc1"])
             self.layer.experts.batched_fc2_w.copy_(inputs.weights["fc2"].mT)
-            for bias in (
-                self.layer.experts.batched_fc1_bias,
-                self.layer.experts.batched_fc2_bias,
-            ):
+            for bias in (self.layer.experts.batched_fc1_bias, self.layer.experts.batched_fc2_bias):
                 bias.zero_().requires_grad_(False)
 
     @property

@@ -46,10 +46,7 @@ def files_of(pattern: str, size: int) -> list[Path]:
 
 
 def read(
-    paths: list[Path],
-    namespace: str | None = None,
-    layer: str = LAYERS[0],
-    activation: str = "linear",
+    paths: list[Path], namespace: str | None = None, layer: str = LAYERS[0], activation: str = "linear"
 ) -> tuple[SavedModel, list[str]]:
     """Join the files of all ranks into one checkpoint; also return notes for the user as sentences.
 

@@ -84,8 +84,7 @@ HALF_ALREADY = because(
 )
 NOT_TUNED = needs(lambda f: f.tuned, "--moe-adaptive auto")
 TUNED = because(
-    lambda f: f.tuned,
-    "the tuner chooses the value and reports its speedup over the given value",
+    lambda f: f.tuned, "the tuner chooses the value and reports its speedup over the given value"
 )
 TUNED_TYPE = Condition(lambda f: f.layer.parallel_type != "auto" and f.tuned, TUNED.words)
 R_GIVEN = because(
@@ -98,8 +97,7 @@ R_TOO_LARGE = because(
 
 # Conditions under which an option is refused. f is the MoEConfig.
 EXPERTS_CHOOSE = Condition(
-    lambda f: f.choice == "experts",
-    "which cannot be combined with --moe-choice experts",
+    lambda f: f.choice == "experts", "which cannot be combined with --moe-choice experts"
 )
 HASHED = Condition(
     lambda f: "hash" in f.gate_types,

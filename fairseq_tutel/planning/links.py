@@ -138,10 +138,7 @@ def all_reduce_seconds(
         machine.launch_s
         + machine.intra.alpha_s * 2 * (local - 1)
         + machine.inter.alpha_s * 2 * math.ceil(math.log2(nodes))
-        + max(
-            within / machine.intra.bytes_per_s if local > 1 else 0.0,
-            across / machine.inter.bytes_per_s,
-        )
+        + max(within / machine.intra.bytes_per_s if local > 1 else 0.0, across / machine.inter.bytes_per_s)
     )
 
 

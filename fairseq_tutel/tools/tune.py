@@ -33,13 +33,7 @@ from fairseq_tutel.planning.links import Row, fit_machine, predicted, relative_e
 from fairseq_tutel.planning.machine import Machine, typical
 from fairseq_tutel.ranks.groups import Topology, make_topology
 from fairseq_tutel.ranks.rendezvous import own_gpu, ranks_per_node
-from fairseq_tutel.tools.arguments import (
-    add_numbers,
-    needing,
-    refuse_numbers,
-    refuse_output,
-    writing,
-)
+from fairseq_tutel.tools.arguments import add_numbers, needing, refuse_numbers, refuse_output, writing
 
 NUMBERS = (
     ("model_dim", 512, "model dimension"),

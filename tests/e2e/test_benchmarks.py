@@ -102,11 +102,7 @@ def test_the_store(tmp_path):
     found = json.loads(path.read_text())
     assert found["complete"] and str(tmp_path) not in path.read_text() and plot.stat().st_size > 1000
     decoded = [row for row in found["rows"] if "counters" in row]
-    assert [row["variant"] for row in decoded] == [
-        "resident",
-        "pregated, cold",
-        "pregated, cache 3",
-    ]
+    assert [row["variant"] for row in decoded] == ["resident", "pregated, cold", "pregated, cache 3"]
     for row in decoded:
         assert row["peak_bytes"] > 10e6 and row["rate"] > 0 and row["decoded"] == 6
         assert (row["variant"] == "resident") == (row["counters"] == {})

@@ -16,11 +16,7 @@ from fairseq_tutel.plans.generators import make
 FIXED = str(Path(__file__).parent / "fixed_order_user_dir")
 UPDATES = 3
 # Which add up in the order of ranks.
-IN_ORDER = (
-    ("one_phase", "reduce_scatter"),
-    ("one_phase", "all_gather"),
-    ("two_phase", "all_reduce"),
-)
+IN_ORDER = (("one_phase", "reduce_scatter"), ("one_phase", "all_gather"), ("two_phase", "all_reduce"))
 
 
 def write(folder, ranks, *others):

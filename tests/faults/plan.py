@@ -20,15 +20,7 @@ PLACES = {
     "a load": {"read": 1, "restore": 1, "loaded": 1},
     "a step": {"train": 8, "backward": 8, "clip": 8, "update": 8},
     "a validation": {"valid": 4},
-    "a save": {
-        "gather": 4,
-        "shard": 8,
-        "write": 4,
-        "rename": 11,
-        "renamed": 11,
-        "copy": 7,
-        "saved": 4,
-    },
+    "a save": {"gather": 4, "shard": 8, "write": 4, "rename": 11, "renamed": 11, "copy": 7, "saved": 4},
     "any collective": {"collective": 33},
 }
 # Where ranks exchange rows they come by more collectives: some trials go for those.
@@ -193,13 +185,7 @@ def _is_comparable(kind: str, ranks: int, after: int, flags: tuple[str, ...], fa
 
 
 def _fault(
-    rng: random.Random,
-    what: str,
-    where: str,
-    ranks: int,
-    timeout: float,
-    begun: bool,
-    sharded: bool,
+    rng: random.Random, what: str, where: str, ranks: int, timeout: float, begun: bool, sharded: bool
 ) -> Fault:
     rank = rng.randrange(ranks)
     common = {"what": what, "rank": rank, "fraction": rng.random()}

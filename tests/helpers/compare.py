@@ -6,23 +6,14 @@ import torch
 from torch import Tensor
 
 # Relative to values of order 1; half dtypes carry 11 and 8 bits.
-TOLERANCE = {
-    torch.float64: 1e-11,
-    torch.float32: 2e-5,
-    torch.float16: 1e-2,
-    torch.bfloat16: 8e-2,
-}
+TOLERANCE = {torch.float64: 1e-11, torch.float32: 2e-5, torch.float16: 1e-2, torch.bfloat16: 8e-2}
 
 
 def close(got: Tensor, expected: Tensor, what: str, tolerance: float | None = None) -> None:
     """Fail, naming `what`, unless both agree to `tolerance` (default: by `got`'s dtype)."""
     tolerance = TOLERANCE[got.dtype] if tolerance is None else tolerance
     torch.testing.assert_close(
-        got.double(),
-        expected.double(),
-        rtol=tolerance,
-        atol=tolerance,
-        msg=lambda m: f"{what}: {m}",
+        got.double(), expected.double(), rtol=tolerance, atol=tolerance, msg=lambda m: f"{what}: {m}"
     )
 
 

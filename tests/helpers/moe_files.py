@@ -20,12 +20,7 @@ def save(path, layers=("decoder.layers.0", "decoder.layers.1"), change=None, **o
     model = {"decoder.version": torch.ones(1), "decoder.embed_tokens.weight": torch.randn(5, D)}
     for name in layers:
         if name.endswith("!"):
-            shapes = {
-                "fc1.weight": (H, D),
-                "fc1.bias": (H,),
-                "fc2.weight": (D, H),
-                "fc2.bias": (D,),
-            }
+            shapes = {"fc1.weight": (H, D), "fc1.bias": (H,), "fc2.weight": (D, H), "fc2.bias": (D,)}
             step = {key: torch.randn(shape) for key, shape in shapes.items()}
         else:
             made = MoELayer(MoEConfig(**fields), seed=1, name=name).state_dict()

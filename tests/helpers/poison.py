@@ -13,11 +13,7 @@ def poison_empty() -> None:
     """Wrap torch.empty, torch.empty_like and Tensor.new_empty for callers inside the package."""
     with torch.device("meta"):
         torch.empty(0)  # torch.device() lists the functions to redirect at first use: the true ones
-    for owner, name in (
-        (torch, "empty"),
-        (torch, "empty_like"),
-        (torch.Tensor, "new_empty"),
-    ):
+    for owner, name in ((torch, "empty"), (torch, "empty_like"), (torch.Tensor, "new_empty")):
         setattr(owner, name, _poisoned(getattr(owner, name)))
 
 

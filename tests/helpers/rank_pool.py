@@ -30,9 +30,5 @@ class Ranks(Workers):
 def join(rank: int, world_size: int, init_method: str) -> None:
     """Initialise torch.distributed in this process."""
     dist.init_process_group(
-        "gloo",
-        init_method=init_method,
-        rank=rank,
-        world_size=world_size,
-        timeout=timedelta(seconds=60),
+        "gloo", init_method=init_method, rank=rank, world_size=world_size, timeout=timedelta(seconds=60)
     )

@@ -24,11 +24,7 @@ class Workers:
     """
 
     def __init__(
-        self,
-        count: int,
-        setup: Callable,
-        setup_args: Callable[[], tuple] = tuple,
-        context: Any = None,
+        self, count: int, setup: Callable, setup_args: Callable[[], tuple] = tuple, context: Any = None
     ):
         self.count, self.setup, self.setup_args = count, setup, setup_args
         self.context = context or multiprocessing.get_context("spawn")

@@ -8,12 +8,7 @@ from torch import Tensor
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 # Against a sum taken in fp64; half dtypes round every product or only the result, as the backend likes.
-TOLERANCE = {
-    torch.float64: 1e-12,
-    torch.float32: 1e-5,
-    torch.float16: 1e-2,
-    torch.bfloat16: 5e-2,
-}
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 
 
 @dataclass(frozen=True)

@@ -14,12 +14,7 @@ from torch import Tensor
 from fairseq_tutel.kernels.groups import Groups
 
 # Of the largest entry, against fp64: half dtypes round h, a, dh and every result.
-TOLERANCE = {
-    torch.float64: 1e-11,
-    torch.float32: 1e-5,
-    torch.float16: 1e-2,
-    torch.bfloat16: 4e-2,
-}
+TOLERANCE = {torch.float64: 1e-11, torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 4e-2}
 
 
 @dataclass(frozen=True)
@@ -105,29 +100,12 @@ def run(ops: Any, case: Case, given: dict[str, Any]) -> dict[str, Tensor]:
     groups, used = Groups.of_tensor(given["counts"]), sum(case.counts)
     index, gate, fc1, fc2, fc3 = (given[k] for k in ("index", "gate", "fc1", "fc2", "fc3"))
     a, h, g = ops.ffn_up(
-        given["x"],
-        index,
-        fc1,
-        given["fc1_bias"],
-        fc3,
-        given["fc3_bias"],
-        groups,
-        case.activation,
-        True,
+        given["x"], index, fc1, given["fc1_bias"], fc3, given["fc3_bias"], groups, case.activation, True
     )
     out = ops.grouped_linear(a, fc2, given["fc2_bias"], groups)
     kept = a if case.keep or h is None else None
     dh, dg, again, dgate = ops.ffn_down_backward(
-        given["dy"],
-        index,
-        gate,
-        fc2,
-        given["fc2_bias"],
-        kept,
-        h,
-        g,
-        groups,
-        case.activation,
+        given["dy"], index, gate, fc2, given["fc2_bias"], kept, h, g, groups, case.activation
     )
     if kept is None:
         assert torch.equal(again[:used], a[:used])

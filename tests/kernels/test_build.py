@@ -16,13 +16,7 @@ TARGETS = {
     "gfx90a": (64 * 1024, "v_mfma"),
     "gfx942": (64 * 1024, "v_mfma"),
 }
-GEMMS = {
-    "grouped_linear",
-    "grouped_weight_grad",
-    "ffn_up",
-    "ffn_down_backward",
-    "ffn_up_backward",
-}
+GEMMS = {"grouped_linear", "grouped_weight_grad", "ffn_up", "ffn_down_backward", "ffn_up_backward"}
 # Types of 16 bits differ by a letter of an instruction, those of 64 bits are for the routing alone.
 ALL_TYPES = {"fp32", "tf32", "fp16", "bf16", "fp64"}
 

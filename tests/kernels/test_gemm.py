@@ -63,10 +63,7 @@ def test_gradients_of_cases(interpreter, case):
 def compare_in_tiles_of_a_gpu(case: Case) -> None:
     from fairseq_tutel.kernels import tiles_config
 
-    small, tiles_config.INTERPRETED = (
-        tiles_config.INTERPRETED,
-        tiles_config.Config(128, 128, 64, 8, 4),
-    )
+    small, tiles_config.INTERPRETED = (tiles_config.INTERPRETED, tiles_config.Config(128, 128, 64, 8, 4))
     try:
         for kind in tiles_config.KINDS:
             (config,) = tiles_config.candidates(kind, "interpreted", "half", 256, 3, 136, 150)

@@ -20,14 +20,7 @@ from fairseq_tutel.plugin.feed_forward import MoEFeedForward
 
 pytest.importorskip("triton")
 
-READS = (
-    "_local_scalar_dense",
-    "nonzero",
-    "unique",
-    "masked_select",
-    "bincount",
-    "repeat_interleave",
-)
+READS = ("_local_scalar_dense", "nonzero", "unique", "masked_select", "bincount", "repeat_interleave")
 # What torch's bindings ask the device for before they dispatch.
 BOUND = (Tensor.__getitem__, Tensor.__setitem__, Tensor.__invert__, Tensor.contiguous, torch.where)
 

@@ -30,10 +30,7 @@ def test_few_rows_of_large_weights(monkeypatch, rows, bias):
 @pytest.mark.parametrize("dtype", (torch.float64, torch.float32, torch.bfloat16, torch.float16))
 @pytest.mark.parametrize("rows", (1, 2, 7, products.MOST_IN_PARTS, products.MOST_IN_PARTS + 1))
 def test_a_gradient_has_the_bits_of_one_product(rows, dtype):
-    dout, x = (
-        normal(rows, 1100).to(dtype),
-        normal(rows, 256).to(dtype),
-    )  # two parts, the second short
+    dout, x = (normal(rows, 1100).to(dtype), normal(rows, 256).to(dtype))  # two parts, the second short
     dweight, dbias = torch.full((1100, 256), torch.nan, dtype=dtype), torch.zeros(1100, dtype=dtype)
     products.weight_grad(dout, x, dweight, dbias)
     assert torch.equal(dweight, torch.mm(dout.t(), x))

@@ -10,16 +10,7 @@ from unittest import mock
 import pytest
 import torch
 from cases import DTYPES, TOLERANCE, name_of
-from route_cases import (
-    LOGITS,
-    asking,
-    best_first,
-    by_counting,
-    choices,
-    logits,
-    order,
-    sentence_first,
-)
+from route_cases import LOGITS, asking, best_first, by_counting, choices, logits, order, sentence_first
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -119,10 +110,7 @@ def compare_slots(backend: str, shape: tuple[int, tuple[int, int], int], device:
     on_device, order_there = ids_KT.to(device), order_N.to(device)
     for got, copies in (
         (ops.assign_slots(on_device, num_experts), list(range(ids_KT.numel()))),
-        (
-            ops.assign_slots(on_device, num_experts, (time, batch)),
-            sentence_first(top_k, time, batch),
-        ),
+        (ops.assign_slots(on_device, num_experts, (time, batch)), sentence_first(top_k, time, batch)),
         (ops.assign_slots_by(order_there, on_device, num_experts), order_N.tolist()),
     ):
         slots_TK, assigned_KE = got
@@ -317,9 +305,7 @@ def _triton():
     "shape, dtype",
     [
         pytest.param(
-            shape,
-            dtype,
-            marks=[pytest.mark.long] * (dtype != torch.float32 and shape not in EVERY_TYPE),
+            shape, dtype, marks=[pytest.mark.long] * (dtype != torch.float32 and shape not in EVERY_TYPE)
         )
         for i, shape in enumerate(LOGITS)
         for dtype in DTYPES

@@ -62,14 +62,7 @@ LAYERS = (
 
 
 def run_layer(backend: str, dtype: torch.dtype, device: str, options: dict) -> dict[str, Tensor]:
-    config = MoEConfig(
-        model_dim=6,
-        hidden_dim=5,
-        num_experts=3,
-        top_k=2,
-        backend=backend,
-        **options,
-    )
+    config = MoEConfig(model_dim=6, hidden_dim=5, num_experts=3, top_k=2, backend=backend, **options)
     layer = MoELayer(config, seed=1).to(device, dtype)
     generator = torch.Generator().manual_seed(2)
     x = torch.randn(9, 6, generator=generator).to(device, dtype).requires_grad_()

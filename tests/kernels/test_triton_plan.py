@@ -115,7 +115,9 @@ def test_more_lanes_than_run_at_once_are_refused(monkeypatch):
     gpu = SimpleNamespace(multi_processor_count=2)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: gpu)
     table = OnOneDevice(make("ring", "all_reduce", 3), 4, torch.device("cpu")).table
-    with pytest.raises(ValueError, match=r"3 lanes that must run together, but the GPU runs at most 2; use a plan"):
+    with pytest.raises(
+        ValueError, match=r"3 lanes that must run together, but the GPU runs at most 2; use a plan"
+    ):
         run_plan(torch.zeros(1), table, 1)
 
 

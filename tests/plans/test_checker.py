@@ -65,10 +65,7 @@ OWN = ("copy", 0, IN, OUT)
             "rank 0, lane 0, step 2 (wait) uses channel 1, but the plan has 1",
         ),
         (with_steps(ONE, 0, 0, 0, 0, Step("signal", 1)), "step 0 (signal) uses channel 1 from rank 1"),
-        (
-            with_steps(ONE, 0, 0, 3, 4, Step("reduce", None, (IN,), OUT, 1)),
-            "step 3 (reduce) has 1 sources",
-        ),
+        (with_steps(ONE, 0, 0, 3, 4, Step("reduce", None, (IN,), OUT, 1)), "step 3 (reduce) has 1 sources"),
         (writing(("put", 0, 1, IN, Place("tmp", 2))), "goes beyond the 2 chunks of tmp on rank 1"),
         (writing(("copy", 0, OUT, IN)), "rank 0, lane 0, step 0 (copy) writes to the buffer `in`, which"),
         (writing(("copy", 0, TMP, TMP)), "rank 0, lane 0, step 0 (copy) writes to chunks that it reads"),

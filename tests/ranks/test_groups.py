@@ -57,12 +57,7 @@ def describe(counts: list[int], requested: int) -> dict[str, object]:
 
 def test_groups_of_the_whole_world(ranks):
     for got in ranks(4).run(describe, [4], 0):
-        assert got == {
-            "size": 4,
-            "replicas": 1,
-            "expert_group": [0, 1, 2, 3],
-            "replica_group": None,
-        }
+        assert got == {"size": 4, "replicas": 1, "expert_group": [0, 1, 2, 3], "replica_group": None}
 
 
 @pytest.mark.parametrize("counts, requested", [([8], 2), ([6], 0), ([4, 2], 0)])

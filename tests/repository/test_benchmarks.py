@@ -117,13 +117,7 @@ def broken(bench):
         variant.places -= 1
         return variant
 
-    return {
-        "y": louder,
-        "dgate": deaf,
-        "dfc1": one_expert_twice,
-        "infinite": not_a_number,
-        "drops": drops,
-    }
+    return {"y": louder, "dgate": deaf, "dfc1": one_expert_twice, "infinite": not_a_number, "drops": drops}
 
 
 def test_a_wrong_variant_is_reported_and_has_no_times(bench, tmp_path, capsys):

@@ -14,14 +14,7 @@ START = {"epoch": 1, "update": 0.5, "loss": "6.1"}
 END = {"ups": "3", "num_updates": "10", "lr": "0.001"}
 RECORDS = {
     "dense": {**START, "ppl": "70.2", "wps": "900", **END},
-    "moe": {
-        **START,
-        "moe_gate_loss": "1.1",
-        "ppl": "70.2",
-        "moe_dropped": "0",
-        "wps": "900",
-        **END,
-    },
+    "moe": {**START, "moe_gate_loss": "1.1", "ppl": "70.2", "moe_dropped": "0", "wps": "900", **END},
 }
 CHILD = """
 import sys, time, pathlib

@@ -88,20 +88,12 @@ def test_steps_texts_and_a_gpu_become_lines(benchmark, tmp_path, capsys):
     text = make_performance.filled_in(TEXT, tmp_path)
 
     (step,) = lines(text, "step")
-    assert (step["on"], step["dense, s"], step["moe"]) == (
-        "2 threads",
-        "0.02",
-        "1.080 (1.000..1.000)",
-    )
+    assert (step["on"], step["dense, s"], step["moe"]) == ("2 threads", "0.02", "1.080 (1.000..1.000)")
     # No variant is a column for being wrong alone, nor is it passed over.
     assert "moe_einsum" not in step
     assert "| moe_einsum | wrong: its output differs" in " ".join(text.split())
     (profile,) = lines(text, "profile")
-    assert (profile["dense: ms"], profile["moe: ms"], profile["moe: share"]) == (
-        "12.3",
-        "56.8",
-        "50.0%",
-    )
+    assert (profile["dense: ms"], profile["moe: ms"], profile["moe: share"]) == ("12.3", "56.8", "50.0%")
     (generated,) = lines(text, "generate")
     assert generated["dense, tokens/s"] == "321"
     first, second = lines(text, "layer cuda")

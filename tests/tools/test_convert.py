@@ -185,11 +185,7 @@ def test_convert_full_that_has_no_room_for_its_second_stack_leaves_nothing(tmp_p
 
 
 def test_pieces_are_written_as_safetensors_writes_them(tmp_path):
-    values = {
-        "10.b": torch.ones(3, dtype=torch.uint8),
-        "2.b": torch.ones(2, 2),
-        "1.b": torch.ones(1),
-    }
+    values = {"10.b": torch.ones(3, dtype=torch.uint8), "2.b": torch.ones(2, 2), "1.b": torch.ones(1)}
     layout = {key: (value.dtype, tuple(value.shape)) for key, value in values.items()}
     for metadata in (None, {"format": "pt"}):
         write_pieces(layout, values.__getitem__, tmp_path / "ours", metadata)

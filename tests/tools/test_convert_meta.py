@@ -101,10 +101,7 @@ OPTIONS = [
         {"moe_batch_prioritized_routing": False},
     ),
     ({"moe_normalize_expert_grad": "world_size"}, {"moe_normalize_expert_grad": "world_size"}),
-    (
-        {"moe_normalize_expert_grad": "sqrt_num_experts"},
-        {"moe_normalize_expert_grad": "sqrt_world_size"},
-    ),
+    ({"moe_normalize_expert_grad": "sqrt_num_experts"}, {"moe_normalize_expert_grad": "sqrt_world_size"}),
     ({"decoder_ffn_embed_dim": 64}, {"moe_expert_ffn_dim": H}),
     ({"moe_eom": 0.2, "moe_fom": 0.5}, {"moe_routed_scaling_factor": pytest.approx(0.4)}),
 ]

@@ -71,18 +71,12 @@ def test_each_side_of_a_translator_has_its_own(files, tmp_path):
     "words, sentence",
     [
         ((), "no layer would be removed; give --drop-layers"),
-        (
-            ("--drop-layers", "6"),
-            "the decoder has the layers 0 to 5; give different numbers of these",
-        ),
+        (("--drop-layers", "6"), "the decoder has the layers 0 to 5; give different numbers of these"),
         (("--drop-layers", "1,1"), "give different numbers of these"),
         (("--keep-layers", "one"), "--keep-layers is 'one', but the decoder has the layers 0 to 5; give"),
         (("--drop-layers", "0,1,2,3,4,5"), "removes all decoder layers"),
         (("--encoder-drop-layers", "0"), "but the model is not an encoder-decoder; give --drop-layers"),
-        (
-            ("--drop-layers", "0"),
-            "0, 2, 4 (counted from 0) would have experts, but no --moe-freq",
-        ),
+        (("--drop-layers", "0"), "0, 2, 4 (counted from 0) would have experts, but no --moe-freq"),
         (("--keep-layers", "0,2"), "no layer with experts would be left; keep at least one"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",

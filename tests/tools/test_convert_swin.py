@@ -401,11 +401,7 @@ def test_experts_are_made_of_a_released_model_and_it_of_them(released_file, tmp_
     assert "3 experts of 64, top-2, in stages_1_0, stages_1_1, stages_2_0" in said
     assert "its initial outputs equal the dense model's outputs up to rounding" in said
     model, _ = opened(moe)
-    assert [layer.label for layer in moe_layers(model)] == [
-        "stages_1_0",
-        "stages_1_1",
-        "stages_2_0",
-    ]
+    assert [layer.label for layer in moe_layers(model)] == ["stages_1_0", "stages_1_1", "stages_2_0"]
     last = convert("upcycle", "--input", dense, "--output", back, *words, "--swin-expert-stages", 1)
     assert "top-2, in stages_2_0\n" in last
     back.unlink()

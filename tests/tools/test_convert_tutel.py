@@ -22,10 +22,7 @@ def drawn(*shape):
 
 def ffn(experts, hidden=H, out=D, biases=("fc1", "fc2")):
     """Return all experts of Tutel's ffn: both weights are [E, H, …]."""
-    whole = {
-        "batched_fc1_w": drawn(experts, hidden, D),
-        "batched_fc2_w": drawn(experts, hidden, out) / 2,
-    }
+    whole = {"batched_fc1_w": drawn(experts, hidden, D), "batched_fc2_w": drawn(experts, hidden, out) / 2}
     if "fc1" in biases:
         whole["batched_fc1_bias"] = drawn(experts, hidden)
     if "fc2" in biases:

@@ -37,11 +37,7 @@ def seconds(run):
 
 @pytest.mark.parametrize(
     "form",
-    [
-        "{}\n",
-        "2026-01-02 03:04:05 | INFO | TAG | {}\n",
-        "[2026-01-02 03:04:05,678][TAG][INFO] - {}\n",
-    ],
+    ["{}\n", "2026-01-02 03:04:05 | INFO | TAG | {}\n", "[2026-01-02 03:04:05,678][TAG][INFO] - {}\n"],
 )
 def test_a_record_reads_alike_in_every_form(form):
     log = read_log([form.format(inner(10, load=[0.5, 1.5])), form.format(valid(10))])
@@ -154,9 +150,7 @@ def test_a_validation_is_dated_by_the_last_known_time():
 
 def test_training_falls_back_on_the_records_of_epochs():
     run = run_of(
-        json.dumps({"train_loss": "4", "train_num_updates": "59"}),
-        valid(59),
-        valid(59, subset="test"),
+        json.dumps({"train_loss": "4", "train_num_updates": "59"}), valid(59), valid(59, subset="test")
     )
     assert updates(run, "train") == [59]
     assert [record.update for record in run.training] == [59]
@@ -197,10 +191,7 @@ def test_the_summary_has_the_accuracy_beside_the_perplexity_where_runs_log_them(
         json.dumps({"epoch": 1, "valid_accuracy": a, "valid_num_updates": u})
         for u, a in (("3", "87.5"), ("6", "80"))
     ]
-    runs = {
-        "images": run_of(inner(2, accuracy="12.5"), *log),
-        "words": run_of(inner(2, ppl="9"), valid(4)),
-    }
+    runs = {"images": run_of(inner(2, accuracy="12.5"), *log), "words": run_of(inner(2, ppl="9"), valid(4))}
     rows = [list(row.values())[2:8] for row in summary(runs)]
     assert rows[0] == ["–", "–", "–", "12.50", "80.00", "87.50 at update 3"]
     assert rows[1] == ["9.00", "9.50", "9.50 at update 4", "–", "–", "–"]

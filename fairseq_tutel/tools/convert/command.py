@@ -9,9 +9,7 @@ from fairseq_tutel.tools.convert import experts, formats, models
 def add_to(tools: Any) -> None:
     """Add the `convert` tool and its kinds of conversions to the command line."""
     parser = tools.add_parser(
-        "convert",
-        help="convert checkpoints from and to other systems and models",
-        description=__doc__,
+        "convert", help="convert checkpoints from and to other systems and models", description=__doc__
     )
     kinds = parser.add_subparsers(dest="kind", required=True, metavar="KIND", parser_class=LateParser)
     for conversion in (*models.KINDS, *experts.KINDS, *formats.KINDS):

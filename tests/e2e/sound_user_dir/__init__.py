@@ -24,10 +24,7 @@ def _edit_distance(a, b):
     return row[-1]
 
 
-for _name, _functions in (
-    ("soundfile", {"read": _read}),
-    ("editdistance", {"eval": _edit_distance}),
-):
+for _name, _functions in (("soundfile", {"read": _read}), ("editdistance", {"eval": _edit_distance})):
     try:
         __import__(_name)
     except ImportError:
