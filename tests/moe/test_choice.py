@@ -8,13 +8,13 @@ import oracle
 import pytest
 import torch
 from compare import TOLERANCE
-from fairseq_tutel.moe.capacity import MicroBatch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from normal import normal
 from torch import Tensor
 
 from fairseq_tutel import MoEConfig, kernels, route
+from fairseq_tutel.moe.capacity import MicroBatch
 from fairseq_tutel.moe.choice import choose, scores_of, sinkhorn_keys, ways_of
 from fairseq_tutel.moe.config import LAYER
 
