@@ -72,7 +72,7 @@ def main() -> None:
 
 
 def _listed() -> str:
-    """Return the tools by group, a line each."""
+    """Return a help text that lists the tools by group, one per line."""
     lines = []
     for title, tools in GROUPS.items():
         lines += [f"{title}:", *(f"  {name:12}{text}" for name, (_, text) in tools.items()), ""]

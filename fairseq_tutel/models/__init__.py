@@ -1,4 +1,4 @@
-"""Registers MoE variants of fairseq's models, ensembles and Swin V2.
+"""Registers fairseq models: MoE variants of fairseq's own models, ensembles, and Swin V2.
 
 If --user-dir is the directory of this package, fairseq imports this folder directly, so this import must
 register everything.

@@ -1,4 +1,4 @@
-"""Defines the model ensemble_of, which averages the probabilities of several models of one architecture.
+"""Defines the model ensemble_of, which averages the probabilities of models of one architecture.
 
 The state dict has the members under `members.0.`, `members.1.`, …. Members are built one after another, so
 each gets different initial weights, and the first gets the same weights as a single model. They also run
@@ -73,7 +73,7 @@ class EnsembleModel(BaseFairseqModel):
 
     @classmethod
     def build_model(cls, args: Any, task: Any) -> "EnsembleModel":
-        """Build the members of the ensemble; each member has its own experts, if it has any."""
+        """Build the member models of the ensemble; members do not share experts."""
         config = read(EnsembleConfig, args)
         refuse_bad_values(config)
         seed = int(root_of(task).common.seed) if is_training(task, args) else None
@@ -99,7 +99,10 @@ class EnsembleModel(BaseFairseqModel):
         return cls(members, config)
 
     def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, dict[str, Tensor]]:
-        """Run all members; return (log mean probabilities [..., C], {"member_logits": [M, ..., C]})."""
+        """Run all members on the input; return the log of their mean probabilities, and their logits.
+
+        Returns (log probabilities [..., C], {"member_logits": [M, ..., C]}).
+        """
         runs = [partial(member, *args, **kwargs) for member in self.members]
         if self.config.ensemble_share_after:
             share = partial(shared, keep=self.config.ensemble_share_keep, training=self.training)
@@ -127,7 +130,7 @@ class EnsembleModel(BaseFairseqModel):
         return self.members[0].supported_targets
 
     def max_decoder_positions(self) -> int:
-        """Raise an error, because generation calls this method first and ensembles cannot generate."""
+        """Raise an error: generation calls this method first, and ensembles cannot generate text."""
         raise ValueError(
             "--arch ensemble_of can score, but not generate; save its members with `python -m "
             "fairseq_tutel convert members`, and give them to fairseq-generate as --path A.pt:B.pt:…, "
@@ -174,7 +177,7 @@ def _class_of(arch: str) -> Any:
 
 
 def _member_options(args: Any, task: Any) -> Any:
-    """Return the options for a member: its architecture's dataclass, or a Namespace if it has none."""
+    """Return the options for building one model of the ensemble, as a dataclass or a Namespace."""
     arch = args.ensemble_arch
     options = getattr(_class_of(arch), "__dataclass", None)
     flat: Any = OmegaConf.to_container(args, resolve=True) if OmegaConf.is_config(args) else vars(args)
@@ -195,7 +198,7 @@ def _member_options(args: Any, task: Any) -> Any:
 
 @register_model_architecture(NAME, NAME)
 def architecture(args: Any) -> None:
-    """Set the defaults of missing options: the ensemble's, and those of the members' architecture."""
+    """Set missing options of the ensemble and of its members' architecture to their defaults."""
     fill_in(args, EnsembleOptions)
     _class_of(args.ensemble_arch)
     ARCH_CONFIG_REGISTRY[args.ensemble_arch](args)

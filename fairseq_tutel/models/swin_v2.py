@@ -48,7 +48,7 @@ SIZES: dict[str, dict[str, Any]] = {
 
 
 class SwinV2Model(SwinV2, BaseFairseqModel):
-    """The dense Swin V2 model, without experts."""
+    """A Swin V2 image classifier without experts."""
 
     _keeps_head = False
 
@@ -65,7 +65,7 @@ class SwinV2Model(SwinV2, BaseFairseqModel):
 
     @classmethod
     def build_model(cls, cfg: Any, task: Any) -> Any:
-        """Build Swin V2 from its options, and the task's numbers of channels and classes."""
+        """Build Swin V2 from its options; the task gives the numbers of channels and classes."""
         config = read(SwinConfig, cfg)
         refuse_bad_values(config)
         if not hasattr(task, "channels"):
@@ -77,7 +77,7 @@ class SwinV2Model(SwinV2, BaseFairseqModel):
 
 
 class SwinV2MoEModel(MoEModelMixin, SwinV2Model):
-    """Swin V2 with experts in every --moe-freq-th block of its last stages."""
+    """A Swin V2 image classifier with experts in every --moe-freq-th block of its last stages."""
 
     expert_stages = 0  # the number of last stages that may have experts
 
@@ -100,7 +100,7 @@ class SwinV2MoEModel(MoEModelMixin, SwinV2Model):
         return model
 
     def moe_stacks(self) -> Iterable[tuple[str, str, nn.Module]]:
-        """Yield (side, qualified name, blocks) of each stage that may have experts, for `named_stacks`."""
+        """Yield each stage that may have experts, as (stage, qualified name, blocks)."""
         for i in range(max(0, len(self.stages) - self.expert_stages), len(self.stages)):
             path = f"stages.{i}.blocks"
             yield f"stage {i + 1}", path, self.get_submodule(path)

@@ -51,7 +51,7 @@ from fairseq_tutel.plugin.run_state import is_opened, root_of
 logger = logging.getLogger(__name__)
 
 BOTH = ("encoder", "decoder")
-# Sides whose layers have an fc1, by model class; subclasses have the same sides.
+# Whether encoder or decoder layers have an fc1, by model class; this also holds for subclasses.
 SIDES = (
     (("encoder",), (RobertaModel, MaskedLMModel, Wav2Vec2Model, HubertModel)),
     (("decoder",), (LightConvLanguageModel, TransformerUnitLanguageModel, SpeechDLM)),
@@ -63,7 +63,7 @@ SIDES = (
 )
 # Models that contain the pretrained model of --w2v-path.
 FINE_TUNED = (Wav2VecCtc, Wav2Vec2Seq2SeqModel, Wav2VecClassification, HubertCtc, HubertSeq2SeqModel)
-# Sides whose linear layers fairseq always initializes by init_bert_params, without --apply-bert-init.
+# Encoders or decoders whose linear layers fairseq always initializes by init_bert_params.
 BERT_SIDES = {
     **dict.fromkeys((RobertaModel, RobertaEncDecModel, Wav2Vec2Model, HubertModel), ("encoder",)),
     BARTModel: BOTH,
@@ -77,13 +77,13 @@ _is_within: ContextVar[bool] = ContextVar("_is_within", default=False)
 
 
 class MoEVariantMixin(MoEModelMixin):
-    """Mixin before a stock model class that puts experts in the encoder, the decoder, or both."""
+    """Mixin for a fairseq model class that adds experts to the encoder, the decoder, or both."""
 
     sides: ClassVar[tuple[str, ...]] = BOTH
 
     @classmethod
     def options(cls) -> type:
-        """Return the dataclass of the MoE options for this model class."""
+        """Return the dataclass with the MoE options of this model class."""
         return EncoderDecoderOptions if len(cls.sides) > 1 else ModelOptions
 
     @classmethod
@@ -117,7 +117,7 @@ class MoEVariantMixin(MoEModelMixin):
 
 
 class FineTunedMixin(MoEModelMixin):
-    """Mixin before a stock model class that fine-tunes a pretrained inner model with experts.
+    """Mixin for a fairseq model class that fine-tunes a pretrained inner model with experts.
 
     The inner model is first built with all experts on every rank and loads its weights. Then its experts
     are distributed over the ranks of this run.
@@ -148,7 +148,7 @@ class FineTunedMixin(MoEModelMixin):
 
 
 def _refuse_within_a_dense_model(root: Any) -> None:
-    """Raise an error if a dense --arch fine-tunes a model with experts, which would not be distributed."""
+    """Raise an error if a model with experts is fine-tuned with a dense --arch, which cannot spread them."""
     model: Any = getattr(root, "model", None)
     has_experts = getattr(ARCH_MODEL_REGISTRY.get(getattr(model, "_name", "")), "has_experts", False)
     if getattr(model, "w2v_path", None) and not has_experts:
@@ -160,7 +160,7 @@ def _refuse_within_a_dense_model(root: Any) -> None:
 
 @dataclasses.dataclass
 class MoETransformerLanguageModelConfig(ModelOptions, TransformerLanguageModelConfig):  # type: ignore[valid-type,misc]
-    """Options of moe_transformer_lm: those of fairseq's transformer_lm, and the MoE options."""
+    """Options of the model moe_transformer_lm: fairseq's transformer_lm options and the MoE options."""
 
 
 @register_model("moe_transformer_lm", dataclass=MoETransformerLanguageModelConfig)
@@ -180,7 +180,7 @@ class MoETransformerLanguageModel(MoEModelMixin, TransformerLanguageModel):
 
 
 def _warn_of_hydra(args: Any) -> None:
-    """Warn if hydra is used with an --arch name that sets no sizes, as with fairseq's language models."""
+    """Warn if a hydra run names an architecture, because hydra ignores the sizes that the name implies."""
     name = getattr(args, "_name", None)
     if HydraConfig.initialized() and name in ARCH_CONFIG_REGISTRY and name != "moe_transformer_lm":
         logger.warning(
@@ -192,7 +192,7 @@ def _warn_of_hydra(args: Any) -> None:
 
 
 def _fill_in(args: Any) -> None:
-    """Add the default of every option that a hydra configuration with an architecture's name lacks."""
+    """Set every option that is missing in a hydra configuration to its architecture's default."""
     if not OmegaConf.is_config(args):
         return
     with open_dict(args):
@@ -214,7 +214,7 @@ def _with_scales(args: Any) -> Any:
 
 
 def _architecture(stock: Callable[[Any], None], options: type, args: Any) -> None:
-    """Set the defaults of missing options: the MoE options, and those of the stock architecture."""
+    """Set missing MoE options and missing options of fairseq's architecture to their defaults."""
     fill_in(args, options)
     stock(args)
 

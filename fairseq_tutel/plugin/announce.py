@@ -51,7 +51,7 @@ def warn_of_no_effect(config: Any, facts: Facts) -> None:
 
 
 def log_experts(layers: Sequence[MoELayer], kernels: tuple[str, str]) -> None:
-    """Log the settings of all MoE layers in one line; `kernels` is the backend and the reason for it."""
+    """Log the settings of all MoE layers in one line, including the backend (`kernels`)."""
     config, topology = layers[0].config, layers[0].topology
     fraction = config.eval_capacity_token_fraction
     evaluation = f"{fraction:g} of the tokens" if fraction else f"{config.eval_capacity_factor:g}"
@@ -82,7 +82,7 @@ def log_size(model: nn.Module) -> None:
 
 
 def sizes(model: nn.Module) -> tuple[int, int, int, int]:
-    """Return the counts of parameters, of active parameters and FLOPs per token, and expert parameters."""
+    """Return a model's parameter counts (all, active per token, experts only) and FLOPs per token."""
     total, active, products, experts = 0, 0, 0, 0
     seen: set[nn.Parameter] = set()
     for module in model.modules():
@@ -151,7 +151,7 @@ def warn_of_options(
 
 
 def warn_of_surprises(config: MoEConfig, has_decoder: bool) -> None:
-    """Warn of options whose effect may surprise users."""
+    """Warn of MoE options that are often misunderstood."""
     if config.choice == "experts" and has_decoder:
         logger.warning(
             "with --moe-choice experts, a token's experts depend on later tokens: a decoder then trains "

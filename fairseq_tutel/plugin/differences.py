@@ -31,7 +31,7 @@ def _without(prefix: str, state_dict: Any) -> Any:
 
 
 def _difference_of_experts(model: nn.Module, state_dict: Any) -> str | None:
-    """Return which expert tensors a checkpoint lacks or has in excess, and the fix; None if all match.
+    """Return a message that names missing and unexpected expert tensors, and the fix; None if all match.
 
     Shapes are not compared, because the experts check them when they are loaded.
     """
@@ -58,7 +58,7 @@ def _difference_of_experts(model: nn.Module, state_dict: Any) -> str | None:
 
 
 def _difference(model: nn.Module, state_dict: Any) -> str | None:
-    """Return how a checkpoint's dense tensors differ from a model's, and the fix; None if they match."""
+    """Return a message that says how a checkpoint's dense tensors differ from a model's; None if equal."""
     modules = model.named_modules(remove_duplicate=False)  # language pairs share layers
     layers = tuple(f"{name}." for name, module in modules if isinstance(module, MoEFeedForward))
     own, saved = (

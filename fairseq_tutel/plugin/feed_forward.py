@@ -38,7 +38,7 @@ FACTS = ("model_dim", "hidden_dim", "activation", "activation_dropout", "hidden_
 
 
 class Context:
-    """State that all MoE layers of one model share: the fairseq integration sets it, and layers read it.
+    """State that all MoE layers of one model share; the fairseq integration sets it.
 
     Args:
         trains: whether the model is trained, rather than opened for use.
@@ -63,7 +63,7 @@ class Context:
         self.coefficients: Mapping[MoEFeedForward, Tensor] = {}
 
     def begin_step(self, is_dummy: bool = False) -> None:
-        """Set whether the next batches are dummy batches."""
+        """Begin a training step; `is_dummy` says whether its batches are dummy batches."""
         self.is_dummy = is_dummy
 
     def see_tokens(self, embedding: Any, args: tuple) -> None:
@@ -75,17 +75,17 @@ class Context:
         self.padding_mask = args[0].eq(embedding.padding_idx)
 
     def begin_backward(self, coefficients: Mapping["MoEFeedForward", Tensor]) -> None:
-        """Set the factors of the layers' balance losses for the backward pass, until `end_backward`."""
+        """Set the balance loss coefficients of all layers for the backward pass, until `end_backward`."""
         self.coefficients = {**self.coefficients, **coefficients}
 
     def end_backward(self) -> None:
-        """Remove the factors, so a backward pass without the criterion's loss adds no balance loss."""
+        """Remove the balance loss coefficients, so a later backward pass adds no balance loss."""
         self.coefficients = {}
 
 
 @dataclass(frozen=True, kw_only=True)
 class MoERecord:
-    """The losses and routing counts of one layer in one micro-batch, detached, for the criterion."""
+    """The detached losses and routing counts of one MoE layer in one micro-batch."""
 
     balance_loss: Tensor
     losses: dict[str, Tensor]
@@ -97,8 +97,9 @@ class DeferredRecord(Deferred, MoERecord):
 
 
 class MoEFeedForward(MoELayer):
-    """A MoELayer that replaces fc1; input and output are [time, batch, D], or [batch, time, D].
+    """A MoE layer that takes the place of fc1 in a fairseq transformer layer.
 
+    Input and output are [time, batch, D], or [batch, time, D].
     The balance loss is not part of the output y. The backward of y adds the balance loss's gradient,
     times a coefficient that the criterion's loss node sets at the start of the backward pass. This is
     correct with activation checkpointing, with fp16's loss scale, and for ignored batches.
@@ -133,7 +134,7 @@ class MoEFeedForward(MoELayer):
         self._generates = False
 
     def become_member(self, number: int, seed: int | None) -> None:
-        """Rename this layer for ensemble member `number`; with a seed, initialize its experts again."""
+        """Assign this layer to ensemble member `number`; with a seed, initialize its experts again."""
         self.name, self.label = f"members.{number}.{self.name}", f"member{number}_{self.label}"
         if seed is not None:
             self.reset_parameters(seed, self.name)
@@ -172,7 +173,7 @@ class MoEFeedForward(MoELayer):
         return y
 
     def _prepare_ranks(self) -> None:
-        """If ranks share experts, wait for this layer's turn in evaluation, or gather all experts."""
+        """In evaluation, prepare experts that are spread over ranks: wait for the ranks, or gather them."""
         context = self.context
         if self.training:
             if self.experts.weights.of_all:
@@ -191,7 +192,7 @@ class MoEFeedForward(MoELayer):
 
 
 class _InjectBalanceLoss(torch.autograd.Function):
-    """The identity on y, whose backward also passes the layer's coefficient to the balance loss."""
+    """An identity function whose backward pass also adds the gradient of the balance loss."""
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, balance_loss: Tensor, layer: MoEFeedForward) -> Tensor:
@@ -214,7 +215,7 @@ def _record(output: MoEOutput) -> MoERecord:
 
 
 def moe_layers(model: nn.Module) -> list[MoEFeedForward]:
-    """Return the MoE layers of a model in order; the model may be in a data-parallel wrapper."""
+    """Return the MoE layers of a model, in order; the model may be wrapped for data parallelism."""
     return [m for m in model.modules() if isinstance(m, MoEFeedForward)]
 
 
@@ -226,12 +227,12 @@ def unwrapped(model: Any) -> Any:
 
 
 def contexts_of(layers: Iterable[MoEFeedForward]) -> set[Context]:
-    """Return the distinct contexts of the given layers; each inner model has one context."""
+    """Return the distinct Context objects of the given MoE layers."""
     return {layer.context for layer in layers}
 
 
 def children_of(layers: nn.Module) -> Sequence[nn.Module]:
-    """Return all layers of a stack; iterating over a LayerDrop list would drop some at random."""
+    """Return all layers of a module list, including those that LayerDrop would skip at random."""
     return list(layers._modules.values())  # type: ignore[arg-type]
 
 
@@ -273,7 +274,7 @@ def replace_ffn(
 
 
 def layer_facts(layer: Any, activation: str) -> dict[str, Any]:
-    """Return the MoEConfig fields that a layer's FFN determines; the FFN may already have experts."""
+    """Return the MoEConfig fields that follow from a transformer layer's FFN, such as its sizes."""
     if isinstance(layer.fc1, MoEFeedForward):
         config = layer.fc1.config
         return {name: getattr(config, name) for name in FACTS}
@@ -295,12 +296,12 @@ def _identity(x: Tensor) -> Tensor:
 
 
 def _both_signs(_: nn.Module, __: Any, y: Tensor) -> Tensor:
-    """Return y and -y concatenated; the layer's built-in ReLU turns them into relu(y) and relu(-y)."""
+    """Concatenate y and -y, so that the layer's built-in ReLU loses no negative values."""
     return torch.cat([y, -y], dim=-1)
 
 
 class _Difference(nn.Module):
-    """Compute y = relu(y) - relu(-y), exactly; the gradient is also exact where y is not 0."""
+    """Module that recovers y from relu(y) and relu(-y); the gradient is exact where y is not 0."""
 
     def forward(self, x: Tensor) -> Tensor:
         positive, negative = x.chunk(2, dim=-1)
@@ -322,13 +323,13 @@ def _keep_arguments(layer: Any, args: tuple, kwargs: dict) -> None:
 
 
 def watch_padding(decoder: Any) -> None:
-    """Register a hook that stores a decoder's padding mask, because lightconv layers get no mask."""
+    """Register a hook that stores a decoder's padding mask; lightconv layers do not receive the mask."""
     for context in contexts_of(moe_layers(decoder)):
         decoder.embed_tokens.register_forward_pre_hook(context.see_padding)
 
 
 def models_of(model: nn.Module) -> dict[str, nn.Module]:
-    """Return inner models by name prefix, as in fairseq's multilingual models; {"": model} if none."""
+    """Return a multilingual model's inner models by name prefix; for other models {"": model}."""
     parts = getattr(model, "models", None)
     if not isinstance(parts, nn.ModuleDict):
         return {"": model}
@@ -336,7 +337,7 @@ def models_of(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def named_stacks(model: Any) -> Iterable[tuple[str, str, nn.Module]]:
-    """Return (encoder or decoder, qualified name, layers) of every layer stack that may get experts.
+    """Return every layer stack that may get experts: encoder or decoder, qualified name, and layers.
 
     A model can define its stacks in a method `moe_stacks`.
     """
@@ -344,7 +345,7 @@ def named_stacks(model: Any) -> Iterable[tuple[str, str, nn.Module]]:
 
 
 def _stock_stacks(model: nn.Module) -> Iterator[tuple[str, str, nn.Module]]:
-    """Yield (encoder or decoder, qualified name, layers) of each layer stack of a stock model once."""
+    """Yield each layer stack of a fairseq model: encoder or decoder, qualified name, and layers."""
     modules = dict(model.named_modules())  # layers shared by several models have the first model's name
     for prefix in models_of(model):
         for side, name in STACKS:

@@ -66,7 +66,10 @@ def from_checkpoint(
 
 
 def files_of(path: str | Path) -> list[Path]:
-    """Return the absolute paths of the checkpoint files to open; a folder gives its best or last one."""
+    """Return the absolute paths of the checkpoint files to open for a path from the user.
+
+    A folder stands for its best checkpoint, or else its last one.
+    """
     files = [Path(name).absolute() for name in str(path).split(":")]
     for i, file in enumerate(files):
         if file.is_dir():
@@ -80,7 +83,7 @@ def files_of(path: str | Path) -> list[Path]:
 
 
 def _data_folder(given: str | Path | None, trained: str, beside: Path) -> Path:
-    """Return the folder with the dictionaries: the given folder, the training run's folder, or `beside`.
+    """Return the folder with the dictionaries: the given one, the training run's, or `beside`.
 
     The training run's folder is used only if it has dictionaries.
     """

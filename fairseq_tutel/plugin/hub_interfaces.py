@@ -25,7 +25,7 @@ METHODS = ("translate", "sample", "score", "fill_mask", "classify")
 
 
 class Interface:
-    """Base class of all interfaces; its lock serializes calls, because layers keep state during a call.
+    """Base class of all model interfaces; a lock allows one call at a time, as layers keep state.
 
     A subclass sets `kind`, its kind of model, and `offers`, its methods. Methods of other kinds raise an
     error.
@@ -52,7 +52,7 @@ def _refused(method: str) -> Callable[..., Any]:
 
 
 class Words:
-    """Replaces the BPE of a model that has none: a text is a sequence of words with spaces between them."""
+    """Stands in for the BPE of a model without BPE: a text consists of words separated by spaces."""
 
     def encode(self, text: str) -> str:
         """Return the text unchanged."""
@@ -62,7 +62,7 @@ class Words:
 
 
 class Single(Interface):
-    """Base class of interfaces that accept only one model; fairseq would silently ignore other models."""
+    """Base class of interfaces that accept one model; fairseq would silently ignore other models."""
 
     bpe: Any
 
@@ -108,7 +108,7 @@ class Generating(Interface):
 
 
 class Translation(Generating, hub_utils.GeneratorHubInterface):
-    """Interface of an encoder-decoder: `translate` for texts, and fairseq's `generate` for token ids."""
+    """Interface of a translation model: `translate` for texts, and fairseq's `generate` for token ids."""
 
     kind = "a translation model"
     offers = ("translate",)  # fairseq's score ignores the source, and its sample translates
@@ -130,18 +130,18 @@ class Translation(Generating, hub_utils.GeneratorHubInterface):
 
 
 class LanguageModel(Generating, hub_utils.GeneratorHubInterface):
-    """Interface of a decoder: `sample` continues a text, and `score` returns a text's log-probabilities."""
+    """Interface of a language model: `sample` continues a text, `score` returns log-probabilities."""
 
     kind, offers = "a language model", ("sample", "score")
 
 
 class MaskedLanguageModel(Single, RobertaHubInterface):
-    """Interface of an encoder: `fill_mask`, `extract_features`, and `predict` for classification heads."""
+    """Interface of a masked language model, with `fill_mask`, `extract_features` and `predict`."""
 
     kind, offers = "a masked language model", ("fill_mask", "extract_features", "predict")
 
     def fill_mask(self, masked_input: str, topk: int = 5) -> Any:
-        """Return the `topk` most probable words for the <mask> in a text, as (text, probability, word).
+        """Return the `topk` most probable words for the <mask> in a text: (filled text, probability, word).
 
         Raises:
             ValueError: the text has no <mask> or several, or is too long.
@@ -172,7 +172,7 @@ class MaskedLanguageModel(Single, RobertaHubInterface):
         return found
 
     def extract_features(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the features of tokens from fairseq's `extract_features`, called under the lock."""
+        """Return the features of tokens, as fairseq's `extract_features` does."""
         with self.lock:
             return super().extract_features(*args, **kwargs)
 
@@ -184,7 +184,7 @@ class MaskedLanguageModel(Single, RobertaHubInterface):
 
 
 class Denoising(Single, Generating, BARTHubInterface):
-    """Interface of a denoising encoder-decoder: `fill_mask`, and fairseq's `sample` and `generate`."""
+    """Interface of a denoising model such as BART, with `fill_mask`, `sample` and `generate`."""
 
     kind, offers = "a denoising model", ("fill_mask", "sample")
 
@@ -203,7 +203,7 @@ class Denoising(Single, Generating, BARTHubInterface):
         return [found[i] for i in sorted(found)]
 
     def fill_mask(self, masked_inputs: Sequence[str], topk: int = 5, **options: Any) -> Any:
-        """Return the `topk` best restorations, as (text, score), of one text with <mask>, or of each text.
+        """Return the `topk` best completions of each text with <mask>, as pairs (text, score).
 
         Raises:
             ValueError: an input has no <mask>.
@@ -216,7 +216,7 @@ class Denoising(Single, Generating, BARTHubInterface):
 
 
 class ImageClassification(Interface, nn.Module):
-    """Interface of an image classifier, or of an ensemble of image classifiers: `classify`."""
+    """Interface of an image classifier, or of an ensemble of image classifiers."""
 
     kind, offers = "an image classifier", ("classify",)
 
@@ -231,7 +231,7 @@ class ImageClassification(Interface, nn.Module):
         return next(self.parameters()).device
 
     def classify(self, images: Any, topk: int = 1) -> Any:
-        """Return the `topk` most probable classes, as (name, probability), of one image or of each image.
+        """Return the `topk` most probable classes of each image, as pairs (name, probability).
 
         Args:
             images: a file or a uint8 array [h, w] or [h, w, C], or a sequence of files and arrays.

@@ -1,4 +1,4 @@
-"""Opens checkpoints with fairseq's hub, and explains each error in one sentence."""
+"""Opens checkpoints with fairseq's hub, and replaces fairseq's errors by clear messages."""
 
 import os
 import re
@@ -63,7 +63,7 @@ def open_interface(
 
 
 def _text_of(error: Exception, files: Sequence[Path], data: Path) -> str | None:
-    """Return a sentence that explains an error of fairseq; None if the error explains itself."""
+    """Return a sentence that explains an error of fairseq; None if the error is already clear."""
     text = str(error)
     if isinstance(error, FileNotFoundError) and error.filename:
         return (

@@ -1,4 +1,4 @@
-"""Replaces FFNs of a stock fairseq model by experts: chooses the layers, places and builds the experts."""
+"""Replaces FFNs of a fairseq model by experts: chooses layers, assigns experts to ranks, builds them."""
 
 import functools
 import logging
@@ -59,13 +59,13 @@ REFUSED_MODEL_OPTIONS = {
 
 
 class MoEModelMixin:
-    """Mixin before a fairseq model class whose `build_model` installs experts."""
+    """Mixin for a fairseq model class whose `build_model` replaces FFNs by experts."""
 
     has_experts = True
 
     @classmethod
     def add_args(cls, parser: Any) -> None:
-        """Add the stock model's flags, after adding the system options to a user's new tasks."""
+        """Add the model's flags to the parser; tasks registered late get the system options."""
         give_system_options()
         super().add_args(parser)  # type: ignore[misc]
 
@@ -83,7 +83,7 @@ class MoEModelMixin:
 
 
 def chosen_layers(numbers: Sequence[int], freq: int) -> list[int]:
-    """Return the indices of layers that get experts: layer i if (i + 1) % freq == 0, as in Meta's fairseq.
+    """Return the indices of the layers that get experts: every freq-th layer, as in Meta's fairseq.
 
     `numbers` are the layer numbers i. `freq` is --moe-freq; no layer gets experts if it is 0.
     """
@@ -103,8 +103,8 @@ def install_experts(
         model: a model whose layers `named_stacks` finds, and whose FFNs are like fairseq's.
         cfg: the model's configuration, with the keys of ModelOptions.
         task: the task, which gets methods for training experts; None for a pretrained model inside a model.
-        freqs: the value of --moe-freq for each side (encoder, decoder or stage).
-        of_sides: for each side, MoEConfig fields that depend on the kind of model.
+        freqs: the value of --moe-freq for the encoder, the decoder or each stage, by its name.
+        of_sides: by the same names, MoEConfig fields that depend on the kind of model.
     """
     installation = _Installation(model, cfg, task)
     installation.choose(freqs)
@@ -116,7 +116,7 @@ def install_experts(
 
 
 class _Chosen(NamedTuple):
-    """A layer that will get experts: its side (such as encoder), its fc1's qualified name, the module."""
+    """A layer that will get experts, and whether it belongs to the encoder, the decoder or a stage."""
 
     side: str
     name: str
@@ -124,7 +124,7 @@ class _Chosen(NamedTuple):
 
 
 class _Installation:
-    """Installs experts in one model; the methods are called in the order of their definition."""
+    """Replaces FFNs of one model by experts; the methods are called in the order of their definition."""
 
     def __init__(self, model: Any, cfg: Any, task: Any) -> None:
         self.model, self.cfg, self.task = model, cfg, task
@@ -173,7 +173,7 @@ class _Installation:
         self.store = offload.store_options(self.task_cfg, first, self.opened, self.ahead > 0, self.device)
 
     def place(self) -> None:
-        """Choose the experts of each rank. Collective if ranks share experts."""
+        """Assign experts to ranks. Collective if experts are spread over ranks."""
         first, counts = self.configs[0], [config.num_experts for config in self.configs]
         requested = self.options.moe_expert_parallel_size
         degree_of = None if is_tuned(first) else functools.partial(static_degree, first)
@@ -236,7 +236,7 @@ class _Installation:
 
 
 def _pregate_stacks(model: nn.Module, ahead: int) -> None:
-    """Let each gate read the input of the MoE layer that is `ahead` MoE layers earlier (--moe-pregate)."""
+    """Make each gate read the input of an earlier MoE layer, `ahead` MoE layers before (--moe-pregate)."""
     stacks = {side: moe_layers(layers) for side, _, layers in named_stacks(model) if moe_layers(layers)}
     refuse_too_far(ahead, {side: len(layers) for side, layers in stacks.items()})
     for side, layers in stacks.items():
@@ -250,7 +250,7 @@ def _pregate_stacks(model: nn.Module, ahead: int) -> None:
 
 
 def _watch_token_ids(model: nn.Module, context: Context) -> None:
-    """Register hooks that keep token ids for hash gates.
+    """Register hooks that store the token ids of each batch, which hash gates need.
 
     The hooks are on the embeddings, because generation does not call hooks of the encoder.
     """
@@ -281,7 +281,7 @@ def _begin_micro_batch(layers: Sequence[MoEFeedForward], *_: Any) -> None:
 
 @dataclass
 class _Gather:
-    """Gathers all experts on every rank, so each rank can generate alone; logs the experts' size once."""
+    """Gathers all experts on every rank, so each rank can generate text alone; logs their size once."""
 
     model: nn.Module
     topology: Topology
@@ -299,7 +299,7 @@ class _Gather:
 
 
 def _refuse_sizes(configs: Sequence[MoEConfig], topology: Topology) -> None:
-    """Raise an error if the fp32 weights of a rank's experts exceed the memory of this machine."""
+    """Raise an error if the experts of one rank do not fit in this machine's memory as fp32."""
     if torch.get_default_device().type == "meta":
         return
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

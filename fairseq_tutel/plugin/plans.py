@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 
 def plans_of(task_cfg: Any) -> tuple[PlacedPlan, ...]:
-    """Return the checked collective plans of a training run, which are read once for each path."""
+    """Return the collective plans of a training run, read and checked; later calls use a cache."""
     path = read(TaskConfig, task_cfg).moe_collective_plans
     if path and path not in RUN.plans:
         RUN.plans[path] = read_run(path)
@@ -35,7 +35,7 @@ def plans_of(task_cfg: Any) -> tuple[PlacedPlan, ...]:
 
 
 def check_together(task_cfg: Any) -> None:
-    """Read and check the collective plans on all ranks. Collective.
+    """Read and check the training run's collective plans on all ranks. Collective.
 
     Raises:
         ValueError: a plan cannot be read, or is invalid; all ranks raise the same error.
@@ -56,7 +56,7 @@ def check_together(task_cfg: Any) -> None:
 
 
 def use_plans(task_cfg: Any, topology: Topology, config: MoEConfig) -> None:
-    """Use the collective plans of a training run for its collectives, or torch's if there are no plans.
+    """Run collectives with the training run's collective plans, or with torch if there are none.
 
     Raises:
         ValueError: no group can run a plan, or --moe-a2a-algorithm names a missing plan.

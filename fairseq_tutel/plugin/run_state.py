@@ -42,12 +42,12 @@ class RunState:
     at_exit: list[Callable[[], None]] = field(default_factory=list)
 
     def update(self, **values: Any) -> None:
-        """Set the given fields of the run state."""
+        """Set the given fields of this object."""
         vars(self).update(values)
 
     @contextmanager
     def having(self, **values: Any) -> Iterator[None]:
-        """Context manager that sets the given fields in its block and restores them afterwards."""
+        """Context manager that sets fields of this object for its block and restores them afterwards."""
         before = {name: getattr(self, name) for name in values}
         self.update(**values)
         try:
@@ -63,7 +63,7 @@ OPENED = "opened_for_use"
 
 
 def config_of(task: Any) -> Any:
-    """Return the configuration of a task, which fairseq's older tasks keep in `args` instead of `cfg`."""
+    """Return a task's configuration: `cfg`, or `args` in fairseq's older tasks."""
     cfg = getattr(task, "cfg", None)
     return getattr(task, "args", None) if cfg is None else cfg
 

@@ -37,7 +37,7 @@ ImageOptions = made("ImageOptions", options_in(ImageConfig))
 
 @dataclass
 class ImageClassificationConfig(ImageOptions):  # type: ignore[valid-type,misc]
-    """Options of the task image_classification: the folder of the data, then the image options."""
+    """Options of the task image_classification: the data folder and the image options."""
 
     data: str = field(
         default="", metadata={"help": "folder with train, valid, …: folders of classes, or .npz files"}
@@ -108,7 +108,7 @@ class ImageClassificationTask(InferenceMixin, FairseqTask):
             logger.warning("%s, so the model gets a new head", difference)
 
     def load_dataset(self, split: str, combine: bool = False, **kwargs: Any) -> None:
-        """Open a split of the images; the Trainer sets `combine` for the training set."""
+        """Open the images of one split; fairseq's trainer sets `combine` for the training set."""
         root = root_of(self)
         trains = root is not None and combine and split == root.dataset.train_subset
         images, shape = self._opened(self.cfg.data, split), tuple(self.state.images["shape"])
@@ -118,14 +118,14 @@ class ImageClassificationTask(InferenceMixin, FairseqTask):
             self._augmented = dataset_of(root.common.seed)
 
     def get_batch_iterator(self, dataset: Any, *args: Any, **kwargs: Any) -> Any:
-        """Return fairseq's batch iterator; only in training are the images augmented."""
+        """Return fairseq's batch iterator; images are augmented only in training."""
         # A run may also validate on the training set; only training passes update_epoch_batch_itr.
         if self._augmented is not None and "update_epoch_batch_itr" in kwargs:
             dataset = self._augmented
         return super().get_batch_iterator(dataset, *args, **kwargs)
 
     def build_criterion(self, cfg: Any, *args: Any, **kwargs: Any) -> Any:
-        """Build the criterion; raise an error if images are mixed but the criterion does not support it."""
+        """Build the criterion; raise an error if it does not support mixed images (mixup or CutMix)."""
         criterion = super().build_criterion(cfg, *args, **kwargs)
         if self.image_config.mixes and not getattr(criterion, "takes_mixed", False):
             raise ValueError(
@@ -136,17 +136,17 @@ class ImageClassificationTask(InferenceMixin, FairseqTask):
         return criterion
 
     def train_step(self, sample: Any, *args: Any, **kwargs: Any) -> Any:
-        """Run a training step; an unreadable image ends the run."""
+        """Run a training step; raise an error if an image in the batch is unreadable."""
         _refuse_unreadable(sample)
         return super().train_step(sample, *args, **kwargs)
 
     def valid_step(self, sample: Any, *args: Any, **kwargs: Any) -> Any:
-        """Run a validation step; an unreadable image ends the run."""
+        """Run a validation step; raise an error if an image in the batch is unreadable."""
         _refuse_unreadable(sample)
         return super().valid_step(sample, *args, **kwargs)
 
     def _read_training_set(self) -> dict[str, Any]:
-        """Return the classes of the training set, and the image shape from options or a readable image."""
+        """Return the training set's class names, and the image shape from the options or an image."""
         root, config = root_of(self), self.image_config
         images = self._opened(self.cfg.data, "train" if root is None else root.dataset.train_subset)
         for i in range(len(images)):

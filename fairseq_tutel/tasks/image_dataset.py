@@ -1,4 +1,4 @@
-"""Defines a fairseq data set of images, with the image order and the batches of each epoch.
+"""Defines a fairseq data set of images, which also sets their order and batches in each epoch.
 
 B: images in a batch, C: channels, H and W: height and width, N: images in the data set.
 """
@@ -77,7 +77,7 @@ class ImageDataset(FairseqDataset):
     def batch_by_size(
         self, indices: np.ndarray, max_tokens: Any = None, max_sentences: Any = None, **_: Any
     ) -> list[list[int]]:
-        """Return batches of --batch-size images, or --max-tokens if smaller, not rounded to a multiple."""
+        """Split the indices into batches of --batch-size images, or of --max-tokens if that is smaller."""
         size = min((s for s in (max_tokens, max_sentences) if s is not None), default=1)
         if size < 1:
             raise ValueError(f"--batch-size or --max-tokens is {size}; give a number of at least 1.")

@@ -1,1 +1,1 @@
-"""Opens checkpoints for use: loads them, offloads experts, and shares experts between ranks."""
+"""Opens checkpoints for inference: loads them, offloads experts, and spreads experts over ranks."""

@@ -75,7 +75,7 @@ def refuse_code(state: Mapping[str, Any], path: str, given: Mapping[str, Any]) -
 
 
 def refuse_unusable_options(state: Mapping[str, Any], path: str) -> None:
-    """Raise an error if an option refers to a missing option, has too many layers, or names a pipe."""
+    """Raise an error if an option names a pipe or a missing option, or asks for too many layers."""
     cfg = state.get("cfg")
     # If fairseq converted the command line of an older file, options may refer to missing ones.
     if OmegaConf.is_config(cfg) and state.get("args") is None:
@@ -103,7 +103,7 @@ def _refuse_missing_references(cfg: Any, path: str) -> None:
 
 
 def is_literal(text: str) -> bool:
-    """Return whether eval(text) is safe: the text has no name, call or attribute, and makes few values."""
+    """Return whether eval(text) is safe: the text runs no code and does not create a huge object."""
     if not text.strip():
         return True  # eval() raises an error
     if len(text) > LONGEST:
@@ -115,7 +115,7 @@ def is_literal(text: str) -> bool:
 
 
 def options_within(tree: Any) -> Iterator[tuple[str, Any]]:
-    """Yield (key, value) for all options in nested configurations; entries of lists have the key ""."""
+    """Yield the key and the value of every option in nested dicts, lists and configurations."""
     for container, key, value in walk(tree, _opened):
         yield (str(key) if isinstance(container, dict) else ""), value
 
@@ -136,7 +136,7 @@ def _is_harmless(value: Any) -> bool:
 
 
 def _count(node: ast.expr) -> int:
-    """Return an upper bound of the number of values in a literal; raise ValueError for other code."""
+    """Return an upper bound of the number of values in a parsed literal; reject other expressions."""
     if isinstance(node, ast.Constant):
         return len(node.value) if isinstance(node.value, str | bytes) else 1
     if isinstance(node, ast.List | ast.Tuple | ast.Set):
@@ -156,7 +156,7 @@ def _count(node: ast.expr) -> int:
 
 
 def _most_repeats(node: ast.expr) -> int:
-    """Return an upper bound of how often a factor of a product repeats the other factor, such as a list."""
+    """Return an upper bound of the number by which an expression can repeat a list, as in [0] * 3."""
     if not _is_number(node):
         return 1
     constants = [n.value for n in ast.walk(node) if isinstance(n, ast.Constant)]
@@ -164,7 +164,7 @@ def _most_repeats(node: ast.expr) -> int:
 
 
 def _is_number(node: ast.expr) -> bool:
-    """Return whether an expression has only numbers, so multiplying it makes no list or text longer."""
+    """Return whether a parsed expression consists only of numbers, without lists or strings."""
     return all(
         isinstance(n, ast.UnaryOp)
         or (isinstance(n, ast.BinOp) and isinstance(n.op, ast.Add | ast.Sub | ast.Mult))

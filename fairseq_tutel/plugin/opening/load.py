@@ -1,4 +1,4 @@
-"""Loads checkpoint files safely: refuses damaged and foreign files, runs no code, and opens shard files."""
+"""Loads checkpoint files safely: rejects damaged files and other formats, and never runs their code."""
 
 import argparse
 import functools
@@ -44,7 +44,7 @@ FOREIGN_FILE_ERRORS = (
 
 
 def load_checkpoint_to_cpu(original: Any) -> Any:
-    """Wrap load_checkpoint_to_cpu to refuse damaged and foreign files, and to read shard files later."""
+    """Wrap fairseq's load_checkpoint_to_cpu to reject unreadable files and to support shard files."""
 
     @functools.wraps(original)
     def wrapper(path: str, arg_overrides: Any = None, load_on_all_ranks: Any = None) -> Any:
@@ -79,7 +79,7 @@ def load_checkpoint_to_cpu(original: Any) -> Any:
 
 
 def _prepare_for_use(state: Any, path: str, overrides: Mapping[str, Any]) -> None:
-    """Check and update the options of a checkpoint that is opened for use, in place."""
+    """Check and update, in place, the options of a checkpoint that is opened for inference."""
     _refuse_unknown_classes(state, path, overrides)
     if mark_as_opened(state):
         refuse_code(state, path, overrides)  # check again, because the conversion parsed the options
@@ -106,7 +106,7 @@ def _foreign_file(path: str, error: BaseException) -> ValueError:
 
 
 def mark_as_opened(state: Any) -> bool:
-    """Mark the configuration of a checkpoint that is opened for use, in place, for `is_opened`.
+    """Mark the configuration of a checkpoint, in place, as opened for inference.
 
     Older files have a command line, which is converted to a configuration before fairseq does so. Return
     whether it was converted.

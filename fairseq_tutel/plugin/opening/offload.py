@@ -1,4 +1,4 @@
-"""Builds the experts of an opened model without memory, and loads or offloads them with its checkpoint.
+"""Builds the experts of an opened model without memory; the checkpoint later provides their weights.
 
 With --moe-expert-store, the experts stay offloaded. All models of a command share one store.
 """
@@ -60,7 +60,7 @@ def is_offloaded(options: StoreConfig) -> bool:
 
 
 def meta_experts(config: MoEConfig, topology: Topology, options: StoreConfig) -> ExpertStack:
-    """Build experts on the meta device; a state dict later brings their tensors or file locations."""
+    """Build experts on torch's meta device, without memory; a state dict later provides their weights."""
     stack = build_experts(config, topology.part(config.num_experts), device="meta")
     stack.load_later(keep_sources=is_offloaded(options))
     return stack

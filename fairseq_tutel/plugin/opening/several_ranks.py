@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 
 class Scored:
-    """Wraps the batches of fairseq-eval-lm and counts the scored tokens, the divisor of the mean loss."""
+    """Wraps the batches of fairseq-eval-lm to count the scored tokens, for the mean loss."""
 
     def __init__(self, batches: Any, dictionary: Any, cfg: Any) -> None:
         self.batches, self.pad = batches, dictionary.pad()
@@ -52,7 +52,7 @@ class Scored:
 
 
 def log_perplexity(results: dict[str, Any], tokens: int) -> None:
-    """Log the loss and the perplexity over the tokens of all ranks. Collective."""
+    """Log the mean loss and the perplexity over the tokens of all ranks. Collective."""
     own = float(results["loss"]) * tokens, tokens
     parts = world.all_gather_object(own, "the gathering of all ranks' losses")
     total = sum(count for _, count in parts)
@@ -69,11 +69,11 @@ def log_perplexity(results: dict[str, Any], tokens: int) -> None:
 
 
 class NoSentences(Exception):  # noqa: N818 - not an error
-    """Raised on a rank that has no sentences, because fairseq would divide by a generation time of 0."""
+    """Raised on a rank without sentences, to skip generation; fairseq would divide by zero."""
 
 
 class Command:
-    """A running command that uses models on several ranks; keeps their layer calls in step."""
+    """A running command, such as fairseq-generate, that uses its models on several ranks."""
 
     def __init__(self, cfg: Any) -> None:
         self.cfg = cfg
@@ -84,7 +84,7 @@ class Command:
         self._turns: dict[MoEFeedForward, int] = {}
 
     def keep_in_step(self, layers: Sequence[MoEFeedForward]) -> None:
-        """Add a model's layers to the lockstep with other ranks, if ranks share its experts."""
+        """Make a model's MoE layers wait for the same call on other ranks, if its experts are spread."""
         if layers[0].topology.expert_parallel_size == 1:
             return
         facts: dict[str, Any] = {
@@ -110,12 +110,12 @@ class Command:
         return self.scored
 
     def rest(self) -> None:
-        """Serve other ranks' layer calls until no rank runs a model; all ranks call this equally often."""
+        """Run this rank's experts for other ranks until no rank runs a model. Collective."""
         if self.lockstep is not None:
             self.lockstep.rest()
 
     def end(self, results: Any) -> None:
-        """Serve other ranks' layer calls until all ranks finish, then log the results of all ranks."""
+        """Run this rank's experts for other ranks until all finish, then log the results of all ranks."""
         if self.lockstep is not None:
             self.lockstep.end()
             logger.info(
@@ -127,7 +127,7 @@ class Command:
 
 
 def run_on_several_ranks(main: Any, cfg: Any, **kwargs: Any) -> None:
-    """Run a command's `main` on this rank's sentences, then serve other ranks' layer calls to the end."""
+    """Run a command's `main` on this rank's sentences, then run this rank's experts for the others."""
     if world.size() == 1:
         main(cfg, **kwargs)
         return
@@ -151,7 +151,7 @@ def topology_of_opened(
     ranks_per_node: int,
     degree_of: Callable[[int], int] | None,
 ) -> Topology:
-    """Return the topology of a model that is opened for use. Collective if ranks share its experts.
+    """Return which ranks hold which experts of a model that is opened for inference.
 
     `requested` is the --moe-expert-parallel-size of the model's task; it has no effect in a command on one
     rank. For the other arguments and the errors, see `make_topology`.

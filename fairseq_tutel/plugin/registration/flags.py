@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 
 def made(name: str, options: Iterable[Option], base: type = FairseqDataclass) -> type:
-    """Return a fairseq dataclass that has one field for each of the given options."""
+    """Make a fairseq dataclass called `name`, with one field for each of the given options."""
     made = []
     for item in options:
         kind = ChoiceEnum(list(item.choices)) if item.choices else item.type
@@ -55,7 +55,7 @@ def defaults(options: type) -> dict[str, Any]:
 
 
 def meant(key: str) -> str | None:
-    """Return the option key that an unknown key resembles; None if the key is known or resembles none."""
+    """Return the option key that the user probably meant by a misspelled one; None if there is none."""
     known = {item.key for owner in BY_OWNER for item in options_of(owner)}
     close = difflib.get_close_matches(key, known, n=1, cutoff=0.85)
     return close[0] if close and key not in known else None
@@ -72,7 +72,7 @@ def refuse_misspelt(overrides: dict[str, Any]) -> None:
 
 
 def warn_of_given(task_cfg: Any, dense: str) -> None:
-    """Warn of every given system option that has no effect because the model is dense."""
+    """Warn of every system option on the command line that has no effect on a dense model."""
     for option in options_of("task"):
         value = plain(getattr(task_cfg, option.key, option.default))
         if value != option.default and not option.of_any_training:
@@ -119,7 +119,7 @@ def drop_suggestions() -> None:
 
 
 def _refuse_flags_of_moe_variant(argv: list[str]) -> None:
-    """Exit with an error if MoE flags are given with a dense --arch that has a MoE variant."""
+    """Exit with an error if MoE flags are combined with a dense --arch instead of its MoE variant."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--arch", "-a")
     arch = parser.parse_known_args(argv)[0].arch

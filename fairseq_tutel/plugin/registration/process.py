@@ -1,4 +1,4 @@
-"""Controls the end of a process: calls exit functions, then prints a user's error as the last line."""
+"""Controls the end of a process: runs exit functions, then prints errors without a traceback."""
 
 import atexit
 import contextlib
@@ -47,7 +47,7 @@ MISSING_MODULE = re.compile(r"No module named '([\w.]+)'|Please install (\w+)")
 
 
 def end_readers() -> None:
-    """Stop the threads in which fairseq prefetches batches, before the interpreter finalizes.
+    """Stop the threads in which fairseq prefetches batches, before the Python interpreter exits.
 
     A training run that stops in the middle of an epoch leaves such a thread. If the thread is inside a
     torch operation at finalization, the process aborts with exit code 134 ("terminate called without an
@@ -77,7 +77,7 @@ def _end_calls() -> None:
 
 @contextlib.contextmanager
 def refusals_are_sentences() -> Iterator[None]:
-    """Context manager that exits with only the message of a user's error, without a traceback."""
+    """Context manager that turns a user's error into its message and an exit, without a traceback."""
     try:
         yield
     except Exception as error:
@@ -169,7 +169,7 @@ def _no_batch(error: BaseException, frames: Sequence[FrameType]) -> str | None:
 
 
 def _no_finite_score(error: BaseException, frames: Sequence[FrameType]) -> str | None:
-    """Explain fairseq's failed assertion in a beam search in which no score is finite."""
+    """Return a message for fairseq's failed assertion in a beam search without finite scores."""
     last = frames[-1]
     is_search = last.f_globals.get("__name__") == "fairseq.sequence_generator"
     scores = last.f_locals.get("lprobs")
@@ -202,7 +202,7 @@ def _missing_file(error: BaseException, frames: Sequence[FrameType]) -> str | No
 
 
 def _misfit(error: BaseException, frames: Sequence[FrameType]) -> str | None:
-    """Explain an error that was raised while a checkpoint was opened, for example by different shapes."""
+    """Return a message for an error while a checkpoint is opened, for example different shapes."""
     names = {frame.f_code.co_name for frame in frames}
     if isinstance(error, MemoryError) or names & READING or is_machine_error(error):
         return None
@@ -218,7 +218,7 @@ def _misfit(error: BaseException, frames: Sequence[FrameType]) -> str | None:
 
 
 def is_machine_error(error: BaseException) -> bool:
-    """Return whether too little memory or another rank caused an error, rather than a file's content."""
+    """Return whether lack of memory or a failure of another rank caused an error."""
     text = str(error)
     memory = re.search(r"out of memory|allocate( \d+ bytes|.? memory)|tried to allocate", text)
     size = re.search(r"tried to allocate (\d+) bytes", text)

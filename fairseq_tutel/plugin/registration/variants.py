@@ -13,12 +13,12 @@ from fairseq_tutel.plugin.registration.flags import SystemOptions
 
 
 def change_class(instance: Any, cls: type) -> None:
-    """Change the class of an object that fairseq constructed; `wrapped.CHANGED` lists such objects."""
+    """Change the class of an object that fairseq constructed."""
     instance.__class__ = cls
 
 
 def variant_of(stock: type, *before: type, module: str, **attributes: Any) -> type:
-    """Make the MoE variant of a fairseq class, with the name of the class after the prefix MoE."""
+    """Make the MoE variant of a fairseq class; its name is the class's name with the prefix MoE."""
     name = f"MoE{stock.__name__}"
     variant = type(name, (*before, stock), {"__doc__": stock.__doc__, "__module__": module, **attributes})
     setattr(sys.modules[module], name, variant)

@@ -82,7 +82,7 @@ def _check_source(function: Any, digest: str) -> None:
 
 
 def call_main(original: Any) -> Any:
-    """Wrap fairseq's `call_main`, the start of every command; see item 5 of the module's docstring."""
+    """Wrap fairseq's `call_main`, which starts every command; item 5 of the module's docstring says why."""
 
     @functools.wraps(original)
     @refusals_are_sentences()
@@ -113,7 +113,7 @@ def call_main(original: Any) -> Any:
 
 
 def run_with_root(main: Any, cfg: Any, **kwargs: Any) -> Any:
-    """Run the main function of a command, while `RUN.cfg` is set to the command's FairseqConfig."""
+    """Run the main function of a command, with its FairseqConfig in `RUN.cfg`."""
     import_user_module(cfg.common)  # hydra does not import the user's module, which may register tasks
     # A spawned rank has already imported the package, so fairseq skips it as a --user-dir.
     plugin.register()
@@ -134,7 +134,7 @@ def _refuse_nan(cfg: Any) -> None:
 
 
 def _check_model(cfg: Any) -> None:
-    """Refuse a --ddp-backend that breaks experts; warn of options that have no effect on a dense model."""
+    """Raise an error for a --ddp-backend that breaks experts; warn of MoE options on a dense model."""
     if cfg.common_eval.path is not None:
         return
     name = getattr(cfg.model, "ensemble_arch", None) or getattr(cfg.model, "_name", None)
@@ -151,7 +151,7 @@ def _check_model(cfg: Any) -> None:
 
 
 def build_optimizer(original: Any) -> Any:
-    """Wrap FP16Optimizer.build_optimizer to build a ZeroFP16Optimizer if --moe-zero-stage requests it."""
+    """Wrap fairseq's FP16Optimizer.build_optimizer to shard optimizer state with --moe-zero-stage."""
 
     @functools.wraps(original)
     def wrapper(cls: type, cfg: Any, params: Any, **kwargs: Any) -> Any:

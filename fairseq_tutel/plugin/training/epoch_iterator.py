@@ -17,7 +17,7 @@ from fairseq.data.iterators import EpochBatchIterator, ShardedIterator
 
 
 class _Resumed(NamedTuple):
-    """The position of a resumed epoch that cannot be expressed as an offset for each rank."""
+    """The position in a resumed epoch, if it is not the same number of batches for each rank."""
 
     epoch: int
     consumed: int
@@ -35,7 +35,7 @@ class ElasticEpochBatchIterator(EpochBatchIterator):
     _start = 0
 
     def set_update_freq(self, update_freq: Sequence[int]) -> None:
-        """Set --update-freq: micro-batches per update for each epoch; the last value holds afterwards."""
+        """Set the number of micro-batches per update for each epoch (--update-freq)."""
         self._update_freq = update_freq
 
     def state_dict(self) -> dict[str, Any]:

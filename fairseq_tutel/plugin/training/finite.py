@@ -1,4 +1,4 @@
-"""Checks that weights and optimizer state are finite before a save, and finite and valid after a load.
+"""Checks weights and optimizer state for NaN and infinity before a save and after a load.
 
 Buffers are not checked, because attention masks contain -inf. This module also ends a run that has already
 reached its limit, such as --max-update, when it is started again.
@@ -42,7 +42,7 @@ READ = ("betas", "eps", "weight_decay", "amsgrad")
 
 
 def first_bad(named: Iterable[tuple[str, Tensor, float]]) -> str | None:
-    """Return the name of the first tensor that has a NaN or a magnitude of at least its limit, or None.
+    """Return the name of the first tensor with a NaN or a value that is too large; None if all are fine.
 
     `named` contains (name, tensor, limit).
     """
@@ -67,7 +67,7 @@ def _norm(tensor: Tensor, order: float) -> Tensor:
 
 
 def tensors_of(trainer: Any) -> Iterator[tuple[str, Tensor, float]]:
-    """Yield (name, tensor, limit) of this rank's trained weights, fp32 masters and optimizer state."""
+    """Yield this rank's trained weights, fp32 copies and optimizer state, as (name, tensor, limit)."""
     names = {}
     for module in (trainer.get_model(), trainer.get_criterion()):
         for name, parameter in module.named_parameters():
@@ -101,7 +101,7 @@ def optimizers_of(trainer: Any) -> Iterator[Any]:
 
 
 def mismatch(trainer: Any) -> str | None:
-    """Return the first optimizer option or state that does not fit the model; None if all fit."""
+    """Return a message about the first optimizer option or state that does not fit the model, or None."""
     for optimizer in optimizers_of(trainer):
         for parameter, state in optimizer.state.items():
             if not torch.is_tensor(parameter):
@@ -123,7 +123,7 @@ def mismatch(trainer: Any) -> str | None:
 
 
 def _is_like(value: Any, default: Any, key: str) -> bool:
-    """Return whether an optimizer option's value has a valid type and range, judged by its default."""
+    """Return whether an optimizer option's value has the type of its default and a valid range."""
     if isinstance(default, bool):
         return value is None or (isinstance(value, bool) and (key != "maximize" or not value))
     if isinstance(default, tuple | list):
@@ -150,7 +150,7 @@ def _has_form(value: Any, parameter: Tensor) -> bool:
 
 
 def _on_any_rank(found: str | None) -> str | None:
-    """Return the first problem that any rank found, the same on all ranks; None if none did. Collective."""
+    """Return, on all ranks, the first problem that any rank found, or None. Collective."""
     names = world.all_gather_object(found, "the check for NaN and infinity")
     for rank, name in enumerate(names):
         if name:
@@ -159,7 +159,7 @@ def _on_any_rank(found: str | None) -> str | None:
 
 
 def refuse_to_save(trainer: Any) -> None:
-    """Raise an error on all ranks if any rank's state to be saved has a NaN or infinity. Collective."""
+    """Raise an error on all ranks if any rank would save a NaN or infinity. Collective."""
     found = _on_any_rank(first_bad(tensors_of(trainer)))
     if found is not None:
         way_back = way_back_from(trainer.cfg.checkpoint.save_dir, trainer.get_model())
@@ -170,7 +170,7 @@ def refuse_to_save(trainer: Any) -> None:
 
 
 def refuse_loaded(cfg: Any, trainer: Any) -> None:
-    """Raise an error on all ranks if a loaded state does not fit or is not finite. Collective."""
+    """Raise an error on all ranks if a loaded checkpoint does not fit or is not finite. Collective."""
     unfit = _on_any_rank(mismatch(trainer))
     found = unfit or _on_any_rank(first_bad(tensors_of(trainer)))
     if found is None:
@@ -187,7 +187,7 @@ def refuse_loaded(cfg: Any, trainer: Any) -> None:
 
 
 def way_back_from(save_dir: str, model: nn.Module, failed_at: int | None = None) -> str:
-    """Return a clause for errors that names the newest checkpoint with finite weights. Collective.
+    """Return text for an error that names the newest checkpoint with finite weights. Collective.
 
     `failed_at` is the update at which the weights failed; None if these weights were not saved.
     """
@@ -230,7 +230,7 @@ def _is_good(path: str, untrained: set[str]) -> bool:
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors of a value: itself, or each expert of a sharded tensor, or nothing."""
+    """Yield the tensors in an entry of the optimizer state; a sharded tensor yields each expert's."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, ShardedTensor):
@@ -239,7 +239,7 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 @contextlib.contextmanager
 def checked_at_start(main: Any) -> Iterator[None]:
-    """Context manager in which fairseq checks the loaded state before it trains the first epoch.
+    """Context manager in which the loaded state is checked before fairseq trains the first epoch.
 
     In the block, a wrapper replaces fairseq's function `train`, which trains one epoch.
     """

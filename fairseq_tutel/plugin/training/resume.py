@@ -90,7 +90,7 @@ def _restored(cfg: Any) -> str:
 
 
 def _newest_saved(cfg: Any) -> str | None:
-    """Return the name of the complete checkpoint in --save-dir to use instead of checkpoint_last.pt."""
+    """Return the checkpoint to resume from if checkpoint_last.pt is missing or not the newest, or None."""
     begin, path, last = cfg.continue_once or cfg.finetune_from_model, _restored(cfg), _last(cfg)
     if cfg.checkpoint_suffix:
         return None
@@ -194,7 +194,7 @@ def updates_of(path: str) -> int:
 
 
 def _found_by_all(path: str) -> list[str]:
-    """Check a path on every rank; return each rank's result. Collective.
+    """Check on every rank whether a path is a valid checkpoint; return all results. Collective.
 
     A result is NOTHING, CORRUPT, ELSEWHERE, a kind of NOT_CHECKPOINTS, or the identity of a file.
     If ranks share a file, only the first of them reads it completely.

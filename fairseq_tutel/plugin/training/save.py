@@ -33,7 +33,10 @@ logger = logging.getLogger(__name__)
 
 
 def run_training(main: Any, cfg: Any, **kwargs: Any) -> Any:
-    """Run fairseq's training `main` with the lease of --save-dir, after the checkpoint was checked."""
+    """Run fairseq's training `main` while no other run may write to --save-dir.
+
+    The checkpoint from which the run resumes is checked first.
+    """
     save_dir = cfg.checkpoint.save_dir
     writes = not (cfg.checkpoint.no_save or PathManager.path_requires_pathmanager(save_dir))
     with writing(save_dir, writes), finite.checked_at_start(main):
@@ -46,7 +49,10 @@ def run_training(main: Any, cfg: Any, **kwargs: Any) -> Any:
 
 @contextlib.contextmanager
 def writing(save_dir: str, writes: bool = True) -> Iterator[None]:
-    """Context manager that holds the lease of a folder in its block. Collective when it is entered."""
+    """Context manager that keeps other runs from writing to a folder.
+
+    It holds the folder's lease in its block. Collective when it is entered.
+    """
     taken: list[Lease] = []  # on rank 0
 
     def take_lease() -> None:
@@ -104,7 +110,7 @@ def save_checkpoint(original: Any) -> Any:
 
 
 def _complete(cfg: Any, trainer: Any) -> None:
-    """Gather or write the experts and optimizer state of all ranks for the next checkpoint. Collective."""
+    """Gather or write all ranks' experts and optimizer state for the next checkpoint. Collective."""
     inner, topology = innermost_optimizer(trainer.optimizer), RUN.topology
     model = trainer.get_model()
     has_experts = bool(experts.expert_modules(model))
@@ -151,7 +157,7 @@ def write_in_shards(trainer: Trainer, inner: MoEOptimizerMixin | None, topology:
 
 
 def copy(original: Any) -> Any:
-    """Wrap PathManager.copy to write a temporary file and rename it, so no truncated file can result."""
+    """Wrap fairseq's PathManager.copy so that an interrupted copy leaves no truncated file."""
 
     @functools.wraps(original)
     def wrapper(src_path: str, dst_path: str, overwrite: bool = False) -> Any:
@@ -168,7 +174,7 @@ def copy(original: Any) -> Any:
 
 
 def persistent_save(original: Any) -> Any:
-    """Wrap torch_persistent_save: write to a unique temporary file; a retry writes a new file."""
+    """Wrap fairseq's torch_persistent_save so that each attempt writes a new temporary file."""
 
     @functools.wraps(original)
     def wrapper(obj: Any, filename: Any, async_write: bool = False) -> None:

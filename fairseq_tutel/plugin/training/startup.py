@@ -1,4 +1,4 @@
-"""Starts a run: reads the ranks from torchrun's environment, checks and compares options, sets time-outs.
+"""Starts a run: reads the ranks from torchrun's environment, checks options, and sets time-outs.
 
 While the model is built, the root of the task's configuration is the FairseqConfig that the Trainer uses.
 """
@@ -71,7 +71,7 @@ def join_torchrun(cfg: Any) -> None:
 
 
 def meeting_of(cfg: Any) -> contextlib.AbstractContextManager[Any]:
-    """Return a context manager for the rendezvous of all ranks.
+    """Return a context manager for the rendezvous, in which all ranks find each other at the start.
 
     The context does nothing if this process is the only rank or spawns the others.
     """
@@ -100,7 +100,7 @@ OF_OTHER_COMMANDS = {"common_eval", "generation", "eval_lm", "interactive"}
 
 
 def start_together(root: Any, model: nn.Module, task: Any) -> None:
-    """Check that all ranks have equal options, and set the time-out of their collectives. Collective."""
+    """Check that all ranks have equal options; set the time-out of their collectives. Collective."""
     set_timeout(config_of(task))
     if dist.is_initialized():
         check_together(config_of(task))
@@ -127,7 +127,7 @@ def limit_fairseq_groups() -> None:
 
 
 def allocate_gather_buffers(cfg: Any) -> None:
-    """Without a GPU, allocate the buffers of fairseq's all_gather_list in host memory."""
+    """Allocate the buffers of fairseq's all_gather_list in host memory if there is no GPU."""
     if not torch.cuda.is_available():
         size, gather = cfg.common.all_gather_list_size, distributed_utils.all_gather_list
         gather._buffer = torch.empty(size * dist.get_world_size(), dtype=torch.uint8)
@@ -160,7 +160,7 @@ def _facts_of(root: Any, model: nn.Module, task: Any) -> dict[str, Any]:
 
 
 def _options(section: Any) -> dict[str, Any]:
-    """Return the options of a configuration section that must be equal on all ranks, as a dict by flag."""
+    """Return those options of a configuration section that must be equal on all ranks, by flag."""
     if OmegaConf.is_config(section):
         section = OmegaConf.to_container(section, resolve=True, enum_to_str=True)
     elif isinstance(section, argparse.Namespace):
@@ -179,7 +179,7 @@ def _digest(value: Any) -> str:
 
 
 def saves_shards(task: Any) -> bool:
-    """Return whether a task's --moe-checkpoint is sharded."""
+    """Return whether a task saves experts in shard files (--moe-checkpoint sharded)."""
     return read(TaskConfig, config_of(task)).moe_checkpoint == "sharded"
 
 

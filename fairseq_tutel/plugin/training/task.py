@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 
 class InferenceMixin:
-    """Mixin before a fairseq task class that lets commands use one model on several ranks."""
+    """Mixin for a fairseq task class that lets commands use one model on several ranks."""
 
     _iterator: Any = None
     _epoch = 0  # epoch of the latest training iterator
@@ -59,7 +59,7 @@ class InferenceMixin:
         return iterator
 
     def build_generator(self, *args: Any, **kwargs: Any) -> Any:
-        """Build fairseq's sequence generator; raise NoSentences if this rank has no batches."""
+        """Build fairseq's sequence generator; raise an error if this rank has no sentences."""
         last = self._iterator
         if last is not None and last.shard_id >= len(last.frozen_batches):
             raise NoSentences
@@ -81,7 +81,7 @@ class InferenceMixin:
         return command.count(batches, self.target_dictionary)
 
     def valid_step(self, sample: Any, model: nn.Module, criterion: Any, **kwargs: Any) -> Any:
-        """Validate one batch if this rank has one left, then serve the other ranks until they finish."""
+        """Validate one batch if this rank has one, then run this rank's experts for the other ranks."""
         if RUN.command is None:
             return super().valid_step(sample, model, criterion, **kwargs)  # type: ignore[misc]
         result: Any = (0.0, 0, {})
@@ -92,7 +92,7 @@ class InferenceMixin:
 
 
 class MoETaskMixin(InferenceMixin):
-    """Mixin before a fairseq task class that trains models with experts, on one or several ranks."""
+    """Mixin for a fairseq task class that trains models with experts, on one or several ranks."""
 
     _has_experts = False
     _layer_config: MoEConfig  # configuration of the first MoE layer, if there is one
@@ -181,7 +181,7 @@ class MoETaskMixin(InferenceMixin):
         return result
 
     def _begin_micro_batch(self, num_tokens: int, optimizer: Any) -> None:
-        """Start the tuner at an update's first micro-batch; report every later micro-batch to it."""
+        """Report the start of an update or micro-batch to the tuner, which measures updates."""
         if self.moe_tuner is None:
             return
         # Gradients are clipped at the end of every update, even if an overflow then skips the step.
@@ -208,7 +208,7 @@ class MoETaskMixin(InferenceMixin):
             return super().valid_step(sample, model, criterion, **kwargs)  # type: ignore[misc]
 
     def begin_valid_epoch(self, epoch: int, model: nn.Module) -> None:
-        """Discard the all-to-all times of the last backward pass before validation begins."""
+        """Prepare validation: discard the all-to-all times that were measured in training."""
         super().begin_valid_epoch(epoch, model)  # type: ignore[misc]
         for layer in moe_layers(model):
             if layer.timer is not None:
@@ -249,7 +249,7 @@ def _tokens_of(sample: dict[str, Any]) -> int:
 
 
 def _zero(value: Any) -> Any:
-    """Return zero in place of a number, zeros in place of a tensor, and any other value unchanged."""
+    """Return zeros in place of a number or tensor, and any other value unchanged."""
     if torch.is_tensor(value):
         return torch.zeros_like(value)
     return type(value)(0) if isinstance(value, Number) else value  # type: ignore[call-arg]
@@ -257,7 +257,7 @@ def _zero(value: Any) -> Any:
 
 @contextlib.contextmanager
 def _out_of_memory_ends_the_job(what: str) -> Iterator[None]:
-    """On several ranks, replace an out-of-memory error by an error that the trainer does not catch.
+    """Context manager that makes an out-of-memory error end the job if there are several ranks.
 
     fairseq would skip the batch on this rank only, and the others would wait in an all-to-all for ever.
     """

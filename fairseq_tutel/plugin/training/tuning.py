@@ -30,7 +30,10 @@ def option(cfg: Any, key: str) -> Any:
 
 
 def choose_algorithm(model: nn.Module, task_cfg: Any, root: Any) -> None:
-    """Choose the algorithm for --moe-a2a-algorithm auto by batch size and hardware profile. Collective."""
+    """Choose the all-to-all algorithm by batch size and hardware profile. Collective.
+
+    This function applies only to --moe-a2a-algorithm auto.
+    """
     layers = moe_layers(model)
     if layers[0].config.a2a_algorithm != "auto":
         return
@@ -51,7 +54,7 @@ def choose_algorithm(model: nn.Module, task_cfg: Any, root: Any) -> None:
 
 
 def tuner_of(model: nn.Module, cfg: Any, task_cfg: Any, root: Any) -> UpdateTuner | None:
-    """Return the tuner of a training run; None if tuning is off or there is nothing to tune."""
+    """Return the tuner, which finds a fast way to run MoE layers during training; None without tuning."""
     layers = moe_layers(model)
     first = layers[0]
     if not is_tuned(first.config) or first.topology.expert_parallel_size == 1:
@@ -88,7 +91,7 @@ def _machine_of(task_cfg: Any, root: Any) -> Machine:
 
 
 def _tokens_of(root: Any, task_cfg: Any) -> int:
-    """Return the approximate number of tokens in a rank's micro-batch."""
+    """Estimate the number of tokens in a rank's micro-batch."""
     sentences = root.dataset.batch_size or 0
     per_sentence = option(task_cfg, "tokens_per_sample") or 32
     return root.dataset.max_tokens or sentences * per_sentence or TOKENS
