@@ -51,7 +51,7 @@ from fairseq_tutel.plugin.run_state import is_opened, root_of
 logger = logging.getLogger(__name__)
 
 BOTH = ("encoder", "decoder")
-# Whether encoder or decoder layers have an fc1, by model class; this also holds for subclasses.
+# Which of encoder and decoder have layers with an fc1, by model class; subclasses have the same ones.
 SIDES = (
     (("encoder",), (RobertaModel, MaskedLMModel, Wav2Vec2Model, HubertModel)),
     (("decoder",), (LightConvLanguageModel, TransformerUnitLanguageModel, SpeechDLM)),
@@ -148,7 +148,7 @@ class FineTunedMixin(MoEModelMixin):
 
 
 def _refuse_within_a_dense_model(root: Any) -> None:
-    """Raise an error if a model with experts is fine-tuned with a dense --arch, which cannot spread them."""
+    """Raise an error if a model with experts is fine-tuned with a dense --arch, which lacks support."""
     model: Any = getattr(root, "model", None)
     has_experts = getattr(ARCH_MODEL_REGISTRY.get(getattr(model, "_name", "")), "has_experts", False)
     if getattr(model, "w2v_path", None) and not has_experts:

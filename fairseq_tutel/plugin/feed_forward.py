@@ -100,6 +100,7 @@ class MoEFeedForward(MoELayer):
     """A MoE layer that takes the place of fc1 in a fairseq transformer layer.
 
     Input and output are [time, batch, D], or [batch, time, D].
+
     The balance loss is not part of the output y. The backward of y adds the balance loss's gradient,
     times a coefficient that the criterion's loss node sets at the start of the backward pass. This is
     correct with activation checkpointing, with fp16's loss scale, and for ignored batches.
