@@ -1,4 +1,4 @@
-"""Collective plans along ForestColl's trees: from a root to all ranks, or sums from all ranks to a root.
+"""Makes collective plans that send data along ForestColl's trees, to all ranks or as sums to the roots.
 
 There are N ranks, k trees per root and P slices. A shard has P k chunks. A tree with m copies carries P m
 of these chunks: m adjacent chunks in each slice. Ranks send in rounds. All chunks from one rank to another
@@ -21,7 +21,7 @@ from fairseq_tutel.plans.format import Place, Plan, Writer
 def forest(
     collective: str, reducing: Forest | None, distributing: Forest | None, *, slices: int = 1
 ) -> Plan:
-    """Return a collective plan that sends along the trees of `grow_for`."""
+    """Return a collective plan that sends data along the trees that `grow_for` returned."""
     one = distributing or reducing
     assert one, "a collective reduces or distributes"
     network = one.network if distributing else one.network.reversed
