@@ -164,7 +164,7 @@ def _layer_of(work: Work, cluster: Cluster, strategy: Strategy) -> _Layer:
 
 
 def step_parts(work: Work, machine: Machine, cluster: Cluster, strategy: Strategy) -> dict[str, float]:
-    """Return the predicted seconds of each part of a training step: forward and backward of all layers.
+    """Return the predicted seconds of each part of a training step (forward and backward, all layers).
 
     "exchange" is the time of all-to-alls that does not overlap with the experts.
 
@@ -243,7 +243,7 @@ def memory_bytes(work: Work, cluster: Cluster, strategy: Strategy) -> dict[str, 
 
 
 def candidates(work: Work, nodes: int, local: int) -> Iterator[tuple[Cluster, Strategy]]:
-    """Yield all pairs of a cluster and a strategy with which the layers can run.
+    """Yield each possible pair of a cluster configuration and a strategy for a training run.
 
     They differ in the expert-parallel size, adaptive_r, overlap and all-to-all algorithm.
     """

@@ -93,7 +93,7 @@ class PlanBackend:
 
 
 class _OnCpu:
-    """Runs a collective plan in shared memory if the group's ranks can share memory, else by messages.
+    """Runs a collective plan in shared memory if the group's ranks can share it, else by send and receive.
 
     A call runs in `wait`, not in `start`. In shared memory it needs all ranks at once, and `start` may be
     inside a backward pass in which other ranks still need this rank for another collective.

@@ -1,4 +1,4 @@
-"""Edge splitting: replaces the links of switches by links between ranks, without reducing the flows.
+"""Edge splitting: replaces the links of switches by links between ranks, without reducing flows to ranks.
 
 A link from u to switch w and a link from w to t become a link from u to t, as long as k N can still flow
 from the source of `optimum` to each rank. If each switch receives as much as it sends, all links of a
@@ -143,7 +143,7 @@ class _Splitting:
         return limit - self.needed
 
     def _moved(self, graph: Flow, last: int, rank: int, end: int) -> bool:
-        """Move flow from the unlimited edge of rank `last` to that of `rank`; return whether all fits."""
+        """Move flow from the unlimited edge of rank `last` to that of `rank`; return whether it fits."""
         graph.add(last, end, -self.endless)
         if (over := -graph.left[last][end]) > 0:
             graph.add(last, end, over)

@@ -44,7 +44,7 @@ def forest(
 
 
 class _Branch(NamedTuple):
-    """The chunks that one edge of a tree carries in slice p, which runs p rounds behind the first slice.
+    """The chunks that one edge of a tree carries in slice p of the data, p rounds after slice 0.
 
     Attributes:
         chunk: the first chunk, numbered over all shards.
@@ -108,7 +108,7 @@ def _distribute(w: Writer, forest: Forest, begun: bool, slices: int) -> None:
 
 
 def _reduce(w: Writer, forest: Forest, collective: str, slices: int) -> int:
-    """Add the steps that sum each root's chunks over all ranks in its `out`; return the size of `tmp`."""
+    """Add steps that sum each root's chunks over all ranks into the root's `out`; return `tmp`'s size."""
     branches = sorted(_branches(forest, slices), key=lambda each: (each.height, each.child, each.chunk))
     # Each child's sum has its own place in the parent's `tmp`.
     places: dict[tuple[int, int], Place] = {}
