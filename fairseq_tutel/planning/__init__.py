@@ -1,1 +1,1 @@
-"""Strategies of a layer, a model of their costs on a cluster, and the tuner. Nothing here imports torch."""
+"""Strategies to run a MoE layer, a model of their costs, and the tuner. Nothing here imports torch."""

@@ -36,7 +36,7 @@ class Work:
 
     @property
     def rows(self) -> int:
-        """R, the number of token-expert assignments on a rank."""
+        """The number of token-expert assignments on a rank (R)."""
         return self.tokens * self.top_k
 
     @property
@@ -72,7 +72,7 @@ class Cluster:
 
     @property
     def world(self) -> int:
-        """W, the number of ranks in the cluster."""
+        """The number of ranks in the cluster (W)."""
         return self.nodes * self.local
 
     @property
@@ -135,7 +135,7 @@ def held(work: Work, cluster: Cluster) -> Held:
 
 @dataclass(frozen=True)
 class _Layer:
-    """The sizes of one MoE layer on a rank: copies of rows, and stored and gathered weights."""
+    """The numbers of row copies, stored weights and gathered weights of one MoE layer on a rank."""
 
     sends_rows: bool  # whether rows are sent to other ranks
     copies: int  # copies of each row; each copy is computed with hidden_dim / copies
@@ -164,7 +164,7 @@ def _layer_of(work: Work, cluster: Cluster, strategy: Strategy) -> _Layer:
 
 
 def step_parts(work: Work, machine: Machine, cluster: Cluster, strategy: Strategy) -> dict[str, float]:
-    """Return the predicted seconds of each part of a training step: forward and backward of all layers.
+    """Return the predicted seconds of each part of a training step (forward and backward, all layers).
 
     "exchange" is the time of all-to-alls that does not overlap with the experts.
 
@@ -221,7 +221,10 @@ def step_seconds(work: Work, machine: Machine, cluster: Cluster, strategy: Strat
 
 
 def memory_bytes(work: Work, cluster: Cluster, strategy: Strategy) -> dict[str, float]:
-    """Return the device memory of a rank in bytes by kind, with Adam and activations of MoE layers only."""
+    """Return the predicted bytes of each kind of data in a rank's device memory, for training with Adam.
+
+    Only activations of MoE layers are counted.
+    """
     layer, bytes_held = _layer_of(work, cluster, strategy), held(work, cluster)
     size, dim, rows = work.bytes_per_element, work.model_dim, work.rows
     saved = work.tokens * dim + rows * (
@@ -240,7 +243,7 @@ def memory_bytes(work: Work, cluster: Cluster, strategy: Strategy) -> dict[str, 
 
 
 def candidates(work: Work, nodes: int, local: int) -> Iterator[tuple[Cluster, Strategy]]:
-    """Yield all pairs of a cluster and a strategy with which the layers can run.
+    """Yield each possible pair of a cluster configuration and a strategy for a training run.
 
     They differ in the expert-parallel size, adaptive_r, overlap and all-to-all algorithm.
     """
@@ -310,7 +313,7 @@ def _experts_seconds(work: Work, machine: Machine, layer: _Layer, chunks: int) -
 
 
 def _local_seconds(work: Work, machine: Machine, layer: _Layer) -> float:
-    """Return the seconds for reading and writing rows in dispatch, regroup and combine on a rank."""
+    """Return a rank's seconds for reading and writing rows in dispatch, reordering and combine."""
     dispatch = (1 + layer.copies) * work.rows
     regroup = 4 * layer.copies * work.rows if layer.sends_rows else 0
     combine = layer.copies * work.rows + work.tokens
@@ -340,7 +343,7 @@ def _gradients_seconds(
 
 
 def _gathers_of_both(machine: Machine) -> int:
-    """Return the cost of an all-gather and a reduce-scatter together, relative to one all-gather."""
+    """Return the cost of an all-gather plus a reduce-scatter, as a multiple of one all-gather's cost."""
     return 3 if machine.reduce_scatter_as_all_reduce else 2
 
 

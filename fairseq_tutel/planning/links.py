@@ -1,4 +1,4 @@
-"""Time of collectives by an alpha-beta model of links, and a fit of this model to measurements.
+"""Predicts the time of collectives by an alpha-beta model of links, and fits this model to measurements.
 
 There are N nodes with L ranks each. The fit minimizes the squared relative error.
 """
@@ -231,7 +231,7 @@ def _machine_of(columns: np.ndarray, on_links: np.ndarray, seconds: np.ndarray, 
 
 
 def _link(alpha: float | None, per_byte: float | None, start: Link) -> Link:
-    """Return the fitted link; numbers that the fit did not determine are kept from `start`."""
+    """Return a link's fitted latency and speed; a number that was not fitted is taken from `start`."""
     return Link(start.alpha_s if alpha is None else alpha, 1 / per_byte if per_byte else start.bytes_per_s)
 
 

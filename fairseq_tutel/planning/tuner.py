@@ -1,10 +1,9 @@
-"""Tuner: finds the fastest strategy for each capacity bucket by measuring training updates.
+"""Tuner: finds the fastest strategy for each range of capacities (bucket) by measuring training updates.
 
-A bucket is a range of capacities, and updates in the same bucket share one choice. The cost model proposes
-the candidates of a bucket. They are measured in rounds, one update for each candidate in a round. After a
-round, candidates that are too slow drop out. If the cost of the best strategy drifts later, the bucket is
-measured again. The choice depends only on recorded costs, so ranks with the same costs choose the same
-strategy.
+Updates in the same bucket share one choice. The cost model proposes the candidates of a bucket. They are
+measured in rounds, one update for each candidate in a round. After a round, candidates that are too slow
+drop out. If the cost of the best strategy drifts later, the bucket is measured again. The choice depends
+only on recorded costs, so ranks with the same costs choose the same strategy.
 
 Source: Tutel (Hwang et al. 2023), section 3.3, for the dictionary of buckets. The search is new here.
 """
@@ -33,7 +32,10 @@ Predict = Callable[[Strategy], float]
 
 
 class Tuner:
-    """Chooses the strategy of the next update; `given`, the strategy of the options, is always tried."""
+    """Chooses the strategy of the next update: measures candidates, and then keeps the fastest.
+
+    `given`, the strategy of the options, is always tried.
+    """
 
     def __init__(
         self,
@@ -52,7 +54,7 @@ class Tuner:
         self._recent: dict[str, list[float]] = {}
 
     def choose(self, key: str, predict: Predict | None = None) -> Strategy:
-        """Return the best strategy of bucket `key` or, during its search, the next candidate to measure.
+        """Return the best strategy for a range of capacities (`key`), or the next candidate to measure.
 
         `predict` returns the predicted seconds of a strategy.
         """
@@ -62,7 +64,7 @@ class Tuner:
         return self.best[key] if key in self.best else self._next[key]
 
     def record(self, key: str, strategy: Strategy, cost: float) -> None:
-        """Record the cost of an update with a strategy; the unit must be the same within a bucket."""
+        """Record an update's cost with a strategy; all costs with the same `key` must have one unit."""
         if not math.isfinite(cost):
             return
         if key in self.best:
@@ -75,11 +77,11 @@ class Tuner:
             self._warm.add((key, strategy))
 
     def settled(self, key: str) -> bool:
-        """Return whether the search for the best strategy of a bucket has ended."""
+        """Return whether the search for the best strategy for a range of capacities (`key`) has ended."""
         return key in self.best
 
     def state(self) -> dict[str, Any]:
-        """Return the costs and the best strategy of each bucket as JSON values, for `load`."""
+        """Return the costs and the best strategy for each capacity range, as JSON values for `load`."""
         return {
             key: {
                 "best": dataclasses.asdict(self.best[key]) if key in self.best else None,
@@ -89,9 +91,9 @@ class Tuner:
         }
 
     def load(self, state: dict[str, Any]) -> int:
-        """Load costs and best strategies that `state` returned; return the number of skipped buckets.
+        """Load costs and best strategies that `state` returned; return how many entries were skipped.
 
-        A bucket is skipped if its best strategy is not available in this run.
+        The entry of a bucket is skipped if its best strategy is not available in this run.
 
         Raises:
             ValueError: the state is malformed.
@@ -122,7 +124,7 @@ class Tuner:
         )
 
     def _pruned(self, predict: Predict | None) -> list[Strategy]:
-        """Return the candidate strategies of a bucket, in the order of their predicted seconds."""
+        """Return the strategies to measure, in the order of their predicted seconds."""
         every = [
             Strategy(adaptive_r=r, overlap=overlap, algorithm=algorithm)
             for r, overlap, algorithm in product(self.rs, self.overlaps, self.algorithms)
@@ -140,7 +142,7 @@ class Tuner:
         return kept
 
     def _advance(self, key: str) -> None:
-        """Choose the candidate that a bucket measures next or, after the last round, its best strategy."""
+        """Choose the next candidate to measure for `key` or, after the last round, the best strategy."""
         costs, active = self.costs.setdefault(key, {}), self._candidates[key]
         for n in range(1, ROUNDS + 1):
             waiting = [strategy for strategy in active if len(costs.get(strategy, ())) < n]

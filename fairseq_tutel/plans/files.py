@@ -1,7 +1,7 @@
-"""Collective plans from files or names: FILE.json, MSCCL's FILE.xml or, for example, ring:all_gather:8.
+"""Reads collective plans from JSON or MSCCL XML files, or makes them from names such as ring:all_gather:8.
 
-`read_run` reads the plans of a training run. A plan can be made for one network. The file of this network
-is in the plan's folder. The run must have the same number of ranks on each host as the network.
+`read_run` reads the plans of a training run. If a plan was made for one network, its folder has the file of
+this network, and the run must have the same number of ranks on each host as the network.
 """
 
 import contextlib
@@ -66,9 +66,9 @@ def write(plan: Plan, path: Path) -> None:
 
 
 class PlacedPlan(NamedTuple):
-    """A collective plan of a run that the checker has accepted.
+    """A collective plan that a training run uses and that the checker has accepted.
 
-    `name` is the file name without .json. `hosts` has the number of ranks on each host; None: any.
+    `name` is the file name without .json. `hosts` has the number of ranks on each host; None means any.
     """
 
     name: str
@@ -77,7 +77,7 @@ class PlacedPlan(NamedTuple):
     hosts: tuple[int, ...] | None = None
 
     def fits(self, ranks: Sequence[int], local: int) -> bool:
-        """Return whether a group of ranks can run the plan; each host has `local` ranks (0: unknown)."""
+        """Return whether a group of ranks can run the plan. A host has `local` ranks; 0 means unknown."""
         if len(ranks) != self.plan.ranks:
             return False
         return not local or self.hosts is None or self.hosts == hosts_of(ranks, local)
@@ -89,7 +89,7 @@ def hosts_of(ranks: Iterable[int], local: int) -> tuple[int, ...]:
 
 
 def read_run(path: str) -> tuple[PlacedPlan, ...]:
-    """Read and check the plans of --moe-collective-plans: a file, or all *.json files of a folder by name.
+    """Read and check the plans of --moe-collective-plans, which is a file or a folder of *.json files.
 
     Raises:
         ValueError: there is no plan, or a plan is unreadable or wrong; the message names the file.
@@ -119,7 +119,10 @@ def _networks(paths: Iterable[Path]) -> Iterator[tuple[Path, Network]]:
 
 
 def _placed(file: Path, plan: Plan, hosts: Mapping[str, tuple[int, ...]]) -> PlacedPlan:
-    """Check a plan; return it with the ranks on each host, which `hosts` has by network digest."""
+    """Check a plan, and return it with the number of ranks on each host of its network.
+
+    `hosts` has these numbers by the digest of the network.
+    """
     if plan.network and plan.network not in hosts:
         raise ValueError(
             f"{file}: the plan is for the network with the digest {plan.network}, but no network file in "
@@ -134,7 +137,7 @@ def _placed(file: Path, plan: Plan, hosts: Mapping[str, tuple[int, ...]]) -> Pla
 def refuse_unused(plans: Sequence[PlacedPlan], groups: Sequence[Sequence[int]], local: int) -> None:
     """Raise ValueError if a collective plan fits none of the groups of ranks in the run.
 
-    `groups` has the ranks of each group with at least 2 ranks. A host has `local` ranks (0: unknown).
+    `groups` has the ranks of each group with at least 2 ranks. A host has `local` ranks; 0 means unknown.
     """
     for placed in plans:
         plan = placed.plan

@@ -68,7 +68,7 @@ class PlanError(ValueError):
 
 
 class Place(NamedTuple):
-    """The position of a run of chunks: the buffer and the index of the first chunk."""
+    """The position of one or more adjacent chunks: their buffer and the index of the first chunk."""
 
     buffer: str
     chunk: int
@@ -139,7 +139,7 @@ class Plan:
 
     @cached_property
     def digest(self) -> str:
-        """A hash of the plan's content in 16 hexadecimal digits."""
+        """A hash of the plan's content, written as 16 hexadecimal digits."""
         text = json.dumps(to_json(self), sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -174,19 +174,19 @@ class Writer:
     def put(
         self, rank: int, target: int, src: Chunk, dst: Chunk, n: int = 1, *, lane: int = 0, tag: Any = 0
     ) -> None:
-        """Append a put of n chunks to another rank."""
+        """Append a put, which copies n chunks from this rank to another rank."""
         step = Step("put", self._channel(rank, target, tag), (Place(*src),), Place(*dst), n)
         self._add(rank, lane, step)
 
     def send(
         self, rank: int, target: int, src: Chunk, dst: Chunk, n: int = 1, *, lane: int = 0, tag: Any = 0
     ) -> None:
-        """Append a put of n chunks to another rank, and a signal after it."""
+        """Append a put, which copies n chunks to another rank, and then a signal to that rank."""
         self.put(rank, target, src, dst, n, lane=lane, tag=tag)
         self.signal(rank, target, lane=lane, tag=tag)
 
     def signal(self, rank: int, target: int, *, lane: int = 0, tag: Any = 0) -> None:
-        """Append a signal to another rank."""
+        """Append a signal to another rank, which that rank can wait for."""
         self._add(rank, lane, Step("signal", self._channel(rank, target, tag)))
 
     def wait(self, rank: int, source: int, *, lane: int = 0, tag: Any = 0) -> None:
@@ -202,7 +202,7 @@ class Writer:
         self.reduce(rank, [src], dst, n, lane=lane)
 
     def reduce(self, rank: int, sources: Iterable[Chunk], dst: Chunk, n: int = 1, *, lane: int = 0) -> None:
-        """Append a sum of n chunks from several places, or a copy if there is only one place."""
+        """Append a step that adds n chunks from several places, or copies them from a single place."""
         places = tuple(Place(*source) for source in sources)
         op = "reduce" if len(places) > 1 else "copy"
         self._add(rank, lane, Step(op, None, places, Place(*dst), n))
@@ -216,7 +216,7 @@ class Writer:
         self._add(rank, lane, Step("pend", semaphore=semaphore))
 
     def plan(self, name: str, collective: str, chunks: int, **others: Any) -> Plan:
-        """Return the plan with all steps so far; `others` are further fields of `Plan`."""
+        """Return a plan with all steps that have been appended; `others` has more fields of `Plan`."""
         channels = tuple(Channel(source, target, self.kind) for source, target, _ in self.channels)
         programs = tuple(tuple(tuple(lanes[lane]) for lane in sorted(lanes)) for lanes in self.lanes)
         fields = {"channels": channels, "programs": programs, **others}

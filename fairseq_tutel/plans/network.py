@@ -66,7 +66,7 @@ class Network:
 
     @property
     def hosts(self) -> dict[int, list[int]]:
-        """The ranks on every host, by the number of the host."""
+        """The list of ranks on each host, by the number of the host."""
         found: dict[int, list[int]] = {}
         for rank, (host, _) in enumerate(self.places):
             found.setdefault(host, []).append(rank)
@@ -74,7 +74,7 @@ class Network:
 
     @cached_property
     def matrix(self) -> list[list[int]]:
-        """The bandwidth of each link by [source][target], 0 where there is no link. Read-only."""
+        """The read-only matrix of bandwidths by [source][target], with 0 where there is no link."""
         matrix = [[0] * len(self.vertices) for _ in self.vertices]
         for link in self.links:
             matrix[link.source][link.target] = link.bandwidth
@@ -82,7 +82,7 @@ class Network:
 
     @cached_property
     def digest(self) -> str:
-        """A hash of the network in 16 hexadecimal digits, which does not depend on names."""
+        """A hash of the network, written as 16 hexadecimal digits; it does not depend on names."""
         text = json.dumps([self.places, len(self.vertices), sorted(self.links)])
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -252,7 +252,7 @@ def _demand(holds: bool, otherwise: str) -> None:
 def _made(
     hosts: int, local: int, switches: Iterable[str], both: Iterable[tuple[int, int, int]], unit: str
 ) -> Network:
-    """Return a network of `hosts` hosts with `local` GPUs each and links in both directions."""
+    """Return a network of `hosts` hosts with `local` GPUs each; each link exists in both directions."""
     places = tuple((host, rank) for host in range(hosts) for rank in range(local))
     return Network(
         name="",
@@ -266,10 +266,10 @@ def _made(
 def boxes(
     number: int, local: int, inside: int, between: int, unit: str = "units", shared: bool = False
 ) -> Network:
-    """Return a network of boxes with `local` GPUs and a switch each, joined by one more switch.
+    """Return a network of boxes (machines with several GPUs and a switch), joined by one more switch.
 
-    A GPU has bandwidth `inside` to its box's switch and `between` to other boxes. With `shared`, the GPUs
-    of a box share one link to other boxes.
+    A box has `local` GPUs. A GPU has bandwidth `inside` to its box's switch and `between` to other boxes.
+    With `shared`, the GPUs of a box share one link to other boxes.
     """
     ranks = number * local
     links = [(rank, ranks + rank // local, inside) for rank in range(ranks)]

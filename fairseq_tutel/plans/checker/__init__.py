@@ -21,7 +21,7 @@ __all__ = ["PlanError", "Report", "check"]
 
 @dataclass(frozen=True)
 class Report:
-    """The cost of a collective plan: its steps, its hops in a row, and its traffic in each round.
+    """The cost of a collective plan: its number of steps, its longest chain of hops, and its traffic.
 
     Attributes:
         depth: the most signals on a chain of steps. Each signal is a hop from rank to rank.
@@ -35,14 +35,14 @@ class Report:
 
     @property
     def bytes_of_link(self) -> Load:
-        """The bytes on each link (source, target) in all rounds, as a fraction of a rank's `in`."""
+        """The bytes that each link (source, target) carries in total, as a fraction of a rank's input."""
         links = {link for load in self.loads for link in load}
         return {link: sum(load.get(link, 0) for load in self.loads) for link in links}
 
     def predicted(
         self, size: int, alpha: float, seconds_per_byte: Callable[[tuple[int, int]], float]
     ) -> float:
-        """Return the predicted seconds of the plan for `size` bytes of `in`.
+        """Return the predicted seconds of the plan if the input of each rank has `size` bytes.
 
         The prediction adds `alpha` for each hop and the time of the slowest link in each round.
         """

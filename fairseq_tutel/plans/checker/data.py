@@ -18,9 +18,9 @@ from fairseq_tutel.plans.format import REDUCING, Place, Plan, PlanError
 
 
 class Kind(NamedTuple):
-    """The properties that determine a chunk's length: its index, and the source and target of its block.
+    """The properties that determine a chunk's length: its index, and its source and target rank.
 
-    The source and the target are -1 if all shards have the same length.
+    The source and the target rank are -1 if all shards have the same length.
     """
 
     source: int
@@ -29,7 +29,10 @@ class Kind(NamedTuple):
 
 
 class _Value(NamedTuple):
-    """The symbolic value of a chunk: an ID, and the sum of one chunk of `in` over some ranks (as bits)."""
+    """The symbolic value of a chunk: the sum of one input chunk over a set of ranks.
+
+    `number` is the ID of the value. `ranks` has a bit for each rank of the set.
+    """
 
     number: int
     chunk: int
@@ -42,7 +45,7 @@ Held = dict[tuple[int, str], list[tuple[_Value, int] | None]]
 
 
 def kind_of(plan: Plan, rank: int, place: Place) -> Kind:
-    """Return the kind of the chunk at a position in `in`, or of the final chunk at a position in `out`."""
+    """Return the `Kind` of the input chunk, or of the final output chunk, at a position in a buffer."""
     other, chunk = divmod(place.chunk, plan.chunks)
     if plan.collective != "all_to_all":
         return Kind(-1, -1, chunk)
@@ -50,9 +53,9 @@ def kind_of(plan: Plan, rank: int, place: Place) -> Kind:
 
 
 def check_data(plan: Plan, order: Order) -> dict[int, tuple[Kind, ...]]:
-    """Check the results of a plan, and return the kinds of the chunks that each put, copy and reduce moves.
+    """Check the results of a plan, and return the `Kind` of each chunk that a step puts, copies or adds.
 
-    The kinds are by step number.
+    The keys of the result are step numbers.
 
     Raises:
         PlanError: a step reads an empty chunk, adds a chunk twice, or mixes lengths, or a result is wrong.
@@ -145,7 +148,7 @@ def _check_results(plan: Plan, order: Order, held: Held) -> None:
 
 
 def _wanted(plan: Plan, rank: int, chunk: int) -> tuple[int, int]:
-    """Return the required content of a chunk of `out`: the chunk of `in`, and the ranks to sum as bits."""
+    """Return the input chunk that an output chunk must hold, and the ranks to sum it over, as bits."""
     everyone = (1 << plan.ranks) - 1
     other, offset = divmod(chunk, plan.chunks)
     match plan.collective:

@@ -110,7 +110,7 @@ class Order:
         raise PlanError(f"Plan {name!r} has a deadlock: {'; '.join(ways)}.")
 
     def _levels(self) -> tuple[list[int], int]:
-        """Return the round of each step, and the largest number of signals on a chain of steps."""
+        """Return the round of each step, and the most signals on a chain of dependent steps."""
         ended: dict[int, list[int]] = defaultdict(list)  # by wait or flush, the puts that end with it
         for ends in (self.arrival, self.release):
             for put, number in ends.items():

@@ -27,7 +27,7 @@ Counts = np.ndarray[Any, np.dtype[np.int32]]
 
 
 class Clock(NamedTuple):
-    """A vector clock of a lane: its own steps so far, and the steps of each lane as of its last wait."""
+    """The vector clock of a lane: its own step count, and each lane's step count as of its last wait."""
 
     lane: int
     taken: int
@@ -47,7 +47,7 @@ class Clock(NamedTuple):
 
 
 class Access(NamedTuple):
-    """An access to chunks by a step of a call, or by the caller (`number` is None).
+    """A read or write of chunks by a step of a plan or, if `number` is None, by the plan's caller.
 
     `ends` has pairs (lane, count). The access has ended when any of these lanes has run `count` steps.
     """
@@ -76,7 +76,7 @@ def check_races(plan: Plan, order: Order) -> None:
 
 
 def _accesses(plan: Plan, order: Order) -> Iterator[tuple[int, str, int, int, bool, Access, Clock]]:
-    """Yield all accesses of three calls in one possible order.
+    """Yield all reads and writes of chunks in three calls of a plan, in one possible order.
 
     The items are (rank, buffer, first chunk, number of chunks, whether the access writes, access, clock at
     its start). The start of a call is a step in each lane of the rank. A clock includes the step itself.

@@ -50,7 +50,7 @@ def _check_head(plan: Plan) -> None:
 
 
 def _wrong_in(plan: Plan, rank: int, step: Step) -> Iterator[str]:
-    """Yield the problems of one step, each as the end of a sentence that begins with the step."""
+    """Yield a text for each problem of a step; the text continues a sentence that begins with the step."""
     target = rank
     if step.op in ENDS:
         if step.channel is None or not 0 <= step.channel < len(plan.channels):
@@ -102,7 +102,7 @@ def _check_lanes(plan: Plan) -> None:
 
 
 def _check_pairs(plan: Plan) -> None:
-    """Raise PlanError if a put has no later signal, or waits or pends do not match signals or posts."""
+    """Raise PlanError if a put has no later signal, or a wait or pend does not match a signal or post."""
     sites: dict[tuple[str, int, int | None], list[str]] = defaultdict(list)
     open_puts: dict[int | None, str] = {}
     for rank, lane, index, step in plan.steps():

@@ -31,7 +31,7 @@ SUMMED = {torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int
 class PlanBackend:
     """Runs collectives with the first collective plan that fits, and logs each choice once.
 
-    It implements `comm.collectives.Backend`. `local` is the number of ranks on a host; 0: unknown.
+    It implements `comm.collectives.Backend`. `local` is the number of ranks on a host; 0 means unknown.
     """
 
     def __init__(self, plans: Iterable[PlacedPlan], local: int = 0) -> None:
@@ -46,7 +46,7 @@ class PlanBackend:
         return bool(self._fitting(collective, group))
 
     def chosen(self, collective: str, own: Tensor, operation: str, group: Group) -> "Program | None":
-        """Return the program that runs a collective with input `own`; None: torch runs the collective."""
+        """Return the program that runs a collective with input `own`, or None if torch must run it."""
         plans = self._fitting(collective, group)
         if not plans:
             return None
@@ -93,7 +93,7 @@ class PlanBackend:
 
 
 class _OnCpu:
-    """Runs a collective plan in shared memory if the group's ranks can share memory, else by messages.
+    """Runs a collective plan in shared memory if the group's ranks can share it, else by send and receive.
 
     A call runs in `wait`, not in `start`. In shared memory it needs all ranks at once, and `start` may be
     inside a backward pass in which other ranks still need this rank for another collective.

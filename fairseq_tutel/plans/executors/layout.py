@@ -45,7 +45,7 @@ class Move(NamedTuple):
 
 
 class Walked(NamedTuple):
-    """A collective plan with its moves in a possible order.
+    """A collective plan with the steps that move chunks (`moves`), in a possible execution order.
 
     `tmp_kinds` has the kinds of all chunks that each slot of `tmp` ever holds, by rank and slot.
     """
@@ -56,7 +56,7 @@ class Walked(NamedTuple):
 
 
 def walk(plan: Plan) -> Walked:
-    """Return the moves of a collective plan that the checker has accepted, in a possible order."""
+    """Return the steps of a checked collective plan that move chunks, in a possible execution order."""
     order = Order(plan)
     ever: dict[tuple[int, int], set[Kind]] = defaultdict(set)
     moves: list[Move] = []
@@ -77,10 +77,10 @@ def walk(plan: Plan) -> Walked:
 
 
 class Layout:
-    """The positions and lengths of all chunks in one call, in elements; a row has `width` elements.
+    """The position and length of each chunk in one call of a collective plan, in elements.
 
-    With a window, the layout covers only the elements of each chunk inside the window, and the slots of
-    `tmp` and `staged` have the window's length. Positions in `in` and `out` are of complete chunks.
+    A row has `width` elements. With a window, the layout covers only the elements of each chunk inside the
+    window, and slots of `tmp` and `staged` have its length. Positions in `in` and `out` ignore the window.
     """
 
     def __init__(self, walked: Walked, sizes: Sizes, width: int = 1, window: range | None = None) -> None:
@@ -99,7 +99,7 @@ class Layout:
         return length if window is None else min(max(length - window.start, 0), len(window))
 
     def _starts(self, rank: int, buffer: str) -> Sequence[int]:
-        """Return the first element of each chunk in a rank's buffer, and then the buffer's length."""
+        """Return the index of each chunk's first element in a rank's buffer, then the buffer's length."""
         if buffer in ("in", "out"):
             places = (Place(buffer, chunk) for chunk in range(self.plan.size_of(buffer)))
             lengths = [self._whole(kind_of(self.plan, rank, place)) for place in places]

@@ -1,4 +1,4 @@
-"""Executor of collective plans on one device: each lane of each rank is an instance of one Triton kernel.
+"""Executor that runs a collective plan on one device: each lane of each rank is a Triton kernel instance.
 
 Only tests use this executor. It tests plans with the memory order of a GPU, on a single GPU. The steps of a
 plan become a table of numbers (`kernels/reference_plan.py`).
@@ -35,7 +35,7 @@ class OnOneDevice:
         self.table, self._names = _table(layout, order, self.sizes, device)
 
     def run(self, ins: Sequence[Tensor], spins: int = SPINS) -> list[Tensor]:
-        """Run the plan several times in a row, and return each rank's `out`, [calls, elements].
+        """Run the plan several times in a row, and return the output of each rank, [calls, elements].
 
         `ins` has each rank's `in`, [calls, elements]. A wait gives up after `spins` checks of a semaphore.
 
@@ -67,7 +67,7 @@ class OnOneDevice:
 def _table(
     layout: Layout, order: Order, sizes: list[int], device: torch.device
 ) -> tuple[PlanTable, list[str]]:
-    """Return the table of steps for the kernel, and the names of the semaphores."""
+    """Return a plan's steps as tables of numbers for the kernel, and the names of the semaphores."""
     plan = layout.plan
     starts = [0, *accumulate(sizes)]
     tmp_starts = [0, *accumulate(layout.starts(rank, "tmp")[-1] for rank in range(plan.ranks))]
@@ -125,7 +125,7 @@ def _semaphore(order: Order, number: int) -> str:
 
 
 def _levels(order: Order) -> list[int]:
-    """Return the length of the longest chain of signals and posts before each step."""
+    """Return, for each step, the length of the longest chain of signals and posts before it."""
     levels = [0] * len(order.steps)
     of_lane: Counter[int] = Counter()
     for number in order.run:

@@ -1,9 +1,9 @@
-"""Executor of collective plans in shared memory: puts copy to other ranks' regions, signals raise counters.
+"""Executor that runs collective plans in shared memory: ranks write to each other's memory regions.
 
 A call divides each chunk into slices, and the plan runs once per slice. So regions are small and stay in
 the processor's caches. The division into chunks does not depend on the slices, so neither does the order
-of a sum. `Program` makes the steps of a slice, once per size. Lanes take turns: if a lane would have to
-wait, the next lane runs.
+of a sum. A signal raises a counter. `Program` makes the steps of a slice, once per size. Lanes take turns:
+if a lane would have to wait, the next lane runs.
 
 Each rank has a memory region to which the other ranks write:
 
@@ -48,7 +48,7 @@ Views = tuple[list[Any], list[Any]]
 
 
 class View(NamedTuple):
-    """A run of adjacent elements in the caller's `in` or `out`, or in `tmp` or `staged` of a region."""
+    """A range of elements in the caller's tensors (`in`, `out`) or in shared memory (`tmp`, `staged`)."""
 
     buffer: str
     rank: int
@@ -57,7 +57,7 @@ class View(NamedTuple):
 
 
 class Steps(NamedTuple):
-    """The steps of one rank for one slice of a call.
+    """The steps that one rank runs for one slice of the data of a collective.
 
     `lanes` has the steps of each lane, and `last` the steps after all lanes. Views are numbered: `callers`
     are in the caller's tensors, `regions` in shared memory, and `summed` are part of sums. `opened` has the
@@ -102,7 +102,7 @@ class Program:
         self.last = Move((rank, 0, 0), "copy", ends[:1], ends[1], kinds, 0)
 
     def steps(self, layout: Layout) -> Steps:
-        """Return the steps of this rank for one slice, which is the window of a layout."""
+        """Return the steps of this rank for one slice of the data, which is the window of the layout."""
         views: dict[View, int] = {}
         summed: set[int] = set()
 
@@ -134,7 +134,7 @@ class Program:
 
 
 class Call:
-    """A handle of a collective that runs in the first call of `wait`."""
+    """A handle of a collective, which runs when `wait` is called for the first time."""
 
     def __init__(self, run: Callable[[], None]) -> None:
         self._run: Callable[[], None] | None = run
@@ -262,11 +262,11 @@ class OneSided:
     # A region has the slots of `tmp` for even calls, of `tmp` for odd calls, and of `staged`.
 
     def _bytes(self, slot: int) -> int:
-        """Return the bytes of a rank's region if each slot has `slot` bytes."""
+        """Return the size of a rank's memory region in bytes if each slot has `slot` bytes."""
         return slot * (2 * self.plan.temporary + self._program.staged)
 
     def _open(self, steps: Steps, parity: int, dtype: torch.dtype) -> Views:
-        """Return the opened views of all regions; views of the caller's tensors are None."""
+        """Return arrays and tensors for the views of shared memory, and None for views of the caller."""
         arrays: list[Any] = [None] * (len(steps.callers) + len(steps.regions))
         tensors = arrays.copy()
         for number, (buffer, rank, start, length) in steps.regions:
@@ -288,7 +288,7 @@ class OneSided:
         self._for_sizes.cache_clear()
 
     def _compiled(self, sizes: Sizes, width: int, dtype: torch.dtype) -> list[tuple[int, Steps]]:
-        """Return the slices of a call: the first element of each slice in its chunk, and its steps."""
+        """Return the slices of a call as pairs: the slice's first element in each chunk, and its steps."""
         longest = self._longest(sizes) * width
         window = min(longest, self._slot // dtype.itemsize)
         made: dict[tuple[int, ...], Steps] = {}

@@ -1,4 +1,4 @@
-"""Memory that the ranks of one host share: a file that all ranks map, with counters to wait for.
+"""Memory that the ranks of one host share: a file that all ranks map, with counters and data regions.
 
 The file has int64 words and a region of bytes for each rank. Each word has its own cache line, and only one
 rank writes it. The other ranks put data into a rank's region. The file has a name only until all ranks have
@@ -50,7 +50,7 @@ class SharedMemoryError(OSError):
 
 
 class SharedMemory:
-    """Memory that the ranks of a group share: `words`, and a region of bytes for each rank.
+    """Memory that the ranks of a group share: int64 `words`, and a region of bytes for each rank.
 
     All ranks must construct this together. The caller can use `lines` cache lines of words. A region has
     `size` bytes at first, and can grow to `region` bytes.
@@ -74,7 +74,7 @@ class SharedMemory:
         weakref.finalize(self, os.close, self._descriptor)
 
     def _share(self) -> int:
-        """Return the descriptor of a file that all ranks have opened, where each rank locks one byte."""
+        """Open one file on all ranks, lock one byte of it for each rank, and return the file descriptor."""
         operation = "the opening of shared memory"
         path, problem, descriptor = "", "", -1
         if self.rank == 0:
@@ -105,7 +105,7 @@ class SharedMemory:
         return descriptor
 
     def _allocate(self, descriptor: int, size: int, words: int = 0) -> str:
-        """Allocate `words` bytes for words and `size` bytes for each region; return an error or ""."""
+        """Allocate `words` bytes for all words and `size` bytes per region; return an error text, or ""."""
         regions = [(self._start + rank * self._region, size) for rank in range(self.ranks)]
         ranges = [(start, length) for start, length in [(0, words), *regions] if length]
         state = os.fstatvfs(descriptor)
@@ -119,7 +119,7 @@ class SharedMemory:
         return ""
 
     def line(self, index: int) -> int:
-        """Return the index of the first word in a cache line of the caller."""
+        """Return the index in `words` of the first word of a cache line that the caller can use."""
         return (self._first + index) * WORDS_OF_LINE
 
     def region(self, rank: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
@@ -128,7 +128,7 @@ class SharedMemory:
         return np.frombuffer(self._mapped, np.uint8, self._region, start)
 
     def wait(self, word: int, least: int, source: int) -> None:
-        """Wait until a word that rank `source` writes is at least `least`.
+        """Wait until the value of a word, which rank `source` writes, is at least `least`.
 
         Raises:
             DistBackendError: this rank has ended, or did not write within the timeout of groups.
@@ -182,7 +182,7 @@ class Backoff:
         self._ended: set[int] = set()
 
     def pause(self, sources: Iterable[int]) -> None:
-        """Pause between two checks of a wait for the ranks `sources` of the group.
+        """Pause between two checks while waiting for the ranks `sources` of the group.
 
         Raises:
             DistBackendError: one of these ranks has ended, or the timeout of groups has passed.
@@ -210,7 +210,7 @@ class Backoff:
 
 
 def timeout_of(group: dist.ProcessGroup | None) -> timedelta:
-    """Return the timeout of a process group on CPUs; None: the default group."""
+    """Return the timeout of a process group's CPU backend; None means the default group."""
     found = group or dist.group.WORLD
     assert found is not None
     return cast(timedelta, found._get_backend(torch.device("cpu")).options._timeout)

@@ -1,4 +1,4 @@
-"""Executor of collective plans by two-sided messages (send and receive), over gloo or NCCL.
+"""Executor that runs collective plans by two-sided messages (send and receive), over gloo or NCCL.
 
 The plan runs in rounds. In each round, a rank sends at most one message to each other rank. The message has
 all chunks for that rank, one after another. Between rounds, the rank copies and sums in the plan's order.
@@ -27,7 +27,10 @@ Run = tuple[str, int, int]  # buffer, first element, length
 
 
 class Round(NamedTuple):
-    """One round of a rank: messages (other rank, runs), then sums on this rank (sources, target)."""
+    """The work of one rank in a round of a plan: it exchanges messages, and then it adds chunks.
+
+    A message is (other rank, runs of elements), and a sum is (sources, target).
+    """
 
     send: list[tuple[int, list[Run]]]
     receive: list[tuple[int, list[Run]]]
@@ -35,7 +38,7 @@ class Round(NamedTuple):
 
 
 class Call:
-    """A handle of a collective that has started and runs by messages."""
+    """A handle to wait for a collective that has started and exchanges messages between ranks."""
 
     def __init__(
         self, rounds: Sequence[Round], buffers: dict[str, Tensor], group: dist.ProcessGroup | None
@@ -115,7 +118,10 @@ def add_up(sources: Sequence[Tensor], out: Tensor) -> None:
 
 
 class TwoSided:
-    """Runs one rank's part of a collective plan by messages; the checker must have accepted the plan."""
+    """Runs one rank's part of a collective plan by send and receive.
+
+    The checker must have accepted the plan.
+    """
 
     def __init__(self, plan: Plan, group: dist.ProcessGroup | None) -> None:
         self.plan, self.group, self.is_new = plan, group, True
@@ -145,7 +151,7 @@ class TwoSided:
         return Call(rounds, {"in": own, "out": out, "tmp": tmp}, self.group)
 
     def _compiled(self, sizes: Sizes) -> tuple[list[Round], int]:
-        """Return the rounds of this rank for some sizes, and the number of elements of `tmp`."""
+        """Return this rank's rounds for shards of the given sizes, and the number of elements of `tmp`."""
         layout = Layout(self.walked, sizes)
         rounds = []
         for moves, messages in zip(self._sums, self._messages, strict=True):
@@ -162,7 +168,7 @@ class TwoSided:
 
 
 def _joined(puts: Sequence[Move], layout: Layout, is_sent: bool) -> list[Run]:
-    """Return the runs of elements that a message sends or fills on this rank; adjacent runs are joined."""
+    """Return the ranges of elements that a message reads or writes on this rank, joined if adjacent."""
     found: list[Run] = []
     for put in puts:
         end = put.sources[0] if is_sent else put.target

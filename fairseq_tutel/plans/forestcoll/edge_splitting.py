@@ -1,12 +1,12 @@
-"""Edge splitting: replaces the links of switches by links between ranks, without reducing the flows.
+"""Edge splitting: replaces the links of switches by links between ranks, without reducing flows to ranks.
 
 A link from u to switch w and a link from w to t become a link from u to t, as long as k N can still flow
 from the source of `optimum` to each rank. If each switch receives as much as it sends, all links of a
 switch can be replaced, in any order (Bang-Jensen, Frank and Jackson, Preserving and increasing local
 edge-connectivity in mixed graphs, 1995).
 
-Consider a set T of vertices with a rank and without the source. Its room is the capacity into T minus k N.
-Splitting reduces the room of sets with w but without u and t, and of sets with u and t but without w.
+Consider a set T of vertices with a rank and without the source. Its spare capacity (room) is the capacity
+into T minus k N. Splitting reduces it for sets with w but without u and t, and with u and t but without w.
 """
 
 from collections.abc import Iterator, Sequence
@@ -58,7 +58,7 @@ class _Splitting:
         return into, list(members(self.graph.out[switch]))
 
     def _nearness(self, pair: tuple[int, int]) -> tuple[int, int, int]:
-        """Return the key that sorts pairs of vertices: the next host and the same local rank come first.
+        """Return a key to sort pairs of vertices: the next host and the same local rank come first.
 
         So different ranks have different neighbours.
         """
@@ -91,7 +91,7 @@ class _Splitting:
         return [t for t in alike if t != u] or [t for t in out if t != u]
 
     def _split_evenly(self, switch: int, pieces: Sequence[Piece]) -> None:
-        """Replace links of a switch by `pieces`: all of them if there is room, else the pieces that fit."""
+        """Replace links of a switch by the new links `pieces`, but skip those that reduce flows too far."""
         if not pieces:
             return
         trial = self.graph.copy()
@@ -112,7 +112,7 @@ class _Splitting:
             graph.add(u, t, amount)
 
     def _room(self, switch: int, u: int, t: int, most: int) -> int:
-        """Return how much capacity of the links from u and to t can be replaced, at most `most`."""
+        """Return how much capacity of a switch's links from u and to t can be replaced, at most `most`."""
         # First sets with the switch but without u and t, then sets with u and t but without the switch.
         for start, end in ((u, switch), (switch, t)):
             if most:
@@ -125,7 +125,7 @@ class _Splitting:
         return most
 
     def _least(self, graph: Flow, start: int, end: int, ranks: int, most: int) -> int:
-        """Return the least room of all sets with `end` and at least one of `ranks`, but without `start`.
+        """Return the least spare capacity of sets with `end` and one or more of `ranks`, without `start`.
 
         The result is at most `most`.
         """
@@ -143,7 +143,7 @@ class _Splitting:
         return limit - self.needed
 
     def _moved(self, graph: Flow, last: int, rank: int, end: int) -> bool:
-        """Return whether flow over the unlimited edge of rank `last` can move to the edge of `rank`."""
+        """Move flow from the unlimited edge of rank `last` to that of `rank`; return whether it fits."""
         graph.add(last, end, -self.endless)
         if (over := -graph.left[last][end]) > 0:
             graph.add(last, end, over)

@@ -19,7 +19,7 @@ from fairseq_tutel.plans.network import Network
 
 
 class Forest(NamedTuple):
-    """Trees for a network: k trees with each rank as root; trees with the same root are adjacent."""
+    """Trees for a network: k trees with each rank as root, listed root by root."""
 
     network: Network
     best: Optimum
@@ -57,10 +57,10 @@ def grow(network: Network, trees: int | None = None, most_trees: int | None = No
 def grow_for(
     network: Network, collective: str, trees: int | None = None, most_trees: int | None = None
 ) -> tuple[Forest | None, Forest | None]:
-    """Return the forests that a collective needs, as (to reduce data or None, to distribute data or None).
+    """Return the two forests with which a collective reduces data and then distributes data.
 
-    `grow` describes the options. Data is reduced from leaves to roots, so the forest for this is made for
-    the network with reversed links.
+    A forest that is not needed is None. `grow` describes the options. Data is reduced from leaves to roots,
+    so the forest for this is made for the network with reversed links.
     """
     there = grow(network, trees, most_trees) if collective != "reduce_scatter" else None
     if collective == "all_gather":

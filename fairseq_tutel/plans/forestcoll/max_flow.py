@@ -1,4 +1,4 @@
-"""Maximum flow and minimum cut with integers by Dinic's algorithm (1970), for dense, small graphs.
+"""Integer maximum flow and minimum cut by Dinic's algorithm (1970), for small and dense graphs.
 
 Graphs have dozens of vertices. Capacities are in a matrix, and sets of vertices are bits of an integer. So
 a breadth-first search needs a few operations per vertex instead of per edge.

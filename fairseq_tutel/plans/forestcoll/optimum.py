@@ -1,4 +1,4 @@
-"""ForestColl's optimum: the least time in which each rank's shard can reach all ranks, and the cut for it.
+"""ForestColl's optimum: the least time to send each rank's shard to all ranks, and the cut that limits it.
 
 Let S be a set of vertices without at least one rank. The shards of its ranks R(S) leave S over links with
 the total bandwidth B+(S). So shards of one byte take at least |R(S)| / B+(S). Let 1/x be the largest of
@@ -25,7 +25,7 @@ TRIED = 200
 
 
 class Optimum(NamedTuple):
-    """The lower bound 1/x for the time of any schedule, and a set S of vertices that has this bound.
+    """The lower bound (1/x) for the time of any all-gather, and a set S of vertices that gives this bound.
 
     `cut` is S as bits. `narrow` is |R(S)| and B+(S), whose quotient is 1/x.
     """
@@ -35,12 +35,12 @@ class Optimum(NamedTuple):
 
     @property
     def seconds(self) -> Fraction:
-        """The seconds for shards of one byte (1/x), if bandwidths are in bytes per second."""
+        """The seconds (1/x) that shards of one byte take, if bandwidths are in bytes per second."""
         return Fraction(*self.narrow)
 
 
 class Share(NamedTuple):
-    """The assignment of links to trees, with k = `trees` trees per root.
+    """The number of trees that may use each link of a network, with k = `trees` trees per root.
 
     At most U b trees use a link of bandwidth b; U is `stretch`. `capacities` has U b, rounded down, by
     [source][target].
@@ -52,7 +52,7 @@ class Share(NamedTuple):
 
     @property
     def seconds(self) -> Fraction:
-        """The seconds for shards of one byte (U / k), if bandwidths are in bytes per second."""
+        """The seconds (U / k) that shards of one byte take, if bandwidths are in bytes per second."""
         return self.stretch / self.trees
 
 
@@ -80,7 +80,7 @@ def _narrow(network: Network, cut: int) -> Optimum:
 
 
 def _too_narrow(network: Network, rank: int, seconds: Fraction) -> int:
-    """Return a set of vertices without `rank` whose bound is larger than `seconds`, or 0."""
+    """Return a set of vertices without `rank` whose time bound is larger than `seconds`, or 0."""
     source = len(network.vertices)
     # All numbers are multiplied by the numerator of 1/x, which makes them whole.
     matrix = [[seconds.numerator * b for b in row] for row in network.matrix]
@@ -90,7 +90,7 @@ def _too_narrow(network: Network, rank: int, seconds: Fraction) -> int:
 
 
 def optimal_share(network: Network, best: Optimum) -> Share:
-    """Return the assignment of links with the fewest trees that reach the optimum."""
+    """Return the assignment of links to trees that reaches the optimal time with the fewest trees."""
     widths = [link.bandwidth for link in network.links]
     common = math.gcd(best.seconds.denominator, *widths)
     stretch = Fraction(best.seconds.numerator, common)
@@ -103,7 +103,7 @@ def _share(network: Network, trees: int, stretch: Fraction) -> Share:
 
 
 def is_enough(network: Network, share: Share) -> bool:
-    """Return whether the trees of an assignment fit: whether k N can flow to each rank (Edmonds)."""
+    """Return whether links have enough capacity for the trees: k N must flow to each rank (Edmonds)."""
     graph = with_source(share.capacities, network.ranks, share.trees)
     return reaches_all(graph, network.ranks, share.trees * network.ranks)
 
@@ -162,7 +162,7 @@ def fixed_share(network: Network, best: Optimum, trees: int, most: Fraction | No
 
 
 def default_share(network: Network, best: Optimum, most_trees: int | None = None) -> Share:
-    """Return the assignment of links with the fewest trees whose time is within `TOLERANCE` of the optimum.
+    """Return the assignment of links to the fewest trees with a time within `TOLERANCE` of the optimum.
 
     With `most_trees`, k is at most this number. If no such assignment is fast enough, return the fastest.
     """

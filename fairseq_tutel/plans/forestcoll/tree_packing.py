@@ -97,7 +97,7 @@ class _Packing:
         return found
 
     def _with_demands(self, others: Sequence[Tree]) -> Flow:
-        """Return the graph of remaining links, extended by the demands of the other trees.
+        """Return the graph of remaining links, with more vertices for the demands of the other trees.
 
         It has a source, a vertex for each other tree, and edges from this vertex to the tree's vertices.
         """

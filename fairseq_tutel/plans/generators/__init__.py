@@ -19,7 +19,7 @@ from fairseq_tutel.plans.generators import named
 
 
 class Generator(NamedTuple):
-    """A function (collective, ranks) -> Plan, and the collectives for which it can make plans.
+    """A function that makes a plan from (collective, ranks), and the collectives that it supports.
 
     `has_nodes`: whether the function takes the option `nodes`.
     """

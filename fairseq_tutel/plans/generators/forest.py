@@ -1,4 +1,4 @@
-"""Collective plans along ForestColl's trees: from a root to all ranks, or sums from all ranks to a root.
+"""Makes collective plans that send data along ForestColl's trees, to all ranks or as sums to the roots.
 
 There are N ranks, k trees per root and P slices. A shard has P k chunks. A tree with m copies carries P m
 of these chunks: m adjacent chunks in each slice. Ranks send in rounds. All chunks from one rank to another
@@ -21,7 +21,7 @@ from fairseq_tutel.plans.format import Place, Plan, Writer
 def forest(
     collective: str, reducing: Forest | None, distributing: Forest | None, *, slices: int = 1
 ) -> Plan:
-    """Return a collective plan that sends along the trees of `grow_for`."""
+    """Return a collective plan that sends data along the trees that `grow_for` returned."""
     one = distributing or reducing
     assert one, "a collective reduces or distributes"
     network = one.network if distributing else one.network.reversed
@@ -44,7 +44,7 @@ def forest(
 
 
 class _Branch(NamedTuple):
-    """The chunks that one edge of a tree carries in slice p, which runs p rounds behind the first slice.
+    """The chunks that one edge of a tree carries in slice p of the data, p rounds after slice 0.
 
     Attributes:
         chunk: the first chunk, numbered over all shards.
@@ -108,7 +108,7 @@ def _distribute(w: Writer, forest: Forest, begun: bool, slices: int) -> None:
 
 
 def _reduce(w: Writer, forest: Forest, collective: str, slices: int) -> int:
-    """Add the steps that sum each root's chunks over all ranks in its `out`; return the size of `tmp`."""
+    """Add steps that sum each root's chunks over all ranks into the root's `out`; return `tmp`'s size."""
     branches = sorted(_branches(forest, slices), key=lambda each: (each.height, each.child, each.chunk))
     # Each child's sum has its own place in the parent's `tmp`.
     places: dict[tuple[int, int], Place] = {}

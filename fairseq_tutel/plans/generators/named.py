@@ -36,7 +36,10 @@ def ring(collective: str, ranks: int) -> Plan:
 
 
 def _sum_along(w: Writer, r: int, result: Chunk) -> None:
-    """Add the steps of rank r that sum chunk r of all ranks in `result`; round t receives into tmp[t]."""
+    """Add the steps with which rank r sums chunk r of all ranks along the ring, and writes it to `result`.
+
+    Round t receives into tmp[t].
+    """
     for t in range(w.ranks - 1):
         leaves = ("tmp", t - 1) if t else ("in", (r - 1) % w.ranks)
         w.send(r, (r + 1) % w.ranks, leaves, ("tmp", t))
@@ -46,7 +49,7 @@ def _sum_along(w: Writer, r: int, result: Chunk) -> None:
 
 
 def _pass_on(w: Writer, r: int, own: Chunk) -> None:
-    """Add the steps of rank r that pass the chunk `own` of each rank to out[rank] of all other ranks."""
+    """Add the steps with which rank r passes the chunk `own` of each rank on along the ring into `out`."""
     for t in range(w.ranks - 1):
         leaves = (r - t) % w.ranks
         w.send(r, (r + 1) % w.ranks, ("out", leaves) if t else own, ("out", leaves))
@@ -207,14 +210,15 @@ def two_hops(collective: str, ranks: int, *, nodes: int) -> Plan:
 
 
 def _others(index: int, count: int) -> list[int]:
-    """Return all other indices below `count`, starting after `index`, so ranks send to different peers."""
+    """Return all indices below `count` except `index`, in cyclic order, starting after `index`."""
+    # So ranks send to different peers at the same time.
     return [(index + distance) % count for distance in range(1, count)]
 
 
 def _send_to_each(
     w: Writer, rank: int, members: Sequence[int], sources: Sequence[Chunk], target: Chunk
 ) -> list[int]:
-    """Add the sends of sources[i] to `target` on the i-th rank of a group; return the other members."""
+    """Add steps that send sources[i] to `target` on the i-th rank of a group; return the other members."""
     others = _others(members.index(rank), len(members))
     for i in others:
         w.send(rank, members[i], sources[i], target)
@@ -222,7 +226,7 @@ def _send_to_each(
 
 
 def _scatter(w: Writer, rank: int, members: Sequence[int]) -> list[Chunk]:
-    """Add an exchange of chunks: chunk i of `in` goes to the i-th rank; return the places of all chunks."""
+    """Add steps that send chunk i of `in` to the i-th rank; return the places of this rank's chunks."""
     own, count = members.index(rank), len(members)
     peers = _send_to_each(w, rank, members, [("in", i) for i in range(count)], ("tmp", own))
     _wait_for_each(w, rank, peers)

@@ -60,7 +60,7 @@ class _Step(NamedTuple):
 
 
 class _Block(NamedTuple):
-    """A thread block of an MSCCL file: its peers (-1: no peer), its channel and its steps."""
+    """A thread block of an MSCCL file: its peer ranks (-1 means none), its channel and its steps."""
 
     send: int
     recv: int
@@ -198,7 +198,7 @@ def cells_of(place: Place, n: int) -> set[Cell]:
 
 
 def _merge_sums(blocks: list[_Block]) -> None:
-    """Merge each copy or sum with directly following sums to the same chunks."""
+    """Merge each copy or sum with the sums that directly follow it and write to the same chunks."""
     depended = {step.after for block in blocks for step in block.steps}
     for index, block in enumerate(blocks):
         steps, last = block.steps, -1
@@ -215,7 +215,7 @@ def _merge_sums(blocks: list[_Block]) -> None:
 def _land(
     programs: Mapping[int, list[_Block]], scratch: int, base: int
 ) -> tuple[Mapping[Way, list[Place]], int]:
-    """Return the places where messages arrive, by (source, target, channel), and the chunks of `tmp`."""
+    """Return the places where messages arrive, by (source, target, channel), and the size of `tmp`."""
     sent: dict[Way, list[int]] = {}
     received: dict[Way, list[int]] = {}
     landings: dict[Way, list[Place]] = defaultdict(list)
@@ -330,7 +330,7 @@ def _effect(step: _Step, arrived: tuple[Place, ...]) -> tuple[tuple[Place, ...],
 
 
 def _stored(block: _Block) -> Counter[Cell]:
-    """Return the number of steps of a block that write each chunk."""
+    """Return, for each chunk, the number of steps of a thread block that write it."""
     steps = (step for step in block.steps if step.type in STORING)
     return Counter(cell for step in steps for cell in cells_of(step.dst, step.n))
 
@@ -338,7 +338,7 @@ def _stored(block: _Block) -> Counter[Cell]:
 def _dependencies(
     blocks: list[_Block],
 ) -> tuple[dict[tuple[int, int], int], dict[tuple[int, int], list[int]]]:
-    """Return, for each (block, step), the block for which it waits, and the blocks to which it posts."""
+    """Return, by (block, step), the block for which a step waits, and the blocks that wait for it."""
     pends: dict[tuple[int, int], int] = {}
     posts: dict[tuple[int, int], list[int]] = defaultdict(list)
     for lane, block in enumerate(blocks):
