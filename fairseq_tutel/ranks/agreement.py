@@ -90,7 +90,10 @@ def _compare(store: dist.Store, prefix: str, timeout: timedelta) -> tuple[list[i
 
 
 def _sentence(parties: list[tuple[list[int], dict[str, Any]]]) -> str:
-    """Return an error message with the facts that differ; a party is (ranks, facts that they share)."""
+    """Return an error message that names the facts, such as options, that differ between ranks.
+
+    A party is a list of ranks and the facts that they share.
+    """
     names = sorted({name for _, facts in parties for name in facts})
     differing = []
     for name in names:
@@ -119,7 +122,7 @@ def _text(value: Any) -> str:
 
 
 def _alike(texts: list[str]) -> int:
-    """Return the length of the longest common prefix of the texts."""
+    """Return the number of characters in the longest common prefix of the texts."""
     columns = zip(*texts, strict=False)
     return len(list(itertools.takewhile(lambda column: len(set(column)) == 1, columns)))
 

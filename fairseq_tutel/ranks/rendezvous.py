@@ -43,7 +43,7 @@ def ranks_per_node(environment: Mapping[str, str] = os.environ) -> int:
 
 
 def own_gpu(environment: Mapping[str, str] = os.environ) -> int:
-    """Return the index of this process's GPU among the visible GPUs (possibly only its own)."""
+    """Return the index of this process's GPU among the GPUs that are visible to the process."""
     return int(environment.get("LOCAL_RANK", 0)) % torch.cuda.device_count()
 
 

@@ -79,7 +79,7 @@ class FFNExperts(Experts):
 
     @property
     def is_one_node(self) -> bool:
-        """False: experts with a custom activation are not one autograd node."""
+        """Whether an FFN is a single autograd node: always False, because of the custom activation."""
         return False
 
     def activate(self, hidden_RH: Tensor) -> Tensor:
@@ -90,7 +90,7 @@ class FFNExperts(Experts):
 
 
 class ModuleExperts(ExpertStack):
-    """One custom module for all local experts: it maps x [e, rows, D] and a context to [e, rows, O].
+    """A custom module for all local experts, which maps x [e, rows, D] and a context to [e, rows, O].
 
     Rows are padded with zeros to the largest row count of an expert, at least 1. Parameters keep their
     names, with __ instead of dots. `build` returns the module with random weights.
@@ -134,7 +134,7 @@ class ModuleExperts(ExpertStack):
 
     @contextmanager
     def features(self, shape: tuple[int, ...]) -> Iterator[Callable[[], tuple[int, ...]]]:
-        """Context manager in which the module's input has the dimensions `shape` in place of D.
+        """Context manager that gives the custom module inputs [e, rows, *shape] instead of [e, rows, D].
 
         It yields a function that returns the dimensions of the output.
         """

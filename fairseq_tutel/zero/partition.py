@@ -81,7 +81,7 @@ class Partition:
         self.own = nn.Parameter(own)
 
     def put_at(self, start: int) -> None:
-        """Set the start position of this partition in its bucket."""
+        """Set the position at which this partition starts in its communication bucket."""
         self.start = start
 
     @torch.no_grad()
@@ -98,7 +98,7 @@ class Partition:
 
 
 class Bucket:
-    """Partitions whose gradients and weights are exchanged together."""
+    """A list of partitions whose gradients, or weights, are sent in one collective."""
 
     def __init__(self, partitions: Sequence[Partition]) -> None:
         self.partitions, self.share = list(partitions), partitions[0].share
@@ -211,10 +211,11 @@ def partitions_of(
     offload: bool = False,
     bucket_bytes: int = BUCKET_BYTES,
 ) -> tuple[list[Partition], list[Bucket]]:
-    """Return partitions in the order of the parameters, and buckets in the likely order of a backward pass.
+    """Return one partition for each parameter, and the communication buckets that contain them.
 
-    Without `cut` no parameter is sharded, such as for offload without ZeRO. A bucket has about
-    `bucket_bytes` in a group of at most BUCKET_RANKS. A larger parameter has a bucket of its own.
+    Buckets are in the likely order of a backward pass. Without `cut` no parameter is sharded, such as for
+    offload without ZeRO. A bucket has about `bucket_bytes` in a group of at most BUCKET_RANKS. A larger
+    parameter has a bucket of its own.
     """
     partitions = [Partition(p, share_of(p, topology) if cut else Share(), offload) for p in parameters]
     buckets: list[Bucket] = []

@@ -22,7 +22,7 @@ MASTER = "fp32_master"
 
 
 class GradientReducer:
-    """Reduces gradients, bucket by bucket, to the ranks that own them.
+    """Sums gradients over ranks, bucket by bucket, so that each rank gets the elements that it owns.
 
     With `eager` this happens during a backward pass. A bucket is sent when all its gradients exist and all
     earlier buckets are sent. So all ranks call the same collectives, even if some do not use all
@@ -41,7 +41,7 @@ class GradientReducer:
                     _set_hook(partition.parameter, self, number)
 
     def reset(self) -> None:
-        """Reset the counters and records for the next update."""
+        """Reset the records of sent buckets and received gradients for the next update."""
         self.sent = 0  # buckets sent in this backward pass
         self.here: list[set[int]] = [set() for _ in self.shared]
         self.backwards = 0
@@ -120,7 +120,7 @@ def _set_hook(parameter: nn.Parameter, reducer: GradientReducer, number: int) ->
 
 
 class ZeroState:
-    """Partitions a model's parameters, reduces their gradients, and updates the partitions.
+    """Splits a model's parameters over ranks, reduces their gradients, and updates this rank's part.
 
     Args:
         parameters: in the same order on all ranks.
@@ -158,7 +158,7 @@ class ZeroState:
         self.reducer.finish_backward()
 
     def reduce(self) -> None:
-        """Finish the gradient reduction after an update's last backward pass (stages 1, 2). Collective.
+        """Finish the gradient reduction of stages 1 and 2 after the last backward pass. Collective.
 
         A second call in an update has no effect.
         """
@@ -232,7 +232,7 @@ class ZeroState:
 
     @torch.no_grad()
     def own_state(self, index: int, state: dict[str, Any]) -> dict[str, Any]:
-        """Return this rank's part of a parameter's complete optimizer state; any run may have saved it."""
+        """Return this rank's part of a parameter's complete optimizer state, as read from a checkpoint."""
         partition, own = self.partitions[index], _without_fp16_stats(state)
         shape = partition.parameter.shape
         for key, value in own.items():
