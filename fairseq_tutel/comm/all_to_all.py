@@ -1,4 +1,4 @@
-"""All-to-all exchanges of token rows with autograd: row counts, dispatch and combine.
+"""All-to-all exchanges of row counts and token rows, with autograd for dispatch and combine.
 
 Dispatch sends rows to the ranks of their experts, and combine sends them back. Each is the backward pass of
 the other.

@@ -154,7 +154,7 @@ class ExpertStore:
             self._prefetch(index, experts)
 
     def take(self, index: int, experts: Sequence[int]) -> list[Buffer]:
-        """Fetch experts of a stack, and return their buffers, valid until the next call of any block."""
+        """Fetch experts of a stack and return their buffers, which are valid until a block is called."""
         with self._closed_on_error():
             wanted = {(index, e) for e in experts}
             self._release((self._used | self._prefetched.pop(index, set())) - wanted)

@@ -32,7 +32,7 @@ ONLY_OF_RANK = "only_of_rank"
 
 
 class MoEOptimizerMixin:
-    """Adds experts on several ranks and ZeRO to a FairseqOptimizer class, as first base class.
+    """Adds experts on several ranks and ZeRO to a FairseqOptimizer class; it is the first base class.
 
     It changes nothing for a model without experts, or on one rank without offload.
     """
@@ -218,7 +218,7 @@ class MoEOptimizerMixin:
         return {key: whole[key] for key in sorted(whole) if getattr(whole[key], "shape", None) == shape}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the optimizer state, with gathered tensors; mark it if it has only this rank's part.
+        """Return the optimizer state for a checkpoint, and mark it if it has only this rank's part.
 
         It includes fp32 masters. fairseq saves only half-precision weights, from which a run could not
         resume exactly.

@@ -31,7 +31,7 @@ _numbers: WeakKeyDictionary[dist.ProcessGroup, Iterator[int]] = WeakKeyDictionar
 
 
 def agree(facts: Mapping[str, Any]) -> None:
-    """Check that all ranks have the same facts, such as option values.
+    """Check that all ranks have the same facts, such as the values of command-line options.
 
     `facts` maps names, as users see them, to values. Every rank must call it equally often.
 
@@ -67,7 +67,7 @@ def agree(facts: Mapping[str, Any]) -> None:
 
 
 def _compare(store: dist.Store, prefix: str, timeout: timedelta) -> tuple[list[int], str]:
-    """Compare all ranks' facts; return (missing ranks, error message), both empty if all ranks agree."""
+    """Compare all ranks' facts; return the missing ranks and an error message, both empty if all agree."""
     ranks = range(dist.get_world_size())
     start = time.monotonic()
     try:
@@ -128,7 +128,7 @@ def _alike(texts: list[str]) -> int:
 
 
 def _shown(text: str, alike: int) -> str:
-    """Shorten a text to SHOWN_CHARACTERS, and omit a long common prefix of `alike` characters."""
+    """Shorten a text for a message, and omit most of a long prefix that it shares with other texts."""
     if alike > SHOWN_CHARACTERS // 2:
         text = "…" + text[alike - SHOWN_CHARACTERS // 4 :]
     return text if len(text) <= SHOWN_CHARACTERS else text[:SHOWN_CHARACTERS] + "…"

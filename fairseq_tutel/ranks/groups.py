@@ -65,7 +65,7 @@ class Grid:
 
 @dataclass(frozen=True, kw_only=True)
 class Topology:
-    """The process groups of one rank; a group is None if it would contain only this rank.
+    """The process groups that one rank uses for expert parallelism; a group of one rank is None.
 
     `share_groups` gather the shards of an expert; their keys are the sizes of the groups.
     """
@@ -144,7 +144,7 @@ def expert_parallel_size(world_size: int, expert_counts: Sequence[int], requeste
 def share_sizes(
     size: int, expert_counts: Sequence[int], degree_of: Callable[[int], int] | None = None
 ) -> tuple[int, ...]:
-    """Return the possible sizes, above 1, of the groups of ranks that gather the shards of an expert.
+    """Return the sizes of the groups of ranks that gather the shards of an expert, without size 1.
 
     An expert with s shards is gathered by groups of s / r ranks. degree_of(s) is the r of a layer with s
     shards; with None, r may be any divisor of s.
@@ -196,7 +196,7 @@ def make_topology(
 
 
 def topology_within(group: dist.ProcessGroup, num_experts: int, sliced: bool = False) -> Topology:
-    """Create or reuse this rank's process groups within a group. Collective over that group.
+    """Create or reuse process groups for expert parallelism in a group of ranks. Collective over it.
 
     If `sliced`, all ranks of the group hold shards of fewer experts. Otherwise P is the greatest common
     divisor of the numbers of ranks and experts.

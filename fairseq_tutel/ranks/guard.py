@@ -117,7 +117,10 @@ def _end(operation: str, rank: int | None, seconds: float) -> None:
 
 
 def is_of_communication(error: BaseException) -> bool:
-    """Return whether torch raised this error because of another rank and no guard has explained it."""
+    """Return whether torch raised this error because communication with another rank failed.
+
+    Errors that a guard has already explained do not count.
+    """
     if not isinstance(error, RuntimeError) or isinstance(error, CommunicationError):
         return False
     return isinstance(error, dist.DistError) or any(mark in str(error) for mark in MARKS)

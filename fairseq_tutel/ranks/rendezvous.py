@@ -1,4 +1,4 @@
-"""Rendezvous of all ranks within the time-out, also after torchrun restarts ranks.
+"""The rendezvous of all ranks at start, with a time-out; it also works after torchrun restarts ranks.
 
 torchrun keeps one store for all restarts. Restarted ranks find the addresses of dead ranks in it and fail
 at once (pytorch/pytorch issue 167288). With `METHOD`, rank 0 draws a random name for each start, and the

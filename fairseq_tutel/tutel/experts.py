@@ -41,7 +41,7 @@ NOT_PASSED = ("type", "module", *COUNTS)
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertContext:
-    """The second argument of a custom expert module, with Tutel's attribute names.
+    """The second argument of a custom expert module's `forward`, with Tutel's attribute names.
 
     Custom experts are never sharded.
     """
@@ -181,7 +181,7 @@ def drawn_from(seed: int) -> Iterator[None]:
 
 
 def check_experts(experts: Any, model_dim: int) -> tuple[Any, dict[str, Any]]:
-    """Check the `experts` dict; return (num_experts_per_device, the MoEConfig fields that it sets)."""
+    """Check the `experts` dict; return num_experts_per_device and the MoEConfig fields that it sets."""
     require(
         isinstance(experts, Mapping) and experts.get("type") in (*BUILT_IN, "custom"),
         f"experts is {experts!r}; give a dict with a type of {', '.join(BUILT_IN)} or custom, such as "

@@ -174,7 +174,7 @@ class TutelMoELayer(nn.Module):
     def _run(
         self, x_TD: Tensor, token: torch.Size, call: dict[str, Any]
     ) -> tuple[Tensor, tuple[int, ...], Tensor]:
-        """Run the layer; return y_TD, the dimensions of one output token, and the balance loss."""
+        """Run the layer; return the output, the dimensions of one output token, and the balance loss."""
         if isinstance(self.experts, ModuleExperts):
             with self.experts.features(token) as returned:
                 y_TD, output = self.moe(x_TD, **call)

@@ -1,4 +1,4 @@
-"""ZeRO partitions: each rank of a group keeps the optimizer state of an equal range of elements.
+"""ZeRO partitions: each rank keeps the optimizer state of an equal part of a parameter's elements.
 
 A parameter with n elements and a group of G ranks has m = ceil(n / G) elements per rank. Parameters of one
 group and dtype share buckets, which need one collective each. A bucket has M elements per rank and is
@@ -159,7 +159,7 @@ class Bucket:
         return self.gradient is not None
 
     def free_gradients(self) -> None:
-        """Free the gradients of all parameters and partitions of the bucket."""
+        """Free the gradients of all parameters and partitions in this communication bucket."""
         self.gradient = None
         for partition in self.partitions:
             partition.parameter.grad = partition.own.grad = None
@@ -196,7 +196,7 @@ class Bucket:
 
 
 def _rows(partition: Partition, stacked: Tensor, flat: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield one or two pairs of views of the same elements: in the bucket [G, M] and in the parameter."""
+    """Yield one or two pairs of views of equal elements: one of a bucket [G, M], one of a parameter."""
     columns = stacked[:, partition.start : partition.start + partition.length]
     full, rest = divmod(flat.numel(), max(1, partition.length))
     yield columns[:full], flat[: full * partition.length].view(full, partition.length)

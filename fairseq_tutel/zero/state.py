@@ -48,7 +48,7 @@ class GradientReducer:
         self.is_reduced = False
 
     def arrived(self, parameter: nn.Parameter, number: int) -> None:
-        """Record that a parameter of bucket `number` has its gradient; send buckets that are complete."""
+        """Record that a parameter of bucket `number` has its gradient; send buckets with all gradients."""
         if number < self.sent:
             raise RuntimeError(
                 f"a parameter of shape {tuple(parameter.shape)} got another gradient after its gradient "
@@ -190,10 +190,10 @@ class ZeroState:
 
     @torch.no_grad()
     def step(self, optimizer: torch.optim.Optimizer, update: Callable[[], Any]) -> None:
-        """Update this rank's elements bucket by bucket, and gather the weights on all ranks. Collective.
+        """Update this rank's elements, one group of parameters (bucket) at a time; gather all weights.
 
-        Only one bucket's gradients are fp32 at a time. Its weights are sent while the next bucket is
-        updated. `optimizer` must be elementwise, and `update` must call `optimizer.step`.
+        Collective. Only one bucket's gradients are fp32 at a time. Its weights are sent while the next
+        bucket is updated. `optimizer` must be elementwise, and `update` must call `optimizer.step`.
         """
         groups = optimizer.param_groups
         # Values in groups, such as a step count, must change once per update, not once per bucket.
@@ -253,7 +253,7 @@ class ZeroState:
 
 
 def _widen_gradients(bucket: Bucket, factor: float | Tensor) -> list[nn.Parameter]:
-    """Convert a bucket's gradients to the optimizer's dtype and device, multiplied by `factor`."""
+    """Multiply a bucket of gradients by `factor`, in the dtype and on the device of the optimizer."""
     owned = [partition.own for partition in bucket.partitions]
     device, dtype = owned[0].device, owned[0].dtype
     if isinstance(factor, Tensor):
