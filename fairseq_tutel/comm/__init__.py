@@ -1,1 +1,1 @@
-"""Dispatch and combine of token rows across ranks; start with `exchange.exchange_rows`."""
+"""Send token rows to the ranks of their experts and back; the main function is `exchange.exchange_rows`."""

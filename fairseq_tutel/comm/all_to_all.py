@@ -1,4 +1,4 @@
-"""All-to-all exchanges of token rows with autograd: row counts, dispatch and combine.
+"""All-to-all exchanges of row counts and token rows, with autograd for dispatch and combine.
 
 Dispatch sends rows to the ranks of their experts, and combine sends them back. Each is the backward pass of
 the other.
@@ -35,7 +35,7 @@ Move = Callable[[Tensor], Tensor]
 
 
 class Counts(NamedTuple):
-    """Row counts of one exchange, by rank and expert, as int64 tensors."""
+    """The numbers of rows that an all-to-all sends and receives, by rank and expert, as int64 tensors."""
 
     leaving_PE: Tensor  # rows from this rank to each expert of each rank
     arriving_PE: Tensor  # rows from each rank to each local expert
@@ -47,7 +47,7 @@ class Counts(NamedTuple):
     call_ids_P: Tensor | None = None
 
     def chunk(self, index: int, number: int) -> "Counts":
-        """Return the row counts of chunk `index` if every block of rows is split into `number` chunks.
+        """Split every block of rows into `number` chunks, and return the row counts of chunk `index`.
 
         All ranks split blocks in the same way.
         """
@@ -95,7 +95,7 @@ def exchange_all_counts(
 
 @dataclass(frozen=True, kw_only=True)
 class AllToAll:
-    """An exchange of rows with known row counts, with methods for dispatch and combine.
+    """An all-to-all exchange of rows with known row counts, with methods for dispatch and combine.
 
     Error messages contain `name`.
     """
@@ -150,7 +150,7 @@ class _Transfer:
 
 
 class Started(NamedTuple):
-    """An all-to-all that has started; `finish` returns its rows.
+    """An all-to-all that has started; `finish` waits for it and returns the received rows.
 
     The token has no elements: it connects `finish` to the autograd graph.
     """
@@ -235,14 +235,14 @@ class HopAllToAll(AllToAll):
 
 
 def linear_all_to_all(host: Counts, group: dist.ProcessGroup, **options: Any) -> HopAllToAll:
-    """Return a one-hop all-to-all for these row counts; `options` are the fields of `AllToAll`."""
+    """Return an all-to-all in one hop for given row counts; `options` are the fields of `AllToAll`."""
     return HopAllToAll(hops=(Hop(group, _splits(host.leaving_PE), _splits(host.arriving_PE)),), **options)
 
 
 def hierarchical_all_to_all(
     device: Counts, host: Counts, grid: Grid, backend: str = "auto", **options: Any
 ) -> HopAllToAll:
-    """Return a two-hop all-to-all for these row counts; `options` are the fields of `AllToAll`."""
+    """Return an all-to-all within nodes, then between nodes; `options` are the fields of `AllToAll`."""
     assert device.passing_LNE is not None and host.passing_LNE is not None
     nodes, local = grid.nodes, grid.local
     leaving_NL = host.leaving_PE.sum(1).view(nodes, local)
@@ -257,7 +257,10 @@ def hierarchical_all_to_all(
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedAllToAll(AllToAll):
-    """An all-to-all that a collective plan performs; the plan's chunks are blocks of rows."""
+    """An all-to-all that runs a collective plan, which is a program of puts, waits and copies.
+
+    The plan's chunks are blocks of rows.
+    """
 
     group: dist.ProcessGroup
     plan: str
@@ -281,7 +284,7 @@ def _splits(counts_AX: Tensor) -> Splits:
 
 
 def _regrouping(counts_AB: Tensor, host_AB: Tensor, backend: str) -> tuple[Move, Move]:
-    """Return two functions that move blocks of rows from (a, b) order to (b, a) order, and back."""
+    """Return two functions that transpose a matrix of blocks of rows, from (a, b) to (b, a), and back."""
     # Blocks of equal size, such as padded buffers, need no row maps.
     if bool((host_AB == host_AB[0, 0]).all()):
         outer, inner = host_AB.shape

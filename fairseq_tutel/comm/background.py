@@ -22,11 +22,11 @@ Wait = Callable[[], Tensor]
 
 
 def start(function: Callable[[Tensor], Tensor], rows: Tensor) -> Wait:
-    """Start `function(rows)` in the background, without autograd; return a function to wait for its result.
+    """Start `function(rows)` in the background, without autograd; return a function that waits for it.
 
-    On a CPU the calling thread waits, on a GPU its stream. After a failure, queued jobs fail without
-    sending: a peer would take their rows for rows of the failed job. Jobs that start after the error was
-    raised run normally.
+    That function returns the result. On a CPU it blocks the thread, on a GPU the stream. After a failure,
+    queued jobs fail without sending: a peer would take their rows for rows of the failed job. Jobs that
+    start after the error was raised run normally.
     """
     if rows.is_cuda:
         return _start_on_stream(function, rows)

@@ -31,7 +31,7 @@ def _untraced(function: Function) -> Function:
 
 
 class CallCounter:
-    """Counts the calls of a layer. All ranks of a group build the same layers in the same order."""
+    """Counts the calls of one layer, for call IDs; all ranks build the same layers in the same order."""
 
     def __init__(self, group: dist.ProcessGroup, name: str, num_local: int) -> None:
         self.layers = _layers.setdefault(group, [])
@@ -42,7 +42,7 @@ class CallCounter:
 
 @dataclass(frozen=True)
 class CallId:
-    """The ID of a layer's next call in training or evaluation mode.
+    """Identifies a layer's next call and mode, so that ranks can check that they make the same call.
 
     Without a counter, it is the ID of an exchange outside of layers.
     """
@@ -52,7 +52,7 @@ class CallId:
 
     @_untraced
     def prepended_to(self, counts_PX: Tensor) -> Tensor:
-        """Return the counts after a first column with the call ID, padded to the widest layer's width.
+        """Return row counts with the call ID as a new first column, padded to the widest layer's width.
 
         Call it once per layer call. Without padding, ranks in different layers would exchange unequal
         sizes, which ends with an unclear error, or never.
@@ -108,7 +108,7 @@ _pending: list[tuple[Any, Tensor, str, dist.ProcessGroup]] = []
 
 @_untraced
 def compare_later(call_ids_P: Tensor, operation: str, group: dist.ProcessGroup) -> None:
-    """Check call IDs like `compare`; on a GPU, the check runs at the next call, without synchronization."""
+    """Check that all ranks have the same call ID; on a GPU, check at the next call, to avoid a wait."""
     if not call_ids_P.is_cuda:
         compare(call_ids_P, operation, group)
         return

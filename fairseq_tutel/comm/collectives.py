@@ -23,7 +23,7 @@ _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_i
 
 
 class Program(Protocol):
-    """A collective that a `Backend` runs for tensors of any size."""
+    """A protocol for a collective that a `Backend` runs for tensors of any size."""
 
     def start(self, own: Tensor, out: Tensor, sizes: Any) -> Any:
         """Start the collective with input `own` and output `out`, and return its `dist.Work`.
@@ -34,10 +34,13 @@ class Program(Protocol):
 
 
 class Backend(Protocol):
-    """Runs some collectives instead of torch; all ranks get the same results from its methods."""
+    """A protocol for objects that run some collectives instead of torch.
+
+    All ranks get the same results from its methods.
+    """
 
     def has(self, collective: str, group: Group) -> bool:
-        """Return whether the backend runs a collective for at least some sizes."""
+        """Return whether the backend runs a collective for at least some tensor sizes."""
 
     def chosen(self, collective: str, own: Tensor, operation: str, group: Group) -> Program | None:
         """Return the program for a collective with input `own`; None means that torch runs it."""
@@ -56,7 +59,7 @@ def use(backend: Backend | None) -> None:
 
 
 def is_replaced(collective: str, group: Group) -> bool:
-    """Return whether a backend replaces torch for at least some sizes of a collective."""
+    """Return whether a backend, not torch, runs a collective for at least some tensor sizes."""
     return _backend is not None and _backend.has(collective, group)
 
 
@@ -77,11 +80,11 @@ class Started:
         return self
 
     def is_done(self) -> bool:
-        """Return whether the collective has finished, so `wait` needs no other rank."""
+        """Return whether the collective has finished, so that `wait` returns at once."""
         return self.work.is_completed()
 
     def wait(self) -> None:
-        """Wait for the collective and call the function that `then` set; on a GPU the stream waits."""
+        """Wait for the collective, then call the function that `then` set; on a GPU, the stream waits."""
         with guarded(self.operation, self.group):
             self.work.wait()
         self.arrived()
@@ -118,7 +121,7 @@ def all_gather(own: Tensor, operation: str, group: Group = None) -> Tensor:
 
 
 def start_all_gather(whole: Tensor, own: Tensor, operation: str, group: Group = None) -> Started:
-    """Start to gather every rank's `own` [m] into `whole` [G * m]."""
+    """Start an all-gather of every rank's tensor `own` [m] into the tensor `whole` [G * m]."""
     with guarded(operation, group):
         program = _chosen("all_gather", own, operation, group)
         if program is not None:
@@ -178,7 +181,7 @@ def all_to_all(
 def all_to_all_by(
     name: str, rows: Tensor, operation: str, group: dist.ProcessGroup, sizes_GG: tuple[tuple[int, ...], ...]
 ) -> Tensor:
-    """Run an all-to-all with the backend's program `name`.
+    """Run an all-to-all with the backend's program of this name, instead of with torch.
 
     `sizes_GG` has the numbers of rows by source and destination.
     """

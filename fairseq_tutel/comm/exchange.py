@@ -79,7 +79,7 @@ class Chunk:
     host: Counts
 
     def regrouping(self) -> tuple[Tensor, Tensor, Groups]:
-        """Return row maps from received to expert-major order and back, and the experts' row groups."""
+        """Return an index map that sorts received rows by expert, its inverse, and the row counts."""
         per_expert = self.host.arriving_PE.sum(0).tolist()
         to_expert, to_source = regroup_maps(self.device.arriving_PE, sum(per_expert))
         return to_expert, to_source, Groups(self.device.arriving_PE.sum(0), per_expert)
@@ -151,7 +151,7 @@ def agreed_capacity(counts_E: Tensor, options: ExchangeOptions, call_id: CallId 
 def _counts(
     counts_E: Tensor, capacity: int, options: ExchangeOptions, call_id: CallId
 ) -> tuple[Counts, Counts]:
-    """Return the row counts of all blocks on the device and on the host. Collective unless padded."""
+    """Return an exchange's row counts, on the device and on the host. Collective unless rows are padded."""
     if options.padded:
         # All ranks have the same counts. Building them on device and host is cheaper than a copy.
         host = _even_counts(torch.full(counts_E.shape, capacity), options)

@@ -30,7 +30,7 @@ def mark_expert(parameter: nn.Parameter) -> None:
 
 
 def mark_root_scaled(parameter: nn.Parameter) -> None:
-    """Mark an expert parameter, to divide its summed gradient by sqrt(world size), not by world size.
+    """Mark an expert parameter whose summed gradient is divided by sqrt(world size), not by world size.
 
     This is Meta's sqrt_world_size.
     """
@@ -43,7 +43,7 @@ def gradient_divisor(parameter: Tensor, world_size: int) -> float:
 
 
 def rescale_expert_gradients(parameters: Iterable[nn.Parameter], world_size: int) -> None:
-    """Multiply the gradients of `mark_root_scaled` parameters by sqrt(world size), in place.
+    """Multiply gradients by sqrt(world size), in place, if `mark_root_scaled` marked the parameter.
 
     The gradients have already been divided by the world size.
     """
@@ -53,7 +53,7 @@ def rescale_expert_gradients(parameters: Iterable[nn.Parameter], world_size: int
 
 
 def is_expert(parameter: Tensor) -> bool:
-    """Return whether `mark_expert` marked this parameter or, for an fp32 copy, the original."""
+    """Return whether a parameter, or the original of an fp32 copy, was marked by `mark_expert`."""
     return getattr(parameter, "expert", False)
 
 
@@ -73,7 +73,7 @@ def reduce_dense_gradients(parameters: Iterable[nn.Parameter], world_size: int) 
 
 
 def divide_gradients(parameters: Iterable[nn.Parameter], divisor: float) -> None:
-    """Divide gradients by `divisor` in place before the sum: scaled fp16 gradients must not overflow."""
+    """Divide gradients in place before they are summed over ranks, so that the sums do not overflow."""
     for parameter in parameters:
         if parameter.requires_grad:
             if parameter.grad is None:
@@ -111,7 +111,7 @@ def _start_sum(bucket: Sequence[nn.Parameter], operation: str, group: Group) -> 
 
 
 def _buckets(parameters: Iterable[nn.Parameter], limit: int) -> list[list[nn.Parameter]]:
-    """Group parameters by dtype and device into buckets; a bucket is full at `limit` bytes."""
+    """Split parameters into lists of one dtype and device; a list is complete at `limit` bytes."""
     full: list[list[nn.Parameter]] = []
     filling: dict[tuple[torch.dtype, torch.device], list[nn.Parameter]] = {}
     for parameter in parameters:

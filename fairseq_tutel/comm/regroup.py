@@ -1,4 +1,4 @@
-"""Reorder blocks of rows from (a, b) to (b, a) order in one gather; repeat rows, and sum their copies.
+"""Reorder many blocks of rows in one gather, repeat rows, and sum the copies of a row.
 
 R rows, D model_dim, E experts (e local), P ranks, s shards of an expert, r ranks that receive a row,
 M copies of a row. Block (a, b) has counts_AB[a, b] rows.
@@ -13,9 +13,10 @@ from fairseq_tutel.kernels.first_order import first_order
 
 
 def regroup_maps(counts_AB: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
-    """Return two index maps [R] that reorder rows from a-major to b-major blocks, and back.
+    """Return two index maps [R]: one sorts blocks (a, b) of rows by b, then a; the other reverses this.
 
-    B-major row r is a-major row to_b_major[r]. `num_rows` is R, known on the host.
+    The input is sorted by a, then b. Row r of the result is row to_b_major[r] of the input. `num_rows` is
+    R, known on the host.
     """
     starts_AB = _block_starts(counts_AB)
     starts_BA = _block_starts(counts_AB.t())
@@ -73,7 +74,7 @@ class _Gather(torch.autograd.Function):
 
 
 def chunk_of(count: Tensor, index: int, number: int) -> Tensor:
-    """Return the size of chunk `index` of `number` chunks of a block; sizes differ by at most one."""
+    """Return the size of chunk `index` if `count` rows are split into `number` almost equal chunks."""
     return count * (index + 1) // number - count * index // number
 
 

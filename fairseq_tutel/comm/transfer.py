@@ -54,7 +54,7 @@ class ExchangeTimer:
         self._events: list[tuple[Any, Any]] = []
 
     def measure(self, rows: Tensor, collective: Callable[[], Tensor]) -> Tensor:
-        """Run `collective()`, add its duration, and return its result."""
+        """Run `collective()`, add its duration to the total, and return its result."""
         events = None
         if rows.is_cuda:
             events = (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True))
@@ -68,7 +68,7 @@ class ExchangeTimer:
         return received
 
     def read_and_reset(self) -> dict[str, float]:
-        """Return the times since the last call, after waiting for the GPU, and reset them."""
+        """Return the total times in ms since the last call, after waiting for the GPU, and reset them."""
         times = {"all_to_all_cpu_time_ms": self.cpu_ms}
         if self._events:
             self._events[-1][1].synchronize()

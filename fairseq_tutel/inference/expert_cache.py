@@ -28,12 +28,12 @@ class ExpertCache:
         self._bytes = 0
 
     def note_fetch(self, key: Key) -> None:
-        """Record that an expert is being fetched, for policy `fifo`."""
+        """Record that an expert is being fetched, which sets its eviction order under policy `fifo`."""
         if self.policy == "fifo":
             self._ranks[key] = (next(self._time),)
 
     def note_use(self, key: Key) -> None:
-        """Record that a block computes with an expert, for policies `lfu` and `lru`."""
+        """Record that a block uses an expert, which sets its eviction order under `lfu` and `lru`."""
         self._uses[key] += 1
         if self.policy != "fifo":
             uses = self._uses[key] if self.policy == "lfu" else 0

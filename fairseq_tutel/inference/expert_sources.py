@@ -37,7 +37,7 @@ class ShardFiles:
         self._staging: dict[BufferLayout, Buffer] = {}
 
     def read(self, path: Path, wanted: Sequence[tuple[Piece, memoryview]]) -> None:
-        """Read pieces of a shard file into memory, and check them.
+        """Read pieces (the tensors of experts) of a shard file into memory, and check that they are intact.
 
         Raises:
             ValueError: the file is missing, truncated, changed, unreadable or corrupt.

@@ -154,7 +154,7 @@ class ExpertStore:
             self._prefetch(index, experts)
 
     def take(self, index: int, experts: Sequence[int]) -> list[Buffer]:
-        """Fetch experts of a stack, and return their buffers, valid until the next call of any block."""
+        """Fetch experts of a stack and return their buffers, which are valid until a block is called."""
         with self._closed_on_error():
             wanted = {(index, e) for e in experts}
             self._release((self._used | self._prefetched.pop(index, set())) - wanted)
@@ -199,7 +199,7 @@ class ExpertStore:
             self._hold(key, ahead=True)
 
     def _hold(self, key: Key, ahead: bool = False) -> Fetch:
-        """Return the fetch of an expert, and keep the expert in memory until it is released."""
+        """Keep an expert in memory until it is released; fetch it if necessary, and return its fetch."""
         self._cache.take(key)
         if key not in self._fetches:
             stack, source = self._stacks[key[0]]
@@ -252,7 +252,7 @@ class _StoredWeights(Weights):
         self._store, self._index = store, index
 
     def of_groups(self, stack: ExpertStack, groups: Groups) -> tuple[Tensors, Groups]:
-        """Fetch the experts that have rows, and return their tensors and row groups."""
+        """Fetch the experts that have rows, and return their tensors and row counts."""
         if stack.training or torch.is_grad_enabled():
             raise ValueError(
                 "experts in a store are for evaluation only; call model.eval(), and use the model under "

@@ -36,7 +36,7 @@ class Fetch:
         self._copied: torch.cuda.Event | None = None
 
     def run(self, stream: torch.cuda.Stream | None) -> None:
-        """Read the expert into the buffer, on `stream` if the buffer is on a GPU."""
+        """Read the expert into the buffer; if the buffer is on a GPU, use the CUDA stream `stream`."""
         if stream is None:
             self._source.read(self._expert, self.buffer)
         else:
@@ -71,7 +71,7 @@ class Fetcher:
         self._ended = ""
 
     def request(self, fetch: Fetch, ahead: bool = False) -> None:
-        """Queue a fetch; with `ahead`, after the fetches that are needed now."""
+        """Queue the fetch of an expert; with `ahead`, it comes after fetches that are needed now."""
         with self._changed:
             self.refuse_ended()
             if self._thread is None:

@@ -1,4 +1,4 @@
-"""Lockstep: expert parallelism for inference if ranks call layers at different times or not at all.
+"""Expert parallelism for inference if ranks call layers at different times or not at all (lockstep).
 
 A rank can have more sentences, longer sentences or no sentences. So before each call, the ranks agree on a
 layer. Each rank requests a layer, and the layer with the most requests runs. Ranks that requested another
@@ -52,7 +52,7 @@ class Lockstep:
         self.calls += 1
 
     def rest(self) -> None:
-        """Join calls without tokens until no rank requests a layer.
+        """Join the calls of other ranks, without tokens, until no rank requests a layer.
 
         All ranks that have not called `end` must call this together.
         """
@@ -60,7 +60,7 @@ class Lockstep:
             pass
 
     def end(self) -> None:
-        """Join calls without tokens until every rank has called `end`."""
+        """Join the calls of other ranks, without tokens, until every rank has called `end`."""
         while set(requests := self._requests(IS_DONE)) != {IS_DONE}:
             self._join(requests)
 

@@ -32,7 +32,7 @@ ONLY_OF_RANK = "only_of_rank"
 
 
 class MoEOptimizerMixin:
-    """Adds experts on several ranks and ZeRO to a FairseqOptimizer class, as first base class.
+    """Adds experts on several ranks and ZeRO to a FairseqOptimizer class; it is the first base class.
 
     It changes nothing for a model without experts, or on one rank without offload.
     """
@@ -154,7 +154,7 @@ class MoEOptimizerMixin:
         return "common" in root and root.common.amp
 
     def step(self, *args: Any, **kwargs: Any) -> None:
-        """Run an optimizer step, under ZeRO bucket by bucket; free state gathered for a checkpoint."""
+        """Update the parameters, under ZeRO bucket by bucket; free state gathered for a checkpoint."""
         if self.zero is None:
             self._step(*args, **kwargs)
         else:
@@ -168,7 +168,7 @@ class MoEOptimizerMixin:
             super().step(*args, **kwargs)  # type: ignore[misc]
 
     def expert_state(self, index: int) -> dict[str, Tensor]:
-        """Return the optimizer state of this rank's experts [e, ...], with fp32 masters. Collective."""
+        """Return this rank's experts' optimizer state [e, ...], with fp32 master weights. Collective."""
         parameter = self.model_params()[index]
         if self.zero is not None:
             state = self._whole_tensors(index)
@@ -218,7 +218,7 @@ class MoEOptimizerMixin:
         return {key: whole[key] for key in sorted(whole) if getattr(whole[key], "shape", None) == shape}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the optimizer state, with gathered tensors; mark it if it has only this rank's part.
+        """Return the optimizer state for a checkpoint, and mark it if it has only this rank's part.
 
         It includes fp32 masters. fairseq saves only half-precision weights, from which a run could not
         resume exactly.
@@ -239,7 +239,7 @@ class MoEOptimizerMixin:
         return state_dict
 
     def load_state_dict(self, state_dict: dict[str, Any], optimizer_overrides: dict | None = None) -> None:
-        """Load a complete optimizer state; keep this rank's part, and copy masters to the parameters."""
+        """Load a complete optimizer state; keep this rank's part, and restore fp32 master weights."""
         if ONLY_OF_RANK in state_dict:
             raise ValueError(
                 f"the checkpoint has only rank {state_dict[ONLY_OF_RANK]}'s part of the optimizer state, "
@@ -280,7 +280,7 @@ def _is_per_expert(value: Any, parameter: Tensor, num_experts: int) -> bool:
 
 
 def own_part(state: dict[str, Any], parameter: Tensor, topology: Topology) -> dict[str, Any]:
-    """Return this rank's part of a parameter's optimizer state that includes all experts."""
+    """Return this rank's part of an expert parameter's state; `state` contains all experts."""
     slicing, shape = slice_of(parameter), list(parameter.shape)
     shape[0] = shape[0] * topology.expert_parallel_size // slicing.count
     shape[slicing.dim] *= slicing.count
@@ -311,7 +311,7 @@ def innermost_optimizer(optimizer: FairseqOptimizer) -> Any:
 
 
 def variant_name(name: str) -> str:
-    """Return the registered name of an optimizer's MoE variant: adam -> moe_adam."""
+    """Return the registered name of an optimizer's MoE variant, such as `moe_adam` for `adam`."""
     return name if name.startswith("moe_") else f"moe_{name}"
 
 

@@ -18,7 +18,7 @@ NOT_ELEMENTWISE = ("adafactor", "lamb", "composite")
 
 @dataclass(frozen=True)
 class ZeroOptions:
-    """The ZeRO stage, and whether optimizer state is in host memory; see `ZeroState`."""
+    """The ZeRO stage (0 to 2), and whether the optimizer state is in host memory; see `ZeroState`."""
 
     stage: int
     offload: bool

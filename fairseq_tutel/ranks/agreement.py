@@ -31,7 +31,7 @@ _numbers: WeakKeyDictionary[dist.ProcessGroup, Iterator[int]] = WeakKeyDictionar
 
 
 def agree(facts: Mapping[str, Any]) -> None:
-    """Check that all ranks have the same facts, such as option values.
+    """Check that all ranks have the same facts, such as the values of command-line options.
 
     `facts` maps names, as users see them, to values. Every rank must call it equally often.
 
@@ -67,7 +67,7 @@ def agree(facts: Mapping[str, Any]) -> None:
 
 
 def _compare(store: dist.Store, prefix: str, timeout: timedelta) -> tuple[list[int], str]:
-    """Compare all ranks' facts; return (missing ranks, error message), both empty if all ranks agree."""
+    """Compare all ranks' facts; return the missing ranks and an error message, both empty if all agree."""
     ranks = range(dist.get_world_size())
     start = time.monotonic()
     try:
@@ -90,7 +90,10 @@ def _compare(store: dist.Store, prefix: str, timeout: timedelta) -> tuple[list[i
 
 
 def _sentence(parties: list[tuple[list[int], dict[str, Any]]]) -> str:
-    """Return an error message with the facts that differ; a party is (ranks, facts that they share)."""
+    """Return an error message that names the facts, such as options, that differ between ranks.
+
+    A party is a list of ranks and the facts that they share.
+    """
     names = sorted({name for _, facts in parties for name in facts})
     differing = []
     for name in names:
@@ -119,13 +122,13 @@ def _text(value: Any) -> str:
 
 
 def _alike(texts: list[str]) -> int:
-    """Return the length of the longest common prefix of the texts."""
+    """Return the number of characters in the longest common prefix of the texts."""
     columns = zip(*texts, strict=False)
     return len(list(itertools.takewhile(lambda column: len(set(column)) == 1, columns)))
 
 
 def _shown(text: str, alike: int) -> str:
-    """Shorten a text to SHOWN_CHARACTERS, and omit a long common prefix of `alike` characters."""
+    """Shorten a text for a message, and omit most of a long prefix that it shares with other texts."""
     if alike > SHOWN_CHARACTERS // 2:
         text = "…" + text[alike - SHOWN_CHARACTERS // 4 :]
     return text if len(text) <= SHOWN_CHARACTERS else text[:SHOWN_CHARACTERS] + "…"

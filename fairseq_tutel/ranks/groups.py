@@ -23,7 +23,7 @@ from fairseq_tutel.ranks.guard import guarded, name_ranks, timeout_of_groups, wa
 
 @dataclass(frozen=True)
 class Slice:
-    """The sharding of a stacked tensor [e, ...] into `count` equal parts along dimension `dim`."""
+    """Describes how an expert tensor [e, ...] is split into `count` equal parts along dimension `dim`."""
 
     count: int = 1
     dim: int = 0
@@ -65,7 +65,7 @@ class Grid:
 
 @dataclass(frozen=True, kw_only=True)
 class Topology:
-    """The process groups of one rank; a group is None if it would contain only this rank.
+    """The process groups that one rank uses for expert parallelism; a group of one rank is None.
 
     `share_groups` gather the shards of an expert; their keys are the sizes of the groups.
     """
@@ -84,7 +84,7 @@ class Topology:
         return self.world_size // self.expert_parallel_size
 
     def part(self, num_experts: int) -> Part:
-        """Return the experts, or the expert shard, of a layer that this rank holds."""
+        """Return which experts of a layer, or which shard of an expert, this rank holds."""
         size = self.expert_parallel_size
         if num_experts % size and size % num_experts:
             raise ValueError(
@@ -103,7 +103,10 @@ class Topology:
         return range(part.first, part.first + part.num_local)
 
     def share_group(self, slices: int, degree: int) -> dist.ProcessGroup | None:
-        """Return the group of `slices` / `degree` ranks that gather an expert's shards; None for 1 rank."""
+        """Return the group of ranks that gather an expert's shards; None if it has only one rank.
+
+        It has `slices` / `degree` ranks.
+        """
         joined = slices // degree
         if joined > 1 and joined not in self.share_groups:
             raise ValueError(
@@ -120,7 +123,10 @@ class Topology:
 
 
 def expert_parallel_size(world_size: int, expert_counts: Sequence[int], requested: int = 0) -> int:
-    """Return P: `requested`, or if that is 0, the greatest common divisor of ranks and expert counts."""
+    """Return the number of ranks in an EP group: `requested`, or if that is 0, a number that fits.
+
+    That is P, by default the greatest common divisor of the numbers of ranks and experts.
+    """
     if requested == 0:
         return math.gcd(world_size, *expert_counts)
     fits = requested > 0 and world_size % requested == 0
@@ -138,7 +144,7 @@ def expert_parallel_size(world_size: int, expert_counts: Sequence[int], requeste
 def share_sizes(
     size: int, expert_counts: Sequence[int], degree_of: Callable[[int], int] | None = None
 ) -> tuple[int, ...]:
-    """Return the possible sizes, above 1, of the groups of ranks that gather the shards of an expert.
+    """Return the sizes of the groups of ranks that gather the shards of an expert, without size 1.
 
     An expert with s shards is gathered by groups of s / r ranks. degree_of(s) is the r of a layer with s
     shards; with None, r may be any divisor of s.
@@ -190,7 +196,7 @@ def make_topology(
 
 
 def topology_within(group: dist.ProcessGroup, num_experts: int, sliced: bool = False) -> Topology:
-    """Create or reuse this rank's process groups within a group. Collective over that group.
+    """Create or reuse process groups for expert parallelism in a group of ranks. Collective over it.
 
     If `sliced`, all ranks of the group hold shards of fewer experts. Otherwise P is the greatest common
     divisor of the numbers of ranks and experts.

@@ -117,14 +117,17 @@ def _end(operation: str, rank: int | None, seconds: float) -> None:
 
 
 def is_of_communication(error: BaseException) -> bool:
-    """Return whether torch raised this error because of another rank and no guard has explained it."""
+    """Return whether torch raised this error because communication with another rank failed.
+
+    Errors that a guard has already explained do not count.
+    """
     if not isinstance(error, RuntimeError) or isinstance(error, CommunicationError):
         return False
     return isinstance(error, dist.DistError) or any(mark in str(error) for mark in MARKS)
 
 
 def absent(store: dist.Store, prefix: str, ranks: Sequence[int]) -> list[int]:
-    """Return the ranks that have no key `prefix/rank` in the store; bisection needs few requests."""
+    """Return the ranks that have no key `prefix/rank` in the store, with few requests by bisection."""
     if not ranks or store.check([f"{prefix}/{rank}" for rank in ranks]):
         return []
     if len(ranks) == 1:
@@ -159,7 +162,7 @@ def name_ranks(ranks: Sequence[int]) -> str:
 
 
 def how_to_wait_longer(seconds: float) -> str:
-    """Return advice for slow ranks; `seconds` is the current time-out, 0 for torch's default."""
+    """Return advice to raise the time-out; `seconds` is its current value, 0 for torch's default."""
     if seconds:
         return f"raise --moe-comm-timeout (now {seconds:g})"
     return "set --moe-comm-timeout above torch's default"

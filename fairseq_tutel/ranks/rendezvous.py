@@ -1,4 +1,4 @@
-"""Rendezvous of all ranks within the time-out, also after torchrun restarts ranks.
+"""The rendezvous of all ranks at start, with a time-out; it also works after torchrun restarts ranks.
 
 torchrun keeps one store for all restarts. Restarted ranks find the addresses of dead ranks in it and fail
 at once (pytorch/pytorch issue 167288). With `METHOD`, rank 0 draws a random name for each start, and the
@@ -43,7 +43,7 @@ def ranks_per_node(environment: Mapping[str, str] = os.environ) -> int:
 
 
 def own_gpu(environment: Mapping[str, str] = os.environ) -> int:
-    """Return the index of this process's GPU among the visible GPUs (possibly only its own)."""
+    """Return the index of this process's GPU among the GPUs that are visible to the process."""
     return int(environment.get("LOCAL_RANK", 0)) % torch.cuda.device_count()
 
 

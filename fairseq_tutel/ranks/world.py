@@ -1,6 +1,6 @@
 """The number of ranks, this process's rank, and collectives of pickled Python objects.
 
-Without torch.distributed there is one rank. For `operation`, see `guarded`.
+Without torch.distributed there is one rank. `operation` names a collective in errors, see `guarded`.
 """
 
 import threading
@@ -26,7 +26,7 @@ def rank() -> int:
 
 
 def is_first() -> bool:
-    """Return whether this is rank 0, which logs and writes files for all ranks."""
+    """Return whether this process is rank 0, which logs and writes files for all ranks."""
     return rank() == 0
 
 
@@ -36,7 +36,7 @@ def rank_in_job(rank: int, group: dist.ProcessGroup | None) -> int:
 
 
 def all_gather_object(own: Any, operation: str, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """Return the objects of all ranks of a group (None: of the job), in rank order. Collective."""
+    """Return the objects of all ranks of a group, in rank order; None means all ranks. Collective."""
     objects: list[Any] = [own] * size(group)
     if len(objects) > 1:
         with guarded(operation, group):
@@ -45,7 +45,7 @@ def all_gather_object(own: Any, operation: str, group: dist.ProcessGroup | None 
 
 
 def broadcast_object(own: Any, operation: str, group: dist.ProcessGroup | None = None) -> Any:
-    """Return the object of a group's first rank on all its ranks. Collective."""
+    """Send the object of a group's first rank to all ranks of the group, and return it. Collective."""
     objects = [own]
     if size() > 1:
         with guarded(operation, group):
@@ -88,7 +88,7 @@ class Work:
         self._thread.start()
 
     def look(self) -> tuple[bool, Any, str | None]:
-        """Wait briefly; return (whether the function has ended, its result, its error message or None)."""
+        """Wait briefly; return whether the function has ended, its result, and its error message if any."""
         self._thread.join(PAUSE_SECONDS)
         if self._thread.is_alive():
             return False, None, None

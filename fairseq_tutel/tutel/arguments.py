@@ -84,7 +84,10 @@ def log_no_effect(name: str, value: Any) -> None:
 
 
 def check_seeds(seeds: Any) -> tuple[int | None, int | None, int | None]:
-    """Return the seeds (gate, experts, afterwards); None means that a seed was omitted."""
+    """Check the argument `seeds` and return its three seeds; None means that a seed was omitted.
+
+    They initialize the gates, then the experts, then torch after the layer is built.
+    """
     given = (None, None, None) if seeds is None else seeds
     fine = isinstance(given, tuple | list) and len(given) in (2, 3)
     require(
@@ -150,10 +153,10 @@ def changed(
     adaptive_r: Any = None,
     parallel_type: Any = None,
 ) -> Strategy:
-    """Return a strategy with a new number of chunks (`overlap`) and new r; None keeps the old value.
+    """Return an execution strategy with another number of chunks or another r; None changes nothing.
 
-    As in Tutel, r is clamped to 0 … s, where s = `shared_by` ranks share an expert. `slices` is 1 if each
-    of these ranks has the complete expert.
+    `overlap` is the number of chunks. As in Tutel, r is clamped to 0 … s, where s = `shared_by` ranks share
+    an expert. `slices` is 1 if each of these ranks has the complete expert.
     """
     if overlap is not None:
         check("a2a_ffn_overlap_degree", overlap, OVERLAP)
@@ -217,7 +220,7 @@ def gate_fields(gate: Mapping[str, Any], num_experts: int, module: nn.Module | N
 
 
 def show_fields(gate: nn.Module, config: MoEConfig) -> None:
-    """Set the attributes of a gate that `set_fields` reads, unless the gate already has them."""
+    """Copy options such as top_k to attributes of a gate, unless the gate already has them."""
     for name, _, _ in COMMON.values():
         if not hasattr(gate, name):
             setattr(gate, name, getattr(config, name))

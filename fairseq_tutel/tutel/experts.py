@@ -41,7 +41,7 @@ NOT_PASSED = ("type", "module", *COUNTS)
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertContext:
-    """The second argument of a custom expert module, with Tutel's attribute names.
+    """The second argument of a custom expert module's `forward`, with Tutel's attribute names.
 
     Custom experts are never sharded.
     """
@@ -79,7 +79,7 @@ class FFNExperts(Experts):
 
     @property
     def is_one_node(self) -> bool:
-        """False: experts with a custom activation are not one autograd node."""
+        """Whether an FFN is a single autograd node: always False, because of the custom activation."""
         return False
 
     def activate(self, hidden_RH: Tensor) -> Tensor:
@@ -90,7 +90,7 @@ class FFNExperts(Experts):
 
 
 class ModuleExperts(ExpertStack):
-    """One custom module for all local experts: it maps x [e, rows, D] and a context to [e, rows, O].
+    """A custom module for all local experts, which maps x [e, rows, D] and a context to [e, rows, O].
 
     Rows are padded with zeros to the largest row count of an expert, at least 1. Parameters keep their
     names, with __ instead of dots. `build` returns the module with random weights.
@@ -134,7 +134,7 @@ class ModuleExperts(ExpertStack):
 
     @contextmanager
     def features(self, shape: tuple[int, ...]) -> Iterator[Callable[[], tuple[int, ...]]]:
-        """Context manager in which the module's input has the dimensions `shape` in place of D.
+        """Context manager that gives the custom module inputs [e, rows, *shape] instead of [e, rows, D].
 
         It yields a function that returns the dimensions of the output.
         """
@@ -181,7 +181,7 @@ def drawn_from(seed: int) -> Iterator[None]:
 
 
 def check_experts(experts: Any, model_dim: int) -> tuple[Any, dict[str, Any]]:
-    """Check the `experts` dict; return (num_experts_per_device, the MoEConfig fields that it sets)."""
+    """Check the `experts` dict; return num_experts_per_device and the MoEConfig fields that it sets."""
     require(
         isinstance(experts, Mapping) and experts.get("type") in (*BUILT_IN, "custom"),
         f"experts is {experts!r}; give a dict with a type of {', '.join(BUILT_IN)} or custom, such as "

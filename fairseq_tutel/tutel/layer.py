@@ -174,7 +174,7 @@ class TutelMoELayer(nn.Module):
     def _run(
         self, x_TD: Tensor, token: torch.Size, call: dict[str, Any]
     ) -> tuple[Tensor, tuple[int, ...], Tensor]:
-        """Run the layer; return y_TD, the dimensions of one output token, and the balance loss."""
+        """Run the layer; return the output, the dimensions of one output token, and the balance loss."""
         if isinstance(self.experts, ModuleExperts):
             with self.experts.features(token) as returned:
                 y_TD, output = self.moe(x_TD, **call)
@@ -279,7 +279,7 @@ def _build(
     group: dist.ProcessGroup | None,
     seeds: tuple[int, int],
 ) -> MoELayer:
-    """Build the MoELayer; the MoEConfigs of all gates have the values in `fields`."""
+    """Build the gates, experts and MoELayer; `fields` has the values that the gates' configs share."""
     gate_seed, expert_seed = seeds
     model_dim, num_experts = fields["model_dim"], fields["num_experts"]
     configs, gates = [], []
@@ -313,7 +313,7 @@ def _gate_name(index: int) -> str:
 
 
 def _topology(group: dist.ProcessGroup | None, num_experts: int, sliced: bool, use_2dh: bool) -> Topology:
-    """Return the topology for these experts; if `sliced`, each rank has a shard of one expert."""
+    """Return the process groups for a layer; if `sliced`, each rank has a shard of one expert."""
     if group is not None:
         return topology_within(group, num_experts, sliced)
     return make_topology([num_experts], world.size() if sliced else 0, ranks_per_node() if use_2dh else 0)

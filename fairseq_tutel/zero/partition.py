@@ -1,4 +1,4 @@
-"""ZeRO partitions: each rank of a group keeps the optimizer state of an equal range of elements.
+"""ZeRO partitions: each rank keeps the optimizer state of an equal part of a parameter's elements.
 
 A parameter with n elements and a group of G ranks has m = ceil(n / G) elements per rank. Parameters of one
 group and dtype share buckets, which need one collective each. A bucket has M elements per rank and is
@@ -81,7 +81,7 @@ class Partition:
         self.own = nn.Parameter(own)
 
     def put_at(self, start: int) -> None:
-        """Set the start position of this partition in its bucket."""
+        """Set the position at which this partition starts in its communication bucket."""
         self.start = start
 
     @torch.no_grad()
@@ -98,7 +98,7 @@ class Partition:
 
 
 class Bucket:
-    """Partitions whose gradients and weights are exchanged together."""
+    """A list of partitions whose gradients, or weights, are sent in one collective."""
 
     def __init__(self, partitions: Sequence[Partition]) -> None:
         self.partitions, self.share = list(partitions), partitions[0].share
@@ -159,7 +159,7 @@ class Bucket:
         return self.gradient is not None
 
     def free_gradients(self) -> None:
-        """Free the gradients of all parameters and partitions of the bucket."""
+        """Free the gradients of all parameters and partitions in this communication bucket."""
         self.gradient = None
         for partition in self.partitions:
             partition.parameter.grad = partition.own.grad = None
@@ -196,7 +196,7 @@ class Bucket:
 
 
 def _rows(partition: Partition, stacked: Tensor, flat: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield one or two pairs of views of the same elements: in the bucket [G, M] and in the parameter."""
+    """Yield one or two pairs of views of equal elements: one of a bucket [G, M], one of a parameter."""
     columns = stacked[:, partition.start : partition.start + partition.length]
     full, rest = divmod(flat.numel(), max(1, partition.length))
     yield columns[:full], flat[: full * partition.length].view(full, partition.length)
@@ -211,10 +211,11 @@ def partitions_of(
     offload: bool = False,
     bucket_bytes: int = BUCKET_BYTES,
 ) -> tuple[list[Partition], list[Bucket]]:
-    """Return partitions in the order of the parameters, and buckets in the likely order of a backward pass.
+    """Return one partition for each parameter, and the communication buckets that contain them.
 
-    Without `cut` no parameter is sharded, such as for offload without ZeRO. A bucket has about
-    `bucket_bytes` in a group of at most BUCKET_RANKS. A larger parameter has a bucket of its own.
+    Buckets are in the likely order of a backward pass. Without `cut` no parameter is sharded, such as for
+    offload without ZeRO. A bucket has about `bucket_bytes` in a group of at most BUCKET_RANKS. A larger
+    parameter has a bucket of its own.
     """
     partitions = [Partition(p, share_of(p, topology) if cut else Share(), offload) for p in parameters]
     buckets: list[Bucket] = []

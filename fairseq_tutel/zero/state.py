@@ -22,7 +22,7 @@ MASTER = "fp32_master"
 
 
 class GradientReducer:
-    """Reduces gradients, bucket by bucket, to the ranks that own them.
+    """Sums gradients over ranks, bucket by bucket, so that each rank gets the elements that it owns.
 
     With `eager` this happens during a backward pass. A bucket is sent when all its gradients exist and all
     earlier buckets are sent. So all ranks call the same collectives, even if some do not use all
@@ -41,14 +41,14 @@ class GradientReducer:
                     _set_hook(partition.parameter, self, number)
 
     def reset(self) -> None:
-        """Reset the counters and records for the next update."""
+        """Reset the records of sent buckets and received gradients for the next update."""
         self.sent = 0  # buckets sent in this backward pass
         self.here: list[set[int]] = [set() for _ in self.shared]
         self.backwards = 0
         self.is_reduced = False
 
     def arrived(self, parameter: nn.Parameter, number: int) -> None:
-        """Record that a parameter of bucket `number` has its gradient; send buckets that are complete."""
+        """Record that a parameter of bucket `number` has its gradient; send buckets with all gradients."""
         if number < self.sent:
             raise RuntimeError(
                 f"a parameter of shape {tuple(parameter.shape)} got another gradient after its gradient "
@@ -120,7 +120,7 @@ def _set_hook(parameter: nn.Parameter, reducer: GradientReducer, number: int) ->
 
 
 class ZeroState:
-    """Partitions a model's parameters, reduces their gradients, and updates the partitions.
+    """Splits a model's parameters over ranks, reduces their gradients, and updates this rank's part.
 
     Args:
         parameters: in the same order on all ranks.
@@ -158,7 +158,7 @@ class ZeroState:
         self.reducer.finish_backward()
 
     def reduce(self) -> None:
-        """Finish the gradient reduction after an update's last backward pass (stages 1, 2). Collective.
+        """Finish the gradient reduction of stages 1 and 2 after the last backward pass. Collective.
 
         A second call in an update has no effect.
         """
@@ -190,10 +190,10 @@ class ZeroState:
 
     @torch.no_grad()
     def step(self, optimizer: torch.optim.Optimizer, update: Callable[[], Any]) -> None:
-        """Update this rank's elements bucket by bucket, and gather the weights on all ranks. Collective.
+        """Update this rank's elements, one group of parameters (bucket) at a time; gather all weights.
 
-        Only one bucket's gradients are fp32 at a time. Its weights are sent while the next bucket is
-        updated. `optimizer` must be elementwise, and `update` must call `optimizer.step`.
+        Collective. Only one bucket's gradients are fp32 at a time. Its weights are sent while the next
+        bucket is updated. `optimizer` must be elementwise, and `update` must call `optimizer.step`.
         """
         groups = optimizer.param_groups
         # Values in groups, such as a step count, must change once per update, not once per bucket.
@@ -232,7 +232,7 @@ class ZeroState:
 
     @torch.no_grad()
     def own_state(self, index: int, state: dict[str, Any]) -> dict[str, Any]:
-        """Return this rank's part of a parameter's complete optimizer state; any run may have saved it."""
+        """Return this rank's part of a parameter's complete optimizer state, as read from a checkpoint."""
         partition, own = self.partitions[index], _without_fp16_stats(state)
         shape = partition.parameter.shape
         for key, value in own.items():
@@ -253,7 +253,7 @@ class ZeroState:
 
 
 def _widen_gradients(bucket: Bucket, factor: float | Tensor) -> list[nn.Parameter]:
-    """Convert a bucket's gradients to the optimizer's dtype and device, multiplied by `factor`."""
+    """Multiply a bucket of gradients by `factor`, in the dtype and on the device of the optimizer."""
     owned = [partition.own for partition in bucket.partitions]
     device, dtype = owned[0].device, owned[0].dtype
     if isinstance(factor, Tensor):
