@@ -37,7 +37,10 @@ def _run(command, **options):
 def _modules():
     """Return every file of the package, kernels/ included, as the wheel names them."""
     files = {*(ROOT / "fairseq_tutel").rglob("*.py"), *(ROOT / "fairseq_tutel/kernels").glob("*.py")}
-    data = {"fairseq_tutel/py.typed", "fairseq_tutel/tools/report/report.html.j2"}
+    data = {
+        "fairseq_tutel/py.typed",
+        *(f"fairseq_tutel/tools/{n}/{n}.html.j2" for n in ("report", "tokens")),
+    }
     return {str(path.relative_to(ROOT)) for path in files} | data
 
 
