@@ -34,7 +34,7 @@ def build_custom(label: str, name: str, config: Any) -> nn.Module:
 
 
 def construct(label: str, kind: type, config: Any) -> Any:
-    """Build and return kind(config); raise ValueError if the class takes other arguments."""
+    """Build an object of a class, kind(config); raise ValueError if the class takes other arguments."""
     try:
         return kind(config)
     except TypeError as error:
@@ -53,7 +53,7 @@ def redraw(module: Any, seed: int) -> None:
 
 
 def draw(kind: type, config: Any, seed: int) -> nn.Module:
-    """Build kind(config) on the CPU with this seed, without changing torch's global generator."""
+    """Build an object, kind(config), on the CPU with this seed; keep torch's global generator."""
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         torch.default_generator.manual_seed(seed)  # CPU only; torch.manual_seed would also reseed GPUs
         return kind(config)

@@ -133,7 +133,7 @@ class _SoftmaxTopK(torch.autograd.Function):
 
 
 def rsample_keys(keys_TE: Tensor, logits_TE: Tensor, score_function: str) -> Tensor:
-    """Return random keys whose top-k is a sample of experts by score, without replacement (Kool 2019)."""
+    """Return random keys whose top-k samples experts by score without replacement (Kool et al. 2019)."""
     # In half precision many draws would be equal, and the lower ID would be preferred.
     logits_TE = logits_TE.to(torch.promote_types(logits_TE.dtype, torch.float32))
     log_scores_TE = logits_TE if score_function == "softmax" else F.logsigmoid(logits_TE)
@@ -197,7 +197,7 @@ def mask_expert_groups(keys_TE: Tensor, groups: int, kept: int, top_k: int) -> T
 
 
 def sampled_choices(weights_TK: Tensor) -> Tensor:
-    """Keep each token's first choice, and others with probability min(1, K * weight) (GShard)."""
+    """Keep first choices, and others with probability min(1, K * weight) (GShard, section 2.2)."""
     top_k = weights_TK.shape[1]
     # fp32, since half precision is too coarse.
     draws_TK = torch.rand(weights_TK.shape, device=weights_TK.device, dtype=torch.float32)

@@ -44,7 +44,7 @@ class Weights:
         return {name: getattr(stack, name) for name in stack.names}, groups
 
     def of_each(self, stack: "ExpertStack", groups: Groups) -> Iterator[Tensors]:
-        """Yield the weights of each expert that has rows; quantized experts are dequantized one at a time."""
+        """Yield the weights of each expert that has rows; quantized experts are unpacked one at a time."""
         tensors, groups = self.of_groups(stack, groups)
         for e, count in enumerate(groups.host):
             if count:

@@ -101,7 +101,7 @@ class Experts(ExpertStack):
 
     @property
     def is_one_node(self) -> bool:
-        """Whether the experts can be one autograd node, since only an activation is between fc1 and fc2."""
+        """Whether all experts can be one autograd node: only an activation may be between fc1 and fc2."""
         drops = self.training and self.config.activation_dropout > 0
         return self.hidden_layer_norm is None and not drops
 
@@ -255,7 +255,7 @@ def grouped_linear(
 
 
 class _GroupedLinear(torch.autograd.Function):
-    """All experts' linear maps as one autograd node; autograd of `weight[i]` would fill a stack each."""
+    """All experts' linear maps as one autograd node; `weight[i]` would give each a full-size gradient."""
 
     @staticmethod
     def forward(

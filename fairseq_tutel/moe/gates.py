@@ -154,7 +154,7 @@ def reset_gate(gate: Any, seed: int, name: str, tensor: str) -> None:
 
 
 def gate_input(x_TD: Tensor, config: MoEConfig, training: bool) -> Tensor:
-    """Return the gate's input x; in training, apply jitter (a factor 1 ± j) and dropout (Fedus 2021)."""
+    """Return the gate's input, in training with jitter (factor 1 ± j) and dropout (Fedus et al. 2021)."""
     if not training:
         return x_TD
     if config.input_jitter > 0:

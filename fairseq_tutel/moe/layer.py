@@ -213,7 +213,7 @@ class MoELayer(nn.Module):
         return y_TD if self.beside is None else self.beside(x_TD, y_TD, routing.real_T)
 
     def balance(self, routing: Routing) -> MoEOutput:
-        """Return the balance losses of a routing that `route` returned. Collective with some losses."""
+        """Return the balance losses of a routing from `route`. Some losses make this a collective call."""
         if can_defer(self.training):
             return DeferredOutput(partial(self._balance, routing), routing=routing)
         return self._balance(routing)
@@ -246,7 +246,7 @@ class MoELayer(nn.Module):
         self.timer, self._dispatcher = ExchangeTimer(), None
 
     def watch_load(self) -> None:
-        """Record in `busiest` the largest number of assignments of an expert, before dropping."""
+        """Record each micro-batch's largest number of assignments of an expert in `busiest`."""
         self._watches_load = True
 
     def extra_repr(self) -> str:

@@ -139,7 +139,7 @@ METRICS = (
 
 @dataclass(frozen=True, kw_only=True)
 class RoutingCounts:
-    """Counts and sums of one layer in one micro-batch, on the device and without a gradient."""
+    """Routing counts and token sums of one layer in one micro-batch, on the device, without gradients."""
 
     num_tokens: Tensor  # [] int64, real tokens
     assigned_KE: Tensor  # int64, assignments of each choice to each expert, dropped or not

@@ -79,7 +79,9 @@ class Routing:
 def decide(
     logits_TE: Tensor, config: MoEConfig, batch: MicroBatch, gate: GateOutput | None = None
 ) -> Routing:
-    """Choose experts, slots and rows for every token and return the routing in the compact layout.
+    """Choose experts, slots and rows for every token and return the routing.
+
+    The rows are in the compact layout, which has no empty rows between experts.
 
     Source: GShard (Lepikhin et al. 2020) section 2.2 for capacity and order; Tutel for any k.
     """
@@ -168,7 +170,7 @@ def _laid_out(kept_TK: Tensor, most_rows: int, **decided: Any) -> Routing:
 
 
 def padded(routing: Routing, capacity: int) -> Routing:
-    """Return a routing in the padded layout, made from a routing in the compact layout."""
+    """Return the routing with `capacity` rows per expert (the padded layout), made from a compact one."""
     row_of_TK, source_of_R = _row_maps(
         routing.expert_ids_TK, routing.slots_TK, routing.row_of_TK >= 0, routing.counts_E, capacity, 0
     )

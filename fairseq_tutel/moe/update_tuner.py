@@ -218,7 +218,7 @@ class UpdateTuner:
         return tuple(numbers.tolist())
 
     def _degrees(self) -> tuple[int, ...]:
-        """Return the values of adaptive_r that all layers allow and that fit into memory.
+        """Return the values of adaptive_r that the layers allow and that do not need too much memory.
 
         Compared with the given r, gathered weights and their gradients may take at most half of the free
         memory of the rank with the least free memory.
