@@ -29,7 +29,7 @@ OPS = (
 
 
 def backend_for(requested: str, device: torch.device) -> tuple[str, str]:
-    """Return (backend, reason): the backend that a --moe-backend choice selects on this device, and why.
+    """Return the backend that a choice of --moe-backend selects on this device, and the reason.
 
     Raises:
         ValueError: "triton" was requested but cannot run on this device.
@@ -57,7 +57,7 @@ def backend_for(requested: str, device: torch.device) -> tuple[str, str]:
 
 
 def ops(requested: str, device: torch.device, dtype: torch.dtype = torch.float32) -> Any:
-    """Return a namespace with the `OPS` and the FFN functions of the requested backend.
+    """Return a namespace with the kernels and the FFN functions of the requested backend.
 
     Args:
         requested: a choice of --moe-backend.

@@ -65,7 +65,7 @@ def seconds_allowed() -> float:
 
 
 def bucket(size: int) -> int:
-    """Return the bucket of a size: the smallest power of two that is not below `size`; 1 for size 0."""
+    """Round a size up to a power of two (1 for 0); sizes with the same result share one configuration."""
     return 1 << max(size - 1, 0).bit_length()
 
 
@@ -85,7 +85,7 @@ def milliseconds(run: Callable[[], None]) -> float:
 
 
 def may_measure() -> bool:
-    """Return whether a kernel can be timed at this moment."""
+    """Return whether kernels can be timed now: on a GPU, and not during graph capture or tracing."""
     if torch.compiler.is_compiling() or not torch.cuda.is_available():
         return False
     return not torch.cuda.is_current_stream_capturing() and not _interpreted()
@@ -125,7 +125,7 @@ class Tuner:
         candidates: Sequence[Config],
         launch: Callable[[Config], None],
     ) -> Config:
-        """Return the launch configuration of a kernel; see the function `pick`."""
+        """Return the launch configuration of a kernel, chosen by timing; see the function `pick`."""
         key = tuple(bucket(part) if type(part) is int else part for part in key)
         if (kind, key) in self.chosen:
             return self.chosen[kind, key]

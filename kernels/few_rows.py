@@ -1,4 +1,4 @@
-"""The FFN of one expert on a CPU, for few rows and without gradients; limited by weight reads.
+"""The FFN of one expert on a CPU for few rows, without gradients. Reading the weights limits it.
 
 The results equal the results of `ffn_by_expert.ffn_forward`. n rows, D model_dim, H hidden_dim, I and O the
 input and output dimensions of a linear map.
@@ -20,7 +20,7 @@ FEW_ELEMENTS_OF_ONE = 1024
 
 
 def ffn_of_few(x_nD: Tensor, tensors: Mapping[str, Tensor], activation: str) -> Tensor:
-    """Run the FFN of one expert on n >= 1 rows [n, D]; `tensors` are the fields of `FFNWeights` by name."""
+    """Run the FFN of one expert on a few rows [n, D]; `tensors` has the fields of `FFNWeights` by name."""
 
     def linear(name: str, rows: Tensor) -> Tensor:
         return linear_of_few(rows, tensors[f"{name}_weight"], tensors.get(f"{name}_bias"))
@@ -33,7 +33,7 @@ def ffn_of_few(x_nD: Tensor, tensors: Mapping[str, Tensor], activation: str) -> 
 
 
 def linear_of_few(x_nI: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
-    """Return x @ weight.T + bias, contiguous, with the operand order that is fastest for few rows."""
+    """Compute x @ weight.T + bias for few rows, with the fastest operand order; return it contiguous."""
     is_one = x_nI.shape[0] == 1
     if not are_few(x_nI):
         if bias_O is None:

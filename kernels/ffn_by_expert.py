@@ -34,7 +34,7 @@ SMALL_BYTES = 2**22
 
 @dataclass(frozen=True)
 class Block:
-    """A block of rows that are computed together: the rows of consecutive experts that have rows.
+    """A block of rows that are computed together; they belong to one expert or to consecutive experts.
 
     Attributes:
         rows: the rows of all experts of the block.
@@ -48,7 +48,7 @@ class Block:
 
 
 def blocks_of(counts: Sequence[int], most: int) -> list[Block]:
-    """Split the experts that have rows into blocks of one expert or of at most `most` rows."""
+    """Split the experts that have rows into blocks: one expert, or several with at most `most` rows."""
     blocks, first, end = [], 0, 0
     inside: list[tuple[int, int]] = []
 
@@ -98,7 +98,7 @@ def _up(
     keep: bool,
     y_RD: Tensor | None,
 ) -> SavedActivations:
-    """Return the activations that backward needs; also write the FFN output to y_RD unless it is None."""
+    """Run the FFN, write its output to y_RD unless that is None, and return activations for backward."""
     w, blocks = weights, _blocks(weights, groups, x_ND)
     num_rows = x_ND.shape[0] if index_R is None else index_R.shape[0]
     hidden_dim = w.fc1_weight.shape[1]
@@ -145,7 +145,7 @@ def ffn_backward(
     needs_dx: bool,
     needs_weights: bool,
 ) -> FFNGradients:
-    """Return the gradients of the FFN; see `ffn_by_products.ffn_backward`."""
+    """Return the gradients of the FFN's input, gates and weights, as `ffn_by_products` does."""
     w, blocks = weights, _blocks(weights, groups, x_ND)
     num_rows = x_ND.shape[0] if index_R is None else index_R.shape[0]
     kind = ACTIVATIONS["swish" if w.is_glu else activation]
@@ -203,7 +203,7 @@ def ffn_backward(
 
 
 def _activated(kind: Activation, h_nH: Tensor, g_nH: Tensor | None) -> Tensor:
-    """Recompute the activation's output for one block of rows."""
+    """Recompute the output of the FFN's activation function for one block of rows."""
     a_nH = kind.forward(h_nH)
     return a_nH if g_nH is None else a_nH.mul_(g_nH)
 
@@ -223,13 +223,13 @@ def _times(dout_nO: Tensor, weight_EOI: Any, block: Block, out_nI: Tensor) -> Te
 
 
 def _outer(dout_nO: Tensor, rows_nI: Tensor, dweight_EOI: Any, dbias_EO: Any, block: Block) -> None:
-    """Write the gradients of the weight and bias of each expert in a block."""
+    """Write the gradients of the weight and bias of a linear map, for each expert in a block."""
     for e, dout, rows in _by_expert(block, dout_nO, rows_nI):
         weight_grad(dout, rows, dweight_EOI[e], None if dbias_EO is None else dbias_EO[e])
 
 
 def _by_expert(block: Block, *rows: Tensor) -> Iterable[tuple[Any, ...]]:
-    """Return each expert of a block with its rows."""
+    """Return each expert of a block, together with the range of its rows."""
     if len(block.experts) == 1:
         return ((block.experts[0], *rows),)
     return zip(block.experts, *(each.split(block.counts) for each in rows), strict=True)
@@ -247,7 +247,7 @@ def _sizes(blocks: Sequence[Block]) -> list[int]:
 
 
 def _parts(rows: Tensor | None, blocks: Sequence[Block]) -> Sequence[Any]:
-    """Split a tensor into one view per block; return None for every block if the tensor is None.
+    """Split a tensor into one view per block of rows; a tensor of None gives None for every block.
 
     All views are created at once. A view takes a microsecond, and threads would have to create views one at
     a time under the GIL.
@@ -260,7 +260,7 @@ def _parts(rows: Tensor | None, blocks: Sequence[Block]) -> Sequence[Any]:
 def _readers(
     x_ND: Tensor, index_R: Tensor | None, blocks: Sequence[Block]
 ) -> Callable[[], Callable[[int], Tensor]]:
-    """Return a factory of functions that map a block's number to the block's rows.
+    """Return a factory of functions; each returns the rows of a block, given the block's number.
 
     Each thread calls the factory once. The thread's function gathers the rows of every block into the same
     buffer, which stays in cache.
@@ -278,7 +278,7 @@ def _readers(
 
 
 def _places(rows: Tensor, width: int, blocks: Sequence[Block]) -> Callable[[], Callable[[int], Tensor]]:
-    """Return a factory of functions that map a block's number to a buffer for the block's results.
+    """Return a factory of functions; each returns a buffer for a block's results, given its number.
 
     Each thread calls the factory once. If the blocks exceed `SMALL_BYTES` in total, a thread uses the same
     buffer for all its blocks. This buffer stays in cache.

@@ -14,7 +14,7 @@ from fairseq_tutel.kernels.weights import FFNGradients, FFNWeights, SavedActivat
 
 
 def by_products(ops: dict[str, Any]) -> SimpleNamespace:
-    """Return a namespace with the given ops and with FFN functions that use these ops."""
+    """Return a namespace with the given kernels, and with FFN functions that call these kernels."""
     whole = SimpleNamespace(**ops)
     for function in (ffn_forward, ffn_activations, ffn_backward):
         setattr(whole, function.__name__, functools.partial(function, whole))
@@ -63,7 +63,7 @@ def _up(
     activation: str,
     keep: bool,
 ) -> tuple[Tensor, SavedActivations]:
-    """Return fc2's input a_RH, and the activations that backward needs."""
+    """Return the input of the FFN's second linear map (fc2), and the activations for backward."""
     w = weights
     a_RH, h_RH, g_RH = ops.ffn_up(
         x_ND, index_R, w.fc1_weight, w.fc1_bias, w.fc3_weight, w.fc3_bias, groups, activation, keep
@@ -84,7 +84,7 @@ def ffn_backward(
     needs_dx: bool,
     needs_weights: bool,
 ) -> FFNGradients:
-    """Return the gradients of the FFN's input rows, gates and weights.
+    """Return the gradients of the FFN's input rows, gate weights and expert weights.
 
     Args:
         ops: a namespace with ffn_down_backward, ffn_up_backward and grouped_weight_grad.

@@ -1,4 +1,4 @@
-"""Makes custom backward functions raise an error on double backward, where results would be wrong."""
+"""Makes custom backward functions raise an error on double backward, instead of wrong results."""
 
 import functools
 from collections.abc import Callable
@@ -35,7 +35,7 @@ def first_order(backward: Callable[..., Gradients]) -> Callable[..., Gradients]:
 
 
 class _Read:
-    """An autograd context whose saved tensors are read only once, as activation checkpointing requires."""
+    """A wrapper of an autograd context that reads its saved tensors once, as checkpointing requires."""
 
     def __init__(self, ctx: Any) -> None:
         self.ctx, self.saved_tensors = ctx, ctx.saved_tensors
@@ -45,7 +45,7 @@ class _Read:
 
 
 class _Refused(torch.autograd.Function):
-    """An identity function whose backward raises an error.
+    """An identity function whose backward raises an error, to prevent double backward.
 
     It returns the first `number` tensors. The other tensors are the tensors that these depend on.
     """

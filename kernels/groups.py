@@ -19,12 +19,12 @@ class Groups:
 
     @classmethod
     def of_tensor(cls, counts_E: Tensor) -> "Groups":
-        """Create the groups from a tensor of counts, [e] int64 on the device of the rows."""
+        """Create groups of rows from a tensor of row counts, [e] int64 on the device of the rows."""
         return cls(counts_E, None)
 
     @classmethod
     def of_host(cls, counts: Sequence[int], device: torch.device) -> "Groups":
-        """Create the groups from a list of e integers, for rows on `device`."""
+        """Create groups of rows from a list of row counts on the host, for rows on `device`."""
         groups = cls(None, counts)
         groups._device = device
         return groups

@@ -42,7 +42,7 @@ def opaque(fake: Callable[..., Any]) -> Callable[[Launch], Launch]:
 
 
 def untraced(function: Callable[P, R]) -> Callable[P, R]:
-    """Exclude a function, and all functions that it calls, from torch.compile.
+    """Exclude a function, and all functions that it calls, from tracing by torch.compile.
 
     It is used for functions whose control flow depends on values that change in every micro-batch.
     torch.compiler.disable would import the compiler, so it is applied only if the compiler is already

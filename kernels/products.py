@@ -33,7 +33,7 @@ def linear(
 
 
 def weight_grad(dout_nO: Tensor, rows_nI: Tensor, dweight_OI: Tensor, dbias_O: Tensor | None) -> None:
-    """Overwrite dweight with dout.T @ rows; if dbias is given, overwrite it with the sum of dout's rows."""
+    """Write a linear map's gradients to dweight (dout.T @ rows) and, if given, to dbias (sum of dout)."""
     is_float = dout_nO.dtype == torch.float32
     if is_float and 1 < len(rows_nI) <= MOST_CLEARED:
         # The result is bit-identical to the result of a single product.

@@ -102,7 +102,7 @@ def gather_dot(rows_RD: Tensor, row_of_TK: Tensor, y_TD: Tensor) -> Tensor:
 
 
 def _holes(index_N: Tensor) -> Tensor | None:
-    """Return the mask [N, 1] of the entries that are -1; None on a CPU if no entry is -1."""
+    """Return the mask [N, 1] of the index entries that are -1; on a CPU, None if there are none."""
     holes_N1 = (index_N < 0).unsqueeze(1)
     if index_N.device.type == "cpu" and not holes_N1.any():
         return None

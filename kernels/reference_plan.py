@@ -1,4 +1,4 @@
-"""Plain torch version of a collective plan: runs a table of steps on ranks that share one memory.
+"""Runs a collective plan (a table of steps) in plain torch, for ranks that share one memory.
 
 An instance is one lane of one rank. `memory` [calls * E + 2 * S] holds the data of all calls, E elements
 per call, followed by two temporary areas of S elements. A call uses the temporary area of its parity.
@@ -15,7 +15,7 @@ SPINS = 1 << 22  # polls of a semaphore before a wait fails, as a count instead 
 
 
 class PlanTable(NamedTuple):
-    """The table of steps that all instances of a collective plan run.
+    """The table of steps of a collective plan, for all ranks and their lanes.
 
     An offset p >= 0 is element p of the call's data. An offset p < 0 is temporary element -1 - p. The
     columns of a row are:

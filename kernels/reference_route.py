@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def choose_experts(scores_TE: Tensor, top_k: int) -> Tensor:
-    """Return the ids [T, K] int64 of the K largest scores, largest first; the lower id wins ties.
+    """Return the expert ids [T, K] of each token's K largest scores; the lower id wins ties.
 
     The choice must be deterministic on every device. torch.topk does not define the order of ties.
     """
@@ -67,7 +67,7 @@ def softmax_top_k_backward(
 def assign_slots(
     ids_KT: Tensor, num_experts: int, time_first: tuple[int, int] | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Number the assignments of each expert: all first choices before all second choices.
+    """Number each expert's assignments: all tokens' first choices before all second choices.
 
     Within a choice, the order is the token order.
 
@@ -100,7 +100,7 @@ def assign_slots(
 
 
 def assign_slots_by(order_N: Tensor, ids_KT: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
-    """Number the assignments of each expert in a given order; return the same results as `assign_slots`.
+    """Number each expert's assignments in a given order, and return results as `assign_slots` does.
 
     Args:
         order_N: [K * T] int64, the assignments in the order in which they take slots; assignment j * T + t

@@ -10,7 +10,7 @@ ELEMENTS_ELSEWHERE = 2**26
 
 
 def row_chunks(table_NV: Tensor) -> Iterator[slice]:
-    """Yield the rows of each chunk; a chunk has at least one row."""
+    """Yield the range of rows of each chunk of a table; every chunk has at least one row."""
     num_rows, words = table_NV.shape
     size = ELEMENTS.get(table_NV.device.type, ELEMENTS_ELSEWHERE)
     step = max(1, size // max(words, 1))

@@ -1,4 +1,4 @@
-"""Runs each expert on one thread of torch's OpenMP thread pool, in one parallel region.
+"""Runs experts in parallel on a CPU: each expert on one thread of torch's OpenMP thread pool.
 
 The operations of an expert are many and short. If each operation ran on all threads, it would begin and end
 with a barrier. A barrier takes a time slice instead of a microsecond when another process occupies a core.
@@ -46,7 +46,7 @@ def for_each(make_worker: Callable[[], Worker], counts: Sequence[int], row_work:
 
 
 def _shares(counts: Sequence[int], row_work: int) -> tuple[Sequence[int], Sequence[int]]:
-    """Return the experts that all threads compute together, and the experts for one thread each."""
+    """Return the experts that all threads compute together, and the experts that one thread computes."""
     threads, all_experts = torch.get_num_threads(), range(len(counts))
     busy = sum(count > 0 for count in counts)
     work = (sum(counts) + ROWS_OF_READING * busy) * row_work
@@ -89,7 +89,7 @@ def _spread(make_worker: Callable[[], Worker], experts: Iterator[int]) -> None:
 
 @functools.cache
 def _region() -> tuple[Any, Any] | None:
-    """Return OpenMP's function for parallel regions and its callback type; None if it is not found."""
+    """Find OpenMP's function for parallel regions; return it and its callback type, or None."""
     kind = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
     try:
         region = ctypes.CDLL(torch._C.__file__).GOMP_parallel  # LLVM's and Intel's OpenMP also have it

@@ -13,10 +13,10 @@ from fairseq_tutel.kernels import autotune
 
 @dataclass(frozen=True)
 class Config:
-    """The tile sizes and launch parameters of one matrix product; a weight gradient has shape [O, I].
+    """The tile sizes and launch parameters of one kernel for grouped matrix products.
 
     Attributes:
-        block_m: rows of an output tile (O for a weight gradient).
+        block_m: rows of an output tile (O for a weight gradient, which has shape [O, I]).
         block_n: columns of an output tile (I for a weight gradient).
         block_k: elements summed per step (rows for a weight gradient).
         warps: warps per program.
@@ -33,7 +33,7 @@ class Config:
 
     @property
     def blocks(self) -> dict[str, int]:
-        """The compile-time constants that a kernel over row tiles gets."""
+        """The tile sizes as the compile-time constants of a kernel over row tiles."""
         return {
             "BLOCK_M": self.block_m,
             "BLOCK_N": self.block_n,
@@ -141,7 +141,7 @@ def choose(
     shape: tuple[int, int, int, int],
     launch: Callable[[Config], None],
 ) -> Config:
-    """Return the tile configuration for a launch: the autotuner's choice, else the default.
+    """Return the tile configuration of a kernel launch: the autotuner's choice, or the default.
 
     Args:
         kind: see `candidates`.
@@ -158,5 +158,5 @@ def choose(
 
 
 def _fit(block: int, size: int) -> int:
-    """Return `block`, but at most the smallest power of two that is >= 16 and covers `size`."""
+    """Limit a tile dimension `block` to the smallest power of two that is >= 16 and covers `size`."""
     return min(block, max(16, 1 << max(size - 1, 0).bit_length()))

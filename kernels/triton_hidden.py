@@ -103,7 +103,7 @@ def triton_hidden(
     counts_E: Tensor,
     activation: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Run the kernel of `ffn_down_backward`; results that are not needed are empty tensors.
+    """Launch the kernel of `ffn_down_backward`; return empty tensors for results that are not needed.
 
     The arguments are the arguments of `ffn_down_backward`, with counts [E] int64 in place of groups.
     `activation` is the function that was applied to h. With g it is "swish".

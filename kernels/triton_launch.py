@@ -1,4 +1,4 @@
-"""Launch parameters of the grouped matrix products: hardware, precision and tensor descriptors (TMA)."""
+"""Selects launch parameters of matrix products: hardware, precision, tensor descriptors (TMA)."""
 
 import functools
 from collections.abc import Callable
@@ -43,7 +43,7 @@ def precision_of(dtype: torch.dtype) -> str:
 def chosen(
     kind: str, rows: Tensor, shape: tuple[int, int, int, int], launch: Callable[[Config], None]
 ) -> Config:
-    """Return the tile configuration for a matrix product of `rows`; see `choose` for the arguments."""
+    """Return the tile configuration for a grouped matrix product with these rows; see `choose`."""
     return choose(kind, hardware_of(rows.device), precision_of(rows.dtype), shape, launch)
 
 
@@ -58,7 +58,7 @@ def has_descriptors(device: torch.device) -> bool:
 
 
 def input_precision_of(rows: Tensor) -> str:
-    """Return the PRECISION constant of `multiply`; on a GPU it affects only fp32."""
+    """Return the precision constant for the kernels' matrix products; on a GPU it affects only fp32."""
     if hardware_of(rows.device) == "interpreted" and rows.dtype == torch.bfloat16:
         return "interpreted"
     return "tf32" if precision_of(rows.dtype) == "tf32" else "ieee"
@@ -74,7 +74,7 @@ def described(tensors: list[Tensor], block: list[int]) -> list[Any] | None:
 def described_weights(
     weights_ENK: list[Tensor], block_n: int, block_k: int
 ) -> tuple[list[Any] | None, bool]:
-    """Return TMA descriptors of the weights, and whether their contiguous dimension is k instead of n.
+    """Return TMA descriptors of the weights, and whether the summed dimension k is the contiguous one.
 
     Args:
         weights_ENK: weights with equal strides; see `alike`.
@@ -87,7 +87,7 @@ def described_weights(
 
 
 def alike(weights: list[Tensor]) -> list[Tensor]:
-    """Return the weights with equal strides; if the strides differ, all weights are made contiguous."""
+    """Return the weights with equal strides; if their strides differ, copy them to contiguous tensors."""
     if all(w.stride() == weights[0].stride() for w in weights):
         return weights
     return [w.contiguous() for w in weights]

@@ -11,7 +11,7 @@ import triton.language as tl
 
 @triton.jit
 def rows_operand(rows, index, first, end, K, DESCRIPTOR: tl.constexpr, BLOCK_M: tl.constexpr):
-    """Return the argument for `load_rows`: the tensor descriptor, or pointers [BLOCK_M, 1] to the rows."""
+    """Return the source that `load_rows` loads from: a tensor descriptor, or pointers to the rows."""
     if DESCRIPTOR:
         operand = rows
     else:
@@ -26,7 +26,7 @@ def rows_operand(rows, index, first, end, K, DESCRIPTOR: tl.constexpr, BLOCK_M: 
 
 @triton.jit
 def load_rows(operand, first, k, K, DESCRIPTOR: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Return the tile [BLOCK_M, BLOCK_K] of the rows at column k, with zeros from column K on."""
+    """Load the tile [BLOCK_M, BLOCK_K] of the rows at column k, with zeros from column K on."""
     if DESCRIPTOR:
         tile = operand.load([first.to(tl.int32), k])
     else:
@@ -49,7 +49,7 @@ def load_weight(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """Return the tile [BLOCK_K, BLOCK_N] of weight[expert].T at (k, n), with zeros outside the weight.
+    """Load the tile [BLOCK_K, BLOCK_N] of weight[expert].T at (k, n), with zeros outside the weight.
 
     `strides` are the strides of (expert, n, k). A descriptor has the dimensions (expert, N, K) if K_INNER
     is set, otherwise (expert, K, N).
@@ -69,7 +69,7 @@ def load_weight(
 
 @triton.jit
 def multiply(a, b, total, PRECISION: tl.constexpr):
-    """Return total + a @ b, computed in the given precision."""
+    """Add a product of two tiles to a sum: return total + a @ b, computed in the given precision."""
     if PRECISION == "interpreted":  # NumPy has no bf16
         a, b = a.to(total.dtype), b.to(total.dtype)
         total = tl.dot(a, b, total, input_precision="ieee", out_dtype=total.dtype)
@@ -97,7 +97,7 @@ def add_product(
     K_INNER: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """Return total + rows @ weight[expert].T for one tile; return total if the expert is -1."""
+    """Add the product rows @ weight[expert].T to a tile's sum `total`; expert -1 adds nothing."""
     rows_from = rows_operand(rows, index, first, end, K, ROWS_DESCRIPTOR, total.shape[0])
     for k in range(0, tl.where(expert < 0, 0, K), BLOCK_K):
         a = load_rows(rows_from, first, k, K, ROWS_DESCRIPTOR, BLOCK_K)
@@ -110,7 +110,7 @@ def add_product(
 
 @triton.jit
 def load_bias(bias, expert, columns, N):
-    """Return the bias of an expert at the given columns; 0 outside the bias and for expert -1."""
+    """Load the bias of an expert at the given columns, with 0 outside the bias and for expert -1."""
     last = tl.where(expert < 0, 0, N)
     return tl.load(bias + expert * N + columns, mask=columns < last, other=0.0)
 
@@ -123,21 +123,21 @@ def tile_offsets(N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
 
 @triton.jit
 def tile_mask(first, end, n, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Return the mask of the tile's elements that are before row `end` and column N."""
+    """Return the mask of a tile's elements that are inside the matrix: before row `end` and column N."""
     rows, columns = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
     return (rows < end - first)[:, None] & (columns < N - n)[None, :]
 
 
 @triton.jit
 def load_tile(x, first, end, n, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Return the tile of x [R, N] at (first, n), with zeros from row `end` and from column N on."""
+    """Load the tile of x [R, N] at (first, n), with zeros from row `end` and from column N on."""
     inside = tile_mask(first, end, n, N, BLOCK_M, BLOCK_N)
     return tl.load(x + first * N + n + tile_offsets(N, BLOCK_M, BLOCK_N), mask=inside, other=0.0)
 
 
 @triton.jit
 def store_tile(x, values, first, end, n, N):
-    """Write a tile of x [R, N] at (first, n), except elements from row `end` or from column N on."""
+    """Write a tile to x [R, N] at (first, n), without elements from row `end` or column N on."""
     inside = tile_mask(first, end, n, N, values.shape[0], values.shape[1])
     offsets = tile_offsets(N, values.shape[0], values.shape[1])
     tl.store(x + first * N + n + offsets, values, mask=inside)

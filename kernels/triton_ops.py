@@ -1,4 +1,4 @@
-"""The Triton versions of the `OPS`, which `kernels.ops` returns for a GPU."""
+"""The Triton version of every kernel, which `kernels.ops` returns for a GPU."""
 
 from types import SimpleNamespace
 

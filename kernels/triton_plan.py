@@ -140,5 +140,5 @@ def _plan_kernel(
 
 @triton.jit
 def _address(place, call_at, tmp_at):
-    """Return the memory index of an offset that a row of `PlanTable` contains."""
+    """Convert an offset in a collective plan's table to an index into the ranks' memory."""
     return tl.where(place < 0, tmp_at - 1 - place, call_at + place)

@@ -104,7 +104,7 @@ def assign_slots(
 
 
 def assign_slots_by(order_N: Tensor, ids_KT: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
-    """Number the assignments of each expert in a given order; return the same results as `assign_slots`."""
+    """Number each expert's assignments in a given order, and return results as `assign_slots` does."""
     return place_assignments(ids_KT, order_N, num_experts, 1, ids_KT.shape[1])
 
 
@@ -119,7 +119,7 @@ def _fake_place_assignments(
 def place_assignments(
     ids_KT: Tensor, order_N: Tensor | None, num_experts: int, time: int, batch: int
 ) -> tuple[Tensor, Tensor]:
-    """Number the assignments of each expert and return (slots_TK, assigned_KE).
+    """Number each expert's assignments with Triton kernels and return (slots_TK, assigned_KE).
 
     Args:
         ids_KT: [K, T] int64, the expert of each assignment; E for no expert.
@@ -165,9 +165,9 @@ def place_assignments(
 def _block_starts(
     ids_CL: Tensor, order_L: Tensor | None, totals_CE: Tensor, time: int, batch: int
 ) -> Tensor:
-    """Count each expert's assignments before each block [C * blocks, E] int32, and fill `totals_CE`.
+    """Return each expert's number of assignments before each block, and write totals to `totals_CE`.
 
-    The blocks split C chains of L positions each. The blocks of one chain are consecutive.
+    The blocks split C chains of L positions each. The result is [C * blocks, E] int32, chain by chain.
     """
     (chains, length), num_experts = ids_CL.shape, totals_CE.shape[1]
     num_blocks = triton.cdiv(length, BLOCK_N)
@@ -271,7 +271,7 @@ def _softmax_top_k_backward_kernel(
 def _copies_at(
     ids_ptr, order_ptr, chain, positions, length, num_experts, time, batch, HAS_ORDER: tl.constexpr
 ):
-    """Return the assignments at these positions of a chain and their experts; E after the chain's end."""
+    """Load the assignments at these positions and their experts; positions after the end give E."""
     inside = positions < length
     if HAS_ORDER:
         copies = tl.load(order_ptr + positions, mask=inside, other=0)
@@ -309,7 +309,7 @@ def _count_kernel(
 def _scan_kernel(
     counts_ptr, totals_ptr, chains, num_blocks, num_experts, BLOCK_B: tl.constexpr, BLOCK_E: tl.constexpr
 ):
-    """Replace each block's counts by the sums over all earlier blocks, and write each chain's totals."""
+    """Replace each block's expert counts by the sums of all earlier blocks, and write the totals."""
     experts = tl.program_id(0) * BLOCK_E + tl.arange(0, BLOCK_E)
     inside = experts < num_experts
     before = tl.zeros([BLOCK_E], dtype=tl.int32)

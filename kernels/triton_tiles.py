@@ -15,7 +15,7 @@ BLOCK_EXPERTS = 64
 
 
 def tile_table(counts_E: Tensor, num_rows: int, block_m: int) -> Tensor:
-    """Return a table [3, tiles] int64 of row tiles, computed from counts [E] int64 on the same device."""
+    """Return the table of row tiles, [3, tiles] int64, computed on the device from row counts [E] int64."""
     num_experts = counts_E.shape[0]
     num_tiles = num_rows // block_m + num_experts + 1
     table = torch.empty(3, num_tiles, dtype=torch.int64, device=counts_E.device)
@@ -81,7 +81,7 @@ def place(pid, tiles_m, tiles_n, GROUP: tl.constexpr):
 
 @triton.jit
 def read_tile(table, tiles_m, m):
-    """Return (expert, first row, end of rows) of row tile m."""
+    """Read row tile m from the table: return its expert, its first row, and the end of the rows."""
     expert = tl.load(table + m)
     first = tl.load(table + tiles_m + m)
     end = tl.load(table + 2 * tiles_m + m)

@@ -92,7 +92,7 @@ def triton_up(
     activation: str,
     keep_h: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Run the kernel of `ffn_up`; results that are not needed are empty tensors.
+    """Launch the kernel of `ffn_up`; return empty tensors for results that are not needed.
 
     The arguments are the arguments of `ffn_up`, with counts [E] int64 in place of groups. `activation` is
     applied to h. With fc3 it is "swish". `keep_h`: whether to return h and, with fc3, g.

@@ -60,7 +60,7 @@ def triton_weight_grad(
     scale_R: Tensor | None,
     bias: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Run the kernel of `grouped_weight_grad`; without `bias`, the bias gradient is an empty tensor."""
+    """Launch the kernel of `grouped_weight_grad`; without `bias`, the bias gradient is empty."""
     dweight_EOI, dbias_EO = _weight_grad_shapes(
         dout_NO, rows_NI, counts_E, dout_index_R, rows_index_R, scale_R, bias
     )
@@ -106,7 +106,7 @@ def triton_weight_grad(
 
 @triton.jit
 def _sources(index, r, end):
-    """Return the source row of each row as int64: index[r], or r if there is no index."""
+    """Return the row of the source tensor for each row r: index[r], or r if there is no index."""
     source = r.to(tl.int64)
     if index is not None:
         source = tl.load(index + r, mask=r < end, other=0)
@@ -115,7 +115,7 @@ def _sources(index, r, end):
 
 @triton.jit
 def _load_scaled(x, source, scale, r, end, columns, D, ACC: tl.constexpr):
-    """Load a tile [columns, rows] of scale[r] * x[source], with zeros from row `end` on.
+    """Load a transposed tile [columns, rows] of scale[r] * x[source], with zeros from row `end` on.
 
     The tile is loaded in the layout of the product, because not every GPU prefetches transposed tiles.
     """

@@ -116,7 +116,7 @@ def identity_here() -> dict[str, str]:
 
 
 def _triton_version() -> str:
-    """Return the version of the imported module, because the package has another name on ROCm."""
+    """Return the version of the imported Triton, whose package has another name on ROCm."""
     try:
         import triton
     except ImportError:

@@ -35,12 +35,12 @@ class ExpertTensorList:
         return self.make(index)
 
     def unbind(self, dim: int) -> "ExpertTensorList":
-        """Return a sequence of the experts' tensors; each tensor is created when it is read."""
+        """Return a sequence of one tensor per expert, each of which is created when it is read."""
         assert dim == 0
         return self
 
     def to(self, dtype: torch.dtype) -> "ExpertTensorList":
-        """Return the list with its tensors converted to another dtype."""
+        """Return the list of experts' tensors, converted to another dtype when they are read."""
         return ExpertTensorList(lambda index: self.make(index).to(dtype), self.shape, dtype)
 
 
@@ -71,7 +71,7 @@ class FFNWeights:
 
     @classmethod
     def of(cls, tensors: Sequence[Any]) -> "FFNWeights":
-        """Create the weights from a sequence of tensors that is ordered as NAMES."""
+        """Create the FFN weights from a sequence of tensors in the order of NAMES."""
         return cls(*tensors)
 
     def of_each(self) -> Any:
@@ -119,7 +119,7 @@ class FFNGradients:
     def empty_like(
         cls, weights: FFNWeights, num_rows: int, gate_R: Tensor | None, needs_dx: bool, needs_weights: bool
     ) -> "FFNGradients":
-        """Allocate uninitialized gradients with the shapes of the given weights."""
+        """Allocate uninitialized gradient tensors with the shapes of the given FFN weights."""
         w1 = weights.fc1_weight
         return cls(
             w1.new_empty(num_rows, w1.shape[2]) if needs_dx else None,

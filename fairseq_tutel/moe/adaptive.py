@@ -42,7 +42,7 @@ WIRE_BYTES = {"bf16": 2, "fp8": 1}  # transfer dtype: bytes per element
 
 
 def allowed_degrees(slices: int, whole_hidden: bool = False) -> tuple[int, ...]:
-    """Return the valid values of adaptive_r: 0, and the divisors of `slices` (1 if `whole_hidden`)."""
+    """Return the valid values of adaptive_r: 0 and the divisors of `slices`; 0 and 1 if `whole_hidden`."""
     divisors = (r for r in range(1, slices + 1) if slices % r == 0)
     return (0, 1) if whole_hidden else (0, *divisors)
 
@@ -95,7 +95,7 @@ def weights_of(
 
 
 def _merge(stack: Tensor, slices: int, dim: int) -> Tensor:
-    """Join the shards of each expert: reshape gathered weights [G, e, ...] to [experts, ...]."""
+    """Join the shards of each expert, which were gathered from G ranks: [G, e, ...] to [experts, ...]."""
     flat = stack.flatten(0, 1)
     if slices == 1:
         return flat
@@ -104,7 +104,7 @@ def _merge(stack: Tensor, slices: int, dim: int) -> Tensor:
 
 
 class _Gather(torch.autograd.Function):
-    """All-gather several tensors: each [...] becomes [G, ...] for the G ranks of the group."""
+    """All-gather several tensors in one autograd node; a tensor [...] becomes [G, ...] for G ranks."""
 
     @staticmethod
     def forward(ctx: Any, group: dist.ProcessGroup, *tensors: Tensor) -> tuple[Tensor, ...]:

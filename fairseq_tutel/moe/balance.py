@@ -17,7 +17,7 @@ if TYPE_CHECKING:  # these modules import MoEConfig, which imports this one
 
 
 def gshard_loss(routing: Routing, gate: GateOutput | None = None) -> Tensor:
-    """Return the GShard balance loss E * sum_e f_e P_e of one micro-batch; 0 without tokens.
+    """Return the GShard balance loss of a micro-batch, E * sum_e f_e P_e. It is 0 without tokens.
 
     Padding is ignored. f_e is the fraction of tokens whose first choice is e, before dropping (a constant).
     P_e is the mean probability of e (differentiable). The loss is 1 for uniform load and uniform
@@ -29,12 +29,12 @@ def gshard_loss(routing: Routing, gate: GateOutput | None = None) -> Tensor:
 
 
 def gshard_all_loss(routing: Routing, gate: GateOutput | None = None) -> Tensor:
-    """Return the GShard loss with the fractions of all assignments instead of first choices only."""
+    """Return the GShard balance loss, computed from all K choices of each token, not only the first."""
     return _load_times_probability(routing, routing.assigned_KE.sum(dim=0))
 
 
 def gshard_global_loss(routing: Routing, gate: GateOutput) -> Tensor:
-    """Return the gshard_all loss with the loads of all ranks and the probabilities of this rank.
+    """Return the GShard balance loss with all ranks' expert loads and this rank's probabilities.
 
     Collective in training: one all-reduce of E numbers. Source: Qiu et al. 2025, Demons in the Detail.
     """
@@ -45,7 +45,7 @@ def gshard_global_loss(routing: Routing, gate: GateOutput) -> Tensor:
 
 
 def gshard_sequence_loss(routing: Routing, gate: GateOutput) -> Tensor:
-    """Return the mean of the gshard_all loss over sentences (DeepSeek-V3 2024, equations 17 to 20)."""
+    """Return the mean over sentences of each sentence's balance loss (DeepSeek-V3, equations 17 to 20)."""
     probs_TE = _real_probs(routing)
     num_tokens, num_experts = probs_TE.shape
     count, time = gate.sentences or (1, num_tokens)
@@ -63,8 +63,9 @@ def gshard_sequence_loss(routing: Routing, gate: GateOutput) -> Tensor:
 
 
 def load_importance_loss(routing: Routing, gate: GateOutput) -> Tensor:
-    """Return (cv^2(importance) + cv^2(load)) / 2 over all tokens except padding (Shazeer et al. 2017).
+    """Return the mean of the importance loss and the load loss of noisy gates (Shazeer et al. 2017).
 
+    The loss is (cv^2(importance) + cv^2(load)) / 2 over all tokens except padding.
     Importance_e is the sum of expert e's noise-free probabilities over tokens. Load_e is the sum over
     tokens of the probability that e is among the K best experts if its noise is drawn again. That
     probability is Phi((logit_e - rival_e) / noise), where rival_e is the K-th largest noisy logit of the
@@ -101,7 +102,7 @@ def load_importance_tutel_loss(routing: Routing, gate: GateOutput) -> Tensor:
 
 
 def z_loss(routing: Routing, gate: GateOutput) -> Tensor:
-    """Return the mean over tokens, without padding, of (log sum_e exp logit_e)^2 (ST-MoE, equation 5)."""
+    """Return the router z-loss: the mean over tokens of (log sum_e exp logit_e)^2 (ST-MoE, equation 5)."""
     square_T = torch.logsumexp(_wide(gate.logits_TE), dim=1).square()
     if routing.real_T is not None:
         square_T = square_T.masked_fill(~routing.real_T, 0.0)
@@ -125,7 +126,7 @@ def _importance_and_load(routing: Routing, importance_TE: Tensor, chance_TE: Ten
 
 
 def _cv_squared(total_E: Tensor) -> Tensor:
-    """Return the sample variance divided by the squared mean; 0 for one expert or without tokens."""
+    """Return the variance over experts divided by the squared mean; 0 for one expert or no tokens."""
     if total_E.shape[0] == 1:
         return total_E.sum() * 0
     return total_E.var() / (total_E.mean().square() + 1e-10)
@@ -148,7 +149,7 @@ def _real_probs(routing: Routing) -> Tensor:
 
 
 class BalanceLoss(NamedTuple):
-    """A balance loss: its function of a routing and the gate's output, and its help text."""
+    """A balance loss: its help text, and the function that computes it from routing and gate output."""
 
     function: Callable[[Routing, GateOutput], Tensor]
     help: str
@@ -179,7 +180,7 @@ LOSSES = {
 
 
 def balance_loss_option() -> Any:
-    """Return the option --moe-balance-loss."""
+    """Return the definition of the command-line option --moe-balance-loss."""
     known = ", ".join(f"{name} ({loss.help})" for name, loss in LOSSES.items())
     return option(
         "gshard:1",
@@ -218,7 +219,7 @@ def balance_losses(names: dict[str, float], routing: Routing, gate: GateOutput) 
 
 
 class BalanceBias(nn.Module):
-    """A bias that rises for underloaded experts and falls for overloaded experts (Wang et al. 2024)."""
+    """A bias on expert scores: higher for underloaded, lower for overloaded experts (Wang et al. 2024)."""
 
     bias: Tensor
     load: Tensor
@@ -231,12 +232,12 @@ class BalanceBias(nn.Module):
 
     @torch.no_grad()
     def count(self, assigned_KE: Tensor) -> None:
-        """Add the assignments of one micro-batch to the load, including dropped ones but not padding."""
+        """Add a micro-batch's assignments to the experts' loads, with dropped ones but without padding."""
         self.load.add_(assigned_KE.sum(dim=0))
 
     @torch.no_grad()
     def update(self, load_E: Tensor) -> None:
-        """Raise the bias of experts below the mean load, lower it above the mean, and reset the load."""
+        """Raise the bias of underloaded experts, lower it for overloaded experts, and reset the loads."""
         # Integer arithmetic ensures that every rank makes the same step: sign(mean - load), both times E.
         below_E = load_E.sum() - load_E * len(load_E)
         self.bias.add_(below_E.sign().to(self.bias.dtype), alpha=self.rate)
@@ -257,7 +258,7 @@ class BalanceBias(nn.Module):
 
 
 def update_biases(model: nn.Module) -> None:
-    """Update the balance bias of every layer by the summed load of all ranks. Collective.
+    """Update every layer's balance bias from the expert loads summed over all ranks. Collective.
 
     The load covers all micro-batches since the previous call. Custom training loops must call this function
     after every optimizer step. fairseq's tasks call it automatically.

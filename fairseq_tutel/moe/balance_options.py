@@ -25,7 +25,7 @@ NO_BALANCE_LOSS = because(
 
 @dataclass(frozen=True)
 class CriterionConfig:
-    """How a criterion uses the balance losses; the model's options choose the losses."""
+    """Options that set how a criterion uses the balance losses, which the model's options choose."""
 
     # fmt: off
     moe_gate_loss_wt: float = balance(

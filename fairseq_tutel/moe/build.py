@@ -27,14 +27,14 @@ def load_class(label: str, name: str) -> type:
 
 
 def build_custom(label: str, name: str, config: Any) -> nn.Module:
-    """Build and return an object of the named class, and store its configuration for `redraw`."""
+    """Build an object of the named class and store its configuration, so that `redraw` can rebuild it."""
     module: Any = construct(label, load_class(label, name), config)
     module.moe_config = config
     return module
 
 
 def construct(label: str, kind: type, config: Any) -> Any:
-    """Build and return kind(config); raise ValueError if the class takes other arguments."""
+    """Build an object of a class, kind(config); raise ValueError if the class takes other arguments."""
     try:
         return kind(config)
     except TypeError as error:
@@ -46,21 +46,21 @@ def construct(label: str, kind: type, config: Any) -> Any:
 
 @torch.no_grad()
 def redraw(module: Any, seed: int) -> None:
-    """Draw the parameters of a module from `build_custom` again, from this seed."""
+    """Reinitialize the parameters of a module that `build_custom` built, from this seed."""
     if any(parameter.is_meta for parameter in module.parameters()):
         return
     module.load_state_dict(draw(type(module), module.moe_config, seed).state_dict())
 
 
 def draw(kind: type, config: Any, seed: int) -> nn.Module:
-    """Build kind(config) on the CPU from this seed, and leave torch's global generator unchanged."""
+    """Build an object, kind(config), on the CPU with this seed; keep torch's global generator."""
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         torch.default_generator.manual_seed(seed)  # CPU only; torch.manual_seed would also reseed GPUs
         return kind(config)
 
 
 def seeded_generator(seed: int, name: str, expert: int, tensor: str) -> torch.Generator:
-    """Return a CPU generator seeded by a hash of the arguments; `expert` is -1 for shared tensors."""
+    """Return a CPU generator seeded by a hash of the arguments; `expert` is -1 for non-expert tensors."""
     return torch.Generator().manual_seed(hashed_seed(seed, name, expert, tensor))
 
 
@@ -73,7 +73,7 @@ def hashed_seed(seed: int, name: str, expert: int, tensor: str) -> int:
 def draw_linear(
     target: Tensor, fan_in: int, kind: str, init_std: float, generator: torch.Generator
 ) -> None:
-    """Fill a weight or bias as nn.Linear does; with `init_std`, weights are normal and biases zero."""
+    """Initialize a weight or bias as nn.Linear does; with `init_std`, weights are normal, biases zero."""
     values = torch.zeros(target.shape, dtype=torch.float32)  # on the CPU for every device
     if init_std == 0:
         bound = 1 / math.sqrt(fan_in)

@@ -1,4 +1,4 @@
-"""The arguments of one forward pass of a layer. T tokens, D model_dim, S sentences."""
+"""The arguments of one forward pass of a MoE layer. T tokens, D model_dim, S sentences."""
 
 import math
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from fairseq_tutel.moe.config import MoEConfig
 
 @dataclass(frozen=True, kw_only=True)
 class Call:
-    """The arguments of one forward pass, except its tokens. None means the configured value."""
+    """The arguments of one forward pass of a MoE layer, without the tokens. None: as configured."""
 
     shape: tuple[int, ...]  # shape of x without D; T is the product of these sizes
     time_first: bool = False  # x is [time, batch, D]; token t is (t // S, t % S)
@@ -56,7 +56,7 @@ class Call:
         )
 
     def tokens(self, x: Tensor) -> Tensor:
-        """Return x as [T, D], with padding tokens set to zero."""
+        """Return the layer's input x as a matrix [T, D] of tokens, with padding tokens set to zero."""
         x_TD = x.reshape(-1, x.shape[-1])
         if self.padding_T is None:
             return x_TD
@@ -75,12 +75,12 @@ class Call:
         )
 
     def top_k_of(self, config: MoEConfig) -> int:
-        """Return the top_k of this call, or the configured top_k if the call sets none."""
+        """Return the number of experts per token: this call's top_k, or the configured one by default."""
         return config.top_k if self.top_k is None else self.top_k
 
     @property
     def sentences(self) -> tuple[int, int] | None:
-        """The sizes (S, time) of the micro-batch; None for a single token or a flat list of tokens."""
+        """The micro-batch's numbers of sentences and time steps; None for one token or a list of tokens."""
         if self.time_first:
             return self.shape[1], self.shape[0]
         if len(self.shape) < 2:

@@ -1,4 +1,4 @@
-"""Slots: the capacity of an expert, and the order in which assignments get slots.
+"""Expert capacity: the number of slots of an expert, and the order in which assignments get slots.
 
 T tokens, E experts, K top_k, N = K * T assignments, where j * T + t is choice j of token t. A drop policy
 is the order in which assignments get slots; the last assignments are dropped. The kernels `assign_slots`
@@ -18,7 +18,7 @@ from fairseq_tutel.options.option import CAPACITY, is_number
 
 @dataclass(frozen=True, kw_only=True)
 class Capacity:
-    """The rule that gives the number of slots of each expert in one forward."""
+    """The rule that gives each expert's capacity (its number of slots) in one forward pass."""
 
     # f > 0: K * ceil(f * T / E) slots; 0: no limit; f < 0: the limit of |f|, with buffers no larger than
     # the busiest expert needs
@@ -58,7 +58,7 @@ class Capacity:
 
 @dataclass(frozen=True, kw_only=True)
 class MicroBatch:
-    """The arguments of routing a micro-batch, in addition to the logits and the configuration."""
+    """The arguments of routing one micro-batch, other than the gate's logits and the configuration."""
 
     top_k: int
     capacity: Capacity = Capacity()
@@ -71,14 +71,14 @@ class MicroBatch:
 
 
 def evaluates_as_in_training(config: MoEConfig) -> bool:
-    """Whether evaluation uses the training capacity, as configured or because experts choose tokens."""
+    """Whether evaluation uses the training capacity: if configured so, or if experts choose tokens."""
     fraction = config.eval_capacity_token_fraction
     unset = fraction == 0 and config.eval_capacity_factor == 0
     return fraction < 0 or (config.choice == "experts" and unset)
 
 
 def capacity_of(config: MoEConfig, training: bool, factor: float | Capacity | None = None) -> Capacity:
-    """Return a forward's capacity rule: `factor` if it is given, otherwise the configured rule."""
+    """Return the capacity rule of a forward pass: `factor` if it is given, else the configured rule."""
     if isinstance(factor, Capacity):
         return factor
     fraction = 0.0
@@ -131,7 +131,7 @@ def at_random(scores_TE: Tensor, expert_ids_TK: Tensor, position_T: Tensor, trai
 
 
 def by_own_score(scores_TE: Tensor, expert_ids_TK: Tensor, position_T: Tensor, training: bool) -> Tensor:
-    """Order all assignments by the score of their expert, first or later choice alike."""
+    """Order all assignments by the gate's score for their expert, regardless of first or later choice."""
     order_N = by_position(scores_TE, expert_ids_TK, position_T, training)
     scores_N = scores_TE.gather(1, expert_ids_TK).t().flatten()[order_N]
     return order_N[scores_N.argsort(descending=True, stable=True)]
@@ -165,7 +165,7 @@ def take_slots(
     config: MoEConfig,
     batch: MicroBatch,
 ) -> tuple[Tensor, Tensor]:
-    """Assign slots to the requested assignments and return (slots_TK, assigned_KE) of `Routing`."""
+    """Number the requested assignments of each expert; return (slots_TK, assigned_KE) as in `Routing`."""
     num_tokens, num_experts = scores_TE.shape
     ids_KT = expert_ids_TK.t()  # for the kernels, expert E marks a left-out assignment
     if batch.real_T is not None:
@@ -184,7 +184,7 @@ def take_slots(
 def keep(
     slots_TK: Tensor, assigned_KE: Tensor, capacity: Capacity, num_tokens: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return which assignments are within the capacity: (kept_TK bool, dropped_K, counts_E)."""
+    """Return the mask of assignments within the capacity, and counts: (kept_TK, dropped_K, counts_E)."""
     kept_TK, counts_E = slots_TK >= 0, assigned_KE.sum(dim=0)
     if not capacity.is_limited:
         return kept_TK, torch.zeros_like(assigned_KE[:, 0]), counts_E

@@ -1,4 +1,4 @@
-"""Choice: logits -> scores -> the experts that tokens choose, or the tokens that experts choose.
+"""Chooses experts for tokens, or tokens for experts, by scores that are computed from gate logits.
 
 A way to choose experts is a line of `ways_of` and a function named after its flag. `sinkhorn_keys`, for
 example, belongs to --moe-sinkhorn, tests/moe/test_choice.py::test_sinkhorn_… and a row of docs/routing.md.
@@ -24,7 +24,7 @@ from fairseq_tutel.options.option import is_whole
 
 @dataclass(frozen=True, kw_only=True)
 class Chosen:
-    """The experts that tokens choose, before slots are assigned."""
+    """The experts that each token chose, with their weights, before slots are assigned."""
 
     scores_TE: Tensor  # detached
     probs_TE: Tensor  # see `Routing`
@@ -37,7 +37,7 @@ Way = Callable[[Tensor, Tensor], Tensor]
 
 
 def ways_of(config: MoEConfig, batch: MicroBatch) -> list[Way]:
-    """Return the ways to choose experts in their order, each a line here; [] chooses by the scores.
+    """Return the functions that choose experts, in their order. If there are none, scores decide.
 
     A token's experts are those with the K largest keys. The first way gets the scores as keys. The fused
     kernel runs only if the list is empty.
@@ -57,7 +57,7 @@ def ways_of(config: MoEConfig, batch: MicroBatch) -> list[Way]:
 
 
 def choose(logits_TE: Tensor, config: MoEConfig, batch: MicroBatch) -> Chosen:
-    """Choose and weigh the experts of every token."""
+    """Choose the top-k experts of every token and compute their weights."""
     top_k = batch.top_k
     check_top_k(top_k, logits_TE.shape[1], config)
     ways = ways_of(config, batch)
@@ -86,7 +86,7 @@ def normalized(weights_TK: Tensor) -> Tensor:
 
 
 def check_top_k(top_k: int, num_experts: int, config: MoEConfig) -> None:
-    """Raise ValueError if top_k exceeds the experts, or those in a token's groups."""
+    """Raise ValueError if top_k exceeds the number of experts that a token can choose from."""
     most = num_experts // config.expert_groups * config.groups_per_token
     if not (is_whole(top_k) and 1 <= top_k <= most):
         groups = f" in {config.groups_per_token} group(s)" if config.expert_groups > 1 else ""
@@ -96,7 +96,7 @@ def check_top_k(top_k: int, num_experts: int, config: MoEConfig) -> None:
 
 
 def scores_of(logits_TE: Tensor, score_function: str) -> tuple[Tensor, Tensor]:
-    """Return (scores_TE, probs_TE): the experts' scores, and the same normalized to sum to 1 per token."""
+    """Return the experts' scores, and the scores normalized to sum to 1 per token: scores_TE, probs_TE."""
     if score_function == "softmax":
         probs_TE = torch.softmax(logits_TE, dim=1)
         return probs_TE, probs_TE
@@ -105,7 +105,7 @@ def scores_of(logits_TE: Tensor, score_function: str) -> tuple[Tensor, Tensor]:
 
 
 def softmax_top_k(logits_TE: Tensor, top_k: int, ops: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Softmax and top-k in one kernel and one autograd node, for the default options."""
+    """Choose experts by softmax and top-k in one kernel and one autograd node, for default options."""
     if torch.is_autocast_enabled(logits_TE.device.type):  # as torch.softmax does
         logits_TE = logits_TE.to(torch.promote_types(logits_TE.dtype, torch.float32))
     return _SoftmaxTopK.apply(logits_TE, top_k, ops)
@@ -133,7 +133,7 @@ class _SoftmaxTopK(torch.autograd.Function):
 
 
 def rsample_keys(keys_TE: Tensor, logits_TE: Tensor, score_function: str) -> Tensor:
-    """Return keys whose K largest are experts drawn by score without replacement (Kool et al. 2019)."""
+    """Return random keys whose top-k samples experts by score without replacement (Kool et al. 2019)."""
     # In half precision many draws would be equal, and the lower ID would be preferred.
     logits_TE = logits_TE.to(torch.promote_types(logits_TE.dtype, torch.float32))
     log_scores_TE = logits_TE if score_function == "softmax" else F.logsigmoid(logits_TE)
@@ -142,13 +142,13 @@ def rsample_keys(keys_TE: Tensor, logits_TE: Tensor, score_function: str) -> Ten
 
 
 def second_expert_policy_keys(keys_TE: Tensor, logits_TE: Tensor, score_function: str) -> Tensor:
-    """Return keys that choose the first expert by `keys_TE`, and sample the others by score."""
+    """Return keys whose top-k has the best expert of `keys_TE`, and further experts sampled by score."""
     sampled_TE = rsample_keys(keys_TE, logits_TE, score_function)
     return sampled_TE.scatter_(1, choose_experts(keys_TE, 1), math.inf)
 
 
 def _instead(keys_TE: Tensor, new_TE: Tensor) -> Tensor:
-    """Return finite new keys, or -inf for experts that the token cannot choose by its keys."""
+    """Return the new keys, made finite, with -inf for experts that the old keys exclude."""
     new_TE = new_TE.clamp_min(torch.finfo(new_TE.dtype).min)
     return new_TE.masked_fill(keys_TE.isneginf(), -math.inf)
 
@@ -180,7 +180,7 @@ def sinkhorn_keys(keys_TE: Tensor, logits_TE: Tensor, real_T: Tensor | None) -> 
 
 
 def mask_expert_groups(keys_TE: Tensor, groups: int, kept: int, top_k: int) -> Tensor:
-    """Return the keys, -inf outside each token's `kept` best groups of neighbouring experts.
+    """Set the keys of experts outside each token's `kept` best groups of neighbouring experts to -inf.
 
     A group's score is the sum of the max(K / kept, 1) largest of its keys.
 
@@ -197,7 +197,7 @@ def mask_expert_groups(keys_TE: Tensor, groups: int, kept: int, top_k: int) -> T
 
 
 def sampled_choices(weights_TK: Tensor) -> Tensor:
-    """Keep the first choice, and others with probability min(1, K * weight) (GShard, section 2.2)."""
+    """Keep first choices, and others with probability min(1, K * weight) (GShard, section 2.2)."""
     top_k = weights_TK.shape[1]
     # fp32, since half precision is too coarse.
     draws_TK = torch.rand(weights_TK.shape, device=weights_TK.device, dtype=torch.float32)
@@ -209,7 +209,7 @@ def sampled_choices(weights_TK: Tensor) -> Tensor:
 def experts_choose(
     scores_TE: Tensor, capacity: Tensor, position_T: Tensor, real_T: Tensor | None
 ) -> Tensor:
-    """Return slots_TE int64: the slot of each token in each expert, -1 if the expert does not choose it.
+    """Let experts choose tokens; return each token's slot in each expert, or -1: slots_TE int64.
 
     Each expert chooses `capacity` tokens and no padding; ties go to the first in `position_T`.
 

@@ -108,7 +108,7 @@ HASHED = Condition(
 
 @dataclass(frozen=True)
 class MoEConfig:
-    """The options of one MoE layer. An invalid value raises ValueError with option, value and fix."""
+    """The options of one MoE layer. An invalid value raises ValueError."""
 
     # fmt: off
     prefix: ClassVar[str] = "moe_"  # prefix of the keys
@@ -345,7 +345,7 @@ class MoEConfig:
 
     @property
     def gate_types(self) -> list[str]:
-        """The types of the layer's gates, ordered by gate index."""
+        """The gate type of each of the layer's gates, in the order of gate indices."""
         return [name.strip() for name in self.gate_type.split(",")]
 
 
@@ -354,12 +354,12 @@ MoEConfig.__doc__ = documented(MoEConfig)
 
 
 def label_of(name: str) -> str:
-    """Return a field of MoEConfig as messages show it: its name, and its flag if it has one."""
+    """Return the text that names a MoEConfig field in messages: the field and, if any, its flag."""
     return LAYER[name].label
 
 
 def _refuse_contradictions(config: MoEConfig) -> None:
-    """Raise ValueError for options that are valid separately but contradict each other."""
+    """Raise ValueError for combinations of options that contradict each other."""
 
     def given(name: str) -> str:
         return f"{label_of(name)} is {getattr(config, name)}"

@@ -1,8 +1,9 @@
-"""The decode path: few tokens on a CPU without gradients. Reading the weights takes most of the time.
+"""The decode path: a shorter path through a MoE layer for few tokens on a CPU without gradients.
 
-The layer's output needs only each token's experts and weights. Slots, row maps and losses are computed at
-their first access. The results equal the results of `routing.decide` and of the fused FFN (`expert_ffn`). T
-tokens, D model_dim, E experts, K top_k, N = T * K assignments, R rows, n rows of one expert.
+Reading the weights takes most of the time. The layer's output needs only each token's experts and weights.
+Slots, row maps and losses are computed at their first access. The results equal the results of
+`routing.decide` and of the fused FFN (`expert_ffn`). T tokens, D model_dim, E experts, K top_k, N = T * K
+assignments, R rows, n rows of one expert.
 """
 
 from collections.abc import Sequence
@@ -25,11 +26,11 @@ MOST_ASSIGNMENTS = 256
 
 
 class DecodeRouting(Deferred, Routing):
-    """The routing of few tokens. Slots and rows are computed at their first access."""
+    """The routing of a few tokens, which computes slots and rows only at their first access."""
 
     @cached_property
     def assignments(self) -> dict[int, list[int]]:
-        """The assignments (t * K + j) of each expert that has tokens, by expert ID. Needs one host read."""
+        """The assignments t * K + j of each expert that has tokens, by expert ID. One read by the host."""
         ids_TK = self.expert_ids_TK
         if self.real_T is not None:
             ids_TK = torch.where(self.real_T.unsqueeze(1), ids_TK, -1)
@@ -62,7 +63,7 @@ def are_few(logits_TE: Tensor, config: MoEConfig, batch: MicroBatch) -> bool:
 
 
 def decide_few(logits_TE: Tensor, config: MoEConfig, batch: MicroBatch, gate: GateOutput) -> DecodeRouting:
-    """Choose the experts of few tokens and return their routing, as `routing.decide` does."""
+    """Choose experts for a few tokens and return the routing, as `routing.decide` does for many."""
     chosen = choose(logits_TE, config, batch)
     return DecodeRouting(
         partial(placed, chosen, config, batch),
@@ -92,7 +93,7 @@ def _run_expert(experts: ExpertStack, tensors: Tensors, rows_nD: Tensor) -> Tens
 
 
 def _dispatch(x_TD: Tensor, routing: DecodeRouting) -> Sequence[Tensor]:
-    """Return the rows [n, D] of each expert that has tokens."""
+    """Return, for each expert that has tokens, the token vectors [n, D] that it must compute."""
     of_experts = routing.assignments.values()
     if len(x_TD) == 1:  # no expert can have two rows
         return [x_TD] * len(of_experts)
@@ -103,7 +104,7 @@ def _dispatch(x_TD: Tensor, routing: DecodeRouting) -> Sequence[Tensor]:
 
 
 def _combine(outs: Sequence[Tensor], routing: DecodeRouting) -> Tensor:
-    """Return each token's weighted sum [T, D] of expert outputs; `outs` are in the order of `_dispatch`."""
+    """Return each token's weighted sum of expert outputs, [T, D]. `outs` has the order of `_dispatch`."""
     weights_TK = routing.weights_TK.to(outs[0].dtype)
     num_tokens, top_k = weights_TK.shape
     rows = [assignment for own in routing.assignments.values() for assignment in own]

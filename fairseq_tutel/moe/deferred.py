@@ -1,4 +1,4 @@
-"""Results that are computed at their first access. Evaluation never reads most of its results."""
+"""Dataclass fields that are computed at their first access; evaluation never reads most of them."""
 
 from collections.abc import Callable
 from typing import Any
@@ -26,7 +26,7 @@ class Deferred:
 
     @property
     def is_deferred(self) -> bool:
-        """Whether some fields are computed at first access; False if all fields were given."""
+        """Whether some fields are computed at their first access; False if all fields were given."""
         return self.__dict__["_compute"] is not None
 
     def __getattr__(self, name: str) -> Any:

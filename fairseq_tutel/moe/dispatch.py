@@ -1,8 +1,8 @@
-"""Dispatch copies tokens x_TD to rows_RD, and combine adds rows_RD to y_TD, on one rank.
+"""Dispatch and combine on one rank: copy tokens to rows by expert, and sum the rows of each token.
 
-Dispatch and combine are adjoint to each other. Forward and backward of both are gathers that use the maps
-between assignments and rows. They use no scatters or atomics, so equal inputs give bit-identical results. T
-tokens, D model_dim, K top_k, R rows.
+Dispatch maps x_TD to rows_RD, and combine maps rows_RD to y_TD. They are adjoint to each other. Forward and
+backward of both are gathers that use the maps between assignments and rows. They use no scatters or
+atomics, so equal inputs give bit-identical results. T tokens, D model_dim, K top_k, R rows.
 """
 
 from typing import Any
@@ -16,14 +16,14 @@ from fairseq_tutel.moe.routing import Routing
 
 
 def dispatch(x_TD: Tensor, routing: Routing, backend: str = "auto", prescore: bool = False) -> Tensor:
-    """Copy tokens to rows_RD, sorted by expert; `prescore` multiplies rows by their weights."""
+    """Copy tokens to rows sorted by expert; with `prescore`, multiply each row by its gate weight."""
     ops = kernels.ops(backend, x_TD.device)
     weights_TK = routing.weights_TK if prescore else None
     return _Dispatch.apply(x_TD, weights_TK, routing.row_of_TK, routing.source_of_R, ops)
 
 
 def combine(rows_RD: Tensor, routing: Routing, backend: str = "auto", prescore: bool = False) -> Tensor:
-    """Return y_TD, each token's sum of its experts' outputs; weighted unless `prescore` is set.
+    """Return each token's sum of expert outputs, y_TD; the sum is weighted unless `prescore` is set.
 
     `rows_RD` may be shorter than R, because the unused tail of the compact layout can be cut.
     """
@@ -34,7 +34,7 @@ def combine(rows_RD: Tensor, routing: Routing, backend: str = "auto", prescore: 
 
 
 class _Dispatch(torch.autograd.Function):
-    """Compute rows[r] = x[token of r], times the assignment's weight if weights are given."""
+    """Copy a token to each row: rows[r] = x[token of r], times the assignment's weight if given."""
 
     @staticmethod
     def forward(
@@ -61,7 +61,7 @@ class _Dispatch(torch.autograd.Function):
 
 
 class _Combine(torch.autograd.Function):
-    """The adjoint of `_Dispatch` in x: y[t] is the sum of token t's rows, weighted if weights are given."""
+    """Sum the rows of each token into y[t], weighted if weights are given; the adjoint of `_Dispatch`."""
 
     @staticmethod
     def forward(
@@ -100,7 +100,7 @@ def token_of(source_of_R: Tensor, top_k: int) -> Tensor:
 
 
 def read_assignments(values_N: Tensor, index_R: Tensor) -> Tensor:
-    """Return values[index]; the result for index -1 is arbitrary and must not be used."""
+    """Read one value per assignment: values[index]. The result for index -1 must not be used."""
     if values_N.shape[0] == 0:
         return values_N.new_zeros(index_R.shape[0])
     return values_N.index_select(0, index_R.clamp_min(0))

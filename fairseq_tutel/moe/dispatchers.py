@@ -37,7 +37,7 @@ from fairseq_tutel.ranks.groups import Topology
 
 @dataclass(eq=False)
 class Local:
-    """The dispatcher of a layer that has all its experts on this rank. It sends no rows."""
+    """The dispatcher of a layer whose experts are all on this rank; it sends no rows to other ranks."""
 
     experts: ExpertStack
     config: MoEConfig
@@ -60,7 +60,7 @@ class Local:
         return combine(rows_RD, routing, config.backend, config.prescore)
 
     def run_without_tokens(self, weights: Weights) -> None:
-        """Do nothing, because no other rank waits for this layer."""
+        """Do nothing, because this layer has no collectives that other ranks could wait for."""
 
 
 @dataclass(eq=False)
@@ -76,7 +76,7 @@ class Gathering(Local):
         return super().apply(x_TD, routing, self._gathered(x_TD.device))
 
     def run_without_tokens(self, weights: Weights) -> None:
-        """Join the other ranks' all-gather of the expert weights."""
+        """Join the other ranks' all-gather of the expert weights, without tokens of this rank."""
         self._gathered(self.experts.device)
 
     def _gathered(self, device: torch.device) -> Weights:
@@ -122,7 +122,7 @@ class Exchange:
         exchange.exchange_rows(rows_RD, counts_E, options, expert_fn, call_id)
 
     def _gathered(self, weights: Weights, device: torch.device) -> Weights:
-        """Return the expert weights; gather other ranks' shards of the same experts if necessary."""
+        """Return the expert weights, after gathering other ranks' shards of these experts if necessary."""
         if not weights.are_own:
             return weights
         degree = self.options.strategy.adaptive_r
@@ -141,7 +141,7 @@ def choose_dispatcher(
     timer: ExchangeTimer | None,
     name: str,
 ) -> Dispatcher:
-    """Return the dispatcher that suits a layer's topology, strategy and source of weights."""
+    """Return the dispatcher (local, gathering or exchange) for a layer's topology, strategy and weights."""
     group = topology.expert_group
     if group is None or calls is None or experts.weights.of_all:
         return Local(experts, config)

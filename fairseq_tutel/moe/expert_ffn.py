@@ -22,7 +22,7 @@ from fairseq_tutel.moe.routing import Routing
 
 @dataclass(frozen=True, kw_only=True)
 class FFNCall:
-    """The arguments of an FFN call that are not tensors."""
+    """The arguments of the experts' FFN function that are not tensors."""
 
     ops: Any  # namespace of the kernels
     groups: Groups
@@ -31,7 +31,7 @@ class FFNCall:
 
 
 def ffn(x_ND: Tensor, tensors: Tensors, call: FFNCall, routing: Routing | None = None) -> Tensor:
-    """Run the experts' FFNs. Return every row's output [R, D], or each token's weighted sum [T, D].
+    """Run the experts' FFNs and return each row's output [R, D], or each token's weighted sum [T, D].
 
     Without a routing, `x_ND` holds rows sorted by expert, and rows after the last group give 0. With a
     routing, `x_ND` holds the tokens. The routing must use the compact layout and keep all rows on this
@@ -48,7 +48,7 @@ def ffn(x_ND: Tensor, tensors: Tensors, call: FFNCall, routing: Routing | None =
 
 
 class _NoGraph:
-    """The autograd context of a forward pass that has no backward pass."""
+    """A stand-in for the autograd context in a forward pass that has no backward pass."""
 
     needs_input_grad = ()
 

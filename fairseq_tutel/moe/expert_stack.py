@@ -1,4 +1,4 @@
-"""The base class of experts, with parameters stacked by expert. E experts, e local, s shards of each."""
+"""The base class of experts, whose parameters are stacked. E experts, e on a rank, s shards of each."""
 
 import dataclasses
 import logging
@@ -23,7 +23,7 @@ Tensors = Mapping[str, Any]
 
 
 class Weights:
-    """The source of the tensors that experts compute with: given tensors or the stack's parameters."""
+    """Source of the weight tensors that experts compute with: given tensors, or the own parameters."""
 
     are_own: bool = True  # whether other ranks can gather these tensors
     of_all: bool = False  # whether these are the tensors of all experts, so that no rows need to be sent
@@ -33,7 +33,7 @@ class Weights:
         self._tensors, self.are_own, self.of_all = tensors, tensors is None, of_all
 
     def of_groups(self, stack: "ExpertStack", groups: Groups) -> tuple[Tensors, Groups]:
-        """Return the experts' tensors by name, and the row groups of these experts.
+        """Return the experts' weights by name, and the groups of rows of these experts.
 
         A subclass may omit experts without rows. Then the tensors [n, ...] and the groups belong to the
         remaining experts, in ascending order. This method is called within the experts' forward, because
@@ -44,30 +44,30 @@ class Weights:
         return {name: getattr(stack, name) for name in stack.names}, groups
 
     def of_each(self, stack: "ExpertStack", groups: Groups) -> Iterator[Tensors]:
-        """Yield the tensors of each expert that has rows; quantized experts are unpacked one at a time."""
+        """Yield the weights of each expert that has rows; quantized experts are unpacked one at a time."""
         tensors, groups = self.of_groups(stack, groups)
         for e, count in enumerate(groups.host):
             if count:
                 yield {name: tensor[e] for name, tensor in tensors.items()}
 
     def prefetch(self, stack: "ExpertStack", groups: Groups) -> None:
-        """Start to fetch the offloaded experts that have rows; `groups` covers all E experts."""
+        """Start to fetch the offloaded experts that have rows; `groups` has the rows of all E experts."""
 
 
 OWN = Weights()
 
 
 class StoredStack(Protocol):
-    """Interface of stacked expert tensors [E, ...] that are not in memory, such as in shard files."""
+    """Interface of stacked expert tensors [E, ...] outside memory, such as in checkpoint shard files."""
 
     shape: tuple[int, ...]
 
     def read(self, first: int, count: int, slicing: Slice | None = None, index: int = 0) -> Tensor:
-        """Read and return `count` experts from `first` on, or expert shard `index` of each."""
+        """Read the tensors of `count` experts from expert `first` on, or only shard `index` of each."""
 
 
 class ExpertStack(nn.Module):
-    """A rank's experts or expert shards of one layer, with parameters stacked by expert in dimension 0.
+    """One rank's experts or expert shards of a layer; dimension 0 of each parameter is the expert.
 
     `load_state_dict` takes this rank's experts from a state dict with all E experts. `state_dict` contains
     this rank's experts by default. `save_as` can replace them by all experts, or by records of files.
@@ -98,11 +98,11 @@ class ExpertStack(nn.Module):
         self._in_state_dict: Mapping[str, Any] | None = None
 
     def compute_with(self, weights: Weights) -> None:
-        """Use these tensors in the next forwards; the default is `OWN`, the stack's own parameters."""
+        """Use these weight tensors in later forward passes; the default `OWN` is the stack's parameters."""
         self.weights = weights
 
     def offload_to(self, weights: Weights) -> None:
-        """Replace the parameters by another source of tensors and free their memory; shapes are kept."""
+        """Replace the parameters by another source of weights; free their memory and keep their shapes."""
         self._compute_device, self.weights, self._is_offloaded = self.device, weights, True
         for name, parameter in self.expert_parameters().items():
             empty = torch.empty_like(parameter, device="meta")
@@ -119,7 +119,7 @@ class ExpertStack(nn.Module):
         self._compute_device = torch.device("cpu")
 
     def take_sources(self) -> Mapping[str, "Tensor | StoredStack"]:
-        """Return and release the tensors of all experts that `load_later` kept, by name."""
+        """Return, by name, the tensors of all experts that were loaded after `load_later`; release them."""
         sources, self._sources = self._sources, {}
         return sources or {}
 
@@ -143,7 +143,7 @@ class ExpertStack(nn.Module):
         return self.run(rows_RD, groups, tensors)
 
     def run(self, rows_RD: Tensor, groups: Groups, tensors: Tensors) -> Tensor:
-        """Run each expert on its group of rows with these tensors; subclasses implement it."""
+        """Run each expert on its group of rows with the given weights; subclasses implement this method."""
         raise NotImplementedError
 
     @property
@@ -154,12 +154,12 @@ class ExpertStack(nn.Module):
 
     @property
     def call(self) -> Callable[..., Tensor]:
-        """The function that runs the experts: the module itself if it has hooks, otherwise `forward`."""
+        """The function that runs the experts: the module itself if hooks must run, otherwise `forward`."""
         return self if self.is_hooked else self.forward
 
     @property
     def can_fuse(self) -> bool:
-        """Whether `run_fused` can replace the separate steps dispatch, `forward` and combine."""
+        """Whether `run_fused` can replace dispatch, `forward` and combine as separate steps."""
         return False
 
     def run_fused(self, x_TD: Tensor, routing: Routing, weights: Weights = OWN) -> Tensor:
@@ -172,11 +172,11 @@ class ExpertStack(nn.Module):
         return self.config.recompute_experts
 
     def reset_parameters(self, seed: int, name: str) -> None:
-        """Draw each expert from a generator that is seeded by (seed, name, global expert ID, tensor)."""
+        """Initialize each expert from a generator seeded by (seed, name, global expert ID, tensor name)."""
         raise NotImplementedError
 
     def expert_parameters(self) -> dict[str, nn.Parameter]:
-        """Return the parameters that are stacked by expert, by name, without shared modules."""
+        """Return the parameters that are stacked by expert, by name, without those of shared modules."""
         return dict(self.named_parameters(recurse=False))
 
     @cached_property
@@ -198,11 +198,11 @@ class ExpertStack(nn.Module):
         return next(iter(self.expert_parameters().values())).device
 
     def prepared(self, tensors: Tensors, device: torch.device) -> Tensors:
-        """Convert the tensors for one forward, such as to autocast's dtype; row chunks share the result."""
+        """Convert the weights for one forward pass, such as to autocast's dtype; row chunks share them."""
         return tensors
 
     def slice_of(self, name: str) -> Slice:
-        """Return how a parameter is split: the number of expert shards and the split dimension."""
+        """Return how an expert's parameter is split: the number of shards, and the split dimension."""
         slices = self.part.slices
         return Slice(slices, self.slice_dims[name]) if slices > 1 else Slice()
 
@@ -229,7 +229,7 @@ class ExpertStack(nn.Module):
         return self
 
     def _move_offloaded(self, fn: Callable[[Tensor], Tensor], recurse: bool) -> None:
-        """Move the experts to another dtype and device; offloaded parameters only change their dtype."""
+        """Move the experts to another dtype and device; for offloaded experts, only the dtype changes."""
 
         def moved(tensor: Tensor) -> Tensor:
             if not tensor.is_meta:
@@ -251,14 +251,14 @@ class ExpertStack(nn.Module):
         return ", ".join(f"{name}={tuple(getattr(self, name).shape)}" for name in self.names)
 
     def whole_shape(self, name: str) -> tuple[int, ...]:
-        """Return the shape that a parameter of one complete expert has, without expert shards."""
+        """Return the shape of a parameter of one complete expert, not split into shards."""
         shape, slicing = list(self.expert_parameters()[name].shape), self.slice_of(name)
         shape[slicing.dim] *= slicing.count
         return tuple(shape[1:])
 
     @torch.no_grad()
     def own_part(self, name: str, whole: Tensor) -> Tensor:
-        """Return a view of this rank's expert shards of a tensor [n, ...] of n complete experts."""
+        """Return a view of this rank's part of a tensor [n, ...] of n complete experts: its shards."""
         return cut(whole, self.slice_of(name), self.part.index)
 
     def _refuse_offloaded(self, prefix: str) -> None:
@@ -301,7 +301,7 @@ class ExpertStack(nn.Module):
         self.mark()
 
     def _check_part(self, state_dict: Any, prefix: str, held: tuple[int, ...] | None) -> None:
-        """Raise ValueError if a state dict has another rank's experts; warn if it records no rank."""
+        """Raise ValueError if a state dict has another rank's experts, and warn if it names no rank."""
         num_experts, mine = self.config.num_experts, self.part.of(self.config.num_experts)
         if held is not None and held not in (self._held(), (num_experts, num_experts, 0, 1, 0)):
             raise ValueError(
@@ -325,7 +325,7 @@ class ExpertStack(nn.Module):
         return own == tuple(tensor.shape) != (self.config.num_experts, *self.whole_shape(name))
 
     def _take(self, name: str, tensor: Tensor) -> nn.Parameter:
-        """Register a loaded tensor as a parameter and return the parameter."""
+        """Register a tensor loaded from a state dict as a parameter and return the parameter."""
         old: nn.Parameter = getattr(self, name)
         if tensor.untyped_storage().nbytes() > tensor.nbytes:  # otherwise its full storage stays in memory
             tensor = tensor.clone()

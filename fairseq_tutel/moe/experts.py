@@ -54,7 +54,7 @@ class Experts(ExpertStack):
 
     @torch.no_grad()
     def reset_parameters(self, seed: int, name: str) -> None:
-        """Draw each expert as nn.Linear does, or with a normal distribution if `init_std` is set."""
+        """Initialize each expert as nn.Linear does, or from a normal distribution if `init_std` is set."""
         for tensor, parameter in self.expert_parameters().items():
             if parameter.is_meta:
                 continue
@@ -75,7 +75,7 @@ class Experts(ExpertStack):
         return {name: tensor.to(dtype) for name, tensor in tensors.items()}
 
     def run(self, rows_RD: Tensor, groups: Groups, tensors: Tensors) -> Tensor:
-        """Run expert i, or this rank's shard of expert i, on its group of rows."""
+        """Run each expert, or this rank's shard of it, on its group of rows."""
         tensors = self.prepared(tensors, rows_RD.device)
         rows_RD = rows_RD.to(tensors["fc1_weight"].dtype)
         if not self.is_one_node:
@@ -84,7 +84,7 @@ class Experts(ExpertStack):
 
     @property
     def can_fuse(self) -> bool:
-        """Whether `run_fused` can be used: no hooks, and only the activation between the linear maps."""
+        """Whether `run_fused` can be used: no hooks, and only an activation between fc1 and fc2."""
         return self.is_one_node and not self.is_hooked
 
     def run_fused(self, x_TD: Tensor, routing: Routing, weights: Weights = OWN) -> Tensor:
@@ -96,12 +96,12 @@ class Experts(ExpertStack):
 
     @property
     def checkpoints(self) -> bool:
-        """Whether backward reruns complete experts; fused experts only recompute their hidden rows."""
+        """Whether backward recomputes complete experts; fused experts recompute only the hidden rows."""
         return super().checkpoints and not self.is_one_node
 
     @property
     def is_one_node(self) -> bool:
-        """Whether the experts can be one autograd node: only the activation is between the linear maps."""
+        """Whether all experts can be one autograd node: only an activation may be between fc1 and fc2."""
         drops = self.training and self.config.activation_dropout > 0
         return self.hidden_layer_norm is None and not drops
 
@@ -123,7 +123,7 @@ class Experts(ExpertStack):
         return feed_forward(rows_RD, linear, self.config, self.activate, norm, self.training)
 
     def activate(self, hidden_RH: Tensor) -> Tensor:
-        """Apply the activation between the linear maps; in `glu`, before the product with fc3's output."""
+        """Apply the activation to fc1's output; `glu` experts then multiply the result by fc3's output."""
         return activation_of(self.config)(hidden_RH)
 
 
@@ -181,7 +181,7 @@ class CustomExperts(ExpertStack):
 
     @torch.no_grad()
     def reset_parameters(self, seed: int, name: str) -> None:
-        """Draw each expert by calling the constructor of its class with a different seed."""
+        """Initialize each expert by calling its class's constructor with a different seed."""
         stacks = self.expert_parameters()
         if any(stack.is_meta for stack in stacks.values()):
             return
@@ -239,10 +239,10 @@ def build_experts(config: MoEConfig, part: Part, device: str | None = None) -> E
 def grouped_linear(
     rows: Tensor, groups: Groups, weight: Tensor, bias: Tensor | None = None, backend: str = "auto"
 ) -> Tensor:
-    """Return rows[r] @ weight[i].T + bias[i] for the rows r of group i, and 0 after the last group.
+    """Apply each expert's linear map to its rows: rows[r] @ weight[i].T + bias[i] for r in group i.
 
-    Shapes: rows [R, I], weight [e, O, I], bias [e, O]. The result [R, O] has the dtype of rows, or
-    autocast's.
+    Rows after the last group give 0. Shapes: rows [R, I], weight [e, O, I], bias [e, O]. The result
+    [R, O] has the dtype of rows, or autocast's.
     """
     if torch.is_autocast_enabled(rows.device.type):
         dtype = torch.get_autocast_dtype(rows.device.type)
@@ -255,7 +255,7 @@ def grouped_linear(
 
 
 class _GroupedLinear(torch.autograd.Function):
-    """One autograd node for all groups; autograd of `weight[i]` would build a full stack per expert."""
+    """All experts' linear maps as one autograd node; `weight[i]` would give each a full-size gradient."""
 
     @staticmethod
     def forward(

@@ -1,4 +1,4 @@
-"""Gates: modules that compute the logits_TE of tokens x_TD, with noise in training.
+"""Gates: modules that compute a logit for each token and expert, with noise in training.
 
 T tokens, D model_dim, E experts. Noise comes from torch's global generator. fairseq seeds the generator in
 every update, and activation checkpointing restores it. Recomputed and resumed forwards therefore make the
@@ -35,12 +35,12 @@ class LinearGate(nn.Module):
         self.weight = nn.Parameter(torch.empty(num_scores(config), config.model_dim))
 
     def reset_parameters(self, generator: torch.Generator) -> None:
-        """Draw the weight from nn.Linear's initial distribution."""
+        """Initialize the weight from nn.Linear's initial distribution."""
         bound = 1 / math.sqrt(self.weight.shape[1])
         nn.init.uniform_(self.weight, -bound, bound, generator=generator)
 
     def forward(self, x_TD: Tensor) -> Tensor:
-        """Return logits_TE in fp32 (or fp64) if `config.gate_fp32` is set, else in the weight's dtype."""
+        """Return the logits [T, E], in fp32 (or fp64) if `gate_fp32` is set, else in the weight's dtype."""
         if not self.fp32_gate:
             return F.linear(x_TD.to(self.weight.dtype), self.weight)
         dtype = torch.promote_types(x_TD.dtype, torch.float32)
@@ -70,7 +70,7 @@ class CosineGate(nn.Module):
         self.log_scale = nn.Parameter(torch.empty(()))
 
     def reset_parameters(self, generator: torch.Generator) -> None:
-        """Draw the projection as nn.Linear does, and the directions from a normal distribution."""
+        """Initialize the projection as nn.Linear does, and the experts' directions with normal values."""
         bound = 1 / math.sqrt(self.projection_weight.shape[1])
         nn.init.uniform_(self.projection_weight, -bound, bound, generator=generator)
         nn.init.uniform_(self.projection_bias, -bound, bound, generator=generator)
@@ -78,7 +78,7 @@ class CosineGate(nn.Module):
         nn.init.constant_(self.log_scale, -math.log(self.first_temperature))
 
     def forward(self, x_TD: Tensor) -> Tensor:
-        """Return logits_TE in fp32 (or fp64) if `config.gate_fp32` is set, else in the weights' dtype."""
+        """Return the logits [T, E], in fp32 (or fp64) if `gate_fp32` is set, else in the weights' dtype."""
         if not self.fp32_gate:
             return self._logits(x_TD.to(self.directions.dtype))
         with torch.autocast(x_TD.device.type, enabled=False):
@@ -110,12 +110,12 @@ class HashGate(nn.Module):
         self.register_buffer("salt", torch.zeros((), dtype=torch.int64))
 
     def reset_parameters(self, generator: torch.Generator) -> None:
-        """Draw the salt, a random number that makes the hashes of different layers differ."""
+        """Draw a random number that makes the hashes of different layers differ."""
         # The salt is small, so that averaging checkpoints can sum it without overflow.
         self.salt.copy_(torch.randint(2**31, (), generator=generator))
 
     def forward(self, token_ids_T: Tensor, top_k: int) -> Tensor:
-        """Return logits_TE in fp32, computed from the token IDs [T] int64."""
+        """Return the logits [T, E] in fp32, computed from the token IDs [T] int64."""
         experts_E = torch.arange(self.num_experts, device=token_ids_T.device)
         hashes_TE = _mix(_mix(token_ids_T + self.salt).unsqueeze(1) + experts_E)
         chosen_TK = hashes_TE.topk(min(top_k, self.num_experts), dim=1).indices
@@ -124,7 +124,7 @@ class HashGate(nn.Module):
 
 
 def _mix(x: Tensor) -> Tensor:
-    """Scramble int64 numbers one to one with splitmix64's finalizer, using wrapping arithmetic."""
+    """Hash int64 numbers one to one with splitmix64's finalizer, in arithmetic that wraps around."""
     for shift, factor in ((30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15)):
         x = (x ^ _shifted(x, shift)) * factor
     return x ^ _shifted(x, 31)
@@ -139,14 +139,14 @@ GATES = {"linear": LinearGate, "cosine": CosineGate, "hash": HashGate}
 
 
 def build_gate(config: MoEConfig, kind: str) -> nn.Module:
-    """Build and return a gate: a built-in type by name, or a user's class built as Class(config)."""
+    """Build the configured gate: a built-in type, or a user's class that takes the configuration."""
     if is_custom(kind):
         return build_custom(label_of("gate_type"), kind, config)
     return GATES[kind](config)
 
 
 def reset_gate(gate: Any, seed: int, name: str, tensor: str) -> None:
-    """Draw the parameters of a gate from (seed, name, tensor), equal on every rank."""
+    """Initialize a gate's parameters from (seed, name, tensor name), equally on every rank."""
     if isinstance(gate, LinearGate | CosineGate | HashGate):
         gate.reset_parameters(seeded_generator(seed, name, -1, tensor))
     elif hasattr(gate, "moe_config"):
@@ -154,7 +154,7 @@ def reset_gate(gate: Any, seed: int, name: str, tensor: str) -> None:
 
 
 def gate_input(x_TD: Tensor, config: MoEConfig, training: bool) -> Tensor:
-    """Return the gate's input x; training adds jitter (factor 1 ± j) and dropout (Fedus et al. 2021)."""
+    """Return the gate's input, in training with jitter (factor 1 ± j) and dropout (Fedus et al. 2021)."""
     if not training:
         return x_TD
     if config.input_jitter > 0:
@@ -166,7 +166,7 @@ def gate_input(x_TD: Tensor, config: MoEConfig, training: bool) -> Tensor:
 
 
 def gate_logits(gate: nn.Module, x_TD: Tensor, call: Call, config: MoEConfig) -> Tensor:
-    """Run a gate and return logits_TE; raise ValueError for a wrong shape or missing token IDs."""
+    """Run a gate and return its logits [T, E]; raise ValueError if shapes or token IDs are wrong."""
     if not isinstance(gate, HashGate):
         logits_TE = gate(x_TD)
         expected = x_TD.shape[0], num_scores(config)
@@ -186,12 +186,12 @@ def gate_logits(gate: nn.Module, x_TD: Tensor, call: Call, config: MoEConfig) ->
 
 
 def noise_std(config: MoEConfig) -> float:
-    """Return the standard deviation of the gate noise on logits in training: gate_noise / E."""
+    """Return the standard deviation of the noise that training adds to gate logits: gate_noise / E."""
     return config.gate_noise / num_scores(config)
 
 
 def noisy_logits(logits_TE: Tensor, config: MoEConfig, training: bool) -> Tensor:
-    """Add Gaussian noise to the logits in training; choice, weights and balance losses use the result."""
+    """Add Gaussian noise to the logits in training; routing and balance losses use the noisy logits."""
     if not training or config.gate_noise == 0:
         return logits_TE
     return logits_TE + torch.randn_like(logits_TE) * noise_std(config)

@@ -40,7 +40,7 @@ class MoEOutput:
 
 
 class DeferredOutput(Deferred, MoEOutput):
-    """A MoEOutput that computes its losses at their first access."""
+    """A `MoEOutput` that computes the balance losses at their first access."""
 
 
 class MoELayer(nn.Module):
@@ -105,7 +105,7 @@ class MoELayer(nn.Module):
         self.reset_parameters(int(torch.randint(2**62, ())) if seed is None else seed, name)
 
     def configure(self, config: MoEConfig, gate_configs: Sequence[MoEConfig]) -> None:
-        """Replace the configurations of the layer and of each gate; existing modules are kept."""
+        """Replace the configurations of the layer and of each gate, but keep the existing modules."""
         self.config, self._dispatcher = config, None
         self.gate_configs = [
             # Checks options that the layer's losses require of every gate, such as noise.
@@ -171,17 +171,17 @@ class MoELayer(nn.Module):
         return y_TD.view(*call.shape, y_TD.shape[1]), self.balance(routing)
 
     def routing_of(self, x_TD: Tensor, call: Call) -> Routing:
-        """Return the routing of a forward, computed by the router if one is set, else by `route`."""
+        """Return the routing of a forward pass, from the router set by `route_by`, or else from `route`."""
         if self.router is None:
             return self.route(x_TD, call)
         return self.router.routing_of(self, x_TD, call)
 
     def route_by(self, router: Any) -> None:
-        """Route the next forwards with this router; None restores the layer's own `route`."""
+        """Use this router in later forward passes; None restores the layer's own `route`."""
         self.router = router
 
     def route(self, x_TD: Tensor, call: Call) -> Routing:
-        """Choose experts and rows for every token with the gate; needs neither experts nor other ranks."""
+        """Choose experts for every token with the gate; this needs neither experts nor other ranks."""
         index = self.config.gate_index if call.gate_index is None else call.gate_index
         gate, config = self.gate_at(index)
         seen_TD = gate_input(x_TD, config, self.training)
@@ -205,7 +205,7 @@ class MoELayer(nn.Module):
         return routing
 
     def apply_routing(self, x_TD: Tensor, routing: Routing) -> Tensor:
-        """Send every token through its experts and return y_TD. Collective across ranks."""
+        """Send every token through its experts and return the outputs [T, D]. Collective across ranks."""
         experts = self.experts
         if not torch.is_autocast_enabled(x_TD.device.type):
             x_TD = x_TD.to(experts.dtype)
@@ -213,7 +213,7 @@ class MoELayer(nn.Module):
         return y_TD if self.beside is None else self.beside(x_TD, y_TD, routing.real_T)
 
     def balance(self, routing: Routing) -> MoEOutput:
-        """Return the balance losses of a routing that `route` returned. Collective with some losses."""
+        """Return the balance losses of a routing from `route`. Some losses make this a collective call."""
         if can_defer(self.training):
             return DeferredOutput(partial(self._balance, routing), routing=routing)
         return self._balance(routing)
@@ -227,12 +227,12 @@ class MoELayer(nn.Module):
         return MoEOutput(balance_loss=total, losses=named, routing=routing)
 
     def follow(self, strategy: Strategy) -> None:
-        """Use this execution strategy in the next forwards. All ranks must use the same strategy."""
+        """Use this execution strategy in later forward passes. All ranks must use the same strategy."""
         self.strategy, self._dispatcher = strategy, None
 
     @property
     def dispatcher(self) -> Dispatcher:
-        """The dispatcher of the next forward, chosen again after a change of strategy or weights."""
+        """The dispatcher of the next forward pass; a change of strategy or weights selects it again."""
         basis = self.experts, self.experts.weights
         if self._dispatcher is None or self._dispatcher_for != basis:
             self._dispatcher = choose_dispatcher(
@@ -242,11 +242,11 @@ class MoELayer(nn.Module):
         return self._dispatcher
 
     def time_exchanges(self) -> None:
-        """Measure the time of all following all-to-all exchanges, in `timer`."""
+        """Measure the time of all later all-to-all exchanges with `timer`."""
         self.timer, self._dispatcher = ExchangeTimer(), None
 
     def watch_load(self) -> None:
-        """Store the largest expert load of each micro-batch, counted before dropping, in `busiest`."""
+        """Record each micro-batch's largest number of assignments of an expert in `busiest`."""
         self._watches_load = True
 
     def extra_repr(self) -> str:

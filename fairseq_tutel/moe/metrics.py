@@ -1,4 +1,4 @@
-"""The metrics of routing: one table, `METRICS`, from which logs, charts and docs are made.
+"""The metrics of routing, in one table, `METRICS`, which defines logs, charts and docs.
 
 A metric is either a mean over tokens, whose sum each layer computes in its forward, or a function of the
 counts of assignments, computed once per micro-batch for all layers. Nothing is read on the host.
@@ -18,7 +18,7 @@ from fairseq_tutel.moe.routing import Routing
 
 
 class Counts(NamedTuple):
-    """Counts of L layers with the same K and E."""
+    """Counts of assignments and tokens of L layers with the same K and E."""
 
     tokens_L1: Tensor
     assigned_LKE: Tensor  # assignments, dropped or not
@@ -32,7 +32,7 @@ class Counts(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Metric:
-    """A number of a layer that is logged, by exactly one of `token_sum` and `of_counts`."""
+    """A logged number of a layer, which exactly one of `token_sum` and `of_counts` computes."""
 
     name: str  # key in the log; in a metric of every choice, {} stands for the choice, from 1
     help: str  # row in the docs
@@ -49,13 +49,13 @@ class Metric:
     unless_zero: bool = False  # a chart of zeros alone is left out
 
     def names(self, top_k: int, name: str | None = None) -> list[str]:
-        """Return the names of its columns, or those made of another name: one, or one for each choice."""
+        """Return the metric's log names: one name, or one for each choice; `name` replaces its own name."""
         choices = range(1, top_k + 1) if self.is_per_choice else range(1)
         return [(name or self.name).format(choice) for choice in choices]
 
     @property
     def is_per_choice(self) -> bool:
-        """Whether there is one for each choice."""
+        """Whether the metric has one value for each choice of a token."""
         return "{}" in self.name
 
 
@@ -139,7 +139,7 @@ METRICS = (
 
 @dataclass(frozen=True, kw_only=True)
 class RoutingCounts:
-    """Counts and sums of one layer in one micro-batch, on the device and without a gradient."""
+    """Routing counts and token sums of one layer in one micro-batch, on the device, without gradients."""
 
     num_tokens: Tensor  # [] int64, real tokens
     assigned_KE: Tensor  # int64, assignments of each choice to each expert, dropped or not
@@ -150,7 +150,7 @@ class RoutingCounts:
 
 @torch.no_grad()
 def count_routing(routing: Routing) -> RoutingCounts:
-    """Count the assignments of a routing, and sum over its tokens."""
+    """Count the assignments of a routing and sum its per-token values, for the metrics."""
     top_k = len(routing.dropped_K)
     # At least fp32: half precision can not hold sums over tokens.
     dtype = torch.promote_types(routing.probs_TE.dtype, torch.float32)
@@ -172,12 +172,12 @@ def count_routing(routing: Routing) -> RoutingCounts:
 
 
 def metric_names(top_k: int) -> list[str]:
-    """Return the names of the N metrics of a layer with K choices, in the order of `metric_rows`."""
+    """Return the names of all metrics of a layer with K choices, in the order of `metric_rows`."""
     return [name for metric in METRICS for name in metric.names(top_k)]
 
 
 def metric_rows(counted: Sequence[RoutingCounts]) -> tuple[Tensor, Tensor]:
-    """Return the metrics of layers with the same K, rows_LN in fp32, and their real tokens, tokens_L1."""
+    """Return the metrics [L, N] in fp32 of layers with the same K, and their real tokens' counts [L, 1]."""
     same = groupby(counted, key=lambda counts: counts.assigned_KE.shape)
     parts = [_rows(list(layers)) for _, layers in same]
     if len(parts) == 1:

@@ -55,7 +55,7 @@ NOT_PREDICTED = needs(
 
 
 def older(name: str, value: Any, of: str = "model") -> Any:
-    """Define the option of an older flag, which sets a field of MoEConfig to a fixed value."""
+    """Define the option of a deprecated flag, which sets a field of MoEConfig to a fixed value."""
     flag = f"--moe-{name.replace('_', '-')}"
     help = f"the same as {flag} {value}"
     return option(False, help, theme="Older names", of=of, same_as=(name, value))
@@ -69,7 +69,7 @@ def accepted(default: Any, reason: str, **parts: Any) -> Any:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Model options that are not in MoEConfig: which layers have experts, and older option names."""
+    """Model options that are not in MoEConfig: the layers that have experts, and deprecated names."""
 
     # fmt: off
     moe_freq: int = experts(
@@ -262,7 +262,7 @@ def options_of(owner: str) -> list[Option]:
 
 
 def cache_limits(cache: int | str) -> tuple[int | None, int | None]:
-    """Parse a cache size to (bytes, experts), one of which is None; raise ValueError if it is invalid."""
+    """Parse the size of an expert cache to (bytes, experts), one of which is None, or raise ValueError."""
     limits = _limits_of(str(cache))
     if limits is None:
         raise ValueError(f"cache (--moe-expert-cache) is {cache!r}; {CACHE_SIZES}.")

@@ -27,7 +27,7 @@ from fairseq_tutel.moe.config import MoEConfig
 
 @dataclass(frozen=True, kw_only=True)
 class GateOutput:
-    """The gate's results that balance losses need in addition to the routing."""
+    """The gate's results that balance losses use in addition to the routing."""
 
     logits_TE: Tensor  # the logits that experts were chosen by, with noise in training
     clean_TE: Tensor  # the logits before noise; the same tensor if there is no noise
@@ -79,7 +79,9 @@ class Routing:
 def decide(
     logits_TE: Tensor, config: MoEConfig, batch: MicroBatch, gate: GateOutput | None = None
 ) -> Routing:
-    """Choose experts, slots and rows for every token and return the routing in the compact layout.
+    """Choose experts, slots and rows for every token and return the routing.
+
+    The rows are in the compact layout, which has no empty rows between experts.
 
     Source: GShard (Lepikhin et al. 2020) section 2.2 for capacity and order; Tutel for any k.
     """
@@ -89,7 +91,7 @@ def decide(
 
 
 def placed(chosen: Chosen, config: MoEConfig, batch: MicroBatch, gate: GateOutput | None = None) -> Routing:
-    """Assign slots and rows to the chosen experts and return the routing; see `decide`."""
+    """Assign slots and rows to the assignments of the chosen experts and return the routing."""
     expert_ids_TK, weights_TK = chosen.expert_ids_TK, chosen.weights_TK
     top_k = expert_ids_TK.shape[1]
     requested_TK = None
@@ -110,7 +112,7 @@ def placed(chosen: Chosen, config: MoEConfig, batch: MicroBatch, gate: GateOutpu
 def _decide_by_experts(
     logits_TE: Tensor, config: MoEConfig, batch: MicroBatch, gate: GateOutput | None
 ) -> Routing:
-    """Let every expert choose tokens, and return the routing in the compact layout.
+    """Let every expert choose tokens, and return the routing, without empty rows between experts.
 
     The K' columns of a token are the experts that chose it, with the lowest ID first. On the CPU, K' is the
     largest number of experts that chose one token. On other devices K' is E, which avoids a device-to-host
@@ -152,7 +154,7 @@ def _decide_by_experts(
 
 
 def _count_tokens(values_TX: Tensor, real_T: Tensor | None) -> Tensor:
-    """Return the number of tokens that are not padding, [] int64; T if `real_T` is None."""
+    """Return the number of tokens that are not padding, as an int64 scalar; T if `real_T` is None."""
     if real_T is not None:
         return real_T.sum()
     # The tensor is filled on the device, because a copy from the host would wait for the device.
@@ -160,7 +162,7 @@ def _count_tokens(values_TX: Tensor, real_T: Tensor | None) -> Tensor:
 
 
 def _laid_out(kept_TK: Tensor, most_rows: int, **decided: Any) -> Routing:
-    """Return a Routing with these fields, and give rows to the kept assignments."""
+    """Return a Routing with these fields, after assigning a row to each kept assignment."""
     row_of_TK, source_of_R = _row_maps(
         decided["expert_ids_TK"], decided["slots_TK"], kept_TK, decided["counts_E"], None, most_rows
     )
@@ -168,7 +170,7 @@ def _laid_out(kept_TK: Tensor, most_rows: int, **decided: Any) -> Routing:
 
 
 def padded(routing: Routing, capacity: int) -> Routing:
-    """Return a routing in the padded layout, made from a routing in the compact layout."""
+    """Return the routing with `capacity` rows per expert (the padded layout), made from a compact one."""
     row_of_TK, source_of_R = _row_maps(
         routing.expert_ids_TK, routing.slots_TK, routing.row_of_TK >= 0, routing.counts_E, capacity, 0
     )
@@ -189,7 +191,7 @@ def _row_maps(
     capacity: int | None,
     most_rows: int,
 ) -> tuple[Tensor, Tensor]:
-    """Return the maps between the assignments in `kept_TK` and rows: (row_of_TK, source_of_R).
+    """Return the row of each kept assignment and the assignment of each row: row_of_TK, source_of_R.
 
     On a GPU, the compact layout has `most_rows` rows, and the unused rows at the end have source -1. The
     exact number of rows, which the CPU uses, would need a device-to-host read.

@@ -28,7 +28,7 @@ class DenseExpert(nn.Module):
         self.hidden_layer_norm = nn.LayerNorm(hidden_dim) if config.hidden_layer_norm else None
 
     def reset_parameters(self, seed: int, name: str) -> None:
-        """Draw the weights of each of the n experts, from the initial distribution of experts."""
+        """Initialize the weights of each of the n experts, from the distribution of routed experts."""
         for tensor, parameter in self.named_parameters():
             layer, _, kind = tensor.partition(".")
             if layer == "hidden_layer_norm" or parameter.is_meta:
@@ -77,7 +77,7 @@ class SharedResidualExperts(nn.Module):
         self.mix = nn.Linear(config.model_dim, 2) if config.residual else None
 
     def reset_parameters(self, seed: int, name: str) -> None:
-        """Draw the parameters from generators of (seed, name), so that all ranks get equal values."""
+        """Initialize the parameters from (seed, name), so that all ranks get equal values."""
         for part in ("shared", "dense"):
             module = getattr(self, part)
             if isinstance(module, DenseExpert):

@@ -110,7 +110,7 @@ class UpdateTuner:
         return self._tuner
 
     def begin(self, num_tokens: int) -> Strategy:
-        """Choose the strategy of an update by the largest first micro-batch of all ranks.
+        """Choose the strategy of an update, from the largest first micro-batch of any rank.
 
         Collective over all ranks. The previous update is recorded only if every rank called `end` for it.
         """
@@ -136,11 +136,11 @@ class UpdateTuner:
         return strategy
 
     def add_micro_batch(self, num_tokens: int) -> None:
-        """Add the tokens of a further micro-batch; the cost of an update is its time per token."""
+        """Add the tokens of a further micro-batch to the update, whose cost is its time per token."""
         self._micro_batches.append(num_tokens)
 
     def end(self) -> None:
-        """Measure the end of the update. If several calls follow one `begin`, the last call counts."""
+        """Record the time at which the update ends. If called several times, the last call counts."""
         if not self._updates:
             raise RuntimeError("UpdateTuner.end was called before begin; call begin first.")
         if self._tuner is None:
@@ -150,7 +150,7 @@ class UpdateTuner:
             self._milliseconds = 1000 * (time.perf_counter() - self._started)
 
     def key(self, tokens: float, busiest: float) -> str:
-        """Return the name of the capacity bucket that an update belongs to.
+        """Return the name of the range of expert capacities (bucket) that an update belongs to.
 
         `tokens` is the largest number of tokens of any rank in the micro-batch. `busiest` is the expected
         number of assignments of the busiest expert; 0 means unknown.
@@ -218,7 +218,7 @@ class UpdateTuner:
         return tuple(numbers.tolist())
 
     def _degrees(self) -> tuple[int, ...]:
-        """Return every adaptive_r that the layers allow, except values that need too much memory.
+        """Return the values of adaptive_r that the layers allow and that do not need too much memory.
 
         Compared with the given r, gathered weights and their gradients may take at most half of the free
         memory of the rank with the least free memory.
@@ -234,7 +234,7 @@ class UpdateTuner:
         return tuple(r for r in sorted(every) if r == given or self._gathered_bytes(r) <= most)
 
     def _gathered_bytes(self, degree: int) -> int:
-        """Return the bytes that gathered weights and their gradients need if adaptive_r is `degree`."""
+        """Return the bytes that gathered weights and their gradients take if adaptive_r is `degree`."""
         total = 0
         for layer in self.layers:
             own = sum(p.numel() * p.element_size() for p in _weights(layer))
@@ -318,7 +318,7 @@ def _free_bytes(device: torch.device) -> float:
 
 
 def _capacity(layer: MoELayer, tokens: float, busiest: float) -> float:
-    """Return the number of slots that an expert needs, depending on the sign of the capacity factor."""
+    """Return the number of slots that an expert needs, as the capacity factor and the loads require."""
     config = layer.config
     factor = config.capacity_factor
     limit = config.top_k * math.ceil(abs(factor) * tokens / config.num_experts)
@@ -329,7 +329,7 @@ def _capacity(layer: MoELayer, tokens: float, busiest: float) -> float:
 
 
 def _read(path: str, signature: dict[str, Any]) -> dict[str, Any]:
-    """Read saved measurements; return {} if the file is missing, unreadable or from other conditions."""
+    """Read saved measurements. Return {} if the file is missing, corrupt or made in other conditions."""
     try:
         content = json_of(path)
         saved = {"format": content["format"], **content["signature"]}

@@ -27,18 +27,18 @@ class Condition:
 
 
 def because(holds: Callable[[Any], bool], reason: str) -> Condition:
-    """Return a condition under which an option has no effect; the log shows the reason."""
+    """Return a condition under which an option has no effect, for a reason that the log shows."""
     return Condition(holds, f": {reason}")
 
 
 def needs(holds: Callable[[Any], bool], what: str) -> Condition:
-    """Return a condition under which an option has no effect: the requirement `what` is missing."""
+    """Return a condition under which an option has no effect, because the requirement `what` is missing."""
     return Condition(lambda facts: not holds(facts), f" without {what}")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Option:
-    """An option: its default, help text, flag, and rules for its value."""
+    """An option of the command line and configuration: default, help text, flag and rules."""
 
     default: Any
     help: str  # help text without unit and default
@@ -61,7 +61,7 @@ class Option:
 
     @property
     def label(self) -> str:
-        """The option's name in messages: the field, and the flag if its name differs from the field."""
+        """The option's name in messages: the field name, and the flag if it has a different name."""
         if not self.flag or self.name == self.key:
             return self.flag or self.name
         return f"{self.name} ({self.flag})"
@@ -123,7 +123,7 @@ def plain(value: Any) -> Any:
 
 
 def read(config: type[T], cfg: Any) -> T:
-    """Read an options dataclass from a fairseq configuration or None; missing keys get defaults."""
+    """Create an options dataclass from a fairseq configuration or None; missing keys get defaults."""
     values = {}
     for item in options_in(config):
         value = plain(getattr(cfg, item.key, item.default))
@@ -176,7 +176,7 @@ def is_custom(name: str) -> bool:
 
 
 def one_of(names: tuple[str, ...], or_class: bool = False) -> Rule:
-    """Return the rule that a value is one of these names, or with `or_class` a user's class."""
+    """Return the rule that a value must be one of these names or, with `or_class`, a user's class."""
     classes = ", or package.module.Class" if or_class else ""
     return (
         lambda v: v in names or (or_class and is_custom(v)),
@@ -185,7 +185,7 @@ def one_of(names: tuple[str, ...], or_class: bool = False) -> Rule:
 
 
 def whole(least: int, most: int | None = None, unit: str = "") -> Rule:
-    """Return the rule that a value is an integer within bounds."""
+    """Return the rule that a value must be an integer within bounds."""
     bounds = f", at least {least}" if most is None else f" from {least} to {most:,}"
     high = math.inf if most is None else most
     return (
