@@ -16,7 +16,7 @@ TRIES, PAUSE_SECONDS = 3, 2.5
 
 
 def save(content: Any, path: str) -> None:
-    """Write a local file atomically with torch.save in up to TRIES attempts; see `replacing` for errors."""
+    """Write a local file atomically with torch.save, in up to TRIES attempts; `replacing` lists errors."""
     with replacing(path) as temporary:
         for left in reversed(range(TRIES)):
             try:
@@ -30,7 +30,7 @@ def save(content: Any, path: str) -> None:
 
 @contextlib.contextmanager
 def replacing(path: str) -> Iterator[str]:
-    """Yield a temporary file name to write to; after the block, rename that file to `path`.
+    """Yield the name of a temporary file to write to; after the block, rename the file to `path`.
 
     Raises:
         OSError: the file could not be written; the temporary file is removed.
@@ -44,7 +44,7 @@ def replacing(path: str) -> Iterator[str]:
 
 @contextlib.contextmanager
 def synced(path: str | os.PathLike) -> Iterator[IO[bytes]]:
-    """Open a file for writing; call fsync after the block."""
+    """Open a file for writing in a `with` block, and call fsync at the end of the block."""
     with open(path, "wb") as file:
         yield file
         file.flush()
@@ -52,13 +52,13 @@ def synced(path: str | os.PathLike) -> Iterator[IO[bytes]]:
 
 
 def write(content: Any, path: str | os.PathLike) -> None:
-    """Write a file with torch.save and fsync."""
+    """Write a file with torch.save, and flush it to disk with fsync."""
     with synced(path) as file:
         torch.save(content, file)
 
 
 def unwritten(path: str, error: BaseException) -> OSError:
-    """Return an OSError for a file that could not be written, with the reason and a fix."""
+    """Return an OSError for a file that could not be written; its message has the reason and a fix."""
     cause, number, reason = system_error(error), None, str(error).partition("\n")[0]
     if cause is not None:
         number, reason = cause.errno, str(cause.strerror)
@@ -74,7 +74,7 @@ def unwritten(path: str, error: BaseException) -> OSError:
 
 
 def system_error(error: BaseException) -> OSError | None:
-    """Return the OSError that caused an error of torch; None if no OSError did."""
+    """Return the OSError that caused the exception `error`, or None if no OSError caused it."""
     cause: BaseException | None = error
     while cause is not None and not (isinstance(cause, OSError) and cause.errno):
         cause = cause.__cause__ or cause.__context__

@@ -13,7 +13,7 @@ from fairseq_tutel.zero.state import MASTER
 
 
 def average(paths: list[Path]) -> SavedModel:
-    """Return the first checkpoint with weights that are averaged over all checkpoints.
+    """Average the weights of checkpoints; return a copy of the first checkpoint with these weights.
 
     Memory holds the averaged weights and, for sharded checkpoints, one tensor of each checkpoint. Tied
     tensors stay tied. Raises ValueError if names or shapes of the weights differ.
@@ -62,7 +62,7 @@ def _shape_of(model: dict, key: str) -> str:
 
 
 def mean(tensors: list[Tensor]) -> Tensor:
-    """Return the mean of tensors of equal shape, in the dtype of the first tensor.
+    """Return the elementwise mean of tensors of equal shape, in the dtype of the first tensor.
 
     The sum has a wider dtype, so the mean of equal tensors has the same bits. Integer means are rounded
     down, as in fairseq.

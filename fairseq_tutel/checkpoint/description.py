@@ -1,4 +1,4 @@
-"""Describes the content of a checkpoint of any supported system as plain dictionaries and lists."""
+"""Describes the content of a checkpoint as dictionaries and lists, for the tool `inspect`."""
 
 import re
 import zipfile
@@ -23,7 +23,7 @@ Facts = dict[str, Any]
 
 
 def describe(state: Any, path: Path, check: bool = False) -> tuple[Facts, list[Layer]]:
-    """Return a description of a file's content, and a list of all its MoE layers.
+    """Return a description of a checkpoint file's content, and a list of its MoE layers.
 
     `check` reads all bytes and compares them with the checksums.
     """
@@ -70,7 +70,7 @@ def _verify(path: Path, shards: Iterable[ShardedTensor]) -> None:
 
 
 def _changed_options(state: dict[str, Any]) -> Facts:
-    """Return the expert options whose saved value differs from the default."""
+    """Return the MoE options of a checkpoint whose values differ from the defaults."""
     options = SavedModel(state).options_of("model")
     inner = options.get("w2v_args")  # options of a pretrained model inside the model
     options = inner.get("model", options) if isinstance(inner, dict) else options
@@ -81,7 +81,7 @@ def _changed_options(state: dict[str, Any]) -> Facts:
 
 
 def _tensors(tree: Any) -> Iterator[tuple[str, Any]]:
-    """Yield (name, tensor) for all tensors in nested dictionaries and lists; visit each container once."""
+    """Yield each tensor in nested dictionaries and lists with its name; visit each container once."""
     seen, open_trees = set(), [("", tree)]
     while open_trees:
         prefix, node = open_trees.pop()
@@ -95,7 +95,7 @@ def _tensors(tree: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _bytes(tensors: Any) -> int:
-    """Return the total bytes of tensors; count tensors that share a storage once."""
+    """Return the total size of tensors in bytes; tensors that share a storage count once."""
     total, seen = 0, set()
     for tensor in tensors:
         identity = (tensor.data_ptr(), tensor.shape) if isinstance(tensor, Tensor) else id(tensor)
@@ -148,7 +148,7 @@ def _quantization(stacks: Mapping[str, Any]) -> Facts:
 
 
 def _grouped(weights: Mapping[str, Any]) -> list[Facts]:
-    """Group tensors by name, shape and dtype; names that differ only in numbers share a group."""
+    """Group tensors by name, shape and dtype; numbers in the names are ignored."""
     groups = Counter(
         (re.sub(r"(?<=\.)\d+(?=\.)", "N", key), tuple(tensor.shape), _dtype(tensor))
         for key, tensor in weights.items()
@@ -164,7 +164,7 @@ def _dtype(tensor: Any) -> str:
 
 
 def _described_shards(tensors: Iterable[ShardedTensor]) -> Facts:
-    """Check the headers of the shard files; return the files' folders, number and total size."""
+    """Check the headers of all shard files, and return their folders, their number and their total size."""
     paths = set()
     for tensor in tensors:
         tensor.check_headers()

@@ -28,7 +28,7 @@ States = Callable[[nn.Parameter], Mapping[str, Tensor]]
 
 
 class _Stack(NamedTuple):
-    """Name, shape and dtype of a tensor [E, ...]: a parameter of all experts, or its optimizer state."""
+    """Describes a tensor [E, ...] that stacks a parameter, or its optimizer state, of all E experts."""
 
     layer: str
     name: str
@@ -39,7 +39,7 @@ class _Stack(NamedTuple):
 
 @dataclass
 class _Written:
-    """The pieces that a rank wrote, the sizes of its files in bytes, and its error."""
+    """The result of writing experts on one rank: the tensors and files it wrote, and its error if any."""
 
     # For each stack: pieces by (expert ID, index of the expert shard).
     pieces: dict[_Stack, dict[tuple[int, int], Piece]] = field(default_factory=dict)
@@ -49,12 +49,12 @@ class _Written:
 
 
 def expert_modules(model: nn.Module) -> list[ExpertStack]:
-    """Return the model's expert stacks in module order, which is the same on every rank."""
+    """Return the modules that hold the model's experts, in an order that is the same on every rank."""
     return [m for m in model.modules() if isinstance(m, ExpertStack)]
 
 
 def gather_to_first(tensor: Tensor, topology: Topology, slicing: Slice | None = None) -> Tensor | None:
-    """Gather a parameter of all experts in host memory on rank 0; return None on other ranks.
+    """Gather one parameter of all experts in host memory on rank 0; return None on other ranks.
 
     Only the EP group of rank 0 communicates: its ranks hold every expert once. For a tensor that is not a
     parameter, such as a moment of Adam, give the parameter's `slicing`.
@@ -78,7 +78,7 @@ def gather_to_first(tensor: Tensor, topology: Topology, slicing: Slice | None = 
 
 
 def gather_experts(model: nn.Module, topology: Topology) -> None:
-    """Gather all experts on rank 0 for its next `model.state_dict()`. Collective."""
+    """Gather all experts on rank 0 for its next `model.state_dict()`. All ranks must call this."""
     if topology.expert_parallel_size == 1:
         return
     for experts in expert_modules(model):
@@ -89,7 +89,7 @@ def gather_experts(model: nn.Module, topology: Topology) -> None:
 
 
 def gather_everywhere(model: nn.Module, topology: Topology) -> int:
-    """Gather all experts on every rank; return the bytes per rank. Collective.
+    """Gather all experts on every rank; return the bytes per rank. All ranks must call this.
 
     After that, forward passes need no communication between ranks.
     """
@@ -116,7 +116,7 @@ def drop_everywhere(model: nn.Module) -> None:
 def save_in_shards(
     model: nn.Module, topology: Topology, states: States, save_dir: Path
 ) -> dict[tuple[str, str], dict[str, Any]]:
-    """Write all experts and their optimizer state to shard files. Collective.
+    """Write all experts and their optimizer state to shard files. All ranks must call this.
 
     EP replicas split the experts among them. Returns the records of the written tensors, with the keys
     (qualified name of the stack, tensor name). Optimizer state has the tensor name PARAMETER.STATE. The
@@ -163,7 +163,7 @@ def _commit(folder: Path, digests: list[str], sizes: dict[str, int]) -> str:
 
 
 def _first_rank(action: Callable[[], Any]) -> Any:
-    """Run `action` on rank 0; return the result, or raise the error, on every rank."""
+    """Run `action` on rank 0; return its result, or raise its error, on every rank."""
     try:
         return world.run_on_rank_zero(action, "rank 0's work on the folder of shards")
     except ValueError as error:
@@ -172,7 +172,7 @@ def _first_rank(action: Callable[[], Any]) -> Any:
 
 
 def _write_own(model: nn.Module, topology: Topology, states: States, folder: Path) -> _Written:
-    """Write this rank's share of the experts, one file per layer."""
+    """Write the experts that this rank must save, with one file per layer."""
     written = _Written()
     layers = [(n, m) for n, m in model.named_modules() if isinstance(m, ExpertStack)]
     for turn, (layer, stack) in enumerate(layers):
@@ -226,7 +226,7 @@ def _write_layer(
 
 
 def _share(num_local: int, topology: Topology, turn: int) -> range:
-    """Return the range of local experts that this rank writes; its EP replicas write the other experts.
+    """Return the range of local experts that this rank saves; its EP replicas save the rest.
 
     `turn` is the index of the layer. It changes the replicas that write if there are more replicas than
     experts.
@@ -237,7 +237,7 @@ def _share(num_local: int, topology: Topology, turn: int) -> range:
 
 
 def _joined(everything: list[_Written], folder: Path) -> dict[_Stack, dict[tuple[int, int], Piece]]:
-    """Merge the pieces that all ranks wrote; raise ValueError if a rank failed or a piece is missing."""
+    """Merge what all ranks wrote; raise ValueError if a rank failed or a part of an expert is missing."""
     joined: dict[_Stack, dict[tuple[int, int], Piece]] = {}
     for rank, written in enumerate(everything):
         if written.error is not None:

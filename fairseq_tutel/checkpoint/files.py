@@ -27,7 +27,7 @@ DICTIONARY = "fairseq.data.dictionary.Dictionary"
 
 
 def unlike_a_file(path: str | os.PathLike) -> str | None:
-    """Return the kind of a path that cannot be a checkpoint; None for a file or a missing path."""
+    """Return what a path is, such as a folder, if it cannot be a checkpoint file; otherwise return None."""
     folder, pipe, broken_link = NOT_CHECKPOINTS
     if os.path.isfile(path) or not os.path.lexists(path):
         return None
@@ -37,7 +37,7 @@ def unlike_a_file(path: str | os.PathLike) -> str | None:
 
 
 def is_pipe(path: str | os.PathLike) -> bool:
-    """Whether a path is a pipe, device or socket; reading from these could block forever."""
+    """Return whether a path is a pipe, device or socket. Reading from these could block forever."""
     try:
         mode = os.stat(path).st_mode
     except (OSError, ValueError):  # there is no such file, or the text is not a path
@@ -46,7 +46,7 @@ def is_pipe(path: str | os.PathLike) -> bool:
 
 
 def is_whole(path: str) -> bool:
-    """Whether all bytes of a file of torch.save match their checksums; reads the complete file.
+    """Read a file that torch.save wrote, and return whether its bytes match their checksums.
 
     torch.load does not compare checksums. Files from before torch 1.6 have no checksums: for them, the
     function reads only the first byte and returns True.
@@ -55,12 +55,12 @@ def is_whole(path: str) -> bool:
 
 
 def has_an_end(path: str) -> bool:
-    """Whether the zip directory at the end of a file is intact; reads only that directory."""
+    """Return whether the zip directory at the end of a file is intact. Only the directory is read."""
     return _is_old(path) or _passes(path, lambda archive: True)
 
 
 def identity(path: str) -> str:
-    """Return a hash of the names, sizes and checksums in a file's zip directory.
+    """Return a hash that identifies a checkpoint file, from names, sizes and checksums of its entries.
 
     Copies of a file have the same identity. For a file from before torch 1.6 the identity is its size.
     """
@@ -100,7 +100,7 @@ def _matches_checksums(archive: zipfile.ZipFile) -> bool:
 
 
 def let_checkpoints_load(*classes: type) -> None:
-    """Allow torch.load(weights_only=True) to load `classes` and the classes that fairseq saves.
+    """Allow torch.load(weights_only=True) to load `classes` and the classes in fairseq's checkpoints.
 
     Encoder-decoder checkpoints hold a Namespace; meters of --eval-bleu hold numpy scalars and arrays.
     """
@@ -112,18 +112,18 @@ def let_checkpoints_load(*classes: type) -> None:
 
 
 def mapped(path: str | os.PathLike) -> Any:
-    """Load a file of torch.save without running pickled code; its tensors stay on disk until read."""
+    """Load a file that torch.save wrote, without running pickled code. Tensors are memory-mapped."""
     return torch.load(path, map_location="cpu", mmap=zipfile.is_zipfile(path), weights_only=True)
 
 
 def refused_class(error: BaseException) -> str | None:
-    """Return the name of the class that torch.load refused to load; None if the error has another cause."""
+    """Return the class name that torch.load rejected, or None if the error has another cause."""
     found = re.search(r"\bGLOBAL (\S+)", str(error))
     return found[1] if found else None
 
 
 def read_file(path: Path, flag: str, verify: bool = True) -> Any:
-    """Load a file that the command-line argument `flag` names; raise ValueError for a bad file.
+    """Load the file at `path`, a value of the command-line flag `flag`; raise ValueError for a bad file.
 
     Tensors stay on disk until they are read. `verify` compares all bytes with the checksums: otherwise a
     converter could write valid checksums for corrupt weights.

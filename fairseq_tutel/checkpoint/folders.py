@@ -29,9 +29,9 @@ _known: set[Path] = set()
 
 
 def begin(save_dir: Path, prefix: str = WRITING) -> Path:
-    """Create a folder to write into.
+    """Create a folder with a random name for shard files that are being written.
 
-    Its random name is never reused, because the cache of a network file system may be outdated.
+    The name is never reused, because the cache of a network file system may be outdated.
     """
     folder = save_dir / PARENT / f"{prefix}-{secrets.token_hex(4)}"
     folder.mkdir(parents=True)
@@ -39,7 +39,7 @@ def begin(save_dir: Path, prefix: str = WRITING) -> Path:
 
 
 def commit(written: Path, digests: Iterable[str]) -> str:
-    """Rename a complete folder to a hash of `digests`; return its path relative to the checkpoint."""
+    """Rename a complete folder to a hash of `digests`; return the new path relative to the checkpoint."""
     name = hashlib.sha256("\n".join(sorted(digests)).encode()).hexdigest()[:16]
     folder = written.parent / name
     if folder.exists():  # the same weights were saved before, for example without an update since
@@ -56,7 +56,7 @@ def commit(written: Path, digests: Iterable[str]) -> str:
 
 
 def sync(folder: Path) -> None:
-    """Call fsync on a folder."""
+    """Call fsync on a folder, so new and renamed files in it survive a crash."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -65,7 +65,7 @@ def sync(folder: Path) -> None:
 
 
 def collect(save_dir: Path) -> None:
-    """Delete old incomplete folders, and folders that no checkpoint in `save_dir` names.
+    """Delete folders of experts that are old and incomplete, or that no checkpoint in `save_dir` names.
 
     A checkpoint may have any file name. If one cannot be read, only incomplete folders are deleted. If
     `experts` is a symbolic link, nothing is deleted. A complete folder that changed within the last hour is
@@ -93,14 +93,14 @@ def collect(save_dir: Path) -> None:
 
 
 def remove_cut_off(save_dir: Path, seconds: float) -> None:
-    """Delete incomplete folders that have not changed for `seconds`."""
+    """Delete incomplete folders that have not changed for `seconds` seconds."""
     for folder in (save_dir / PARENT).glob(f"{WRITING}-*"):
         if _age(folder) >= seconds:
             shutil.rmtree(folder, ignore_errors=True)
 
 
 def _age(folder: Path) -> float:
-    """Return the seconds since a folder, or a file in it, was last changed."""
+    """Return the number of seconds since the last change of a folder or of a file in it."""
     try:
         return time.time() - max(path.stat().st_mtime for path in (folder, *folder.iterdir()))
     except FileNotFoundError:  # changed just now
@@ -108,7 +108,7 @@ def _age(folder: Path) -> float:
 
 
 def mentions(path: Path) -> set[str]:
-    """Return the folders that a checkpoint names, without unpickling it; raise for a corrupt file."""
+    """Return the expert folders that a checkpoint names, without unpickling; raise for a corrupt file."""
     with path.open("rb") as file:
         start = file.read(2)
     if start != b"PK":

@@ -1,4 +1,4 @@
-"""Creates and renews a lease: a file that names the only training run that may write to its folder.
+"""Creates and renews a lease, a file that names the only run that may write to its folder.
 
 On the same machine, a run has ended if its process has ended. On another machine, a run has ended if its
 lease is stale. Clocks of machines are not compared: all file times come from the file system.
@@ -31,7 +31,7 @@ SETTLE_SECONDS = 1.0
 
 @dataclass(frozen=True)
 class Writer:
-    """A process that holds a lease and writes to the folder of the lease."""
+    """Identifies the process that holds a lease and may write to the folder."""
 
     host: str
     pid: int
@@ -43,7 +43,7 @@ class Writer:
         return f"process {self.pid} on {self.host}"
 
     def is_alive(self) -> bool | None:
-        """Whether the process still runs; None if unknown, for example on another machine."""
+        """Return whether the process still runs, or None if unknown, as on another machine."""
         if not self.machine or self.machine != _machine():
             return None
         try:
@@ -57,7 +57,7 @@ class Writer:
 
 
 def this_process() -> Writer:
-    """Return a `Writer` for this process, with a new token."""
+    """Return a `Writer` that identifies the current process, with a new random token."""
     pid = os.getpid()
     return Writer(socket.gethostname(), pid, _machine(), _started(pid) or "", token=secrets.token_hex(4))
 
@@ -72,7 +72,7 @@ def _machine() -> str:
 
 
 def _started(pid: int) -> str | None:
-    """Return the start time of a process; "" if the process has ended, None if unknown."""
+    """Return the start time of a process, "" if the process has ended, or None if unknown."""
     try:
         with open(f"/proc/{pid}/stat") as file:
             state, *fields = file.read().rpartition(")")[2].split()
@@ -82,7 +82,7 @@ def _started(pid: int) -> str | None:
 
 
 def read(path: str) -> tuple[Writer | None, float]:
-    """Return the holder of a lease (None without a valid lease) and the time of the last renewal."""
+    """Read a lease; return its holder, or None if it is invalid or missing, and its last renewal time."""
     try:
         # A network file system queries its server when a file is opened.
         content, renewed = content_and_time(path)
@@ -98,7 +98,7 @@ def read(path: str) -> tuple[Writer | None, float]:
 
 
 def take(folder: str) -> "Lease":
-    """Create a folder and return its new lease; raise ValueError if another run holds the lease."""
+    """Create a folder if it is missing, and take its lease; raise ValueError if another run holds it."""
     os.makedirs(folder, exist_ok=True)
     path, own = os.path.join(folder, NAME), this_process()
     with temporary_beside(path) as written:
@@ -124,7 +124,7 @@ def _write(writer: Writer, path: str) -> None:
 
 
 def _wait_until_gone(path: str, now: float) -> Writer | None:
-    """Wait until a lease is released or stale; return the writer of the stale lease.
+    """Wait until a lease is released or stale; if it is stale, return its holder.
 
     Returns None if the lease was released or belongs to this process. Raises ValueError if the writer still
     runs or renews the lease. `now` is the time on the clock of the file system.
@@ -159,7 +159,7 @@ def _refusal(path: str, writer: Writer | None) -> str:
 
 
 class Lease:
-    """The lease of this process, which a background thread renews until `release` is called."""
+    """A lease that this process holds; a background thread renews it until `release` is called."""
 
     def __init__(self, path: str, own: Writer, after: Writer | None = None) -> None:
         self.path, self.own = path, own
@@ -186,7 +186,7 @@ class Lease:
             )
 
     def release(self) -> None:
-        """Stop the renewal and delete the lease."""
+        """Stop renewing the lease, and delete its file."""
         self._ended.set()
         self._thread.join(RENEW_SECONDS)  # the disk may hang
         with contextlib.suppress(OSError):

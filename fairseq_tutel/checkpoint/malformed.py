@@ -1,4 +1,4 @@
-"""Rejects checkpoints with malformed entries before other code uses these entries."""
+"""Rejects checkpoints whose entries have wrong types or values, before other code uses them."""
 
 from collections.abc import Mapping
 from numbers import Integral, Real
@@ -81,7 +81,7 @@ def _is_count(value: Any, whole: bool = False) -> bool:
 
 
 def _problem_of(key: Any, value: Any) -> str | None:
-    """Describe a value that cannot be a weight; return None for valid weights and other entries."""
+    """Return the reason why a model cannot load a value as a weight, or None if it can."""
     if not isinstance(key, str):
         return "a value"
     if value is None:

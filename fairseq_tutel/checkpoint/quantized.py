@@ -24,7 +24,7 @@ BLOCK = 2**18  # values
 
 @dataclass(frozen=True)
 class Quantized:
-    """The quantized format of a tensor."""
+    """Describes how a tensor is stored in bf16, int8 or int4."""
 
     expert_dtype: str  # one of EXPERT_DTYPES
     shape: tuple[int, ...]  # before quantization
@@ -32,7 +32,7 @@ class Quantized:
 
     @property
     def stored(self) -> tuple[torch.dtype, tuple[int, ...]]:
-        """Dtype and shape of the stored tensor; int8 and int4 are stored as bytes."""
+        """The dtype and the shape of the stored tensor; int8 and int4 are stored as bytes."""
         if self.expert_dtype == "bf16":
             return torch.bfloat16, self.shape
         return torch.uint8, (self._num_rows * (SCALE_BYTES + self._row_bytes),)
@@ -47,7 +47,7 @@ class Quantized:
         return -(-width // 2) if self.expert_dtype == "int4" else width
 
     def quantize(self, values: Tensor) -> Tensor:
-        """Return the stored form of a tensor; raise ValueError if a value is not finite."""
+        """Quantize a tensor and return the tensor to store; raise ValueError if a value is not finite."""
         if self.expert_dtype == "bf16":
             return values.to(torch.bfloat16)
         largest = LARGEST[self.expert_dtype]
@@ -68,7 +68,7 @@ class Quantized:
         return nibbles_RW[:, :half] | nibbles_RW[:, half:] << 4
 
     def dequantize(self, stored: Tensor, out: Tensor | None = None) -> Tensor:
-        """Return the dequantized tensor, in `out` if given; compute in float32, then round to the dtype."""
+        """Dequantize a stored tensor in float32 and round to the dtype; write into `out` if given."""
         out = stored.new_empty(self.shape, dtype=self.dtype) if out is None else out
         if self.expert_dtype == "bf16":
             return out.copy_(stored)
@@ -88,7 +88,7 @@ class Quantized:
 
 
 def quantized_form(expert_dtype: str, shape: tuple[int, ...], dtype: torch.dtype) -> Quantized | None:
-    """Return the quantized format of an expert's tensor; None for biases and integers (not quantized)."""
+    """Return the format to quantize an expert's tensor; None for biases and integers, which are kept."""
     if not expert_dtype or len(shape) < 2 or not dtype.is_floating_point:
         return None
     return Quantized(expert_dtype, shape, dtype)
@@ -104,11 +104,11 @@ class RoundingError:
 
     @property
     def relative(self) -> float:
-        """Root mean square of the differences, divided by the root mean square of the values."""
+        """The root mean square of the errors, divided by the root mean square of the values."""
         return math.sqrt(self._differences / self._squares) if self._squares else 0.0
 
     def add(self, values: Tensor, rounded: Tensor) -> None:
-        """Add the error of a tensor [..., W]; compute it in float64, one block of rows at a time."""
+        """Add the quantization error of a tensor [..., W], computed in float64 by blocks of rows."""
         rows = max(1, BLOCK // max(1, values.shape[-1]))
         blocks = (x.detach().flatten(0, -2).split(rows) for x in (values, rounded))
         for values_RW, rounded_RW in zip(*blocks, strict=True):

@@ -13,5 +13,5 @@ SIGNS = {
 
 
 def kind_of(names: Collection[str]) -> str | None:
-    """Return a description of the system that wrote tensors with these names; None if unknown."""
+    """Return a description of the system that wrote a checkpoint with these tensor names, or None."""
     return next((kind for kind, sign in SIGNS.items() if any(sign in name for name in names)), None)

@@ -39,7 +39,7 @@ Weights = dict[str, Any]
 
 @dataclass(frozen=True, order=True)
 class Layer:
-    """A layer with an FFN or experts; layers are sorted as in --moe-expert-count, encoder layers first."""
+    """A layer with an FFN or experts. Layers are sorted as in --moe-expert-count, the encoder first."""
 
     stack: int  # 0 for the encoder, 1 for the decoder; the stage number in Swin
     index: int  # index within the encoder, decoder or stage, from 0
@@ -49,7 +49,7 @@ class Layer:
 
     @property
     def moe(self) -> str:
-        """The qualified name of the MoE layer, which replaces fairseq's fc1."""
+        """The qualified name of the MoE layer within the model; it replaces fairseq's fc1."""
         return f"{self.name}.fc1"
 
     @property
@@ -59,7 +59,7 @@ class Layer:
 
 
 def layer_label(name: str) -> str:
-    """Return the label of a MoE layer from its qualified name.
+    """Convert the qualified name of a MoE layer to its short name in logs and options.
 
     Examples: decoder.layers.3.fc1 -> decoder_3, stages.2.blocks.1.fc1 -> stages_2_1. If there is one model
     per language pair, the label begins with the pair: de-en_decoder_3.
@@ -70,7 +70,7 @@ def layer_label(name: str) -> str:
 
 
 def layers_of(weights: Iterable[str], within: bool = False) -> list[Layer]:
-    """Find the layers with an FFN or experts in a list of weight names; return them sorted.
+    """Return a sorted list of the layers that have an FFN or experts, from the names of the weights.
 
     `within` adds the layers of models that are inside another model.
     """
@@ -87,14 +87,14 @@ def layers_of(weights: Iterable[str], within: bool = False) -> list[Layer]:
 
 
 class SavedModel:
-    """An open fairseq checkpoint. Tensors stay on disk until they are read; edits change `state`."""
+    """An open fairseq checkpoint. Its tensors stay on disk until they are read; edits change `state`."""
 
     def __init__(self, state: dict[str, Any], path: Path | None = None, flag: str = "--input") -> None:
         self.state, self.path, self.flag = state, path, flag
 
     @classmethod
     def open(cls, path: Path, flag: str = "--input", keep_shards: bool = False) -> "SavedModel":
-        """Open a checkpoint that the command-line argument `flag` names; raise ValueError for a bad file.
+        """Open the checkpoint at `path`, a value of the flag `flag`; raise ValueError for a bad file.
 
         With `keep_shards`, experts in shard files become `ShardedTensor`s, which are read on demand.
         """
@@ -115,18 +115,18 @@ class SavedModel:
 
     @cached_property
     def layers(self) -> list[Layer]:
-        """The sorted layers that have an FFN or experts."""
+        """The layers of the model that have an FFN or experts, in model order."""
         return layers_of(self.weights)
 
     def stacks(self, layer: Layer) -> Weights:
-        """Return the tensors [E, ...] of a layer's experts, by their name within an expert."""
+        """Return the stacked tensors [E, ...] of a layer's experts, keyed by name within an expert."""
         prefix = f"{layer.moe}.experts."
         own = {k.removeprefix(prefix): t for k, t in self.weights.items() if k.startswith(prefix)}
         # Names with a dot belong to modules that all experts share, such as a layer norm.
         return {name: tensor for name, tensor in own.items() if "." not in name}
 
     def expert(self, layer: Layer, expert_id: int) -> dict[str, Tensor]:
-        """Return the tensors of the expert with the global ID `expert_id`."""
+        """Return the tensors of one expert of a layer; `expert_id` is the expert's global ID."""
         return {name: stack[expert_id] for name, stack in self.stacks(layer).items()}
 
     def num_experts(self, layer: Layer) -> int:
@@ -134,7 +134,7 @@ class SavedModel:
         return int(next(iter(self.stacks(layer).values())).shape[0])
 
     def dense_ffn(self, layer: Layer) -> dict[str, Tensor]:
-        """Return the tensors of a dense FFN by their names in the layer.
+        """Return a dictionary of the tensors of a layer's dense FFN, with keys such as "fc1.weight".
 
         Raises:
             ValueError: a tensor is missing.
@@ -150,7 +150,7 @@ class SavedModel:
 
     @property
     def options(self) -> dict[str, Any]:
-        """The model's options; edits change the checkpoint. Raises ValueError if there are no options."""
+        """The model's options as an editable dictionary. Raises ValueError if there are none."""
         found = self.options_of("model")
         if not found:
             raise ValueError(
@@ -160,23 +160,23 @@ class SavedModel:
         return found
 
     def options_of(self, part: str) -> dict[str, Any]:
-        """Return the options of a part, such as "model"; in older files all parts share one set."""
+        """Return the options of the model, task, criterion or optimizer; older files have one set."""
         args = self.state.get("args")
         return _values(self._cfg.get(part) if args is None else args)
 
     @property
     def all_keys(self) -> set[str]:
-        """The keys of the options of all parts."""
+        """The names of all options in the configuration of the checkpoint."""
         return set().union(*map(_values, (self.state.get("args"), *self._cfg.values())))
 
     def name(self, part: str) -> str:
-        """Return the name of a part: the architecture, task, criterion or optimizer; "" without a name."""
+        """Return the name of the architecture, task, criterion or optimizer; "" if there is none."""
         options, is_flat = self.options_of(part), self.state.get("args") is not None
         own = None if is_flat else options.get("_name")  # in flat options, _name belongs to the model
         return str(own or options.get(PARTS[part]) or "")
 
     def rename(self, part: str, name: str) -> None:
-        """Set the name of a part, such as the task, in every copy of the options."""
+        """Change the name of the architecture, task, criterion or optimizer in the checkpoint."""
         _values(self._cfg.get(part))["_name"] = name
         # An encoder-decoder's options are a flat copy of the whole configuration.
         for flat in (self.state.get("args"), *self._cfg.values()):
@@ -184,7 +184,7 @@ class SavedModel:
                 setattr(flat, PARTS[part], name)
 
     def drop(self, keys: Collection[str]) -> None:
-        """Remove the options with these keys from all parts."""
+        """Remove the options with these keys from the checkpoint's configuration."""
         for options in map(self.options_of, PARTS):
             for key in keys:
                 options.pop(key, None)
@@ -194,7 +194,7 @@ class SavedModel:
         return self.state.get("cfg") or {}
 
     def restart(self, weights: Mapping[str, Any] | None = None) -> None:
-        """Remove optimizer state, meters and data position; set the weights if given.
+        """Remove optimizer state, meters and data position; replace the weights if `weights` is given.
 
         A training run then starts as with --finetune-from-model.
         """
@@ -211,14 +211,14 @@ class SavedModel:
 
 
 def _values(options: Any) -> dict[str, Any]:
-    """Return the dictionary that holds the options; edits of the dictionary change the options."""
+    """Return options as a dictionary; edits of the dictionary change the options."""
     if isinstance(options, argparse.Namespace):
         return vars(options)
     return options if isinstance(options, dict) else {}
 
 
 def write_all(contents: Iterable[tuple[Path, Any]]) -> None:
-    """Write files; rename all of them to their final names only after the last is complete.
+    """Write several checkpoint files; give them their final names only after all are complete.
 
     Raises:
         ValueError: a file could not be written, for example because the disk is full.
@@ -233,7 +233,7 @@ def write_all(contents: Iterable[tuple[Path, Any]]) -> None:
 
 
 def not_written(output: Path, error: Exception) -> ValueError:
-    """Return a ValueError with the operating system's reason why `output` could not be written."""
+    """Return a ValueError for a file that could not be written; its message has the system's reason."""
     cause = atomic_save.system_error(error)
     number = None if cause is None else cause.errno
     reason = os.strerror(number) if number else str(error).partition("\n")[0]

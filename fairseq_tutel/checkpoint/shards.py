@@ -72,17 +72,17 @@ class ShardedTensor:
 
     @property
     def quantized(self) -> Quantized | None:
-        """The quantized format of a piece; None if the pieces are not quantized."""
+        """The quantized format in which each expert is stored, or None if experts are not quantized."""
         return quantized_form(self.expert_dtype, self._piece_shape, self.dtype)
 
     @property
     def stored(self) -> tuple[torch.dtype, tuple[int, ...]]:
-        """Dtype and shape of a piece in its file."""
+        """The dtype and the shape of one piece (an expert or an expert shard) in its file."""
         return (self.dtype, self._piece_shape) if self.quantized is None else self.quantized.stored
 
     @property
     def stored_bytes(self) -> int:
-        """Total bytes of all pieces in the shard files."""
+        """The total bytes that this tensor occupies in the shard files."""
         dtype, shape = self.stored
         return len(self.pieces) * math.prod(shape) * dtype.itemsize
 
@@ -93,7 +93,7 @@ class ShardedTensor:
         return tuple(shape[1:])
 
     def read(self, first: int, count: int, slicing: Slice | None = None, index: int = 0) -> Tensor:
-        """Return the tensors of `count` experts from expert `first` on; raise ValueError for bad files.
+        """Read the tensors of `count` experts from expert `first` on; raise ValueError for bad files.
 
         With `slicing`, return only shard `index` of each expert.
         """
@@ -121,12 +121,12 @@ class ShardedTensor:
         return self.read(0, self.shape[0])
 
     def check_headers(self) -> None:
-        """Open the files; raise ValueError if the shape of a piece differs from the record."""
+        """Open the shard files; raise ValueError if a tensor's shape in a file differs from the record."""
         for piece in self.pieces:
             self._file(piece)
 
     def path_of(self, piece: Piece) -> Path:
-        """Return the path of the file that holds a piece."""
+        """Return the path of the shard file that holds a piece, an expert or an expert shard."""
         return self.root / self.folder / piece.file
 
     def _read_expert(self, out: Tensor, expert: int, slicing: Slice, index: int) -> None:
@@ -143,7 +143,7 @@ class ShardedTensor:
         out.copy_(joined.narrow(dim - 1, begin - touched[0] * width, length))
 
     def _read_piece(self, piece: Piece, out: Tensor | None = None) -> Tensor:
-        """Return the dequantized tensor of a piece, in `out` if given; raise ValueError for bad data."""
+        """Read one expert or expert shard and dequantize it; raise ValueError for bad data."""
         stored = self._file(piece).get_tensor(piece.key)  # a memory mapping of the file
         if digest(stored) != piece.digest:
             raise _unlike(self.path_of(piece), piece)
@@ -152,7 +152,7 @@ class ShardedTensor:
         return stored if out is None else out.copy_(stored)
 
     def _file(self, piece: Piece) -> Any:
-        """Open the file of a piece; raise ValueError if the piece's shape differs from the record."""
+        """Open the shard file that holds a piece; raise ValueError if its tensor has a wrong shape."""
         from safetensors import SafetensorError, safe_open  # an optional dependency of the core
 
         path = self.path_of(piece)
@@ -169,7 +169,7 @@ class ShardedTensor:
         return self.opened[path]
 
     def record(self) -> dict[str, Any]:
-        """Return the dictionary that replaces the tensor in a sharded checkpoint."""
+        """Return the dictionary that replaces this tensor in the main file of a sharded checkpoint."""
         more = {"packing": self.expert_dtype, "error": list(self.error)} if self.expert_dtype else {}
         return {
             MARK: QUANTIZED_VERSION if more else VERSION,
@@ -195,7 +195,7 @@ def _unlike(path: Path, piece: Piece) -> ValueError:
 
 
 def write_file(values: Mapping[str, Tensor], path: Path, metadata: dict[str, str] | None = None) -> None:
-    """Write a dictionary of tensors to a safetensors file, and call fsync."""
+    """Write a dictionary of tensors to a safetensors file, and flush the file to disk."""
     layout = {key: (value.dtype, tuple(value.shape)) for key, value in values.items()}
     write_pieces(layout, values.__getitem__, path, metadata)
 
@@ -206,7 +206,7 @@ def write_pieces(
     path: Path,
     metadata: dict[str, str] | None = None,
 ) -> None:
-    """Write a safetensors file with one tensor in memory at a time, and call fsync.
+    """Write a safetensors file, with one tensor in memory at a time, and flush it to disk.
 
     `layout` has the dtype and shape of the tensor of each key. `value` is called once per key, and returns
     the tensor.
@@ -239,12 +239,12 @@ def _bytes(tensor: Tensor) -> Tensor:
 
 
 def is_record(value: Any) -> bool:
-    """Whether a value in a checkpoint is the record of a sharded tensor."""
+    """Return whether a value in a checkpoint is a record, which replaces a tensor in shard files."""
     return isinstance(value, dict) and MARK in value
 
 
 def bind(state: Any, path: Path) -> None:
-    """Replace the records in a loaded checkpoint by `ShardedTensor`s, in place.
+    """Replace the records of shard files in a loaded checkpoint by `ShardedTensor`s, in place.
 
     `path` is the file of the checkpoint. Raises ValueError for a bad record or a missing shard file.
     """
@@ -295,7 +295,7 @@ def _of_record(record: dict[str, Any], path: Path, opened: dict[Path, Any]) -> S
 
 
 def _is_sound(tensor: ShardedTensor) -> bool:
-    """Whether an untrusted record is consistent and names only files inside its folder."""
+    """Return whether an untrusted record of a tensor is consistent and names only files in its folder."""
     shape, (count, dim) = tensor.shape, (tensor.slicing.count, tensor.slicing.dim)
     return bool(
         NAME.fullmatch(tensor.folder)

@@ -1,1 +1,1 @@
-"""Functions that convert checkpoints: from and to other systems, and to other kinds of models."""
+"""Converts checkpoints from and to other systems, and to other kinds of models."""

@@ -20,7 +20,7 @@ SWIN = "swin_v2"  # its MoE variant has the suffix _moe instead of the prefix mo
 
 
 def configs_of(saved: SavedModel) -> dict[Layer, MoEConfig]:
-    """Return the MoE layers of a checkpoint, in order, with their configurations.
+    """Return a dictionary from each MoE layer of a checkpoint, in model order, to its configuration.
 
     Raises:
         ValueError: the checkpoint has no MoE layers, or its weights and options are inconsistent.
@@ -61,7 +61,7 @@ def _config_of(saved: SavedModel, layer: Layer) -> MoEConfig:
 
 
 def gate_rows(config: MoEConfig, layer: Layer) -> list[str]:
-    """Return the names of a layer's gate tensors with one row per expert; ignore custom gates."""
+    """Return the names of a MoE layer's gate tensors that have one row per expert; skip custom gates."""
     places = ["gate", *(f"other_gates.{i}" for i in range(len(config.gate_types) - 1))]
     return [
         f"{layer.moe}.{place}.{ROWS[kind]}"
@@ -71,18 +71,18 @@ def gate_rows(config: MoEConfig, layer: Layer) -> list[str]:
 
 
 def counts_text(counts: Sequence[int]) -> str:
-    """Format the numbers of experts of all MoE layers as a value of --moe-expert-count."""
+    """Return the value of --moe-expert-count for these numbers of experts, one for each MoE layer."""
     return ",".join(map(str, counts if len(set(counts)) > 1 else counts[:1]))
 
 
 def freq_of(places: Sequence[int], count: int, preferred: int = 0) -> int | None:
-    """Return the --moe-freq that selects exactly the layers `places` of `count` layers, or None."""
+    """Return the value of --moe-freq that selects exactly these layers, or None if no value does."""
     freqs = (preferred, *range(count + 1))
     return next((f for f in freqs if chosen_layers(range(count), f) == list(places)), None)
 
 
 def replaced(saved: SavedModel, made: Mapping[Layer, Tensors]) -> Tensors:
-    """Return all weights, with the FFNs of some layers replaced; keep the order.
+    """Return the model's weights in the same order, but with new tensors for the FFNs of some layers.
 
     `made` holds the new tensors of each such layer by their names in the layer.
     """
@@ -97,12 +97,12 @@ def replaced(saved: SavedModel, made: Mapping[Layer, Tensors]) -> Tensors:
 
 
 def with_experts(name: str) -> str:
-    """Convert the name of a model, task, criterion or optimizer to the name of its MoE variant."""
+    """Return the name of the MoE variant of a fairseq model, task, criterion or optimizer."""
     return name.replace(SWIN, f"{SWIN}_moe", 1) if name.startswith(SWIN) else f"moe_{name}"
 
 
 def without_experts(name: str) -> str:
-    """Convert the name of a MoE variant to the name of the original fairseq component."""
+    """Return the fairseq name of a model, task, criterion or optimizer whose MoE variant has this name."""
     return name.removeprefix("moe_").replace(f"{SWIN}_moe", SWIN)
 
 

@@ -30,7 +30,7 @@ Groups = Sequence[Sequence[int]]
 
 
 def neighbors(text: str, configs: Mapping[Layer, MoEConfig]) -> dict[Layer, Groups]:
-    """Split each layer's experts into groups of neighbors; the number of groups is --moe-expert-count."""
+    """Split each layer's experts into groups with consecutive IDs; `text` gives the numbers of groups."""
     from fairseq_tutel.plugin.registration.flags import expert_counts
 
     found: dict[Layer, Groups] = {}
@@ -52,7 +52,7 @@ def regroup(
     loads: Mapping[Layer, Sequence[float]] | None = None,
     top_k: int | None = None,
 ) -> list[str]:
-    """Replace each group of experts of a checkpoint by the mean of the group, in place.
+    """Merge experts of a checkpoint, in place: replace each group of experts by its mean.
 
     Layers without an entry in `groups` keep their experts. Means are weighted by `loads` [E]; experts of a
     group without load have equal weights. Returns one line per MoE layer that lists the old experts of each
@@ -88,7 +88,7 @@ def regroup(
 
 
 def _per_expert(saved: SavedModel, layer: Layer, config: MoEConfig) -> list[str]:
-    """Return the names of a layer's tensors that have one entry per expert."""
+    """Return the names of a MoE layer's tensors whose first dimension is the number of experts."""
     names = [f"{layer.moe}.experts.{name}" for name in saved.stacks(layer)]
     names += gate_rows(config, layer)
     bias = f"{layer.moe}.balance_bias.bias"
@@ -165,7 +165,7 @@ def to_dense(
 
 
 def _pad(made: dict[Layer, Tensors]) -> tuple[dict[str, int], dict[str, int]]:
-    """Pad FFNs with zeros, so all FFNs of the encoder, the decoder or a stage have the same width.
+    """Pad FFNs with zeros to one hidden dimension in the encoder, in the decoder or in each Swin stage.
 
     Returns the width of the encoder, decoder or each stage, and the widths of padded layers.
     """
@@ -189,7 +189,7 @@ def _pad(made: dict[Layer, Tensors]) -> tuple[dict[str, int], dict[str, int]]:
 
 
 def _use_dense_options(saved: SavedModel, widths: Mapping[str, int]) -> None:
-    """Replace the options and names of a MoE model by those of a dense fairseq model, in place."""
+    """Change a checkpoint's options and names from a MoE model to a dense fairseq model, in place."""
     for part in PARTS:
         saved.rename(part, without_experts(saved.name(part)))
     saved.drop([option.key for owner in BY_OWNER for option in options_of(owner)])
@@ -210,7 +210,7 @@ def _use_dense_options(saved: SavedModel, widths: Mapping[str, int]) -> None:
 def _dense_ffn(
     saved: SavedModel, layer: Layer, config: MoEConfig, chosen: Sequence[int], weight: float
 ) -> Tensors:
-    """Return the tensors of a dense FFN made of the chosen experts; split `weight` evenly among them."""
+    """Return the tensors of one dense FFN that joins the chosen experts, which share `weight` evenly."""
     _refuse_no_dense(config, layer, len(chosen))
     scale = weight / len(chosen)
     experts = [saved.expert(layer, i) for i in chosen]
@@ -251,7 +251,7 @@ def _refuse_no_dense(config: MoEConfig, layer: Layer, number: int) -> None:
 
 
 def _is_exact(saved: SavedModel, layer: Layer, config: MoEConfig) -> bool:
-    """Whether the gate cannot change outputs in evaluation: experts are equal, and weights sum to 1."""
+    """Return whether the gate has no effect in evaluation: experts are equal, and weights sum to 1."""
     if not sums_to_1(config) or config.choice == "experts" or config.prescore:
         return False
     return not capacity_of(config, training=False).is_limited and all(

@@ -97,7 +97,7 @@ LEFT_OUT = {
 
 
 class Row(NamedTuple):
-    """A weight in one of Meta's files, and its name in fairseq_tutel; experts share their stack's name."""
+    """Maps a weight in Meta's files to its name in fairseq_tutel; a layer's experts share one name."""
 
     file: int
     theirs: str
@@ -106,7 +106,7 @@ class Row(NamedTuple):
 
 
 def files_of(name: str) -> list[Path]:
-    """Return the paths of the files of all ranks in order, then the path of the shared file.
+    """Return the paths of all files of a checkpoint from Meta: one per rank, then the shared file.
 
     `name` is X, X.pt or the name of one of the files.
     """
@@ -120,7 +120,7 @@ def files_of(name: str) -> list[Path]:
 
 
 def read(paths: list[Path]) -> tuple[SavedModel, list[str]]:
-    """Load Meta's files as one checkpoint; also return a sentence for each difference.
+    """Load the files of a checkpoint from Meta as one checkpoint; also return notes on what changed.
 
     Experts are copied to memory once. All other weights stay memory-mapped.
 
@@ -162,7 +162,7 @@ def read(paths: list[Path]) -> tuple[SavedModel, list[str]]:
 
 
 def _weights(file: SavedModel) -> Tensors:
-    """Return the weights of a file; remove the name prefixes that sharded data parallelism added."""
+    """Return a file's weights without the name prefixes that fully sharded data parallelism adds."""
     weights: Tensors = {}
     for key, tensor in file.weights.items():
         name = re.sub(WRAPPERS, "", key.removeprefix("module."))
@@ -180,7 +180,7 @@ def _refuse(path: Path, what: str, fix: str = "give the files of one training ru
 
 
 def _checked(paths: list[Path], weights: list[Tensors]) -> tuple[int, list[Row]]:
-    """Return the number of experts and the table of weights; raise ValueError for unexpected weights."""
+    """Return the number of experts and a `Row` for each weight; raise ValueError for unexpected weights."""
     *ranks, shared = weights
     gates = {name.removesuffix(GATE): t for name, t in shared.items() if name.endswith(GATE)}
     if not gates:
@@ -212,7 +212,7 @@ def _checked(paths: list[Path], weights: list[Tensors]) -> tuple[int, list[Row]]
 
 
 def _refuse_other_layers(saved: SavedModel) -> None:
-    """Raise ValueError if the weights have other MoE layers than the options select."""
+    """Raise ValueError if the weights have experts in different layers than the options select."""
     for side in dict.fromkeys(layer.side for layer in saved.layers):
         layers = [layer for layer in saved.layers if layer.side == side]
         freq = saved.options.get(f"{side}_moe_freq", saved.options["moe_freq"])
@@ -226,7 +226,7 @@ def _refuse_other_layers(saved: SavedModel) -> None:
 
 
 def table(names: Iterable[str], experts: int, ranks: int) -> list[Row]:
-    """Return a `Row` for each weight in Meta's files, in the order of the model.
+    """Return a list with a `Row` for each weight in the files of Meta's checkpoint, in model order.
 
     `names` are the weights of the shared file. If there are more ranks than experts, each block of E
     neighboring ranks holds all experts once.
@@ -247,7 +247,7 @@ def table(names: Iterable[str], experts: int, ranks: int) -> list[Row]:
 
 
 def translate(options: Options, experts: int, hidden_dims: dict[str, int]) -> list[str]:
-    """Convert the options of Meta's model to fairseq_tutel's, in place; return differences as sentences.
+    """Convert the options of Meta's model to fairseq_tutel's, in place; return notes on what changed.
 
     Args:
         options: options of Meta's model.

@@ -20,7 +20,7 @@ ENSEMBLE = "ensemble_of"
 
 
 def sides_of(saved: SavedModel) -> dict[str, list[Layer]]:
-    """Return the layers of a transformer's encoder and decoder, as a dictionary.
+    """Return the layers of a transformer in a dictionary with the keys "encoder" and "decoder".
 
     Raises:
         ValueError: the model is not a transformer.
@@ -34,7 +34,7 @@ def sides_of(saved: SavedModel) -> dict[str, list[Layer]]:
 
 
 def keep_layers(saved: SavedModel, kept: Mapping[str, Collection[int]]) -> dict[str, Any]:
-    """Remove all layers except the ones in `kept`, in place; return the options that changed.
+    """Remove all layers of a checkpoint except those in `kept`, in place; return the changed options.
 
     Raises:
         ValueError: no MoE layer is left, or no --moe-freq selects the MoE layers that are left.
@@ -66,7 +66,7 @@ def keep_layers(saved: SavedModel, kept: Mapping[str, Collection[int]]) -> dict[
 def _options_of(
     side: str, layers: Sequence[Layer], left: Sequence[Layer], options: Mapping[str, Any], alone: bool
 ) -> dict[str, Any]:
-    """Return new values for the options that depend on which layers of an encoder or decoder are left."""
+    """Return new values for the options that describe the remaining layers of an encoder or decoder."""
     found: dict[str, Any] = {f"{side}_layers": len(left)}
     if options.get(f"{side}_layers_to_keep"):
         found[f"{side}_layers_to_keep"] = None
@@ -90,7 +90,7 @@ def _options_of(
 
 
 def _renumbered(saved: SavedModel, left: Mapping[str, Sequence[Layer]]) -> Weights:
-    """Return the model's tensors without the removed layers; renumber the remaining layers."""
+    """Return the model's tensors after layers were removed; the remaining layers get new numbers."""
     new: dict[str, str | None] = {layer.name: None for layer in saved.layers}
     for layers in left.values():
         new |= {layer.name: f"{layer.name.rpartition('.')[0]}.{i}" for i, layer in enumerate(layers)}
@@ -105,7 +105,7 @@ def _renumbered(saved: SavedModel, left: Mapping[str, Sequence[Layer]]) -> Weigh
 
 
 def pregate(saved: SavedModel, ahead: int) -> list[str]:
-    """Enable pre-gating, in place: each gate reads the input of the MoE layer `ahead` layers earlier.
+    """Enable pre-gating in a checkpoint: each gate reads the input of a MoE layer `ahead` layers earlier.
 
     Only the option --moe-pregate changes (see inference/pregate.py). Returns one line per MoE layer, which
     names the input of its gate.
@@ -131,7 +131,7 @@ def pregate(saved: SavedModel, ahead: int) -> list[str]:
 
 
 def ensemble_size(saved: SavedModel) -> int:
-    """Return the number of members of an ensemble checkpoint.
+    """Return the number of models (members) in the checkpoint of an ensemble.
 
     Raises:
         ValueError: the checkpoint is not an ensemble.
@@ -145,7 +145,7 @@ def ensemble_size(saved: SavedModel) -> int:
 
 
 def write_members(saved: SavedModel, paths: Sequence[Path]) -> None:
-    """Write each member of an ensemble to its own file; do not change the ensemble.
+    """Write each model of an ensemble checkpoint to its own file; do not change the ensemble.
 
     Raises:
         ValueError: a file could not be written.
@@ -154,7 +154,7 @@ def write_members(saved: SavedModel, paths: Sequence[Path]) -> None:
 
 
 def _member(saved: SavedModel, number: int) -> SavedModel:
-    """Return a member of an ensemble as a checkpoint, with the options of an ordinary model."""
+    """Return one model of an ensemble as a checkpoint, with the options of an ordinary model."""
     plugin.register()
     from fairseq.models import ARCH_MODEL_REGISTRY
 

@@ -38,7 +38,7 @@ KEPT, NAMESPACE = ("args", "cfg", "task_state", "optimizer_history"), "argparse.
 
 
 def write(saved: SavedModel, output: Path, limit: int) -> int:
-    """Write a checkpoint to a folder of safetensors files; return the number of files with weights.
+    """Write a checkpoint to a folder of safetensors files; return the number of these files.
 
     A file has at most `limit` bytes, except if a single weight is larger. One file at a time is in memory.
     An older folder is replaced only when the new folder is complete.
@@ -71,7 +71,7 @@ def write(saved: SavedModel, output: Path, limit: int) -> int:
 
 
 def _put(folder: Path, output: Path) -> None:
-    """Rename a folder to `output`; then remove the older folder of that name, if any."""
+    """Rename a folder to `output`. If `output` exists, the renamed folder replaces it."""
     if not output.exists():
         os.rename(folder, output)
         return
@@ -82,7 +82,7 @@ def _put(folder: Path, output: Path) -> None:
 
 
 def _untied(model: Mapping[str, Any]) -> tuple[Weights, dict[str, str]]:
-    """Return each distinct weight under its first name, and a table from other names to first names."""
+    """Return all weights without duplicates, and a table from each duplicate's name to the kept name."""
     weights: Weights = {}
     tied: dict[str, str] = {}
     first: dict[Any, str] = {}
@@ -102,7 +102,7 @@ def _untied(model: Mapping[str, Any]) -> tuple[Weights, dict[str, str]]:
 
 
 def _shards(weights: Weights, limit: int) -> Iterator[list[str]]:
-    """Split the weights into files of at most `limit` bytes; yield the weight names of each file."""
+    """Split weights into groups of at most `limit` bytes, one per file; yield each group's names."""
     keys: list[str] = []
     size = 0
     for key, value in weights.items():
@@ -119,7 +119,7 @@ def _bytes(value: Tensor | ShardedTensor) -> int:
 
 
 def _value(value: Tensor | ShardedTensor) -> Tensor:
-    """Return a weight as a tensor with its own storage, which safetensors requires."""
+    """Return a weight as a tensor that shares no storage, as safetensors requires."""
     if isinstance(value, ShardedTensor):
         return value.whole()
     value = value.detach().contiguous()
@@ -145,7 +145,7 @@ def _as_json(content: dict[str, Any]) -> str:
 
 
 def read(folder: Path) -> SavedModel:
-    """Load a checkpoint from a folder of safetensors files; weights are memory-mapped, and no code runs.
+    """Load a checkpoint from a folder that `write` made, without running code. Weights are memory-mapped.
 
     Raises:
         ValueError: a file is missing or corrupt, or `write` did not write it.
@@ -173,7 +173,7 @@ def read(folder: Path) -> SavedModel:
 
 
 def _fit(where: Any, tied: Any, options: dict[str, Any]) -> bool:
-    """Whether an untrusted index and its options are valid; the index may name only files in its folder."""
+    """Return whether an untrusted index and its options are valid. It may name only files in its folder."""
     kinds = {"args": argparse.Namespace, "optimizer_history": list}
     return (
         isinstance(where, dict)
@@ -211,7 +211,7 @@ def _json(path: Path) -> dict[str, Any]:
 
 
 def _tensors(path: Path, keys: list[str]) -> dict[str, Tensor]:
-    """Return the memory-mapped tensors of a file; raise ValueError if their names differ from `keys`."""
+    """Return a file's tensors, memory-mapped; raise ValueError if their names differ from `keys`."""
     from safetensors import SafetensorError, safe_open
 
     try:

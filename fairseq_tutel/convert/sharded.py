@@ -40,7 +40,7 @@ def to_full(saved: SavedModel, target: Path) -> None:
 
 
 def _in_a_file(sharded: ShardedTensor, folder: Path) -> Tensor:
-    """Return a sharded tensor as a tensor that is memory-mapped to an unnamed file in `folder`.
+    """Read a sharded tensor into a tensor that is memory-mapped to an unnamed file in `folder`.
 
     torch.save needs all tensors at once, and they may not fit into memory.
     """
@@ -58,7 +58,7 @@ def _in_a_file(sharded: ShardedTensor, folder: Path) -> Tensor:
 
 
 def to_sharded(saved: SavedModel, target: Path, expert_dtype: str = "") -> dict[str, tuple[float, float]]:
-    """Write a checkpoint, with the experts and their optimizer state in shard files next to it.
+    """Write a sharded checkpoint: experts and their optimizer state are in files next to the main file.
 
     An `expert_dtype` from EXPERT_DTYPES quantizes the experts' matrices. Returns, for each quantized
     weight, the relative error and the error of the worst row.
@@ -89,7 +89,7 @@ def to_sharded(saved: SavedModel, target: Path, expert_dtype: str = "") -> dict[
 
 
 def _write_shards(found: Stacks, target: Path, expert_dtype: str) -> tuple[str, list[ShardedTensor]]:
-    """Write all stacked tensors, one file per layer; return the final folder and the sharded tensors."""
+    """Write all experts' tensors to one file per layer; return the folder and the `ShardedTensor`s."""
     folder, written = None, []
     try:
         folder = folders.begin(target.parent, "convert")
@@ -105,7 +105,7 @@ def _write_shards(found: Stacks, target: Path, expert_dtype: str) -> tuple[str, 
 
 
 def _stacks(state: dict[str, Any]) -> Iterator[tuple[str, str, dict, Any]]:
-    """Yield the stacked tensors [E, ...] of all experts and of their optimizer state."""
+    """Yield all tensors [E, ...] that stack a parameter of E experts or its optimizer state."""
     shapes = set()
     for key, value in state["model"].items():
         layer, _, name = key.rpartition(".")
@@ -165,7 +165,7 @@ def _write_layer(
 
 
 def _stored(expert: Tensor, form: Quantized | None, error: RoundingError, name: str) -> Tensor:
-    """Return an expert's tensor in its stored form; add the quantization error to `error`."""
+    """Return an expert's tensor as stored, perhaps quantized; add the quantization error to `error`."""
     if form is None:
         return expert.contiguous()
     try:

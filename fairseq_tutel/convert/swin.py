@@ -54,7 +54,7 @@ SWITCHES = {
 
 
 def files_of(path: Path) -> list[list[Path]]:
-    """Return a list of files for each rank; `path` is one of the files or their common name X.pth."""
+    """Return one list of files per rank. `path` is one of these files or their common name X.pth."""
     match = PART.fullmatch(path.name)
     base = path if match is None else path.with_name(match[1])
     whole = [p for p in (path, path.with_name(f"{path.name}.global")) if p.is_file()]
@@ -97,7 +97,7 @@ def read(files: list[list[Path]], classes: int | None = None, class_map: Path | 
 
 
 def _open_ranks(files: list[list[Path]]) -> tuple[list[Tensors], Mapping[str, Any]]:
-    """Load the weights of each rank, and the saved expert options (empty for a dense model)."""
+    """Load the weights of each rank's files, and the saved MoE options (empty for a dense model)."""
     contents: dict[Path, Any] = {}
     ranks: list[Tensors] = []
     # The configuration is read as a plain dictionary.
@@ -157,12 +157,12 @@ def _layer(ranks: list[Tensors], prefix: str) -> Tensors:
 
 
 def _moe_layers(weights: Mapping[str, Tensor]) -> list[Layer]:
-    """Return the layers that have experts, in the order of the model."""
+    """Return the layers of a model that have experts, in the order of the model."""
     return [layer for layer in layers_of(weights) if layer.has_experts]
 
 
 def _install(made: nn.Module, model: Mapping[str, Tensor]) -> None:
-    """Replace FFNs of a dense Swin by MoE layers where the weights `model` have experts, in place."""
+    """Replace FFNs of a dense Swin model by experts, in place, in the layers with experts in `model`."""
     for layer in _moe_layers(model):
         block: Any = made.get_submodule(layer.name)
         kind, rows = _gate(model, f"{layer.moe}.", layer.label)
@@ -178,7 +178,7 @@ def _install(made: nn.Module, model: Mapping[str, Tensor]) -> None:
 
 
 def _gate(weights: Mapping[str, Tensor], prefix: str, label: str) -> tuple[str, Tensor]:
-    """Return the type of a layer's gate (linear or cosine), and its tensor with one row per expert."""
+    """Return whether a layer's gate is linear or cosine, and its tensor that has one row per expert."""
     for kind, key in ROWS.items():
         rows = weights.get(f"{prefix}gate.{key}")
         if rows is not None and rows.dim() == 2:
@@ -191,7 +191,7 @@ def _gate(weights: Mapping[str, Tensor], prefix: str, label: str) -> tuple[str, 
 def _command_line(
     model: Mapping[str, Tensor], config: SwinConfig, saved: Mapping[str, Any]
 ) -> Iterator[str]:
-    """Yield the command-line arguments that describe a model's experts; nothing for a dense model.
+    """Yield the command-line arguments that describe a Swin model's experts; a dense model has none.
 
     Options that are not in `saved` keep the defaults of the architecture.
     """
@@ -222,7 +222,7 @@ def _command_line(
 
 
 def _blocks(depths: list[int], blocks: set[tuple[int, int]]) -> tuple[str, ...]:
-    """Return the command-line arguments that give experts to exactly these blocks (stage, index)."""
+    """Return the command-line arguments that select exactly these blocks of Swin for experts."""
     first = min(stage for stage, _ in blocks)
     for freq in range(1, max(depths) + 1):
         stages = range(first, len(depths))
@@ -251,7 +251,7 @@ def _class_map(path: Path, classes: int) -> list[int]:
 
 
 def _sizes_of(theirs: Mapping[str, Tensor]) -> tuple[SwinConfig, int]:
-    """Return the configuration and the image size of a released model, from the shapes of its tensors."""
+    """Infer a Swin model's configuration and image size from the shapes of its tensors."""
     blocks = [(int(match[1]), int(match[2])) for match in map(BLOCK.fullmatch, theirs) if match]
     stages = range(1 + max((stage for stage, _ in blocks), default=-1))
     depths = [1 + max((j for i, j in blocks if i == stage), default=-1) for stage in stages]
@@ -287,7 +287,7 @@ def _sizes_of(theirs: Mapping[str, Tensor]) -> tuple[SwinConfig, int]:
 
 
 def _trained_window(theirs: Mapping[str, Tensor], stage: int, window: int) -> int:
-    """Return the window size that a stage's position offsets were trained with; 0 if equal to `window`."""
+    """Return the window size that a stage's position table was trained with, or 0 if it is `window`."""
     table = theirs.get(f"layers.{stage}.blocks.0.attn.relative_coords_table")
     if table is None or window == 1:
         return 0

@@ -36,7 +36,7 @@ FIXED = {
 
 
 def files_of(pattern: str, size: int) -> list[Path]:
-    """Return the file of each rank: replace {rank} and {size} in the pattern, or append RANK-of-SIZE."""
+    """Return each rank's file: fill {rank} and {size} in the pattern, or append RANK-of-SIZE to it."""
     if size == 1 and Path(pattern).is_file():
         return [Path(pattern)]
     if "{rank}" not in pattern:
@@ -48,7 +48,7 @@ def files_of(pattern: str, size: int) -> list[Path]:
 def read(
     paths: list[Path], namespace: str | None = None, layer: str = LAYERS[0], activation: str = "linear"
 ) -> tuple[SavedModel, list[str]]:
-    """Join the files of all ranks into one checkpoint; also return notes for the user as sentences.
+    """Load the files of all ranks of a model with Tutel's layers as one checkpoint, with notes to print.
 
     Args:
         paths: the file of each rank.
@@ -97,7 +97,7 @@ def _weights_in(state: Any, path: Path, namespace: str) -> Tensors:
 
 
 def _expert_counts(ranks: list[Tensors]) -> dict[str, int]:
-    """Return the number of experts of each Tutel layer, keyed by the prefix of the layer's weights."""
+    """Return a dictionary from the name prefix of each Tutel layer to its number of experts."""
     names = [name for name in ranks[0] if name.rpartition(".")[2] == COUNT]
     if not names:
         raise ValueError(f"{FLAG} has no Tutel layer (no {COUNT}); give files that Tutel saved.")
@@ -108,7 +108,7 @@ def _expert_counts(ranks: list[Tensors]) -> dict[str, int]:
 
 
 def _joined(ranks: list[Tensors], counts: dict[str, int], within: str) -> tuple[Tensors, list[str]]:
-    """Join the weights of all ranks under fairseq_tutel's names.
+    """Join the weights of all ranks of a Tutel model, and rename them for fairseq_tutel.
 
     Also returns a note if weights other than experts differ between ranks. `within` is inserted after a MoE
     layer's prefix. Weights outside MoE layers are taken from rank 0.
@@ -144,7 +144,7 @@ def _joined(ranks: list[Tensors], counts: dict[str, int], within: str) -> tuple[
 def _from_example(
     saved: SavedModel, weights: Tensors, counts: dict[str, int], activation: str
 ) -> list[str]:
-    """Convert rank 0's checkpoint of Tutel's fairseq example in place; return notes as sentences.
+    """Convert rank 0's checkpoint of Tutel's fairseq example in place; return notes to print.
 
     In the example, decoder layers have a `moe_ffn`: top-2, dropless, with a noisy fp32 gate and one expert
     per rank. Its experts have no activation.

@@ -37,7 +37,7 @@ LLAMA: Table = {  # each rank holds these tensors in one dimension
 
 
 def our_layer(ranks: Sequence[Tensors], prefix: str, num_experts: int) -> Tensors:
-    """Join a Tutel MoE layer's weights from all ranks, under fairseq_tutel's names.
+    """Join the weights of a Tutel MoE layer from all ranks, and convert them to fairseq_tutel's format.
 
     `prefix` is the start of the names of the layer's weights.
 
@@ -58,7 +58,7 @@ def our_layer(ranks: Sequence[Tensors], prefix: str, num_experts: int) -> Tensor
 
 
 def our_gates(theirs: Tensors) -> Tensors:
-    """Convert the gate weights of a Tutel layer; weights of custom gates keep their names and shapes."""
+    """Convert a Tutel layer's gate weights to our names; weights of custom gates stay unchanged."""
     ours: Tensors = {}
     for name, tensor in theirs.items():
         if found := re.fullmatch(r"gates?\.(?:(\d+)\.)?(.+)", name):
@@ -74,7 +74,7 @@ def _turned(tensor: Tensor, is_turned: bool) -> Tensor:
 
 
 def _our_experts(parts: Mapping[str, Sequence[Tensor]], experts: int, model_dim: int | None) -> Tensors:
-    """Join and convert the experts' tensors of all ranks.
+    """Join the tensors of a Tutel layer's experts from all ranks, and convert them to our format.
 
     `model_dim` comes from the gate, because the flat tensors of llama_ffn do not show this dimension.
     """
@@ -107,7 +107,7 @@ def _our_experts(parts: Mapping[str, Sequence[Tensor]], experts: int, model_dim:
 
 
 def _joined(name: str, parts: Sequence[Tensor], experts: int) -> Tensor:
-    """Concatenate a tensor's parts from all ranks in memory order; return a tensor [E, …]."""
+    """Concatenate a tensor's data from all ranks, in rank order, to a tensor [E, …] of all experts."""
     shapes, share = {tuple(part.shape) for part in parts}, max(1, len(parts) // experts)
     if len(shapes) > 1:
         raise ValueError(f"has experts.{name} of the shapes {sorted(shapes)} on different ranks")
@@ -128,7 +128,7 @@ def _joined(name: str, parts: Sequence[Tensor], experts: int) -> Tensor:
 def _our_llama(
     parts: Mapping[str, Sequence[Tensor]], name: str, experts: int, model_dim: int | None
 ) -> Tensor:
-    """Join a llama_ffn tensor from all ranks; their parts are flat, and padded if experts are split."""
+    """Join a tensor of Tutel's llama_ffn from all ranks. Each rank holds a flat, possibly padded part."""
     if model_dim is None:
         raise ValueError("has llama_ffn experts and a custom gate, so its model dimension is unknown")
     if name not in parts:

@@ -46,7 +46,7 @@ tool = partial(option, of="tool")
 
 @dataclass(frozen=True, kw_only=True)
 class Variation:
-    """Options of `convert upcycle` that change the copies of an FFN and scale the gates."""
+    """Options of `convert upcycle` that change the copies of an FFN, or scale the gates."""
 
     seed: int = tool(1, "random seed for the gates and for all random changes")
     perturb: float = tool(
@@ -140,7 +140,7 @@ def _set_options(saved: SavedModel, given: Mapping[str, Any]) -> dict[Layer, MoE
 
 
 def _chosen(args: argparse.Namespace, layers: list[Layer]) -> list[Layer]:
-    """Return the dense layers that will become MoE layers, by --moe-freq and similar options."""
+    """Return the dense layers that --moe-freq and similar options select to become MoE layers."""
     found: list[Layer] = []
     sides = list(dict.fromkeys(layer.side for layer in layers))
     last = getattr(args, "swin_expert_stages", len(sides))
@@ -160,7 +160,7 @@ def _chosen(args: argparse.Namespace, layers: list[Layer]) -> list[Layer]:
 
 
 def _parts_of(config: MoEConfig, hidden_dim: int) -> int:
-    """Return the number of experts into which one FFN is split; raise ValueError if it cannot be split."""
+    """Return the number of experts into which each FFN is split; raise ValueError if this is impossible."""
     if config.expert_type != "ffn":
         raise ValueError(
             f"{label_of('expert_type')} is {config.expert_type!r}, but a dense FFN can be copied only to "
@@ -217,7 +217,7 @@ def moe_tensors(ffn: Mapping[str, Tensor], config: MoEConfig, name: str, how: Va
 
 
 def _copies(ffn: Mapping[str, Tensor], config: MoEConfig) -> Tensors:
-    """Return the tensors of a MoE layer that are copies of the FFN's tensors or of parts of them."""
+    """Return the tensors of a MoE layer that are copied from a dense FFN, in whole or in parts."""
     made: Tensors = {}
     for key, tensor in ffn.items():
         map_name, _, kind = key.replace("ffn_layernorm", "hidden_layer_norm").partition(".")
@@ -267,7 +267,7 @@ def differences(config: MoEConfig, how: Variation) -> list[str]:
 
 
 def sums_to_1(config: MoEConfig) -> bool:
-    """Whether the weights of a token's experts sum to 1, before --moe-routed-scaling-factor."""
+    """Return whether a token's expert weights sum to 1, before --moe-routed-scaling-factor."""
     if config.gate_types[config.gate_index] == "hash":
         return True
     if config.top_k > 1 and config.normalize_gate != "none":
@@ -277,7 +277,7 @@ def sums_to_1(config: MoEConfig) -> bool:
 
 @torch.no_grad()
 def _prepare_gates(layer: MoELayer, parts: int, scale: float) -> None:
-    """Scale the gates' initial weights, and use the same gate row for all `parts` of an FFN, in place."""
+    """Scale the initial weights of a layer's gates, and give all parts of an FFN the same row, in place."""
     for gate in (layer.gate, *layer.other_gates):
         if scale != 1 and not isinstance(gate, LinearGate):
             raise ValueError(

@@ -1,4 +1,4 @@
-"""Replaces files atomically: a crash leaves the old file, and never a part of the new one."""
+"""Replaces files atomically: after a crash, either the old file or the complete new file exists."""
 
 import contextlib
 import os
@@ -10,18 +10,18 @@ TEMPORARY = ".tmp"
 
 
 def temporary_of(path: str | os.PathLike) -> str:
-    """Return the path of an unused temporary file in the folder of `path`."""
+    """Return an unused path for a temporary file in the same folder as `path`."""
     return f"{os.fspath(path)}.{secrets.token_hex(4)}{TEMPORARY}"
 
 
 def is_temporary(name: str) -> bool:
-    """Whether a file name has the form of the temporary names from `temporary_of`."""
+    """Return whether a file name looks like that of a temporary file from `temporary_of`."""
     return re.fullmatch(r".+\.[0-9a-f]{8}" + re.escape(TEMPORARY), name) is not None
 
 
 @contextlib.contextmanager
 def temporary_beside(path: str | os.PathLike) -> Iterator[str]:
-    """Yield the path of a temporary file in the folder of `path`; remove this file after the block."""
+    """Yield a path for a temporary file in the same folder as `path`; remove the file after the block."""
     temporary = temporary_of(path)
     try:
         yield temporary

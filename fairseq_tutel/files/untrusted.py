@@ -1,4 +1,4 @@
-"""Reads small untrusted files: without blocking, and with limits on size and depth."""
+"""Reads small untrusted files without blocking, and limits their size and the nesting of JSON."""
 
 import errno
 import json
@@ -13,12 +13,12 @@ SHOWN = 60
 
 
 def content_of(path: str | os.PathLike, largest: int = LARGEST_BYTES) -> bytes:
-    """Return a file's bytes; raise OSError if the file is not regular, too large or unreadable."""
+    """Return a file's bytes. Raise OSError if the file is too large, unreadable or not a regular file."""
     return content_and_time(path, largest)[0]
 
 
 def content_and_time(path: str | os.PathLike, largest: int = LARGEST_BYTES) -> tuple[bytes, float]:
-    """Return a file's bytes, and the time of its last change in seconds; see `content_of` for errors."""
+    """Return a file's bytes, and the time of its last change in seconds. `content_of` lists the errors."""
     with open(path, "rb", opener=open_ordinary) as file:
         content = file.read(largest + 1)
         changed = os.fstat(file.fileno()).st_mtime
@@ -28,7 +28,7 @@ def content_and_time(path: str | os.PathLike, largest: int = LARGEST_BYTES) -> t
 
 
 def open_ordinary(path: str | os.PathLike, flags: int = os.O_RDONLY) -> int:
-    """Open a regular file without blocking, for use as the `opener` of `open`; return the descriptor.
+    """Open a regular file without blocking; return its descriptor. Use this as the `opener` of `open`.
 
     Raises OSError for a pipe, folder or device.
     """
@@ -44,7 +44,7 @@ def open_ordinary(path: str | os.PathLike, flags: int = os.O_RDONLY) -> int:
 
 
 def json_of(path: str | os.PathLike) -> Any:
-    """Load a JSON file; see `content_of` and `parse_json` for errors."""
+    """Load a small JSON file that may be untrusted. `content_of` and `parse_json` list the errors."""
     return parse_json(content_of(path))
 
 
@@ -57,7 +57,7 @@ def parse_json(text: str | bytes | bytearray, **options: Any) -> Any:
 
 
 def printable(text: str) -> str:
-    """Escape the control characters of a text, so text from a file cannot control the terminal."""
+    """Escape the control characters of a text, so that it cannot control the terminal."""
     return "".join(c if c.isprintable() or c in "\n\t" else ascii(c)[1:-1] for c in text)
 
 

@@ -1,4 +1,4 @@
-"""Helpers for the tools' command lines: number options, output files and options that are added late."""
+"""Provides helper functions for the tools' command lines, such as checks of numbers and output files."""
 
 import argparse
 import contextlib
@@ -24,7 +24,7 @@ def add_numbers(parser: argparse.ArgumentParser, numbers: Sequence[Number]) -> N
 
 
 def refuse_numbers(arguments: argparse.Namespace, numbers: Sequence[Number]) -> None:
-    """Raise ValueError if a number is below 1, --top-k is above --experts, or --dtype is unknown."""
+    """Raise ValueError for a number below 1, a --top-k above --experts or an unknown --dtype."""
     for key, _, _ in numbers:
         if getattr(arguments, key) < 1:
             raise ValueError(f"{flag_of(key)} is {getattr(arguments, key)}; give a number of at least 1.")
@@ -72,7 +72,7 @@ def refuse_output(
 
 @contextlib.contextmanager
 def writing(path: Path, flag: str = "--output") -> Iterator[Path]:
-    """Yield a temporary path to write to, and rename it to `path` after the block.
+    """Yield a temporary path to write to; after the block, rename the file to `path`.
 
     The temporary path has the same suffix. Devices and links are written directly.
     """
@@ -91,7 +91,7 @@ def writing(path: Path, flag: str = "--output") -> Iterator[Path]:
 
 @contextlib.contextmanager
 def needing(what: str, extra: str = "") -> Iterator[None]:
-    """Convert a failed import to a ValueError that names the package, or the extra, to install."""
+    """Convert an ImportError in the block to a ValueError that names the package or extra to install."""
     try:
         yield
     except ModuleNotFoundError as error:
@@ -102,12 +102,12 @@ def needing(what: str, extra: str = "") -> Iterator[None]:
 
 
 class LateParser(argparse.ArgumentParser):
-    """An ArgumentParser that calls `late` before the first parse; `late` adds options with slow imports."""
+    """An ArgumentParser that first calls `late` when it parses, to add options whose imports are slow."""
 
     late: Callable[[argparse.ArgumentParser], None] | None = None
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:  # type: ignore[override]
-        """Add the options of `late`, and then parse the arguments."""
+        """Call `late` to add the remaining options, and then parse the arguments."""
         late, self.late = self.late, None
         if late is not None:
             try:
@@ -117,7 +117,7 @@ class LateParser(argparse.ArgumentParser):
         return super().parse_known_args(args, namespace)
 
     def error(self, message: str) -> NoReturn:
-        """Exit with the message, and add a hint about values that begin with a dash."""
+        """Print the message and exit; add a hint if a value may have begun with a dash."""
         if message.endswith("expected at least one argument"):
             message += " that does not begin with -"
         super().error(message)

@@ -53,7 +53,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def chosen_inputs(arguments: argparse.Namespace) -> list[Path]:
-    """Return the checkpoints to average, in order; raise ValueError for wrong flags or too few files."""
+    """Return the selected checkpoints, in order; raise ValueError for wrong flags or too few files."""
     paths = [Path(name) for name in arguments.inputs]
     bound = arguments.checkpoint_upper_bound
     given = {flag: count for flag in NAMES if (count := getattr(arguments, flag)) is not None}
@@ -107,7 +107,7 @@ def _best(paths: list[Path], count: int) -> list[Path]:
 
 
 def _matching(flag: str, folder: Path) -> list[tuple[re.Match[str], Path]]:
-    """Return (match, path) for each file in a folder whose name has the form that the flag needs."""
+    """Return (match, path) for each file in a folder whose name matches the flag's pattern."""
     return [
         (match, path) for path in folder.iterdir() if (match := re.fullmatch(NAMES[flag][1], path.name))
     ]

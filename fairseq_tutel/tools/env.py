@@ -23,7 +23,7 @@ PACKAGES = (
 
 
 def add_to(tools: Any) -> None:
-    """Add the subcommands env and user-dir; user-dir prints the folder of this package."""
+    """Add the subcommands env and user-dir. The latter prints the folder of this package."""
     parser = tools.add_parser(
         "env", help="print versions, devices and the backends chosen", description=__doc__
     )
@@ -34,7 +34,7 @@ def add_to(tools: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Print versions, devices and the chosen backends."""
+    """Print versions, devices and the backends that a run on this machine would use."""
     sections = {"versions": _versions(), "devices": _devices(), "chosen here": _choices()}
     for title, lines in sections.items():
         print(title)
@@ -70,7 +70,7 @@ def _devices() -> Iterator[tuple[str, str]]:
 
 
 def _choices() -> Iterator[tuple[str, str]]:
-    """Yield pairs (setting, value with the reason) for a run with default flags."""
+    """Yield pairs of a setting and its value in a run with default flags; the value includes the reason."""
     on_gpu = torch.cuda.is_available()
     device = torch.device("cuda" if on_gpu else "cpu")
     for requested in LAYER["backend"].choices:

@@ -32,7 +32,7 @@ def add_to(tools: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Print the matching flags by their owner; without a match, those of the most similar word."""
+    """Print the flags that match the pattern. If none match, print those of the most similar word."""
     tables = {
         "of the moe_ architectures": options_of("model"),
         "of every task": options_of("task"),

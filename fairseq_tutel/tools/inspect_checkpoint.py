@@ -36,7 +36,7 @@ def add_to(tools: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Print the content of the file."""
+    """Print the content of the checkpoint file, as text or JSON."""
     path = Path(arguments.file)
     facts, layers = describe(read_file(path, "FILE", verify=False), path, arguments.check)
     if arguments.log is not None:
@@ -48,7 +48,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def _add_loads(facts: Facts, layers: list[Layer], log: Path) -> None:
-    """Add the mean loads of each layer's experts, from the last records of a training log."""
+    """Add each expert's mean load, from the last records of a training log, to the description."""
     if not layers:
         raise ValueError(
             f"--log is given, but FILE names {facts['file']}, which has no experts; remove --log."
@@ -88,7 +88,7 @@ def _lines(facts: Facts, with_tensors: bool) -> list[str]:
 
 
 def _epoch(facts: Facts) -> str:
-    """Return the position in the training data as text, such as "2 epochs done"."""
+    """Return a checkpoint's position in the training data as text, such as "2 epochs done"."""
     # At the end of an epoch, fairseq saves the number of the next epoch.
     epoch, batches = facts["epoch"], facts["batches_in_epoch"]
     if epoch is not None and batches == 0:

@@ -66,7 +66,7 @@ def add_to(tools: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Rank the configurations, and print the best ones."""
+    """Rank the configurations of experts on a cluster by predicted time, and print the best ones."""
     if arguments.json:
         refuse_output(arguments.json, flag="--json")
     work = _work(arguments)
@@ -129,7 +129,7 @@ def _machine(arguments: argparse.Namespace) -> Machine:
 
 
 def _page(candidates: Sequence[Candidate], work: Work, machine: Machine) -> str:
-    """Return the text of the output: a table of all candidates, and details of the first ones."""
+    """Return the text that the tool prints: a table of all configurations, and details of the best."""
     with needing("plan"):
         from tabulate import tabulate
 
@@ -170,7 +170,7 @@ def _page(candidates: Sequence[Candidate], work: Work, machine: Machine) -> str:
 
 
 def _choice(candidate: Candidate) -> tuple[str, str, str, str]:
-    """Return a candidate's P, r, d and all-to-all as text; d and all-to-all are "-" if no rows are sent."""
+    """Return the strings for a configuration's EP group size, r, number of chunks d, and all-to-all."""
     strategy, size = candidate.strategy, candidate.cluster.expert_parallel_size
     sends_rows = strategy.adaptive_r > 0 and size > 1
     d, algorithm = (str(strategy.overlap), strategy.algorithm) if sends_rows else ("-", "-")

@@ -109,7 +109,7 @@ def _lines(plan: Plan, report: Report, names: Mapping[int, str], size: int) -> l
 
 
 def _routed(report: Report, plan: Plan, network: Network) -> Report:
-    """Return a copy of the report with loads of the network's links instead of pairs of ranks."""
+    """Return a copy of the report that has the loads of network links instead of pairs of ranks."""
     if plan.network and plan.network != network.digest:
         text = f"is not the plan's network {plan.network}; give that network"
         raise ValueError(f"--network {network.name} {text}.")

@@ -25,7 +25,7 @@ def add_to(tools: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Write the collective plans to the output folder."""
+    """Make the usual collective plans for N ranks, and write them to the output folder."""
     for ranks in arguments.ranks:
         if not 2 <= ranks <= MOST:
             raise ValueError(f"N is {ranks}; give a number from 2 to {MOST}.")

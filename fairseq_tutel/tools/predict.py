@@ -86,7 +86,7 @@ def _predict(arguments: argparse.Namespace) -> None:
 
 
 def _opened(arguments: argparse.Namespace) -> tuple[Any, Any]:
-    """Load the checkpoint; return the model in evaluation mode, and its task."""
+    """Load a checkpoint; return its model in evaluation mode, and its fairseq task."""
     # fairseq is imported here, because the import takes seconds.
     from fairseq import checkpoint_utils
     from fairseq.utils import import_user_module

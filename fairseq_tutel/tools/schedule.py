@@ -50,7 +50,7 @@ def add_to(tools: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Make the plan and write the files; print the optimal time, the bottleneck cut and the trees."""
+    """Make a collective plan and write it to files; print its time, its trees and the limiting cut."""
     _refuse(arguments)
     collective, network = arguments.collective, find(arguments.topology)
     if network.ranks > MOST_GPUS:
@@ -91,7 +91,7 @@ def _refuse(arguments: argparse.Namespace) -> None:
 
 
 def _page(network: Network, collective: str, forest: Forest) -> Iterator[str]:
-    """Yield the paragraphs that the tool prints."""
+    """Yield the paragraphs of the tool's output."""
     unit, times = network.unit, 1 + (collective == "all_reduce")
     best, share = forest.best, forest.share
     optimum, seconds = times * best.seconds, times * share.seconds
@@ -117,7 +117,7 @@ def _page(network: Network, collective: str, forest: Forest) -> Iterator[str]:
 
 
 def _side(network: Network, cut: int) -> str:
-    """Return the names of the GPUs in a cut, or "all but" and the other GPUs if these are fewer."""
+    """Return the names of the GPUs in a cut; if most GPUs are in it, return "all but" and the others."""
     ranks = (1 << network.ranks) - 1
     inside, outside = (
         [network.vertices[vertex] for vertex in members(part)] for part in (cut & ranks, ranks & ~cut)

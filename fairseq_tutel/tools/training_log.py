@@ -1,4 +1,4 @@
-"""Reads fairseq's training logs, and joins the records of all processes to one run.
+"""Reads fairseq's training logs, and joins the records of a run that was resumed.
 
 A record is a line that ends in JSON: `… | train_inner | {"epoch": 1, …}` in a captured output,
 `[…][train_inner][INFO] - {…}` under hydra, or only the JSON in a `--log-file`. The value of the key
@@ -54,7 +54,7 @@ class Log:
 
 @dataclass(frozen=True)
 class Run:
-    """The records of one training run, which may have several processes one after another."""
+    """The records of one training run, from all of its processes if the run was resumed."""
 
     records: dict[str, list[Record]]  # by tag, in order of updates
     ranks: list[int]  # numbers of ranks over time, without repeats
@@ -63,17 +63,17 @@ class Run:
 
     @property
     def training(self) -> list[Record]:
-        """The training records of log intervals if there are any, else the training records of epochs."""
+        """The training records: one per log interval or, if there are none, one per epoch."""
         return self.records.get(SINCE_LAST) or self.records.get(EPOCH, [])
 
     @property
     def subsets(self) -> dict[str, list[Record]]:
-        """The records of each validation subset."""
+        """A dictionary from the name of each validation subset to its records."""
         return {tag: r for tag, r in self.records.items() if tag not in (SINCE_LAST, EPOCH)}
 
     @property
     def experts(self) -> dict[str, int]:
-        """The number of experts in each MoE layer, by the log key of the layer's load."""
+        """A dictionary from the log key of each MoE layer's load to the layer's number of experts."""
         lists = [item for record in self._all for item in record.lists.items()]
         return {key: len(load) for key, load in lists if key.startswith(LOAD)}
 
@@ -90,7 +90,7 @@ class Run:
 
     @property
     def unit(self) -> str:
-        """The unit of the logged speed: images if batches have as many tokens as samples, else tokens."""
+        """The unit of the logged speed: "images" if batches have one token per sample, else "tokens"."""
         sizes = [(r.values["wpb"], r.values["bsz"]) for r in self._all if {"wpb", "bsz"} <= {*r.values}]
         return "images" if sizes and all(wpb == bsz for wpb, bsz in sizes) else "tokens"
 
@@ -100,7 +100,7 @@ class Run:
 
 
 def list_keys(prefix: str, records: list[Record]) -> list[str]:
-    """Return the keys of logged lists that begin with a prefix, in the order of logging."""
+    """Return the keys of all logged lists that begin with a prefix, in the order of the log."""
     keys = dict.fromkeys(key for record in records for key in record.lists)
     return [key for key in keys if key.startswith(prefix)]
 
@@ -111,12 +111,12 @@ def units_of(runs: Iterable[Run]) -> str:
 
 
 def layer_of(key: str, prefix: str) -> str:
-    """Return the layer's name from the key of a list over experts, such as "decoder layer 1"."""
+    """Convert the log key of a list over experts to the name of its layer, such as "decoder layer 1"."""
     return key.removeprefix(prefix).replace("_", " layer ")
 
 
 def read_log(lines: Iterable[str]) -> Log:
-    """Return the records in the lines of a log; other lines are ignored."""
+    """Return the records in the lines of a training log; lines without a record are ignored."""
     log, last = Log(), ""
     for number, line in enumerate(lines, start=1):
         if found := _PROCESS_STARTS.search(line):
@@ -164,7 +164,7 @@ def _prefix_of_evaluation(keys: list[str]) -> str | None:
 
 
 def join(log: Log) -> Run:
-    """Join the records of all processes of a log to one run.
+    """Join the records of all processes in a log to one run, without repeated updates.
 
     A process that resumes repeats the updates since its checkpoint, so earlier records of these updates are
     left out. fairseq's `wall` begins at 0 in every process, so the times of all processes are added. If
@@ -209,7 +209,7 @@ def join(log: Log) -> Run:
 
 
 def _processes(log: Log) -> list[list[Record]]:
-    """Split the records by process: a process begins at a start line, or if updates or time decrease."""
+    """Split a log's records by process; a process begins at a start line or if updates or time decrease."""
     parts: list[list[Record]] = []
     last_wall = math.nan
     for index, entry in enumerate(log.entries):
@@ -224,7 +224,7 @@ def _processes(log: Log) -> list[list[Record]]:
 
 
 def _not_finite(records: list[Record]) -> list[str]:
-    """Return a note for each logged key that has nan or infinite values."""
+    """Return a note for each logged quantity that has nan or infinite values."""
     updates: dict[str, list[int]] = {}
     for record in records:
         listed = {key: [value] for key, value in record.values.items()} | record.lists
@@ -238,7 +238,7 @@ def _not_finite(records: list[Record]) -> list[str]:
 
 
 def _number(value: object) -> float | None:
-    """Convert a logged value to a number, or return None; fairseq often logs numbers as text."""
+    """Convert a logged value, which is often text, to a number; return None if it is not a number."""
     try:
         return float(value)  # type: ignore[arg-type]
     except (OverflowError, TypeError, ValueError):
@@ -258,7 +258,7 @@ def _lines_of(path: Path) -> Iterator[str]:
 
 
 def find_log(path: Path) -> tuple[Log, list[Path]]:
-    """Return the log of a training run, and the files that were read.
+    """Find the log of a training run; return its records and the files that were read.
 
     Raise ValueError if there is no log, or if there are logs of several runs.
     """
@@ -289,7 +289,7 @@ def find_log(path: Path) -> tuple[Log, list[Path]]:
 
 
 def _by_name(evaluations: dict[Path, dict[str, Record]]) -> dict[str, Record]:
-    """Return evaluation records by name; a name is the file, and the data subset if a file has several."""
+    """Return the records of evaluation logs in a dictionary by file name and, if needed, data subset."""
     names = default_names(list(evaluations)) if evaluations else []
     return {
         f"{name}, {tag}" if len(records) > 1 else name: record
@@ -299,7 +299,7 @@ def _by_name(evaluations: dict[Path, dict[str, Record]]) -> dict[str, Record]:
 
 
 def default_names(paths: list[Path]) -> list[str]:
-    """Return a name for each run: its path without the first and last parts that all paths share."""
+    """Return a name for each run: its path without the leading and trailing parts common to all paths."""
     absolute = [Path(os.path.abspath(path)) for path in paths]
     parts = [list((path.with_suffix("") if path.is_file() else path).parts) for path in absolute]
     for end in (0, -1):
@@ -310,7 +310,7 @@ def default_names(paths: list[Path]) -> list[str]:
 
 
 def _without_copies(logs: dict[Path, Log]) -> dict[Path, Log]:
-    """Remove logs whose records are all in another log, such as a captured output."""
+    """Remove each log whose records are all in another log of the same run."""
     kept: dict[Path, set[str]] = {}
     for path, log in sorted(logs.items(), key=lambda item: -len(item[1].entries)):
         records = {repr(entry) for entry in log.entries}

@@ -104,7 +104,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def _page(machine: Machine, rows: list[Row]) -> str:
-    """Return tables of the profile, and of measured and predicted times of all-to-alls."""
+    """Return the text that the tool prints: the hardware profile, and times of all-to-alls."""
     from tabulate import tabulate
 
     facts = [
@@ -138,7 +138,7 @@ def _page(machine: Machine, rows: list[Row]) -> str:
 
 
 def _machine(arguments: argparse.Namespace, device: torch.device, topology: Topology) -> Machine:
-    """Measure the speed of memory, experts and gate; the returned speeds of links are typical values."""
+    """Measure the speed of memory, experts and gate. The returned profile has typical link speeds."""
     if device.type == "cuda":
         name = gpu = torch.cuda.get_device_name(device)
         memory = float(torch.cuda.get_device_properties(device).total_memory)
@@ -169,7 +169,7 @@ def _machine(arguments: argparse.Namespace, device: torch.device, topology: Topo
 def _experts(
     arguments: argparse.Namespace, device: torch.device, dtype: torch.dtype, topology: Topology
 ) -> Callable[[], object]:
-    """Return a function that runs forward and backward of one projection of all local experts."""
+    """Return a function that runs the forward and backward pass of one projection of all local experts."""
     count = arguments.experts // topology.expert_parallel_size
     rows = arguments.tokens * arguments.top_k
     counts = [rows // count + (i < rows % count) for i in range(count)]
@@ -223,7 +223,7 @@ def _exchanges(arguments: argparse.Namespace, device: torch.device, topology: To
 
 
 def _time(step: Callable[[], object], arguments: argparse.Namespace, device: torch.device) -> float:
-    """Return a step's time: the slowest rank's seconds, minimum over repeats. All ranks must call it."""
+    """Time a function; return the slowest rank's seconds in the fastest repeat. All ranks must join."""
     times = []
     for _ in range(arguments.repeats + 1):
         barrier()

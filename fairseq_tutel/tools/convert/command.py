@@ -7,7 +7,7 @@ from fairseq_tutel.tools.convert import experts, formats, models
 
 
 def add_to(tools: Any) -> None:
-    """Add the `convert` tool and its kinds of conversions to the command line."""
+    """Add the tool `convert` and all of its subcommands to the command line."""
     parser = tools.add_parser(
         "convert", help="convert checkpoints from and to other systems and models", description=__doc__
     )

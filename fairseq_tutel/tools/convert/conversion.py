@@ -1,4 +1,4 @@
-"""Defines `Conversion`, a kind of `convert`: its function and the options of its command-line parser."""
+"""Defines `Conversion`, a subcommand of the tool `convert` with its function and options."""
 
 import argparse
 from collections.abc import Callable
@@ -17,7 +17,7 @@ Convert = Callable[[argparse.Namespace, list[Path], Path], str]
 
 
 def option(flag: str, help: str, metavar: str | None = None, **keywords: Any) -> Option:
-    """Return an option of a conversion; the default metavar is N for an integer and X for a float."""
+    """Return a flag and its add_argument keywords; the default metavar is N for integers, X for floats."""
     usual = {int: "N", float: "X"}.get(keywords.get("type", str))
     if metavar or usual:
         keywords["metavar"] = metavar or usual
@@ -26,7 +26,7 @@ def option(flag: str, help: str, metavar: str | None = None, **keywords: Any) ->
 
 @dataclass(frozen=True, kw_only=True)
 class Conversion:
-    """A kind of `convert`: a function and the options of its command-line parser.
+    """A subcommand of the tool `convert`: a function and its command-line options.
 
     Attributes:
         convert: writes the output file; its arguments are the parsed options, the input files and the
@@ -51,7 +51,7 @@ class Conversion:
     late: Callable[[argparse.ArgumentParser], None] | None = None
 
     def add_to(self, kinds: Any) -> None:
-        """Add a parser for this conversion to the command line."""
+        """Add this conversion as a subcommand of the tool `convert`."""
         text = str(self.convert.__doc__)
         parser = kinds.add_parser(self.name, help=text.partition("\n")[0].rstrip("."), description=text)
         if self.source:
@@ -70,7 +70,7 @@ class Conversion:
         parser.set_defaults(run=self.run)
 
     def run(self, arguments: argparse.Namespace) -> None:
-        """Check the output path, convert the checkpoint, and print a summary of the output."""
+        """Check the output path, convert the checkpoint, and print the output path and a summary."""
         inputs = self.inputs(arguments)
         if self.is_folder:
             output = Path(arguments.output)
@@ -83,7 +83,7 @@ class Conversion:
 
 
 def one_file(make: Callable[[argparse.Namespace, list[Path]], tuple[SavedModel, str]]) -> Convert:
-    """Decorate a function that returns a checkpoint, so the checkpoint is written to the output file."""
+    """Decorate a function that returns a checkpoint, so that it writes the checkpoint to a file."""
 
     @wraps(make)
     def convert(arguments: argparse.Namespace, inputs: list[Path], output: Path) -> str:

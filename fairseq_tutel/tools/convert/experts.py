@@ -1,4 +1,4 @@
-"""The conversions merge, prune and dense, which change the experts of a checkpoint."""
+"""Defines the subcommands merge, prune and dense of `convert`, which change the experts of a model."""
 
 import argparse
 from collections.abc import Mapping

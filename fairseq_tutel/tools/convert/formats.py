@@ -1,4 +1,4 @@
-"""Conversions between file formats: sharded, full, safetensors, and files of Meta, Tutel and Swin."""
+"""Defines the subcommands of `convert` that change the file format or read other systems' files."""
 
 import argparse
 from itertools import chain

@@ -1,4 +1,4 @@
-"""The conversions upcycle, student, pregate and members, which make a different kind of model."""
+"""Defines the subcommands upcycle, student, pregate and members, which make another kind of model."""
 
 import argparse
 from collections.abc import Mapping
@@ -83,7 +83,7 @@ def _student(arguments: argparse.Namespace, inputs: list[Path]) -> tuple[SavedMo
 
 
 def _kept(arguments: argparse.Namespace, sizes: Mapping[str, int]) -> dict[str, list[int]]:
-    """Return the numbers of the layers to keep in the encoder and decoder, from the command line."""
+    """Parse the options that select layers; return the layers to keep in the encoder and the decoder."""
     main = "decoder" if "decoder" in sizes else "encoder"
     kept = {side: list(range(size)) for side, size in sizes.items()}
     for prefix, side in (("", main), ("encoder_", "encoder")):

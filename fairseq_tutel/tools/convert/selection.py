@@ -1,4 +1,4 @@
-"""Parses options with one value per MoE layer, and reads the loads of experts.
+"""Parses options that have a value for each MoE layer, and reads the loads of experts.
 
 "3,5" is the value for all layers; "decoder_1=3,5 encoder_3=0" gives values for two layers. Loads come from
 a training log or the command line; if tokens are distributed evenly, all loads are 1.
@@ -23,7 +23,7 @@ LAST = 20
 def by_layer(
     flag: str, words: Sequence[str], layers: Sequence[Layer], read: Callable[[str], T]
 ) -> dict[Layer, T]:
-    """Parse an option with values per MoE layer: one word for all layers, or words LABEL=VALUE.
+    """Parse an option that has one value for all MoE layers, or the form LAYER=VALUE for some layers.
 
     `read` parses a value. The message of its ValueError must name the reason and the expected form.
 
@@ -54,7 +54,7 @@ def by_layer(
 def expert_ids(
     flag: str, words: Sequence[str], configs: Configs, in_groups: bool = False, or_all: bool = False
 ) -> dict[Layer, list[list[int]]]:
-    """Parse an option with expert IDs per MoE layer, such as 0,3 or, with `in_groups`, 0,3/1,2.
+    """Parse an option that lists expert IDs per MoE layer, as 0,3 or, with `in_groups`, 0,3/1,2.
 
     `or_all` adds the word `all`, which the caller handles, to the form that errors describe.
 
@@ -89,7 +89,7 @@ def expert_ids(
 
 
 def loads(arguments: argparse.Namespace, configs: Configs) -> dict[Layer, list[float]]:
-    """Return the expert loads from --log or --load by layer; empty without these options.
+    """Return the expert loads of each layer from --log or --load, or {} without these options.
 
     Raises:
         ValueError: the log has no loads, or the number of loads differs from the number of experts.

@@ -1,4 +1,4 @@
-"""Draw the pictures of a report with matplotlib, each as one SVG text."""
+"""Draws the charts and heat maps of a report as SVG with matplotlib."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ FEW_POINTS = 40  # a curve with at most this many points has markers
 
 @dataclass(frozen=True)
 class Scale:
-    """The colour scale of a heat map: value range, colours, label, and values that a legend names."""
+    """The colour scale of a heat map: a range of values, its colours, its label and its legend."""
 
     norm: Normalize
     colors: Colormap
@@ -47,7 +47,7 @@ DROPPED_SCALE = Scale(
 
 
 def scale_of(label: str, values: Sequence[Sequence[float]]) -> Scale:
-    """Return a colour scale from the smallest to the largest finite value."""
+    """Return a colour scale for a heat map, from the smallest to the largest finite value."""
     finite = np.asarray(values, dtype=float)
     finite = finite[np.isfinite(finite)]
     low, high = (finite.min(), finite.max()) if len(finite) else (0, 1)
@@ -73,7 +73,7 @@ _MAP_STYLE = _STYLE | {"axes.grid": False}
 
 @dataclass(frozen=True)
 class Curve:
-    """A curve of a chart; `run` determines its colour, and `line` its line style."""
+    """A curve in a line chart; `run` determines its colour, and `line` determines its line style."""
 
     label: str
     x: Sequence[float]
@@ -93,7 +93,7 @@ def line_chart(
     references: Sequence[tuple[float, str]] = (),
     points: int = 400,
 ) -> str:
-    """Return a chart of the curves as SVG, with gaps at values that are not finite.
+    """Return a line chart of several curves as SVG, with gaps at values that are not finite.
 
     With `log`, the y axis is logarithmic if all values are positive and differ by a factor of five or more.
     If a curve has more than `points` points, neighbours are averaged. `references` are horizontal lines.
@@ -171,7 +171,7 @@ def legend_of(scale: Scale) -> str:
 
 
 def _draw_map(axes: Axes, edges: np.ndarray, values_RC: np.ndarray, scale: Scale) -> QuadMesh:
-    """Draw a heat map with the first row on top; `edges` are the borders of the columns."""
+    """Draw a heat map on an axis, with the first row on top and columns between these `edges`."""
     mesh = axes.pcolormesh(
         edges,
         np.arange(len(values_RC) + 1) - 0.5,
@@ -186,7 +186,7 @@ def _draw_map(axes: Axes, edges: np.ndarray, values_RC: np.ndarray, scale: Scale
 
 
 def averaged(values: np.ndarray, count: int) -> np.ndarray:
-    """Average finite neighbours along the last axis until at most `count` values (or nan) remain."""
+    """Shorten the last axis to at most `count` values by averaging neighbours that are finite."""
     values = np.where(np.isfinite(values), values, np.nan)
     step = -(-values.shape[-1] // count)
     if step <= 1:
@@ -213,7 +213,7 @@ def _draw(axes: Axes, curve: Curve, points: int) -> None:
 
 
 def _mark(axis: Axis) -> None:
-    """Set few ticks with short numbers, such as 150k, on an axis."""
+    """Set a small number of ticks with short labels, such as 150k, on an axis."""
     axis.set_major_locator(MaxNLocator(6, integer=True))
     axis.set_major_formatter(EngFormatter(sep=""))
 

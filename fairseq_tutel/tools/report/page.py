@@ -102,7 +102,7 @@ def summary(runs: dict[str, Run]) -> list[dict[str, str]]:
 
 
 def _summary_row(name: str, run: Run, qualities: Sequence[Any], units: str) -> dict[str, str]:
-    """Return a run's row of the summary table; validation values are those of one data subset."""
+    """Return one run's row of the summary table, with validation values of one data subset."""
     subset = "valid" if "valid" in run.subsets else next(iter(run.subsets), "valid")
     suffix = "" if subset == "valid" else f" ({subset})"
     speeds = [speed for _, speed in _finite(run.training, "wps")]
@@ -139,7 +139,7 @@ def duration(seconds: float) -> str:
 
 
 def _finite(records: list[Record], key: str) -> list[tuple[int, float]]:
-    """Return (update, value) for each record whose value for `key` is finite."""
+    """Return the pairs (update, value) of all records in which the value of `key` is finite."""
     points = [(record.update, record.values.get(key, math.nan)) for record in records]
     return [(update, value) for update, value in points if math.isfinite(value)]
 

@@ -1,4 +1,4 @@
-"""The sections of a report: their charts, heat maps and texts."""
+"""Makes the sections of a report, with their charts, heat maps and texts."""
 
 import base64
 import math
@@ -50,7 +50,7 @@ class Picture:
 
 @dataclass
 class Section:
-    """A section of the report; `groups` maps headings to pictures, and "" means no heading."""
+    """A section of the report. `groups` maps each heading to its pictures; "" means no heading."""
 
     name: str
     title: str
@@ -59,14 +59,14 @@ class Section:
 
 
 def sections_of(runs: dict[str, Run]) -> list[Section]:
-    """Return all sections in the order of the page; some may have no pictures."""
+    """Return all sections of a report in the order of the page; some may have no pictures."""
     loss, experts, *others = curve_sections(runs)
     return [loss, experts, layer_section(runs), *expert_sections(runs), data_section(runs), *others]
 
 
 @dataclass(frozen=True)
 class Chart:
-    """The description of a chart of one logged quantity."""
+    """Describes a chart that the report draws of one logged quantity."""
 
     title: str
     keys: str  # pattern of logged keys; with a group, every match is a curve
@@ -79,7 +79,7 @@ class Chart:
 
 
 def _chart_of(metric: Metric) -> Chart:
-    """Return the chart of a metric's average over layers, with a curve per choice if it has choices."""
+    """Return the chart of a logged metric. If it is logged for each of the K choices, each has a curve."""
     return Chart(
         metric.title or metric.name.format("J"),
         metric.name.format(r"(\d+)"),
@@ -129,7 +129,7 @@ SECTIONS = {
 
 
 def curve_sections(runs: dict[str, Run]) -> list[Section]:
-    """Return the sections of curves, with a picture for each chart that has values."""
+    """Return the sections with line charts, with one picture for each chart that has values."""
     made = []
     for (name, title, text), charts in SECTIONS.items():
         groups = {"": [p for chart in charts for p in _pictures(name, chart, runs)]}
@@ -142,7 +142,7 @@ def curve_sections(runs: dict[str, Run]) -> list[Section]:
 
 
 def _pictures(section: str, chart: Chart, runs: dict[str, Run], time: bool = False) -> list[Picture]:
-    """Return a list with the picture of a chart, over updates or time, or [] if it has no values."""
+    """Draw a chart over updates or time; return a list with its picture, or [] if it has no values."""
     longest = max((s for run in runs.values() if not math.isnan(s := run.seconds)), default=0)
     x_unit, seconds = ("h", HOUR) if longest > 3 * HOUR else ("s", 1)
     has_subsets = section in ("loss", "experts") and not chart.part
@@ -167,7 +167,7 @@ def _pictures(section: str, chart: Chart, runs: dict[str, Run], time: bool = Fal
 
 
 def _curves_of(chart: Chart, runs: dict[str, Run], has_subsets: bool, seconds: float | None) -> list[Curve]:
-    """Return the curves of a chart; `seconds` is the unit of the time axis, or None for updates."""
+    """Return a chart's curves over updates or, if `seconds` gives a unit of time, over time."""
     curves = []
     for index, (name, run) in enumerate(runs.items()):
         measured = {"training": run.training, **(run.subsets if has_subsets else {})}
@@ -196,7 +196,7 @@ on top replaces the lines. If a layer differs from its neighbours, see the map o
 
 
 def layer_section(runs: dict[str, Run]) -> Section:
-    """Return the section of metrics for each layer, without non-negative metrics that are always 0."""
+    """Return the section with charts for each layer, without non-negative metrics that are always 0."""
     section = Section("layers", "Layer by layer", LAYERS_TEXT)
     for name, run in runs.items():
         pictures = section.groups[name] = []
@@ -221,7 +221,7 @@ def layer_section(runs: dict[str, Run]) -> Section:
 
 
 def _quantity(name: str) -> tuple[str, str, bool]:
-    """Return a title, an axis label and whether the axis begins at 0, for the name of a logged list."""
+    """Return how to draw a logged list: its title, its axis label, and whether the axis begins at 0."""
     for metric in METRICS:
         if match := re.fullmatch(metric.layers.format(r"(\d+)"), name):
             choice = f" of choice {match[1]}" if match.groups() else ""
@@ -230,7 +230,7 @@ def _quantity(name: str) -> tuple[str, str, bool]:
 
 
 def _values(records: list[Record], key: str) -> tuple[list[int], list[list[float]]]:
-    """Return the update numbers and the lists of the records that have the list `key`."""
+    """Return the update numbers, and the logged lists, of all records that contain the list `key`."""
     found = [record for record in records if key in record.lists]
     return [record.update for record in found], [record.lists[key] for record in found]
 
@@ -257,7 +257,7 @@ DROPPED_COLOURS = (
 
 
 def expert_sections(runs: dict[str, Run]) -> list[Section]:
-    """Return the sections with heat maps of each expert's load and dropped share."""
+    """Return the sections with heat maps of each expert's load and fraction of dropped assignments."""
     load = Section("load", "Load of every expert", LOAD_TEXT)
     _add_maps(load, runs, LOAD, LOAD_SCALE, LOAD_COLOURS, "have {:.2f} to {:.2f} even shares")
     dropped = Section("dropped", "Dropped share of every expert", DROPPED_TEXT)
@@ -268,7 +268,7 @@ def expert_sections(runs: dict[str, Run]) -> list[Section]:
 def _add_maps(
     section: Section, runs: dict[str, Run], prefix: str, scale: Scale, colours: str, words: str
 ) -> None:
-    """Add a heat map for each list whose key has the prefix, except lists that are always 0."""
+    """Add a heat map for each logged list whose key has the prefix, except lists that are always 0."""
     shown = [
         (f"{name}, {what}", layer_of(key, prefix), *_values(records, key))
         for name, run in runs.items()
@@ -294,7 +294,7 @@ experts. An expert that is orange in one column and violet in the others is spec
 
 
 def data_section(runs: dict[str, Run]) -> Section:
-    """Return the section with each expert's load on each data set."""
+    """Return the section with heat maps of each expert's load on each data set."""
     section = Section("data", "Load of every expert by data set", DATA_TEXT)
     for name, run in runs.items():
         for key in list_keys(LOAD, list(run.evaluations.values())):

@@ -1,6 +1,6 @@
-"""Runs a model on texts, sentences of a data set or images, and keeps the experts of each token.
+"""Runs a model on texts, sentences or images, and records the experts of each token.
 
-T tokens of a sample, K top_k of a layer. The tokens of an image are its patches.
+T is the number of tokens of a sample, K is the layer's top_k. The tokens of an image are its patches.
 """
 
 from collections.abc import Iterator, Sequence
@@ -23,15 +23,15 @@ BATCH = 8
 
 @dataclass
 class Sample:
-    """What one side of a model reads: a sentence, or an image.
+    """A sentence that the encoder or decoder reads, or an image, with the experts of its tokens.
 
     Attributes:
         side: encoder, decoder or image.
-        language: of a sentence, "" if unknown.
-        tokens: T texts; those of an image are its class.
+        language: the sentence's language, or "" if unknown.
+        tokens: the text of each of T tokens; for an image, its class.
         experts: expert IDs [T, K] int64 of each layer, best first; -1 where a token was dropped.
-        weights: float [T, K] of each layer.
-        pixels: uint8 [height, width, channels] of an image.
+        weights: weights of the experts, float [T, K] of each layer.
+        pixels: an image as uint8 [height, width, channels].
     """
 
     side: str
@@ -43,7 +43,7 @@ class Sample:
 
 
 class Recorder:
-    """A router that routes as a layer does, and keeps the last routing as arrays [batch, T, K]."""
+    """A router that routes like a MoE layer, and stores the last routing as arrays [batch, T, K]."""
 
     def __init__(self, layer: MoELayer) -> None:
         self.before = layer.router
@@ -51,7 +51,7 @@ class Recorder:
         self.weights: np.ndarray | None = None
 
     def routing_of(self, layer: MoELayer, x_TD: Tensor, call: Call) -> Routing:
-        """Route as the layer would."""
+        """Route as without the recorder, and store the expert IDs and weights of the tokens."""
         route = layer.route if self.before is None else partial(self.before.routing_of, layer)
         routing = route(x_TD, call)
         used = routing.expert_ids_TK.where(routing.row_of_TK >= 0, -1)
@@ -66,7 +66,7 @@ def _by_sentence(values_TK: Tensor, call: Call) -> np.ndarray:
 
 @contextmanager
 def recording(model: nn.Module) -> Iterator[dict[str, Recorder]]:
-    """Yield a recorder for each MoE layer by its name; remove them after the block."""
+    """Record the routing of all MoE layers during the block; yield a `Recorder` for each layer name."""
     layers = {name: m for name, m in model.named_modules() if isinstance(m, MoEFeedForward)}
     recorders = {name: Recorder(layer) for name, layer in layers.items()}
     for name, layer in layers.items():
@@ -79,11 +79,11 @@ def recording(model: nn.Module) -> Iterator[dict[str, Recorder]]:
 
 
 def of_texts(opened: Any, texts: Sequence[str]) -> Iterator[Sample]:
-    """Yield the samples of texts; the decoder of a translation model reads its own translation.
+    """Run the model on texts; yield a `Sample` with the chosen experts for each sequence of tokens.
 
     Args:
         opened: the result of `from_checkpoint`.
-        texts: sentences.
+        texts: sentences; the decoder of a translation model reads the model's translation.
     """
     model = opened.models[0] if hasattr(opened, "models") else opened.model
     for text in texts:
@@ -99,7 +99,7 @@ def of_texts(opened: Any, texts: Sequence[str]) -> Iterator[Sample]:
 
 
 def of_data(model: Any, task: Any, split: str, limit: int) -> Iterator[Sample]:
-    """Yield the samples of the first `limit` sentences or images of a split."""
+    """Run the model on the first `limit` sentences or images of a data split; yield their `Sample`s."""
     task.load_dataset(split)
     dataset = task.dataset(split)
     dataset.ordered_indices()  # without it, fairseq's data sets of several languages cannot be indexed

@@ -18,12 +18,12 @@ from typing import Any
 from fairseq_tutel import __version__
 from fairseq_tutel.tools.arguments import add_overwrite, needing, refuse_output, writing
 
-# Sequences that the page shows; statistics are of all.
+# Number of sequences that the page shows. Statistics include all sequences.
 SHOWN = 40
 
 
 def add_to(tools: Any) -> None:
-    """Add the tool to the command line."""
+    """Add this tool as a subcommand of `python -m fairseq_tutel`."""
     parser = tools.add_parser("tokens", help="draw which experts tokens go to", description=__doc__)
     parser.add_argument("model", metavar="MODEL", help="a checkpoint or a --save-dir")
     parser.add_argument(
@@ -44,7 +44,7 @@ def add_to(tools: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Run the model and write the page."""
+    """Run the model on the data or texts, and write an HTML page of its tokens and experts."""
     if arguments.limit < 1:
         raise ValueError(f"--limit is {arguments.limit}; give a number of at least 1.")
     refuse_output(arguments.output, [Path(arguments.model)], arguments.overwrite)
@@ -77,7 +77,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def _opened(arguments: argparse.Namespace) -> tuple[Any, Any, Any]:
-    """Return the model, its task, and for texts its interface."""
+    """Load the model; return the model, its fairseq task and, if texts are given, its Python interface."""
     from fairseq import checkpoint_utils
 
     from fairseq_tutel import plugin
@@ -94,10 +94,10 @@ def _opened(arguments: argparse.Namespace) -> tuple[Any, Any, Any]:
 
 
 def content(samples: Sequence[Any], experts: dict[str, int]) -> dict[str, Any]:
-    """Return what the page shows: layers with their statistics, and the first samples.
+    """Return the data of the page: statistics of each layer, and the experts of the first samples.
 
     Args:
-        samples: of `observe`.
+        samples: the samples from `observe`.
         experts: number of experts of each MoE layer.
     """
     from fairseq_tutel.tools.tokens.statistics import statistics
@@ -138,5 +138,5 @@ def _shown(sample: Any) -> dict[str, Any]:
 
 
 def _json(content: dict[str, Any]) -> str:
-    """Return JSON that may stand in a script element."""
+    """Return JSON that is safe inside an HTML script element."""
     return json.dumps(content, ensure_ascii=False).replace("<", "\\u003c")

@@ -1,6 +1,6 @@
-"""Statistics of the tokens of each expert of a layer.
+"""Computes which tokens go to each expert of a layer, for the tool `tokens`.
 
-N tokens of all samples, E experts, K top_k, B bins.
+N is the number of tokens in all samples, E of experts, B of bins. K is top_k. V counts distinct tokens.
 """
 
 from collections.abc import Sequence
@@ -19,12 +19,12 @@ MOST_BINS = 8
 
 @dataclass(frozen=True)
 class LayerStatistics:
-    """Statistics of one layer.
+    """Statistics of the assignments of tokens to the experts of one layer.
 
     Attributes:
-        load_E: each expert's part of all assignments.
-        typical: for each expert (token, part of the token's assignments that it gets), most typical first.
-        tables: title -> (labels of the bins, part of each expert in a bin [B, E]).
+        load_E: each expert's fraction of all assignments.
+        typical: for each expert, (token, fraction of the token's assignments), most typical first.
+        tables: title -> (labels of the bins, each expert's fraction of a bin's assignments [B, E]).
     """
 
     load_E: np.ndarray
@@ -33,7 +33,7 @@ class LayerStatistics:
 
 
 def statistics(samples: Sequence[Sample], layer: str, num_experts: int) -> LayerStatistics:
-    """Return the statistics of a layer over the samples that it saw."""
+    """Return the statistics of one MoE layer over all samples whose tokens it routed."""
     seen = [sample for sample in samples if layer in sample.experts]
     experts_NK = np.concatenate([sample.experts[layer] for sample in seen])
     lengths = [len(sample.experts[layer]) for sample in seen]
@@ -61,7 +61,7 @@ def statistics(samples: Sequence[Sample], layer: str, num_experts: int) -> Layer
 
 
 def _counts(row_N: np.ndarray, experts_NK: np.ndarray, rows: int, num_experts: int) -> np.ndarray:
-    """Return how many assignments each row (a token or a bin) has to each expert, [rows, E]."""
+    """Count the assignments of each row (a token or a group of tokens) to each expert: [rows, E]."""
     row_NK = np.broadcast_to(row_N[:, None], experts_NK.shape)
     used = experts_NK >= 0
     index = row_NK[used] * num_experts + experts_NK[used]
@@ -69,9 +69,10 @@ def _counts(row_N: np.ndarray, experts_NK: np.ndarray, rows: int, num_experts: i
 
 
 def _typical(names: np.ndarray, counts_VE: np.ndarray, load_E: np.ndarray) -> list[list[tuple[str, float]]]:
-    """Return the tokens with the largest count times log of (part of the token / part of all)."""
+    """Return each expert's most typical tokens, with the fraction of their assignments that it gets."""
     total_V = counts_VE.sum(1)
     part_VE = counts_VE / np.maximum(1, total_V)[:, None]
+    # Score: count * log(fraction of the token that the expert gets / fraction of all that it gets)
     with np.errstate(divide="ignore", invalid="ignore"):
         score_VE = np.nan_to_num(counts_VE * np.log(part_VE / load_E), nan=0.0, neginf=0.0)
     score_VE[total_V < LEAST_OFTEN] = 0
@@ -86,7 +87,7 @@ def _typical(names: np.ndarray, counts_VE: np.ndarray, load_E: np.ndarray) -> li
 
 
 def _powers(largest: int) -> list[tuple[str, int, int]]:
-    """Return bins (label, first, after the last) of 0 to `largest`; borders are powers of one number."""
+    """Split 0 to `largest` into ranges between powers of a number; return (label, start, end) of each."""
     for base in (2, 4, 8, 16):
         borders = [0, 1]
         while borders[-1] <= largest:
@@ -100,7 +101,7 @@ def _powers(largest: int) -> list[tuple[str, int, int]]:
 def _binned(
     value_N: np.ndarray, experts_NK: np.ndarray, num_experts: int, bins: Sequence[tuple[str, int, int]]
 ) -> tuple[list[str], np.ndarray]:
-    """Return the labels of the bins that have tokens, and each expert's part of a bin's assignments."""
+    """Group tokens by value into bins; return labels, and each expert's fraction of a bin's assignments."""
     after = np.array([last for _, _, last in bins])
     counts_BE = _counts(np.searchsorted(after, value_N, side="right"), experts_NK, len(bins), num_experts)
     filled = counts_BE.sum(1) > 0
