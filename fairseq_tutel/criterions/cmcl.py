@@ -1,4 +1,4 @@
-"""The criterion cmcl (confident multiple choice learning), which lets ensemble members specialize.
+"""Defines the criterion cmcl (confident multiple choice learning), by which ensemble members specialize.
 
 Each member learns the samples that it predicts best. On all other samples, it learns to predict a uniform
 distribution. Independent ensembles and multiple choice learning are special cases. Samples are images, or
@@ -26,9 +26,10 @@ RIGHT = "right_member"  # prefix of log keys that count each member's correct pr
 
 @register_criterion("cmcl", dataclass=CMCLOptions)
 class CMCLCriterion(FairseqCriterion):
-    """Criterion that sums the confident loss over members and samples.
+    """Criterion that trains an ensemble by confident multiple choice learning.
 
-    Perplexity is computed from the mean of the members' probabilities.
+    The loss is the sum over members and samples. Perplexity is computed from the mean of the members'
+    probabilities.
     """
 
     def __init__(self, task: Any, options: CMCLConfig) -> None:

@@ -52,7 +52,7 @@ WRAPPED = tuple(n for s in STOCK for n in (s, f"moe_{s}") if n in CRITERION_REGI
 
 
 class DistillationMixin:
-    """Mixin that adds the distillation loss to a criterion; the criterion must call the model once."""
+    """Mixin that adds the distillation loss to the loss of a criterion that calls the model only once."""
 
     distillation: DistillationConfig
     task: Any
@@ -104,7 +104,7 @@ class DistillationMixin:
         return loss, sample_size, log
 
     def _counting(self, target: Tensor) -> Tensor:
-        """Return a bool mask [...] of target positions that are neither padding nor an ignored prefix."""
+        """Return a bool mask [...] of targets that are neither padding nor part of an ignored prefix."""
         if hasattr(self, "classification_head_name"):  # one class has the same number as padding
             return torch.ones_like(target, dtype=torch.bool)
         counts = target != self.padding_idx
@@ -113,7 +113,7 @@ class DistillationMixin:
 
     @classmethod
     def reduce_metrics(cls, logging_outputs: list[dict[str, Any]]) -> None:
-        """Log the wrapped criterion's metrics, and the distillation loss in bits per sample-size unit."""
+        """Log the wrapped criterion's metrics, and the distillation loss in bits per token or sample."""
         super().reduce_metrics(logging_outputs)  # type: ignore[misc]
         key = "distill_loss"
         if any(key in log for log in logging_outputs):
@@ -123,10 +123,10 @@ class DistillationMixin:
 
 
 class _Call(NamedTuple):
-    """The batch, the arguments and the output of one forward pass of the student."""
+    """Stores the batch, the arguments and the output of one forward pass of the student model."""
 
     sample: Any
-    counts: Tensor  # [...] bool, true for target positions that are trained
+    counts: Tensor  # [...] bool, true for target positions that count in the loss
     words: tuple  # positional arguments of the forward pass
     named: dict[str, Any]
     scores_NV: Tensor  # the student's scores, for all positions or only for positions with a target
@@ -135,12 +135,12 @@ class _Call(NamedTuple):
 
     @property
     def counts_N(self) -> Tensor:  # noqa: N802 - a shape
-        """A bool mask [N], true for rows of the scores that count in the loss."""
+        """A bool mask [N] over the rows of `scores_NV`, true for rows that count in the loss."""
         is_whole = self.counts.numel() == len(self.scores_NV)
         return self.counts.flatten() if is_whole else self.counts.new_ones(len(self.scores_NV))
 
     def texts(self) -> list[tuple[int, bytes, int]]:
-        """Return (ID in the data set, text fingerprint, number of tokens) for each sentence."""
+        """Return, for each sentence, its ID in the data set, a hash of its text, and its token count."""
         ids, source = self.sample.get("id"), self.sample["net_input"].get("src_tokens")
         if ids is None or source is None or self.counts.dim() != 2:
             raise ValueError(

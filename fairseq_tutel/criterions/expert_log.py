@@ -49,7 +49,7 @@ class Layout(NamedTuple):
 
     @property
     def averages(self) -> list[str]:
-        """The names of the averages over layers, in the order of the vector."""
+        """The names of the metrics that are averaged over layers, in the order of the vector."""
         return [*self.losses, *metric_names(self.top_k)]
 
 
@@ -89,7 +89,7 @@ def expert_log(
 
 
 def without_experts(logging_outputs: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return logging outputs without the entries of `expert_log`, as some criterions log every entry."""
+    """Return logging outputs without the expert metrics, because some criterions log every entry."""
     return [
         {key: value for key, value in log.items() if not key.startswith(OURS)} for log in logging_outputs
     ]
@@ -110,7 +110,7 @@ def reduce_expert_log(logging_outputs: list[dict[str, Any]]) -> None:
 
 
 def _numbers(seen: list[MoEFeedForward], combined: Tensor, each: list[MoEFeedForward]) -> Tensor:
-    """Return the vector that `Layout` describes; `seen` are the layers that had a forward pass."""
+    """Return the expert metrics as a vector in the order of `Layout`; `seen` are the layers that ran."""
     records = [layer.record for layer in seen]
     rows_LN, tokens_L1 = metric_rows([record.tally for record in records])
     of_losses = [loss for record in records for loss in record.losses.values()]
@@ -157,7 +157,7 @@ def _log_numbers(layout: Layout, numbers: Tensor, index: int) -> None:
 
 
 def _views(layout: Layout) -> Iterator[tuple[str, str, list[str], int, View]]:
-    """Yield, for each metric with one value per layer or per expert, how it is computed and logged.
+    """Yield how to compute and log each metric that has one value per layer or one value per expert.
 
     Yields:
         The key of the table of sums, the name of the list, the names of its values as scalars, the number
@@ -188,20 +188,20 @@ def _averages(sums_LN: Tensor, column: int) -> list[tuple[float | None, float]]:
 
 
 def _loads(sums_2E: Tensor, part: slice) -> list[tuple[float, float]]:
-    """Return (load relative to an even share, assignments of the layer) for each expert of a layer."""
+    """Return each expert's load relative to an even share, paired with the layer's assignment count."""
     assigned_E = sums_2E[0, part].tolist()
     total = sum(assigned_E)
     return [(n / (max(total, 1) / len(assigned_E)), total) for n in assigned_E]
 
 
 def _dropped(sums_2E: Tensor, part: slice) -> list[tuple[float, float]]:
-    """Return (fraction of assignments that were dropped, assignments) for each expert of a layer."""
+    """Return each expert's fraction of dropped assignments, paired with its assignment count."""
     assigned_E, dropped_E = sums_2E[:, part].tolist()
     return [(n / max(of, 1), of) for of, n in zip(assigned_E, dropped_E, strict=True)]
 
 
 def _sum_up(name: str, sums: Tensor, index: int) -> str:
-    """Add sums to the fairseq meter for this name, shape and index; return the key of the meter."""
+    """Add sums to a fairseq meter, and return its key, which depends on name, shape and index."""
     # Checkpoints contain meters. The key ensures that sums with different shapes or indices are not added.
     key = "_moe_" + name + "_" + "x".join(map(str, sums.shape)) + (f"_{index}" if index else "")
     metrics.log_scalar(key, sums, 1)

@@ -82,7 +82,7 @@ class GateLossMixin:
 
 
 class _AddGateLoss(torch.autograd.Function):
-    """Adds the balance loss to the loss; backward sets the coefficient of each layer's balance loss.
+    """Autograd function that adds the balance loss; backward sets the coefficient of each layer's loss.
 
     In a backward pass, this node runs before the nodes of the layers. The coefficients are removed at the
     end of the pass, so a backward pass without a criterion's loss adds no balance loss.

@@ -31,10 +31,10 @@ from fairseq_tutel.plugin.feed_forward import MoEFeedForward, moe_layers, unwrap
 def forward_with_router_loss(
     model: nn.Module, sample: dict[str, Any], counts_N: Tensor
 ) -> tuple[Any, Tensor, Tensor]:
-    """Return (model output, gate loss, number of tokens for which the gate prefers the best expert).
+    """Run the model; return its output, a loss for the gate, and how often the gate chose the best expert.
 
-    The loss is the sum of the cross entropy between the gate's logits and the best experts, over tokens for
-    which `counts_N` is true.
+    The gate's loss is the sum of the cross entropy between the gate's logits and the best experts, over
+    tokens for which `counts_N` is true.
     """
     layer, target = _last_layer(model), sample["target"]
     gpus = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
@@ -69,7 +69,7 @@ def forward_with_router_loss(
 
 
 class _Router:
-    """Routes like the layer and stores the layer's inputs; if `expert` is given, it gets all tokens."""
+    """Router that stores a layer's inputs and routes as the layer does, or sends all tokens to `expert`."""
 
     x_TD: Tensor
     call: Call

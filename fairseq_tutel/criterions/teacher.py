@@ -32,7 +32,7 @@ EMBEDDINGS = {"encoder": "source_dictionary", "decoder": "target_dictionary"}
 
 
 class Teacher:
-    """A frozen model in eval mode; its parameters are neither in the criterion nor in checkpoints."""
+    """The frozen teacher model, in eval mode; neither criterion nor checkpoints have its parameters."""
 
     def __init__(self, options: DistillationConfig, task: Any) -> None:
         self.options, self.task, self.overrides = options, task, _read(options)
@@ -48,7 +48,7 @@ class Teacher:
             )
 
     def scores(self, words: tuple, named: dict[str, Any], device: torch.device, dummy: bool) -> Tensor:
-        """Return the teacher's scores [N, V] for the student's arguments, without gradients."""
+        """Run the teacher on the student's inputs without gradients, and return its scores [N, V]."""
         if self._model is None:
             self._model = self._opened(device)
         model, dtype = self._model, torch.bfloat16 if self.options.distill_teacher_bf16 else None
@@ -83,7 +83,7 @@ class Teacher:
 
     @contextlib.contextmanager
     def _refusing(self, what: str) -> Iterator[None]:
-        """Convert errors of an unsuitable teacher to a ValueError that names the teacher's flags."""
+        """Turn errors of an unsuitable teacher into a ValueError that names the teacher's flags."""
         own = f"{FLAG}-parallel-size"
         try:
             yield
@@ -128,7 +128,7 @@ def _read(options: DistillationConfig) -> dict[str, Any]:
 def refuse_others(path: str, state: Any, task: Any) -> None:
     """Raise ValueError if the teacher's task or dictionary differs from the student's.
 
-    The checkpoint contains only the number of words. Words are compared if the teacher's data still exists.
+    A checkpoint has only the dictionary's size. Words are compared if the teacher's data still exists.
     """
     of_teacher, of_student = state["cfg"]["task"], config_of(task)
     names = [
@@ -160,7 +160,7 @@ def refuse_others(path: str, state: Any, task: Any) -> None:
 
 
 def _dictionary_of(cfg: Any, side: str) -> Path:
-    """Return the path of the encoder's or decoder's dictionary, a file that may no longer exist."""
+    """Return the path of the encoder's or decoder's dictionary file, which may no longer exist."""
     folder = Path(str(getattr(cfg, "data", None) or "").partition(os.pathsep)[0])
     language = getattr(cfg, "source_lang" if side == "encoder" else "target_lang", None)
     return folder / (f"dict.{language}.txt" if language else "dict.txt")

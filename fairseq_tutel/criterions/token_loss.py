@@ -19,10 +19,11 @@ from fairseq_tutel.plugin.feed_forward import unwrapped
 def token_loss(
     logits_NV: Tensor, target_N: Tensor, smoothing: float, ignored: int
 ) -> tuple[Tensor, Tensor]:
-    """Return the label-smoothed loss and the nll, summed over rows whose target is not `ignored`.
+    """Return the label-smoothed cross entropy and the negative log-likelihood (nll), each summed over rows.
 
-    nll = -log p(target); loss = (1 - s - s / (V - 1)) nll - s / (V - 1) * sum over words of log p. Both are
-    scalars in fp32 or wider; nll has no gradient.
+    Rows whose target is `ignored` are left out. nll = -log p(target), and
+    loss = (1 - s - s / (V - 1)) nll - s / (V - 1) * sum over words of log p. Both are scalars in fp32 or
+    wider; nll has no gradient.
 
     Source: Szegedy et al. 2016, section 7, in fairseq's form, which gives the target no more than 1 - s.
     """
@@ -86,7 +87,7 @@ class TokenLossMixin:
     def compute_loss(
         self, model: Any, net_output: Any, sample: Any, reduce: bool = True
     ) -> tuple[Tensor, Tensor]:
-        """Return the summed loss and nll loss; fairseq's code is used unless the softmax is a plain one."""
+        """Return the summed loss and nll loss; models without a plain softmax use fairseq's own code."""
         if not reduce or self.ignore_prefix_size or not _normalizes_logits(model):
             return super().compute_loss(model, net_output, sample, reduce=reduce)  # type: ignore[misc]
         target = model.get_targets(sample, net_output)

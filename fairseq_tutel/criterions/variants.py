@@ -37,7 +37,7 @@ class _PerplexityMixin(GateLossMixin):
 
 
 class _FlagsMixin(GateLossMixin):
-    """Mixin for a criterion without a dataclass, which gets the complete command line as configuration."""
+    """Mixin for criterions without an options dataclass; fairseq passes them the complete command line."""
 
     @classmethod
     def add_args(cls, parser: Any) -> None:

@@ -15,14 +15,14 @@ from fairseq_tutel.kernels.row_chunks import row_chunks
 
 
 class Answers(NamedTuple):
-    """A teacher's K most probable words for each row; all other words count as one additional word."""
+    """The teacher's K most probable words for each token; all other words are treated as one extra word."""
 
     words_NK: Tensor  # word IDs, int64
     logs_NK: Tensor  # log-probabilities at temperature T, fp32 or wider
 
 
 def top_answers(scores_NV: Tensor, top_k: int, temperature: float) -> Answers:
-    """Return the min(K, V) most probable words of each row of scores, without gradients."""
+    """Return the `top_k` (at most V) most probable words of each row, and their log-probabilities."""
     top_k = min(top_k, scores_NV.shape[1])
     wide = torch.promote_types(scores_NV.dtype, torch.float32)
     words_NK = scores_NV.new_empty(len(scores_NV), top_k, dtype=torch.int64)
@@ -37,9 +37,10 @@ def distillation_loss(
 ) -> Tensor:
     """Return T² KL(p || q), summed over rows, with p = softmax(teacher / T) and q = softmax(scores / T).
 
-    `Answers` must have the same T. They give teacher and student K + 1 words: the K words, and one with the
-    remaining probability. With K = V the result is the same as with logits. The result is a scalar in fp32
-    or wider; only the student's scores have a gradient. `counts_N` is False for rows that are ignored.
+    `Answers` must be computed with the same T. The loss then compares K + 1 words: the K words, and one
+    that has the remaining probability. With K = V the result is the same as with logits. The result is a
+    scalar in fp32 or wider; only the student's scores have a gradient. `counts_N` is False for rows that
+    are ignored.
 
     Source: Hinton et al. 2015, section 2; Rajbhandari et al. 2022 (DeepSpeed-MoE), section 4.2.
     """
@@ -105,7 +106,7 @@ def _rest(logs_nK: Tensor) -> Tensor:
 
 
 def _logs(scores_NV: Tensor, temperature: float) -> Iterator[tuple[slice, Tensor]]:
-    """Yield each row chunk with its log-probabilities; the caller may overwrite them."""
+    """Yield each row chunk's slice and its log-probabilities, a tensor that the caller may overwrite."""
     for rows in row_chunks(scores_NV):
         yield rows, _log_softmax(scores_NV[rows], temperature)
 

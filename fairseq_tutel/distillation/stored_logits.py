@@ -1,6 +1,6 @@
 """Stores a teacher's K most probable words of each token, and their log-probabilities, in a folder.
 
-The folder has one record per sample of the data set, which is found by the sample's ID.
+Each record holds one sample of the data set, and is found by the sample's ID.
 
 - Every writing process appends to its own file, one record per call. Several runs may fill one folder. Only
   the end of a file can be truncated.
@@ -37,12 +37,12 @@ ABOUT, SUFFIX, VERSION = "about.json", ".answers", 2
 MAGIC = b"ftKL"
 # Magic, sample ID, n, fingerprint of the text, checksum of the header and the content.
 HEAD = struct.Struct("<4sqI16sI")
-WORD, LOG = np.dtype("<i4"), np.dtype("<f4")  # a content has all word IDs, then all log-probabilities
+WORD, LOG = np.dtype("<i4"), np.dtype("<f4")  # a record has all word IDs, then all log-probabilities
 FLAG = "--distill-logits"
 
 
 def fingerprint(*texts: Tensor) -> bytes:
-    """Return a digest of a sample's tokens."""
+    """Return a 16-byte hash of a sample's tokens, which may be in several tensors."""
     digest = hashlib.blake2b(digest_size=16)
     for text in texts:
         wide, kind = (text.double(), "<f8") if text.is_floating_point() else (text, "<i8")
@@ -67,7 +67,7 @@ def _check(sample: int, tokens: int, text: bytes, content: bytes) -> int:
 class StoredLogits:
     """Reads and writes teacher logits in a folder; the folder is created if a teacher is given.
 
-    `facts` maps names (for messages) to properties of the logits. "the teacher" is None if none is given.
+    `facts` maps names of properties of the logits to their values. "the teacher" is None without a teacher.
     """
 
     def __init__(self, folder: str, facts: Mapping[str, Any], top_k: int) -> None:
@@ -150,7 +150,7 @@ class StoredLogits:
                 )
 
     def _begin(self, path: Path, facts: Mapping[str, Any]) -> None:
-        """Create the folder and write about.json; if several processes do so, the first file remains."""
+        """Create the folder and its about.json; if several processes do so, the first file is kept."""
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             with temporary_beside(path) as written, contextlib.suppress(FileExistsError):
@@ -160,7 +160,7 @@ class StoredLogits:
             self._refuse_writing(error.strerror)
 
     def _look(self) -> None:
-        """Find records that were appended to any file since the last call."""
+        """Find the records that processes have appended to files of the folder since the last call."""
         for path in sorted(self.folder.glob(f"*{SUFFIX}")):
             start, end = self._scanned.get(path, 0), path.stat().st_size
             if start + HEAD.size > end or not path.is_file():

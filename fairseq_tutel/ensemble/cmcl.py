@@ -1,4 +1,4 @@
-"""Confident multiple choice learning: K members learn a sample, and the others predict uniformly on it.
+"""Confident multiple choice learning: K members learn a sample, the others learn to predict uniformly.
 
 The largest tensors are the members' logits and, in backward, their gradients. Intermediate values are
 computed for one member at a time, in fp32 or wider. Only logits and labels are saved for backward.
@@ -29,10 +29,10 @@ def _scores(logits_NC: Tensor, target_N: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def assign(ce_MN: Tensor, kl_MN: Tensor, overlap: int, beta: float) -> Tensor:
-    """Return a bool mask [M, N] of the K members that learn each sample, with the smallest CE - beta KL.
+    """Return a bool mask [M, N] that is true for the `overlap` members that learn each sample.
 
-    This choice minimizes the confident loss, since the sum of all members' KL does not depend on it. In a
-    tie, the member with the smaller index learns.
+    These members have the smallest CE - beta KL. This choice minimizes the confident loss, since the sum of
+    all members' KL does not depend on it. In a tie, the member with the smaller index learns.
     """
     order_MN = (ce_MN - beta * kl_MN).argsort(dim=0, stable=True)
     chosen_MN = torch.zeros_like(ce_MN, dtype=torch.bool)
@@ -53,12 +53,12 @@ def confident_loss(
     labels_MN: Tensor | None = None,
     counts_N: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return the confident loss in nats, summed over samples and members, and the mask of `assign`.
+    """Return the loss of confident multiple choice learning, and a mask of the members that learn a sample.
 
-    The loss of a member that learns a sample is the cross entropy. The loss of other members is
-    beta * KL(U || P) or, with labels, beta * CE at the label: the mean of CE over uniform labels is
-    KL + log C, with KL's gradient. With K = M, members are independent. With beta 0, this is multiple
-    choice learning.
+    The loss is in nats, summed over samples and members. The loss of a member that learns a sample is the
+    cross entropy. The loss of other members is beta * KL(U || P) or, with labels, beta * CE at the label:
+    the mean of CE over uniform labels is KL + log C, with KL's gradient. With K = M, members are
+    independent. With beta 0, this is multiple choice learning.
 
     Args:
         logits_MNC: any float dtype.

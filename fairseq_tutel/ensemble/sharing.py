@@ -15,10 +15,11 @@ from torch import Tensor, nn
 
 
 def shared(features_M: Sequence[Tensor], keep: float, training: bool) -> list[Tensor]:
-    """Return the mixed features of each member m: h_m + sum over other members m' of sigma * h_m'.
+    """Return each member's features with a part of every other member's features added to them.
 
-    In training, sigma is an elementwise Bernoulli(keep) mask, drawn for every pair of members. In
-    evaluation, sigma is `keep`. (The authors' code draws masks in evaluation, too, so outputs vary.)
+    Member m gets h_m + the sum over other members m' of sigma * h_m'. In training, sigma is an elementwise
+    Bernoulli(keep) mask, drawn for every pair of members. In evaluation, sigma is `keep`. (The authors'
+    code draws masks in evaluation, too, so outputs vary.)
 
     Source: Lee et al. 2017, "Confident Multiple Choice Learning", section 3.3.
     """
@@ -70,7 +71,7 @@ class _Run:
         self._device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
 
     def until_pause(self, pool: ThreadPoolExecutor) -> Tensor:
-        """Start the forward pass; return the shared layer's output when it pauses."""
+        """Start the forward pass; when it pauses after the shared layer, return the layer's output."""
         pool.submit(self._work).add_done_callback(self._events.put)
         event = self._events.get()
         if torch.is_tensor(event):
@@ -93,7 +94,7 @@ class _Run:
         return event.result()
 
     def give_up(self) -> None:
-        """End the forward pass if it is paused."""
+        """Abort the forward pass if it is paused at the shared layer."""
         self._features.put(None)
 
     def _work(self) -> Any:

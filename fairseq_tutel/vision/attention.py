@@ -1,4 +1,4 @@
-"""Window attention, as in Swin V2 or as in the released SwinV2-MoE.
+"""Self-attention within windows of an image, as in Swin V2 or as in the released SwinV2-MoE.
 
 B images, L tokens of an image (height x width, row by row), D model_dim, M heads of dimension d; G windows
 of N positions each, P = G * N. In shifted blocks, windows begin half a window later. Then the last windows
@@ -43,7 +43,7 @@ class Windows:
         return self.groups[0] * self.groups[1]
 
     def split(self, x_BLD: Tensor) -> Tensor:
-        """Return the tokens sorted by window, x_BPD, with zeros at empty positions."""
+        """Sort an image's tokens by window, and return them as x_BPD, with zeros at empty positions."""
         x, (rows, columns), (h, w) = x_BLD.unflatten(1, self.size), self.groups, self.shape
         below, right = rows * h - self.size[0], columns * w - self.size[1]
         if below or right:
@@ -53,7 +53,7 @@ class Windows:
         return x.unflatten(2, (columns, w)).unflatten(1, (rows, h)).transpose(2, 3).flatten(1, 4)
 
     def merge(self, x_BPD: Tensor) -> Tensor:
-        """Return the tokens in the order of the image, x_BLD, without empty positions."""
+        """Undo `split`: return the tokens in the order of the image, x_BLD, without empty positions."""
         x = x_BPD.unflatten(1, (*self.groups, *self.shape)).transpose(2, 3).flatten(3, 4).flatten(1, 2)
         if any(self.shift):
             x = x.roll(self.shift, (1, 2))
@@ -89,10 +89,10 @@ def windows_of(height: int, width: int, window: int, is_shifted: bool, device: t
 
 
 class PositionBias(nn.Sequential):
-    """An MLP that computes each head's bias from the log-spaced offset between query and key.
+    """An MLP that computes each head's attention bias from the log-scaled offset between query and key.
 
-    Its dimensions are 2 (down, right), 512 and M. `trained_window` is the window size that scales the
-    offsets; 0: the size of the current window.
+    It has 2 inputs (down, right), 512 hidden units and M outputs. `trained_window` is the window size that
+    scales the offsets; 0: the size of the current window.
     """
 
     def __init__(self, heads: int, trained_window: int = 0) -> None:
@@ -108,7 +108,7 @@ class PositionBias(nn.Sequential):
 
 @lru_cache(maxsize=128)
 def _offsets(h: int, w: int, trained: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return all offsets in a window [(2h-1)(2w-1), 2], and each token pair's offset index [N, N]."""
+    """Return a table of all offsets in a window [(2h-1)(2w-1), 2], and each token pair's row [N, N]."""
     # Tensors created in inference mode cannot be used in training.
     with torch.inference_mode(False), torch.no_grad():
         lines = [torch.arange(1 - side, side) * (SPAN / max((trained or side) - 1, 1)) for side in (h, w)]
@@ -142,7 +142,7 @@ class WindowAttention(nn.Module):
             self.logit_scale = nn.Parameter(torch.full((heads, 1, 1), math.log(FIRST_SCALE)))
 
     def forward(self, x_BPD: Tensor, windows: Windows) -> Tensor:
-        """Return the output of attention, [B, P, D]."""
+        """Apply attention to tokens that are sorted by window, and return its output, [B, P, D]."""
         B, P, D = x_BPD.shape
         G, M, N = windows.number, self.heads, P // windows.number
         # With a mask, windows belong to the head dimension; without a mask, to the batch dimension.
@@ -168,7 +168,7 @@ class WindowAttention(nn.Module):
         return F.linear(x_BPD, self.qkv.weight, bias)
 
     def _bias(self, windows: Windows) -> Tensor:
-        """Return the bias of attention scores: [1, M, N, N], or [1, G * M, N, N] with a mask."""
+        """Return the bias to add to attention scores: [1, M, N, N], or [1, G * M, N, N] with a mask."""
         bias_MNN = self.cpb_mlp(windows.shape)
         if self.by_cosine:
             bias_MNN = MAX_BIAS * bias_MNN.sigmoid()

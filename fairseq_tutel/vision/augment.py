@@ -60,7 +60,7 @@ def augmented(image: Tensor, config: ImageConfig, draws: np.random.Generator) ->
 
 
 def erased(image: Tensor, probability: float, draws: np.random.Generator) -> Tensor:
-    """With a given probability, set a random rectangle of a normalized image [C, H, W] to 0, the mean."""
+    """With a given probability, set a random rectangle of a normalized image [C, H, W] to 0 (the mean)."""
     if not probability or draws.random() >= probability:
         return image
     area = draws.uniform(*ERASED)
@@ -91,7 +91,7 @@ def mixed(images_BCHW: Tensor, mixings: list[Mixing]) -> Tensor:
     """Return the batch with each image mixed with the next image, and the last image with the first.
 
     Sources: mixup, Zhang et al. 2018, equation 1; cutmix, Yun et al. 2019, section 3.1. Each image has its
-    own share. In both papers, all images of a batch have the same share.
+    own weight. In both papers, all images of a batch have the same weight.
     """
     next_BCHW = images_BCHW.roll(-1, 0)
     blended_BCHW = images_BCHW.clone()
@@ -118,7 +118,7 @@ def _grey(image: Tensor) -> Tensor:
 def _box(
     height_share: float, width_share: float, height: int, width: int, draws: np.random.Generator
 ) -> Box:
-    """Return a rectangle around a random pixel, clipped to the image; the shares are fractions."""
+    """Return a rectangle around a random pixel, clipped to the image; the shares are its relative size."""
     rows, columns = round(height_share * height), round(width_share * width)
     top, left = int(draws.integers(height)) - rows // 2, int(draws.integers(width)) - columns // 2
     return max(top, 0), min(top + rows, height), max(left, 0), min(left + columns, width)

@@ -35,7 +35,7 @@ def refusal(reason: str) -> str:
 
 
 class ImageFolder:
-    """Images (.png, .jpg, .jpeg) in one subfolder for each class; classes and files are sorted by name."""
+    """A data set of image files (.png, .jpg, .jpeg), one subfolder per class; both are sorted by name."""
 
     def __init__(self, folder: Path) -> None:
         _pillow()  # checked before workers start
@@ -76,12 +76,12 @@ class ImageFolder:
             return 1 if image.mode in ("1", "L", "LA", "F") or image.mode[0] == "I" else 3
 
     def read(self, i: int, channels: int) -> Tensor:
-        """Return image i as uint8 [C, h, w]; see `decoded`."""
+        """Decode image i to the given number of channels, and return it as uint8 [C, h, w]."""
         return decoded(self.name(i), channels)
 
 
 class ImageArrays:
-    """Images in an .npz file with the arrays `images`, `labels` and optionally `classes` (class names).
+    """A data set in an .npz file with arrays `images`, `labels` and, optionally, `classes` (class names).
 
     `images` is uint8 [N, h, w] or [N, h, w, C]; `labels` is int [N].
     """
@@ -135,7 +135,7 @@ class ImageArrays:
         return len(self._images)
 
     def name(self, i: int) -> str:
-        """Return the path of image i."""
+        """Return a name for image i: the path of the file and the index, such as train.npz[3]."""
         return f"{self.origin}[{i}]"
 
     def channels(self, i: int) -> int:
@@ -183,7 +183,7 @@ def classes_of(images: Images) -> list[str]:
 
 
 def labels_among(images: Images, classes: Sequence[str]) -> np.ndarray:
-    """Return each image's label as an index of `classes`, [N]; named classes are matched by name."""
+    """Return each image's label as an index into `classes`, [N]; named classes are matched by name."""
     if images.class_names is None:
         if images.labels_N.max() >= len(classes):
             raise ValueError(
@@ -287,7 +287,7 @@ def _pillow() -> Any:
 
 @contextmanager
 def _opened(path: str) -> Iterator[Any]:
-    """Open an image with Pillow, which reads only the header; errors in the block name the file."""
+    """Open an image with Pillow, which reads only the header; errors in the with block name the file."""
     pillow = _pillow()
     try:
         if not os.path.isfile(path) and os.path.exists(path):  # opening a pipe would block

@@ -193,7 +193,7 @@ class SwinExpertsConfig:
 
 
 def of_stages(config: SwinConfig) -> list[tuple[int, int, int, int]]:
-    """Return (number of blocks, model dimension, number of heads, position window) for each stage."""
+    """Return each stage's number of blocks, model dimension, head count and position-bias window."""
     depths, heads = numbers(config.depths), numbers(config.heads)
     windows = numbers(config.position_windows)
     windows = windows * len(depths) if len(windows) == 1 else windows

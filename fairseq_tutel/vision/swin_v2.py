@@ -1,4 +1,4 @@
-"""Swin V2, an image transformer: patch embedding, stages of blocks, and a classifier on the mean token.
+"""Swin V2, an image transformer: patch embedding, stages of blocks, and a classifier of the tokens' mean.
 
 B images, L tokens of an image, D model_dim, C classes.
 
@@ -17,7 +17,7 @@ from fairseq_tutel.vision.options import SwinConfig, of_stages
 
 
 class PatchEmbedding(nn.Module):
-    """Converts images [B, channels, height, width] to one token for each patch, with zero padding."""
+    """Converts images [B, channels, height, width] to one token per patch; edge patches are zero-padded."""
 
     def __init__(self, channels: int, dim: int, patch_size: int) -> None:
         super().__init__()
@@ -34,7 +34,7 @@ class PatchEmbedding(nn.Module):
 
 
 class PatchMerging(nn.Module):
-    """Merges each 2 x 2 group of tokens to one token of twice the dimension, with zero padding."""
+    """Merges each 2 x 2 group of tokens into one token of twice the dimension; zeros pad odd sizes."""
 
     def __init__(self, dim: int, form: str) -> None:
         super().__init__()
@@ -105,7 +105,7 @@ class Block(nn.Module):
 
 
 class Stage(nn.Module):
-    """Blocks of one resolution, followed by patch merging; every second block has shifted windows."""
+    """A stage of the model: blocks, then patch merging if given; every second block shifts windows."""
 
     def __init__(self, blocks: list[Block], config: SwinConfig, merging: PatchMerging | None) -> None:
         super().__init__()
