@@ -1,4 +1,4 @@
-"""Cost model: predicts the time and memory of a training step on a cluster (an alpha-beta-gamma model).
+"""Cost model: predicts the time and memory of one training step on a cluster (an alpha-beta-gamma model).
 
 There are W ranks on nodes of L ranks, EP groups of P ranks, and E experts. s = max(1, P // E) ranks share
 an expert's hidden dimension. The model assumes even load and no other traffic on links. docs/scaling.md has
@@ -20,7 +20,7 @@ _COUNT_BYTES = 8
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """The work of one rank in a training step: tokens, model sizes and training options."""
+    """The work of one rank in one training step: tokens, model sizes and training options."""
 
     tokens: int  # T
     model_dim: int  # D
@@ -164,7 +164,7 @@ def _layer_of(work: Work, cluster: Cluster, strategy: Strategy) -> _Layer:
 
 
 def step_parts(work: Work, machine: Machine, cluster: Cluster, strategy: Strategy) -> dict[str, float]:
-    """Return the predicted seconds of each part of a training step (forward and backward, all layers).
+    """Return the predicted seconds of each part of one training step (forward and backward, all layers).
 
     "exchange" is the time of all-to-alls that does not overlap with the experts.
 
@@ -216,7 +216,7 @@ def step_parts(work: Work, machine: Machine, cluster: Cluster, strategy: Strateg
 
 
 def step_seconds(work: Work, machine: Machine, cluster: Cluster, strategy: Strategy) -> float:
-    """Return the predicted seconds of a training step, without the optimizer and data loading."""
+    """Return the predicted seconds of one training step, without the optimizer and data loading."""
     return sum(step_parts(work, machine, cluster, strategy).values())
 
 
@@ -243,7 +243,7 @@ def memory_bytes(work: Work, cluster: Cluster, strategy: Strategy) -> dict[str, 
 
 
 def candidates(work: Work, nodes: int, local: int) -> Iterator[tuple[Cluster, Strategy]]:
-    """Yield each possible pair of a cluster configuration and a strategy for a training run.
+    """Yield each possible pair of a cluster configuration and a strategy for a run.
 
     They differ in the expert-parallel size, adaptive_r, overlap and all-to-all algorithm.
     """
@@ -266,7 +266,7 @@ def candidates(work: Work, nodes: int, local: int) -> Iterator[tuple[Cluster, St
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """A configuration of a training run, with its predicted time and memory."""
+    """A configuration of a run, with its predicted time and memory."""
 
     cluster: Cluster
     strategy: Strategy

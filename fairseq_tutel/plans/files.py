@@ -1,6 +1,6 @@
 """Reads collective plans from JSON or MSCCL XML files, or makes them from names such as ring:all_gather:8.
 
-`read_run` reads the plans of a training run. If a plan was made for one network, its folder has the file of
+`read_run` reads the plans of a run. If a plan was made for one network, its folder has the file of
 this network, and the run must have the same number of ranks on each host as the network.
 """
 
@@ -66,7 +66,7 @@ def write(plan: Plan, path: Path) -> None:
 
 
 class PlacedPlan(NamedTuple):
-    """A collective plan that a training run uses and that the checker has accepted.
+    """A collective plan that a run uses and that the checker has accepted.
 
     `name` is the file name without .json. `hosts` has the number of ranks on each host; None means any.
     """

@@ -1,4 +1,4 @@
-"""Reads and checks the collective plans of a training run, and passes them to `comm.collectives`."""
+"""Reads and checks the collective plans of a run, and passes them to `comm.collectives`."""
 
 import logging
 from collections.abc import Sequence
@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 
 def plans_of(task_cfg: Any) -> tuple[PlacedPlan, ...]:
-    """Return the collective plans of a training run, read and checked; later calls use a cache."""
+    """Return the collective plans of a run, read and checked; later calls use a cache."""
     path = read(TaskConfig, task_cfg).moe_collective_plans
     if path and path not in RUN.plans:
         RUN.plans[path] = read_run(path)
