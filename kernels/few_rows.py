@@ -49,6 +49,6 @@ def linear_of_few(x_nI: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Ten
 
 
 def are_few(x_nI: Tensor) -> bool:
-    """Return whether weight @ rows.T is faster than rows @ weight.T for these rows."""
+    """Return whether rows are so few that weight @ rows.T is faster than rows @ weight.T."""
     most = FEW_ELEMENTS_OF_ONE if x_nI.shape[0] == 1 else FEW_ELEMENTS
     return 0 < x_nI.numel() <= most and x_nI.dtype == torch.float32

@@ -209,14 +209,14 @@ def _activated(kind: Activation, h_nH: Tensor, g_nH: Tensor | None) -> Tensor:
 
 
 def _linear(rows_nI: Tensor, weight_EOI: Any, bias_EO: Any, block: Block, out_nO: Tensor) -> Tensor:
-    """Write rows @ weight.T + bias into `out_nO` and return it; each row uses its expert's weights."""
+    """Apply each row's expert: write rows @ weight.T + bias into `out_nO` and return it."""
     for e, rows, out in _by_expert(block, rows_nI, out_nO):
         linear(rows, weight_EOI[e], None if bias_EO is None else bias_EO[e], out)
     return out_nO
 
 
 def _times(dout_nO: Tensor, weight_EOI: Any, block: Block, out_nI: Tensor) -> Tensor:
-    """Write dout @ weight into `out_nI` and return it; each row uses its expert's weight."""
+    """Write the input gradient, dout @ weight of each row's expert, into `out_nI` and return it."""
     for e, dout, out in _by_expert(block, dout_nO, out_nI):
         torch.mm(dout, weight_EOI[e], out=out)
     return out_nI
@@ -236,7 +236,7 @@ def _by_expert(block: Block, *rows: Tensor) -> Iterable[tuple[Any, ...]]:
 
 
 def _blocks(weights: FFNWeights, groups: Groups, x_ND: Tensor) -> list[Block]:
-    """Return the blocks of rows that are computed together; several threads use one expert per block."""
+    """Return the blocks of rows that are computed together; with several threads, each has one expert."""
     row_bytes = weights.fc1_weight.shape[1] * x_ND.itemsize
     return blocks_of(groups.host, BLOCK_BYTES // row_bytes if torch.get_num_threads() == 1 else 0)
 
@@ -260,7 +260,7 @@ def _parts(rows: Tensor | None, blocks: Sequence[Block]) -> Sequence[Any]:
 def _readers(
     x_ND: Tensor, index_R: Tensor | None, blocks: Sequence[Block]
 ) -> Callable[[], Callable[[int], Tensor]]:
-    """Return a factory of functions; each returns the rows of a block, given the block's number.
+    """Return a factory of functions; each returns the rows of the block with a given number.
 
     Each thread calls the factory once. The thread's function gathers the rows of every block into the same
     buffer, which stays in cache.
@@ -278,7 +278,7 @@ def _readers(
 
 
 def _places(rows: Tensor, width: int, blocks: Sequence[Block]) -> Callable[[], Callable[[int], Tensor]]:
-    """Return a factory of functions; each returns a buffer for a block's results, given its number.
+    """Return a factory of functions; each returns a buffer for the block with a given number.
 
     Each thread calls the factory once. If the blocks exceed `SMALL_BYTES` in total, a thread uses the same
     buffer for all its blocks. This buffer stays in cache.
@@ -304,7 +304,7 @@ def _clear(weights: FFNWeights, counts: Sequence[int]) -> None:
 
 
 def clear_tail(rows: Tensor, groups: Groups) -> Tensor:
-    """Set the rows after the last group to 0 and return the complete tensor."""
+    """Set the rows that belong to no expert, after the last group, to 0; return the complete tensor."""
     used = sum(groups.host)
     if used < rows.shape[0]:
         rows[used:] = 0

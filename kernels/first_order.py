@@ -11,7 +11,7 @@ Gradients = Tensor | None | tuple[Tensor | None, ...]
 
 
 def first_order(backward: Callable[..., Gradients]) -> Callable[..., Gradients]:
-    """Decorate the backward of an autograd function so that differentiating its results raises an error.
+    """Decorate the backward of an autograd function so that a double backward raises an error.
 
     torch's `once_differentiable` raises only if an incoming gradient requires a gradient. The saved tensors
     also depend on the inputs. The second derivative through these tensors would be wrong without an error.

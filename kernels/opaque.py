@@ -1,4 +1,4 @@
-"""Hides kernel launches from torch.compile and fake tensors.
+"""Hides kernel launches from torch.compile and fake tensors, behind custom torch operators.
 
 A launch cannot be traced, but an operator with a fake implementation can. The fake implementation returns
 empty tensors of the right shapes and dtypes.

@@ -22,7 +22,7 @@ MOST_IN_PARTS, PART_BYTES, MOST_CLEARED = 32, 2**20, 128
 def linear(
     rows_nI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, out_nO: Tensor | None = None
 ) -> Tensor:
-    """Return rows @ weight.T + bias, written into `out_nO` if given."""
+    """Compute a linear map, rows @ weight.T + bias; write it into `out_nO` if given, and return it."""
     if out_nO is None:  # allocated first, so that both cases give equal bits
         out_nO = rows_nI.new_empty(len(rows_nI), len(weight_OI))
     if are_few(rows_nI) and weight_OI.numel() * weight_OI.itemsize >= LEAST_BYTES:

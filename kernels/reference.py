@@ -43,7 +43,7 @@ def gather_rows(x_TD: Tensor, index_R: Tensor, scale_R: Tensor | None = None) ->
 
 
 def gather_sum(rows_RD: Tensor, row_of_TK: Tensor, weights_TK: Tensor | None = None) -> Tensor:
-    """Sum the rows of each token: y[t] = sum over j of weights[t, j] * rows[row_of[t, j]].
+    """Sum each token's rows with weights: y[t] = sum over j of weights[t, j] * rows[row_of[t, j]].
 
     Entries of -1 in `row_of_TK` are skipped.
 

@@ -45,7 +45,7 @@ class PlanTable(NamedTuple):
 
 
 def run_plan(memory: Tensor, table: PlanTable, calls: int, spins: int = SPINS) -> Tensor:
-    """Run a collective plan for several consecutive calls.
+    """Run a collective plan in plain torch, for several consecutive calls of the collective.
 
     Args:
         memory: modified in place, contiguous. Half dtypes are summed in fp32 and rounded once.

@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def choose_experts(scores_TE: Tensor, top_k: int) -> Tensor:
-    """Return the expert ids [T, K] of each token's K largest scores; the lower id wins ties.
+    """Return each token's K best expert ids, [T, K] int64, best first; the lower id wins ties.
 
     The choice must be deterministic on every device. torch.topk does not define the order of ties.
     """
@@ -29,7 +29,7 @@ def choose_experts(scores_TE: Tensor, top_k: int) -> Tensor:
 
 
 def _ranked_keys(scores_TE: Tensor) -> Tensor:
-    """Map scores to distinct int64 keys with the same order; of equal scores, the lower id ranks first."""
+    """Map scores to distinct int64 keys in the same order; the lower expert id ranks first in ties."""
     num_experts = scores_TE.shape[1]
     bits_TE = (scores_TE.to(torch.float32) + 0.0).view(torch.int32)  # + 0.0 turns -0.0 into 0.0
     order_TE = torch.where(bits_TE < 0, bits_TE ^ 0x7FFFFFFF, bits_TE).to(torch.int64)
@@ -54,7 +54,7 @@ def softmax_top_k(logits_TE: Tensor, top_k: int) -> tuple[Tensor, Tensor, Tensor
 def softmax_top_k_backward(
     probs_TE: Tensor, ids_TK: Tensor, dprobs_TE: Tensor | None, dweights_TK: Tensor | None
 ) -> Tensor:
-    """Return the logits' gradient of `softmax_top_k`; an incoming gradient of None counts as zeros."""
+    """Return the gradient of the logits in `softmax_top_k`; an output gradient of None means zeros."""
     wide = torch.promote_types(probs_TE.dtype, torch.float32)
     grads_TE = torch.zeros_like(probs_TE, dtype=wide) if dprobs_TE is None else dprobs_TE.to(wide)
     if dweights_TK is not None:

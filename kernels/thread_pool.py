@@ -24,7 +24,7 @@ Worker = Callable[[int], None]
 
 
 def for_each(make_worker: Callable[[], Worker], counts: Sequence[int], row_work: int) -> None:
-    """Call a worker once for every expert, in any order and on any thread.
+    """Call a worker function once for every expert, in any order and on any thread.
 
     Args:
         make_worker: returns a function that is called with an expert's number. Each thread creates one such
@@ -46,7 +46,7 @@ def for_each(make_worker: Callable[[], Worker], counts: Sequence[int], row_work:
 
 
 def _shares(counts: Sequence[int], row_work: int) -> tuple[Sequence[int], Sequence[int]]:
-    """Return the experts that all threads compute together, and the experts that one thread computes."""
+    """Return the experts that all threads compute together, and those that one thread each computes."""
     threads, all_experts = torch.get_num_threads(), range(len(counts))
     busy = sum(count > 0 for count in counts)
     work = (sum(counts) + ROWS_OF_READING * busy) * row_work

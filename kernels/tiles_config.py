@@ -1,4 +1,4 @@
-"""Tile sizes of the grouped matrix products: a few candidates per product kind, hardware, dtype and shape.
+"""Lists a few tile sizes for each kind of grouped matrix product, by hardware, dtype and shape.
 
 The candidates were not chosen by timing. The first of each list is the default: the largest tile that
 compiles for its hardware without register spills (`benchmarks.compile_table` prints the figures, and a test

@@ -28,7 +28,7 @@ def tanh(x):
 
 @triton.jit
 def activate(h, ACTIVATION: tl.constexpr):
-    """Apply the activation to h; the dtype of h and of the result is fp32 or fp64."""
+    """Apply an activation function to h, in a Triton kernel; h and the result are fp32 or fp64."""
     if ACTIVATION == "relu":
         a = tl.where(h < 0, 0.0, h)
     elif ACTIVATION == "relu_squared":
@@ -50,7 +50,7 @@ def activate(h, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def activate_backward(da, kept, ACTIVATION: tl.constexpr):
-    """Return the input gradient dh from da and the saved tensor (the output a or the input h)."""
+    """Return the activation's input gradient, from its output gradient and saved output or input."""
     if ACTIVATION == "relu":
         dh = tl.where(kept <= 0, 0.0, da)
     elif ACTIVATION == "relu_squared":

@@ -54,7 +54,7 @@ def _fake_gather_sum(rows_RD: Tensor, row_of_TK: Tensor, weights_TK: Tensor | No
 
 @opaque(_fake_gather_sum)
 def gather_sum(rows_RD: Tensor, row_of_TK: Tensor, weights_TK: Tensor | None = None) -> Tensor:
-    """Sum the rows of each token: y[t] = sum over j of weights[t, j] * rows[row_of[t, j]]."""
+    """Sum each token's rows with weights: y[t] = sum over j of weights[t, j] * rows[row_of[t, j]]."""
     rows_RD, row_of_TK = rows_RD.contiguous(), row_of_TK.contiguous()
     weights_TK = None if weights_TK is None else weights_TK.contiguous()
     num_tokens, top_k = row_of_TK.shape

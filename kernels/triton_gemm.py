@@ -58,7 +58,7 @@ def triton_linear(
     more_weight_EOI: Tensor | None,
     counts_E: Tensor,
 ) -> Tensor:
-    """Return rows @ weight.T + bias + more @ more_weight.T; each row uses its expert's weights."""
+    """Compute rows @ weight.T + bias + more @ more_weight.T, with the weights of each row's expert."""
     num_experts, out_dim, in_dim = weight_EOI.shape
     num_rows = rows_RI.shape[0]
     out_RO = rows_RI.new_empty(num_rows, out_dim)

@@ -286,7 +286,7 @@ def _hidden_backward(
     N,
     ACTIVATION: tl.constexpr,
 ):
-    """Write one tile of dh, dg and a (the gradients and output of the activation); return <da, a>."""
+    """Write one tile of the FFN's hidden gradients dh and dg and output a; return <da, a> of each row."""
     if a_in is not None:
         a = load_tile(a_in, first, last_read, n, N, da.shape[0], da.shape[1]).to(da.dtype)
         kept = a

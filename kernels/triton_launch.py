@@ -30,7 +30,7 @@ def hardware_of(device: torch.device) -> str:
 
 
 def precision_of(dtype: torch.dtype) -> str:
-    """Return the precision of matrix products of a dtype: "half", "ieee", or "tf32" if torch allows it."""
+    """Return the precision of a dtype's matrix products: "half", "ieee", or, if torch allows it, "tf32"."""
     if dtype in (torch.float16, torch.bfloat16):
         return "half"
     switch = torch.backends.cuda.matmul

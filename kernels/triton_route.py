@@ -1,4 +1,4 @@
-"""Triton kernels of routing: softmax with top-k, and slots, with the signatures of `reference_route`.
+"""Triton kernels of routing: softmax with top-k, and slots; they replace `reference_route` on GPUs.
 
 Slots are computed by a block scan in three steps: a histogram of every block of assignments, an exclusive
 sum over the blocks, and comparisons of the ids within a block. The scan needs no atomics, sort, [T, E]
@@ -67,7 +67,7 @@ def _fake_softmax_top_k_backward(
 def softmax_top_k_backward(
     probs_TE: Tensor, ids_TK: Tensor, dprobs_TE: Tensor | None, dweights_TK: Tensor | None
 ) -> Tensor:
-    """Return the logits' gradient of `softmax_top_k`; an incoming gradient of None counts as zeros."""
+    """Return the gradient of the logits in `softmax_top_k`; an output gradient of None means zeros."""
     probs_TE, ids_TK = probs_TE.contiguous(), ids_TK.contiguous()
     dprobs_TE = None if dprobs_TE is None else dprobs_TE.contiguous()
     dweights_TK = None if dweights_TK is None else dweights_TK.contiguous()
@@ -192,7 +192,7 @@ def _block_starts(
 
 
 def _tile(num_experts: int, is_wide: bool) -> tuple[int, int]:
-    """Return the size (tokens, experts) of a tile that covers all experts; half the size for fp64."""
+    """Return the tile size (tokens, experts). A tile covers all experts; fp64 tiles have half the size."""
     block_e = max(triton.next_power_of_2(num_experts), 16)
     return max(TILE // (2 if is_wide else 1) // block_e, 1), block_e
 

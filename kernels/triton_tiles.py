@@ -72,7 +72,7 @@ def _tile_table_kernel(
 
 @triton.jit
 def place(pid, tiles_m, tiles_n, GROUP: tl.constexpr):
-    """Return the tile (m, n) that program `pid` computes; GROUP row tiles are processed together."""
+    """Return the tile (m, n) of program `pid`; GROUP row tiles are processed together to reuse weights."""
     group = pid // (GROUP * tiles_n)
     in_group = pid % (GROUP * tiles_n)
     height = tl.minimum(tiles_m - group * GROUP, GROUP)

@@ -75,11 +75,11 @@ class FFNWeights:
         return cls(*tensors)
 
     def of_each(self) -> Any:
-        """Return the weights with each stacked tensor split into a list with one tensor per expert."""
+        """Return the FFN weights with each stacked tensor split into one tensor per expert."""
         return FFNWeights.of([None if t is None else t.unbind(0) for t in self.tensors()])
 
     def tensors(self) -> tuple[Tensor | None, ...]:
-        """Return the weight tensors in the order of NAMES."""
+        """Return the FFN's weight tensors (fc1, fc2, fc3) in the order of NAMES."""
         return tuple(getattr(self, name) for name in NAMES)
 
 

@@ -43,7 +43,7 @@ class DecodeRouting(Deferred, Routing):
 
     @cached_property
     def groups(self) -> Groups:
-        """The number of rows of each expert."""
+        """The groups of rows: the number of rows of each expert."""
         counts = [0] * self.probs_TE.shape[1]
         for expert, own in self.assignments.items():
             counts[expert] = len(own)

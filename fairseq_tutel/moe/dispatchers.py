@@ -65,7 +65,7 @@ class Local:
 
 @dataclass(eq=False)
 class Gathering(Local):
-    """A dispatcher that gathers all experts on every rank for one forward, so it sends no rows."""
+    """A dispatcher that gathers all experts on every rank for one forward pass, and sends no rows."""
 
     topology: Topology
     calls: CallCounter

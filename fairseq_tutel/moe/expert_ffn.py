@@ -53,7 +53,7 @@ class _NoGraph:
     needs_input_grad = ()
 
     def save_for_backward(self, *tensors: Any) -> None:
-        """Ignore the tensors, because there is no backward pass."""
+        """Ignore the tensors instead of saving them, because there is no backward pass."""
 
 
 class _FFN(torch.autograd.Function):

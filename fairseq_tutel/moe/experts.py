@@ -68,7 +68,7 @@ class Experts(ExpertStack):
                 parameter[i].copy_(self.own_part(tensor, whole.unsqueeze(0))[0])
 
     def prepared(self, tensors: Tensors, device: torch.device) -> Tensors:
-        """Return the tensors in autocast's dtype if autocast is enabled, otherwise unchanged."""
+        """Return the expert weights in autocast's dtype if autocast is enabled, otherwise unchanged."""
         if not torch.is_autocast_enabled(device.type):
             return tensors
         dtype = torch.get_autocast_dtype(device.type)

@@ -1,4 +1,4 @@
-"""Defines options of command line and configuration: names, defaults, flags and rules for values."""
+"""Defines options of the command line and configuration: names, defaults, flags, rules for values."""
 
 import math
 import numbers
@@ -118,7 +118,7 @@ def documented(config: type) -> str:
 
 
 def plain(value: Any) -> Any:
-    """Return the value of a fairseq enumeration member; return any other object unchanged."""
+    """Return the plain value of a fairseq enumeration member; return any other object unchanged."""
     return getattr(value, "value", value)
 
 
