@@ -91,7 +91,7 @@ class _Splitting:
         return [t for t in alike if t != u] or [t for t in out if t != u]
 
     def _split_evenly(self, switch: int, pieces: Sequence[Piece]) -> None:
-        """Replace links of a switch by the new links `pieces`, except new links that reduce flows too far."""
+        """Replace links of a switch by the new links `pieces`, except those that reduce flows too far."""
         if not pieces:
             return
         trial = self.graph.copy()

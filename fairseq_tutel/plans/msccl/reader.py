@@ -338,7 +338,7 @@ def _stored(block: _Block) -> Counter[Cell]:
 def _dependencies(
     blocks: list[_Block],
 ) -> tuple[dict[tuple[int, int], int], dict[tuple[int, int], list[int]]]:
-    """Return, by (block, step), two dicts: the block that the step waits for, and the blocks waiting for it."""
+    """Return two dicts by (block, step): the block that a step waits for, and the blocks waiting for it."""
     pends: dict[tuple[int, int], int] = {}
     posts: dict[tuple[int, int], list[int]] = defaultdict(list)
     for lane, block in enumerate(blocks):
