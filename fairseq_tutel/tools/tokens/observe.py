@@ -78,14 +78,14 @@ def recording(model: nn.Module) -> Iterator[dict[str, Recorder]]:
             layer.route_by(recorders[name].before)
 
 
-def of_texts(opened: Any, texts: Sequence[str]) -> Iterator[Sample]:
+def of_texts(model: Any, opened: Any, texts: Sequence[str]) -> Iterator[Sample]:
     """Run the model on texts; yield a `Sample` with the chosen experts for each sequence of tokens.
 
     Args:
+        model: the model of `opened`.
         opened: the result of `from_checkpoint`.
         texts: sentences; the decoder of a translation model reads the model's translation.
     """
-    model = opened.models[0] if hasattr(opened, "models") else opened.model
     for text in texts:
         tokens = opened.encode(text).cpu()
         batch = {"src_tokens": tokens[None], "src_lengths": torch.tensor([len(tokens)])}

@@ -62,7 +62,7 @@ def run(arguments: argparse.Namespace) -> None:
     if not experts:
         raise ValueError(f"MODEL is {arguments.model}, which has no experts; give that of a MoE model.")
     if arguments.text:
-        samples = list(of_texts(interface, arguments.text))
+        samples = list(of_texts(model, interface, arguments.text))
     else:
         samples = list(of_data(model, task, arguments.split, arguments.limit))
     templates = Environment(
