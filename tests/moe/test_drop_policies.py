@@ -149,3 +149,13 @@ def test_rts_repeats_with_the_generator_and_is_position_in_evaluation():
     assert torch.equal(torch.get_rng_state(), state)
     expected = oracle.plan(torch.softmax(logits(20), 1).tolist(), 2, 0.5)
     assert evaluation.slots_TK.tolist() == expected.slots
+
+
+def test_rts_draws_another_order_for_each_choice():
+    order_N = DROP_POLICIES["rts"](
+        torch.zeros(50, E), torch.zeros(50, 2, dtype=torch.int64), torch.arange(50), True
+    )
+    first_T, second_T = order_N.view(2, 50)
+    assert sorted(first_T.tolist()) == list(range(50))
+    assert sorted(second_T.tolist()) == list(range(50, 100))
+    assert not torch.equal(first_T + 50, second_T)
