@@ -132,6 +132,14 @@ def test_bad_input_ends_with_one_sentence(translator, mt_data, tmp_path, monkeyp
     assert [path.name for path in tmp_path.iterdir()] == ["old.html"]
 
 
+def test_a_model_whose_data_folder_is_gone_needs_another(translator, tmp_path):
+    saved = torch.load(translator / "checkpoint_last.pt", weights_only=False)
+    saved["cfg"]["task"]["data"] = str(tmp_path / "gone")
+    torch.save(saved, tmp_path / "model.pt")
+    sentence = refusal_of("tokens", tmp_path / "model.pt", "--output", tmp_path / "page.html")
+    assert sentence.endswith("gone, which does not exist; give the data folder as DATA.")
+
+
 def test_unknown_words_are_counted(translator, mt_data, tmp_path):
     path = tmp_path / "page.html"
     words = ("tokens", translator, mt_data, "--text", "w1 foo", "--output", path)

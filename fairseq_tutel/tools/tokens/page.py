@@ -107,7 +107,13 @@ def _opened(arguments: argparse.Namespace) -> tuple[Any, Any, Any]:
         return (opened.models[0] if hasattr(opened, "models") else opened.model), opened.task, opened
     plugin.register()
     overrides = {"data": arguments.data} if arguments.data else {}
-    models, _, task = checkpoint_utils.load_model_ensemble_and_task(files, arg_overrides=overrides)
+    try:
+        models, _, task = checkpoint_utils.load_model_ensemble_and_task(files, arg_overrides=overrides)
+    except FileNotFoundError as error:  # the folder of the training run, or a dictionary
+        raise ValueError(
+            f"MODEL is {arguments.model}, which needs {error.filename}, which does not exist; give the "
+            "data folder as DATA."
+        ) from error
     if not hasattr(task, "class_names") and not reads_text(task):
         raise ValueError(other)
     try:
