@@ -23,15 +23,8 @@ from matplotlib.ticker import FuncFormatter
 import forms
 import page
 from fairseq_tutel.planning.cost import Cluster, Work, best, candidates, step_seconds
-from fairseq_tutel.planning.links import (
-    Errors,
-    Row,
-    errors_of,
-    exchange_seconds,
-    faster_algorithm,
-    fit_machine,
-    relative_errors,
-)
+from fairseq_tutel.planning.link_fit import Errors, Row, errors_of, fit_machine, relative_errors
+from fairseq_tutel.planning.links import exchange_seconds, faster_algorithm
 from fairseq_tutel.planning.machine import CPU, PRESETS, Machine
 from fairseq_tutel.planning.strategy import Strategy
 from fairseq_tutel.tools.report.figures import COLORS

@@ -22,7 +22,7 @@ if [ ! -e "$teacher" ]; then
     MODELS=moe SEEDS=1 EXTRA="--max-update ${START:-640} --total-num-update ${START:-640}" \
         "$root/examples/language_model.sh" "$data" "$out" | sed "s/^moe/teacher/"
 fi
-python -m fairseq_tutel convert student --input "$teacher" --output "$out/student.pt" --overwrite \
+python -m fairseq_tutel convert student "$teacher" --output "$out/student.pt" --overwrite \
     --drop-layers 1
 
 distill="--criterion moe_distillation --distill-criterion moe_cross_entropy --distill-teacher $teacher

@@ -61,7 +61,8 @@ def main() -> None:
 
 def lines(path: Path) -> list[str]:
     """Return the lines of a text file, without spaces at the ends."""
-    return [line.strip() for line in path.read_text(encoding="utf-8").split("\n")]
+    # Not read_text, for which a carriage return ends a line, too.
+    return [line.strip() for line in path.read_bytes().decode("utf-8").removesuffix("\n").split("\n")]
 
 
 if __name__ == "__main__":

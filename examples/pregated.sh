@@ -27,8 +27,8 @@ for seed in ${SEEDS:-1 2 3}; do
     mkdir -p "$run" "$out/tuned"
     ln -sfn ../bin "$out/tuned/bin"
     if [ ! -e "$run/score.txt" ]; then
-        python -m fairseq_tutel convert pregate --moe-pregate 1 --overwrite \
-            --input "$out/moe-$seed/checkpoint_last.pt" --output "$run/checkpoint_last.pt"
+        python -m fairseq_tutel convert pregate "$out/moe-$seed/checkpoint_last.pt" --moe-pregate 1 --overwrite \
+            --output "$run/checkpoint_last.pt"
         echo "converted seed $seed: $("$root/examples/translation_score.sh" "$data" "$out/bin" "$run")"
     fi
     for name in moe pregated; do

@@ -1,32 +1,53 @@
 #!/usr/bin/env bash
 # From two parallel text files to a translation by a Mixture-of-Experts model, in a few minutes on two CPU cores.
 #
-#   examples/quickstart.sh [--upcycle] [SOURCE TARGET [OUT]]
+#   examples/quickstart.sh [--upcycle] [--overwrite] [SOURCE TARGET [OUT]]
 #
 # Line n of SOURCE (such as my.de) and line n of TARGET (such as my.en) are translations of each other. The suffixes
 # name the languages. Without files, a small German-English corpus is generated. OUT [outputs/quickstart] gets the
 # pieces of words (bpe.model), the data for fairseq (data/), the checkpoints and the log of the model (model/), and
-# report.html. With --upcycle, a dense model is trained first; its weights then start the model with experts.
+# report.html; --overwrite replaces them. With --upcycle, a dense model is trained first, and its weights start the MoE
+# model.
 # Environment: UPDATES (300), VOCAB (pieces of words, at most; 2000), OMP_NUM_THREADS (all cores).
 set -euo pipefail
 
-usage() { echo "usage: examples/quickstart.sh [--upcycle] [SOURCE.de TARGET.en [OUT]]; $1" >&2; exit 1; }
-upcycle=
-if [ "${1:-}" = --upcycle ]; then upcycle=yes; shift; fi
-[ $# -ne 1 ] && [ $# -le 3 ] || usage "give both files, or none."
+refuse() { echo "error: $1" >&2; exit 2; }
+upcycle= overwrite=
+while [[ "${1-}" == --* ]]; do
+    case $1 in
+    --upcycle) upcycle=yes ;;
+    --overwrite) overwrite=yes ;;
+    *) refuse "$1 is no option; give --upcycle, --overwrite or none." ;;
+    esac
+    shift
+done
+[ $# -ne 1 ] && [ $# -le 3 ] || refuse "give SOURCE and TARGET, such as my.de my.en, and perhaps OUT; or nothing."
 root=$(cd "$(dirname "$0")/.." && pwd)
 PATH="$root/.venv/bin:$PATH"
 out=${3:-outputs/quickstart}
 updates=${UPDATES:-300}
-mkdir -p "$out"
-if [ $# -eq 0 ]; then
+# All checks come first, so that bad input leaves OUT as it was.
+if [ -e "$out" ] && [ ! -d "$out" ]; then refuse "OUT is $out, which is not a folder; give another name."; fi
+if [ -z "$overwrite" ] && [ -n "$(ls -A "$out" 2>/dev/null)" ]; then
+    refuse "OUT is $out, which is not empty; give another folder, or add --overwrite."
+fi
+if [ $# -gt 0 ]; then
+    for file in "$1" "$2"; do
+        [[ "$(basename "$file")" == *.* ]] || refuse "$file has no suffix; give it that of its language, such as .de."
+        [ -f "$file" ] || refuse "$file does not exist; give a text file."
+        [ -s "$file" ] || refuse "$file is empty; give a text file with one sentence per line."
+        iconv -f UTF-8 -t UTF-8 "$file" > /dev/null 2>&1 || refuse "$file is not UTF-8; convert it with iconv."
+    done
+    [ "${1##*.}" != "${2##*.}" ] || refuse "both files end with .${1##*.}; give each the suffix of its language."
+    lines=("$(grep -c "" "$1")" "$(grep -c "" "$2")")
+    [ "${lines[0]}" = "${lines[1]}" ] \
+        || refuse "$1 has ${lines[0]} lines, but $2 has ${lines[1]}; give translations line by line."
+else
+    mkdir -p "$out"
     python "$root/examples/small_corpus.py" "$out/corpus"
     set -- "$out/corpus/train.de" "$out/corpus/train.en"
 fi
 source=$1 target=$2 from=${1##*.} to=${2##*.}
-for file in "$source" "$target"; do [ -s "$file" ] || usage "$file does not exist or is empty."; done
-[ "$from" != "$to" ] || usage "both files end with .$from; give each the suffix of its language."
-[ "$(wc -l < "$source")" = "$(wc -l < "$target")" ] || usage "the files differ in their number of lines."
 
 step() { echo; echo "== $1"; }
 
@@ -62,7 +83,7 @@ moe=(--task moe_translation --arch moe_transformer_iwslt_de_en --criterion moe_l
 if [ -n "$upcycle" ]; then
     step "3 of 5: train a dense model, then one with experts that starts from it"
     train "$out/dense" "$updates" --task translation --arch transformer_iwslt_de_en --criterion label_smoothed_cross_entropy
-    python -m fairseq_tutel convert upcycle --input "$out/dense/checkpoint_best.pt" --output "$out/upcycled.pt" \
+    python -m fairseq_tutel convert upcycle "$out/dense/checkpoint_best.pt" --output "$out/upcycled.pt" \
         --overwrite "${experts[@]}"
     start=(--finetune-from-model "$out/upcycled.pt")
 else
@@ -74,7 +95,7 @@ train "$out/model" "$updates" "${moe[@]}" "${experts[@]}" ${start[@]+"${start[@]
 step "4 of 5: score the test sentences, and draw curves and experts"
 fairseq-generate "$out/data" --user-dir "$root/user_dir" --path "$out/model/checkpoint_best.pt" --beam 5 \
     --remove-bpe sentencepiece --num-workers 0 2>&1 | grep "^Generate"
-python -m fairseq_tutel report "$out/model" --output "$out/report.html"
+python -m fairseq_tutel report "$out/model" --output "$out/report.html" --overwrite
 
 step "5 of 5: translate in Python"
 python "$root/examples/translate.py" "$out/model" "$out/plain/test.$from" "$out/plain/test.$to"

@@ -16,7 +16,7 @@ updates=${UPDATES:-250}
 
 MODELS=dense SEEDS=1 EXTRA="--max-update ${START:-200}" "$root/examples/translation.sh" "$data" "$out"
 declare -A start=([dense]="$out/dense-1/checkpoint_last.pt" [moe]="$out/upcycled.pt")
-python -m fairseq_tutel convert upcycle --input "${start[dense]}" --output "${start[moe]}" --overwrite \
+python -m fairseq_tutel convert upcycle "${start[dense]}" --output "${start[moe]}" --overwrite \
     --moe-freq 1 --moe-expert-count 8 --moe-top-k 2 --moe-expert-ffn-dim 256
 
 for name in dense moe; do

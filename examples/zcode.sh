@@ -94,4 +94,4 @@ for seed in ${SEEDS:-1 2 3}; do
 done
 mapfile -t table < <(printf '%s\n' "${table[@]}" | sort -u)
 python "$root/examples/score_table.py" "$out" "${table[@]}"
-python -m fairseq_tutel report "$run" --name "several tasks" --output "$out/report.html"
+python -m fairseq_tutel report "$run" --name "several tasks" --output "$out/report.html" --overwrite

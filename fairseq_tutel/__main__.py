@@ -10,10 +10,11 @@ from importlib import import_module
 
 from fairseq_tutel import __version__
 from fairseq_tutel.files.untrusted import error_line
+from fairseq_tutel.tools.parser import ToolParser
 
 # Group -> tool -> its module in tools/, the only one that is imported, and one line of help. A module's
 # `add_to(tools)` adds a subparser with the default `run`: it gets the parsed arguments, and raises a
-# ValueError of one sentence on failure.
+# ValueError of one sentence on failure. The import needs neither torch nor numpy, so that --help is fast.
 GROUPS = {
     "see a training run": {
         "report": ("report.page", "draw one HTML page of training runs, from fairseq's logs"),
@@ -45,18 +46,7 @@ def main() -> None:
     """Run the tool given on the command line."""
     words = sys.argv[1:]
     chosen = next((word for word in words if not word.startswith("-")), "")
-    parser = argparse.ArgumentParser(
-        prog="fairseq-tutel",
-        usage="fairseq-tutel TOOL [arguments]",
-        description=f"{__doc__}\n\n{_listed()}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--version", action="version", version=f"fairseq_tutel {__version__}")
-    tools = parser.add_subparsers(dest="tool", metavar="TOOL", help=argparse.SUPPRESS)
-    if chosen in TOOLS:
-        import_module(f"fairseq_tutel.tools.{TOOLS[chosen][0]}").add_to(tools)
-    elif chosen:
-        parser.error(f"{chosen} is no tool; give one of {', '.join(TOOLS)}")
+    parser = parser_of(chosen)
     arguments = parser.parse_args(words)
     if not chosen:
         parser.print_help()
@@ -69,6 +59,24 @@ def main() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (ImportError, OSError, ValueError) as error:
         sys.exit(error_line(error))
+
+
+def parser_of(chosen: str) -> ToolParser:
+    """Return the parser of the command line, with the arguments of the chosen tool; "" chooses none."""
+    parser = ToolParser(
+        prog="fairseq-tutel",
+        usage="fairseq-tutel TOOL [arguments]",
+        description=f"{__doc__}\n\n{_listed()}",
+        example="report SAVE",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"fairseq_tutel {__version__}")
+    tools = parser.add_subparsers(dest="tool", metavar="TOOL", help=argparse.SUPPRESS, prog="fairseq-tutel")
+    if chosen in TOOLS:
+        import_module(f"fairseq_tutel.tools.{TOOLS[chosen][0]}").add_to(tools)
+    elif chosen:
+        parser.error(f"{chosen} is no tool; give one of {', '.join(TOOLS)}")
+    return parser
 
 
 def _listed() -> str:

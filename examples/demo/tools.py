@@ -53,7 +53,7 @@ def train(name: str, arguments: Sequence[str], out: Path, show: str) -> float:
 def report(names: Sequence[str], out: Path) -> Path:
     """Draw the runs on one page; return its path."""
     page = out / "report.html"
-    arguments = ["-m", "fairseq_tutel", "report", "--output", str(page)]
+    arguments = ["-m", "fairseq_tutel", "report", "--output", str(page), "--overwrite"]
     arguments += [f"--name={name}" for name in names]
     arguments += [str(statistics_of(name, out)) for name in names]
     run("python", arguments, out / "report.log", show=r"(.+)")

@@ -18,7 +18,7 @@ def average(paths: list[Path]) -> SavedModel:
     Memory holds the averaged weights and, for sharded checkpoints, one tensor of each checkpoint. Tied
     tensors stay tied. Raises ValueError if names or shapes of the weights differ.
     """
-    opened = [SavedModel.open(path, "--inputs", keep_shards=True) for path in paths]
+    opened = [SavedModel.open(path, "INPUTS", keep_shards=True) for path in paths]
     models: list[dict[str, Any]] = [saved.weights for saved in opened]
     for path, model in zip(paths[1:], models[1:], strict=True):
         _refuse_other_weights(paths[0], models[0], path, model)

@@ -29,12 +29,12 @@ def describe(state: Any, path: Path, check: bool = False) -> tuple[Facts, list[L
     """
     is_checkpoint = isinstance(state, dict) and isinstance(state.get("model"), dict)
     if is_checkpoint:
-        refuse_malformed(state, f"FILE {path}")
+        refuse_malformed(state, f"CHECKPOINT {path}")
         bind(state, path)
     shards = [tensor for _, tensor in _tensors(state) if isinstance(tensor, ShardedTensor)]
     weights = dict(_tensors(state["model"] if is_checkpoint else state))
     if not weights:
-        raise ValueError(f"FILE names {path}, which holds no tensors; give a checkpoint.")
+        raise ValueError(f"CHECKPOINT names {path}, which holds no tensors; give a checkpoint.")
     layers = [layer for layer in layers_of(weights, within=True) if layer.has_experts]
     is_ours = bool(layers) and is_checkpoint
     kind = OURS if is_ours else kind_of(weights) or (DENSE if is_checkpoint else "tensors")
@@ -65,7 +65,7 @@ def _verify(path: Path, shards: Iterable[ShardedTensor]) -> None:
             tensor.read(expert, 1)  # compares the digest
     if not is_whole(str(path)):
         raise ValueError(
-            f"FILE names {path}, whose bytes do not match their checksums; give an older checkpoint."
+            f"CHECKPOINT names {path}, whose bytes do not match their checksums; give an older checkpoint."
         )
 
 

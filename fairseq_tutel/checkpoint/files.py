@@ -133,7 +133,7 @@ def read_file(path: Path, flag: str, verify: bool = True) -> Any:
         raise ValueError(f"{flag} names {path}, which is {kind}; give a checkpoint file.")
     if not path.is_file():
         raise ValueError(f"{flag} names {path}, which does not exist; give an existing file.")
-    fix = "remove this file, or give another" if flag == "--inputs" else "give another file"
+    fix = "remove this file, or give another" if flag == "INPUTS" else "give another file"
     # A compressed entry could expand without limit.
     if zipfile.is_zipfile(path) and not has_an_end(str(path)):
         raise ValueError(f"{flag} names {path}, which is corrupt or not a checkpoint; {fix}.")

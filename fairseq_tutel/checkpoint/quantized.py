@@ -16,7 +16,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-EXPERT_DTYPES = ("bf16", "int8", "int4")
+from fairseq_tutel.moe.option_table import EXPERT_DTYPES as EXPERT_DTYPES
+
 LARGEST = {"int8": 127, "int4": 7}
 SCALE_BYTES = 4
 BLOCK = 2**18  # values

@@ -89,11 +89,11 @@ def layers_of(weights: Iterable[str], within: bool = False) -> list[Layer]:
 class SavedModel:
     """An open fairseq checkpoint. Its tensors stay on disk until they are read; edits change `state`."""
 
-    def __init__(self, state: dict[str, Any], path: Path | None = None, flag: str = "--input") -> None:
+    def __init__(self, state: dict[str, Any], path: Path | None = None, flag: str = "INPUT") -> None:
         self.state, self.path, self.flag = state, path, flag
 
     @classmethod
-    def open(cls, path: Path, flag: str = "--input", keep_shards: bool = False) -> "SavedModel":
+    def open(cls, path: Path, flag: str = "INPUT", keep_shards: bool = False) -> "SavedModel":
         """Open the checkpoint at `path`, a value of the flag `flag`; raise ValueError for a bad file.
 
         With `keep_shards`, experts in shard files become `ShardedTensor`s, which are read on demand.

@@ -40,7 +40,7 @@ def _config_of(saved: SavedModel, layer: Layer) -> MoEConfig:
     norm = next((weights[name] for name in norms if name in weights), None)
     if norm is None:
         raise ValueError(
-            f"--input lacks {layer.name}.final_layer_norm.weight; give a complete transformer checkpoint."
+            f"INPUT lacks {layer.name}.final_layer_norm.weight; give a complete transformer checkpoint."
         )
     config = layer_config(
         argparse.Namespace(**saved.options),
@@ -54,7 +54,7 @@ def _config_of(saved: SavedModel, layer: Layer) -> MoEConfig:
     for name in gate_rows(config, layer):
         if name not in weights or weights[name].shape[0] != num_experts:
             raise ValueError(
-                f"--input has {num_experts} experts in {layer.label}, but {name} has a different number of "
+                f"INPUT has {num_experts} experts in {layer.label}, but {name} has a different number of "
                 "rows. A file saved at a crash holds only one rank's experts; give a complete checkpoint."
             )
     return config

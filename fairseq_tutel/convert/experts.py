@@ -177,7 +177,7 @@ def _pad(made: dict[Layer, Tensors]) -> tuple[dict[str, int], dict[str, int]]:
         more = widths[layer.side] - len(ffn["fc1.bias"])
         if more and LAYER_NORM[0] in ffn:
             raise ValueError(
-                "--input normalizes hidden layers (--scale-fc) of different widths, but in a dense model "
+                "INPUT normalizes hidden layers (--scale-fc) of different widths, but in a dense model "
                 "all hidden layers have the same width; choose --experts with equal widths."
             )
         if more:

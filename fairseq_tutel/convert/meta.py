@@ -168,7 +168,7 @@ def _weights(file: SavedModel) -> Tensors:
         name = re.sub(WRAPPERS, "", key.removeprefix("module."))
         if re.search(FLAT, name):
             raise ValueError(
-                f"--input names {file.path}, which holds flattened weights ({key}) of a sharded training "
+                f"INPUT names {file.path}, which holds flattened weights ({key}) of a sharded training "
                 "run; save the checkpoint again with Meta's branch, without --use-sharded-state."
             )
         weights[name] = tensor
@@ -176,7 +176,7 @@ def _weights(file: SavedModel) -> Tensors:
 
 
 def _refuse(path: Path, what: str, fix: str = "give the files of one training run") -> NoReturn:
-    raise ValueError(f"--input names {path}, {what}; {fix}.")
+    raise ValueError(f"INPUT names {path}, {what}; {fix}.")
 
 
 def _checked(paths: list[Path], weights: list[Tensors]) -> tuple[int, list[Row]]:
@@ -220,7 +220,7 @@ def _refuse_other_layers(saved: SavedModel) -> None:
         found = [layer.index for layer in layers if layer.has_experts]
         if found != expected:
             raise ValueError(
-                f"--input has experts in the {side} layers {found}, but its options (--moe-freq {freq}) "
+                f"INPUT has experts in the {side} layers {found}, but its options (--moe-freq {freq}) "
                 f"select the layers {expected}; give the files of one training run."
             )
 

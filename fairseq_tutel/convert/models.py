@@ -28,7 +28,7 @@ def sides_of(saved: SavedModel) -> dict[str, list[Layer]]:
     sides = {side: list(layers) for side, layers in groupby(saved.layers, lambda one: one.side)}
     if not sides or not sides.keys() <= {*SIDES}:  # Swin has stages
         raise ValueError(
-            f"--input names {saved.path}, which has no encoder or decoder layers; give a transformer."
+            f"INPUT names {saved.path}, which has no encoder or decoder layers; give a transformer."
         )
     return sides
 
@@ -116,7 +116,7 @@ def pregate(saved: SavedModel, ahead: int) -> list[str]:
     sides = [list(layers) for _, layers in groupby(configs_of(saved), lambda layer: layer.side)]
     if saved.options.get("moe_pregate"):
         raise ValueError(
-            f"--input names {saved.path}, which is pre-gated already (--moe-pregate "
+            f"INPUT names {saved.path}, which is pre-gated already (--moe-pregate "
             f"{saved.options['moe_pregate']}); give a checkpoint without pre-gating."
         )
     refuse_too_far(ahead, {layers[0].side: len(layers) for layers in sides})
@@ -138,7 +138,7 @@ def ensemble_size(saved: SavedModel) -> int:
     """
     if saved.name("model") != ENSEMBLE:
         raise ValueError(
-            f"--input names {saved.path}, a checkpoint of {saved.name('model') or 'an unknown model'}; "
+            f"INPUT names {saved.path}, a checkpoint of {saved.name('model') or 'an unknown model'}; "
             f"give a checkpoint of --arch {ENSEMBLE}."
         )
     return int(saved.options["ensemble_size"])

@@ -89,7 +89,7 @@ def _untied(model: Mapping[str, Any]) -> tuple[Weights, dict[str, str]]:
     for key, value in model.items():
         if not isinstance(value, Tensor | ShardedTensor):
             raise ValueError(
-                f"--input has a {type(value).__name__} in {key}, but safetensors files hold only tensors; "
+                f"INPUT has a {type(value).__name__} in {key}, but safetensors files hold only tensors; "
                 "give a checkpoint with only tensors as weights."
             )
         if isinstance(value, Tensor) and value.numel():
@@ -139,7 +139,7 @@ def _as_json(content: dict[str, Any]) -> str:
         return json.dumps(content, indent=2, default=plain) + "\n"
     except TypeError as error:
         raise ValueError(
-            f"--input has options that JSON cannot represent ({error}); give a checkpoint that "
+            f"INPUT has options that JSON cannot represent ({error}); give a checkpoint that "
             "fairseq-train saved."
         ) from error
 
@@ -159,9 +159,7 @@ def read(folder: Path) -> SavedModel:
     elif not _fit(where, tied, options):
         reason = f"whose {INDEX} and {OPTIONS} are inconsistent"
     if reason:
-        raise ValueError(
-            f"--input names {folder}, {reason}; give a folder that `convert safetensors` wrote."
-        )
+        raise ValueError(f"INPUT names {folder}, {reason}; give a folder that `convert safetensors` wrote.")
     model: dict[str, Tensor] = {}
     for name in dict.fromkeys(where.values()):
         model |= _tensors(folder / name, [key for key in where if where[key] == name])
@@ -202,7 +200,7 @@ def _json(path: Path) -> dict[str, Any]:
         return dictionary
 
     if not path.is_file():
-        raise ValueError(f"--input names {path.parent}, which has no {path.name}; give another folder.")
+        raise ValueError(f"INPUT names {path.parent}, which has no {path.name}; give another folder.")
     try:
         found = parse_json(content_of(path), object_hook=special)
     except (OSError, ValueError, TypeError, ImportError) as error:

@@ -68,7 +68,7 @@ def to_sharded(saved: SavedModel, target: Path, expert_dtype: str = "") -> dict[
     """
     found = sorted(_stacks(saved.state), key=lambda stack: stack[0])  # one file per layer
     if not found:
-        raise ValueError("--input names a checkpoint without experts; give a checkpoint with experts.")
+        raise ValueError("INPUT names a checkpoint without experts; give a checkpoint with experts.")
     experts = target.parent / folders.PARENT
     before, committed = set(experts.glob("*")), None
     errors = {}

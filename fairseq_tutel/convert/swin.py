@@ -103,7 +103,7 @@ def _open_ranks(files: list[list[Path]]) -> tuple[list[Tensors], Mapping[str, An
     # The configuration is read as a plain dictionary.
     with torch.serialization.safe_globals([(OrderedDict, "yacs.config.CfgNode")]):
         for path in dict.fromkeys(path for own in files for path in own):
-            contents[path] = read_file(path, "--input")
+            contents[path] = read_file(path, "INPUT")
     for own in files:
         weights: Tensors = {}
         for path in own:
@@ -111,13 +111,13 @@ def _open_ranks(files: list[list[Path]]) -> tuple[list[Tensors], Mapping[str, An
             weights |= found if isinstance(found, dict) else {}
         if "patch_embed.proj.weight" not in weights:
             raise ValueError(
-                f"--input names {own[0]}, which is not a Swin model (no patch_embed.proj.weight); give a "
+                f"INPUT names {own[0]}, which is not a Swin model (no patch_embed.proj.weight); give a "
                 "released .pth file, and keep the .master file in the same folder as the .rank files."
             )
         ranks.append(weights)
         for name in sorted(ranks[0].keys() ^ weights.keys()):
             raise ValueError(
-                f"--input names {files[0][0]} and {own[0]}, but only one of the two has the weight {name}; "
+                f"INPUT names {files[0][0]} and {own[0]}, but only one of the two has the weight {name}; "
                 "give the files of one model."
             )
     saved: Any = contents[files[0][0]].get("config")
@@ -151,7 +151,7 @@ def _layer(ranks: list[Tensors], prefix: str) -> Tensors:
         return our_layer(ranks, prefix, experts)
     except ValueError as error:
         raise ValueError(
-            f"--input has the MoE layer {label}, which {error}; give the files of all ranks of one "
+            f"INPUT has the MoE layer {label}, which {error}; give the files of all ranks of one "
             "SwinV2-MoE model."
         ) from error
 
@@ -184,7 +184,7 @@ def _gate(weights: Mapping[str, Tensor], prefix: str, label: str) -> tuple[str, 
         if rows is not None and rows.dim() == 2:
             return kind, rows
     raise ValueError(
-        f"--input has the MoE layer {label} without a linear or cosine gate; give a SwinV2-MoE checkpoint."
+        f"INPUT has the MoE layer {label} without a linear or cosine gate; give a SwinV2-MoE checkpoint."
     )
 
 
@@ -202,7 +202,7 @@ def _command_line(
     kinds = {(kind, rows.shape[1] if kind == "cosine" else 0) for kind, rows in gates}
     if len(kinds) > 1:
         raise ValueError(
-            f"--input has gates of different types or projections ({sorted(kinds)}), but all gates of a "
+            f"INPUT has gates of different types or projections ({sorted(kinds)}), but all gates of a "
             "fairseq_tutel model have the same type and projection; give another checkpoint."
         )
     kind, projection_dim = kinds.pop()
@@ -229,7 +229,7 @@ def _blocks(depths: list[int], blocks: set[tuple[int, int]]) -> tuple[str, ...]:
         if blocks == {(i, j) for i in stages for j in chosen_layers(range(depths[i]), freq)}:
             return ("--moe-freq", str(freq), "--swin-expert-stages", str(len(stages)))
     raise ValueError(
-        f"--input has experts in the blocks (stage, index) {sorted(blocks)}, which no values of "
+        f"INPUT has experts in the blocks (stage, index) {sorted(blocks)}, which no values of "
         "--moe-freq and --swin-expert-stages select; give another checkpoint."
     )
 
@@ -256,13 +256,13 @@ def _sizes_of(theirs: Mapping[str, Tensor]) -> tuple[SwinConfig, int]:
     stages = range(1 + max((stage for stage, _ in blocks), default=-1))
     depths = [1 + max((j for i, j in blocks if i == stage), default=-1) for stage in stages]
     if not depths or 0 in depths:
-        raise ValueError("--input has a stage without blocks; give a complete Swin checkpoint.")
+        raise ValueError("INPUT has a stage without blocks; give a complete Swin checkpoint.")
 
     def first(stage: int, name: str) -> Tensor:
         key = f"layers.{stage}.blocks.0.{name}"
         if key not in theirs:
             raise ValueError(
-                f"--input lacks the weight {key}; give a complete checkpoint of Swin V2 or SwinV2-MoE."
+                f"INPUT lacks the weight {key}; give a complete checkpoint of Swin V2 or SwinV2-MoE."
             )
         return theirs[key]
 
@@ -325,13 +325,13 @@ def _check(model: Mapping[str, Tensor], config: SwinConfig) -> None:
     for name in sorted(made.keys() ^ model.keys()):
         what = "lacks" if name in made else "has"
         raise ValueError(
-            f"--input {what} the weight {name} (in fairseq_tutel's naming), unlike Swin V2 and SwinV2-MoE; "
+            f"INPUT {what} the weight {name} (in fairseq_tutel's naming), unlike Swin V2 and SwinV2-MoE; "
             "give a checkpoint of one of these models."
         )
     for name, tensor in made.items():
         if model[name].shape != tensor.shape:
             raise ValueError(
-                f"--input has the weight {name} (in fairseq_tutel's naming) of shape "
+                f"INPUT has the weight {name} (in fairseq_tutel's naming) of shape "
                 f"{tuple(model[name].shape)}, but the other weights require {tuple(tensor.shape)}; give a "
                 "complete checkpoint."
             )

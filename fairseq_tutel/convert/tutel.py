@@ -17,10 +17,10 @@ from fairseq_tutel.checkpoint.files import read_file
 from fairseq_tutel.checkpoint.malformed import refuse_weights
 from fairseq_tutel.checkpoint.saved import SavedModel
 from fairseq_tutel.convert.configs import Tensors, freq_of, use_moe_variants
+from fairseq_tutel.convert.options import TUTEL_LAYERS
 from fairseq_tutel.convert.tutel_layer import COUNT, our_layer
 
-FLAG = "--input-prefix"
-LAYERS = ("moe_layer", "MoELayer")
+INPUT = "PREFIX"  # name of the input in messages
 # The example has no MoE options: they are fixed, or set by environment variables.
 FIXED = {
     "moe_top_k": 2,
@@ -46,20 +46,23 @@ def files_of(pattern: str, size: int) -> list[Path]:
 
 
 def read(
-    paths: list[Path], namespace: str | None = None, layer: str = LAYERS[0], activation: str = "linear"
+    paths: list[Path],
+    namespace: str | None = None,
+    layer: str = TUTEL_LAYERS[0],
+    activation: str = "linear",
 ) -> tuple[SavedModel, list[str]]:
     """Load the files of all ranks of a model with Tutel's layers as one checkpoint, with notes to print.
 
     Args:
         paths: the file of each rank.
         namespace: path of keys to the weights in a file, joined by /. None means `model` if it exists.
-        layer: class of the MoE layers that will load a converted state dict, one of LAYERS.
+        layer: class of the MoE layers that will load a converted state dict, one of TUTEL_LAYERS.
         activation: activation of the experts of a fairseq checkpoint.
 
     Raises:
         ValueError: a file is missing or corrupt, or the files belong to different models.
     """
-    states = [read_file(path, FLAG) for path in paths]
+    states = [read_file(path, INPUT) for path in paths]
     state = states[0]
     if namespace is None:
         has_model = isinstance(state, dict) and isinstance(state.get("model"), dict)
@@ -69,13 +72,13 @@ def read(
         for name in ranks[0].keys() ^ weights.keys():
             lacking = path if name in ranks[0] else paths[0]
             raise ValueError(
-                f"{FLAG} names {lacking}, which lacks the weight {name}; give the files of one model."
+                f"{INPUT} names {lacking}, which lacks the weight {name}; give the files of one model."
             )
     counts = _expert_counts(ranks)
     is_example = namespace == "model" and bool(state.get("cfg") or state.get("args"))
-    weights, notes = _joined(ranks, counts, "moe." * (layer == LAYERS[0] and not is_example))
+    weights, notes = _joined(ranks, counts, "moe." * (layer == TUTEL_LAYERS[0] and not is_example))
     if is_example:
-        saved = SavedModel(dict(state), flag=FLAG)
+        saved = SavedModel(dict(state), flag=INPUT)
         return saved, notes + _from_example(saved, weights, counts, activation)
     content: dict[str, Any] = weights
     for key in reversed([key for key in namespace.split("/") if key]):
@@ -89,10 +92,10 @@ def _weights_in(state: Any, path: Path, namespace: str) -> Tensors:
         found = found.get(key) if isinstance(found, dict) else None
     if not isinstance(found, dict) or not any(torch.is_tensor(value) for value in found.values()):
         raise ValueError(
-            f"{FLAG} names {path}, which holds no weights{f' under {namespace}' if namespace else ''}; "
+            f"{INPUT} names {path}, which holds no weights{f' under {namespace}' if namespace else ''}; "
             "set --namespace to the keys that lead to the weights, joined by /, such as model/weights."
         )
-    refuse_weights(found, f"{FLAG} {path}")
+    refuse_weights(found, f"{INPUT} {path}")
     return found
 
 
@@ -100,10 +103,10 @@ def _expert_counts(ranks: list[Tensors]) -> dict[str, int]:
     """Return a dictionary from the name prefix of each Tutel layer to its number of experts."""
     names = [name for name in ranks[0] if name.rpartition(".")[2] == COUNT]
     if not names:
-        raise ValueError(f"{FLAG} has no Tutel layer (no {COUNT}); give files that Tutel saved.")
+        raise ValueError(f"{INPUT} has no Tutel layer (no {COUNT}); give files that Tutel saved.")
     for name in names:
         if len({int(rank[name]) for rank in ranks}) > 1:
-            raise ValueError(f"{FLAG} has files that differ in {name}; give the files of one model.")
+            raise ValueError(f"{INPUT} has files that differ in {name}; give the files of one model.")
     return {name.removesuffix(COUNT): int(ranks[0][name]) for name in names}
 
 
@@ -128,7 +131,7 @@ def _joined(ranks: list[Tensors], counts: dict[str, int], within: str) -> tuple[
                 found = our_layer(ranks, prefix, counts[prefix])
             except ValueError as error:
                 raise ValueError(
-                    f"{FLAG} has the layer {prefix.rstrip('.') or 'at the top'}, which {error}; give the "
+                    f"{INPUT} has the layer {prefix.rstrip('.') or 'at the top'}, which {error}; give the "
                     "files that all ranks of one model saved."
                 ) from error
             weights |= {prefix + within + key: value for key, value in found.items()}
@@ -152,7 +155,7 @@ def _from_example(
     for prefix in counts:
         if not re.fullmatch(r"decoder\.layers\.\d+\.moe_ffn\.", prefix):
             raise ValueError(
-                f"{FLAG} names a fairseq checkpoint with the MoE layer {prefix.rstrip('.')}, but fairseq "
+                f"{INPUT} names a fairseq checkpoint with the MoE layer {prefix.rstrip('.')}, but fairseq "
                 "checkpoints are supported only if all MoE layers are named decoder.layers.N.moe_ffn, as "
                 "in Tutel's example; save only the model's state dict to a file, and give that file."
             )
@@ -170,7 +173,7 @@ def _from_example(
     freq = freq_of(found, layers)
     if freq is None or len({*counts.values()}) > 1:
         raise ValueError(
-            f"{FLAG} has {[*counts.values()]} experts in the decoder layers {found} of {layers}, which no "
+            f"{INPUT} has {[*counts.values()]} experts in the decoder layers {found} of {layers}, which no "
             "--moe-freq selects; give the files of one training run of Tutel's example."
         )
     has_encoder, dense = "encoder_layers" in options, options.get("activation_fn", "relu")

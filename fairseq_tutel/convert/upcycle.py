@@ -10,8 +10,6 @@ the token's weight.
 import argparse
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +17,7 @@ from torch import Tensor
 
 from fairseq_tutel.checkpoint.saved import LAYER_NORM, Layer, SavedModel
 from fairseq_tutel.convert.configs import SWIN, Tensors, replaced, use_moe_variants
+from fairseq_tutel.convert.options import Variation
 from fairseq_tutel.inference.pregate import refuse_too_far
 from fairseq_tutel.moe.build import seeded_generator
 from fairseq_tutel.moe.capacity import capacity_of
@@ -26,45 +25,13 @@ from fairseq_tutel.moe.config import GATE_TYPES, MoEConfig, label_of
 from fairseq_tutel.moe.experts import Experts
 from fairseq_tutel.moe.gates import CosineGate, LinearGate
 from fairseq_tutel.moe.layer import MoELayer
-from fairseq_tutel.options.option import (
-    NOT_NEGATIVE,
-    POSITIVE,
-    flag_of,
-    option,
-    options_in,
-    read,
-    refuse_bad_values,
-)
+from fairseq_tutel.options.option import flag_of, options_in, read, refuse_bad_values
 from fairseq_tutel.plugin.feed_forward import SIDES
 from fairseq_tutel.plugin.install import chosen_layers
 from fairseq_tutel.ranks.groups import Part
 from fairseq_tutel.vision.options import SwinExpertsConfig
 
 SWIN_KEYS = [item.key for item in options_in(SwinExpertsConfig)]
-tool = partial(option, of="tool")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Variation:
-    """Options of `convert upcycle` that change the copies of an FFN, or scale the gates."""
-
-    seed: int = tool(1, "random seed for the gates and for all random changes")
-    perturb: float = tool(
-        0.0,
-        "Gaussian noise on the experts' weights: its standard deviation divided by the matrix's",
-        rule=NOT_NEGATIVE,
-    )
-    reinitialize: float = tool(
-        0.0,
-        "fraction of each expert's hidden units to reinitialize with the mean and deviation of their old "
-        "weights (Drop-Upcycling, Nakamura et al. 2025, uses 0.5)",
-        rule=(lambda v: 0 <= v <= 1, "give a number from 0 to 1"),
-    )
-    gate_scale: float = tool(
-        1.0,
-        "factor for the gates' initial weights; smaller values give more even probabilities",
-        rule=POSITIVE,
-    )
 
 
 def upcycle(saved: SavedModel, given: Mapping[str, Any], how: Variation) -> dict[Layer, MoEConfig]:
@@ -101,7 +68,7 @@ def _set_options(saved: SavedModel, given: Mapping[str, Any]) -> dict[Layer, MoE
 
     layers, options = saved.layers, saved.options
     if any(layer.has_experts for layer in layers):
-        raise ValueError("--input has experts already; give a checkpoint of a dense model.")
+        raise ValueError("INPUT has experts already; give a checkpoint of a dense model.")
     arch = use_moe_variants(saved)
     has_two_sides = {layer.side for layer in layers} == {*SIDES}
     known = defaults(EncoderDecoderOptions if has_two_sides else ModelOptions)

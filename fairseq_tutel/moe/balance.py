@@ -1,19 +1,15 @@
 """Balance losses and the balance bias. T tokens, E experts, K top_k, S sentences."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from fairseq_tutel.comm.collectives import all_reduce
-from fairseq_tutel.options.option import option, require
-
-if TYPE_CHECKING:  # these modules import MoEConfig, which imports this one
-    from fairseq_tutel.moe.routing import GateOutput, Routing
+from fairseq_tutel.moe.choice import scores_of
+from fairseq_tutel.moe.routing import GateOutput, Routing
 
 
 def gshard_loss(routing: Routing, gate: GateOutput | None = None) -> Tensor:
@@ -84,8 +80,6 @@ def load_importance_loss(routing: Routing, gate: GateOutput) -> Tensor:
         ahead_TE = (clean_TE - rival_TE) / gate.noise
         # An expert that a custom gate excludes has probability 0, for every rival_e.
         chance_TE = _normal_cdf(ahead_TE.masked_fill(clean_TE == -math.inf, -math.inf))
-    from fairseq_tutel.moe.choice import scores_of
-
     return _importance_and_load(routing, scores_of(clean_TE, gate.score_function)[1], chance_TE)
 
 
@@ -148,74 +142,23 @@ def _real_probs(routing: Routing) -> Tensor:
     return probs_TE.masked_fill(~routing.real_T.unsqueeze(1), 0.0)
 
 
-class BalanceLoss(NamedTuple):
-    """A balance loss: its help text, and the function that computes it from routing and gate output."""
-
-    function: Callable[[Routing, GateOutput], Tensor]
-    help: str
-    # The loss uses the probability that a token chooses an expert if the gate's noise is drawn again.
-    needs_gate_noise: bool = False
-
-
 # By the name in --moe-balance-loss. Switch's loss (Fedus et al. 2021, equations 4 to 6) equals GShard's:
 # both count first choices.
-LOSSES = {
-    "gshard": BalanceLoss(
-        gshard_loss, "fraction of first choices times mean probability, summed over experts"
-    ),
-    "gshard_all": BalanceLoss(gshard_all_loss, "gshard with the fraction of all choices"),
-    "gshard_sequence": BalanceLoss(gshard_sequence_loss, "gshard_all per sentence"),
-    "gshard_global": BalanceLoss(gshard_global_loss, "gshard_all with the fraction over all ranks"),
-    "switch": BalanceLoss(gshard_loss, "alias of gshard"),
-    "load_importance": BalanceLoss(
-        load_importance_loss,
-        "variation of the experts' summed probabilities and of the experts' loads; needs --moe-gate-noise",
-        needs_gate_noise=True,
-    ),
-    "load_importance_tutel": BalanceLoss(
-        load_importance_tutel_loss, "Tutel's variant of load_importance", needs_gate_noise=True
-    ),
-    "z": BalanceLoss(z_loss, "squared logarithm of the sum of the logits' exponentials"),
+LOSSES: dict[str, Callable[[Routing, GateOutput], Tensor]] = {
+    "gshard": gshard_loss,
+    "gshard_all": gshard_all_loss,
+    "gshard_sequence": gshard_sequence_loss,
+    "gshard_global": gshard_global_loss,
+    "switch": gshard_loss,
+    "load_importance": load_importance_loss,
+    "load_importance_tutel": load_importance_tutel_loss,
+    "z": z_loss,
 }
-
-
-def balance_loss_option() -> Any:
-    """Return the definition of the command-line option --moe-balance-loss."""
-    known = ", ".join(f"{name} ({loss.help})" for name, loss in LOSSES.items())
-    return option(
-        "gshard:1",
-        theme="Balance",
-        of="model",
-        help="balance losses of a layer and their relative weights, as name:weight separated by commas, or "
-        f"none; {known}",
-    )
-
-
-def parse_balance_loss(text: str) -> dict[str, float]:
-    """Parse loss weights: "gshard:1,z:0.1" gives {"gshard": 1.0, "z": 0.1}, "none" and "" give {}."""
-    weights: dict[str, float] = {}
-    for part in text.split(",") if text.strip() not in ("", "none") else ():
-        name, _, weight = (word.strip() for word in part.partition(":"))
-        require(
-            name in LOSSES and name not in weights,
-            f"balance_loss (--moe-balance-loss) is {text!r}: {name!r} is unknown or given twice; give "
-            f"none, or a list of {', '.join(LOSSES)}, such as gshard:1.",
-        )
-        try:
-            weights[name] = float(weight or "1")
-        except ValueError:
-            weights[name] = math.nan
-        require(
-            0 <= weights[name] < math.inf,
-            f"balance_loss (--moe-balance-loss) is {text!r}: {weight!r} is not a valid weight; give "
-            "name:number with a number of at least 0.",
-        )
-    return weights
 
 
 def balance_losses(names: dict[str, float], routing: Routing, gate: GateOutput) -> dict[str, Tensor]:
     """Return every named balance loss as a scalar; `names` maps loss names to weights."""
-    return {name: LOSSES[name].function(routing, gate) for name in names}
+    return {name: LOSSES[name](routing, gate) for name in names}
 
 
 class BalanceBias(nn.Module):

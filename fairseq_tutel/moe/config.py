@@ -8,9 +8,7 @@ import math
 from dataclasses import MISSING, dataclass
 from typing import ClassVar
 
-from fairseq_tutel.kernels.activations import ACTIVATIONS
-from fairseq_tutel.kernels.autotune import SECONDS
-from fairseq_tutel.moe.balance import LOSSES, balance_loss_option, parse_balance_loss
+from fairseq_tutel.moe.balance_options import BALANCE_LOSSES, balance_loss_option, parse_balance_loss
 from fairseq_tutel.options.option import (
     AT_LEAST_0,
     AT_LEAST_1,
@@ -43,6 +41,7 @@ from fairseq_tutel.planning.strategy import ALGORITHMS, degree_of, is_algorithm
 
 GATE_TYPES = ("linear", "cosine", "hash")
 EXPERT_TYPES = ("ffn", "glu")
+ACTIVATIONS = ("relu", "relu_squared", "gelu", "gelu_fast", "gelu_accurate", "tanh", "linear", "swish")
 
 OVERLAP = whole(1, 32)
 MILLION = 1_000_000
@@ -260,7 +259,7 @@ class MoEConfig:
         "parameters, or sqrt_world_size",
     )
     activation: str = option(
-        "relu", rule=one_of(tuple(ACTIVATIONS)), flag="--activation-fn",
+        "relu", rule=one_of(ACTIVATIONS), flag="--activation-fn",
         help=f"activation of the experts: {', '.join(ACTIVATIONS)}",
     )
     expert_bias: bool = option(True, "experts have biases")
@@ -283,7 +282,7 @@ class MoEConfig:
         "result is the same",
     )
     kernel_tuning_seconds: float = kernels(
-        SECONDS, unit="seconds", rule=NOT_NEGATIVE,
+        3.0, unit="seconds", rule=NOT_NEGATIVE,
         no_effect=(because(lambda f: not f.gpu, "kernels are timed on GPUs only"),),
         help="time limit for measuring which kernel configurations are fastest on this GPU, compilation "
         "included; the timings are cached for later processes; 0 uses the default configurations; the "
@@ -392,7 +391,7 @@ def _refuse_contradictions(config: MoEConfig) -> None:
     if config.second_expert_policy == "sampling":
         ways.append(given("second_expert_policy"))
     require(len(ways) < 2, f"{' and '.join(ways[:2])}, but only one can choose experts; remove one.")
-    if any(LOSSES[name].needs_gate_noise for name in parse_balance_loss(config.balance_loss)):
+    if any(BALANCE_LOSSES[name].needs_gate_noise for name in parse_balance_loss(config.balance_loss)):
         loss = f"{label_of('balance_loss')} is {config.balance_loss!r}"
         require(config.gate_noise > 0, f"{loss}, which needs gate noise; set --moe-gate-noise, such as 1.")
         require(

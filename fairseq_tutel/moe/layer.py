@@ -13,7 +13,8 @@ from fairseq_tutel.comm.call_id import CallCounter
 from fairseq_tutel.comm.transfer import ExchangeTimer
 from fairseq_tutel.kernels import autotune
 from fairseq_tutel.moe.adaptive import static_strategy
-from fairseq_tutel.moe.balance import BalanceBias, balance_losses, parse_balance_loss
+from fairseq_tutel.moe.balance import BalanceBias, balance_losses
+from fairseq_tutel.moe.balance_options import parse_balance_loss
 from fairseq_tutel.moe.call import Call
 from fairseq_tutel.moe.capacity import Capacity
 from fairseq_tutel.moe.config import MoEConfig

@@ -29,6 +29,8 @@ from fairseq_tutel.options.option import (
 STORE_POLICIES = ("on-demand", "pregated", "prefetch-all")
 STORE_TIERS = ("host", "disk")
 EVICTIONS = ("lfu", "lru", "fifo")
+# Dtypes of the experts in a sharded checkpoint, besides their own.
+EXPERT_DTYPES = ("bf16", "int8", "int4")
 CACHE_SIZES = (
     f"give a number of experts, such as 64, or a size with a unit, such as 512MiB ({', '.join(UNITS)})"
 )

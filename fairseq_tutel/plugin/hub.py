@@ -65,20 +65,25 @@ def from_checkpoint(
     return open_interface(files, folder, place, dtype, options, saved.all_keys)
 
 
-def files_of(path: str | Path) -> list[Path]:
+def files_of(path: str | Path, name: str = "path") -> list[Path]:
     """Return the absolute paths of the checkpoint files to open for a path from the user.
 
-    A folder stands for its best checkpoint, or else its last one.
+    A folder stands for its best checkpoint, or else its last one. `name` names the path in messages.
+
+    Raises:
+        ValueError: a file does not exist, or a folder has no checkpoint.
     """
-    files = [Path(name).absolute() for name in str(path).split(":")]
+    files = [Path(each).absolute() for each in str(path).split(":")]
     for i, file in enumerate(files):
         if file.is_dir():
-            found = [file / name for name in USUAL if (file / name).is_file()]
+            found = [file / usual for usual in USUAL if (file / usual).is_file()]
             if not found:
                 raise ValueError(
-                    f"path names {file}, a folder without {' or '.join(USUAL)}; give a checkpoint file."
+                    f"{name} names {file}, a folder without {' or '.join(USUAL)}; give a checkpoint file."
                 )
             files[i] = found[0]
+        elif not file.exists():
+            raise ValueError(f"{name} names {file}, which does not exist; give an existing file.")
     return files
 
 

@@ -281,11 +281,15 @@ def _refuse_masks(text: str, is_right: bool, wanted: str) -> None:
         raise ValueError(f"fill_mask got {text!r}; give a text with {wanted} in it.")
 
 
+class NoInterfaceError(ValueError):
+    """No interface supports a model, such as a model of speech."""
+
+
 def interface_of(model: nn.Module, task: Any) -> Any:
     """Return the interface class for a model and its task.
 
     Raises:
-        ValueError: no interface supports the model.
+        NoInterfaceError: no interface supports the model.
     """
     # Only the task image_classification has class names; this folder cannot import the task.
     if hasattr(type(task), "class_names"):
@@ -295,16 +299,16 @@ def interface_of(model: nn.Module, task: Any) -> Any:
         FairseqLanguageModel: LanguageModel,
         FairseqEncoderDecoderModel: Denoising if hasattr(task, "mask_idx") else Translation,
     }
-    for kind, interface in kinds.items() if _reads_text(task) else ():
+    for kind, interface in kinds.items() if reads_text(task) else ():
         if isinstance(model, kind):
             return interface
-    raise ValueError(
+    raise NoInterfaceError(
         f"path names a {type(model).__name__} of the task {type(task).__name__}, for which there is no "
         "interface; open it with fairseq's checkpoint_utils.load_model_ensemble_and_task."
     )
 
 
-def _reads_text(task: Any) -> bool:
+def reads_text(task: Any) -> bool:
     """Return whether a task has text input, unlike speech tasks."""
     try:
         return task.source_dictionary is not None

@@ -17,7 +17,7 @@ from fairseq_tutel.comm.gradients import is_expert
 from fairseq_tutel.inference.pregate import pregate, refuse_too_far
 from fairseq_tutel.kernels import backend_for
 from fairseq_tutel.moe.adaptive import is_tuned, static_degree
-from fairseq_tutel.moe.balance import parse_balance_loss
+from fairseq_tutel.moe.balance_options import parse_balance_loss
 from fairseq_tutel.moe.config import MoEConfig
 from fairseq_tutel.moe.option_table import ModelConfig, SidesConfig, TaskConfig
 from fairseq_tutel.options.option import flag_of, is_custom, read, refuse_bad_values

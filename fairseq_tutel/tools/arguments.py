@@ -1,26 +1,17 @@
-"""Provides helper functions for the tools' command lines, such as checks of numbers and output files."""
+"""Checks numbers and output files of the tools' command lines, and writes output files."""
 
 import argparse
 import contextlib
 import os
 import secrets
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
 
 from fairseq_tutel.files.atomic import TEMPORARY
 from fairseq_tutel.options.option import flag_of
+from fairseq_tutel.tools.parser import Number
 
-Number = tuple[str, int, str]  # key, default, help
 DTYPES = {"fp32": 4, "fp16": 2, "bf16": 2}  # bytes of an element
-
-
-def add_numbers(parser: argparse.ArgumentParser, numbers: Sequence[Number]) -> None:
-    """Add an integer option to the parser for each entry of `numbers`."""
-    for key, default, meaning in numbers:
-        parser.add_argument(
-            flag_of(key), type=int, default=default, metavar="N", help=f"{meaning} [{default}]"
-        )
 
 
 def refuse_numbers(arguments: argparse.Namespace, numbers: Sequence[Number]) -> None:
@@ -35,18 +26,6 @@ def refuse_numbers(arguments: argparse.Namespace, numbers: Sequence[Number]) -> 
         )
     if arguments.dtype is not None and arguments.dtype not in DTYPES:
         raise ValueError(f"--dtype is {arguments.dtype}; give one of {', '.join(DTYPES)}.")
-
-
-def add_overwrite(parser: argparse.ArgumentParser) -> None:
-    """Add the option --overwrite; without it, existing files are not replaced."""
-    parser.add_argument("--overwrite", action="store_true", help="replace --output if it exists")
-
-
-def output_path(text: str) -> Path:
-    """Convert the value of --output to a path; a / at the end is an error."""
-    if text.endswith("/"):
-        raise ValueError(f"--output is {text}; give the name of a file, without / at the end.")
-    return Path(text)
 
 
 def refuse_output(
@@ -66,8 +45,15 @@ def refuse_output(
             raise ValueError(
                 f"{flag} is {output}, which would overwrite the input {path}; give another name."
             )
-    if output.exists() and not overwrite:
+    if output.is_file() and not overwrite:
         raise ValueError(f"{flag} {output} exists; give another name, or add --overwrite.")
+
+
+def refuse_folder(name: str, folder: str) -> None:
+    """Raise ValueError if an input folder does not exist; fairseq allows several, joined by colons."""
+    for each in folder.split(":"):
+        if not Path(each).is_dir():
+            raise ValueError(f"{name} is {each}, which is not a folder; give the folder of the data set.")
 
 
 @contextlib.contextmanager
@@ -99,25 +85,3 @@ def needing(what: str, extra: str = "") -> Iterator[None]:
         raise ValueError(
             f"{what} needs {error.name}, which is not installed; run pip install {package}."
         ) from error
-
-
-class LateParser(argparse.ArgumentParser):
-    """An ArgumentParser that first calls `late` when it parses, to add options whose imports are slow."""
-
-    late: Callable[[argparse.ArgumentParser], None] | None = None
-
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:  # type: ignore[override]
-        """Call `late` to add the remaining options, and then parse the arguments."""
-        late, self.late = self.late, None
-        if late is not None:
-            try:
-                late(self)
-            except ImportError as error:
-                self.error(str(error))
-        return super().parse_known_args(args, namespace)
-
-    def error(self, message: str) -> NoReturn:
-        """Print the message and exit; add a hint if a value may have begun with a dash."""
-        if message.endswith("expected at least one argument"):
-            message += " that does not begin with -"
-        super().error(message)

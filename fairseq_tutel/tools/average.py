@@ -11,10 +11,9 @@ import re
 from pathlib import Path
 from typing import Any
 
-from fairseq_tutel.checkpoint.average import average
-from fairseq_tutel.checkpoint.saved import SavedModel
 from fairseq_tutel.options.option import flag_of
-from fairseq_tutel.tools.arguments import add_overwrite, output_path, refuse_output
+from fairseq_tutel.tools.arguments import refuse_output
+from fairseq_tutel.tools.parser import add_input, add_output
 
 # fairseq's file names for each flag; the last group of the pattern is the number to sort by.
 NAMES = {
@@ -26,11 +25,11 @@ NAMES = {
 
 def add_to(tools: Any) -> None:
     """Add this tool as a subcommand of `python -m fairseq_tutel`."""
-    parser = tools.add_parser("average", help="average the weights of checkpoints", description=__doc__)
+    example = "SAVE --num-epoch-checkpoints 5 --output SAVE/average.pt"
+    parser = tools.add_parser("average", description=__doc__, example=example)
     text = "checkpoint files; with one of the --num- flags, the folder that contains them"
-    parser.add_argument("--inputs", required=True, nargs="+", metavar="FILE", help=text)
-    parser.add_argument("--output", required=True, metavar="FILE", help="the file to write")
-    add_overwrite(parser)
+    add_input(parser, text, "inputs", "--inputs", several=True)
+    add_output(parser, "the checkpoint to write", required=True)
     number = parser.add_mutually_exclusive_group()
     for key, (name, _) in NAMES.items():
         which = f"last N {name}"
@@ -44,11 +43,12 @@ def add_to(tools: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     """Average the checkpoints that the arguments select, and write the result."""
-    output = output_path(arguments.output)
+    from fairseq_tutel.checkpoint.average import average
+
     inputs = chosen_inputs(arguments)
-    refuse_output(output, inputs, arguments.overwrite)
+    refuse_output(arguments.output, inputs, arguments.overwrite)
     print("averaging", *inputs, sep="\n  ")
-    average(inputs).write(output)
+    average(inputs).write(arguments.output)
     print(f"wrote {arguments.output}")
 
 
@@ -74,7 +74,7 @@ def _last(paths: list[Path], flag: str, count: int, bound: int | None) -> list[P
     """Return the `count` checkpoints of a folder with the largest epochs or updates, largest first."""
     if len(paths) != 1 or not paths[0].is_dir():
         raise ValueError(
-            f"{flag_of(flag)} needs one folder, but --inputs is {' '.join(map(str, paths))}; give a folder."
+            f"{flag_of(flag)} needs one folder, but INPUTS is {' '.join(map(str, paths))}; give a folder."
         )
     found = [(int(match[1]), path) for match, path in _matching(flag, paths[0])]
     found = [(number, path) for number, path in found if bound is None or number <= bound]
@@ -99,9 +99,11 @@ def _best(paths: list[Path], count: int) -> list[Path]:
     if len(metrics) > 1:
         raise ValueError(
             f"{flag_of(flag)} found files for the metrics {' and '.join(sorted(metrics))}, which cannot be "
-            "compared; give files for one metric in --inputs."
+            "compared; give files for one metric."
         )
-    saved = SavedModel.open(paths[0], "--inputs", keep_shards=True).state.get("cfg") or {}
+    from fairseq_tutel.checkpoint.saved import SavedModel
+
+    saved = SavedModel.open(paths[0], "INPUTS", keep_shards=True).state.get("cfg") or {}
     larger_is_better = saved.get("checkpoint", {}).get("maximize_best_checkpoint_metric", False)
     return sorted(paths, key=values.__getitem__, reverse=bool(larger_is_better))[:count]
 
@@ -117,6 +119,6 @@ def _refuse_too_few(flag: str, count: int, found: int, bound: int | None = None)
     if found < count:
         limit = "" if bound is None else f" up to {bound}"
         raise ValueError(
-            f"{flag_of(flag)} is {count}, but --inputs has only {found} files {NAMES[flag][0]}{limit}; "
+            f"{flag_of(flag)} is {count}, but INPUTS has only {found} files {NAMES[flag][0]}{limit}; "
             "give a lower number, or other files."
         )

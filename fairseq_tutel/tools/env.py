@@ -8,12 +8,6 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-import torch
-import torch.distributed as dist
-
-from fairseq_tutel.kernels import backend_for
-from fairseq_tutel.kernels.autotune import seconds_allowed
-from fairseq_tutel.kernels.tuning_cache import TuningCache
 from fairseq_tutel.moe.config import LAYER
 
 PACKAGES = (
@@ -24,12 +18,9 @@ PACKAGES = (
 
 def add_to(tools: Any) -> None:
     """Add the subcommands env and user-dir. The latter prints the folder of this package."""
-    parser = tools.add_parser(
-        "env", help="print versions, devices and the backends chosen", description=__doc__
-    )
-    parser.set_defaults(run=run)
-    what = "print the directory to give fairseq as --user-dir"
-    parser = tools.add_parser("user-dir", help=what, description=f"user-dir: {what}.")
+    tools.add_parser("env", description=__doc__).set_defaults(run=run)
+    text = "user-dir: print the folder to give fairseq as --user-dir."
+    parser = tools.add_parser("user-dir", description=text)
     parser.set_defaults(run=lambda _: print(Path(__file__).resolve().parents[1]))
 
 
@@ -55,6 +46,9 @@ def _versions() -> Iterator[tuple[str, str]]:
 
 
 def _devices() -> Iterator[tuple[str, str]]:
+    import torch
+    import torch.distributed as dist
+
     capability = torch.backends.cpu.get_cpu_capability()
     yield "cpu", f"{torch.get_num_threads()} threads, {capability}"
     kind = f"ROCm {torch.version.hip}" if torch.version.hip else f"CUDA {torch.version.cuda}"
@@ -71,6 +65,12 @@ def _devices() -> Iterator[tuple[str, str]]:
 
 def _choices() -> Iterator[tuple[str, str]]:
     """Yield pairs of a setting and its value in a run with default flags; the value includes the reason."""
+    import torch
+
+    from fairseq_tutel.kernels import backend_for
+    from fairseq_tutel.kernels.autotune import seconds_allowed
+    from fairseq_tutel.kernels.tuning_cache import TuningCache
+
     on_gpu = torch.cuda.is_available()
     device = torch.device("cuda" if on_gpu else "cpu")
     for requested in LAYER["backend"].choices:

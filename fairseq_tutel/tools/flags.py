@@ -24,15 +24,14 @@ OTHER_TABLES: tuple[tuple[str, tuple[type, ...]], ...] = (
 
 def add_to(tools: Any) -> None:
     """Add this tool as a subcommand of `python -m fairseq_tutel`."""
-    parser = tools.add_parser("flags", help="print the plugin's flags", description=__doc__)
-    parser.add_argument(
-        "pattern", nargs="?", default="", help="print only flags with this text in their name or help"
-    )
+    parser = tools.add_parser("flags", description=__doc__, example="capacity")
+    text = "print only flags with this text in their name or help [all flags]"
+    parser.add_argument("word", nargs="?", default="", metavar="WORD", help=text)
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Print the flags that match the pattern. If none match, print those of the most similar word."""
+    """Print the flags that match the word. If none match, print those of the most similar word."""
     tables = {
         "of the moe_ architectures": options_of("model"),
         "of every task": options_of("task"),
@@ -40,22 +39,22 @@ def run(arguments: argparse.Namespace) -> None:
         **{title: [o for table in those for o in options_in(table)] for title, those in OTHER_TABLES},
     }
     every = [option for known in tables.values() for option in known]
-    pattern = arguments.pattern.lower()
+    pattern = arguments.word.lower()
     if not any(_matches(option, pattern) for option in every):
         words = {
             word for o in every for word in re.findall(r"[a-z]{3,}", f"{o.key.replace('_', ' ')} {o.text}")
         }
         similar = get_close_matches(pattern, words, 1, cutoff=0.75)
         if not similar:
-            raise ValueError(f"no flag has {arguments.pattern!r} in its name or help; give another word.")
-        print(f"no flag has {arguments.pattern!r}; flags with {similar[0]!r}:")
+            raise ValueError(f"no flag has {arguments.word!r} in its name or help; give another word.")
+        print(f"no flag has {arguments.word!r}; flags with {similar[0]!r}:")
         pattern = similar[0]
     for title, known in tables.items():
         options = [option for option in known if _matches(option, pattern)]
         if options:
             print(f"{title}:")
         for option in options:
-            text = f"{option.text} [default: {option.shown_default}]"
+            text = f"{option.text} [{option.shown_default}]"
             print(f"  {option.flag}")
             print(textwrap.fill(text, 96, initial_indent=" " * 6, subsequent_indent=" " * 6))
 

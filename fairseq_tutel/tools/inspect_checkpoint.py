@@ -4,26 +4,28 @@ The tool reads checkpoints of this package, dense fairseq checkpoints, single fi
 of Tutel, and other files of tensors. Pickled code is not executed.
 """
 
+from __future__ import annotations
+
 import argparse
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from fairseq_tutel.checkpoint.description import OURS, Facts, describe
-from fairseq_tutel.checkpoint.files import read_file
-from fairseq_tutel.checkpoint.saved import Layer
 from fairseq_tutel.files.untrusted import printable
 from fairseq_tutel.tools.convert.selection import of_log
+
+if TYPE_CHECKING:
+    from fairseq_tutel.checkpoint.description import Facts
+    from fairseq_tutel.checkpoint.saved import Layer
 
 UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB")
 
 
 def add_to(tools: Any) -> None:
     """Add this tool as a subcommand of `python -m fairseq_tutel`."""
-    text = "print the content of a checkpoint"
-    parser = tools.add_parser("inspect", help=text, description=__doc__)
-    parser.add_argument("file", metavar="FILE", help="a checkpoint")
+    parser = tools.add_parser("inspect", description=__doc__, example="SAVE/checkpoint_best.pt --log SAVE")
+    parser.add_argument("checkpoint", metavar="CHECKPOINT", help="a checkpoint file")
     log = "add the experts' loads from a training log (--log-format json), or from the log in a "
     parser.add_argument("--log", metavar="PATH", help=f"{log}--save-dir")
     for name, text in (
@@ -37,8 +39,11 @@ def add_to(tools: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     """Print the content of the checkpoint file, as text or JSON."""
-    path = Path(arguments.file)
-    facts, layers = describe(read_file(path, "FILE", verify=False), path, arguments.check)
+    from fairseq_tutel.checkpoint.description import describe
+    from fairseq_tutel.checkpoint.files import read_file
+
+    path = Path(arguments.checkpoint)
+    facts, layers = describe(read_file(path, "CHECKPOINT", verify=False), path, arguments.check)
     if arguments.log is not None:
         _add_loads(facts, layers, Path(arguments.log))
     if arguments.json:
@@ -51,19 +56,21 @@ def _add_loads(facts: Facts, layers: list[Layer], log: Path) -> None:
     """Add each expert's mean load, from the last records of a training log, to the description."""
     if not layers:
         raise ValueError(
-            f"--log is given, but FILE names {facts['file']}, which has no experts; remove --log."
+            f"--log is given, but CHECKPOINT names {facts['file']}, which has no experts; remove --log."
         )
     loads = of_log(log, layers)
     for layer, entry in zip(layers, facts.get("layers", []), strict=True):
         if len(loads[layer]) != entry["experts"]:
             raise ValueError(
-                f"--log is {log}, where {layer.label} has {len(loads[layer])} experts, but FILE has "
-                f"{entry['experts']}; give the log of this model."
+                f"--log is {log}, where {layer.label} has {len(loads[layer])} experts, but CHECKPOINT "
+                f"has {entry['experts']}; give the log of this model."
             )
         entry["load"] = loads[layer]
 
 
 def _lines(facts: Facts, with_tensors: bool) -> list[str]:
+    from fairseq_tutel.checkpoint.description import OURS
+
     lines = [f"{facts['file']}: {facts['kind']}, {_size(facts['bytes_of_file'])}"]
     names = [f"{part} {name}" for part, name in facts.get("names", {}).items()]
     lines += [", ".join(names)] if names else []

@@ -14,14 +14,8 @@ from typing import Any
 
 from fairseq_tutel.planning.cost import Candidate, Work, best
 from fairseq_tutel.planning.machine import PRESETS, Machine
-from fairseq_tutel.tools.arguments import (
-    DTYPES,
-    add_numbers,
-    needing,
-    refuse_numbers,
-    refuse_output,
-    writing,
-)
+from fairseq_tutel.tools.arguments import DTYPES, needing, refuse_numbers, refuse_output, writing
+from fairseq_tutel.tools.parser import add_numbers, add_output
 
 DETAILED = 3  # number of candidates that are shown in detail
 
@@ -40,20 +34,18 @@ NUMBERS = (
 
 def add_to(tools: Any) -> None:
     """Add this tool as a subcommand of `python -m fairseq_tutel`."""
-    parser = tools.add_parser(
-        "plan", help="rank configurations of a model's experts on a cluster", description=__doc__
-    )
+    example = "--nodes 4 --gpus-per-node 8 --gpu h100 --experts 64"
+    parser = tools.add_parser("plan", description=__doc__, example=example)
     add_numbers(parser, NUMBERS)
     known, dtypes = ", ".join(PRESETS), ", ".join(DTYPES)
     zero = "--moe-zero-stage: 1 shards the optimizer state, 2 also gradients [0]"
     dense = "number of parameters outside of experts [attention: 4 x layers x model-dim squared]"
     for flag, kind, metavar, text in (
-        ("--machine", Path, "FILE", "hardware profile from tune --json, instead of --gpu"),
+        ("--machine", Path, "FILE", "hardware profile from `tune`, instead of --gpu"),
         ("--intra-gb-s", float, "X", "bandwidth of a rank's link within the node, in GB/s"),
         ("--inter-gb-s", float, "X", "bandwidth of a rank's link to other nodes, in GB/s"),
         ("--alpha-us", float, "X", "latency of a message to another node, in microseconds"),
         ("--dense-parameters", int, "N", dense),
-        ("--json", Path, "FILE", "write the candidates as JSON"),
     ):
         parser.add_argument(flag, type=kind, metavar=metavar, help=text)
     parser.add_argument("--gpu", default="a100", help=f"one of {known} [a100]")
@@ -62,13 +54,14 @@ def add_to(tools: Any) -> None:
     parser.add_argument("--glu", action="store_true", help="experts are gated FFNs with three matrices")
     text = "--moe-offload-optimizer: optimizer state is in host memory"
     parser.add_argument("--offload-optimizer", action="store_true", help=text)
+    add_output(parser, "write the candidates as JSON to this file", former="--json")
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> None:
     """Rank the configurations of experts on a cluster by predicted time, and print the best ones."""
-    if arguments.json:
-        refuse_output(arguments.json, flag="--json")
+    if arguments.output:
+        refuse_output(arguments.output, overwrite=arguments.overwrite)
     work = _work(arguments)
     machine = _machine(arguments)
     best_of: dict[tuple[int, int], Candidate] = {}  # by P and r
@@ -77,11 +70,11 @@ def run(arguments: argparse.Namespace) -> None:
         best_of.setdefault(key, candidate)
     shown = list(best_of.values())[: arguments.top]
     page = _page(shown, work, machine)
-    if arguments.json:
+    if arguments.output:
         listed = {"work": asdict(work), "machine": asdict(machine), "plans": list(map(asdict, shown))}
-        with writing(arguments.json, "--json") as file:
+        with writing(arguments.output) as file:
             file.write_text(json.dumps(listed, indent=2) + "\n", encoding="utf-8")
-        page += f"\nwrote {arguments.json}"
+        page += f"\nwrote {arguments.output}"
     print(page)
 
 

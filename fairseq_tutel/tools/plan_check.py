@@ -9,7 +9,6 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import replace
 from fractions import Fraction
-from pathlib import Path
 from typing import Any
 
 from fairseq_tutel.files.untrusted import printable
@@ -20,6 +19,7 @@ from fairseq_tutel.plans.generators import GENERATORS
 from fairseq_tutel.plans.network import Network, routed
 from fairseq_tutel.plans.network import find as network_of
 from fairseq_tutel.tools.arguments import refuse_output, writing
+from fairseq_tutel.tools.parser import add_output
 
 # Largest number of links with equal bytes that are listed.
 SHOWN = 4
@@ -27,9 +27,8 @@ SHOWN = 4
 
 def add_to(tools: Any) -> None:
     """Add this tool as a subcommand of `python -m fairseq_tutel`."""
-    parser = tools.add_parser(
-        "plan-check", help="check a collective plan and predict its time", description=__doc__
-    )
+    example = "two_phase:all_reduce:4 --output all_reduce.json"
+    parser = tools.add_parser("plan-check", description=__doc__, example=example)
     text = f"FILE.json, MSCCL's FILE.xml, or {NAMED}, where NAME is one of {', '.join(GENERATORS)}"
     parser.add_argument("plan", metavar="PLAN", help=text)
     text = "bytes of a rank's input, for the predicted time [1048576]"
@@ -39,9 +38,9 @@ def add_to(tools: Any) -> None:
     text = "bandwidth of each link, in GB/s [10]"
     parser.add_argument("--gb-s", type=float, metavar="X", help=text)
     text = "network instead of --gb-s: FILE.json or a name such as dgx_a100:2; transfers use fastest paths"
-    parser.add_argument("--network", metavar="NET", help=text)
+    parser.add_argument("--network", metavar="NETWORK", help=text)
     text = "write the plan to this file if it is correct: FILE.json, or FILE.xml for MSCCL"
-    parser.add_argument("--output", type=Path, metavar="FILE", help=text)
+    add_output(parser, text)
     parser.set_defaults(run=run)
 
 
@@ -55,7 +54,7 @@ def run(arguments: argparse.Namespace) -> None:
     if arguments.network and arguments.gb_s:
         raise ValueError("--network and --gb-s both set the bandwidth of links; give one of them.")
     if arguments.output:
-        refuse_output(arguments.output)
+        refuse_output(arguments.output, overwrite=arguments.overwrite)
         if arguments.output.suffix not in (".json", ".xml"):
             raise ValueError(f"--output is {arguments.output}; give a name that ends with .json or .xml.")
     network = network_of(arguments.network) if arguments.network else None

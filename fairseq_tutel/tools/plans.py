@@ -4,23 +4,20 @@ Each plan is the fastest one between ranks of one host for a range of message si
 """
 
 import argparse
-from pathlib import Path
 from typing import Any
 
 from fairseq_tutel.plans.files import MOST, write
 from fairseq_tutel.plans.format import COLLECTIVES
 from fairseq_tutel.plans.generators import usual
 from fairseq_tutel.tools.arguments import writing
+from fairseq_tutel.tools.parser import add_output
 
 
 def add_to(tools: Any) -> None:
     """Add this tool as a subcommand of `python -m fairseq_tutel`."""
-    parser = tools.add_parser(
-        "plans", help="write the usual collective plans of N ranks", description=__doc__
-    )
+    parser = tools.add_parser("plans", description=__doc__, example="2 4 --output plans")
     parser.add_argument("ranks", type=int, nargs="+", metavar="N", help="number of ranks in a group")
-    text = "a new or empty folder for the plans"
-    parser.add_argument("--output", type=Path, metavar="FOLDER", required=True, help=text)
+    add_output(parser, "a new or empty folder for the plans", required=True, is_folder=True)
     parser.set_defaults(run=run)
 
 
@@ -30,8 +27,11 @@ def run(arguments: argparse.Namespace) -> None:
         if not 2 <= ranks <= MOST:
             raise ValueError(f"N is {ranks}; give a number from 2 to {MOST}.")
     folder = arguments.output
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ValueError(f"--output is {folder}, which is not an empty folder; give a new folder.")
+    if folder.exists() and (not folder.is_dir() or (any(folder.iterdir()) and not arguments.overwrite)):
+        raise ValueError(
+            f"--output is {folder}, which is not an empty folder; give a new folder, or add --overwrite to "
+            "write into a folder of plans."
+        )
     folder.mkdir(parents=True, exist_ok=True)
     for ranks in sorted(set(arguments.ranks)):
         for plan in (plan for collective in COLLECTIVES for plan in usual(collective, ranks)):

@@ -14,13 +14,14 @@ from pathlib import Path
 from typing import Any
 
 from fairseq_tutel.options.option import key_of
-from fairseq_tutel.tools.arguments import add_overwrite, refuse_output, writing
+from fairseq_tutel.tools.arguments import refuse_folder, refuse_output, writing
+from fairseq_tutel.tools.parser import add_output
 
 # Largest number of predicted classes in a line.
 LINE = 5
 # Flag, smallest value, default, help.
 NUMBERS = (
-    ("--limit", 1, None, "use the first N images only"),
+    ("--limit", 1, None, "images to read [all]"),
     ("--batch-size", 1, 64, "number of images per batch [64]"),
     ("--num-workers", 0, 0, "number of processes that decode images [0]"),
 )
@@ -30,22 +31,21 @@ Answer = tuple[int, int, list[tuple[int, float]]]
 
 def add_to(tools: Any) -> None:
     """Add this tool as a subcommand of `python -m fairseq_tutel`."""
-    parser = tools.add_parser("predict", help="write a model's classes of images", description=__doc__)
-    parser.add_argument("checkpoint", metavar="CHECKPOINT", help="image classification model")
-    parser.add_argument("data", metavar="DATA", help="data folder that contains the split")
-    parser.add_argument("--split", default="valid", help="split to classify [valid]")
-    output = Path("predictions.csv")
+    example = "SAVE DATA --split test --output test.csv"
+    parser = tools.add_parser("predict", description=__doc__, example=example)
     parser.add_argument(
-        "--output", type=Path, default=output, metavar="FILE", help=f"file to write [{output}]"
+        "model", metavar="MODEL", help="a checkpoint of an image classifier, or its --save-dir"
     )
+    parser.add_argument("data", metavar="DATA", help="the data folder")
+    parser.add_argument("--split", default="valid", metavar="SPLIT", help="split of the data set [valid]")
+    add_output(parser, "the file to write", "predictions.csv")
     for flag, _, default, text in NUMBERS:
         parser.add_argument(flag, type=int, default=default, metavar="N", help=text)
     parser.add_argument(
         "--image-errors", choices=("refuse", "skip"), help="action for unreadable images [as in training]"
     )
-    parser.add_argument("--user-dir", metavar="DIR", help="--user-dir that defines a custom model")
+    parser.add_argument("--user-dir", metavar="FOLDER", help="folder that defines a custom model")
     parser.add_argument("--cpu", action="store_true", help="run on the CPU")
-    add_overwrite(parser)
     parser.set_defaults(run=run)
 
 
@@ -55,7 +55,7 @@ def run(arguments: argparse.Namespace) -> None:
         value = getattr(arguments, key_of(flag))
         if value is not None and value < least:
             raise ValueError(f"{flag} is {value}; give a number of at least {least}.")
-    refuse_output(arguments.output, [Path(arguments.checkpoint)], arguments.overwrite)
+    refuse_output(arguments.output, [Path(arguments.model)], arguments.overwrite)
     logging.disable(logging.INFO)  # a module that fairseq imports enables all logs
     try:
         _predict(arguments)
@@ -92,23 +92,19 @@ def _opened(arguments: argparse.Namespace) -> tuple[Any, Any]:
     from fairseq.utils import import_user_module
 
     from fairseq_tutel import plugin
+    from fairseq_tutel.plugin.hub import files_of
 
-    if Path(arguments.checkpoint).is_dir():
-        raise ValueError(
-            f"CHECKPOINT is {arguments.checkpoint}, which is a folder; give a file in it, such as "
-            f"{Path(arguments.checkpoint) / 'checkpoint_best.pt'}."
-        )
+    refuse_folder("DATA", arguments.data)
     plugin.register()
     import_user_module(argparse.Namespace(user_dir=arguments.user_dir))
     overrides = {"data": arguments.data}
     if arguments.image_errors is not None:
         overrides["image_errors"] = arguments.image_errors
-    models, _, task = checkpoint_utils.load_model_ensemble_and_task(
-        [arguments.checkpoint], arg_overrides=overrides
-    )
+    files = [str(file) for file in files_of(arguments.model, "MODEL")[:1]]
+    models, _, task = checkpoint_utils.load_model_ensemble_and_task(files, arg_overrides=overrides)
     if not hasattr(task, "class_names"):
         raise ValueError(
-            f"CHECKPOINT is {arguments.checkpoint}, whose task is {type(task).__name__}; give a model for "
+            f"MODEL is {arguments.model}, whose task is {type(task).__name__}; give a model for "
             "image_classification."
         )
     return models[0].eval(), task

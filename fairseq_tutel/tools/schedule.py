@@ -1,7 +1,7 @@
 """schedule: make the fastest collective plan for a network, and print the cut that limits its speed.
 
-TOPOLOGY is a file (--network writes such a file) or a name, such as dgx_a100:2 for two boxes. The algorithm
-ForestColl computes the optimum, the cut and the trees. Details: docs/scaling.md.
+NETWORK is a file (--output-network writes such a file) or a name, such as dgx_a100:2 for two boxes. The
+algorithm ForestColl computes the optimum, the cut and the trees. Details: docs/scaling.md.
 """
 
 import argparse
@@ -18,6 +18,7 @@ from fairseq_tutel.plans.forestcoll.max_flow import members
 from fairseq_tutel.plans.generators.forest import forest as plan_of
 from fairseq_tutel.plans.network import NETWORKS, Network, find, to_json
 from fairseq_tutel.tools.arguments import refuse_output, writing
+from fairseq_tutel.tools.parser import add_output
 
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce")
 # Smaller messages would be limited by latency.
@@ -31,11 +32,10 @@ NAMED = 4
 
 def add_to(tools: Any) -> None:
     """Add this tool as a subcommand of `python -m fairseq_tutel`."""
-    parser = tools.add_parser(
-        "schedule", help="make the fastest collective plan for a network", description=__doc__
-    )
+    example = "dgx_a100:2 --collective all_reduce --output plan.json"
+    parser = tools.add_parser("schedule", description=__doc__, example=example)
     known = ", ".join(f"{key}:{usage}" for key, (usage, _) in NETWORKS.items())
-    parser.add_argument("topology", metavar="TOPOLOGY", help=f"FILE.json or one of {known}")
+    parser.add_argument("network", metavar="NETWORK", help=f"FILE.json or one of {known}")
     text = f"one of {', '.join(COLLECTIVES)} [all_gather]"
     parser.add_argument("--collective", default="all_gather", help=text)
     text = "number of trees per root [the smallest number within 5 %% of the optimum]"
@@ -44,42 +44,45 @@ def add_to(tools: Any) -> None:
     parser.add_argument("--bytes", type=int, metavar="N", help=text)
     text = "number of slices of a shard that are sent one after another, as smaller messages [1]"
     parser.add_argument("--slices", type=int, default=1, metavar="P", help=text)
-    parser.add_argument("--output", type=Path, metavar="FILE", help="write the plan to this file")
-    parser.add_argument("--network", type=Path, metavar="FILE", help="write the topology to this file")
+    add_output(parser, "write the plan to this file")
+    text = "write the network to this file"
+    parser.add_argument("--output-network", type=Path, metavar="FILE", help=text)
+    parser.add_argument("--network", dest="output_network", type=Path, help=argparse.SUPPRESS)
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> None:
     """Make a collective plan and write it to files; print its time, its trees and the limiting cut."""
     _refuse(arguments)
-    collective, network = arguments.collective, find(arguments.topology)
+    collective, network = arguments.collective, find(arguments.network)
     if network.ranks > MOST_GPUS:
         raise ValueError(
-            f"{arguments.topology} has {network.ranks} GPUs; give a network of at most {MOST_GPUS}."
+            f"{arguments.network} has {network.ranks} GPUs; give a network of at most {MOST_GPUS}."
         )
     most = None if arguments.bytes is None else max(1, arguments.bytes // CHUNK_BYTES)
     forests = grow_for(network, collective, arguments.trees, most)
     if arguments.output:
         with writing(arguments.output) as file:
             write(plan_of(collective, *forests, slices=arguments.slices), file)
-    if arguments.network:
-        with writing(arguments.network, "--network") as file:
+    if arguments.output_network:
+        with writing(arguments.output_network, "--output-network") as file:
             file.write_text(json.dumps(to_json(network)) + "\n", encoding="utf-8")
     forest = forests[1] or forests[0]
     assert forest, "every collective reduces or distributes data"
     print(printable("\n\n".join(_page(network, collective, forest))))
-    for path in filter(None, (arguments.output, arguments.network)):
+    for path in filter(None, (arguments.output, arguments.output_network)):
         print(f"wrote {path}")
 
 
 def _refuse(arguments: argparse.Namespace) -> None:
-    for flag, path in (("--output", arguments.output), ("--network", arguments.network)):
+    outputs = {"--output": arguments.output, "--output-network": arguments.output_network}
+    for flag, path in outputs.items():
         if path:
-            refuse_output(path, flag=flag)
+            refuse_output(path, overwrite=arguments.overwrite, flag=flag)
             if path.suffix != ".json":
                 raise ValueError(f"{flag} is {path}; give a name that ends with .json.")
-    if arguments.output and arguments.output == arguments.network:
-        raise ValueError(f"--output and --network are both {arguments.output}; give two files.")
+    if arguments.output and arguments.output == arguments.output_network:
+        raise ValueError(f"--output and --output-network are both {arguments.output}; give two files.")
     if arguments.collective not in COLLECTIVES:
         raise ValueError(f"--collective is {arguments.collective}; give one of {', '.join(COLLECTIVES)}.")
     for key in ("trees", "bytes", "slices"):

@@ -1,4 +1,4 @@
-"""The wheel and the sdist hold the whole package, and a machine with only the wheel trains."""
+"""The wheel and the sdist hold the whole package, and an environment with only the wheel trains."""
 
 import os
 import shutil
@@ -59,14 +59,18 @@ def test_an_environment_with_only_the_wheel_trains(built, lm_data, tmp_path):
     _run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "env"])
     python = tmp_path / "env" / "bin" / "python"
     site = Path(_run([python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"]).strip())
+    _run([sys.executable, "-m", "pip", "--python", python, "install", "--no-deps", "--no-index", wheel])
     # torch and fairseq as they are installed here; a path line brings no editable install along.
     (site / "here.pth").write_text(sysconfig.get_path("purelib") + "\n")
-    zipfile.ZipFile(wheel).extractall(site)
     clean = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | {"OMP_NUM_THREADS": "1"}
     somewhere = {"cwd": tmp_path, "env": clean}
-    user_dir = _run([python, "-m", "fairseq_tutel", "user-dir"], **somewhere).strip()
+    where = _run([python, "-c", "import fairseq_tutel; print(fairseq_tutel.__file__)"], **somewhere)
+    assert Path(where.strip()).parent == site / "fairseq_tutel"
+    command = tmp_path / "env" / "bin" / "fairseq-tutel"
+    assert "see a training run:" in _run([command, "--help"], **somewhere)
+    user_dir = _run([command, "user-dir"], **somewhere).strip()
     assert Path(user_dir) == site / "fairseq_tutel"
-    words = lm_args(lm_data, tmp_path / "save", "--user-dir", user_dir, updates=2)
+    words = lm_args(lm_data, tmp_path / "save", "--user-dir", user_dir, updates=3)
     _run([python, "-m", "fairseq_cli.train", *words], **somewhere)
     saved = torch.load(tmp_path / "save" / "checkpoint_last.pt", weights_only=False)
     assert "decoder.layers.0.fc1.experts.fc1_weight" in saved["model"]

@@ -227,7 +227,7 @@ def test_a_broken_log_and_a_hostile_name_are_no_obstacle(runs, tmp_path):
         (["run", "run"], "two runs are named run; give different names with --name, or remove"),
         (
             ["run", "--output", "empty/a.txt"],
-            "--output is empty/a.txt, which exists and is not an .html file",
+            "--output empty/a.txt exists; give another name, or add --overwrite.",
         ),
         (["run", "--name", "a", "--name", "b"], "--name is given 2 time(s) for 1 run(s)"),
         (["run", "--output", "empty"], "--output is empty; give the name of a file in an existing folder."),

@@ -11,7 +11,7 @@ from corpora import translation
 from models import dense_lm_args, lm_args, mt_args
 from test_multilingual import MODEL
 from test_vision import swin_args
-from tool_in_process import refusal_of
+from tool_in_process import refusal_of, tool
 
 import fairseq_tutel as ft
 
@@ -20,6 +20,10 @@ def page(path, *words):
     """Run the command; return what the page has."""
     run = fairseq("tutel-__main__", "tokens", *words, "--output", path)
     assert f"wrote {path}" in run.output
+    return shown(path)
+
+
+def shown(path):
     return json.loads(re.search(r'id="content">(.*?)</script>', path.read_text(), re.S)[1])
 
 
@@ -47,10 +51,9 @@ def test_a_translation_model_s_tokens_have_the_experts_of_the_gate(mt_data, tmp_
 def test_texts_are_translated_and_continued(mt_data, lm_data, tmp_path):
     fairseq("train", *mt_args(mt_data, tmp_path / "mt", updates=2))
     fairseq("train", *lm_args(lm_data, tmp_path / "lm", updates=2))
-    text = (mt_data / "test.de").read_text() if (mt_data / "test.de").exists() else "a b"
-    found = page(tmp_path / "mt.html", tmp_path / "mt", mt_data, "--text", text, "--text", "b")
+    found = page(tmp_path / "mt.html", tmp_path / "mt", mt_data, "--text", "w1 w2", "--text", "w3")
     assert [sample["side"] for sample in found["samples"]] == ["encoder", "decoder"] * 2
-    found = page(tmp_path / "lm.html", tmp_path / "lm", lm_data, "--text", "a b")
+    found = page(tmp_path / "lm.html", tmp_path / "lm", lm_data, "--text", "w1 w2")
     (only,) = found["samples"]
     assert only["tokens"][0] == "</s>" and len(only["experts"]["decoder.layers.1.fc1"]) == len(
         only["tokens"]
@@ -76,6 +79,75 @@ def test_patches_of_images_have_experts(tmp_path):
     sample, layer = found["samples"][0], found["layers"][0]
     assert sample["height"] == 8 and len(sample["experts"][layer["key"]]) in (4, 16, 64)
     assert {token for tokens in layer["typical"] for token, _ in tokens} <= {"0", "1", "2"}
+    words = ("tokens", tmp_path / "save", tmp_path, "--text", "a cat", "--output", tmp_path / "text.html")
+    assert refusal_of(*words).endswith(", an image classifier; remove --text.")
+    words = ("tokens", tmp_path / "save", tmp_path, "--split", "test", "--output", tmp_path / "text.html")
+    assert refusal_of(*words).startswith("the images of test are read from ")
+
+
+@pytest.fixture(scope="module")
+def translator(mt_data, tmp_path_factory):
+    """A --save-dir of a translation model."""
+    save = tmp_path_factory.mktemp("translator")
+    fairseq("train", *mt_args(mt_data, save, updates=1))
+    return save
+
+
+REFUSED = {
+    "no model": (
+        ("no.pt", "DATA"),
+        "MODEL names {folder}/no.pt, which does not exist; give an existing file.",
+    ),
+    "no checkpoint": ((".", "DATA"), "MODEL names {folder}, a folder without checkpoint_best.pt or "),
+    "no data": (("SAVE", "no"), "DATA is no, which is not a folder; give the folder of the data set."),
+    "no split": (
+        ("SAVE", "DATA", "--split", "nosuch"),
+        "--split is nosuch, which {data} lacks; give another ",
+    ),
+    "empty text": (("SAVE", "DATA", "--text", " "), "--text is empty; give a sentence."),
+    "unknown words": (
+        ("SAVE", "DATA", "--text", "foo bar"),
+        "--text is 'foo bar', of which the dictionary has no token; give text like that of the training ",
+    ),
+    "limit": (("SAVE", "DATA", "--limit", "0"), "--limit is 0; give a number of at least 1."),
+    "no folder": (
+        ("SAVE", "DATA", "--output", "no/a.html"),
+        "--output is no/a.html; give the name of a file",
+    ),
+    "output exists": (
+        ("SAVE", "DATA", "--output", "old.html"),
+        "--output old.html exists; give another name",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_bad_input_ends_with_one_sentence(translator, mt_data, tmp_path, monkeypatch, case):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "old.html").write_text("older")
+    names = {"SAVE": translator, "DATA": mt_data}
+    words, sentence = REFUSED[case]
+    sentence = sentence.format(data=mt_data, folder=tmp_path)
+    assert refusal_of("tokens", *(names.get(word, word) for word in words)).startswith(sentence)
+    assert [path.name for path in tmp_path.iterdir()] == ["old.html"]
+
+
+def test_a_model_whose_data_folder_is_gone_needs_another(translator, tmp_path):
+    saved = torch.load(translator / "checkpoint_last.pt", weights_only=False)
+    saved["cfg"]["task"]["data"] = str(tmp_path / "gone")
+    torch.save(saved, tmp_path / "model.pt")
+    sentence = refusal_of("tokens", tmp_path / "model.pt", "--output", tmp_path / "page.html")
+    assert sentence.endswith("gone, which does not exist; give the data folder as DATA.")
+
+
+def test_unknown_words_are_counted(translator, mt_data, tmp_path):
+    path = tmp_path / "page.html"
+    words = ("tokens", translator, mt_data, "--text", "w1 foo", "--output", path)
+    note = "note: the dictionary lacks 1 of 2 tokens of --text 'w1 foo'\n"
+    assert tool(*words) == f"{note}wrote {path}\n"
+    _, decoder = shown(path)["samples"]
+    model = ft.from_checkpoint(translator, mt_data)
+    assert " ".join(decoder["tokens"][1:]) == model.translate("w1 foo")
 
 
 def test_a_dense_model_has_no_page(lm_data, tmp_path):

@@ -236,7 +236,7 @@ def test_upcycle_refuses_in_one_sentence(case, lm, tmp_path, capsys):
 
 def test_upcycle_refuses_other_models_and_moe_models(lm, tmp_path):
     convert("upcycle", lm, tmp_path / "moe.pt")
-    with pytest.raises(SystemExit, match="--input has experts already; give a checkpoint of a dense"):
+    with pytest.raises(SystemExit, match="INPUT has experts already; give a checkpoint of a dense"):
         convert("upcycle", tmp_path / "moe.pt", tmp_path / "two.pt")
     state = torch.load(lm, weights_only=False)
     state["cfg"]["model"]["_name"] = "lstm_lm"

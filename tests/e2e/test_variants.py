@@ -10,6 +10,7 @@ from cli import fairseq, refused
 from equality import learns, same_training
 from models import COMMON, EXPERTS, SOUND_DIR, lm_args, mt_args
 from sounds import banks, tones
+from tool_in_process import refusal_of
 
 # 20 ms a frame.
 CONVOLUTIONS = "[(16, 10, 5)] + [(16, 8, 8)] * 2"
@@ -179,6 +180,11 @@ def test_filter_banks(kind, sound_data, tmp_path):
         "--required-batch-size-multiple", 1,
     )  # fmt: skip
     assert output.output.count("\nH-") == 6
+    words = ("tokens", tmp_path / "2", data, "--output", tmp_path / "page.html")
+    for more in ((), ("--text", "a b")):
+        assert refusal_of(*words, *more).endswith(
+            "which reads neither text nor images; give another model."
+        )
 
 
 LEVENSHTEIN = ("--task", "moe_translation_lev", "--criterion", "moe_nat_loss")

@@ -169,7 +169,7 @@ def test_sigmoid_scores_count_as_shares_of_their_sum(name):
     probs = [[s / sum(row) for s in row] for row in scores]
     assignments = [ids[:1] if name == "gshard" else ids for ids in routing.expert_ids_TK.tolist()]
     expected = gshard_all_by_loops(probs, assignments)
-    assert float(LOSSES[name].function(routing, gate(logits_TE))) == pytest.approx(expected)
+    assert float(LOSSES[name](routing, gate(logits_TE))) == pytest.approx(expected)
 
 
 def cv_squared(values: list[float]) -> float:
@@ -249,7 +249,7 @@ def test_every_loss_has_the_gradient_of_finite_differences(name, function, top_k
     def loss(x: Tensor) -> Tensor:
         output = noisy_gate(x, score_function=function, sentences=(2, 3))
         routing = route(output.logits_TE, top_k, real_T=real_T, score_function=function)
-        return LOSSES[name].function(routing, output)
+        return LOSSES[name](routing, output)
 
     assert torch.autograd.gradcheck(loss, (logits(6, 4).requires_grad_(),))
 
@@ -261,7 +261,7 @@ def test_without_real_tokens_every_loss_is_0_with_gradient_0(name, num_tokens, c
     logits_TE = logits(num_tokens, 4).requires_grad_()
     output = noisy_gate(logits_TE, sentences=(2, num_tokens // 2))
     real_T = torch.zeros(num_tokens, dtype=torch.bool)
-    loss = LOSSES[name].function(route(output.logits_TE, 2, real_T=real_T, choice=choice), output)
+    loss = LOSSES[name](route(output.logits_TE, 2, real_T=real_T, choice=choice), output)
     loss.backward()
     assert loss.item() == 0.0
     assert torch.equal(logits_TE.grad, torch.zeros_like(logits_TE))
@@ -272,7 +272,7 @@ def test_without_real_tokens_every_loss_is_0_with_gradient_0(name, num_tokens, c
 def test_every_loss_of_a_half_precision_gate_is_fp32(name, dtype):
     def loss(wide: bool) -> Tensor:
         output = noisy_gate(logits(3000, 4).to(dtype).to(torch.float64 if wide else dtype), noise=1.0)
-        return LOSSES[name].function(route(output.logits_TE, 2), output)
+        return LOSSES[name](route(output.logits_TE, 2), output)
 
     assert loss(False).dtype == torch.float32
     assert float(loss(False)) == pytest.approx(float(loss(True)), rel=2e-2)
@@ -305,4 +305,4 @@ def test_the_layer_hands_over_noise_sentences_and_scores(training, time_first):
     routing = route(noisy_TE, 2, real_T=~mask_T, score_function="sigmoid")
     assert list(losses) == list(names)
     for name, loss in losses.items():
-        torch.testing.assert_close(loss, LOSSES[name].function(routing, output), msg=name)
+        torch.testing.assert_close(loss, LOSSES[name](routing, output), msg=name)

@@ -8,7 +8,10 @@ import re
 import numpy as np
 import pytest
 
-from fairseq_tutel.moe.balance import LOSSES, parse_balance_loss
+from fairseq_tutel.kernels.activations import ACTIVATIONS
+from fairseq_tutel.kernels.autotune import SECONDS
+from fairseq_tutel.moe.balance import LOSSES
+from fairseq_tutel.moe.balance_options import parse_balance_loss
 from fairseq_tutel.moe.capacity import DROP_POLICIES
 from fairseq_tutel.moe.config import LAYER, MoEConfig
 from fairseq_tutel.moe.gates import GATES
@@ -182,7 +185,13 @@ def test_the_balance_loss_syntax(text, weights):
 
 
 @pytest.mark.parametrize(
-    "name, ours", [("balance_loss", LOSSES), ("gate_type", GATES), ("drop_policy", DROP_POLICIES)]
+    "name, ours",
+    [
+        ("balance_loss", LOSSES),
+        ("gate_type", GATES),
+        ("drop_policy", DROP_POLICIES),
+        ("activation", ACTIVATIONS),
+    ],
 )
 def test_the_names_that_may_be_chosen_are_those_there_is_something_for(name, ours):
     with pytest.raises(ValueError) as error:
@@ -190,6 +199,10 @@ def test_the_names_that_may_be_chosen_are_those_there_is_something_for(name, our
     assert ", ".join(ours) in str(error.value)
     for choice in ours:
         MoEConfig(**GOOD, **{name: choice}, gate_noise=0.0 if choice == "hash" else 1.0)
+
+
+def test_the_time_for_kernel_tuning_is_that_of_the_tuner():
+    assert LAYER["kernel_tuning_seconds"].default == SECONDS
 
 
 @pytest.mark.parametrize("owner", BY_OWNER)

@@ -7,15 +7,13 @@ from itertools import pairwise
 import pytest
 from round_machine import ROUND
 
+from fairseq_tutel.planning.link_fit import fit_machine, predicted, relative_errors
 from fairseq_tutel.planning.links import (
     all_gather_seconds,
     all_reduce_seconds,
     exchange_seconds,
     faster_algorithm,
-    fit_machine,
     plan_seconds,
-    predicted,
-    relative_errors,
 )
 from fairseq_tutel.planning.machine import PRESETS, Link, Machine
 from fairseq_tutel.plans.checker import check

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+import fairseq_tutel
+
 PACKAGE = Path(__file__).parents[2] / "fairseq_tutel"
 
 # From the top down; folders of one row stand side by side. "" is the root.
@@ -153,6 +155,18 @@ def test_collectives_have_one_door():
     call = re.compile(r"dist\.(all_|reduce|broadcast|gather|scatter|barrier|send|recv|i?send|batch_)")
     found = {str(path.relative_to(PACKAGE)) for path in FILES if call.search(path.read_text())}
     assert found == {"comm/collectives.py", "plans/executors/two_sided.py", "ranks/world.py"}
+
+
+def test_the_public_names_are_the_same_for_type_checkers_and_programs():
+    tree = ast.parse((PACKAGE / "__init__.py").read_text())
+    (block,) = (n for n in tree.body if isinstance(n, ast.If) and ast.unparse(n.test) == "TYPE_CHECKING")
+    typed = {
+        alias.asname: (node.module, alias.name) for node in block.body for alias in node.names
+    }  # fmt: skip
+    public = {name: (f"fairseq_tutel.{module}", name) for name, module in fairseq_tutel._MODULES.items()}
+    assert typed == public
+    assert fairseq_tutel.__all__ == [*public, *fairseq_tutel._FORMER]
+    assert {*fairseq_tutel._FORMER.values()} <= public.keys() - fairseq_tutel._FORMER.keys()
 
 
 def test_nobody_imports_kernels_by_itself():

@@ -129,7 +129,7 @@ def test_the_best_of_a_training_that_maximized_its_metric_are_the_largest(tmp_pa
 
 
 REFUSED = {
-    "missing": (("FOLDER/none.pt",), "--inputs names FOLDER/none.pt, which does not exist; give"),
+    "missing": (("FOLDER/none.pt",), "INPUTS names FOLDER/none.pt, which does not exist; give"),
     "truncated": (("GOOD", "FOLDER/cut.pt"), "FOLDER/cut.pt, which is corrupt or not a checkpoint; remove"),
     "text": (("FOLDER/text.pt",), "names FOLDER/text.pt, which is corrupt or not a checkpoint; remove"),
     "no model": (("FOLDER/tensor.pt",), "FOLDER/tensor.pt, which holds no model"),
@@ -141,22 +141,22 @@ REFUSED = {
         ("GOOD", "FOLDER/wider.pt"),
         "fc1.experts.fc1_weight is (3, 6, 4) in GOOD and (8, 6, 4) in FOLDER/wider.pt",
     ),
-    "a folder alone": (("FOLDER",), "--inputs names FOLDER, which is a folder; give a checkpoint file"),
+    "a folder alone": (("FOLDER",), "INPUTS names FOLDER, which is a folder; give a checkpoint file"),
     "too few": (
         ("FOLDER", "--num-epoch-checkpoints", 3),
-        "is 3, but --inputs has only 0 files checkpointEPOCH.pt; give a lower number",
+        "is 3, but INPUTS has only 0 files checkpointEPOCH.pt; give a lower number",
     ),
     "too few up to the bound": (
         ("FOLDER", "--num-update-checkpoints", 1, "--checkpoint-upper-bound", 5),
-        "is 1, but --inputs has only 0 files checkpoint_EPOCH_UPDATE.pt up to 5; give a lower number",
+        "is 1, but INPUTS has only 0 files checkpoint_EPOCH_UPDATE.pt up to 5; give a lower number",
     ),
     "too few best": (
         ("FOLDER", "--num-best-checkpoints", 3),
-        "is 3, but --inputs has only 2 files checkpoint.best_METRIC_VALUE.pt; give a lower number",
+        "is 3, but INPUTS has only 2 files checkpoint.best_METRIC_VALUE.pt; give a lower number",
     ),
     "files for a folder": (
         ("GOOD", "--num-update-checkpoints", 1),
-        "--num-update-checkpoints needs one folder, but --inputs is GOOD",
+        "--num-update-checkpoints needs one folder, but INPUTS is GOOD",
     ),
     "no number": (("FOLDER", "--num-epoch-checkpoints", 0), "--num-epoch-checkpoints is 0; give"),
     "bound of nothing": (
@@ -180,7 +180,7 @@ REFUSED = {
         ("GOOD", "--output", "/dev/null"),
         "--output is /dev/null, which is not an ordinary file; give another name",
     ),
-    "a device": (("/dev/null",), "--inputs names /dev/null, which is a pipe, device or socket"),
+    "a device": (("/dev/null",), "INPUTS names /dev/null, which is a pipe, device or socket"),
 }  # fmt: skip
 
 

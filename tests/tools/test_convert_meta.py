@@ -214,7 +214,7 @@ REFUSED = {
         "best-shared.pt", lambda m: [m.pop(k) for k in list(m) if "moe_layer" in k]),
     "experts in the decoder layers [0, 1], but its options (--moe-freq 2) select the layers [1]":
         option_changed(moe_freq=2),
-    "--input holds a model of the architecture lstm_lm, which has no MoE variant":
+    "INPUT holds a model of the architecture lstm_lm, which has no MoE variant":
         option_changed(_name="lstm_lm"),
     "the model was trained with --moe-cmr True": option_changed(moe_cmr=True),
     "--scale-fc True": option_changed(scale_fc=True),

@@ -291,7 +291,7 @@ def all_changed(change):
 
 
 LAST = "m-1-of-2"
-FILE = f"--input-prefix names FOLDER/{LAST}, which"
+FILE = f"PREFIX names FOLDER/{LAST}, which"
 REFUSED = {
     f"{FILE} does not exist": lambda folder: (folder / LAST).unlink(),
     f"{FILE} is corrupt or not a checkpoint": lambda folder: (folder / LAST).write_bytes(b"PK half"),
@@ -300,17 +300,17 @@ REFUSED = {
         changed(LAST, lambda s: s.pop("moe.experts.batched_fc1_bias")),
     "has no Tutel layer (no _num_global_experts)":
         all_changed(lambda s: s.pop("moe._num_global_experts")),
-    "--input-prefix has the layer moe, which lacks experts.batched_fc2_w":
+    "PREFIX has the layer moe, which lacks experts.batched_fc2_w":
         all_changed(lambda s: s.pop("moe.experts.batched_fc2_w")),
     "which has experts.batched_fc1_bias of the shapes [(2, 7), (2, 8)] on different ranks":
         changed(LAST, lambda s: s.update({"moe.experts.batched_fc1_bias": drawn(2, 7)})),
     "which has experts.batched_fc1_bias of shape (4, 7) on all ranks together, not (4, 8)":
         all_changed(lambda s: s.update({"moe.experts.batched_fc1_bias": drawn(2, 7)})),
-    "--input-prefix has files that differ in moe._num_global_experts":
+    "PREFIX has files that differ in moe._num_global_experts":
         changed(LAST, lambda s: s.update({"moe._num_global_experts": torch.tensor(8)})),
     "experts.batched_fc1_w of shape (2, 8, 6) on each of 2 ranks, which does not match 8 experts":
         all_changed(lambda s: s.update({"moe._num_global_experts": torch.tensor(8)})),
-    "--input-prefix has the layer moe, which has 3 experts, which 2 ranks cannot hold; give":
+    "PREFIX has the layer moe, which has 3 experts, which 2 ranks cannot hold; give":
         all_changed(lambda s: s.update({"moe._num_global_experts": torch.tensor(3)})),
 }  # fmt: skip
 

@@ -136,10 +136,14 @@ def test_inspect_adds_the_loads_of_a_log(tmp_path):
     assert [layer["load"] for layer in facts["layers"]] == list(loads.values())
     assert "0.00, 2.00, 1\n" in inspect(path, "--log", log)
     other = save(tmp_path / "b.pt", num_experts=2)
-    with pytest.raises(SystemExit, match="decoder_0 has 4 experts, but FILE has 2; give the log of this"):
+    with pytest.raises(
+        SystemExit, match="decoder_0 has 4 experts, but CHECKPOINT has 2; give the log of this"
+    ):
         inspect(other, "--log", log)
     dense = save(tmp_path / "c.pt", ("decoder.layers.0!",))
-    with pytest.raises(SystemExit, match=r"--log is given, but FILE names .*c.pt, which has no experts"):
+    with pytest.raises(
+        SystemExit, match=r"--log is given, but CHECKPOINT names .*c.pt, which has no experts"
+    ):
         inspect(dense, "--log", log)
     log.write_text(json.dumps({"epoch": 1, "num_updates": "5", "loss": "3"}) + "\n")
     with pytest.raises(SystemExit, match="has no moe_load_decoder_0; give the log of a training"):

@@ -260,8 +260,6 @@ def test_convert_dense_makes_all_layers_equally_wide(convert, tmp_path):
 REFUSED = {
     "truncated": ({}, ("prune", "--drop", 0, "--input", "cut.pt"),
              "cut.pt, which is corrupt or not a checkpoint; give another file"),
-    "output with a slash": ({}, ("prune", "--drop", 0, "--output", "new/"),
-                            "--output is new/; give the name"),
     "dense": ({}, ("merge", "--moe-expert-count", 2, "--input", "dense.pt"),
               "dense.pt, whose model has no experts; give a MoE model"),
     "a crash file": (

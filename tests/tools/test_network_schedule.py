@@ -35,15 +35,15 @@ def test_it_prints_the_optimum_its_cut_and_its_trees():
     ],
 )
 def test_its_plan_and_its_network_are_files_that_can_be_used(tmp_path, words, least, chunks):
-    files = {flag: tmp_path / f"{flag}.json" for flag in ("--output", "--network")}
+    files = {flag: tmp_path / f"{flag}.json" for flag in ("--output", "--output-network")}
     flags = [word for pair in files.items() for word in pair]
     text = tool("schedule", "torus:1x4", "--collective", *words, *flags)
-    assert least in text and text.endswith(f"wrote {files['--network']}\n")
+    assert least in text and text.endswith(f"wrote {files['--output-network']}\n")
     plan = from_json(json.loads(files["--output"].read_text()))
     assert (plan.collective, plan.ranks, plan.chunks) == (words[0], 4, chunks)
-    assert plan.network == find(str(files["--network"])).digest == find("torus:1x4").digest
+    assert plan.network == find(str(files["--output-network"])).digest == find("torus:1x4").digest
     assert check(plan).depth > 0
-    again = tool("schedule", files["--network"], "--collective", *words)
+    again = tool("schedule", files["--output-network"], "--collective", *words)
     assert again == text.partition("wrote")[0]
 
 
@@ -60,8 +60,8 @@ REFUSED = {
     "more slices": (("torus:1x4", "--slices", 9999), "--slices is 9999; give at most "),
     "kind": (("torus:1x4", "--output", "x.xml"), "--output is x.xml; give a name that ends with .json."),
     "one file": (
-        ("torus:1x4", "--output", "x.json", "--network", "x.json"),
-        "--output and --network are both x.json; give two files.",
+        ("torus:1x4", "--output", "x.json", "--output-network", "x.json"),
+        "--output and --output-network are both x.json; give two files.",
     ),
     "bytes": (("torus:1x4", "--bytes", -1), "--bytes is -1; give a number of at least 1."),
     "output": (

@@ -36,7 +36,7 @@ def tables(text):
 
 
 def test_the_plans_are_the_model_s_ranked_and_taken_apart(tmp_path):
-    text = tool("plan", *CLUSTER, *MODEL, "--top", 5, "--json", tmp_path / "plans.json")
+    text = tool("plan", *CLUSTER, *MODEL, "--top", 5, "--output", tmp_path / "plans.json")
     assert text.startswith("256 x H100 on 32 node(s); 6 MoE layer(s) of 16 experts, ")
     ranking, parts, memory = tables(text.split("wrote")[0])
     assert ranking[0] == ["P", "r", "d", "all-to-all", "step, ms", "tokens/s", "memory, GB", "fits"]
@@ -115,8 +115,8 @@ def test_a_machine_s_file_gives_its_plans(tmp_path):
         ("--dense-parameters -1", "--dense-parameters is -1; give a number of at least 0."),
         ("--zero-stage 3", "--zero-stage is 3; give 0, 1 or 2."),
         ("--machine none.json", "none.json cannot be read as a hardware profile"),
-        ("--json none/plan.json", "--json is none/plan.json; give the name"),
-        ("--json /dev/full", "--json is /dev/full, which cannot be written: No space left on"),
+        ("--output none/plan.json", "--output is none/plan.json; give the name"),
+        ("--output /dev/full", "--output is /dev/full, which cannot be written: No space left on"),
     ],
 )
 def test_bad_values_are_refused_in_one_sentence(tmp_path, monkeypatch, words, sentence):
@@ -152,7 +152,7 @@ SMALL = (
 
 def test_one_rank_measures_all_but_links(tmp_path):
     path = tmp_path / "machine.json"
-    text = tool(*SMALL, "--json", path)
+    text = tool(*SMALL, "--output", path)
     assert "One rank cannot measure links" in text
     machine = Machine.from_json(path)
     assert 1e8 < machine.memory_bytes_per_s < 1e12
@@ -166,7 +166,7 @@ def test_one_rank_measures_all_but_links(tmp_path):
     [
         (("--repeats", 0), "--repeats is 0; give a number of at least 1."),
         (("--dtype", "int8"), "--dtype is int8; give one of fp32, fp16, bf16."),
-        (("--json", "/nowhere/m.json"), "--json is /nowhere/m.json; give the name of a file in an"),
+        (("--output", "/nowhere/m.json"), "--output is /nowhere/m.json; give the name of a file in an"),
     ],
 )
 def test_bad_values_of_tune_are_refused_in_one_sentence(words, sentence):
@@ -208,7 +208,7 @@ def run_ranks(world, local, *words):
 
 def test_two_nodes_of_two_measure_both_kinds_of_links(tmp_path):
     path = tmp_path / "machine.json"
-    (printed, ended), *others = run_ranks(4, 2, *SMALL, "--json", path)
+    (printed, ended), *others = run_ranks(4, 2, *SMALL, "--output", path)
     assert ended is None
     assert others == [("", None)] * 3
     _, exchanges = tables(printed)

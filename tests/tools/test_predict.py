@@ -16,7 +16,7 @@ from fairseq_tutel.tools.arguments import writing
     [
         (("--num-workers", "-1"), "--num-workers is -1; give a number of at least 0."),
         (("--output", "."), "--output is .; give the name of a file"),
-        ((), "CHECKPOINT is ., which is a folder; give a file in it, such as checkpoint_best.pt."),
+        ((), "a folder without checkpoint_best.pt or checkpoint_last.pt; give a checkpoint file."),
     ],
 )
 def test_names_that_cannot_be(words, sentence, tmp_path, monkeypatch):

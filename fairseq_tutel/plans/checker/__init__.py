@@ -12,7 +12,6 @@ from fractions import Fraction
 from fairseq_tutel.planning.links import Load
 from fairseq_tutel.plans.checker.data import check_data
 from fairseq_tutel.plans.checker.order import Order
-from fairseq_tutel.plans.checker.races import check_races
 from fairseq_tutel.plans.checker.shape import check_shape
 from fairseq_tutel.plans.format import Plan, PlanError
 
@@ -61,6 +60,9 @@ def check(plan: Plan) -> Report:
         PlanError: the plan is malformed, may hang or race, or gives a wrong result. The message is one
             sentence with the rank, lane and step.
     """
+    # Only this check needs numpy, and the tools import this module to print their help.
+    from fairseq_tutel.plans.checker.races import check_races
+
     check_shape(plan)
     order = Order(plan)
     check_races(plan, order)

@@ -2,15 +2,13 @@
 
 from typing import Any
 
-from fairseq_tutel.tools.arguments import LateParser
 from fairseq_tutel.tools.convert import experts, formats, models
 
 
 def add_to(tools: Any) -> None:
     """Add the tool `convert` and all of its subcommands to the command line."""
-    parser = tools.add_parser(
-        "convert", help="convert checkpoints from and to other systems and models", description=__doc__
-    )
-    kinds = parser.add_subparsers(dest="kind", required=True, metavar="KIND", parser_class=LateParser)
+    example = "sharded SAVE/checkpoint_best.pt --output SAVE/sharded.pt"
+    parser = tools.add_parser("convert", description=__doc__, example=example)
+    kinds = parser.add_subparsers(dest="kind", required=True, metavar="KIND")
     for conversion in (*models.KINDS, *experts.KINDS, *formats.KINDS):
         conversion.add_to(kinds)

@@ -1,14 +1,18 @@
 """Defines the subcommands merge, prune and dense of `convert`, which change the experts of a model."""
 
+from __future__ import annotations
+
 import argparse
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from fairseq_tutel.checkpoint.saved import Layer, SavedModel
-from fairseq_tutel.convert.configs import configs_of
-from fairseq_tutel.convert.experts import Groups, neighbors, regroup, to_dense
 from fairseq_tutel.tools.convert.conversion import NEW_RUN, Conversion, one_file, option
 from fairseq_tutel.tools.convert.selection import expert_ids, loads
+
+if TYPE_CHECKING:
+    from fairseq_tutel.checkpoint.saved import Layer, SavedModel
+    from fairseq_tutel.convert.experts import Groups
 
 COUNT = (
     "new number of experts: one number for all MoE layers, or one per layer; each new expert is the mean "
@@ -36,6 +40,10 @@ def _merge(arguments: argparse.Namespace, inputs: list[Path]) -> tuple[SavedMode
     Rows of gates are averaged too. Merging is useful for experts with the same origin, such as the copies
     in an upcycled model.
     """
+    from fairseq_tutel.checkpoint.saved import SavedModel
+    from fairseq_tutel.convert.configs import configs_of
+    from fairseq_tutel.convert.experts import neighbors, regroup
+
     saved = SavedModel.open(inputs[0])
     configs = configs_of(saved)
     load = loads(arguments, configs)
@@ -63,6 +71,10 @@ def _prune(arguments: argparse.Namespace, inputs: list[Path]) -> tuple[SavedMode
     If none of a token's experts is removed and its weights are normalized to the sum 1, its output does not
     change. For a top-k of at least 2, weights are normalized by default.
     """
+    from fairseq_tutel.checkpoint.saved import SavedModel
+    from fairseq_tutel.convert.configs import configs_of
+    from fairseq_tutel.convert.experts import regroup
+
     saved = SavedModel.open(inputs[0])
     configs = configs_of(saved)
     load = loads(arguments, configs)
@@ -100,6 +112,10 @@ def _dense(arguments: argparse.Namespace, inputs: list[Path]) -> tuple[SavedMode
     concatenated, with even weights. Shared experts become part of this network. Gates are removed. The tool
     prints the layers whose outputs may change.
     """
+    from fairseq_tutel.checkpoint.saved import SavedModel
+    from fairseq_tutel.convert.configs import configs_of
+    from fairseq_tutel.convert.experts import to_dense
+
     if arguments.weight is not None and not 0 < arguments.weight < 1e6:
         raise ValueError(f"--weight is {arguments.weight:g}; give a number above 0.")
     saved = SavedModel.open(inputs[0])
@@ -131,6 +147,7 @@ KINDS = (
     Conversion(
         name="merge",
         convert=_merge,
+        example="moe.pt --moe-expert-count 4 --log SAVE --output merged.pt",
         one_of=(option("--moe-expert-count", COUNT, "N"), option("--groups", GROUPS, "GROUPS", nargs="+")),
         source=SOURCE,
         options=(TOP_K,),
@@ -139,6 +156,7 @@ KINDS = (
     Conversion(
         name="prune",
         convert=_prune,
+        example="moe.pt --below 0.1 --log SAVE --output pruned.pt",
         one_of=(option("--drop", DROP, "IDS", nargs="+"), option("--below", BELOW, "LOAD", type=float)),
         source=SOURCE,
         options=(TOP_K,),
@@ -147,6 +165,7 @@ KINDS = (
     Conversion(
         name="dense",
         convert=_dense,
+        example="moe.pt --experts all --output dense.pt",
         source=SOURCE,
         options=(
             option("--experts", EXPERTS, "IDS", nargs="+", required=True),

@@ -1,16 +1,21 @@
 """Defines the subcommands of `convert` that change the file format or read other systems' files."""
 
+from __future__ import annotations
+
 import argparse
 from itertools import chain
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from fairseq_tutel.checkpoint.quantized import EXPERT_DTYPES
-from fairseq_tutel.checkpoint.saved import SavedModel
-from fairseq_tutel.convert import meta, safetensors_folder, sharded, swin, tutel
+from fairseq_tutel.convert.options import TUTEL_LAYERS
 from fairseq_tutel.files.untrusted import printable
-from fairseq_tutel.kernels.activations import ACTIVATIONS
+from fairseq_tutel.moe.config import ACTIVATIONS
+from fairseq_tutel.moe.option_table import EXPERT_DTYPES
 from fairseq_tutel.options.option import UNITS, bytes_of
 from fairseq_tutel.tools.convert.conversion import NEW_RUN, Conversion, one_file, option
+
+if TYPE_CHECKING:
+    from fairseq_tutel.checkpoint.saved import SavedModel
 
 MAX_SIZE = "maximum size of a file; a larger weight gets its own file [5GB]"
 PREFIX = (
@@ -29,6 +34,9 @@ def _to_sharded(arguments: argparse.Namespace, inputs: list[Path], output: Path)
     int8 and int4 have a scale for each row. The checkpoint stores the quantization error, which `inspect`
     prints. Optimizer state keeps its dtype.
     """
+    from fairseq_tutel.checkpoint.saved import SavedModel
+    from fairseq_tutel.convert import sharded
+
     saved = SavedModel.open(inputs[0], keep_shards=True)
     errors = sharded.to_sharded(saved, output, arguments.expert_dtype or "")
     for name, (relative, worst) in errors.items():
@@ -42,6 +50,9 @@ def _to_full(arguments: argparse.Namespace, inputs: list[Path], output: Path) ->
     The conversion of a sharded checkpoint temporarily needs free disk space of about twice the output's
     size.
     """
+    from fairseq_tutel.checkpoint.saved import SavedModel
+    from fairseq_tutel.convert import sharded
+
     sharded.to_full(SavedModel.open(inputs[0], keep_shards=True), output)
     return ""
 
@@ -52,6 +63,9 @@ def _to_safetensors(arguments: argparse.Namespace, inputs: list[Path], output: P
     options.json in the folder holds everything else that fairseq needs to build the model. Optimizer state
     and data position are left out.
     """
+    from fairseq_tutel.checkpoint.saved import SavedModel
+    from fairseq_tutel.convert import safetensors_folder
+
     limit = bytes_of(arguments.max_shard_size)
     if not limit:
         raise ValueError(
@@ -72,6 +86,8 @@ def _to_safetensors(arguments: argparse.Namespace, inputs: list[Path], output: P
 @one_file
 def _from_safetensors(arguments: argparse.Namespace, inputs: list[Path]) -> tuple[SavedModel, str]:
     """Make a checkpoint from a folder that `convert safetensors` wrote."""
+    from fairseq_tutel.convert import safetensors_folder
+
     return safetensors_folder.read(inputs[0]), NEW_RUN
 
 
@@ -82,6 +98,8 @@ def _from_meta(arguments: argparse.Namespace, inputs: list[Path]) -> tuple[Saved
     The architecture must be transformer_lm… or transformer…. The new checkpoint gives the same outputs.
     Weights keep their bits; optimizer state and data position are left out.
     """
+    from fairseq_tutel.convert import meta
+
     saved, notes = meta.read(inputs)
     _print_notes(notes)
     return saved, NEW_RUN
@@ -95,6 +113,8 @@ def _from_tutel(arguments: argparse.Namespace, inputs: list[Path]) -> tuple[Save
     fairseq_tutel.moe_layer. A checkpoint of Tutel's fairseq example becomes a checkpoint of
     moe_transformer_lm or moe_transformer.
     """
+    from fairseq_tutel.convert import tutel
+
     saved, notes = tutel.read(inputs, arguments.namespace, arguments.layer, arguments.expert_activation)
     _print_notes(notes)
     return saved, ""
@@ -106,21 +126,25 @@ def _print_notes(notes: list[str]) -> None:
 
 
 def _ranks_of_tutel(arguments: argparse.Namespace) -> list[Path]:
+    from fairseq_tutel.convert import tutel
+
     size = arguments.input_size
     if size < 1:
         raise ValueError(
             f"--input-size is {size}; give the number of ranks that saved the model, at least 1."
         )
-    return tutel.files_of(arguments.input_prefix, size)
+    return tutel.files_of(arguments.prefix, size)
 
 
 @one_file
 def _from_swin(arguments: argparse.Namespace, inputs: list[Path]) -> tuple[SavedModel, str]:
     """Convert a released Swin V2 or SwinV2-MoE of microsoft/Swin-Transformer.
 
-    For a SwinV2-MoE, give X.pth as --input, and keep X.pth.master and X.pth.rank0, X.pth.rank1, ... in the
+    For a SwinV2-MoE, give X.pth as INPUT, and keep X.pth.master and X.pth.rank0, X.pth.rank1, ... in the
     same folder.
     """
+    from fairseq_tutel.convert import swin
+
     if arguments.classes is not None and arguments.classes < 1:
         raise ValueError(f"--classes is {arguments.classes}; give a number of at least 1.")
     files = swin.files_of(Path(arguments.input))
@@ -140,51 +164,74 @@ def _from_swin(arguments: argparse.Namespace, inputs: list[Path]) -> tuple[Saved
     return saved, text
 
 
+def _files_of_meta(arguments: argparse.Namespace) -> list[Path]:
+    from fairseq_tutel.convert import meta
+
+    return meta.files_of(arguments.input)
+
+
+def _files_of_swin(arguments: argparse.Namespace) -> list[Path]:
+    from fairseq_tutel.convert import swin
+
+    return [*chain(*swin.files_of(Path(arguments.input)))]
+
+
 KINDS = (
     Conversion(
         name="sharded",
         convert=_to_sharded,
+        example="SAVE/checkpoint_best.pt --output SAVE/sharded.pt",
         options=(
             option(
                 "--expert-dtype", "quantize the experts' matrices [keep their dtype]", choices=EXPERT_DTYPES
             ),
         ),
     ),
-    Conversion(name="full", convert=_to_full),
+    Conversion(name="full", convert=_to_full, example="SAVE/checkpoint_best.pt --output full.pt"),
     Conversion(
         name="safetensors",
         convert=_to_safetensors,
+        example="SAVE/checkpoint_best.pt --output FOLDER --max-shard-size 2GB",
         output="the folder to write",
         is_folder=True,
         options=(option("--max-shard-size", MAX_SIZE, "BYTES", default="5GB"),),
     ),
-    Conversion(name="from-safetensors", convert=_from_safetensors, source="the folder"),
+    Conversion(
+        name="from-safetensors",
+        convert=_from_safetensors,
+        example="FOLDER --output model.pt",
+        source="the folder",
+    ),
     Conversion(
         name="meta",
         convert=_from_meta,
+        example="META/checkpoint_best.pt --output model.pt",
         source="common name of the files: best.pt or best for best-shared.pt, best-rank-0.pt, …",
-        inputs=lambda arguments: meta.files_of(arguments.input),
+        inputs=_files_of_meta,
     ),
     Conversion(
         name="tutel",
         convert=_from_tutel,
-        source="",
+        example="STATES/model- --input-size 8 --output model.pt",
+        source=PREFIX,
+        key="prefix",
+        former="--input-prefix",
         inputs=_ranks_of_tutel,
         options=(
-            option(tutel.FLAG, PREFIX, "PREFIX", required=True),
             option("--input-size", "number of ranks that saved the model", type=int, required=True),
             option(
                 "--namespace", "keys that lead to the weights, joined by / [model, if it exists]", "KEYS"
             ),
-            option("--layer", LAYER, choices=tutel.LAYERS, default=tutel.LAYERS[0]),
+            option("--layer", LAYER, choices=TUTEL_LAYERS, default=TUTEL_LAYERS[0]),
             option("--expert-activation", ACTIVATION, choices=ACTIVATIONS, default="linear"),
         ),
     ),
     Conversion(
         name="swin",
         convert=_from_swin,
+        example="swinv2_tiny_patch4_window8_256.pth --output swin.pt",
         source="the released .pth file",
-        inputs=lambda arguments: [*chain(*swin.files_of(Path(arguments.input)))],
+        inputs=_files_of_swin,
         exclusive=(
             (
                 option("--classes", "replace the released head by a zero head for N classes", type=int),

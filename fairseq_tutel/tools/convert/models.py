@@ -1,36 +1,25 @@
 """Defines the subcommands upcycle, student, pregate and members, which make another kind of model."""
 
+from __future__ import annotations
+
 import argparse
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from fairseq_tutel import plugin
-from fairseq_tutel.checkpoint.saved import SavedModel
-from fairseq_tutel.convert import models
-from fairseq_tutel.convert.configs import counts_text
-from fairseq_tutel.convert.upcycle import Variation, differences, upcycle
+from fairseq_tutel.convert.options import Variation
 from fairseq_tutel.moe.option_table import options_of
 from fairseq_tutel.options.option import flag_of, options_in, read, refuse_bad_values
 from fairseq_tutel.tools.arguments import refuse_output
 from fairseq_tutel.tools.convert.conversion import NEW_RUN, Conversion, one_file, option
 from fairseq_tutel.vision.options import SwinExpertsConfig
 
-OPTIONS = [
+if TYPE_CHECKING:
+    from fairseq_tutel.checkpoint.saved import SavedModel
+
+OPTIONS = tuple(
     item for item in (*options_of("model"), *options_in(SwinExpertsConfig)) if item.theme != "Older names"
-]
-
-
-def _add_model_options(parser: argparse.ArgumentParser) -> None:
-    plugin.register()
-    from fairseq.dataclass.utils import gen_parser_from_dataclass
-
-    from fairseq_tutel.plugin.registration.flags import made
-
-    group = parser.add_argument_group(
-        "options of the experts, as for fairseq-train; they are saved with the model"
-    )
-    options = made("UpcycleOptions", OPTIONS)()
-    gen_parser_from_dataclass(group, options, delete_default=True, with_prefix="")
+)
 
 
 @one_file
@@ -42,6 +31,10 @@ def _upcycle(arguments: argparse.Namespace, inputs: list[Path]) -> tuple[SavedMo
     Gates are initialized. The tool prints whether the initial outputs equal the dense model's outputs.
     Start a new training run from the file with --finetune-from-model.
     """
+    from fairseq_tutel.checkpoint.saved import SavedModel
+    from fairseq_tutel.convert.configs import counts_text
+    from fairseq_tutel.convert.upcycle import differences, upcycle
+
     how = read(Variation, arguments)
     refuse_bad_values(how)
     # An absent option is None or, for a switch, False. 0 is a value.
@@ -71,6 +64,9 @@ def _student(arguments: argparse.Namespace, inputs: list[Path]) -> tuple[SavedMo
     moe_distillation trains it to imitate the original model. --moe-freq F selects every F-th layer for
     experts, so the remaining MoE layers must be every F-th layer for some F.
     """
+    from fairseq_tutel.checkpoint.saved import SavedModel
+    from fairseq_tutel.convert import models
+
     saved = SavedModel.open(inputs[0])
     sides = models.sides_of(saved)
     kept = _kept(arguments, {side: len(layers) for side, layers in sides.items()})
@@ -123,6 +119,9 @@ def _pregate(arguments: argparse.Namespace, inputs: list[Path]) -> tuple[SavedMo
     The gates of the first N MoE layers of the encoder and decoder read their own layer's input. Weights
     stay the same. Fine-tune the new checkpoint before use, with --finetune-from-model and --moe-pregate N.
     """
+    from fairseq_tutel.checkpoint.saved import SavedModel
+    from fairseq_tutel.convert import models
+
     saved, ahead = SavedModel.open(inputs[0]), arguments.moe_pregate
     for line in models.pregate(saved, ahead):
         print(line)
@@ -136,6 +135,9 @@ def _members(arguments: argparse.Namespace, inputs: list[Path], output: Path) ->
     --path FOLDER/member0.pt:FOLDER/member1.pt:…. Stock fairseq can load a member if it has the member's
     architecture.
     """
+    from fairseq_tutel.checkpoint.saved import SavedModel
+    from fairseq_tutel.convert import models
+
     saved = SavedModel.open(inputs[0])
     paths = [output / f"member{m}.pt" for m in range(models.ensemble_size(saved))]
     output.mkdir(exist_ok=True)
@@ -152,16 +154,18 @@ KINDS = (
     Conversion(
         name="upcycle",
         convert=_upcycle,
+        example="dense.pt --output moe.pt --moe-expert-count 8 --moe-freq 2",
         source="the dense checkpoint",
         options=tuple(
             option(item.flag, f"{item.text} [{item.default}]", type=item.type, default=item.default)
             for item in options_in(Variation)
         ),
-        late=_add_model_options,
+        of_model=OPTIONS,
     ),
     Conversion(
         name="student",
         convert=_student,
+        example="teacher.pt --output student.pt --drop-layers 1,3",
         source="a dense or MoE checkpoint",
         exclusive=tuple(
             tuple(
@@ -177,12 +181,14 @@ KINDS = (
     Conversion(
         name="pregate",
         convert=_pregate,
+        example="moe.pt --output pregated.pt --moe-pregate 1",
         source="a MoE checkpoint without pre-gating",
         options=(option("--moe-pregate", "distance in MoE layers", type=int, required=True),),
     ),
     Conversion(
         name="members",
         convert=_members,
+        example="SAVE/checkpoint_best.pt --output members",
         source="a checkpoint of --arch ensemble_of",
         output="the folder to write into",
         is_folder=True,

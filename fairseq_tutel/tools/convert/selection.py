@@ -4,18 +4,23 @@
 a training log or the command line; if tokens are distributed evenly, all loads are 1.
 """
 
+from __future__ import annotations
+
 import argparse
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
-from fairseq_tutel.checkpoint.saved import Layer
-from fairseq_tutel.moe.config import MoEConfig
 from fairseq_tutel.tools.training_log import LOAD, find_log, join
 
+if TYPE_CHECKING:
+    from fairseq_tutel.checkpoint.saved import Layer
+    from fairseq_tutel.moe.config import MoEConfig
+
+    Configs = Mapping[Layer, MoEConfig]
+
 T = TypeVar("T")
-Configs = Mapping[Layer, MoEConfig]
 # Number of log records whose loads are averaged.
 LAST = 20
 

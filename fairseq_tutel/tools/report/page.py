@@ -16,6 +16,7 @@ from typing import Any
 
 from fairseq_tutel import __version__
 from fairseq_tutel.tools.arguments import needing, refuse_output, writing
+from fairseq_tutel.tools.parser import add_output
 from fairseq_tutel.tools.training_log import Record, Run, default_names, find_log, join, units_of
 
 NOTHING = "–"
@@ -23,14 +24,11 @@ NOTHING = "–"
 
 def add_to(tools: Any) -> None:
     """Add this tool as a subcommand of `python -m fairseq_tutel`."""
-    parser = tools.add_parser(
-        "report", help="draw one HTML page of training runs, from fairseq's logs", description=__doc__
-    )
+    example = "SAVE/dense SAVE/moe --output compare.html"
+    parser = tools.add_parser("report", description=__doc__, example=example)
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a log or a --save-dir")
-    parser.add_argument(
-        "--output", type=Path, default=Path("report.html"), metavar="FILE", help="the page to write"
-    )
-    text = "name of a run; give the flag once per run, in order (default: the differing parts of the paths)"
+    add_output(parser, "the page to write", "report.html")
+    text = "name of a run; give the flag once per run, in order [the differing parts of the paths]"
     parser.add_argument("--name", action="append", dest="names", metavar="NAME", help=text)
     parser.set_defaults(run=run)
 
@@ -38,9 +36,7 @@ def add_to(tools: Any) -> None:
 def run(arguments: argparse.Namespace) -> None:
     """Read the logs of the runs, and write the report as an HTML page."""
     output = arguments.output
-    refuse_output(output)
-    if output.exists() and output.suffix != ".html":  # it may be a log or a checkpoint
-        raise ValueError(f"--output is {output}, which exists and is not an .html file; give another name.")
+    refuse_output(output, overwrite=arguments.overwrite)
     names = _names(arguments.names, arguments.runs)
     logs = {name: find_log(path) for name, path in zip(names, arguments.runs, strict=True)}
     files = {name: list(map(str, of)) for name, (_, of) in logs.items()}

@@ -89,7 +89,7 @@ def of_texts(model: Any, opened: Any, texts: Sequence[str]) -> Iterator[Sample]:
     for text in texts:
         tokens = opened.encode(text).cpu()
         batch = {"src_tokens": tokens[None], "src_lengths": torch.tensor([len(tokens)])}
-        if opened.offers == "translate":
+        if "translate" in opened.offers:
             batch["prev_output_tokens"] = opened.generate([tokens])[0][0]["tokens"].cpu().roll(1)[None]
         elif hasattr(model, "encoder") and hasattr(model, "decoder"):
             batch["prev_output_tokens"] = tokens.roll(1)[None]
@@ -99,8 +99,7 @@ def of_texts(model: Any, opened: Any, texts: Sequence[str]) -> Iterator[Sample]:
 
 
 def of_data(model: Any, task: Any, split: str, limit: int) -> Iterator[Sample]:
-    """Run the model on the first `limit` sentences or images of a data split; yield their `Sample`s."""
-    task.load_dataset(split)
+    """Run the model on the first `limit` sentences or images of a loaded split; yield their `Sample`s."""
     dataset = task.dataset(split)
     dataset.ordered_indices()  # without it, fairseq's data sets of several languages cannot be indexed
     numbers = range(min(limit, len(dataset)))

@@ -1,9 +1,9 @@
-"""tokens: draws which experts each token of some sentences goes to, as one HTML page.
+"""tokens: draw which experts each token of some sentences goes to, as one HTML page.
 
 MODEL is a checkpoint or a --save-dir, DATA the folder of its data set, or --text gives sentences. The page
 colors the tokens by expert, layer by layer. It lists the most typical tokens of each expert and the load of
 the experts by position, by how often a token occurs, and by language. For image classifiers, tokens are
-patches. Example: python -m fairseq_tutel tokens SAVE DATA_BIN --output tokens.html
+patches.
 """
 
 import argparse
@@ -16,7 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from fairseq_tutel import __version__
-from fairseq_tutel.tools.arguments import add_overwrite, needing, refuse_output, writing
+from fairseq_tutel.files.untrusted import shown
+from fairseq_tutel.tools.arguments import needing, refuse_folder, refuse_output, writing
+from fairseq_tutel.tools.parser import add_output
 
 # Number of sequences that the page shows. Statistics include all sequences.
 SHOWN = 40
@@ -24,7 +26,8 @@ SHOWN = 40
 
 def add_to(tools: Any) -> None:
     """Add this tool as a subcommand of `python -m fairseq_tutel`."""
-    parser = tools.add_parser("tokens", help="draw which experts tokens go to", description=__doc__)
+    example = "SAVE DATA --limit 100 --output tokens.html"
+    parser = tools.add_parser("tokens", description=__doc__, example=example)
     parser.add_argument("model", metavar="MODEL", help="a checkpoint or a --save-dir")
     parser.add_argument(
         "data", nargs="?", metavar="DATA", help="the data folder [that of the training run]"
@@ -32,21 +35,17 @@ def add_to(tools: Any) -> None:
     parser.add_argument(
         "--text", action="append", metavar="TEXT", help="a sentence, instead of DATA; repeatable"
     )
-    parser.add_argument("--split", default="valid", help="split of the data set [valid]")
+    parser.add_argument("--split", default="valid", metavar="SPLIT", help="split of the data set [valid]")
     parser.add_argument(
         "--limit", type=int, default=500, metavar="N", help="sentences or images to read [500]"
     )
-    parser.add_argument(
-        "--output", type=Path, default=Path("tokens.html"), metavar="FILE", help="[tokens.html]"
-    )
-    add_overwrite(parser)
+    add_output(parser, "the page to write", "tokens.html")
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> None:
     """Run the model on the data or texts, and write an HTML page of its tokens and experts."""
-    if arguments.limit < 1:
-        raise ValueError(f"--limit is {arguments.limit}; give a number of at least 1.")
+    _refuse(arguments)
     refuse_output(arguments.output, [Path(arguments.model)], arguments.overwrite)
     with needing("tokens", "report"):
         from jinja2 import Environment, FileSystemLoader, StrictUndefined
@@ -62,6 +61,7 @@ def run(arguments: argparse.Namespace) -> None:
     if not experts:
         raise ValueError(f"MODEL is {arguments.model}, which has no experts; give that of a MoE model.")
     if arguments.text:
+        _check_words(interface, arguments.text)
         samples = list(of_texts(model, interface, arguments.text))
     else:
         samples = list(of_data(model, task, arguments.split, arguments.limit))
@@ -76,21 +76,71 @@ def run(arguments: argparse.Namespace) -> None:
     print(f"wrote {arguments.output}")
 
 
+def _refuse(arguments: argparse.Namespace) -> None:
+    if arguments.limit < 1:
+        raise ValueError(f"--limit is {arguments.limit}; give a number of at least 1.")
+    if not all(text.strip() for text in arguments.text or ()):
+        raise ValueError("--text is empty; give a sentence.")
+    if arguments.data is not None:
+        refuse_folder("DATA", arguments.data)
+
+
 def _opened(arguments: argparse.Namespace) -> tuple[Any, Any, Any]:
     """Load the model; return the model, its fairseq task and, if texts are given, its Python interface."""
     from fairseq import checkpoint_utils
 
     from fairseq_tutel import plugin
     from fairseq_tutel.plugin import hub
+    from fairseq_tutel.plugin.hub_interfaces import NoInterfaceError, reads_text
 
+    files = [str(file) for file in hub.files_of(arguments.model, "MODEL")[:1]]
+    other = f"MODEL is {arguments.model}, which reads neither text nor images; give another model."
     if arguments.text:
-        opened = hub.from_checkpoint(arguments.model, arguments.data)
+        try:
+            opened = hub.from_checkpoint(files[0], arguments.data)
+        except NoInterfaceError as error:
+            raise ValueError(other) from error
+        if "classify" in opened.offers:
+            raise ValueError(
+                f"--text is given, but MODEL is {arguments.model}, {opened.kind}; remove --text."
+            )
         return (opened.models[0] if hasattr(opened, "models") else opened.model), opened.task, opened
     plugin.register()
     overrides = {"data": arguments.data} if arguments.data else {}
-    files = [str(file) for file in hub.files_of(arguments.model)[:1]]
-    models, _, task = checkpoint_utils.load_model_ensemble_and_task(files, arg_overrides=overrides)
+    try:
+        models, _, task = checkpoint_utils.load_model_ensemble_and_task(files, arg_overrides=overrides)
+    except FileNotFoundError as error:  # the folder of the training run, or a dictionary
+        raise ValueError(
+            f"MODEL is {arguments.model}, which needs {error.filename}, which does not exist; give the "
+            "data folder as DATA."
+        ) from error
+    if not hasattr(task, "class_names") and not reads_text(task):
+        raise ValueError(other)
+    try:
+        task.load_dataset(arguments.split)
+        task.dataset(arguments.split)
+    except (OSError, KeyError) as error:
+        raise ValueError(
+            f"--split is {arguments.split}, which {arguments.data or 'the data folder'} lacks; give "
+            "another split, such as valid."
+        ) from error
     return models[0].eval(), task, None
+
+
+def _check_words(interface: Any, texts: Sequence[str]) -> None:
+    """Print how many tokens of each text are unknown; raise ValueError if all are."""
+    symbols = interface.task.source_dictionary
+    for text in texts:
+        ids = interface.encode(text).tolist()
+        tokens = [i for i in ids if i == symbols.unk() or i >= symbols.nspecial]  # no <s> and </s>
+        unknown = tokens.count(symbols.unk())
+        if unknown == len(tokens):
+            raise ValueError(
+                f"--text is {shown(text)}, of which the dictionary has no token; give text like that of "
+                "the training data."
+            )
+        if unknown:
+            print(f"note: the dictionary lacks {unknown} of {len(tokens)} tokens of --text {shown(text)}")
 
 
 def content(samples: Sequence[Any], experts: dict[str, int]) -> dict[str, Any]:

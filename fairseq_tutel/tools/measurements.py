@@ -1,0 +1,174 @@
+"""Measures the speed of memory, experts, gate and links for the tool `tune`."""
+
+import argparse
+import os
+import platform
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from time import perf_counter
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from fairseq_tutel.comm.all_to_all import (
+    Hop,
+    HopAllToAll,
+    exchange_counts_in_two_hops,
+    hierarchical_all_to_all,
+)
+from fairseq_tutel.comm.collectives import all_reduce, barrier
+from fairseq_tutel.kernels.groups import Groups
+from fairseq_tutel.moe.experts import grouped_linear
+from fairseq_tutel.planning.link_fit import Row, fit_machine
+from fairseq_tutel.planning.machine import Machine, typical
+from fairseq_tutel.ranks.groups import Topology, make_topology
+from fairseq_tutel.ranks.rendezvous import own_gpu, ranks_per_node
+
+_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+_ROW_FLOATS = 256  # numbers in a row of 1 KiB
+_COPIED_BYTES = 2**26
+
+
+def measured(arguments: argparse.Namespace) -> tuple[Machine, list[Row]] | None:
+    """Measure the hardware; return its profile and the times of all-to-alls, or None on ranks above 0.
+
+    Under torchrun, all ranks must call this function. With one rank, links have typical speeds.
+
+    Args:
+        arguments: the numbers of the tool `tune`, and `dtype`.
+
+    Raises:
+        ValueError: the ranks cannot hold the experts, or the measurements do not determine the links.
+    """
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    rows: list[Row] = []
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        machine = _machine(arguments, device, Topology())
+    else:
+        if device.type == "cuda":
+            device = torch.device("cuda", own_gpu())
+            torch.cuda.set_device(device)
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+        try:
+            topology = make_topology([arguments.experts], ranks_per_node=ranks_per_node())
+            if topology.expert_group is None:
+                raise ValueError(
+                    f"--experts is {arguments.experts}, which has no divisor in common with the "
+                    f"{topology.world_size} ranks, so no row would be sent; give a multiple "
+                    "of the number of ranks."
+                )
+            machine = _machine(arguments, device, topology)
+            rows = list(_exchanges(arguments, device, topology))
+        finally:
+            dist.destroy_process_group()
+        if topology.rank > 0:
+            return None
+        machine = fit_machine(rows, machine)
+    return machine, rows
+
+
+def _machine(arguments: argparse.Namespace, device: torch.device, topology: Topology) -> Machine:
+    """Measure the speed of memory, experts and gate. The returned profile has typical link speeds."""
+    if device.type == "cuda":
+        name = gpu = torch.cuda.get_device_name(device)
+        memory = float(torch.cuda.get_device_properties(device).total_memory)
+    else:
+        name, gpu = platform.machine(), None
+        pages = os.sysconf("SC_PHYS_PAGES")
+        memory = os.sysconf("SC_PAGE_SIZE") * pages / (ranks_per_node() or 1)
+    dtype = _DTYPES[arguments.dtype or ("bf16" if device.type == "cuda" else "fp32")]
+    rows, weights = arguments.tokens * arguments.top_k, arguments.model_dim * arguments.hidden_dim
+    source = torch.ones(_COPIED_BYTES // 4096, 1024, device=device)
+    order = torch.randperm(len(source), device=device)
+    copy_s = _time(lambda: source.index_select(0, order), arguments, device)
+    experts_s = _time(_experts(arguments, device, dtype, topology), arguments, device)
+    # An fp32 product of an expert's size, because the gate's own product would measure kernel launches.
+    x = torch.randn(arguments.tokens, arguments.model_dim, device=device)
+    weight = torch.randn(arguments.model_dim, arguments.hidden_dim, device=device)
+    gate_s = _time(lambda: x @ weight, arguments, device)
+    return replace(
+        typical(gpu),
+        name=name,
+        memory_bytes_per_s=2 * _COPIED_BYTES / copy_s,
+        flops_per_s=6 * rows * weights / experts_s,
+        gate_flops_per_s=2 * arguments.tokens * weights / gate_s,
+        memory_bytes=memory,
+    )
+
+
+def _experts(
+    arguments: argparse.Namespace, device: torch.device, dtype: torch.dtype, topology: Topology
+) -> Callable[[], object]:
+    """Return a function that runs the forward and backward pass of one projection of all local experts."""
+    count = arguments.experts // topology.expert_parallel_size
+    rows = arguments.tokens * arguments.top_k
+    counts = [rows // count + (i < rows % count) for i in range(count)]
+    groups = Groups.of_host(counts, device)
+    rows_RD = torch.randn(rows, arguments.model_dim, device=device).to(dtype).requires_grad_()
+    weight = torch.randn(count, arguments.hidden_dim, arguments.model_dim, device=device)
+    weight = weight.to(dtype).requires_grad_()
+
+    def step() -> None:
+        out = grouped_linear(rows_RD, groups, weight)
+        torch.autograd.grad(out, (rows_RD, weight), out.detach())
+
+    return step
+
+
+def _exchanges(arguments: argparse.Namespace, device: torch.device, topology: Topology) -> Iterator[Row]:
+    """Measure the times of all-to-alls of several sizes in the EP group.
+
+    On a grid of nodes, also measure those within a node, those between nodes, and the 2-D hierarchical one.
+    """
+    grid, group, ranks_of_group = topology.grid, topology.expert_group, topology.expert_parallel_size
+    # A group over several nodes that is not a grid has one rank in each node.
+    one_each = (ranks_per_node() or topology.world_size) == 1
+    shape = (grid.nodes, grid.local) if grid else (ranks_of_group, 1) if one_each else (1, ranks_of_group)
+    # Nodes, ranks per node, algorithm, ranks of a node that send at once, group.
+    cases: list[tuple[int, int, str, int, Any]] = [(*shape, "linear", shape[1], group)]
+    if grid:
+        cases.append((1, grid.local, "linear", grid.local, grid.node_group))
+        cases.append((grid.nodes, 1, "linear", grid.local, grid.rail_group))
+        cases.append((*shape, "2dh", grid.local, group))
+    for nodes, local, algorithm, on_link, ranks in cases:
+        count = size = nodes * local  # number of rows: one per rank, then four times as many in each step
+        while 4 * _ROW_FLOATS * count <= arguments.max_mib * 2**20:
+            rows_RD = torch.zeros(count, _ROW_FLOATS, device=device)
+            if algorithm == "2dh" and grid:
+                each = torch.full((size, 1), count // size, device=device)
+                counts = exchange_counts_in_two_hops(each, grid)
+                exchange = hierarchical_all_to_all(counts, counts.to_host(), grid)
+            else:
+                even = (count // size,) * size
+                exchange = HopAllToAll(hops=(Hop(ranks, even, even),))
+            yield {
+                "nodes": nodes,
+                "local": local,
+                "algorithm": algorithm,
+                "bytes_per_rank": rows_RD.nbytes,
+                "seconds": _time(partial(exchange.dispatch, rows_RD), arguments, device),
+                "on_link": on_link,
+            }
+            count *= 4
+
+
+def _time(step: Callable[[], object], arguments: argparse.Namespace, device: torch.device) -> float:
+    """Time a function; return the slowest rank's seconds in the fastest repeat. All ranks must join."""
+    times = []
+    for _ in range(arguments.repeats + 1):
+        barrier()
+        _finish(device)
+        start = perf_counter()
+        step()
+        _finish(device)
+        times.append(perf_counter() - start)
+    slowest = torch.tensor(times[1:], dtype=torch.float64, device=device)
+    all_reduce(slowest, "the measurement", op=dist.ReduceOp.MAX)
+    return float(slowest.min())
+
+
+def _finish(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -1,0 +1,135 @@
+"""Provides the command-line parser of the tools, and the arguments that several tools share.
+
+All tools follow one convention: inputs are positional and come first, `--output` names what is written,
+`--overwrite` allows to replace it, and the help shows a default as [default].
+"""
+
+import argparse
+import sys
+import textwrap
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from fairseq_tutel.options.option import Option, flag_of
+
+Number = tuple[str, int, str]  # key, default, help
+EXAMPLE = "example: "
+
+
+class ToolParser(argparse.ArgumentParser):
+    """The parser of a tool or of a subcommand; its help ends with an example.
+
+    Args:
+        example: the words of a correct command after the tool's name.
+        keywords: see ArgumentParser.
+    """
+
+    def __init__(self, *, example: str = "", **keywords: Any) -> None:
+        super().__init__(**{"formatter_class": _HelpFormatter, **keywords})
+        self.former_input = ""  # the option that the positional input was
+        self.epilog = f"{EXAMPLE}{self.prog} {example}".rstrip()
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:  # type: ignore[override]
+        """Parse the words like ArgumentParser, also if the input is given in its former way."""
+        words = sys.argv[1:] if args is None else list(args)
+        if self.former_input:
+            words = _input_first(words, self.former_input)
+        return super().parse_known_args(words, namespace)
+
+    def error(self, message: str) -> NoReturn:
+        """Print the message and exit; add a hint if a value may have begun with a dash."""
+        if message.endswith("expected at least one argument"):
+            message += " that does not begin with -"
+        super().error(message)
+
+
+class _HelpFormatter(argparse.HelpFormatter):
+    """Keeps paragraphs, names with hyphens, and the example, which could not be copied otherwise."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        if text.startswith(EXAMPLE):
+            return text
+        return "\n\n".join("\n".join(self._split_lines(part, width)) for part in text.split("\n\n"))
+
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        return textwrap.wrap(" ".join(text.split()), width, break_on_hyphens=False)
+
+
+def _input_first(words: list[str], flag: str) -> list[str]:
+    """Replace an option by its values, as positional arguments before all others; the last one counts."""
+    values: list[str] = []
+    others: list[str] = []
+    is_value = False
+    for word in words:
+        name, equals, value = word.partition("=")
+        if name == flag:
+            values, is_value = [value] * bool(equals), not equals
+        elif is_value and not word.startswith("-"):
+            values.append(word)
+        else:
+            others.append(word)
+            is_value = False
+    return [*values, *others]
+
+
+def add_input(
+    parser: ToolParser, help: str, key: str = "input", former: str = "--input", several: bool = False
+) -> None:
+    """Add a positional input that was an option in earlier versions; the option still works.
+
+    Args:
+        parser: the parser of the tool.
+        help: the help text of the input.
+        key: the name of the parsed argument and, in upper case, of the input in the help.
+        former: the option.
+        several: whether there may be several inputs.
+    """
+    parser.add_argument(key, nargs="+" if several else None, metavar=key.upper(), help=help)
+    parser.former_input = former
+
+
+def add_output(
+    parser: argparse.ArgumentParser,
+    help: str,
+    default: str | None = None,
+    *,
+    required: bool = False,
+    is_folder: bool = False,
+    former: str = "",
+) -> None:
+    """Add the options --output and --overwrite; `former` is an older name of --output that still works."""
+    facts: dict[str, Any] = {"type": Path if is_folder else _file, "required": required}
+    facts |= {"default": default and Path(default), "metavar": "FOLDER" if is_folder else "FILE"}
+    parser.add_argument("--output", help=f"{help} [{default}]" if default else help, **facts)
+    if former:
+        parser.add_argument(former, dest="output", type=_file, help=argparse.SUPPRESS)
+    parser.add_argument("--overwrite", action="store_true", help="replace --output if it exists")
+
+
+def _file(text: str) -> Path:
+    if text.endswith("/"):
+        raise argparse.ArgumentTypeError(f"{text} ends with /; give the name of a file.")
+    return Path(text)
+
+
+def add_numbers(parser: argparse.ArgumentParser, numbers: Sequence[Number]) -> None:
+    """Add an integer option to the parser for each entry of `numbers`."""
+    for key, default, meaning in numbers:
+        parser.add_argument(
+            flag_of(key), type=int, default=default, metavar="N", help=f"{meaning} [{default}]"
+        )
+
+
+def add_options(parser: argparse._ActionsContainer, options: Sequence[Option]) -> None:
+    """Add a flag for each option of a table; an absent flag is None or, for a switch, False."""
+    for item in options:
+        text = f"{item.text} [{item.shown_default}]".replace("%", "%%")
+        facts: dict[str, Any] = {"dest": item.key, "help": text}
+        if item.type is bool:
+            facts["action"] = "store_true"
+        elif item.choices:
+            facts["choices"] = item.choices
+        else:
+            facts |= {"type": item.type, "metavar": {int: "N", float: "X"}.get(item.type, "TEXT")}
+        parser.add_argument(item.flag, **facts)

@@ -1,0 +1,56 @@
+"""examples/quickstart.sh: bad input ends with one sentence, and leaves everything as it was."""
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "quickstart.sh"
+FILES = {
+    "a.de": b"eins\nzwei\n",
+    "b.en": b"one\ntwo\n",
+    "b.de": b"one\ntwo\n",
+    "long.en": b"one\ntwo\nthree",
+    "empty.en": b"",
+    "latin.en": "f\u00fcnf\nsechs\n".encode("latin-1"),
+    "plain": b"one\ntwo\n",
+    "full/report.html": b"older",
+}
+
+
+@pytest.mark.parametrize(
+    "words, sentence",
+    [
+        ("a.de", "give SOURCE and TARGET, such as my.de my.en, and perhaps OUT; or nothing."),
+        ("a.de b.en out more", "give SOURCE and TARGET, such as my.de my.en, and perhaps OUT; or nothing."),
+        ("--upcyle a.de b.en", "--upcyle is no option; give --upcycle, --overwrite or none."),
+        ("a.de none.en out", "none.en does not exist; give a text file."),
+        ("a.de empty.en out", "empty.en is empty; give a text file with one sentence per line."),
+        ("a.de plain out", "plain has no suffix; give it that of its language, such as .de."),
+        ("a.de latin.en out", "latin.en is not UTF-8; convert it with iconv."),
+        ("a.de b.de out", "both files end with .de; give each the suffix of its language."),
+        ("a.de long.en out", "a.de has 2 lines, but long.en has 3; give translations line by line."),
+        ("a.de b.en full", "OUT is full, which is not empty; give another folder, or add --overwrite."),
+        ("a.de b.en plain", "OUT is plain, which is not a folder; give another name."),
+    ],
+)
+def test_bad_input_ends_with_one_sentence(words, sentence, tmp_path):
+    for name, content in FILES.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(content)
+    done = subprocess.run(
+        [SCRIPT, *words.split()], cwd=tmp_path, capture_output=True, text=True, timeout=60
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", f"error: {sentence}\n")
+    assert {str(p.relative_to(tmp_path)) for p in tmp_path.rglob("*") if p.is_file()} == FILES.keys()
+    assert not (tmp_path / "out").exists()
+
+
+def test_too_few_sentences_are_refused_before_anything_is_written(tmp_path):
+    for name in ("a.de", "b.en"):
+        (tmp_path / name).write_bytes(FILES[name])
+    words = ["--overwrite", "a.de", "b.en", "out"]
+    done = subprocess.run([SCRIPT, *words], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert done.returncode != 0
+    assert done.stderr == "a.de and b.en have 2 pairs of sentences; give 100.\n"
+    assert not (tmp_path / "out").exists()

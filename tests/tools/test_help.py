@@ -1,0 +1,140 @@
+"""The command lines of all tools: fast help, correct examples, one convention, and older forms."""
+
+import argparse
+import re
+import shlex
+import subprocess
+import sys
+
+import pytest
+
+from fairseq_tutel.__main__ import TOOLS, parser_of
+
+# Prints the help of the command, of each tool and of each subcommand, in one process.
+HELP = """
+import contextlib, io, sys
+from fairseq_tutel.__main__ import TOOLS, main
+from fairseq_tutel.tools.convert import experts, formats, models
+kinds = [kind.name for module in (experts, formats, models) for kind in module.KINDS]
+for words in ([], *([tool] for tool in TOOLS), *(["convert", kind] for kind in kinds)):
+    sys.argv = ["fairseq-tutel", *words, "--help"]
+    with contextlib.redirect_stdout(io.StringIO()) as printed, contextlib.suppress(SystemExit):
+        main()
+    assert f"example: {' '.join(['fairseq-tutel', *words])}" in printed.getvalue(), words
+    slow = {"torch", "fairseq", "numpy", "matplotlib", "jinja2", "omegaconf"} & sys.modules.keys()
+    assert not slow, (words, slow)
+print(len(kinds))
+"""
+
+
+def test_the_help_of_every_tool_and_subcommand_needs_no_torch():
+    done = subprocess.run([sys.executable, "-c", HELP], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) >= 14
+
+
+def subcommands(parser):
+    """Return the parsers of a parser's subcommands by name."""
+    found = (action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
+    return {name: each for action in found for name, each in action.choices.items()}
+
+
+PARSERS = {"": parser_of("")} | {tool: subcommands(parser_of(tool))[tool] for tool in TOOLS}
+PARSERS |= {f"convert {kind}": each for kind, each in subcommands(PARSERS["convert"]).items()}
+# Actions that the help shows, without -h and subcommands.
+SHOWN = {
+    name: [
+        action
+        for action in parser._actions
+        if action.help != argparse.SUPPRESS
+        and not isinstance(action, argparse._SubParsersAction | argparse._HelpAction)
+    ]
+    for name, parser in PARSERS.items()
+}
+
+
+def parsed(*words):
+    values = dict(vars(parser_of(words[0]).parse_args(words)))
+    values.pop("run")
+    return values
+
+
+@pytest.mark.parametrize("name", PARSERS)
+def test_the_example_is_a_correct_command(name):
+    command, *words = shlex.split(PARSERS[name].epilog.removeprefix("example: "))
+    assert command == "fairseq-tutel" and " ".join(words).startswith(name)
+    parsed(*words)
+
+
+@pytest.mark.parametrize("name", PARSERS)
+def test_every_default_is_shown_in_the_same_way(name):
+    for action in SHOWN[name]:
+        if action.default not in (None, False, "", argparse.SUPPRESS):
+            shown = re.search(r"\[(.*)\]$", action.help)[1]
+            assert type(action.default)(shown) == action.default, action.dest
+        assert "default" not in action.help or name == "convert upcycle", action.dest
+
+
+@pytest.mark.parametrize("name", PARSERS)
+def test_inputs_are_positional_and_outputs_have_one_name(name):
+    flags = {flag: action for action in SHOWN[name] for flag in action.option_strings}
+    assert not {"--input", "--inputs", "--input-prefix", "--model", "--data"} & flags.keys()
+    assert ("--output" in flags) == ("--overwrite" in flags)
+    for flag, action in flags.items():
+        if "write" in action.help.split() and action.nargs != 0:
+            assert flag in ("--output", "--output-network"), flag
+    names = {action.metavar for action in SHOWN[name] if not action.option_strings}
+    one_word_each = {"MODEL", "CHECKPOINT", "DATA", "INPUT", "INPUTS", "PREFIX", "RUN", "WORD"}
+    assert names <= one_word_each | {"PLAN", "NETWORK", "N"}
+
+
+A, B = ("a.pt", "b.pt")
+FORMER = {
+    "convert --input": (
+        ("convert", "sharded", "--input", A, "--output", B),
+        ("convert", "sharded", A, "--output", B),
+    ),
+    "convert merge --input": (
+        ("convert", "merge", "--groups", "0,3/1,2", "--input", A, "--output", B),
+        ("convert", "merge", A, "--groups", "0,3/1,2", "--output", B),
+    ),
+    "convert tutel --input-prefix": (
+        ("convert", "tutel", "--output", B, "--input-prefix=x-", "--input-size", "2"),
+        ("convert", "tutel", "x-", "--input-size", "2", "--output", B),
+    ),
+    "average --inputs": (
+        ("average", "--inputs", A, B, "--output", "c.pt"),
+        ("average", A, B, "--output", "c.pt"),
+    ),
+    "plan --json": (("plan", "--json", "x.json"), ("plan", "--output", "x.json")),
+    "tune --json": (("tune", "--json", "x.json"), ("tune", "--output", "x.json")),
+    "schedule --network": (
+        ("schedule", "torus:1x4", "--network", "x.json"),
+        ("schedule", "torus:1x4", "--output-network", "x.json"),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FORMER)
+def test_an_older_form_still_works(name):
+    former, now = FORMER[name]
+    assert parsed(*former) == parsed(*now)
+    flag = name.split()[-1]
+    assert flag not in PARSERS[" ".join(now[: 2 if now[0] == "convert" else 1])].format_help().split()
+
+
+@pytest.mark.parametrize(
+    "words, sentence",
+    [
+        (("convert", "full", "--output", B), "the following arguments are required: INPUT"),
+        (("convert", "full", A, "--input", B, "--output", "c"), "unrecognized arguments: a.pt"),
+        (("average", "--output", B), "the following arguments are required: INPUTS"),
+        (("average", A, "--output", "x/"), "argument --output: x/ ends with /; give the name of a file."),
+        (("reprot",), "reprot is no tool; give one of report, tokens, "),
+    ],
+)
+def test_a_wrong_command_line_ends_with_one_sentence(words, sentence, capsys):
+    with pytest.raises(SystemExit) as end:
+        parsed(*words)
+    assert end.value.code == 2
+    assert sentence in capsys.readouterr().err.splitlines()[-1]
