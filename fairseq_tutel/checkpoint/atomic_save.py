@@ -4,7 +4,7 @@ import contextlib
 import os
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import IO, Any
 
 import torch
@@ -51,10 +51,23 @@ def synced(path: str | os.PathLike) -> Iterator[IO[bytes]]:
         os.fsync(file.fileno())
 
 
-def write(content: Any, path: str | os.PathLike) -> None:
-    """Write a file with torch.save, and flush it to disk with fsync."""
+def write(content: Any, path: str | os.PathLike, advance: Callable[[int], object] | None = None) -> None:
+    """Write a file with torch.save, and flush it to disk with fsync; call `advance` with written bytes."""
     with synced(path) as file:
-        torch.save(content, file)
+        counted: Any = file if advance is None else _Counted(file, advance)
+        torch.save(content, counted)
+
+
+class _Counted:
+    """A file for torch.save that calls `advance` with the number of bytes of each write."""
+
+    def __init__(self, file: IO[bytes], advance: Callable[[int], object]) -> None:
+        self._file, self._advance, self.flush = file, advance, file.flush
+
+    def write(self, data: Any) -> int:
+        count = self._file.write(data)
+        self._advance(count)
+        return count
 
 
 def unwritten(path: str, error: BaseException) -> OSError:

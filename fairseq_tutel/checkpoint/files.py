@@ -16,6 +16,8 @@ import numpy as np
 import torch
 
 from fairseq_tutel.checkpoint.atomic_save import system_error
+from fairseq_tutel.files.untrusted import printable
+from fairseq_tutel.ranks.progress import progress
 
 DOS_FOLDER = 0x10
 CHUNK = 2**20
@@ -91,11 +93,13 @@ def _is_plain(entry: zipfile.ZipInfo) -> bool:
 
 
 def _matches_checksums(archive: zipfile.ZipFile) -> bool:
-    for entry in archive.infolist():
-        if entry.CRC:  # torch can save without checksums
+    entries = [entry for entry in archive.infolist() if entry.CRC]  # torch can save without checksums
+    name = printable(os.path.basename(archive.filename or ""))
+    with progress(f"checking {name}", sum(entry.file_size for entry in entries), "B") as advance:
+        for entry in entries:
             with archive.open(entry) as content:
-                while content.read(CHUNK):
-                    pass  # the reader compares the checksum at the end
+                while chunk := content.read(CHUNK):  # the reader compares the checksum at the end
+                    advance(len(chunk))
     return True
 
 

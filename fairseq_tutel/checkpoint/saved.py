@@ -14,10 +14,12 @@ from typing import Any
 from torch import Tensor
 
 from fairseq_tutel.checkpoint import atomic_save
-from fairseq_tutel.checkpoint.files import read_file
+from fairseq_tutel.checkpoint.files import read_file, walk
 from fairseq_tutel.checkpoint.malformed import refuse_malformed
 from fairseq_tutel.checkpoint.shards import bind, unbind
 from fairseq_tutel.files.atomic import renamed_when_whole
+from fairseq_tutel.files.untrusted import printable
+from fairseq_tutel.ranks.progress import progress
 
 # The parts of a configuration; in a flat configuration, the key that holds the name of each part.
 PARTS = {"model": "arch", "task": "task", "criterion": "criterion", "optimizer": "optimizer"}
@@ -227,9 +229,17 @@ def write_all(contents: Iterable[tuple[Path, Any]]) -> None:
     try:
         with contextlib.ExitStack() as stack:
             for path, content in contents:
-                atomic_save.write(content, stack.enter_context(renamed_when_whole(path)))
+                temporary = stack.enter_context(renamed_when_whole(path))
+                with progress(f"writing {printable(path.name)}", _bytes(content), "B") as advance:
+                    atomic_save.write(content, temporary, advance)
     except (OSError, RuntimeError) as error:
         raise not_written(path, error) from error
+
+
+def _bytes(content: Any) -> int:
+    """Return the bytes of all tensors in nested containers; storages that tensors share count once."""
+    storages = [t.untyped_storage() for _, _, t in walk(content) if isinstance(t, Tensor)]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
 def not_written(output: Path, error: Exception) -> ValueError:

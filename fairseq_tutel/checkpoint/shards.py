@@ -31,6 +31,7 @@ from fairseq_tutel.checkpoint.atomic_save import synced
 from fairseq_tutel.checkpoint.files import walk
 from fairseq_tutel.checkpoint.quantized import EXPERT_DTYPES, Quantized, quantized_form
 from fairseq_tutel.ranks.groups import Slice
+from fairseq_tutel.ranks.progress import progress
 
 VERSION = 1
 QUANTIZED_VERSION = 2  # version of the records of quantized tensors; older packages reject it
@@ -260,9 +261,15 @@ def bind(state: Any, path: Path) -> None:
 
 def unbind(state: Any, change: Callable[[ShardedTensor], Any] = ShardedTensor.whole) -> None:
     """Replace each `ShardedTensor` in a checkpoint by `change(tensor)`, in place."""
-    for container, key, value in walk(state):
-        if isinstance(value, ShardedTensor) and not isinstance(container, tuple):
+    found = [
+        (container, key, value)
+        for container, key, value in walk(state)
+        if isinstance(value, ShardedTensor) and not isinstance(container, tuple)
+    ]
+    with progress("reading experts", len(found), "tensor") as advance:
+        for container, key, value in found:
             container[key] = change(value)
+            advance(1)
 
 
 def _of_record(record: dict[str, Any], path: Path, opened: dict[Path, Any]) -> ShardedTensor:

@@ -25,9 +25,10 @@ from fairseq_tutel.checkpoint.atomic_save import synced
 from fairseq_tutel.checkpoint.files import DICTIONARY
 from fairseq_tutel.checkpoint.folders import sync
 from fairseq_tutel.checkpoint.saved import SavedModel, Weights, not_written
-from fairseq_tutel.checkpoint.shards import ShardedTensor, write_file
+from fairseq_tutel.checkpoint.shards import ShardedTensor, write_pieces
 from fairseq_tutel.files.atomic import temporary_of
 from fairseq_tutel.files.untrusted import content_of, parse_json
+from fairseq_tutel.ranks.progress import progress
 
 INDEX, OPTIONS = "model.safetensors.index.json", "options.json"
 SHARD = re.compile(r"model-\d{5,}-of-\d{5,}\.safetensors")
@@ -40,8 +41,8 @@ KEPT, NAMESPACE = ("args", "cfg", "task_state", "optimizer_history"), "argparse.
 def write(saved: SavedModel, output: Path, limit: int) -> int:
     """Write a checkpoint to a folder of safetensors files; return the number of these files.
 
-    A file has at most `limit` bytes, except if a single weight is larger. One file at a time is in memory.
-    An older folder is replaced only when the new folder is complete.
+    A file has at most `limit` bytes, except if a single weight is larger. One weight at a time is in
+    memory. An older folder is replaced only when the new folder is complete.
 
     Raises:
         ValueError: the folder could not be written, or JSON cannot represent an option.
@@ -51,13 +52,20 @@ def write(saved: SavedModel, output: Path, limit: int) -> int:
     names = [f"model-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)]
     options = _as_json({MARK: VERSION, **{key: saved.state.get(key) for key in KEPT}, "tied": tied})
     where = {key: name for name, keys in zip(names, shards, strict=True) for key in keys}
-    total = {"total_size": sum(map(_bytes, weights.values()))}
+    total = sum(map(_bytes, weights.values()))
     folder = Path(temporary_of(str(output)))
     try:
         folder.mkdir()
-        for name, keys in zip(names, shards, strict=True):
-            write_file({key: _value(weights[key]) for key in keys}, folder / name, {"format": "pt"})
-        index = _as_json({"metadata": total, "weight_map": where})
+        with progress("writing weights", total, "B") as advance:
+
+            def value(key: str) -> Tensor:
+                advance(_bytes(weights[key]))
+                return _value(weights[key])
+
+            for name, keys in zip(names, shards, strict=True):
+                layout = {key: (weights[key].dtype, tuple(weights[key].shape)) for key in keys}
+                write_pieces(layout, value, folder / name, {"format": "pt"})
+        index = _as_json({"metadata": {"total_size": total}, "weight_map": where})
         for name, text in ((OPTIONS, options), (INDEX, index)):
             with synced(folder / name) as file:
                 file.write(text.encode())

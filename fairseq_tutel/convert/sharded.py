@@ -6,7 +6,7 @@ import math
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from fairseq_tutel.checkpoint.saved import SavedModel, not_written
 from fairseq_tutel.checkpoint.shards import Piece, ShardedTensor, digest, unbind, write_pieces
 from fairseq_tutel.files.atomic import TEMPORARY
 from fairseq_tutel.ranks.groups import Slice
+from fairseq_tutel.ranks.progress import progress
 
 EXPERTS = ".experts"
 # (layer, tensor name, dictionary that holds the stack, its key in the dictionary)
@@ -91,10 +92,12 @@ def to_sharded(saved: SavedModel, target: Path, expert_dtype: str = "") -> dict[
 def _write_shards(found: Stacks, target: Path, expert_dtype: str) -> tuple[str, list[ShardedTensor]]:
     """Write all experts' tensors to one file per layer; return the folder and the `ShardedTensor`s."""
     folder, written = None, []
+    count = sum(holder[key].shape[0] for _, _, holder, key in found)
     try:
         folder = folders.begin(target.parent, "convert")
-        for layer, stacks in itertools.groupby(found, lambda stack: stack[0]):
-            written += _write_layer(layer, list(stacks), folder, target.parent, expert_dtype)
+        with progress("writing experts", count, "tensor") as advance:
+            for layer, stacks in itertools.groupby(found, lambda stack: stack[0]):
+                written += _write_layer(layer, list(stacks), folder, target.parent, expert_dtype, advance)
         names = [f"{p.file} {p.key} {p.digest}" for each in written for p in each.pieces]
         return folders.commit(folder, names), written
     except OSError as error:
@@ -120,9 +123,17 @@ def _stacks(state: dict[str, Any]) -> Iterator[tuple[str, str, dict, Any]]:
 
 
 def _write_layer(
-    layer: str, stacks: Stacks, folder: Path, root: Path, expert_dtype: str
+    layer: str,
+    stacks: Stacks,
+    folder: Path,
+    root: Path,
+    expert_dtype: str,
+    advance: Callable[[int], object],
 ) -> list[ShardedTensor]:
-    """Write the stacked tensors of a layer to one file, with one expert's tensor in memory at a time."""
+    """Write the stacked tensors of a layer to one file, with one expert's tensor in memory at a time.
+
+    Call `advance` with 1 for each expert's tensor.
+    """
     made: list[ShardedTensor] = []
     sources: dict[str, tuple[int, int]] = {}  # key in the file -> (index of the stack, expert ID)
     for index, (_, name, holder, key) in enumerate(stacks):
@@ -150,6 +161,7 @@ def _write_layer(
         name = f"expert {expert} of {key}"
         found = _stored(holder[key][expert], made[index].quantized, errors[index], name)
         digests[piece] = digest(found)
+        advance(1)
         return found
 
     layout = {piece: made[index].stored for piece, (index, _) in sources.items()}

@@ -2,7 +2,7 @@
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -72,35 +72,60 @@ def log_experts(layers: Sequence[MoELayer], kernels: tuple[str, str]) -> None:
 
 
 def log_size(model: nn.Module) -> None:
-    """Log the number of a model's parameters on all ranks, because fairseq counts only one rank."""
+    """Log the number of a model's parameters on all ranks."""
     total, active, flops, experts = sizes(model)
     logger.info(
-        "num. expert model params: %s on all ranks (fairseq's own line counts one rank's experts, or 0); "
-        "parameters: %s, active per token: %s; forward FLOPs per token without attention scores: %s",
-        *(f"{number:,}" for number in (experts, total, active, flops)),
+        "parameters on all ranks: %s, of experts: %s, active per token: %s; forward FLOPs per token "
+        "without attention scores: %s",
+        *(f"{number:,}" for number in (total, experts, active, flops)),
     )
 
 
 def sizes(model: nn.Module) -> tuple[int, int, int, int]:
     """Return a model's parameter counts (all, active per token, experts only) and FLOPs per token."""
     total, active, products, experts = 0, 0, 0, 0
+    for module, _, shape, is_new in _parameters(model):
+        size, copies, visited = math.prod(shape), 1, 1
+        if isinstance(module, ExpertStack):
+            copies, visited = module.config.num_experts, module.config.top_k
+        if len(shape) > 1 and not isinstance(module, nn.Embedding):
+            products += size * visited
+        if is_new:
+            total, active = total + size * copies, active + size * visited
+            experts += size * copies if isinstance(module, ExpertStack) else 0
+    return total, active, 2 * products, experts
+
+
+def parameter_counts(model: nn.Module) -> dict[str, tuple[int, int]]:
+    """Return the numbers of shared and expert parameters on all ranks: {name: (all, trained)}.
+
+    The result is empty if the model has no experts.
+    """
+    counts = {"shared": (0, 0), "expert": (0, 0)}
+    for module, parameter, shape, is_new in _parameters(model):
+        name, size = "shared", math.prod(shape) * is_new
+        if isinstance(module, ExpertStack):
+            name, size = "expert", size * module.config.num_experts
+        total, trained = counts[name]
+        counts[name] = total + size, trained + size * parameter.requires_grad
+    return counts if counts["expert"][0] else {}
+
+
+def _parameters(model: nn.Module) -> Iterator[tuple[nn.Module, nn.Parameter, tuple[int, ...], bool]]:
+    """Yield (module, parameter, shape, whether it is new) for each use of a parameter in a model.
+
+    For stacked experts, the shape is that of one complete expert. A tied parameter is new only once.
+    """
     seen: set[nn.Parameter] = set()
     for module in model.modules():
         own = dict(module.named_parameters(recurse=False))
-        copies, visited = 1, 1
-        shapes = {name: tuple(parameter.shape) for name, parameter in own.items()}
         if isinstance(module, ExpertStack):
-            copies, visited = module.config.num_experts, module.config.top_k
             shapes = {name: module.whole_shape(name) for name in module.expert_parameters()}
+        else:
+            shapes = {name: tuple(parameter.shape) for name, parameter in own.items()}
         for name, shape in shapes.items():
-            size = math.prod(shape)
-            if len(shape) > 1 and not isinstance(module, nn.Embedding):
-                products += size * visited
-            if own[name] not in seen:  # tied parameters count once
-                total, active = total + size * copies, active + size * visited
-                experts += size * copies if isinstance(module, ExpertStack) else 0
+            yield module, own[name], shape, own[name] not in seen
         seen.update(own.values())
-    return total, active, 2 * products, experts
 
 
 def log_exchange(layers: Sequence[MoELayer]) -> None:

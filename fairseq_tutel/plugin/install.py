@@ -75,7 +75,8 @@ class MoEModelMixin:
         fairseq's own error would blame the architecture.
         """
         try:
-            return super().load_state_dict(*args, **kwargs)  # type: ignore[misc]
+            with offload.progress_of_loading(self):  # type: ignore[arg-type]
+                return super().load_state_dict(*args, **kwargs)  # type: ignore[misc]
         except ValueError as error:
             if any(layer.context.trains for layer in moe_layers(self)):  # type: ignore[arg-type]
                 sys.exit(f"error: {error}")

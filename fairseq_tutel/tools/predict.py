@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from fairseq_tutel.options.option import key_of
+from fairseq_tutel.ranks.progress import progress
 from fairseq_tutel.tools.arguments import refuse_folder, refuse_output, writing
 from fairseq_tutel.tools.parser import add_output
 
@@ -123,13 +124,15 @@ def _answers(model: Any, dataset: Any, arguments: argparse.Namespace) -> Iterato
         collate_fn=dataset.collater,
         num_workers=arguments.num_workers,
     )
-    for batch in batches:
-        if "refused" in batch:
-            raise ValueError(batch["refused"])
-        with torch.inference_mode():
-            output = model(batch["net_input"]["images"].to(device))
-            probs_BC = model.get_normalized_probs(output, log_probs=False)
-            best = probs_BC.topk(min(LINE, probs_BC.shape[1]), dim=1)
-        columns = (batch["id"], batch["target"], best.indices, best.values)
-        for image, target, classes, probs in zip(*(c.tolist() for c in columns), strict=True):
-            yield image, target, list(zip(classes, probs, strict=True))
+    with progress("classifying", count, "image") as advance:
+        for batch in batches:
+            if "refused" in batch:
+                raise ValueError(batch["refused"])
+            with torch.inference_mode():
+                output = model(batch["net_input"]["images"].to(device))
+                probs_BC = model.get_normalized_probs(output, log_probs=False)
+                best = probs_BC.topk(min(LINE, probs_BC.shape[1]), dim=1)
+            columns = (batch["id"], batch["target"], best.indices, best.values)
+            for image, target, classes, probs in zip(*(c.tolist() for c in columns), strict=True):
+                yield image, target, list(zip(classes, probs, strict=True))
+            advance(len(batch["id"]))

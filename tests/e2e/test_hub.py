@@ -16,6 +16,7 @@ from cli import ROOT, USER_DIR, fairseq
 from fairseq.data import Dictionary
 from models import lm_args, mt_args
 from PIL import Image
+from terminal import terminal
 from tool_in_process import convert
 
 import fairseq_tutel
@@ -46,11 +47,16 @@ def test_translate_gives_what_fairseq_generate_prints(mt, mt_data):
     printed = {int(i): text for i, text in re.findall(r"^D-(\d+)\t\S+\t(.*)$", run.output, re.M)}
     sources = (mt_data.parent / "test.de").read_text().splitlines()
     expected = [printed[i] for i in range(len(sources))]
-    model = fairseq_tutel.from_checkpoint(mt)
+    with terminal() as drawn:
+        model = fairseq_tutel.from_checkpoint(mt)
+        bars = re.findall(r"(\w[\w .]*):   0%\|", drawn())
+        assert bars == ["checking checkpoint_best.pt", "loading experts"]
     assert model.translate(sources, beam=3, **lengths) == expected and len(set(expected)) > 1
     assert model.translate(sources[0], beam=3, **lengths) == expected[0]
     store = {"moe_expert_store": "on-demand", "moe_expert_cache": "9KB"}
-    stored = fairseq_tutel.from_checkpoint(path, **store)
+    with terminal() as drawn:
+        stored = fairseq_tutel.from_checkpoint(path, **store)
+        assert "preparing the expert store:   0%|" in drawn()
     with ThreadPoolExecutor(3) as pool:
         answers = pool.map(lambda text: stored.translate(text, beam=3, **lengths), sources)
         assert list(answers) == expected

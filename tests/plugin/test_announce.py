@@ -6,7 +6,13 @@ from torch import nn
 import fairseq_tutel as ft
 from fairseq_tutel import plugin
 from fairseq_tutel.moe.option_table import ModelConfig, SidesConfig, StoreConfig, TaskConfig
-from fairseq_tutel.plugin.announce import Facts, log_size, sizes, warn_of_no_effect
+from fairseq_tutel.plugin.announce import (
+    Facts,
+    log_size,
+    parameter_counts,
+    sizes,
+    warn_of_no_effect,
+)
 
 plugin.register()
 D, H, E, K, V = 4, 6, 8, 2, 10
@@ -26,12 +32,26 @@ def test_a_token_meets_its_own_experts_and_all_else_and_tied_weights_count_once(
     assert flops == 2 * (V * D + (K + 1) * matrices + gate)
 
 
-def test_the_log_has_the_number_of_experts_parameters_in_the_words_of_stock_s_line(caplog):
-    model = nn.Sequential(ft.MoELayer(ft.MoEConfig(D, H, E)))
+def test_the_log_has_the_number_of_parameters_of_all_ranks(caplog):
+    model = nn.Sequential(ft.MoELayer(ft.MoEConfig(D, H, E)), nn.Linear(D, V))
     with caplog.at_level("INFO", "fairseq_tutel"):
         log_size(model)
-    count = sum(p.numel() for p in model[0].experts.parameters())
-    assert f"num. expert model params: {count:,} on all ranks (fairseq" in caplog.text
+    experts, total = (sum(p.numel() for p in m.parameters()) for m in (model[0].experts, model))
+    assert f"parameters on all ranks: {total:,}, of experts: {experts:,}, active per tok" in caplog.text
+
+
+def test_shared_and_expert_parameters_are_counted_apart():
+    tied = nn.Linear(D, D, bias=False)
+    model = nn.Sequential(nn.Linear(D, D), tied, tied)
+    assert parameter_counts(model) == {}
+    model.append(ft.MoELayer(ft.MoEConfig(D, H, E)))
+    model[0].requires_grad_(False)
+    next(model[3].experts.parameters()).requires_grad_(False)
+    of = {"shared": [model[0], tied, model[3].gate], "expert": [model[3].experts]}
+    for name, (total, trained) in parameter_counts(model).items():
+        own = [p for module in of[name] for p in module.parameters()]
+        assert total == sum(p.numel() for p in own)
+        assert trained == sum(p.numel() for p in own if p.requires_grad) < total
 
 
 # Two nodes of two ranks that exchange tokens; an expert has two slices.

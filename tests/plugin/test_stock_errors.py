@@ -2,6 +2,7 @@
 
 import gc
 import sys
+import traceback
 
 import numpy as np
 import pytest
@@ -11,11 +12,17 @@ from fairseq.data.audio import audio_utils
 from fairseq.data.iterators import EpochBatchIterator
 from fairseq.models import FairseqIncrementalDecoder, FairseqLanguageModel
 from fairseq.sequence_generator import SequenceGenerator
+from fairseq.tasks.language_modeling import LanguageModelingConfig, LanguageModelingTask
+from fairseq.tasks.translation import TranslationConfig, TranslationTask
 from omegaconf import OmegaConf
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.multiprocessing import ProcessRaisedException
 from torch.utils.data import TensorDataset
 
+from fairseq_tutel.checkpoint import atomic_save
 from fairseq_tutel.plugin import register
-from fairseq_tutel.plugin.registration.process import refusals_are_sentences
+from fairseq_tutel.plugin.registration.flags import refuse_misspelt
+from fairseq_tutel.plugin.registration.process import refusals_are_sentences, run_as_spawned
 
 register()
 
@@ -88,6 +95,12 @@ def test_other_errors_keep_their_traceback():
             raise error
 
 
+def test_a_file_that_cannot_be_written_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(atomic_save, "PAUSE_SECONDS", 0)
+    said = sentence(lambda: atomic_save.save({}, f"{tmp_path}/none/a.pt"))
+    assert said.startswith(f"error: {tmp_path}/none/a.pt could not be written: No such")
+
+
 def test_a_checkpoint_that_fits_no_model_is_named():
     def load_checkpoint(filename):
         torch.nn.Linear(2, 2).load_state_dict({"weight": torch.zeros(3, 3)})
@@ -104,3 +117,58 @@ def test_a_checkpoint_that_fits_no_model_is_named():
 
     with pytest.raises(TypeError, match="of the data"), refusals_are_sentences():
         load_checkpoint("x.pt")
+
+
+MISSING = [
+    ("dict.txt", lambda folder: None, "the data file {0}/dict.txt does not exist; give a folder with"),
+    ("split", lambda folder: (folder / "dict.txt").write_text("a 1\n"), "the data folder has no split val"),
+]
+
+
+@pytest.mark.parametrize(("missing", "prepare", "wanted"), MISSING, ids=[each[0] for each in MISSING])
+def test_missing_data_is_named(missing, prepare, wanted, tmp_path):
+    prepare(tmp_path)
+    cfg = LanguageModelingConfig(data=str(tmp_path), tokens_per_sample=4)
+
+    def main():
+        LanguageModelingTask.setup_task(cfg).load_dataset("valid")
+
+    assert sentence(main).startswith(f"error: {wanted.format(tmp_path)}")
+
+
+def test_a_folder_without_languages_is_named(tmp_path):
+    cfg = TranslationConfig(data=str(tmp_path))
+    said = sentence(lambda: TranslationTask.setup_task(cfg))
+    assert said.startswith("error: the data folder has no file train.SRC-TGT…, from which fairseq infers")
+
+
+@pytest.mark.parametrize("error", [ValueError("x"), SystemExit("error: done."), KeyError("bug")], ids=repr)
+def test_a_spawned_rank_s_sentence_ends_the_command(error):
+    """As torch does: the process that spawned a rank raises an error with the text of its traceback."""
+
+    def main():
+        if isinstance(error, ValueError):
+            refuse_misspelt({"moe_topk": 1})
+        raise error
+
+    try:
+        run_as_spawned(main)
+    except Exception:
+        text = traceback.format_exc()
+
+    def parent():
+        raise ProcessRaisedException(f"\n\n-- Process 0 terminated with the following error:\n{text}", 0, 1)
+
+    if isinstance(error, KeyError):
+        with pytest.raises(ProcessRaisedException), refusals_are_sentences():
+            parent()
+        return
+    wanted = "error: --model-overrides has 'moe_topk', which is not an option; did you mean 'moe_top_k'?"
+    assert sentence(parent) == (wanted if isinstance(error, ValueError) else "error: done.")
+
+
+def test_torchrun_s_summary_has_the_sentence(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    said = sentence(lambda: refuse_misspelt({"moe_topk": 1}))
+    failure = ProcessFailure(local_rank=0, pid=1, exitcode=1, error_file=str(tmp_path / "error.json"))
+    assert f"traceback : {said}\n" in str(ChildFailedError("train", {0: failure}))

@@ -37,6 +37,33 @@ def test_every_flag_and_file_that_the_pages_name_exists():
             assert (path.parent / link).exists(), f"{path.name} links to {link}"
 
 
+PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *ROOT.glob("[bce]*/*.md")]
+
+
+def _anchors(page):
+    """Return the anchors that a page's headings get on GitHub."""
+    found = []
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.M | re.S)
+    for title in re.findall(r"^#+ (.*)$", text, re.M):
+        title = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", title).strip().lower()
+        anchor = re.sub(r"[^\w\- ]", "", title).replace(" ", "-")
+        found.append(f"{anchor}-{found.count(anchor)}" if anchor in found else anchor)
+    return found
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_link_and_anchor_within_the_repository_resolves(page):
+    text = re.sub(r"```.*?```|`[^`\n]*`", "", page.read_text(), flags=re.S)
+    links = re.findall(r"\]\(([^)\s]+)[^)]*\)|(?:src|href)=\"([^\"]+)\"", text)
+    for link in {a or b for a, b in links}:
+        if re.match(r"[a-z]+:", link):
+            continue
+        name, _, anchor = link.partition("#")
+        target = page.parent / name if name else page
+        assert target.exists(), f"{page.name} links to {link}"
+        assert not anchor or anchor in _anchors(target), f"{page.name} links to {link}"
+
+
 def test_the_ten_line_example_runs(capsys):
     text = (ROOT / "README.md").read_text()
     *_, example = re.findall(r"```python\n(.*?)```", text, re.S)

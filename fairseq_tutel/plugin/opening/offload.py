@@ -3,10 +3,12 @@
 With --moe-expert-store, the experts stay offloaded. All models of a command share one store.
 """
 
+import contextlib
 import dataclasses
 import functools
 import json
 import logging
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -24,6 +26,7 @@ from fairseq_tutel.plugin.registration.process import call_at_end
 from fairseq_tutel.plugin.run_state import RUN
 from fairseq_tutel.ranks import world
 from fairseq_tutel.ranks.groups import Topology
+from fairseq_tutel.ranks.progress import progress
 
 # Logs JSON lines like fairseq's, under a short name: "… | INFO | expert_store | {"calls": …}".
 counters_logger = logging.getLogger("expert_store")
@@ -66,15 +69,31 @@ def meta_experts(config: MoEConfig, topology: Topology, options: StoreConfig) ->
     return stack
 
 
+@contextlib.contextmanager
+def progress_of_loading(model: nn.Module) -> Iterator[None]:
+    """Context manager that shows how many layers of experts `load_state_dict` has loaded."""
+    layers = moe_layers(model)
+    with progress("loading experts", len(layers), "layer") as advance, contextlib.ExitStack() as hooks:
+
+        def loaded(module: nn.Module, keys: Any) -> None:
+            advance(1)
+
+        for layer in layers:
+            hooks.callback(layer.experts.register_load_state_dict_post_hook(loaded).remove)
+        yield
+
+
 def fetch_when_loaded(model: nn.Module, options: StoreConfig) -> None:
     """Register a hook that adds the experts of the next loaded state dict to the expert store."""
 
     def attach(module: nn.Module, keys: Any) -> None:
         if any(".experts." in key for key in keys.missing_keys):  # torch raises an error afterwards
             return
-        store = _store_of(options)
-        for layer in moe_layers(module):
-            store.add(layer.experts, layer.experts.take_sources())
+        store, layers = _store_of(options), moe_layers(module)
+        with progress("preparing the expert store", len(layers), "layer") as advance:
+            for layer in layers:
+                store.add(layer.experts, layer.experts.take_sources())
+                advance(1)
 
     model.register_load_state_dict_post_hook(attach)
 

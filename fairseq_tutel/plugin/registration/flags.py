@@ -93,7 +93,7 @@ def check_command_line(argv: list[str]) -> None:
     for word in argv[1:]:
         flag = word.split("=")[0]
         close = meant(key_of(flag)) if flag.startswith("--") else None
-        if close:  # log the suggestion at exit, because argparse prints its long usage text before
+        if close:  # print the suggestion at exit, after argparse's long usage text
             atexit.register(_suggest_flag, flag, flag_of(close))
     if {"-h", "--help"} & set(argv):  # fairseq's help lists no flag of an architecture
         atexit.register(_name_tool)
@@ -105,7 +105,7 @@ def check_command_line(argv: list[str]) -> None:
 
 
 def _suggest_flag(flag: str, close: str) -> None:
-    logger.warning("%s is not a known flag; did you mean %s?", flag, close)
+    print(f"error: {flag} is not a known flag; did you mean {close}?", file=sys.stderr)
 
 
 def _name_tool() -> None:

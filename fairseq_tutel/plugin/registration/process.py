@@ -4,6 +4,7 @@ import atexit
 import contextlib
 import dis
 import functools
+import json
 import logging
 import os
 import queue
@@ -18,6 +19,7 @@ from typing import Any
 
 import torch
 from fairseq.data.iterators import BackgroundConsumer
+from torch.multiprocessing import ProcessRaisedException
 from torch.utils.data import Dataset
 
 from fairseq_tutel.files.untrusted import error_line
@@ -33,6 +35,8 @@ SECONDS_FOR_READERS = 10.0
 # A request for this much memory means that the options in a checkpoint file are wrong.
 ABSURD_BYTES = 2**44
 REASON = 300  # maximum number of characters of an original error that a message quotes
+# Bad options and files; NaN in training; files that cannot be written; lack of memory on one of the ranks.
+FOR_USERS = (ValueError, FloatingPointError, OSError, MemoryError)
 SIZES = ("max_tokens", "batch_size", "required_batch_size_multiple")
 # Functions that open a checkpoint, with the name of the variable that holds the path.
 OPENING = {
@@ -41,9 +45,20 @@ OPENING = {
     "load_checkpoint": "filename",
     "warn_of_changed_options": "path",
 }
+# Functions that read the data folder.
+OPENS_DATA = {"setup_task", "load_dataset"}
 # Functions that read data while a checkpoint is being opened.
 READING = {"load_dataset", "get_train_iterator"}
 MISSING_MODULE = re.compile(r"No module named '([\w.]+)'|Please install (\w+)")
+MISSING_SPLIT = re.compile(r"Dataset not found: (\S+) \((.*)\)")
+# The last line of the traceback that a spawned rank passes to the process that spawned it.
+RANK_ERROR = re.compile(r"\.RankError: (error: .*)\s*\Z")
+# Environment variable in which torchrun names the file of a rank's error.
+ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
+
+
+class RankError(Exception):
+    """A user's error in a rank that fairseq spawned; the message is the last line to print."""
 
 
 def end_readers() -> None:
@@ -84,7 +99,35 @@ def refusals_are_sentences() -> Iterator[None]:
         line = _last_line(error)
         if line is None:
             raise
+        _write_for_torchrun(line)
         sys.exit(line)
+
+
+def run_as_spawned(main: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call `main` in a rank that fairseq spawned; raise RankError for a user's error.
+
+    The process that spawned the ranks gets an exception as a traceback in text, and prints the sentence.
+    """
+    try:
+        return main(*args, **kwargs)
+    except SystemExit as error:
+        if not isinstance(error.code, str):
+            raise
+        raise RankError(error.code) from None
+    except Exception as error:
+        line = _last_line(error)
+        if line is None:
+            raise
+        raise RankError(line) from None
+
+
+def _write_for_torchrun(line: str) -> None:
+    """Write an error line to the file that torchrun reads, so that torchrun's summary has this line."""
+    path = os.environ.get(ERROR_FILE)
+    if path:
+        message = {"message": line, "extraInfo": {"timestamp": str(int(time.time()))}}
+        with contextlib.suppress(OSError), open(path, "w") as file:
+            json.dump({"message": message}, file)
 
 
 def excepthook(original: Any) -> Any:
@@ -99,6 +142,7 @@ def excepthook(original: Any) -> Any:
         if line is None:
             original(kind, error, trace)
         else:
+            _write_for_torchrun(line)
             print(line, file=sys.stderr)
 
     return hook
@@ -107,7 +151,11 @@ def excepthook(original: Any) -> Any:
 def _last_line(error: BaseException) -> str | None:
     """Call the exit functions; return the last error line, or None if a traceback must be printed."""
     _end_calls()
-    sentence = str(error) if is_refusal(error) else sentence_of(error)
+    if isinstance(error, ProcessRaisedException):
+        found = RANK_ERROR.search(str(error))
+        return found[1] if found else None
+    text = getattr(error, "strerror", None) or str(error)  # the str of an OSError begins with its number
+    sentence = text if is_refusal(error) else sentence_of(error)
     # The logger's level cannot be used, because fairseq's wav2vec2 sets the root logger to DEBUG.
     if sentence is not None and os.environ.get("LOGLEVEL", "").upper() == "DEBUG":
         logger.debug("traceback of the error", exc_info=error)
@@ -115,12 +163,12 @@ def _last_line(error: BaseException) -> str | None:
 
 
 def is_refusal(error: BaseException | None) -> bool:
-    """Return whether an error is a ValueError that a `raise` statement of this package raised.
+    """Return whether a `raise` statement of this package raised an error whose message is for users.
 
-    The result is False for ValueErrors of other code, and for bugs such as unpacking a wrong tuple.
+    The result is False for errors of other code, and for bugs such as unpacking a wrong tuple.
     """
     trace: Any = None if error is None else error.__traceback__
-    if trace is None or not isinstance(error, ValueError):
+    if trace is None or not isinstance(error, FOR_USERS):
         return False
     while trace.tb_next is not None:
         trace = trace.tb_next
@@ -132,11 +180,29 @@ def is_refusal(error: BaseException | None) -> bool:
 def sentence_of(error: BaseException) -> str | None:
     """Return one sentence that explains an error that fairseq raised; None for any other error."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    for explain in (_empty_data, _no_batch, _no_finite_score, _missing_module, _missing_file, _misfit):
+    for explain in EXPLANATIONS:
         sentence = explain(error, frames) if frames else None
         if sentence is not None:
             return sentence
     return None
+
+
+def _missing_data(error: BaseException, frames: Sequence[FrameType]) -> str | None:
+    opens_data = {frame.f_code.co_name for frame in frames if _is_of_fairseq(frame)} & OPENS_DATA
+    if opens_data and str(error).startswith("Could not infer language pair"):
+        return (
+            "the data folder has no file train.SRC-TGT…, from which fairseq infers the languages; give the "
+            "folder that fairseq-preprocess wrote, or add --source-lang and --target-lang."
+        )
+    if not (opens_data and isinstance(error, FileNotFoundError)):
+        return None
+    if split := MISSING_SPLIT.fullmatch(str(error)):
+        return (
+            f"the data folder has no split {split[1]} ({split[2]}); give the folder that "
+            "fairseq-preprocess wrote, or name an existing split."
+        )
+    name = error.filename or str(error)
+    return f"the data file {name} does not exist; give a folder with prepared data."
 
 
 def _empty_data(error: BaseException, frames: Sequence[FrameType]) -> str | None:
@@ -215,6 +281,12 @@ def _misfit(error: BaseException, frames: Sequence[FrameType]) -> str | None:
         f"{path} does not fit this command's model, data or options ({type(error).__name__}: {reason}); "
         "remove options that change the model, or give another checkpoint."
     )
+
+
+# Functions that explain an error of fairseq in one sentence; the first explanation is used.
+EXPLANATIONS = (
+    _missing_data, _empty_data, _no_batch, _no_finite_score, _missing_module, _missing_file, _misfit
+)  # fmt: skip
 
 
 def is_machine_error(error: BaseException) -> bool:

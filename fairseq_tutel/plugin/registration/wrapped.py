@@ -33,7 +33,8 @@ The package makes these other changes to the process, in addition to the attribu
 - when a model with experts is built: the run's configuration (`startup.complete` logs each change);
 - when a NaN is diagnosed: backward hooks of encoders are removed (`training/task.py`).
 
-No environment variable is set, and only the plugin's loggers are configured.
+No environment variable is set. Only the plugin's loggers are configured. One filter corrects numbers in
+fairseq's log, and filters hide harmless warnings (`third_party.py`).
 """
 
 import atexit
@@ -60,7 +61,13 @@ from fairseq_tutel.plugin.opening.literals import options_within
 from fairseq_tutel.plugin.opening.load import load_checkpoint_to_cpu
 from fairseq_tutel.plugin.opening.several_ranks import run_on_several_ranks
 from fairseq_tutel.plugin.registration.flags import drop_suggestions, warn_of_given
-from fairseq_tutel.plugin.registration.process import end_readers, excepthook, refusals_are_sentences
+from fairseq_tutel.plugin.registration.process import (
+    end_readers,
+    excepthook,
+    refusals_are_sentences,
+    run_as_spawned,
+)
+from fairseq_tutel.plugin.registration.third_party import correct_counts, hide_warnings
 from fairseq_tutel.plugin.registration.variants import give_system_options
 from fairseq_tutel.plugin.run_state import RUN
 from fairseq_tutel.plugin.training import save, startup
@@ -101,6 +108,8 @@ def call_main(original: Any) -> Any:
             distributed.distributed_init_method = rendezvous.METHOD
         # A partial can be pickled for processes that fairseq spawns.
         on_each = functools.partial(run_with_root, functools.partial(run, main))
+        if distributed.distributed_init_method is not None and not distributed.distributed_no_spawn:
+            on_each = functools.partial(run_as_spawned, on_each)
         with guarded("a collective of fairseq's own", timed=False), startup.meeting_of(cfg) as met:
 
             def met_main(*args: Any, **kwargs: Any) -> Any:
@@ -181,6 +190,7 @@ CHANGED = {
     # fairseq constructs tasks, iterators, data sets, and models whose build_model has a fixed class.
     "plugin/registration/variants.py": "__class__ __dataclass add_args",
     "plugin/registration/process.py": "_max_len",  # ends a thread that reads batches
+    "plugin/registration/third_party.py": "msg",  # a filter is the only way to change a log line
     "plugin/registration/wrapped.py": "excepthook",  # prints error sentences
     # A stock layer's forward calls these modules; the repr of a lightconv layer reads the dropout's p.
     "plugin/feed_forward.py": "fc1 fc2 activation_fn ffn_layernorm p",
@@ -205,6 +215,8 @@ def install() -> None:
             setattr(owner, name, type(static)(wrap(static.__func__)))
         else:
             setattr(owner, name, wrap(static))
+    hide_warnings()
+    correct_counts()
     atexit.register(end_readers)
     sys.excepthook = excepthook(sys.excepthook)
 

@@ -169,9 +169,10 @@ class MoETaskMixin(InferenceMixin):
             # After a NaN, the trainer repeats the step to find the module that caused it.
             root = root_of(self)
             way_back = root and finite.way_back_from(root.checkpoint.save_dir, model, update_num)
+            loss = float(torch.as_tensor(result[0]).detach())
             raise FloatingPointError(
                 f"the loss or a gradient became NaN or infinite at update {update_num} (the loss is now "
-                f"{float(result[0]):g}); lower --lr, set --clip-norm, or look for bad input"
+                f"{loss:g}); lower --lr, set --clip-norm, or look for bad input"
                 f"{f'; {way_back}' if way_back else ''}."
             )
         if ignore_grad:

@@ -1,0 +1,33 @@
+"""A pseudo-terminal in place of stderr, for what is drawn on a terminal alone."""
+
+import contextlib
+import os
+import pty
+import select
+import sys
+import termios
+from unittest import mock
+
+from fairseq_tutel.ranks import progress
+
+
+@contextlib.contextmanager
+def terminal(delay=0.0):
+    """Make stderr a terminal; yield a function that returns what was drawn. Bars appear after `delay`."""
+    leader, follower = pty.openpty()
+    termios.tcsetwinsize(follower, (24, 100))
+    with (
+        os.fdopen(follower, "w") as stderr,
+        mock.patch.object(sys, "stderr", stderr),
+        mock.patch.object(progress, "DELAY_SECONDS", delay),
+    ):
+
+        def drawn():
+            stderr.flush()
+            found = b""
+            while select.select([leader], [], [], 0)[0]:
+                found += os.read(leader, 65536)
+            return found.decode()
+
+        yield drawn
+    os.close(leader)
