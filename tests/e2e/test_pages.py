@@ -17,6 +17,7 @@ from page_settings import (
     EDITS,
     FILES,
     HYDRA_SMALL,
+    KEPT,
     LM_FLAGS,
     LM_SIZES,
     MOE_FLAGS,
@@ -142,17 +143,7 @@ def shelf(lm_data, mt_data, tmp_path_factory):
     shutil.copytree(mt_data, shelf / "DATA_BIN")
     shutil.copytree(lm_data, shelf / "DATA_BIN", dirs_exist_ok=True)
     shutil.copy(mt_data.parent / "test.en", shelf)
-    kept = (
-        "--save-interval-updates",
-        4,
-        "--keep-best-checkpoints",
-        5,
-        "--max-tokens",
-        400,
-        "--max-epoch",
-        9,
-    )
-    words = mt_args(mt_data, shelf / "mt", "--moe-pregate", 1, *kept, updates=90)
+    words = mt_args(mt_data, shelf / "mt", "--moe-pregate", 1, *KEPT.split(), updates=90)
     words.remove("--no-epoch-checkpoints")
     (shelf / "mt").mkdir()
     fairseq("train", *words, "--log-file", shelf / "mt" / "train.log")
