@@ -98,7 +98,7 @@ class SavedModel:
     def open(cls, path: Path, flag: str = "INPUT", keep_shards: bool = False) -> "SavedModel":
         """Open the checkpoint at `path`, a value of the flag `flag`; raise ValueError for a bad file.
 
-        With `keep_shards`, experts in shard files become `ShardedTensor`s, which are read on demand.
+        With `keep_shards`, experts in shard files become tensors of class `ShardedTensor`, read on demand.
         """
         state = read_file(path, flag)
         if not isinstance(state, dict) or not isinstance(state.get("model"), dict):

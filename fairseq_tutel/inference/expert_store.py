@@ -50,13 +50,6 @@ class ExpertStore:
 
     An expert store is for evaluation only. Outputs are bit-identical to outputs with experts in memory. On
     a CPU, they can differ by rounding if the size of an expert's matrix is not a multiple of 64 bytes.
-    Example::
-
-        layer = ft.MoELayer(ft.MoEConfig(model_dim=512, hidden_dim=2048, num_experts=64)).eval()
-        with ft.ExpertStore("on-demand", tier="host", cache=8) as store, torch.no_grad():
-            store.add(layer.experts)  # of a sharded checkpoint: store.add(layer.experts, its tensors)
-            y, _ = layer(torch.randn(1, 512))
-            print(store.counters)
 
     One thread reads experts. It ends with `close`, with the process, or after an error, which the next use
     raises. A deep copy of a model shares its store. A forked process or a second thread needs its own
@@ -73,7 +66,15 @@ class ExpertStore:
     is a GPU). The cache size is in experts or, with a unit (`"2GiB"`), in bytes.
 
     Raises:
-        ValueError: the policy, tier or eviction is unknown.
+        ValueError: the policy, tier, cache size or eviction is invalid.
+
+    Example:
+        >>> layer = ft.MoELayer(ft.MoEConfig(model_dim=64, hidden_dim=256, num_experts=8)).eval()
+        >>> with ft.ExpertStore("on-demand", tier="host", cache=4) as store, torch.no_grad():
+        ...     store.add(layer.experts)  # of a sharded checkpoint: store.add(layer.experts, its tensors)
+        ...     y, output = layer(torch.randn(1, 64))  # one token with two experts
+        ...     store.counters.fetches
+        2
     """
 
     def __init__(

@@ -20,11 +20,20 @@ from fairseq_tutel.options.option import is_whole
 def pregate(layers: Sequence[MoELayer], ahead: int) -> None:
     """Enable pre-gating: each layer's gate gets the input of the layer N = `ahead` positions before it.
 
-    `layers` are the MoE layers of one stack, in the order in which every forward pass calls them. If N is
-    0, pre-gating is disabled.
+    Args:
+        layers: the MoE layers of one stack, in the order in which every forward pass calls them.
+        ahead: N, in MoE layers; 0 disables pre-gating.
 
     Raises:
         ValueError: N is invalid, a layer is repeated, or model_dim differs between layers.
+
+    Example:
+        >>> config = ft.MoEConfig(model_dim=64, hidden_dim=256, num_experts=8)
+        >>> layers = [ft.MoELayer(config) for _ in range(3)]
+        >>> ft.pregate(layers, 1)
+        >>> x = torch.randn(10, 64)
+        >>> for layer in layers:
+        ...     x = x + layer(x)[0]
     """
     if ahead != 0 or not is_whole(ahead):
         refuse_too_far(ahead, {"stack": len(layers)})

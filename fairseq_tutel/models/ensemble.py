@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from fairseq.dataclass.utils import gen_parser_from_dataclass
+from fairseq.dataclass.utils import gen_parser_from_dataclass, interpret_dc_type
 from fairseq.models import (
     ARCH_CONFIG_REGISTRY,
     ARCH_MODEL_REGISTRY,
@@ -185,8 +185,13 @@ def _member_options(args: Any, task: Any) -> Any:
     given = {key: value for key, value in flat.items() if key not in own and key != "_name"}
     if options is None:
         return argparse.Namespace(**{**given, "_name": arch, "arch": arch})
-    known = {item.name for item in fields(options)}
-    member = OmegaConf.merge(options(), {key: given[key] for key in given.keys() & known})
+    known = {item.name: interpret_dc_type(item.type) for item in fields(options)}
+    # An architecture may set an integer option to False, as transformer_lm_gpt does.
+    values = {
+        key: int(given[key]) if known[key] is int and isinstance(given[key], bool) else given[key]
+        for key in given.keys() & known.keys()
+    }
+    member = OmegaConf.merge(options(), values)
     member._name = arch
     # Interpolations, such as ${task.tokens_per_sample}, refer to the run's configuration.
     root = args._get_root() if OmegaConf.is_config(args) else root_of(task)

@@ -19,7 +19,19 @@ def gshard_loss(routing: Routing, gate: GateOutput | None = None) -> Tensor:
     P_e is the mean probability of e (differentiable). The loss is 1 for uniform load and uniform
     probabilities.
 
+    Args:
+        routing: the assignments of the micro-batch.
+        gate: not used; other balance losses need it.
+
+    Returns:
+        [] at least fp32, differentiable.
+
     Source: GShard (Lepikhin et al. 2020), equation 4 and algorithm 1, scaled by E as Tutel does.
+
+    Example:
+        >>> even, collapsed = 9 * torch.eye(4), 9 * torch.eye(4)[[0, 0, 0, 0]]
+        >>> [round(float(ft.gshard_loss(ft.route(logits, 1))), 2) for logits in (even, collapsed)]
+        [1.0, 4.0]
     """
     return _load_times_probability(routing, routing.assigned_KE[0])
 
@@ -204,7 +216,16 @@ def update_biases(model: nn.Module) -> None:
     """Update every layer's balance bias from the expert loads summed over all ranks. Collective.
 
     The load covers all micro-batches since the previous call. Custom training loops must call this function
-    after every optimizer step. fairseq's tasks call it automatically.
+    after every optimizer step. fairseq's tasks call it automatically. Without layers that have a balance
+    bias, it does nothing.
+
+    Example:
+        >>> config = ft.MoEConfig(model_dim=64, hidden_dim=256, num_experts=8, balance_bias=True)
+        >>> layer = ft.MoELayer(config)
+        >>> y, output = layer(torch.randn(10, 64))
+        >>> ft.update_biases(layer)
+        >>> float(layer.balance_bias.bias.abs().max())  # `bias_update_rate`
+        0.0010000000474974513
     """
     biases = [module for module in model.modules() if isinstance(module, BalanceBias)]
     if not biases:

@@ -107,7 +107,13 @@ HASHED = Condition(
 
 @dataclass(frozen=True)
 class MoEConfig:
-    """The options of one MoE layer. An invalid value raises ValueError."""
+    """The options of one MoE layer. An invalid value raises ValueError.
+
+    Example:
+        >>> config = ft.MoEConfig(model_dim=64, hidden_dim=256, num_experts=8, capacity_factor=1.25)
+        >>> config.top_k, config.drop_policy
+        (2, 'position')
+    """
 
     # fmt: off
     prefix: ClassVar[str] = "moe_"  # prefix of the keys

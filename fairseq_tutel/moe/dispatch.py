@@ -16,16 +16,45 @@ from fairseq_tutel.moe.routing import Routing
 
 
 def dispatch(x_TD: Tensor, routing: Routing, backend: str = "auto", prescore: bool = False) -> Tensor:
-    """Copy tokens to rows sorted by expert; with `prescore`, multiply each row by its gate weight."""
+    """Copy tokens to rows sorted by expert; with `prescore`, multiply each row by its gate weight.
+
+    Args:
+        x_TD: the tokens, in any float dtype, differentiable.
+        routing: the rows of each token.
+        backend: "reference" (plain torch), "triton", or "auto" for the best of the device.
+        prescore: multiply rows by weights, so that `combine` with `prescore` only adds them.
+
+    Returns:
+        rows_RD in the dtype of x_TD. Empty rows are 0.
+
+    Example:
+        >>> routing = ft.route(torch.tensor([[0.0, 9.0], [9.0, 0.0]]), top_k=1)
+        >>> ft.dispatch(torch.tensor([[1.0], [2.0]]), routing).tolist()
+        [[2.0], [1.0]]
+    """
     ops = kernels.ops(backend, x_TD.device)
     weights_TK = routing.weights_TK if prescore else None
     return _Dispatch.apply(x_TD, weights_TK, routing.row_of_TK, routing.source_of_R, ops)
 
 
 def combine(rows_RD: Tensor, routing: Routing, backend: str = "auto", prescore: bool = False) -> Tensor:
-    """Return each token's sum of expert outputs, y_TD; the sum is weighted unless `prescore` is set.
+    """Return each token's sum of expert outputs; the sum is weighted unless `prescore` is set.
 
-    `rows_RD` may be shorter than R, because the unused tail of the compact layout can be cut.
+    Args:
+        rows_RD: the experts' outputs, in any float dtype, differentiable. It may be shorter than R,
+            because the unused tail of the compact layout can be cut.
+        routing: the rows and weights of each token.
+        backend: as in `dispatch`.
+        prescore: whether `dispatch` has multiplied the rows by the weights.
+
+    Returns:
+        y_TD in the dtype of rows_RD; 0 for tokens without rows.
+
+    Example:
+        >>> routing = ft.route(torch.zeros(3, 4), top_k=2)
+        >>> x = torch.randn(3, 8)
+        >>> torch.allclose(ft.combine(ft.dispatch(x, routing), routing), x)  # the weights sum to 1
+        True
     """
     ops = kernels.ops(backend, rows_RD.device)
     source_of_R = routing.source_of_R[: rows_RD.shape[0]]

@@ -33,10 +33,22 @@ from fairseq_tutel.ranks.groups import Topology
 
 @dataclass(frozen=True, kw_only=True)
 class MoEOutput:
-    """The balance losses and the routing of one forward pass."""
+    """The balance losses and the routing of one forward pass.
 
-    balance_loss: Tensor  # [] differentiable, weighted sum of `losses`; 0 without losses
-    losses: dict[str, Tensor]  # unweighted balance losses by name
+    Attributes:
+        balance_loss: [] at least fp32, differentiable; the weighted sum of `losses`, 0 without losses.
+        losses: unweighted balance losses by name, [] each.
+        routing: the assignments of tokens to experts.
+
+    Example:
+        >>> layer = ft.MoELayer(ft.MoEConfig(model_dim=64, hidden_dim=256, num_experts=8))
+        >>> y, output = layer(torch.randn(10, 64))
+        >>> list(output.losses), output.routing.counts_E.shape
+        (['gshard'], torch.Size([8]))
+    """
+
+    balance_loss: Tensor
+    losses: dict[str, Tensor]
     routing: Routing
 
 
@@ -60,6 +72,17 @@ class MoELayer(nn.Module):
             `config.gate_type`.
         gates: existing gates, one for each configuration; built-in gates are drawn again from `seed`.
         experts: existing experts, used instead of new experts of `config`; drawn again from `seed`.
+
+    Raises:
+        ValueError: `config` is no MoEConfig, or does not fit the topology.
+
+    Example:
+        >>> layer = ft.MoELayer(ft.MoEConfig(model_dim=64, hidden_dim=256, num_experts=8))
+        >>> x = torch.randn(4, 10, 64)  # batch, time, model_dim
+        >>> y, output = layer(x, capacity_factor=1.25)
+        >>> (y.square().mean() + 0.01 * output.balance_loss).backward()
+        >>> y.shape
+        torch.Size([4, 10, 64])
     """
 
     router: Any = None  # routes several layers with `routing_of`, as in inference/pregate.py
@@ -149,9 +172,8 @@ class MoELayer(nn.Module):
             token_ids: int64 of padding_mask's shape, for a hash gate.
 
         Returns:
-            y: the shape of x, except if experts return another last dimension. The dtype is the dtype of
-                the experts' weights, or autocast's dtype under autocast.
-            output: balance losses and routing.
+            y and the output. y has the shape of x, except if experts return another last dimension. Its
+            dtype is that of the experts' weights, or autocast's dtype under autocast.
 
         Raises:
             ValueError: x, a mask, token IDs or an override are invalid.

@@ -210,6 +210,14 @@ def _rows(counted: list[RoutingCounts]) -> tuple[Tensor, Tensor]:
 
 
 def routing_metrics(routing: Routing) -> dict[str, Tensor]:
-    """Return the metrics of one micro-batch by name, as scalars on the device; see `METRICS`."""
+    """Return the metrics of one micro-batch by name, as fp32 scalars on the device.
+
+    docs/flags.md lists their names, meanings and units.
+
+    Example:
+        >>> metrics = ft.routing_metrics(ft.route(torch.zeros(6, 4), top_k=2))
+        >>> round(float(metrics["entropy_gating"]), 3)  # ln 4
+        1.386
+    """
     rows_LN, _ = metric_rows([count_routing(routing)])
     return dict(zip(metric_names(len(routing.dropped_K)), rows_LN[0].unbind(), strict=True))

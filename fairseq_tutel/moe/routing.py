@@ -52,23 +52,42 @@ class Routing:
     - counts_E counts assignments with a row, assigned_KE assignments with a slot. dropped_K counts
       assignments with a slot but no row, unless experts choose tokens; see `_decide_by_experts`.
     - num_tokens counts tokens and does not depend on assignments.
+
+    Attributes:
+        expert_ids_TK: int64, the experts of each token, best first.
+        weights_TK: factors of the experts' outputs, in the dtype of the logits, differentiable.
+        slots_TK: int64, slot before dropping; -1: left out.
+        counts_E: int64, number of rows of each expert.
+        assigned_KE: int64, assignments of each choice, before dropping.
+        dropped_K: int64, dropped assignments of each choice.
+        num_tokens: [] int64, number of tokens without padding.
+        probs_TE: every expert's score, with sum 1 per token, differentiable.
+        real_T: bool, False for padding; None if there is no padding.
+        row_of_TK: int64, row of each assignment; -1: no row.
+        source_of_R: int64, assignment of each row; -1: empty row.
+        capacity: rows per expert in the padded layout (row = e * C + slot); None in the compact layout
+            (row = offset of e + slot).
+        gate: values for balance losses; None if there was no gate.
+
+    Example:
+        >>> routing = ft.route(torch.tensor([[2.0, 1.0, 0.0], [0.0, 1.0, 2.0]]), top_k=1)
+        >>> routing.expert_ids_TK.tolist(), routing.counts_E.tolist()
+        ([[0], [2]], [1, 0, 1])
     """
 
-    expert_ids_TK: Tensor  # int64, the experts of each token, best first
-    weights_TK: Tensor  # factors of the experts' outputs, differentiable
-    slots_TK: Tensor  # int64, slot before dropping; -1: left out
-    counts_E: Tensor  # int64, number of rows of each expert
-    assigned_KE: Tensor  # int64, assignments of each choice, before dropping
-    dropped_K: Tensor  # int64, dropped assignments of each choice
-    num_tokens: Tensor  # [] int64, number of tokens without padding
-    probs_TE: Tensor  # every expert's score, with sum 1 per token, differentiable
-    real_T: Tensor | None  # bool, False for padding; None if there is no padding
-    row_of_TK: Tensor  # int64, row of each assignment; -1: no row
-    source_of_R: Tensor  # int64, assignment of each row; -1: empty row
-    # Rows per expert in the padded layout (row = e * C + slot). None: compact layout (row = offset of e +
-    # slot).
+    expert_ids_TK: Tensor
+    weights_TK: Tensor
+    slots_TK: Tensor
+    counts_E: Tensor
+    assigned_KE: Tensor
+    dropped_K: Tensor
+    num_tokens: Tensor
+    probs_TE: Tensor
+    real_T: Tensor | None
+    row_of_TK: Tensor
+    source_of_R: Tensor
     capacity: int | None
-    gate: GateOutput | None = None  # values for balance losses; None if there was no gate
+    gate: GateOutput | None = None
 
     @cached_property
     def groups(self) -> Groups:
@@ -221,7 +240,27 @@ def route(
     bias_E: Tensor | None = None,
     **rules: Any,
 ) -> Routing:
-    """Compute the routing of `decide` from plain arguments, without a configuration or a MicroBatch."""
+    """Choose experts, slots and rows for every token from its logits, and return the routing.
+
+    Args:
+        logits_TE: the gate's logits, in any float dtype.
+        top_k: the number of experts per token, from 1 to E.
+        capacity_factor: f > 0 limits each expert to K * ceil(f * T / E) slots; 0 drops nothing.
+        training: whether random choices, such as those of `rsample`, are drawn.
+        real_T: bool, False for padding; None if there is no padding.
+        time_first: (time, batch) if token t is (t // batch, t % batch); None if slots are assigned in
+            the order of tokens.
+        bias_E: fp32, added to the scores only to choose experts.
+        rules: other routing fields of `MoEConfig`, such as drop_policy="bpr".
+
+    Raises:
+        ValueError: an argument is invalid.
+
+    Example:
+        >>> routing = ft.route(torch.tensor([[2.0, 1.0], [2.0, 0.0], [2.0, 1.5]]), 1, capacity_factor=1)
+        >>> routing.row_of_TK.flatten().tolist(), routing.dropped_K.tolist()
+        ([0, 1, -1], [1])
+    """
     config = MoEConfig(model_dim=1, hidden_dim=1, num_experts=logits_TE.shape[1], top_k=1, **rules)
     batch = MicroBatch(
         top_k=top_k, capacity=Capacity(factor=capacity_factor), real_T=real_T, time_first=time_first,

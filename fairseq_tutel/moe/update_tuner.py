@@ -57,6 +57,17 @@ class UpdateTuner:
 
     Raises:
         ValueError: there is nothing to choose, because every rank has all experts.
+
+    Example:
+        >>> topology = ft.make_topology([8])  # on each of several ranks
+        >>> config = ft.MoEConfig(model_dim=64, hidden_dim=256, num_experts=8)
+        >>> layer = ft.MoELayer(config, topology, seed=1)
+        >>> tuner = ft.UpdateTuner([layer])
+        >>> for x in torch.randn(3, 10, 64):  # three updates of ten tokens
+        ...     strategy = tuner.begin(len(x))
+        ...     y, output = layer(x)
+        ...     (y.sum() + output.balance_loss).backward()
+        ...     tuner.end()
     """
 
     def __init__(

@@ -1,5 +1,6 @@
 """Defines options of the command line and configuration: names, defaults, flags, rules for values."""
 
+import inspect
 import math
 import numbers
 import re
@@ -110,7 +111,7 @@ def _options_in(config: Any) -> tuple[Option, ...]:
 
 def documented(config: type) -> str:
     """Return a dataclass's docstring and an entry for each option: type, meaning, unit and default."""
-    lines = [str(config.__doc__), "", "Attributes:"]
+    lines = [inspect.cleandoc(str(config.__doc__)), "", "Attributes:"]
     for item in options_in(config):
         default = "" if item.default is MISSING else f" [{item.shown_default}]"
         lines.append(f"    {item.name} ({item.type.__name__}): {item.text}{default}")

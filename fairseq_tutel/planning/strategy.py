@@ -11,14 +11,24 @@ PLAN = "plan:"  # prefix of the name of a collective plan
 class Strategy:
     """The options with which a MoE layer runs; all strategies give the same results up to rounding.
 
-    If `adaptive_r` is 0, every rank gathers the weights of all experts, and no row is sent. Otherwise a row
-    is sent to `adaptive_r` ranks of its expert, and each computes with 1 / `adaptive_r` of the hidden
-    dimension.
+    Attributes:
+        adaptive_r: 0: every rank gathers the weights of all experts, and no row is sent. Above 0: a row is
+            sent to this many ranks of its expert, and each computes with 1 / `adaptive_r` of the hidden
+            dimension.
+        overlap: row chunks whose all-to-alls overlap with the experts, at least 1.
+        algorithm: the all-to-all algorithm: linear, 2dh or plan:NAME.
+
+    Raises:
+        ValueError: a value is invalid.
+
+    Example:
+        >>> layer = ft.MoELayer(ft.MoEConfig(model_dim=64, hidden_dim=256, num_experts=8))
+        >>> layer.follow(ft.Strategy(overlap=2))  # on several ranks: the same on each
     """
 
     adaptive_r: int = 1
-    overlap: int = 1  # row chunks whose all-to-alls overlap with the experts
-    algorithm: str = "linear"  # the all-to-all algorithm: linear, 2dh or plan:NAME
+    overlap: int = 1
+    algorithm: str = "linear"
 
     def __post_init__(self) -> None:
         for name, least in (("adaptive_r", 0), ("overlap", 1)):

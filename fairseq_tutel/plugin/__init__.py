@@ -65,6 +65,9 @@ def keep_freed_memory() -> bool:
     Nothing changes on a machine with a GPU. By default glibc returns the memory of a large tensor to the
     system when the tensor is freed. The next tensor of that size is then mapped and zeroed page by page,
     in every step. Stacked gradients of experts are large enough for this.
+
+    Example:
+        >>> kept = ft.keep_freed_memory()  # once, at the start of a program
     """
     if torch.cuda.is_available() or not sys.platform.startswith("linux"):
         return False

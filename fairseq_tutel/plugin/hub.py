@@ -47,6 +47,11 @@ def from_checkpoint(
         ValueError: a file is missing, corrupt or not a checkpoint; dictionaries are missing; an option is
             unknown; or the model has no interface.
         ImportError: fairseq is not installed.
+
+    Example:
+        >>> model = ft.from_checkpoint("SAVE", device="cpu")  # the --save-dir of a translation model
+        >>> isinstance(model.translate("ein kleiner Hund"), str)
+        True
     """
     place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     handlers, level = [*logging.root.handlers], logging.root.level

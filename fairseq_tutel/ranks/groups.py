@@ -67,7 +67,20 @@ class Grid:
 class Topology:
     """The process groups that one rank uses for expert parallelism; a group of one rank is None.
 
-    `share_groups` gather the shards of an expert; their keys are the sizes of the groups.
+    `make_topology` creates it; `ft.Topology()` is that of one rank with all experts.
+
+    Attributes:
+        world_size: W.
+        rank: this rank, from 0 to W - 1.
+        expert_parallel_size: P.
+        expert_group: the P ranks of the EP group.
+        replica_group: the W / P ranks that hold the same experts.
+        grid: the nodes of the EP group; None if it has only one.
+        share_groups: the groups that gather the shards of an expert, by their numbers of ranks.
+
+    Example:
+        >>> ft.Topology().local_experts(8)
+        range(0, 8)
     """
 
     world_size: int = 1
@@ -180,6 +193,14 @@ def make_topology(
         ranks_per_node: L of the grid; 0 for no grid. There is a grid if an EP group has several complete
             nodes of more than one rank.
         degree_of: returns the only r of a layer with s shards; None allows any r and needs more groups.
+
+    Raises:
+        ValueError: P does not fit the numbers of ranks and experts, or ranks gave different arguments.
+
+    Example:
+        >>> topology = ft.make_topology([8])  # after torch.distributed.init_process_group, if there is one
+        >>> config = ft.MoEConfig(model_dim=64, hidden_dim=256, num_experts=8)
+        >>> layer = ft.MoELayer(config, topology, seed=1)
     """
     count, whole = world.size(), dist.group.WORLD
     if whole is not None and count > 1:

@@ -49,6 +49,22 @@ class TutelMoELayer(nn.Module):
 
     The layer does not change the dicts. Arguments of a call apply only to that call. docs/tutel.md
     describes all arguments.
+
+    Args:
+        gate_type: the gate, such as {"type": "top", "k": 2, "capacity_factor": 1.25}, or a list of gates.
+        model_dim: the width of a token.
+        experts: the experts, such as {"type": "ffn", "num_experts_per_device": 4,
+            "hidden_size_per_expert": 256}.
+
+    Raises:
+        ValueError: an argument, or a key of a dict, is unknown or invalid.
+
+    Example:
+        >>> experts = {"type": "ffn", "num_experts_per_device": 4, "hidden_size_per_expert": 256}
+        >>> layer = ft.moe_layer({"type": "top", "k": 2}, model_dim=64, experts=experts)
+        >>> y = layer(torch.randn(8, 16, 64))
+        >>> y.shape, y.l_aux.shape
+        (torch.Size([8, 16, 64]), torch.Size([]))
     """
 
     def __init__(

@@ -22,8 +22,8 @@ KINDS = {
         "--optimizer", "sgd",
     ),
     "experts": (
-        "--ensemble-arch", "moe_transformer_lm", "--criterion", "moe_cmcl", "--cmcl-overlap", 2,
-        "--moe-freq", 2, "--moe-expert-count", 4, "--optimizer", "moe_sgd",
+        "--ensemble-arch", "moe_transformer_lm_gpt", "--criterion", "moe_cmcl", "--cmcl-overlap", 2,
+        "--moe-freq", 2, "--moe-expert-count", 4, "--optimizer", "moe_sgd", "--attention-dropout", 0,
     ),
 }  # fmt: skip
 

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from cli import ROOT, USER_DIR, fairseq
+from doc_examples import run_example
 from fairseq.data import Dictionary
 from models import lm_args, mt_args
 from PIL import Image
@@ -239,3 +240,9 @@ def test_what_cannot_be_opened_is_refused_in_one_sentence(sentence, lm, mt, tmp_
     with pytest.raises(ValueError, match=sentence) as refusal:
         fairseq_tutel.from_checkpoint(path, **options)
     assert "\n" not in str(refusal.value)
+
+
+def test_the_example_in_the_docstring_runs(mt, tmp_path, monkeypatch):
+    (tmp_path / "SAVE").symlink_to(mt)
+    monkeypatch.chdir(tmp_path)
+    run_example("from_checkpoint")

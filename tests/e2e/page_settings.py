@@ -1,0 +1,143 @@
+"""How commands and Python blocks of README.md and docs/ run in tests: files, sizes, exceptions."""
+
+# Commands that no test runs from the pages, by their first words, and the reason.
+NOT_RUN = {
+    "README.md": {
+        "make setup": "installs; the continuous integration runs it",
+        "examples/quickstart.sh my.de": "minutes",
+        "examples/quickstart.sh --upcycle": "minutes",
+        "pip install torch": "installs",
+        "pip install \"setuptools": "installs",
+        "pip install --no-build-isolation fairseq-fixed": "installs",
+        "pip install -e .": "installs",
+        "torchrun --nnodes 4": "several machines",
+        "srun": "several machines, Slurm",
+    },
+    "docs/checkpoints.md": {
+        "python -m fairseq_tutel convert meta": "needs files of Meta's branch; tests/e2e/test_convert.py",
+        "python -m fairseq_tutel convert tutel": "needs files of Tutel; tests/e2e/test_convert.py",
+    },
+    "docs/daily_use.md": {
+        "fairseq-train TRAIN --fp16": "GPU",
+        "fairseq-train TRAIN --amp": "GPU",
+        "torchrun --nnodes 1:4": "several machines",
+    },
+    "docs/performance.md": {
+        "bash benchmarks/gpu.sh": "GPU",
+        "python docs/make_performance.py": "rewrites the page; tests/repository/test_performance_page.py",
+    },
+    "docs/report.md": {"pip install": "installs"},
+    "docs/results.md": {
+        "examples/language_model.sh": "minutes, and a corpus",
+        "STUDIES=language_model": "hours, and a corpus",
+        "STUDIES=translation": "hours, and a corpus",
+    },
+    "docs/vision.md": {
+        "pip install": "installs",
+        "make vision-data": "downloads; the test draws images",
+        "ls swin_moe": "released weights",
+        "python -m fairseq_tutel convert swin": "released weights; tests/tools/test_convert_swin.py",
+        "make vision": "minutes",
+        "examples/vision.sh": "hours",
+    },
+}  # fmt: skip
+# The programs that the pages' other commands start.
+PROGRAMS = {
+    "cat", "fairseq-eval-lm", "fairseq-generate", "fairseq-hydra-train", "fairseq-score", "fairseq-train",
+    "fairseq-validate", "grep", "mkdir", "python", "torchrun",
+}  # fmt: skip
+
+# What a reader replaces, and smaller numbers of ranks.
+EDITS = {
+    "docs/checkpoints.md": [
+        ("--moe-checkpoint sharded", "--moe-checkpoint sharded --save-dir checkpoints"),
+        ("from-model MOE.pt", "from-model MOE.pt --log-format json --log-file SAVE_DIR/train.log"),
+    ],
+    "README.md": [("[MORE_RUNS …]", "")],
+    "docs/daily_use.md": [
+        ("average --inputs", "average --overwrite --inputs"),
+        ("--eval-bleu", "--eval-bleu --eval-bleu-args '{\"beam\": 1}'"),
+    ],
+    "docs/flags.md": [("[PATTERN]", "capacity")],
+    "docs/parallelism.md": [
+        ("--nproc_per_node 4", "--nproc_per_node 2"),
+        ("--moe-expert-parallel-size 4", "--moe-expert-parallel-size 2"),
+    ],
+    "docs/plans.md": [('"cuda"', '"cpu"')],
+}  # fmt: skip
+# Names on a page: the files of the fixture `shelf` that they stand for.
+FILES = {
+    "README.md": {"SAVE_DIR": "mt"},
+    "docs/checkpoints.md": {"SAVE": "mt", "SAVE_DIR": "nothing", "DENSE.pt": "dense/checkpoint_best.pt"},
+    "docs/daily_use.md": {
+        "SAVE": "mt sharded", "OLD": "plain", "LM": "lm", "LM_A.pt": "lm/checkpoint_best.pt",
+        "LM_B.pt": "lm/checkpoint_last.pt", "A.pt": "plain/checkpoint_best.pt",
+        "B.pt": "plain/checkpoint_last.pt", "SYSTEM.txt": "test.en", "REFERENCE.txt": "test.en",
+        "bpe.model": "bpe.model",
+    },
+    "docs/distillation.md": {"TEACHER.pt": "teacher/checkpoint_best.pt"},
+    "docs/inference.md": {"SAVE": "mt", "CONVENTIONAL.pt": "plain/checkpoint_best.pt"},
+    "docs/parallelism.md": {
+        "LM.pt": "lm/checkpoint_best.pt", "A.pt": "plain/checkpoint_best.pt",
+        "B.pt": "plain/checkpoint_last.pt",
+    },
+    "docs/report.md": {"DATA_BIN": "pairs", "SAVE": "several", "runs/dense": "several", "runs/moe": "mt"},
+    "docs/results.md": {"OUT/bin": "DATA_BIN", "OUT/moe-1": "lm"},
+    "docs/tutel.md": {"states": "nothing"},
+    "docs/vision.md": {"vision": "vision"},
+}  # fmt: skip
+INIT = "import torch.distributed as dist; dist.init_process_group('gloo')"
+# The Python blocks of these pages need several ranks: how they start, and what a reader replaces.
+PYTHON = {
+    "docs/parallelism.md": (
+        ["torchrun", "--nproc_per_node", "4"],
+        [
+            ('"nccl"', '"gloo"'),
+            ("ranks_per_node=8", "ranks_per_node=2"),
+            (".cuda()", ""),
+            ("import torch.d", "import torch\nimport torch.d"),
+            ("in batches", "in torch.randn(3, 10, 512)"),
+        ],
+    ),
+    "docs/tutel.md": (
+        ["torchrun", "--nproc_per_node", "2"],
+        [
+            ("import torch\n", f"import torch\n{INIT}\n"),
+            ("from fairseq_tutel.comm.gradients", "model = layer\nfrom fairseq_tutel.comm.gradients"),
+            ("name = f", "rank, size = dist.get_rank(), dist.get_world_size()\nname = f"),
+        ],
+    ),
+}  # fmt: skip
+
+# Small sizes: after --arch, so that a page's own sizes win, and at the end of every training command.
+LM_SIZES = """
+    --decoder-layers 2 --decoder-embed-dim 16 --decoder-input-dim 16 --decoder-output-dim 16
+    --decoder-ffn-embed-dim 32 --decoder-attention-heads 2
+"""
+MT_SIZES = """
+    --encoder-layers 2 --encoder-embed-dim 16 --encoder-ffn-embed-dim 32 --encoder-attention-heads 2
+    --decoder-layers 2 --decoder-embed-dim 16 --decoder-ffn-embed-dim 32 --decoder-attention-heads 2
+    --share-all-embeddings
+"""
+HYDRA_SMALL = ["optimization.max_update=2", "dataset.required_batch_size_multiple=1"]
+SMALL = ["--num-workers", "0", "--required-batch-size-multiple", "1"]
+UPDATES = {"docs/distillation.md": ["--max-epoch", "1"]}
+TWO_UPDATES = ["--max-update", "2"]
+# The flags of `…` on a page, without those that the command gives.
+TRAIN = "DATA_BIN --user-dir user_dir --arch moe_… …"
+LM_FLAGS = {
+    "--task": "moe_language_modeling", "--arch": "moe_transformer_lm_gpt", "--optimizer": "moe_adam",
+    "--criterion": "moe_cross_entropy", "--lr": "0.01", "--tokens-per-sample": "16", "--batch-size": "4",
+}  # fmt: skip
+MT_FLAGS = {
+    "--task": "moe_translation", "--arch": "moe_transformer_iwslt_de_en", "--optimizer": "moe_adam",
+    "--criterion": "moe_label_smoothed_cross_entropy", "--lr": "0.01", "--max-tokens": "400",
+}  # fmt: skip
+# The checkpoints of the fixture `shelf` that are averaged.
+KEPT = "--save-interval-updates 2 --keep-best-checkpoints 5 --max-tokens 400 --max-epoch 9"
+STOCK = "--task translation --criterion label_smoothed_cross_entropy --optimizer adam"
+MOE_FLAGS = {"--moe-freq": "1", "--moe-expert-count": "4"}
+RANKS = {"fairseq_tutel.train", "fairseq_tutel.run"}
+QUICK_TOOLS = ("flags", "plan", "plan-check", "schedule")
+# Blocks without files and other ranks: the page, and the number of the block.
+QUICK_PYTHON = [("README.md", -1), ("docs/tutel.md", 0), ("docs/plans.md", 0), ("docs/site/api.md", 0)]
