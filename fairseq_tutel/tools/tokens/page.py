@@ -3,13 +3,15 @@
 MODEL is a checkpoint or a --save-dir, DATA the folder of its data set, or --text gives sentences. The page
 colors the tokens by expert, layer by layer. It lists the most typical tokens of each expert and the load of
 the experts by position, by how often a token occurs, and by language. For image classifiers, tokens are
-patches. Example: python -m fairseq_tutel tokens SAVE DATA_BIN --output tokens.html
+patches. One process opens every checkpoint, also of a run on several ranks.
+Example: python -m fairseq_tutel tokens SAVE DATA_BIN --output tokens.html
 """
 
 import argparse
 import base64
 import io
 import json
+import os
 from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
@@ -47,6 +49,9 @@ def run(arguments: argparse.Namespace) -> None:
     """Run the model on the data or texts, and write an HTML page of its tokens and experts."""
     if arguments.limit < 1:
         raise ValueError(f"--limit is {arguments.limit}; give a number of at least 1.")
+    ranks = os.environ.get("WORLD_SIZE", "1")
+    if ranks != "1":
+        raise ValueError(f"WORLD_SIZE is {ranks}, but tokens needs one process; run it without torchrun.")
     refuse_output(arguments.output, [Path(arguments.model)], arguments.overwrite)
     with needing("tokens", "report"):
         from jinja2 import Environment, FileSystemLoader, StrictUndefined
