@@ -8,7 +8,7 @@ STAMP  := $(VENV)/setup-seconds
 # files with few tests, which would come last, take longest.
 SHARED := -n 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: help setup link demo vision-data vision test test-newest-torch test-long test-faults lint docs format clean
+.PHONY: help setup link demo vision-data vision test test-newest-torch test-long test-faults lint docs screenshots report-picture format clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-17s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -72,6 +72,22 @@ lint: setup ## check style and types
 docs: setup ## build the site in build/site, with the Python API; fails on broken links
 	$(PIP) install -q "sphinx>=8" myst-parser furo
 	$(BIN)/python -m sphinx -q -W --keep-going -c docs/site . build/site
+
+PAGES := build/pages
+# A model of two minutes, for the page of its tokens; the script writes the report near its end.
+$(PAGES)/model/report.html:
+	$(BIN)/python examples/small_corpus.py $(PAGES)/corpus
+	examples/quickstart.sh $(PAGES)/corpus/train.de $(PAGES)/corpus/train.en $(PAGES)/model
+
+screenshots: docs $(PAGES)/model/report.html ## take pictures of the site and of the tools' pages; needs Chromium
+	$(BIN)/python -m fairseq_tutel tokens $(PAGES)/model/model $(PAGES)/model/data --output $(PAGES)/tokens.html \
+		--overwrite
+	$(BIN)/python -m fairseq_tutel report docs/report/dense.json docs/report/moe.json --output $(PAGES)/report.html
+	$(BIN)/python docs/screenshots.py $(PAGES)/report.html $(PAGES)/tokens.html \
+		build/site/docs/site/index.html build/site/docs/site/api.html
+
+report-picture: setup ## draw docs/report.png from the logs in docs/report; needs Chromium
+	$(BIN)/python docs/make_report_picture.py
 
 format: setup ## apply the formatter and the safe fixes
 	$(BIN)/ruff check --fix

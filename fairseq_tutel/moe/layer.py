@@ -172,8 +172,9 @@ class MoELayer(nn.Module):
             token_ids: int64 of padding_mask's shape, for a hash gate.
 
         Returns:
-            y and the output. y has the shape of x, except if experts return another last dimension. Its
-            dtype is that of the experts' weights, or autocast's dtype under autocast.
+            The pair (y, output). y has the shape of x, except if experts return another last dimension.
+            Its dtype is the dtype of the experts' weights, or autocast's dtype under autocast. output has
+            the balance losses and the routing.
 
         Raises:
             ValueError: x, a mask, token IDs or an override are invalid.

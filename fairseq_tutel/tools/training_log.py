@@ -28,6 +28,11 @@ UNKNOWN = -1  # the update of a record without an update number
 LONGEST_LINE = 2**24  # characters; longer lines (in files that are not logs) are read in parts
 _UPDATES = "num_updates"
 _PROCESS_STARTS = re.compile(r"training on (\d+) devices")
+_PROCESS_ENDS = re.compile(r"done training in [\d.]+ seconds")
+
+
+class NoRecordError(ValueError):
+    """A log does not exist, or has no training record; both may change while a run goes on."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +55,7 @@ class Log:
     ranks: list[int] = field(default_factory=list)  # number of ranks at each process start
     damaged: list[int] = field(default_factory=list)  # line numbers of unreadable records
     evaluations: dict[str, Record] = field(default_factory=dict)  # of fairseq-validate, by data subset
+    is_over: bool = False  # the last process has logged that it is done
 
 
 @dataclass(frozen=True)
@@ -122,6 +128,9 @@ def read_log(lines: Iterable[str]) -> Log:
         if found := _PROCESS_STARTS.search(line):
             log.starts.append(len(log.entries))
             log.ranks.append(int(found[1]))
+            log.is_over = False
+        elif _PROCESS_ENDS.search(line):
+            log.is_over = True
         text = line[line.find('{"') :].strip() if '{"' in line else ""
         # fairseq adds a file handler in every epoch, so lines are repeated.
         if not text or text == last:
@@ -245,11 +254,15 @@ def _number(value: object) -> float | None:
         return None
 
 
-def _lines_of(path: Path) -> Iterator[str]:
+def _lines_of(path: Path, grows: bool = False) -> Iterator[str]:
+    """Yield the lines of a log; if it grows, leave out a last line that has no end yet."""
     try:
         with open(path, encoding="utf-8", errors="replace", opener=open_ordinary) as file:
             while line := file.readline(LONGEST_LINE):
-                yield line
+                if not grows or line.endswith("\n"):
+                    yield line
+    except FileNotFoundError as error:
+        raise _no_file(path) from error
     except OSError as error:
         raise ValueError(
             f"{path} cannot be read ({error.strerror or error}); give a log of fairseq-train, or its "
@@ -257,17 +270,26 @@ def _lines_of(path: Path) -> Iterator[str]:
         ) from error
 
 
-def find_log(path: Path) -> tuple[Log, list[Path]]:
+def _no_file(path: Path) -> NoRecordError:
+    return NoRecordError(f"{path} does not exist; give a log of fairseq-train, or its --save-dir.")
+
+
+def logs_in(path: Path) -> list[Path]:
+    """Return the files that may be logs of a run: the path, or the files in a folder by their names."""
+    if not path.is_dir():
+        return [path]
+    return sorted({p for pattern in LOG_NAMES for p in path.rglob(pattern) if p.is_file()})
+
+
+def find_log(path: Path, grows: bool = False) -> tuple[Log, list[Path]]:
     """Find the log of a training run; return its records and the files that were read.
 
-    Raise ValueError if there is no log, or if there are logs of several runs.
+    Raise NoRecordError if there is no log, and ValueError if there are logs of several runs. With `grows`,
+    a last line without an end is ignored.
     """
     if not path.exists():
-        raise ValueError(f"{path} does not exist; give a log of fairseq-train, or its --save-dir.")
-    texts = [path]
-    if path.is_dir():
-        texts = sorted({p for pattern in LOG_NAMES for p in path.rglob(pattern) if p.is_file()})
-    logs = {text: read_log(_lines_of(text)) for text in texts}
+        raise _no_file(path)
+    logs = {text: read_log(_lines_of(text, grows)) for text in logs_in(path)}
     found = _without_copies({text: log for text, log in logs.items() if log.entries})
     if len(found) > 1:
         names = ", ".join(map(str, sorted(found)[:3])) + ", …" * (len(found) > 3)
@@ -278,7 +300,7 @@ def find_log(path: Path) -> tuple[Log, list[Path]]:
     if not found:
         searched = f"{len(logs)} file(s) named {', '.join(LOG_NAMES)}" if path.is_dir() else "it"
         folder = path if path.is_dir() else path.parent
-        raise ValueError(
+        raise NoRecordError(
             f"{path} has no training record: no JSON lines of fairseq in {searched}; train with "
             f"--log-format json --log-file {folder}/train.log."
         )

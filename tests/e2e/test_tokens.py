@@ -6,14 +6,16 @@ import re
 import numpy as np
 import pytest
 import torch
-from cli import fairseq
+from cli import fairseq, refused
 from corpora import translation
 from models import dense_lm_args, lm_args, mt_args
 from test_multilingual import MODEL
 from test_vision import swin_args
 from tool_in_process import refusal_of, tool
 
+import browser
 import fairseq_tutel as ft
+import screenshots
 
 
 def page(path, *words):
@@ -27,10 +29,36 @@ def shown(path):
     return json.loads(re.search(r'id="content">(.*?)</script>', path.read_text(), re.S)[1])
 
 
+@pytest.mark.parametrize("form, ranks", (("full", 1), ("sharded", 2)))
+def test_a_translation_model_s_tokens_have_the_experts_of_the_gate(mt_data, tmp_path, form, ranks):
+    opens_in_one_process(mt_data, tmp_path, "--moe-checkpoint", form, ranks=ranks)
+
+
+@pytest.mark.long
 @pytest.mark.parametrize("form", ("full", "sharded"))
-def test_a_translation_model_s_tokens_have_the_experts_of_the_gate(mt_data, tmp_path, form):
+@pytest.mark.parametrize(
+    "options",
+    (
+        ("--moe-expert-parallel-size", 2),
+        ("--moe-expert-parallel-size", 1, "--moe-zero-stage", 2),
+        ("--moe-expert-parallel-size", 2, "--moe-zero-stage", 1, "--moe-pregate", 1),
+        ("--moe-expert-parallel-size", 2, "--moe-expert-count", 1, "--moe-top-k", 1),
+    ),
+)
+def test_one_process_opens_the_checkpoints_of_two_ranks(mt_data, tmp_path, form, options):
+    opens_in_one_process(mt_data, tmp_path, *options, "--moe-checkpoint", form, ranks=2)
+
+
+def test_several_ranks_are_refused(tmp_path):
+    output = refused("tutel-__main__", "tokens", tmp_path, "--output", tmp_path / "page.html", ranks=2)
+    assert "error: WORLD_SIZE is 2, but tokens needs one process; run it without torchrun.\n" in output
+    assert not list(tmp_path.iterdir())
+
+
+def opens_in_one_process(mt_data, tmp_path, *options, ranks):
+    """Train a model, and compare the first sentence on its page with the gate of its first layer."""
     save = tmp_path / "save"
-    fairseq("train", *mt_args(mt_data, save, "--moe-checkpoint", form, updates=2))
+    fairseq("train", *mt_args(mt_data, save, *options, updates=2), ranks=ranks)
     found = page(tmp_path / "page.html", save, mt_data, "--limit", 5)
     assert [layer["name"] for layer in found["layers"]] == [
         f"{side}.layers.{i}" for side in ("encoder", "decoder") for i in (0, 1)
@@ -45,7 +73,8 @@ def test_a_translation_model_s_tokens_have_the_experts_of_the_gate(mt_data, tmp_
     layer.register_forward_pre_hook(lambda _, args: seen.append(args[0][:, 0]))
     model.encoder(tokens[None], torch.tensor([len(tokens)]))
     logits_TE = seen[0] @ layer.gate.weight.T
-    assert first["experts"]["encoder.layers.0.fc1"] == logits_TE.topk(2).indices.tolist()
+    chosen_TK = logits_TE.topk(layer.config.top_k).indices
+    assert first["experts"]["encoder.layers.0.fc1"] == chosen_TK.tolist()
 
 
 def test_texts_are_translated_and_continued(mt_data, lm_data, tmp_path):
@@ -154,3 +183,14 @@ def test_a_dense_model_has_no_page(lm_data, tmp_path):
     fairseq("train", *dense_lm_args(lm_data, tmp_path / "save", updates=1))
     sentence = refusal_of("tokens", tmp_path / "save", lm_data, "--output", tmp_path / "page.html")
     assert "which has no experts; give that of a MoE model." in sentence
+
+
+@pytest.mark.long
+@pytest.mark.skipif(browser.chromium() is None, reason="not run: needs Chromium")
+def test_the_tokens_page_has_no_problem_in_a_browser(mt_data, tmp_path):
+    fairseq("train", *mt_args(mt_data, tmp_path / "save", "--moe-expert-count", 16, updates=2))
+    path = tmp_path / "page.html"
+    page(path, tmp_path / "save", mt_data)
+    with browser.Browser(browser.chromium()) as chrome:
+        taken = list(screenshots.taken(chrome, path, tmp_path, "tokens"))
+    assert [problems for _, problems in taken] == [[]] * 4

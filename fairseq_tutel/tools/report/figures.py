@@ -19,6 +19,20 @@ COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#00
 LINES = ("-", "--", ":", "-.")
 LINE_LETTERS = 70  # characters per line of a legend, including gaps and line samples
 FEW_POINTS = 40  # a curve with at most this many points has markers
+INK, AXIS, GRID = "#1d2329", "#666666", "#e5e5e5"  # colours of text and ticks, of axes, of grid lines
+# In a browser's dark mode, these colours replace those that are hard to see on a dark page.
+DARK = {
+    INK: "#e6e8ea",
+    AXIS: "#8a949e",
+    GRID: "#33383e",
+    "#0072b2": "#3a96d6",
+    "#000000": "#ffffff",
+}
+_DARK_RULES = " ".join(
+    f'[style*="{what}: {light}"] {{ {what}: {dark} !important }}'
+    for light, dark in DARK.items()
+    for what in ("fill", "stroke")
+)
 
 
 @dataclass(frozen=True)
@@ -59,8 +73,14 @@ _STYLE: dict[Any, Any] = {
     "axes.spines.top": False,
     "axes.spines.right": False,
     "axes.grid": True,
-    "grid.color": "#e5e5e5",
-    "axes.edgecolor": "#666666",
+    "grid.color": GRID,
+    "axes.edgecolor": AXIS,
+    "text.color": INK,
+    "axes.labelcolor": INK,
+    "xtick.color": INK,
+    "ytick.color": INK,
+    "figure.facecolor": "none",  # the page's background, light or dark
+    "axes.facecolor": "none",
     "figure.constrained_layout.use": True,
     # A dollar sign in the name of a run is not a formula.
     "text.parse_math": False,
@@ -104,7 +124,7 @@ def line_chart(
     for curve in curves:
         _draw(axes, curve, points)
     for height, name in references:
-        axes.axhline(height, color="#222222", linewidth=1.4, linestyle=":", label=name)
+        axes.axhline(height, color=INK, linewidth=1.4, linestyle=":", label=name)
     if log:
         _make_logarithmic(axes, np.concatenate([np.asarray(c.y, dtype=float) for c in curves]))
     if from_zero:
@@ -232,4 +252,6 @@ def _svg(figure: Figure) -> str:
     file = StringIO()
     nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
     figure.savefig(file, format="svg", dpi=110, metadata=nothing)
-    return file.getvalue()
+    # matplotlib's own style element is the first one.
+    dark = f"@media (prefers-color-scheme: dark) {{ {_DARK_RULES} }}</style>"
+    return file.getvalue().replace("</style>", dark, 1)

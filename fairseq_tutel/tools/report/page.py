@@ -1,7 +1,8 @@
 """report: draw training curves and expert loads of one or several runs as one HTML page.
 
 Each run is given as a log of --log-format json (a --log-file, a captured output or hydra_train.log), or as
-a --save-dir that contains such a log. The curves of several runs are drawn in the same charts.
+a --save-dir that contains such a log. The curves of several runs are drawn in the same charts. With
+--follow, the page is rewritten while the runs go on.
 """
 
 # ruff: noqa: RUF001 - dashes and crosses are meant
@@ -10,6 +11,7 @@ import argparse
 import math
 from collections import Counter
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -17,9 +19,12 @@ from typing import Any
 from fairseq_tutel import __version__
 from fairseq_tutel.tools.arguments import needing, refuse_output, writing
 from fairseq_tutel.tools.parser import add_output
+from fairseq_tutel.tools.report.follow import Page, follow
 from fairseq_tutel.tools.training_log import Record, Run, default_names, find_log, join, units_of
 
 NOTHING = "–"
+INTERVAL = 30.0  # default of --interval
+DAY = 86_400  # seconds
 
 
 def add_to(tools: Any) -> None:
@@ -30,20 +35,61 @@ def add_to(tools: Any) -> None:
     add_output(parser, "the page to write", "report.html")
     text = "name of a run; give the flag once per run, in order [the differing parts of the paths]"
     parser.add_argument("--name", action="append", dest="names", metavar="NAME", help=text)
+    text = "rewrite the page while the logs grow, until the runs are over or Ctrl-C is pressed"
+    parser.add_argument("--follow", action="store_true", help=text)
+    text = f"seconds between checks of the logs by --follow, and between reloads of the page [{INTERVAL:g}]"
+    parser.add_argument("--interval", type=float, metavar="SECONDS", help=text)
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> None:
     """Read the logs of the runs, and write the report as an HTML page."""
-    output = arguments.output
+    output, paths = arguments.output, arguments.runs
     refuse_output(output, overwrite=arguments.overwrite)
-    names = _names(arguments.names, arguments.runs)
-    logs = {name: find_log(path) for name, path in zip(names, arguments.runs, strict=True)}
-    files = {name: list(map(str, of)) for name, (_, of) in logs.items()}
-    text = _page({name: join(log) for name, (log, _) in logs.items()}, files)
-    with writing(output) as file:
-        file.write_text(text, encoding="utf-8")
+    interval = _interval(arguments)
+    _names(arguments.names, paths)  # refuses wrong names before the work
+    with needing("report", "report"):
+        import jinja2  # noqa: F401
+        import matplotlib  # noqa: F401
+
+    def write(text: str) -> None:
+        with writing(output) as file:
+            file.write_text(text, encoding="utf-8")
+
+    if not arguments.follow:
+        page, _ = draw(arguments.names, paths)
+        write(page(None))
+    elif not follow(paths, interval, partial(draw, arguments.names, paths, grows=True), write):
+        print("no training record was found, so no page was written")
+        return
     print(f"wrote {output}")
+
+
+def _interval(arguments: argparse.Namespace) -> float:
+    """Return the number of seconds between two checks of the logs."""
+    seconds = arguments.interval
+    if seconds is None:
+        return INTERVAL
+    if not arguments.follow:
+        raise ValueError(f"--interval is {seconds:g}, but has no effect without --follow; add --follow.")
+    if not 0 < seconds <= DAY:
+        raise ValueError(f"--interval is {seconds:g}; give seconds above 0 and at most {DAY}.")
+    return seconds
+
+
+def draw(names: list[str] | None, paths: list[Path], grows: bool = False) -> tuple[Page, bool]:
+    """Read the logs of the runs and draw them; return the page, and whether all runs are over.
+
+    Args:
+        names: names of the runs; by default, the differing parts of the paths.
+        paths: logs, or folders with logs.
+        grows: ignore a last line of a log that has no end yet.
+    """
+    names = _names(names, paths)
+    logs = {name: find_log(path, grows) for name, path in zip(names, paths, strict=True)}
+    files = {name: list(map(str, of)) for name, (_, of) in logs.items()}
+    page = _page({name: join(log) for name, (log, _) in logs.items()}, files)
+    return page, all(log.is_over for log, _ in logs.values())
 
 
 def _names(names: list[str] | None, paths: list[Path]) -> list[str]:
@@ -61,12 +107,12 @@ def _names(names: list[str] | None, paths: list[Path]) -> list[str]:
     return names
 
 
-def _page(runs: dict[str, Run], files: dict[str, list[str]]) -> str:
-    """Return the HTML text of the report; `files` are the log files of each run."""
-    with needing("report", "report"):
-        from jinja2 import Environment, FileSystemLoader, StrictUndefined
+def _page(runs: dict[str, Run], files: dict[str, list[str]]) -> Page:
+    """Draw the charts of the report; `files` are the log files of each run."""
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-        from fairseq_tutel.tools.report.sections import sections_of
+    from fairseq_tutel.tools.report.sections import sections_of
+
     templates = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
         autoescape=True,
@@ -74,13 +120,15 @@ def _page(runs: dict[str, Run], files: dict[str, list[str]]) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    return templates.get_template("report.html.j2").render(
-        rows=summary(runs),
-        sections=[section for section in sections_of(runs) if any(section.groups.values())],
-        runs=runs,
-        files=files,
-        version=__version__,
-    )
+    parts = {
+        "rows": summary(runs),
+        "sections": [section for section in sections_of(runs) if any(section.groups.values())],
+        "runs": runs,
+        "files": files,
+        "version": __version__,
+    }
+    template = templates.get_template("report.html.j2")
+    return lambda reload: template.render(**parts, reload=reload)
 
 
 # Quality measures of a model: the key in the log, its name, and the function that selects the best value.

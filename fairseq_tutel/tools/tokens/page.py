@@ -3,13 +3,14 @@
 MODEL is a checkpoint or a --save-dir, DATA the folder of its data set, or --text gives sentences. The page
 colors the tokens by expert, layer by layer. It lists the most typical tokens of each expert and the load of
 the experts by position, by how often a token occurs, and by language. For image classifiers, tokens are
-patches.
+patches. One process opens every checkpoint, also of a run on several ranks.
 """
 
 import argparse
 import base64
 import io
 import json
+import os
 from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
@@ -83,6 +84,9 @@ def _refuse(arguments: argparse.Namespace) -> None:
         raise ValueError("--text is empty; give a sentence.")
     if arguments.data is not None:
         refuse_folder("DATA", arguments.data)
+    ranks = os.environ.get("WORLD_SIZE", "1")
+    if ranks != "1":
+        raise ValueError(f"WORLD_SIZE is {ranks}, but tokens needs one process; run it without torchrun.")
 
 
 def _opened(arguments: argparse.Namespace) -> tuple[Any, Any, Any]:

@@ -1,0 +1,84 @@
+"""`report --follow` by its command: a log that appears, grows, is truncated, and ends."""
+
+import os
+import signal
+import time
+
+import pytest
+from cli import fairseq, start, wait
+from models import lm_args
+from report_page import page_in
+
+RECORD = '{{"epoch": 1, "ppl": "{}", "num_updates": "{}"}}\n'
+RELOAD = "location.reload()"
+SECONDS = 120
+
+
+def record(update):
+    return RECORD.format(200 - update, update)
+
+
+def following(log, output):
+    return start("tutel-__main__", "report", log, "--output", output, "--follow", "--interval", 0.1)
+
+
+def wait_for(true, log):
+    """Wait for a condition while the command, whose output is in the log, runs."""
+    deadline = time.monotonic() + SECONDS
+    while not true():
+        assert time.monotonic() < deadline, log.read_text()
+        time.sleep(0.02)
+
+
+def append(log, text):
+    with log.open("a") as file:
+        file.write(text)
+
+
+def updates_in(output):
+    """Return the number of updates in the summary of a page, or None without a page."""
+    return page_in(output).cells[1] if output.exists() else None
+
+
+def test_the_page_follows_a_log_that_appears_grows_and_is_truncated(tmp_path):
+    log, output = tmp_path / "train.log", tmp_path / "page.html"
+    started = following(log, output)
+    ((process, printed),) = started
+    waiting = f"waiting for a training record in {log}\n"
+    wait_for(lambda: printed.exists() and waiting in printed.read_text(), printed)
+    append(log, record(10) + record(20)[:30])
+    wait_for(lambda: updates_in(output) == "10", printed)
+    assert RELOAD in output.read_text()
+    assert "damaged" not in output.read_text()
+    append(log, record(20)[30:])
+    wait_for(lambda: updates_in(output) == "20", printed)
+    log.write_text("")
+    log.with_name("new").write_text(record(5))
+    os.replace(log.with_name("new"), log)
+    wait_for(lambda: updates_in(output) == "5", printed)
+    os.kill(process.pid, signal.SIGINT)
+    run = wait(started)
+    assert run.ok
+    assert run.output.splitlines()[-1] == f"wrote {output}"
+    assert "Traceback" not in run.output
+    assert updates_in(output) == "5" and RELOAD not in output.read_text()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["page.html", "train.log"]
+
+
+@pytest.mark.long
+def test_a_training_run_is_followed_to_its_end(lm_data, tmp_path):
+    log, output = tmp_path / "train.log", tmp_path / "page.html"
+    started = following(tmp_path, output)
+    running = start("train", *lm_args(lm_data, tmp_path / "save", "--log-file", log, updates=60))
+    seen = set()
+
+    def has_ended():
+        seen.add(updates_in(output))
+        return output.exists() and RELOAD not in output.read_text()
+
+    wait_for(has_ended, started[0][1])
+    assert wait(running).ok and wait(started).ok
+    assert updates_in(output) == "60" and len(seen - {None}) > 1
+    plain = tmp_path / "plain.html"
+    fairseq("tutel-__main__", "report", tmp_path, "--output", plain)
+    assert plain.read_bytes() == output.read_bytes()
