@@ -17,6 +17,11 @@ RANDOM = {
         "--moe-balance-bias", "--moe-balance-loss", "load_importance:1,gshard_global:1",
     ),
     "sampling": ("--moe-rsample", "--moe-capacity-factor", 0.5, "--checkpoint-activations"),
+    "nllb": (
+        "--moe-capacity-factor", 0.5, "--moe-eom", 0.2, "--moe-fom", 0.1, "--moe-cmr",
+        "--cmr-gate-drop", 0.2, "--cmr-gate-loss-wt", 0.5, "--cmr-gate-loss-p", 0.3,
+        "--moe-local-drop", 0.4,
+    ),
 }  # fmt: skip
 
 
@@ -25,9 +30,9 @@ def _load(folder):
 
 
 # tests/e2e/test_determinism.py has most of "noise", too.
-@pytest.mark.parametrize("kind", [pytest.param("noise", marks=pytest.mark.long), "sampling"])
+@pytest.mark.parametrize("kind", [pytest.param("noise", marks=pytest.mark.long), "sampling", "nllb"])
 def test_exploration_goes_on_bit_for_bit_after_a_resume(kind, lm_data, tmp_path):
-    ranks = {"noise": 2, "sampling": 1}[kind]
+    ranks = {"noise": 2, "sampling": 1, "nllb": 2}[kind]
 
     def train(folder, updates):
         words = lm_args(lm_data, folder, *RANDOM[kind], updates=updates)
@@ -44,6 +49,15 @@ def test_exploration_goes_on_bit_for_bit_after_a_resume(kind, lm_data, tmp_path)
         steps = a["model"]["decoder.layers.0.fc1.balance_bias.bias"] / 0.001
         torch.testing.assert_close(steps, steps.round(), rtol=0, atol=1e-3)
         assert 0 < steps.abs().max() <= 4  # one step an update
+    if kind == "nllb":
+        assert a["model"]["decoder.layers.1.fc1.beside.cmr_gate.weight"].shape == (1, 16)
+        for record in run.stats("train_inner"):
+            # The gates are the same for both, so the loss is the distance of the logged mean.
+            mean = float(record["moe_cmr_gate"])
+            assert float(record["cmr_gate_loss"]) == pytest.approx(abs(mean - 0.3), abs=0.2)
+        words = (lm_data, "--user-dir", USER_DIR, "--path", tmp_path / "b" / "checkpoint_last.pt")
+        evaluated = fairseq("eval-lm", *words, "--gen-subset", "valid", "--tokens-per-sample", 16)
+        assert "Perplexity" in evaluated.output
 
 
 @pytest.mark.parametrize("policy", ["bpr", "probability"])
@@ -128,7 +142,7 @@ DECODING = {
     ),
     "several-gates": (
         "--moe-gate-type", "cosine,linear", "--moe-gate-projection-dim", 8, "--moe-gate-index", 1,
-        "--moe-residual", "--moe-second-expert-policy", "sampling",
+        "--moe-cmr", "--moe-eom", 0.2, "--moe-fom", 0.1, "--moe-second-expert-policy", "sampling",
     ),
 }  # fmt: skip
 
@@ -185,5 +199,5 @@ def test_a_bias_can_be_switched_on_and_what_changed_is_said(lm_data, tmp_path):
     bias = _load(tmp_path)["model"]["decoder.layers.0.fc1.balance_bias.bias"]
     assert 0 < bias.abs().max() <= 0.0021  # two updates
     output = refused("train", *lm_args(lm_data, tmp_path, "--moe-residual", updates=7))
-    assert "--moe-shared-experts and --moe-residual of the run that saved it" in output
+    assert "--moe-shared-experts, --moe-residual and --moe-cmr of the run that saved it" in output
     assert "beside.mix.weight" in output
