@@ -1,12 +1,15 @@
 """Routing through the command line: every gate, choice, policy, loss and expert beside experts."""
 
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
 from cli import ROOT, USER_DIR, fairseq, refused
 from equality import same_bits
 from models import lm_args, mt_args
+
+from fairseq_tutel.plugin.feed_forward import Context
 
 RANDOM = {
     "noise": (
@@ -20,7 +23,7 @@ RANDOM = {
     "nllb": (
         "--moe-capacity-factor", 0.5, "--moe-eom", 0.2, "--moe-fom", 0.1, "--moe-cmr",
         "--cmr-gate-drop", 0.2, "--cmr-gate-loss-wt", 0.5, "--cmr-gate-loss-p", 0.3,
-        "--moe-local-drop", 0.4,
+        "--moe-local-drop", 0.71, "--record-a2a-perf-stats",
     ),
 }  # fmt: skip
 
@@ -51,10 +54,18 @@ def test_exploration_goes_on_bit_for_bit_after_a_resume(kind, lm_data, tmp_path)
         assert 0 < steps.abs().max() <= 4  # one step an update
     if kind == "nllb":
         assert a["model"]["decoder.layers.1.fc1.beside.cmr_gate.weight"].shape == (1, 16)
-        for record in run.stats("train_inner"):
-            # The gates are the same for both, so the loss is the distance of the logged mean.
-            mean = float(record["moe_cmr_gate"])
-            assert float(record["cmr_gate_loss"]) == pytest.approx(abs(mean - 0.3), abs=0.2)
+        context, sends = Context(True, local_drop=0.71, seed=1), []
+        for update, record in enumerate(run.stats("train_inner")):
+            distance = abs(float(record["moe_cmr_gate"]) - 0.3)
+            # The tokens of all layers have one mean; the log has a mean for each micro-batch.
+            assert float(record["cmr_gate_loss"]) == pytest.approx(distance, abs=0.02)
+            context.begin_step(update=update)
+            names = [f"decoder.layers.{i}.fc1" for i in range(2)]
+            layers = [SimpleNamespace(name=name, training=True, calls=True) for name in names]
+            sends.append(not all(map(context.keeps_rows, layers)))
+            # The time of a forward pass and of the backward pass before it.
+            assert (float(record["all_to_all_cpu_time_ms"]) > 0) == any(sends[-2:])
+        assert sends[-2:] == [False, False] and any(sends)
         words = (lm_data, "--user-dir", USER_DIR, "--path", tmp_path / "b" / "checkpoint_last.pt")
         evaluated = fairseq("eval-lm", *words, "--gen-subset", "valid", "--tokens-per-sample", 16)
         assert "Perplexity" in evaluated.output
@@ -138,7 +149,8 @@ DECODING = {
     "hash": ("--moe-gate-type", "hash"),
     "groups-bias-shared": (
         "--moe-expert-groups", 2, "--moe-top-k", 2, "--moe-balance-bias", "--moe-shared-experts", 1,
-        "--moe-score-function", "sigmoid", "--moe-prescore", "--moe-pregate", 1,
+        "--moe-score-function", "sigmoid", "--moe-prescore",
+        "--moe-pregate", 1, "--moe-pregate-sides", "decoder",
     ),
     "several-gates": (
         "--moe-gate-type", "cosine,linear", "--moe-gate-projection-dim", 8, "--moe-gate-index", 1,
