@@ -304,8 +304,6 @@ def translate(options: Options, experts: int, hidden_dims: dict[str, int]) -> li
     ]
     if options.get("moe_top1_expert"):  # Meta's top-1 gate ignores both
         options |= {"moe_second_expert_policy": "all", BPR: False}
-    if (options.get("moe_eval_capacity_token_fraction") or 0.25) <= 0:  # then Meta ignores the option
-        options["moe_eval_capacity_max_seqlen"] = False
     for key, (default, ours) in OPTIONS.items():
         options[key] = ours(default if options.get(key) is None else options[key])
     options.update({key: ours(options) for key, ours in OURS_ALONE.items()})

@@ -281,8 +281,7 @@ class MoEConfig:
     cmr_gate_drop: float = experts(
         0.0, flag="--cmr-gate-drop", rule=PROBABILITY,
         no_effect=(needs(lambda f: f.layer.cmr, "--moe-cmr"),),
-        help="dropout probability of the gate of --moe-cmr; without the gate, a token uses only the shared "
-        "FFN",
+        help="dropout probability of the gate g of --moe-cmr; a token whose g is 0 uses only the FFN",
     )
     expert_grad_norm: str = experts(
         "world_size", flag="--moe-normalize-expert-grad", choices=("world_size", "sqrt_world_size"),
@@ -418,11 +417,6 @@ def _refuse_contradictions(config: MoEConfig) -> None:
         config.eval_capacity_token_fraction == 0 or config.eval_capacity_factor == 0,
         f"{given('eval_capacity_token_fraction')} together with --moe-eval-capacity-factor; remove one of "
         "the two options.",
-    )
-    require(
-        config.eval_sentence_length == 0 or config.eval_capacity_token_fraction > 0,
-        f"{given('eval_sentence_length')}, which needs a fraction of these tokens; set "
-        "--moe-eval-capacity-token-fraction, such as 0.25.",
     )
     ways = [given(name) for name in ("balance_bias", "rsample", "sinkhorn") if getattr(config, name)]
     if config.second_expert_policy == "sampling":

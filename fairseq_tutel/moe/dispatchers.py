@@ -34,6 +34,7 @@ from fairseq_tutel.moe.deferred import can_defer
 from fairseq_tutel.moe.dispatch import combine, dispatch
 from fairseq_tutel.moe.expert_stack import ExpertStack, Weights
 from fairseq_tutel.moe.routing import Routing, padded
+from fairseq_tutel.options.option import require
 from fairseq_tutel.planning.strategy import Strategy
 from fairseq_tutel.ranks.groups import Topology
 
@@ -148,6 +149,10 @@ class OwnExperts:
     def apply(self, x_TD: Tensor, routing: Routing, weights: Weights) -> Tensor:
         """Run this rank's experts on all rows and return the layer output y_TD."""
         experts, config = self.experts, self.config
+        require(
+            experts.part.slices == 1,
+            f"local is set, but {experts.part.slices} ranks share each expert; give complete experts.",
+        )
         counts_Pe = routing.counts_E.view(-1, experts.num_local)
         groups = Groups.of_tensor(counts_Pe.sum(0))
         rows_RD = dispatch(x_TD, routing, config.backend, config.prescore)[: sum(groups.host)]

@@ -48,6 +48,9 @@ NO_BALANCE_LOSS = because(
     lambda f: f.layer.balance_loss.strip() in ("", "none"), "--moe-balance-loss is none"
 )
 NOT_PREGATED = needs(lambda f: f.pregated, "--moe-pregate")
+NO_FRACTION = needs(
+    lambda f: f.layer.eval_capacity_token_fraction > 0, "--moe-eval-capacity-token-fraction above 0"
+)
 NO_CMR = needs(lambda f: f.layer.cmr, "--moe-cmr")
 FRACTION: Rule = (lambda v: 0 <= v <= 1, "give a number from 0 to 1")
 NO_NODES = needs(
@@ -102,7 +105,7 @@ class ModelConfig:
         "update; each rank then replaces the experts of other ranks by its own",
     )
     moe_eval_capacity_max_seqlen: bool = capacity(
-        False,
+        False, no_effect=(NO_FRACTION,),
         help="--moe-eval-capacity-token-fraction takes every sentence as long as --max-source-positions "
         "(encoder) or --max-target-positions (decoder), instead of the real tokens",
     )

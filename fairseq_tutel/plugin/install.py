@@ -240,7 +240,8 @@ class _Installation:
 
 def _sentence_length(cfg: Any, side: str) -> int:
     """Return the length of a sentence for the capacity in evaluation; 0 for the real tokens."""
-    if not option(cfg, "moe_eval_capacity_max_seqlen"):
+    fraction = option(cfg, "moe_eval_capacity_token_fraction") or 0
+    if fraction <= 0 or not option(cfg, "moe_eval_capacity_max_seqlen"):
         return 0
     key = "max_source_positions" if side == "encoder" else "max_target_positions"
     positions = option(cfg, key)

@@ -445,10 +445,7 @@ WORDS = {
     "activation": ("gelu",), "a2a_algorithm": ("2dh",), "balance_loss": ("none",),
     "expert_type": ("glu",), "gate_type": ("cosine", "hash"), "parallel_type": ("model",),
 }  # fmt: skip
-NEEDED = {
-    "gate_index": {"gate_type": "linear,cosine"}, "groups_per_token": {"expert_groups": 4},
-    "eval_sentence_length": {"eval_capacity_token_fraction": 0.25},
-}  # fmt: skip
+NEEDED = {"gate_index": {"gate_type": "linear,cosine"}, "groups_per_token": {"expert_groups": 4}}
 
 
 def configs_of(name: str) -> list[MoEConfig]:

@@ -127,7 +127,6 @@ CONTRADICTIONS = [
     ({"groups_per_token": 1, "expert_groups": 4, "top_k": 2}, ("--moe-groups-per-token", "enough")),
     ({"eval_capacity_token_fraction": 0.1, "eval_capacity_factor": 1.0},
      ("--moe-eval-capacity-token-fraction", "remove one of")),
-    ({"eval_sentence_length": 64}, ("--moe-eval-capacity-max-seqlen", "such as 0.25")),
     ({"eom": 0.1, "prescore": True}, ("--moe-eom", "is 0.1", "--moe-prescore", "remove one")),
     ({"cmr": True, "residual": True}, ("--moe-cmr", "--moe-residual", "remove one")),
     ({"choice": "experts", "drop_policy": "bpr"}, ("--moe-drop-policy", "--moe-choice experts")),

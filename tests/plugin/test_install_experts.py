@@ -142,9 +142,12 @@ def test_the_capacity_of_full_sentences_is_that_of_each_side():
     model, _ = build("encoder", max_source_positions=40, max_target_positions=28, **fraction)
     lengths = {layer.label: layer.config.eval_sentence_length for layer in moe_layers(model)}
     assert lengths == {"encoder_1": 40, "encoder_3": 40, "decoder_1": 28}
-    assert {layer.config.eval_sentence_length for layer in moe_layers(build("encoder")[0])} == {0}
+    fraction["moe_eval_capacity_token_fraction"] = -1.0  # of the training capacity
+    model, _ = build("encoder", max_source_positions=40, **fraction)
+    assert {layer.config.eval_sentence_length for layer in moe_layers(model)} == {0}
+    fraction["moe_eval_capacity_token_fraction"] = 0.1
     with pytest.raises(ValueError, match="of this model has no --max-target-positions; remove"):
-        _sentence_length(argparse.Namespace(moe_eval_capacity_max_seqlen=True), "decoder")
+        _sentence_length(argparse.Namespace(**fraction), "decoder")
 
 
 @pytest.mark.parametrize("sides", ("both", "encoder", "decoder"))
@@ -218,6 +221,9 @@ SAID = {
     "--moe-gate-loss-combine-method sum has no effect: ": {"moe_gate_loss_combine_method": "sum"},
     "--moe-gate-loss-transform neg_log has no effect: ": {"moe_gate_loss_transform": "neg_log"},
     "--moe-local-drop 0.1 has no effect: every rank has all experts": {"moe_local_drop": 0.1},
+    "--moe-eval-capacity-max-seqlen has no effect without --moe-eval-capacity-token-fraction above 0": {
+        "moe_eval_capacity_max_seqlen": True,
+    },
     "--cmr-gate-drop 0.1 has no effect without --moe-cmr": {"cmr_gate_drop": 0.1},
     "--cmr-gate-loss-wt 0.1 has no effect without --moe-cmr": {"cmr_gate_loss_wt": 0.1},
     "--cmr-gate-loss-p 0.5 has no effect without --moe-cmr": {"cmr_gate_loss_p": 0.5},
@@ -276,7 +282,6 @@ REFUSED = {
     "--quant-noise-pq 0.1": "--quant-noise-pq is 0.1: experts do not support quantization noise; set it",
     "--base-layers 1": "--base-layers is 1: BASE layers are a different kind of experts; set it to 0",
     "--moe-pregate 2": "pregate (--moe-pregate) is 2 but the decoder has 2 MoE layers; give 1 to 1",
-    "--moe-eval-capacity-max-seqlen": "(--moe-eval-capacity-max-seqlen) is 1024, which needs a fraction of",
     "--moe-pregate 1 --checkpoint-activations": "is 1, which reads the input of an earlier layer, but",
     "--moe-pregate 1 --decoder-layerdrop 0.1": "is 0.1, but with --moe-pregate 1 a layer's gate reads",
 }

@@ -115,10 +115,6 @@ OPTIONS = [
     ({"moe_local_drop": 0.1, "moe_cmr": True}, {"moe_local_drop": 0.1, "moe_cmr": True}),
     ({"cmr_gate_drop": 0.3}, {"cmr_gate_drop": 0.3, "moe_cmr": False}),
     ({"moe_eval_capacity_max_seqlen": True}, {"moe_eval_capacity_max_seqlen": True}),
-    (
-        {"moe_eval_capacity_max_seqlen": True, "moe_eval_capacity_token_fraction": -1.0},
-        {"moe_eval_capacity_max_seqlen": False},
-    ),
 ]
 
 
