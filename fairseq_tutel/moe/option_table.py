@@ -131,13 +131,13 @@ class SidesConfig:
         -1, unit="layers", rule=SIDE_FREQ,
         help="--moe-freq for the encoder; 0: no MoE layer in the encoder; -1: same as --moe-freq",
     )
-    moe_pregate_sides: str = routing(
-        "both", choices=("both", "encoder", "decoder"), no_effect=(NOT_PREGATED,),
-        help="the stacks whose gates --moe-pregate connects to earlier layers",
-    )
     decoder_moe_freq: int = experts(
         -1, unit="layers", rule=SIDE_FREQ,
         help="--moe-freq for the decoder; 0: no MoE layer in the decoder; -1: same as --moe-freq",
+    )
+    moe_pregate_sides: str = routing(
+        "both", choices=("both", "encoder", "decoder"), no_effect=(NOT_PREGATED,),
+        help="the stacks whose gates --moe-pregate connects to earlier layers",
     )
     # fmt: on
 
