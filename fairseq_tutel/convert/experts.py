@@ -19,7 +19,7 @@ from fairseq_tutel.convert.configs import (
 )
 from fairseq_tutel.convert.upcycle import sums_to_1
 from fairseq_tutel.moe.capacity import capacity_of
-from fairseq_tutel.moe.config import GATE_TYPES, MoEConfig, label_of
+from fairseq_tutel.moe.config import GATE_TYPES, LAYER, MoEConfig, label_of
 from fairseq_tutel.moe.option_table import BY_OWNER, options_of
 from fairseq_tutel.options.option import options_in
 from fairseq_tutel.plugin.feed_forward import SIDES
@@ -153,6 +153,7 @@ def to_dense(
     changed = []
     for layer, config in configs_of(saved).items():
         usual = config.routed_scaling_factor if sums_to_1(config) else 1.0
+        usual *= (1 - config.eom) * (1 - config.fom)
         total = usual if weight is None else weight
         made[layer] = _dense_ffn(saved, layer, config, chosen[layer], total)
         if total != usual or not _is_exact(saved, layer, config):
@@ -220,7 +221,8 @@ def _dense_ffn(
         if name.startswith("fc2") and scale != 1:
             parts = [part * scale for part in parts]
         if config.shared_experts:
-            parts.append(saved.weights[f"{layer.moe}.beside.shared.{name}"])
+            shared = saved.weights[f"{layer.moe}.beside.shared.{name}"]
+            parts.append(shared * (1 - config.fom) if name.startswith("fc2") and config.fom else shared)
         if name == "fc2.bias":
             made[name] = torch.stack(parts).sum(dim=0)
         else:
@@ -237,11 +239,12 @@ def _refuse_no_dense(config: MoEConfig, layer: Layer, number: int) -> None:
             f"{layer.label} has experts of the type {config.expert_type} ({label_of('expert_type')}), but "
             "fairseq has no such dense layer; convert dense accepts only the type ffn."
         )
-    if config.residual:
-        raise ValueError(
-            f"{layer.label} mixes experts and a dense network per token ({label_of('residual')}), which a "
-            "dense layer cannot do; convert dense accepts only models without residual experts."
-        )
+    for name in ("residual", "cmr"):
+        if getattr(config, name):
+            raise ValueError(
+                f"{layer.label} mixes experts and a dense network per token ({label_of(name)}), which a "
+                f"dense layer cannot do; convert dense accepts only models without {LAYER[name].flag}."
+            )
     if config.hidden_layer_norm and (number > 1 or config.shared_experts):
         raise ValueError(
             f"{layer.label} normalizes the hidden layer of each expert (--scale-fc), which one dense layer "

@@ -5,7 +5,6 @@ options have the same names in both systems; the tables below hold the differenc
 experts.
 """
 
-import math
 import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch
 
-from fairseq_tutel.checkpoint.saved import SavedModel
+from fairseq_tutel.checkpoint.saved import DENSE, SavedModel
 from fairseq_tutel.convert.configs import Tensors, use_moe_variants
 from fairseq_tutel.moe.option_table import options_of
 from fairseq_tutel.options.option import flag_of
@@ -35,6 +34,8 @@ EXPERTS = {
     for part in ("fc1", "fc2")
     for kind in ("weight", "bias")
 }
+# With --moe-cmr, the layer also has a dense FFN, under the names of stock fairseq, and a gate.
+CMR_GATE, CMR_FFN = ".cmr_layer.gate.wg.", r"(.+\.layers\.\d+)\.(fc[12]\.(?:weight|bias))"
 # Weights of the shared file that can be converted: gates, and all weights of stock fairseq.
 STOCK = re.compile(
     r"(?:encoder|decoder)\.(?:"
@@ -43,7 +44,7 @@ STOCK = re.compile(
     r"|(?:project_in_dim|project_out_dim|output_projection)\.weight|adaptive_softmax\..+"
     r"|layers\.\d+\.(?:(?:self_attn|encoder_attn)\.(?:(?:[kqv]|out)_proj\.(?:weight|bias)|bias_[kv])"
     r"|(?:self_attn_layer_norm|encoder_attn_layer_norm|final_layer_norm|fc1|fc2)\.(?:weight|bias)"
-    r"|moe_layer\.gate\.wg\.weight)"
+    r"|moe_layer\.gate\.wg\.weight|cmr_layer\.gate\.wg\.(?:weight|bias))"
     r")|decoder\.layers\.\d+\.attn_ln\.(?:weight|bias)"
 )
 BEFORE, BPR = "moe_normalize_gate_prob_before_dropping", "moe_batch_prioritized_routing"
@@ -56,6 +57,8 @@ OPTIONS: dict[str, tuple[Any, Callable[[Any], Any]]] = {
     "moe_second_expert_policy": ("sampling", str),
     # A fraction of at most 0 means the training capacity in Meta's branch; 0 means none here.
     "moe_eval_capacity_token_fraction": (0.25, lambda v: v if v > 0 else -1.0),
+    **dict.fromkeys(("moe_eom", "moe_fom", "moe_local_drop", "cmr_gate_drop"), (0.0, float)),
+    **dict.fromkeys(("moe_cmr", "moe_eval_capacity_max_seqlen"), (False, bool)),
     # Meta has two names for the same number: the number of ranks that exchange rows.
     "moe_normalize_expert_grad": (
         "world_size",
@@ -73,7 +76,6 @@ OURS_ALONE: dict[str, Callable[[Options], Any]] = {
 }
 # Meta's option -> the reason why a model with this option cannot be converted.
 REFUSED = {
-    "moe_cmr": "fairseq_tutel has no gate between dense and sparse layers",
     "alternate_ffn_embed_dim": "its alternate layers are dense FFNs with a different width",
     "alternate_decoder_ffn_embed_dim": "its alternate layers are dense FFNs with a different width",
     "base_layers": "BASE layers are a different kind of experts",
@@ -89,10 +91,9 @@ REFUSED = {
 }
 # Meta's option -> what changes without this option; the outputs stay the same.
 LEFT_OUT = {
-    "moe_local_drop": "training in fairseq_tutel always exchanges rows",
     "no_emb_dropout": "training in fairseq_tutel applies --dropout to embeddings",
     "dummy_a2a": "fairseq_tutel always exchanges rows",
-    "moe_eval_capacity_max_seqlen": "the evaluation capacity depends on the actual number of tokens",
+    "cmr_log_lang_gates": "fairseq_tutel logs the mean of the CMR gate over all languages",
 }
 
 
@@ -130,6 +131,7 @@ def read(paths: list[Path]) -> tuple[SavedModel, list[str]]:
     saved = SavedModel.open(paths[SHARED])
     weights = [_weights(file) for file in (*map(SavedModel.open, paths[:SHARED]), saved)]
     num_experts, rows = _checked(paths, weights)
+    _refuse_other_cmr(paths[SHARED], weights[SHARED], bool(saved.options.get("moe_cmr")))
     sources: dict[str, list[Row]] = {}  # for each of our weights: one row, or one per copy of each expert
     for row in rows:
         sources.setdefault(row.ours, []).append(row)
@@ -171,7 +173,9 @@ def _weights(file: SavedModel) -> Tensors:
                 f"INPUT names {file.path}, which holds flattened weights ({key}) of a sharded training "
                 "run; save the checkpoint again with Meta's branch, without --use-sharded-state."
             )
-        weights[name] = tensor
+        # Meta's CMR layer refers to the MoE layer, so a file names its weights twice.
+        if not name.endswith(".cmr_layer.lang_idx"):
+            weights[name.replace(".cmr_layer.moe_layer.", ".moe_layer.")] = tensor
     return weights
 
 
@@ -211,6 +215,17 @@ def _checked(paths: list[Path], weights: list[Tensors]) -> tuple[int, list[Row]]
     return experts, rows
 
 
+def _refuse_other_cmr(path: Path, shared: Tensors, has_cmr: bool) -> None:
+    """Raise ValueError if a file's weights of CMR layers do not fit its option --moe-cmr."""
+    layers = [name.removesuffix(GATE) for name in shared if name.endswith(GATE)]
+    own = (f"{CMR_GATE}weight", f"{CMR_GATE}bias", *(f".{name}" for name in DENSE))
+    lacking = sorted({layer + name for layer in layers for name in own} - shared.keys())
+    if has_cmr and lacking:
+        _refuse(path, f"which lacks the weight {lacking[0]}")
+    if given := sorted(name for name in shared if CMR_GATE in name and not has_cmr):
+        _refuse(path, f"which has the weight {given[0]}, but its options lack --moe-cmr")
+
+
 def _refuse_other_layers(saved: SavedModel) -> None:
     """Raise ValueError if the weights have experts in different layers than the options select."""
     for side in dict.fromkeys(layer.side for layer in saved.layers):
@@ -231,11 +246,17 @@ def table(names: Iterable[str], experts: int, ranks: int) -> list[Row]:
     `names` are the weights of the shared file. If there are more ranks than experts, each block of E
     neighboring ranks holds all experts once.
     """
+    names = list(names)
+    cmr_layers = {name.partition(CMR_GATE)[0] for name in names if CMR_GATE in name}
     rows, local = [], max(1, experts // ranks)
     for name in names:
         layer = name.removesuffix(GATE)
         if layer == name:
-            rows.append(Row(SHARED, name, name, None))
+            ours = name.replace(CMR_GATE, ".fc1.beside.cmr_gate.")
+            ffn = re.fullmatch(CMR_FFN, name)
+            if ffn is not None and ffn[1] in cmr_layers:
+                ours = f"{ffn[1]}.fc1.beside.dense.{ffn[2]}"
+            rows.append(Row(SHARED, name, ours, None))
             continue
         rows.append(Row(SHARED, name, layer + OUR_GATE, None))
         rows += [
@@ -273,15 +294,6 @@ def translate(options: Options, experts: int, hidden_dims: dict[str, int]) -> li
         notes.append(
             "without --use-moe-pad-mask Meta routes padding too, which uses slots of experts; "
             "fairseq_tutel never routes padding."
-        )
-    # In evaluation, Meta's masking of outputs multiplies them by a constant, like our scaling factor.
-    masked = {key: options.pop(key, None) or 0.0 for key in ("moe_eom", "moe_fom")}
-    if (scale := math.prod(1 - rate for rate in masked.values())) != 1:
-        options["moe_routed_scaling_factor"] = scale
-        given = " ".join(f"{flag_of(key)} {rate}" for key, rate in masked.items() if rate)
-        notes.append(
-            f"{given} became --moe-routed-scaling-factor {scale:g}, which gives the same outputs in "
-            "evaluation; training in fairseq_tutel does not mask outputs."
         )
     # An encoder-decoder's options include those of its criterion and task.
     known = {option.key for part in ("model", "task", "criterion") for option in options_of(part)}

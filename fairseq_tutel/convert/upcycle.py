@@ -146,6 +146,7 @@ def _parts_of(config: MoEConfig, hidden_dim: int) -> int:
         "expert_groups": config.num_experts // config.expert_groups % parts > 0,
         "gate_type": not set(config.gate_types) <= set(GATE_TYPES) - {"hash"},
         "residual": config.residual,
+        "cmr": config.cmr,
         "choice": config.choice == "experts",
         "hidden_layer_norm": config.hidden_layer_norm,  # --scale-fc normalizes the complete FFN
     }
@@ -188,7 +189,7 @@ def _copies(ffn: Mapping[str, Tensor], config: MoEConfig) -> Tensors:
     made: Tensors = {}
     for key, tensor in ffn.items():
         map_name, _, kind = key.replace("ffn_layernorm", "hidden_layer_norm").partition(".")
-        if config.residual:
+        if config.residual or config.cmr:
             made[f"beside.dense.{map_name}.{kind}"] = tensor.clone()
         if map_name == "hidden_layer_norm":
             made[f"experts.{map_name}.{kind}"] = tensor
@@ -222,6 +223,8 @@ def differences(config: MoEConfig, how: Variation) -> list[str]:
         found.append(f"the weight of a token's only expert is {scale:g} times its probability, not 1")
     elif scale != 1:
         found.append(f"all weights are multiplied by {scale:g} (--moe-routed-scaling-factor)")
+    if config.eom or config.fom:
+        found.append("outputs are multiplied by 1 minus the masking probability (--moe-eom, --moe-fom)")
     if config.prescore and several:
         found.append("weights multiply the experts' inputs instead of their outputs (--moe-prescore)")
     if capacity_of(config, training=False).is_limited:

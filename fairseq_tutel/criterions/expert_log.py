@@ -20,7 +20,7 @@ from torch import Tensor
 
 from fairseq_tutel.moe.capacity import capacity_of
 from fairseq_tutel.moe.metrics import METRICS, metric_names, metric_rows
-from fairseq_tutel.plugin.feed_forward import MoEFeedForward
+from fairseq_tutel.plugin.feed_forward import MoEFeedForward, MoERecord
 
 PREFIX = "moe_numbers "
 # Prefixes of the keys that `expert_log` returns.
@@ -54,16 +54,17 @@ class Layout(NamedTuple):
 
 
 def expert_log(
-    layers: list[MoEFeedForward], combined: Tensor, *, lists: bool, scalars: bool
+    layers: list[MoEFeedForward], combined: dict[str, Tensor], *, lists: bool, scalars: bool
 ) -> dict[str, Any]:
     """Return the expert metrics of a micro-batch as entries of the logging output.
 
-    `combined` is the balance loss, combined over layers. A layer that layerdrop skipped has weight 0, and
-    so does a batch without real tokens.
+    `combined` has the losses that are combined over layers, by log name. A layer that layerdrop skipped has
+    weight 0, and so does a batch without real tokens.
     """
     each = layers if lists or scalars else []
+    of_layers = [f"moe_{name}_loss" for name in layers[0].balance_weights]
     layout = Layout(
-        losses=["moe_gate_loss", *(f"moe_{name}_loss" for name in layers[0].balance_weights)],
+        losses=[*combined, *of_layers, *(["moe_cmr_gate"] if layers[0].config.cmr else [])],
         top_k=layers[0].config.top_k,
         layers=[layer.label for layer in each],
         experts=[layer.config.num_experts for layer in each],
@@ -76,11 +77,11 @@ def expert_log(
     )
     seen = [layer for layer in layers if layer.seen]
     if seen:
-        numbers = _numbers(seen, combined, each)
+        numbers = _numbers(seen, list(combined.values()), each)
     else:
         columns = len(metric_names(layout.top_k)) + 1
         length = 1 + len(layout.averages) + columns * len(each) + 2 * sum(layout.experts)
-        numbers = torch.zeros(length, device=combined.device)
+        numbers = torch.zeros(length, device=combined["moe_gate_loss"].device)
     times: Counter[str] = Counter()
     for layer in layers:
         if layer.timer is not None:
@@ -109,15 +110,15 @@ def reduce_expert_log(logging_outputs: list[dict[str, Any]]) -> None:
             metrics.log_scalar(name, total / max(batches, 1), priority=PRIORITY, round=3)
 
 
-def _numbers(seen: list[MoEFeedForward], combined: Tensor, each: list[MoEFeedForward]) -> Tensor:
+def _numbers(seen: list[MoEFeedForward], combined: list[Tensor], each: list[MoEFeedForward]) -> Tensor:
     """Return the expert metrics as a vector in the order of `Layout`; `seen` are the layers that ran."""
     records = [layer.record for layer in seen]
     rows_LN, tokens_L1 = metric_rows([record.tally for record in records])
-    of_losses = [loss for record in records for loss in record.losses.values()]
+    of_losses = [value for record in records for value in _averaged(record)]
     losses_LM = torch.stack(of_losses).view(len(seen), -1) if of_losses else rows_LN[:, :0]
     means = torch.cat([losses_LM, rows_LN], dim=1).mean(dim=0)
     tokens = tokens_L1.mean().view(1)
-    averages = torch.cat([tokens, torch.cat([combined.view(1), means]) * tokens])
+    averages = torch.cat([tokens, torch.cat([torch.stack(combined), means]) * tokens])
     if not each:
         return averages
     weighted_LN = torch.cat([rows_LN * tokens_L1, tokens_L1], dim=1)
@@ -131,6 +132,14 @@ def _numbers(seen: list[MoEFeedForward], combined: Tensor, each: list[MoEFeedFor
         return weighted_LN[seen.index(layer)], assigned_E, assigned_E - tally.kept_E
 
     return torch.cat([averages, *chain.from_iterable(zip(*map(of_layer, each), strict=True))])
+
+
+def _averaged(record: MoERecord) -> list[Tensor]:
+    """Return the values of a layer that are averaged over layers: its losses, and the mean CMR gate."""
+    values = list(record.losses.values())
+    if record.cmr_sum is not None:
+        values.append(record.cmr_sum / record.tally.num_tokens.clamp_min(1))
+    return values
 
 
 def _log_numbers(layout: Layout, numbers: Tensor, index: int) -> None:

@@ -1,6 +1,6 @@
-"""Adds the weighted balance loss of all MoE layers to a criterion's loss."""
+"""Adds the weighted balance loss and the budget loss of all MoE layers to a criterion's loss."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -9,7 +9,14 @@ from fairseq_tutel.criterions.expert_log import expert_log, reduce_expert_log, w
 from fairseq_tutel.kernels.first_order import first_order
 from fairseq_tutel.moe.option_table import CriterionConfig
 from fairseq_tutel.options.option import read, refuse_bad_values
-from fairseq_tutel.plugin.feed_forward import MoEFeedForward, contexts_of, moe_layers
+from fairseq_tutel.plugin.feed_forward import (
+    BALANCE,
+    BUDGET,
+    Coefficients,
+    MoEFeedForward,
+    contexts_of,
+    moe_layers,
+)
 from fairseq_tutel.plugin.run_state import root_of
 
 
@@ -49,17 +56,41 @@ class GateLossMixin:
             log.setdefault("nll_loss", log["loss"])
         # Layers that layerdrop skips have no balance loss in this micro-batch.
         layers = [layer for layer in all_layers if layer.seen]
-        combined, leaves = self._combine(layers) if layers else (loss.new_zeros(()), [])
+        terms = self._terms(layers, all_layers[0].config.cmr, loss.new_zeros(()))
+        combined = {term.name: term.value.detach() for term in terms}
         log |= expert_log(
-            all_layers, combined.detach(), lists=self.logs_lists, scalars=self.gate_loss.moe_log_layers
+            all_layers, combined, lists=self.logs_lists, scalars=self.gate_loss.moe_log_layers
         )
         if not layers or loss.numel() > 1:  # adaptive_loss has shape [1]
             return loss, sample_size, log
-        scale = sample_size * self.gate_loss.moe_gate_loss_wt
-        shares = dict(zip(layers, torch.autograd.grad(combined, leaves), strict=True))
-        loss = _AddGateLoss.apply(loss, combined.detach() * scale, scale, shares)
-        log["loss"] = log["loss"] + combined.detach() * scale
+        for term in terms:
+            scale = sample_size * term.weight
+            grads = torch.autograd.grad(term.value, term.leaves)
+            shares = {(layer, term.kind): grad for layer, grad in zip(layers, grads, strict=True)}
+            loss = _AddGateLoss.apply(loss, term.value.detach() * scale, scale, shares)
+            log["loss"] = log["loss"] + term.value.detach() * scale
         return loss, sample_size, log
+
+    def _terms(self, layers: list[MoEFeedForward], has_cmr: bool, nothing: Tensor) -> list["_Term"]:
+        """Return the losses of the layers that ran; each is `nothing` if no layer ran."""
+        options, empty = self.gate_loss, (nothing, list[Tensor]())
+        balance = self._combine(layers) if layers else empty
+        terms = [_Term("moe_gate_loss", BALANCE, options.moe_gate_loss_wt, *balance)]
+        if has_cmr:
+            budget = self._budget(layers) if layers else empty
+            terms.append(_Term("cmr_gate_loss", BUDGET, options.cmr_gate_loss_wt, *budget))
+        return terms
+
+    def _budget(self, layers: list[MoEFeedForward]) -> tuple[Tensor, list[Tensor]]:
+        """Return the budget loss |mean of the CMR gates - p| over all tokens and layers, and its inputs.
+
+        Source: Meta's nllb branch.
+        """
+        with torch.enable_grad():
+            leaves = [layer.record.cmr_sum.requires_grad_() for layer in layers]  # type: ignore[union-attr]
+            tokens = torch.stack([layer.record.tally.num_tokens for layer in layers]).sum()
+            mean = torch.stack(leaves).sum() / tokens.clamp_min(1)
+            return (mean - self.gate_loss.cmr_gate_loss_p).abs(), leaves
 
     def _combine(self, layers: list[MoEFeedForward]) -> tuple[Tensor, list[Tensor]]:
         """Return the balance loss combined over layers, and its inputs: one detached tensor per layer."""
@@ -81,15 +112,25 @@ class GateLossMixin:
         reduce_expert_log(logging_outputs)
 
 
+class _Term(NamedTuple):
+    """A loss that is combined over layers and added to the criterion's loss."""
+
+    name: str  # in the log
+    kind: str  # BALANCE or BUDGET
+    weight: float
+    value: Tensor
+    leaves: list[Tensor]  # the inputs of `value`: one detached tensor per layer
+
+
 class _AddGateLoss(torch.autograd.Function):
-    """Autograd function that adds the balance loss; backward sets the coefficient of each layer's loss.
+    """Autograd function that adds a loss of the layers; backward sets the coefficient of each layer.
 
     In a backward pass, this node runs before the nodes of the layers. The coefficients are removed at the
     end of the pass, so a backward pass without a criterion's loss adds no balance loss.
     """
 
     @staticmethod
-    def forward(ctx: Any, loss: Tensor, value: Tensor, scale: Any, shares: dict[Any, Tensor]) -> Tensor:
+    def forward(ctx: Any, loss: Tensor, value: Tensor, scale: Any, shares: Coefficients) -> Tensor:
         ctx.scale, ctx.shares = scale, shares
         return loss + value.to(loss.dtype)
 
@@ -97,9 +138,9 @@ class _AddGateLoss(torch.autograd.Function):
     @first_order
     def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
         coefficients = {
-            layer: dloss.to(share.dtype).sum() * ctx.scale * share for layer, share in ctx.shares.items()
+            key: dloss.to(share.dtype).sum() * ctx.scale * share for key, share in ctx.shares.items()
         }
-        for context in contexts_of(ctx.shares):
+        for context in contexts_of(layer for layer, _ in ctx.shares):
             context.begin_backward(coefficients)
             torch.autograd.Variable._execution_engine.queue_callback(context.end_backward)
         return dloss, None, None, None

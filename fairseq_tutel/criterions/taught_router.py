@@ -90,7 +90,7 @@ class _Router:
             # A token whose assignments were all dropped gets weight 1, since it also has a best expert.
             weights_TK=total_T1.masked_fill(total_T1 == 0, 1.0),
         )
-        config = replace(layer.config, routed_scaling_factor=1.0)  # the weights are scaled already
+        config = replace(layer.config, routed_scaling_factor=1.0, eom=0.0)  # weights are scaled already
         batch = replace(call.micro_batch(config, layer.training), capacity=Capacity())
         return placed(chosen, config, batch, own.gate)
 

@@ -65,9 +65,10 @@ class Call:
 
     def micro_batch(self, config: MoEConfig, training: bool, bias_E: Tensor | None = None) -> MicroBatch:
         """Return the routing arguments of this call; raise ValueError for an invalid capacity factor."""
+        sentences, _ = self.sentences or (1, 1)
         return MicroBatch(
             top_k=self.top_k_of(config),
-            capacity=capacity_of(config, training, self.capacity_factor),
+            capacity=capacity_of(config, training, self.capacity_factor, sentences),
             real_T=None if self.padding_T is None else ~self.padding_T,
             time_first=(self.shape[0], self.shape[1]) if self.time_first else None,
             training=training,

@@ -24,6 +24,7 @@ class Capacity:
     # the busiest expert needs
     factor: float = 0.0
     token_fraction: float = 0.0  # above 0: ceil(token_fraction * T) slots; replaces the factor
+    tokens: int = 0  # above 0: replaces T, the number of real tokens, in the rule of token_fraction
     minimum: int = 0  # smallest limit
     multiple: int = 1  # a limit is rounded up to a multiple of this number
     fixed: int = 0  # above 0: the number of slots; replaces all other fields
@@ -39,6 +40,7 @@ class Capacity:
             return num_tokens.new_full((), self.fixed)
         tokens = num_tokens.double()
         if self.token_fraction > 0:
+            tokens = torch.full_like(tokens, self.tokens) if self.tokens else tokens
             limit = (tokens * self.token_fraction).ceil().long()
         else:
             limit = (tokens * abs(self.factor) / num_experts).ceil().long() * top_k
@@ -48,6 +50,8 @@ class Capacity:
         """Return an upper bound of the slots per expert for `num_tokens` tokens, without device reads."""
         if self.fixed > 0:
             return self.fixed
+        if self.token_fraction > 0:
+            num_tokens = self.tokens or num_tokens
         per_token = self.token_fraction or top_k * abs(self.factor) / num_experts
         limit = max(int(per_token * num_tokens) + top_k + 1, self.minimum)
         return self._rounded(limit)
@@ -77,8 +81,13 @@ def evaluates_as_in_training(config: MoEConfig) -> bool:
     return fraction < 0 or (config.choice == "experts" and unset)
 
 
-def capacity_of(config: MoEConfig, training: bool, factor: float | Capacity | None = None) -> Capacity:
-    """Return the capacity rule of a forward pass: `factor` if it is given, else the configured rule."""
+def capacity_of(
+    config: MoEConfig, training: bool, factor: float | Capacity | None = None, sentences: int = 1
+) -> Capacity:
+    """Return the capacity rule of a forward pass: `factor` if it is given, else the configured rule.
+
+    `sentences` is the number of sentences in the micro-batch, for `eval_sentence_length`.
+    """
     if isinstance(factor, Capacity):
         return factor
     fraction = 0.0
@@ -91,6 +100,7 @@ def capacity_of(config: MoEConfig, training: bool, factor: float | Capacity | No
     return Capacity(
         factor=float(factor),
         token_fraction=max(fraction, 0.0),
+        tokens=config.eval_sentence_length * sentences,
         minimum=config.min_capacity,
         multiple=config.capacity_multiple,
     )

@@ -104,6 +104,12 @@ HASHED = Condition(
     "experts without scores, with the weight 1 / top_k",
 )
 
+PRESCORED = Condition(
+    lambda f: f.prescore,
+    "which masks experts' outputs, but with --moe-prescore the weights multiply their inputs",
+)
+RESIDUAL = Condition(lambda f: f.residual, "which cannot be combined with --moe-residual")
+
 
 @dataclass(frozen=True)
 class MoEConfig:
@@ -144,6 +150,10 @@ class MoEConfig:
         0.0, rule=CAPACITY,
         help="slots per expert in evaluation as a fraction of the micro-batch's tokens, rounded up; below "
         "0 uses the training capacity; 0 uses --moe-eval-capacity-factor",
+    )
+    eval_sentence_length: int = option(
+        0, rule=AT_LEAST_0, unit="tokens", flag="--moe-eval-capacity-max-seqlen",
+        help="length of every sentence for eval_capacity_token_fraction; 0 counts the real tokens",
     )
     min_capacity: int = capacity(
         0, unit="tokens", rule=whole(0, MILLION), no_effect=(NO_CAPACITY,),
@@ -193,6 +203,16 @@ class MoEConfig:
     )
     routed_scaling_factor: float = routing(1.0, "factor for all weights, applied last", rule=POSITIVE)
     prescore: bool = routing(False, "multiply the experts' inputs by the weights, instead of their outputs")
+    eom: float = routing(
+        0.0, rule=PROBABILITY, excluded=(PRESCORED,),
+        help="expert output masking: probability with which each assignment's output is set to 0 in "
+        "training; evaluation multiplies these outputs by 1 minus this probability",
+    )
+    fom: float = routing(
+        0.0, rule=PROBABILITY,
+        help="final output masking: probability with which the MoE layer's output for a token is set to 0 "
+        "in training; evaluation multiplies the output by 1 minus this probability",
+    )
     expert_groups: int = routing(
         1, rule=AT_LEAST_1, excluded=(EXPERTS_CHOOSE, HASHED),
         help="number of groups of consecutive experts; a token first chooses groups (by the sum of the "
@@ -257,6 +277,16 @@ class MoEConfig:
         False,
         help="residual MoE: a dense FFN of an expert's size in parallel to the experts; a learned softmax "
         "mixes the two outputs",
+    )
+    cmr: bool = experts(
+        False, excluded=(RESIDUAL,),
+        help="conditional MoE routing: a dense FFN of an expert's size in parallel to the experts; with a "
+        "learned gate g = sigmoid(w x + b), the output is g * experts + (1 - g) * FFN",
+    )
+    cmr_gate_drop: float = experts(
+        0.0, flag="--cmr-gate-drop", rule=PROBABILITY,
+        no_effect=(needs(lambda f: f.layer.cmr, "--moe-cmr"),),
+        help="dropout probability of the gate g of --moe-cmr; a token whose g is 0 uses only the FFN",
     )
     expert_grad_norm: str = experts(
         "world_size", flag="--moe-normalize-expert-grad", choices=("world_size", "sqrt_world_size"),

@@ -68,7 +68,7 @@ def decide_few(logits_TE: Tensor, config: MoEConfig, batch: MicroBatch, gate: Ga
     return DecodeRouting(
         partial(placed, chosen, config, batch),
         expert_ids_TK=chosen.expert_ids_TK,
-        weights_TK=scaled(chosen.weights_TK, config),
+        weights_TK=scaled(chosen.weights_TK, config, batch.training),
         probs_TE=chosen.probs_TE,
         real_T=batch.real_T,
         capacity=None,

@@ -3,6 +3,7 @@
 - `Local`: all experts are on this rank.
 - `Gathering`: every rank gathers the weights of all experts for one forward (adaptive_r = 0).
 - `Exchange`: rows are sent to the ranks that own their experts.
+- `OwnExperts`: rows are not sent, and this rank's experts replace others, for --moe-local-drop in training.
 
 Every class has these members:
 
@@ -23,7 +24,9 @@ from torch import Tensor
 
 from fairseq_tutel.comm import exchange
 from fairseq_tutel.comm.call_id import CallCounter, CallId
+from fairseq_tutel.comm.regroup import permute, regroup_maps
 from fairseq_tutel.comm.transfer import ExchangeTimer
+from fairseq_tutel.kernels.groups import Groups
 from fairseq_tutel.moe.adaptive import nearest_degree, weights_of
 from fairseq_tutel.moe.config import MoEConfig
 from fairseq_tutel.moe.decode import DecodeRouting, run_few
@@ -31,6 +34,7 @@ from fairseq_tutel.moe.deferred import can_defer
 from fairseq_tutel.moe.dispatch import combine, dispatch
 from fairseq_tutel.moe.expert_stack import ExpertStack, Weights
 from fairseq_tutel.moe.routing import Routing, padded
+from fairseq_tutel.options.option import require
 from fairseq_tutel.planning.strategy import Strategy
 from fairseq_tutel.ranks.groups import Topology
 
@@ -127,6 +131,34 @@ class Exchange:
             return weights
         degree = self.options.strategy.adaptive_r
         return weights_of(self.experts, self.topology, degree, device)
+
+
+@dataclass(eq=False)
+class OwnExperts:
+    """A dispatcher that processes all rows of a rank with its own experts and sends none.
+
+    The i-th expert of every rank is replaced by this rank's i-th expert. Weights and dropping do not
+    change. The experts must not be split into shards.
+
+    Source: Liu et al. 2022 (Gating Dropout), section 3, and Meta's nllb branch.
+    """
+
+    experts: ExpertStack
+    config: MoEConfig
+
+    def apply(self, x_TD: Tensor, routing: Routing, weights: Weights) -> Tensor:
+        """Run this rank's experts on all rows and return the layer output y_TD."""
+        experts, config = self.experts, self.config
+        require(
+            experts.part.slices == 1,
+            f"local is set, but {experts.part.slices} ranks share each expert; give complete experts.",
+        )
+        counts_Pe = routing.counts_E.view(-1, experts.num_local)
+        groups = Groups.of_tensor(counts_Pe.sum(0))
+        rows_RD = dispatch(x_TD, routing, config.backend, config.prescore)[: sum(groups.host)]
+        to_expert, to_source = regroup_maps(counts_Pe, len(rows_RD))
+        rows_RD = experts.call(permute(rows_RD, to_expert, to_source), groups, weights)
+        return combine(permute(rows_RD, to_source, to_expert), routing, config.backend, config.prescore)
 
 
 Dispatcher = Local | Exchange

@@ -20,12 +20,12 @@ from fairseq_tutel.moe.capacity import Capacity
 from fairseq_tutel.moe.config import MoEConfig
 from fairseq_tutel.moe.decode import are_few, decide_few
 from fairseq_tutel.moe.deferred import Deferred, can_defer
-from fairseq_tutel.moe.dispatchers import Dispatcher, choose_dispatcher
+from fairseq_tutel.moe.dispatchers import Dispatcher, OwnExperts, choose_dispatcher
 from fairseq_tutel.moe.expert_stack import ExpertStack, Weights
 from fairseq_tutel.moe.experts import build_experts
 from fairseq_tutel.moe.gates import build_gate, gate_input, gate_logits, noise_std, noisy_logits, reset_gate
-from fairseq_tutel.moe.routing import GateOutput, Routing, decide
-from fairseq_tutel.moe.shared_experts import SharedResidualExperts
+from fairseq_tutel.moe.routing import GateOutput, Routing, decide, mask_outputs
+from fairseq_tutel.moe.shared_experts import SharedResidualExperts, sum_of_gate
 from fairseq_tutel.options.option import is_whole
 from fairseq_tutel.planning.strategy import Strategy
 from fairseq_tutel.ranks.groups import Topology
@@ -38,6 +38,7 @@ class MoEOutput:
     Attributes:
         balance_loss: [] at least fp32, differentiable; the weighted sum of `losses`, 0 without losses.
         losses: unweighted balance losses by name, [] each.
+        cmr_sum: [] differentiable, sum of the CMR gate over real tokens; None without CMR.
         routing: the assignments of tokens to experts.
 
     Example:
@@ -49,6 +50,7 @@ class MoEOutput:
 
     balance_loss: Tensor
     losses: dict[str, Tensor]
+    cmr_sum: Tensor | None
     routing: Routing
 
 
@@ -118,7 +120,8 @@ class MoELayer(nn.Module):
         self.experts = experts or build_experts(config, self.topology.part(config.num_experts))
         self.experts.mark()
         self.strategy = static_strategy(config, self.topology)
-        self.beside = SharedResidualExperts(config) if config.shared_experts or config.residual else None
+        beside = config.shared_experts or config.residual or config.cmr
+        self.beside = SharedResidualExperts(config) if beside else None
         rate = config.bias_update_rate
         self.balance_bias = BalanceBias(config.num_experts, rate) if config.balance_bias else None
         group = self.topology.expert_group
@@ -214,6 +217,7 @@ class MoELayer(nn.Module):
         gate_output = GateOutput(
             logits_TE=logits_TE, clean_TE=clean_TE, noise=noise_std(config),
             score_function=config.score_function, sentences=call.sentences, time_first=call.time_first,
+            cmr_T1=None if self.beside is None else self.beside.cmr_gate_of(x_TD),
             num_ranks=self.topology.world_size if self.training else 1,
         )  # fmt: skip
         bias_E = None if self.balance_bias is None else self.balance_bias.bias
@@ -228,13 +232,21 @@ class MoELayer(nn.Module):
                 self.busiest = routing.assigned_KE.sum(0).max()
         return routing
 
-    def apply_routing(self, x_TD: Tensor, routing: Routing) -> Tensor:
-        """Send every token through its experts and return the outputs [T, D]. Collective across ranks."""
+    def apply_routing(self, x_TD: Tensor, routing: Routing, local: bool = False) -> Tensor:
+        """Send every token through its experts and return the outputs [T, D]. Collective across ranks.
+
+        If `local` is set, each rank processes all its rows with its own experts, and sends none. Every rank
+        must give the same value.
+        """
         experts = self.experts
         if not torch.is_autocast_enabled(x_TD.device.type):
             x_TD = x_TD.to(experts.dtype)
-        y_TD = self.dispatcher.apply(x_TD, routing, experts.weights)
-        return y_TD if self.beside is None else self.beside(x_TD, y_TD, routing.real_T)
+        dispatcher = OwnExperts(experts, self.config) if local else self.dispatcher
+        y_TD = dispatcher.apply(x_TD, routing, experts.weights)
+        if self.beside is not None:
+            cmr_T1 = None if routing.gate is None else routing.gate.cmr_T1
+            y_TD = self.beside(x_TD, y_TD, routing.real_T, cmr_T1)
+        return mask_outputs(y_TD, 1, self.config.fom, self.training)
 
     def balance(self, routing: Routing) -> MoEOutput:
         """Return the balance losses of a routing from `route`. Some losses make this a collective call."""
@@ -248,7 +260,8 @@ class MoELayer(nn.Module):
         total = torch.zeros((), device=routing.probs_TE.device, dtype=routing.probs_TE.dtype)
         for name, loss in named.items():
             total = total + self.balance_weights[name] * loss
-        return MoEOutput(balance_loss=total, losses=named, routing=routing)
+        cmr_sum = None if routing.gate.cmr_T1 is None else sum_of_gate(routing.gate.cmr_T1, routing.real_T)
+        return MoEOutput(balance_loss=total, losses=named, cmr_sum=cmr_sum, routing=routing)
 
     def follow(self, strategy: Strategy) -> None:
         """Use this execution strategy in later forward passes. All ranks must use the same strategy."""

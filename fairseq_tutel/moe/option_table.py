@@ -7,12 +7,14 @@ from fairseq_tutel.moe.config import ALL_LOCAL, LAYER, NOT_TUNED, ONE_RANK
 from fairseq_tutel.options.option import (
     AT_LEAST_0,
     NOT_NEGATIVE,
+    PROBABILITY,
     UNITS,
     Option,
     Rule,
     balance,
     because,
     bytes_of,
+    capacity,
     checkpoints,
     communication,
     experts,
@@ -47,6 +49,12 @@ BOTH_SIDES = because(
 NO_BALANCE_LOSS = because(
     lambda f: f.layer.balance_loss.strip() in ("", "none"), "--moe-balance-loss is none"
 )
+NOT_PREGATED = needs(lambda f: f.pregated, "--moe-pregate")
+NO_FRACTION = needs(
+    lambda f: f.layer.eval_capacity_token_fraction > 0, "--moe-eval-capacity-token-fraction above 0"
+)
+NO_CMR = needs(lambda f: f.layer.cmr, "--moe-cmr")
+FRACTION: Rule = (lambda v: 0 <= v <= 1, "give a number from 0 to 1")
 NO_NODES = needs(
     lambda f: f.plans or f.layer.a2a_algorithm != "linear" or f.layer.adaptive == "auto",
     "--moe-a2a-algorithm 2dh or auto, --moe-collective-plans or --moe-adaptive auto",
@@ -93,6 +101,16 @@ class ModelConfig:
         "many MoE layers before, so that experts can be fetched early; gates without such a layer read the "
         "input of their layer; 0: off",
     )
+    moe_local_drop: float = routing(
+        0.0, rule=PROBABILITY, no_effect=(ALL_LOCAL,),
+        help="gating dropout: probability with which a MoE layer sends no row to other ranks in a training "
+        "update; each rank then replaces the experts of other ranks by its own",
+    )
+    moe_eval_capacity_max_seqlen: bool = capacity(
+        False, no_effect=(NO_FRACTION,),
+        help="--moe-eval-capacity-token-fraction takes every sentence as long as --max-source-positions "
+        "(encoder) or --max-target-positions (decoder), instead of the real tokens",
+    )
     moe_top1_expert: bool = older("top_k", 1)
     moe_gating_use_fp32: bool = accepted(False, "the gate and its softmax are in fp32 by default")
     no_moe_gating_use_fp32: bool = routing(False, "compute the gate and its softmax in the model's dtype")
@@ -118,6 +136,10 @@ class SidesConfig:
     decoder_moe_freq: int = experts(
         -1, unit="layers", rule=SIDE_FREQ,
         help="--moe-freq for the decoder; 0: no MoE layer in the decoder; -1: same as --moe-freq",
+    )
+    moe_pregate_sides: str = routing(
+        "both", choices=("both", "encoder", "decoder"), no_effect=(NOT_PREGATED,),
+        help="the stacks whose gates --moe-pregate connects to earlier layers",
     )
     # fmt: on
 
@@ -242,6 +264,16 @@ class CriterionConfig:
     moe_gate_loss_transform: str = balance(
         "none", of="criterion", choices=("none", "neg_log"), no_effect=(NO_BALANCE_LOSS,),
         help="function applied to the combined balance loss: none, or neg_log for -log",
+    )
+    cmr_gate_loss_wt: float = balance(
+        0.0, of="criterion", rule=NOT_NEGATIVE, no_effect=(NO_CMR,),
+        help="weight of the budget loss of --moe-cmr per unit of sample size: the difference between "
+        "--cmr-gate-loss-p and the mean of the gates over all tokens and layers; 0 disables it",
+    )
+    cmr_gate_loss_p: float = balance(
+        1.0, of="criterion", rule=FRACTION, no_effect=(NO_CMR,),
+        help="the mean of the gates of --moe-cmr that --cmr-gate-loss-wt trains towards: the share of the "
+        "outputs that comes from experts",
     )
     moe_log_layers: bool = logging(
         False, of="criterion",

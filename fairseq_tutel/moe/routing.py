@@ -35,6 +35,7 @@ class GateOutput:
     score_function: str = "softmax"
     sentences: tuple[int, int] | None = None  # (S, time) of the micro-batch; None for one sentence
     time_first: bool = False  # whether token t is (t // S, t % S) or (t // time, t % time)
+    cmr_T1: Tensor | None = None  # differentiable, the CMR gate g of each token; None without CMR
     num_ranks: int = 1  # number of ranks whose load `gshard_global` sums; 1 in evaluation
 
 
@@ -121,8 +122,9 @@ def placed(chosen: Chosen, config: MoEConfig, batch: MicroBatch, gate: GateOutpu
     kept_TK, dropped_K, counts_E = keep(slots_TK, assigned_KE, batch.capacity, num_tokens)
     if config.normalize_gate == "after" and top_k > 1:
         weights_TK = normalized(weights_TK.masked_fill(~kept_TK, 0.0))
+    weights_TK = scaled(weights_TK, config, batch.training)
     return _laid_out(
-        kept_TK, expert_ids_TK.numel(), expert_ids_TK=expert_ids_TK, weights_TK=scaled(weights_TK, config),
+        kept_TK, expert_ids_TK.numel(), expert_ids_TK=expert_ids_TK, weights_TK=weights_TK,
         slots_TK=slots_TK, counts_E=counts_E, assigned_KE=assigned_KE, dropped_K=dropped_K,
         num_tokens=num_tokens, probs_TE=chosen.probs_TE, real_T=batch.real_T, gate=gate,
     )  # fmt: skip
@@ -165,8 +167,9 @@ def _decide_by_experts(
     dropped_K = counts_E.new_zeros(top_k)
     dropped_K[0] = num_tokens - taken_TE.any(dim=1).sum()
     most = min(capacity.most_slots(top_k, num_experts, length), length)
+    weights_TK = scaled(weights_TK, config, batch.training)
     return _laid_out(
-        kept_TK, most * num_experts, expert_ids_TK=expert_ids_TK, weights_TK=scaled(weights_TK, config),
+        kept_TK, most * num_experts, expert_ids_TK=expert_ids_TK, weights_TK=weights_TK,
         slots_TK=slots_TK, counts_E=counts_E, assigned_KE=assigned_KE, dropped_K=dropped_K,
         num_tokens=num_tokens, probs_TE=probs_TE, real_T=real_T, gate=gate,
     )  # fmt: skip
@@ -196,10 +199,29 @@ def padded(routing: Routing, capacity: int) -> Routing:
     return replace(routing, row_of_TK=row_of_TK, source_of_R=source_of_R, capacity=capacity)
 
 
-def scaled(weights_TK: Tensor, config: MoEConfig) -> Tensor:
-    """Return the weights times the configured `routed_scaling_factor`."""
+def scaled(weights_TK: Tensor, config: MoEConfig, training: bool) -> Tensor:
+    """Return the weights times the configured `routed_scaling_factor`, with expert output masking.
+
+    A weight of 0 masks the output of an assignment and its gradient.
+    """
     factor = config.routed_scaling_factor
-    return weights_TK if factor == 1 else weights_TK * factor
+    weights_TK = weights_TK if factor == 1 else weights_TK * factor
+    return mask_outputs(weights_TK, weights_TK.shape[1], config.eom, training)
+
+
+def mask_outputs(values_TX: Tensor, masks: int, probability: float, training: bool) -> Tensor:
+    """Set values to 0 with a probability in training; in evaluation multiply all by 1 - probability.
+
+    `masks` is the number of random masks per token: 1, or one for each column of `values_TX`.
+
+    Source: NLLB Team 2022, section 6.2, and Meta's nllb branch.
+    """
+    if probability == 0:
+        return values_TX
+    if not training:
+        return values_TX * (1 - probability)
+    draws_TM = torch.rand(len(values_TX), masks, device=values_TX.device, dtype=torch.float32)
+    return values_TX.masked_fill(draws_TM < probability, 0.0)
 
 
 def _row_maps(

@@ -1,6 +1,7 @@
 """Shared experts, which every token uses, and the residual expert. T tokens, D model_dim, H hidden_dim."""
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fairseq_tutel.moe.build import build_custom, draw_linear, hashed_seed, redraw, seeded_generator
@@ -62,10 +63,11 @@ class SharedResidualExperts(nn.Module):
     """Combines the routed experts' output with shared experts and a residual expert.
 
     y = c_0 * routed + c_1 * dense(x), c = softmax(W x + b)  with `residual`,
+    y = g * routed + (1 - g) * dense(x), g = sigmoid(w x + b)  with `cmr`,
     y + sum of the shared experts of x                    with `shared_experts`.
 
-    Source: residual: Rajbhandari et al. 2022 (DeepSpeed-MoE), section 4.1; shared: Dai et al. 2024
-    (DeepSeekMoE), section 3.2.
+    Source: residual: Rajbhandari et al. 2022 (DeepSpeed-MoE), section 4.1; cmr: NLLB Team 2022, section
+    6.2, and Meta's nllb branch; shared: Dai et al. 2024 (DeepSeekMoE), section 3.2.
     """
 
     def __init__(self, config: MoEConfig) -> None:
@@ -73,8 +75,9 @@ class SharedResidualExperts(nn.Module):
         self.config = config
         count = config.shared_experts
         self.shared = _experts_for_all(config, count) if count else None
-        self.dense = _experts_for_all(config, 1) if config.residual else None
+        self.dense = _experts_for_all(config, 1) if config.residual or config.cmr else None
         self.mix = nn.Linear(config.model_dim, 2) if config.residual else None
+        self.cmr_gate = nn.Linear(config.model_dim, 1) if config.cmr else None
 
     def reset_parameters(self, seed: int, name: str) -> None:
         """Initialize the parameters from (seed, name), so that all ranks get equal values."""
@@ -84,23 +87,55 @@ class SharedResidualExperts(nn.Module):
                 module.reset_parameters(seed, f"{name}.{part}")
             for i, expert in enumerate(module.parts if isinstance(module, CustomSum) else ()):
                 redraw(expert, hashed_seed(seed, name, i, part))
-        if self.mix is not None and not self.mix.weight.is_meta:
-            for kind, parameter in self.mix.named_parameters():
-                generator = seeded_generator(seed, name, -1, f"mix.{kind}")
+        for part in ("mix", "cmr_gate"):
+            gate = getattr(self, part)
+            if gate is None or gate.weight.is_meta:
+                continue
+            for kind, parameter in gate.named_parameters():
+                generator = seeded_generator(seed, name, -1, f"{part}.{kind}")
                 draw_linear(parameter.data, self.config.model_dim, kind, 0.0, generator)
 
-    def forward(self, x_TD: Tensor, routed_TD: Tensor, real_T: Tensor | None) -> Tensor:
-        """Return the layer's output after adding shared experts and the residual expert; 0 for padding."""
+    def cmr_gate_of(self, x_TD: Tensor) -> Tensor | None:
+        """Return the gate g [T, 1], the share of the routed experts in each output; None without `cmr`.
+
+        In training, dropout sets g to 0 for some tokens and divides it by 1 - `cmr_gate_drop` for others,
+        as in Meta's branch.
+        """
+        if self.cmr_gate is None:
+            return None
+        if not torch.is_autocast_enabled(x_TD.device.type):
+            x_TD = x_TD.to(self.cmr_gate.weight.dtype)
+        return F.dropout(torch.sigmoid(self.cmr_gate(x_TD)), self.config.cmr_gate_drop, self.training)
+
+    def forward(
+        self, x_TD: Tensor, routed_TD: Tensor, real_T: Tensor | None, cmr_T1: Tensor | None
+    ) -> Tensor:
+        """Return the layer's output after adding shared experts and the dense expert; 0 for padding.
+
+        `cmr_T1` is the result of `cmr_gate_of`.
+        """
         y_TD = routed_TD
-        if self.dense is not None and self.mix is not None:
-            # On a GPU, autocast computes a softmax in fp32.
-            mix_T2 = torch.softmax(self.mix(x_TD), dim=1).to(routed_TD.dtype)
-            y_TD = mix_T2[:, :1] * routed_TD + mix_T2[:, 1:] * self.dense(x_TD)
+        if self.dense is not None:
+            if self.mix is not None:
+                # On a GPU, autocast computes a softmax in fp32.
+                mix_T2 = torch.softmax(self.mix(x_TD), dim=1).to(routed_TD.dtype)
+                of_routed_T1, of_dense_T1 = mix_T2[:, :1], mix_T2[:, 1:]
+            else:
+                assert cmr_T1 is not None
+                of_routed_T1 = cmr_T1.to(routed_TD.dtype)
+                of_dense_T1 = 1 - of_routed_T1
+            y_TD = of_routed_T1 * routed_TD + of_dense_T1 * self.dense(x_TD)
         if self.shared is not None:
             y_TD = y_TD + self.shared(x_TD)
         if y_TD is not routed_TD and real_T is not None:
             y_TD = y_TD.masked_fill(~real_T.unsqueeze(1), 0.0)
         return y_TD
+
+
+def sum_of_gate(cmr_T1: Tensor, real_T: Tensor | None) -> Tensor:
+    """Return the sum of the CMR gate over all tokens except padding, in at least fp32."""
+    cmr_T = cmr_T1.squeeze(1).to(torch.promote_types(cmr_T1.dtype, torch.float32))
+    return (cmr_T if real_T is None else cmr_T.masked_fill(~real_T, 0.0)).sum()
 
 
 def _experts_for_all(config: MoEConfig, count: int) -> nn.Module:

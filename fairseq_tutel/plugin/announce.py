@@ -35,6 +35,7 @@ class Facts:
     half: bool = False  # whether the model computes in fp16 or bf16
     gpu: bool = False
     plans: bool = False  # whether collective plans are given
+    pregated: bool = False  # whether gates read the input of an earlier layer
     tuned: bool = False  # whether the tuner chooses the layers' strategy
     store: StoreConfig = field(default_factory=StoreConfig)
 
@@ -169,6 +170,7 @@ def warn_of_options(
         half=half,
         gpu=torch.cuda.is_available(),
         plans=bool(options.moe_collective_plans),
+        pregated=read(ModelConfig, model_cfg).moe_pregate > 0,
         tuned=is_tuned(first.config),
     )
     for config in (first.config, read(ModelConfig, model_cfg), sides, options):

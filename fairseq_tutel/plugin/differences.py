@@ -52,7 +52,8 @@ def _difference_of_experts(model: nn.Module, state_dict: Any) -> str | None:
             return (
                 f"the checkpoint lacks the tensors {sorted(own - saved) or 'nothing'} and has the extra "
                 f"tensors {sorted(saved - own) or 'nothing'}; give the --moe-expert-type, --moe-gate-type, "
-                "--moe-balance-bias, --moe-shared-experts and --moe-residual of the run that saved it"
+                "--moe-balance-bias, --moe-shared-experts, --moe-residual and --moe-cmr of the run that "
+                "saved it"
             )
     return None
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from fairseq_tutel.checkpoint.saved import layer_label
 from fairseq_tutel.kernels.first_order import first_order
+from fairseq_tutel.moe.build import seeded_generator
 from fairseq_tutel.moe.call import Call
 from fairseq_tutel.moe.config import MoEConfig
 from fairseq_tutel.moe.deferred import Deferred, can_defer
@@ -37,6 +38,11 @@ STACKS += [("encoder", f"{name}.w2v_model.encoder.layers") for name in ("encoder
 FACTS = ("model_dim", "hidden_dim", "activation", "activation_dropout", "hidden_layer_norm")
 
 
+# Names of the losses that MoE layers inject in the backward pass.
+BALANCE, BUDGET = "balance", "budget"
+Coefficients = Mapping[tuple["MoEFeedForward", str], Tensor]
+
+
 class Context:
     """State that all MoE layers of one model share; the fairseq integration sets it.
 
@@ -44,6 +50,8 @@ class Context:
         trains: whether the model is trained, rather than opened for use.
         gather: gathers all experts on this rank, for generation during training with expert parallelism.
         wait_for_turn: blocks until all ranks call the same layer, for ranks that run at different speeds.
+        local_drop: probability with which a layer sends no rows in a training update.
+        seed: seed of these decisions, the same on all ranks.
     """
 
     def __init__(
@@ -51,6 +59,8 @@ class Context:
         trains: bool = False,
         gather: Callable[[], object] | None = None,
         wait_for_turn: Callable[["MoEFeedForward"], None] | None = None,
+        local_drop: float = 0.0,
+        seed: int = 1,
     ) -> None:
         self.trains, self.gather, self.wait_for_turn = trains, gather, wait_for_turn
         # Whether the micro-batch only keeps ranks in step: its tokens are neither routed nor counted.
@@ -59,12 +69,24 @@ class Context:
         self.token_ids: Tensor | None = None
         # [batch, time] bool: the padding of that input, for decoders that pass no mask to their layers.
         self.padding_mask: Tensor | None = None
-        # Factors of the layers' balance losses in the current backward pass.
-        self.coefficients: Mapping[MoEFeedForward, Tensor] = {}
+        self.local_drop, self.seed, self._update = local_drop, seed, 0
+        # Factors of the layers' losses in the current backward pass, by layer and name of the loss.
+        self.coefficients: Coefficients = {}
 
-    def begin_step(self, is_dummy: bool = False) -> None:
-        """Begin a training step; `is_dummy` says whether its batches are dummy batches."""
-        self.is_dummy = is_dummy
+    def begin_step(self, is_dummy: bool = False, update: int = 0) -> None:
+        """Begin a step of this training update; `is_dummy` says whether its batches are dummy batches."""
+        self.is_dummy, self._update = is_dummy, update
+
+    def keeps_rows(self, layer: "MoEFeedForward") -> bool:
+        """Return whether a layer sends no rows in this update of the training run (--moe-local-drop).
+
+        The decision is a function of seed, layer and update, so it is equal on all ranks, in a
+        recomputation and after a resume.
+        """
+        if not (self.local_drop and layer.training and layer.calls is not None):
+            return False
+        generator = seeded_generator(self.seed, layer.name, self._update, "local_drop")
+        return bool(torch.rand((), generator=generator) < self.local_drop)
 
     def see_tokens(self, embedding: Any, args: tuple) -> None:
         """Forward pre-hook of an embedding that stores the token ids."""
@@ -74,12 +96,12 @@ class Context:
         """Forward pre-hook of an embedding that stores the padding mask of the token ids."""
         self.padding_mask = args[0].eq(embedding.padding_idx)
 
-    def begin_backward(self, coefficients: Mapping["MoEFeedForward", Tensor]) -> None:
-        """Set the balance loss coefficients of all layers for the backward pass, until `end_backward`."""
+    def begin_backward(self, coefficients: Coefficients) -> None:
+        """Set the coefficients of the layers' losses for the backward pass, until `end_backward`."""
         self.coefficients = {**self.coefficients, **coefficients}
 
     def end_backward(self) -> None:
-        """Remove the balance loss coefficients, so a later backward pass adds no balance loss."""
+        """Remove the coefficients, so a later backward pass adds no balance loss and no budget loss."""
         self.coefficients = {}
 
 
@@ -89,6 +111,7 @@ class MoERecord:
 
     balance_loss: Tensor
     losses: dict[str, Tensor]
+    cmr_sum: Tensor | None
     tally: RoutingCounts
 
 
@@ -103,7 +126,8 @@ class MoEFeedForward(MoELayer):
 
     The balance loss is not part of the output y. The backward of y adds the balance loss's gradient,
     times a coefficient that the criterion's loss node sets at the start of the backward pass. This is
-    correct with activation checkpointing, with fp16's loss scale, and for ignored batches.
+    correct with activation checkpointing, with fp16's loss scale, and for ignored batches. The sum of the
+    CMR gate, from which the criterion computes the budget loss, is injected in the same way.
     """
 
     record: MoERecord  # the record of the last micro-batch
@@ -163,14 +187,16 @@ class MoEFeedForward(MoELayer):
         )
         x_TD = call.tokens(x)
         routing = self.routing_of(x_TD, call)
-        y = self.apply_routing(x_TD, routing).view(x.shape)
+        y = self.apply_routing(x_TD, routing, self.context.keeps_rows(self)).view(x.shape)
         output = self.balance(routing)
         if call.is_new:
             make = partial(_record, output)
             self.record = DeferredRecord(make) if can_defer(self.training) else make()
             self.seen = True
-        if torch.is_grad_enabled() and output.balance_loss.requires_grad:
-            y = _InjectBalanceLoss.apply(y, output.balance_loss, self)
+        if torch.is_grad_enabled():  # otherwise reading the losses would compute them
+            for loss, name in (output.balance_loss, BALANCE), (output.cmr_sum, BUDGET):
+                if loss is not None and loss.requires_grad:
+                    y = _InjectLoss.apply(y, loss, self, name)
         return y
 
     def _prepare_ranks(self) -> None:
@@ -192,25 +218,26 @@ class MoEFeedForward(MoELayer):
         return torch.ones(shape, dtype=torch.bool, device=x.device)
 
 
-class _InjectBalanceLoss(torch.autograd.Function):
-    """An identity function whose backward pass also adds the gradient of the balance loss."""
+class _InjectLoss(torch.autograd.Function):
+    """An identity function whose backward pass also adds the gradient of one of the layer's losses."""
 
     @staticmethod
-    def forward(ctx: Any, y: Tensor, balance_loss: Tensor, layer: MoEFeedForward) -> Tensor:
-        ctx.layer, ctx.dtype = layer, balance_loss.dtype
+    def forward(ctx: Any, y: Tensor, loss: Tensor, layer: MoEFeedForward, name: str) -> Tensor:
+        ctx.layer, ctx.loss_name, ctx.dtype = layer, name, loss.dtype
         return y.view_as(y)
 
     @staticmethod
     @first_order
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        coefficient = ctx.layer.context.coefficients.get(ctx.layer)
-        return dy, None if coefficient is None else coefficient.to(ctx.dtype), None
+        coefficient = ctx.layer.context.coefficients.get((ctx.layer, ctx.loss_name))
+        return dy, None if coefficient is None else coefficient.to(ctx.dtype), None, None
 
 
 def _record(output: MoEOutput) -> MoERecord:
     return MoERecord(
         balance_loss=output.balance_loss.detach(),
         losses={name: loss.detach() for name, loss in output.losses.items()},
+        cmr_sum=None if output.cmr_sum is None else output.cmr_sum.detach(),
         tally=count_routing(output.routing),
     )
 

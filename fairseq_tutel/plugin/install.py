@@ -166,6 +166,7 @@ class _Installation:
         self.configs: list[MoEConfig] = []
         for count, chosen in zip(counts, self.chosen, strict=True):
             facts = layer_facts(chosen.layer, activation) | of_sides.get(chosen.side, {})
+            facts["eval_sentence_length"] = _sentence_length(self.cfg, chosen.side)
             self.configs.append(layer_config(self.cfg, self.task_cfg, count, **facts))
         first = self.configs[0]
         crosses_nodes = first.a2a_algorithm != "linear" or first.adaptive != "off"
@@ -197,7 +198,9 @@ class _Installation:
         model, seed = self.model, int(self.root.common.seed) if self.root is not None else 1
         if self.training:
             shared = self.topology.expert_parallel_size > 1
-            context = Context(True, _Gather(model, self.topology) if shared else None)
+            local_drop = read(ModelConfig, self.cfg).moe_local_drop
+            gather = _Gather(model, self.topology) if shared else None
+            context = Context(True, gather, local_drop=local_drop, seed=seed)
         else:
             context = Context(wait_for_turn=RUN.command.wait_for_turn if RUN.command else None)
         for config, chosen in zip(self.configs, self.chosen, strict=True):
@@ -206,7 +209,7 @@ class _Installation:
         if "hash" in self.configs[0].gate_types:
             _watch_token_ids(model, context)
         if self.ahead:
-            _pregate_stacks(model, self.ahead)
+            _pregate_stacks(model, self.ahead, read(SidesConfig, self.cfg).moe_pregate_sides)
         _watch_micro_batches(model)
         model.register_load_state_dict_pre_hook(end_where_it_differs if self.training else log_difference)
         # torch's DistributedDataParallel reads this name: it neither broadcasts nor reduces experts.
@@ -236,9 +239,28 @@ class _Installation:
         announce.warn_of_surprises(first, has_decoder=any("decoder" in each.name for each in self.chosen))
 
 
-def _pregate_stacks(model: nn.Module, ahead: int) -> None:
-    """Make each gate read the input of an earlier MoE layer, `ahead` MoE layers before (--moe-pregate)."""
-    stacks = {side: moe_layers(layers) for side, _, layers in named_stacks(model) if moe_layers(layers)}
+def _sentence_length(cfg: Any, side: str) -> int:
+    """Return the length of a sentence for the capacity in evaluation; 0 for the real tokens."""
+    fraction = option(cfg, "moe_eval_capacity_token_fraction") or 0
+    if fraction <= 0 or not option(cfg, "moe_eval_capacity_max_seqlen"):
+        return 0
+    key = "max_source_positions" if side == "encoder" else "max_target_positions"
+    positions = option(cfg, key)
+    if not positions:
+        raise ValueError(
+            f"--moe-eval-capacity-max-seqlen is set, but the {side} of this model has no {flag_of(key)}; "
+            "remove --moe-eval-capacity-max-seqlen."
+        )
+    return int(positions)
+
+
+def _pregate_stacks(model: nn.Module, ahead: int, sides: str) -> None:
+    """Make each gate read the input of an earlier MoE layer, `ahead` MoE layers before (--moe-pregate).
+
+    `sides` is the value of --moe-pregate-sides: both, or the name of the only stack that changes.
+    """
+    every = {side: moe_layers(layers) for side, _, layers in named_stacks(model) if moe_layers(layers)}
+    stacks = every if sides == "both" else {sides: every.get(sides, [])}
     refuse_too_far(ahead, {side: len(layers) for side, layers in stacks.items()})
     for side, layers in stacks.items():
         others = max(0, len(layers) - ahead)

@@ -12,6 +12,7 @@ CASES = {
     # Four ranks are two nodes.
     "dropless-top1-2dh": (
         "lm", *SGD, "--moe-top-k", 1, "--moe-use-2dh", "--moe-local-size", 2, "--moe-recompute-experts",
+        "--moe-cmr", "--cmr-gate-loss-wt", 0.5, "--cmr-gate-loss-p", 0.2,
     ),
     "sigmoid-bias-groups-shared-sequence": (
         "lm", *SGD, "--moe-score-function", "sigmoid", "--moe-balance-bias", "--moe-expert-groups", 2,

@@ -126,7 +126,10 @@ def test_scale_fc_becomes_a_layer_norm_inside_the_experts(lm_data, tmp_path):
 
 
 def test_checkpointed_activations_change_no_number(lm_data, tmp_path):
-    flags = ("--optimizer", "moe_sgd", "--moe-gate-loss-wt", 1.0, "--activation-dropout", 0.1)
+    flags = (
+        "--optimizer", "moe_sgd", "--moe-gate-loss-wt", 1.0, "--activation-dropout", 0.1, "--moe-eom", 0.2,
+        "--moe-fom", 0.1, "--moe-cmr", "--cmr-gate-drop", 0.2, "--cmr-gate-loss-wt", 1.0,
+    )  # fmt: skip
     models = []
     for extra in ((), ("--checkpoint-activations",)):
         folder = tmp_path / str(len(models))
@@ -163,7 +166,9 @@ def test_every_model_option_reaches_a_layer_through_hydra_too(lm_data, tmp_path)
         "+model.moe_eval_capacity_factor=0.5", "+model.moe_balance_loss=none", "model.decoder_layers=6",
         "model.decoder_input_dim=16", "model.decoder_output_dim=16",
         "+model.moe_drop_policy=position", "model.moe_capacity_factor=1.5", "model.moe_freq=2",
-        "+model.moe_pregate=2",
+        "+model.moe_pregate=2", "+model.moe_eom=0.1", "+model.moe_fom=0.1", "+model.moe_cmr=true",
+        "+model.cmr_gate_drop=0.1", "+model.moe_local_drop=0.5", "+criterion.cmr_gate_loss_wt=0.1",
+        "+criterion.cmr_gate_loss_p=0.7",
         "+task.moe_exchange=padded", "+task.moe_backend=reference", "+task.record_a2a_perf_stats=true",
         "+task.moe_expert_parallel_size=2", "+criterion.moe_gate_loss_combine_method=sum",
         "+criterion.moe_gate_loss_transform=none", "model.decoder_embed_dim=16",
@@ -179,6 +184,7 @@ def test_every_model_option_reaches_a_layer_through_hydra_too(lm_data, tmp_path)
     assert "--moe-pregate 2: the gates of 1 of 3 MoE layers of the decoder" in run.output
     model = torch.load(tmp_path / "checkpoint_last.pt", weights_only=False)["model"]
     assert model["decoder.layers.5.fc1.experts.fc3_weight"].shape == (8, 12, 16)
+    assert model["decoder.layers.5.fc1.beside.cmr_gate.bias"].shape == (1,)
 
 
 def test_several_kinds_of_optimizer_train_on_two_ranks(lm_data, tmp_path):

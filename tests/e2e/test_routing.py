@@ -1,12 +1,15 @@
 """Routing through the command line: every gate, choice, policy, loss and expert beside experts."""
 
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
 from cli import ROOT, USER_DIR, fairseq, refused
 from equality import same_bits
 from models import lm_args, mt_args
+
+from fairseq_tutel.plugin.feed_forward import Context
 
 RANDOM = {
     "noise": (
@@ -17,6 +20,11 @@ RANDOM = {
         "--moe-balance-bias", "--moe-balance-loss", "load_importance:1,gshard_global:1",
     ),
     "sampling": ("--moe-rsample", "--moe-capacity-factor", 0.5, "--checkpoint-activations"),
+    "nllb": (
+        "--moe-capacity-factor", 0.5, "--moe-eom", 0.2, "--moe-fom", 0.1, "--moe-cmr",
+        "--cmr-gate-drop", 0.2, "--cmr-gate-loss-wt", 0.5, "--cmr-gate-loss-p", 0.3,
+        "--moe-local-drop", 0.71, "--record-a2a-perf-stats",
+    ),
 }  # fmt: skip
 
 
@@ -25,9 +33,9 @@ def _load(folder):
 
 
 # tests/e2e/test_determinism.py has most of "noise", too.
-@pytest.mark.parametrize("kind", [pytest.param("noise", marks=pytest.mark.long), "sampling"])
+@pytest.mark.parametrize("kind", [pytest.param("noise", marks=pytest.mark.long), "sampling", "nllb"])
 def test_exploration_goes_on_bit_for_bit_after_a_resume(kind, lm_data, tmp_path):
-    ranks = {"noise": 2, "sampling": 1}[kind]
+    ranks = {"noise": 2, "sampling": 1, "nllb": 2}[kind]
 
     def train(folder, updates):
         words = lm_args(lm_data, folder, *RANDOM[kind], updates=updates)
@@ -44,6 +52,23 @@ def test_exploration_goes_on_bit_for_bit_after_a_resume(kind, lm_data, tmp_path)
         steps = a["model"]["decoder.layers.0.fc1.balance_bias.bias"] / 0.001
         torch.testing.assert_close(steps, steps.round(), rtol=0, atol=1e-3)
         assert 0 < steps.abs().max() <= 4  # one step an update
+    if kind == "nllb":
+        assert a["model"]["decoder.layers.1.fc1.beside.cmr_gate.weight"].shape == (1, 16)
+        context, sends = Context(True, local_drop=0.71, seed=1), []
+        for update, record in enumerate(run.stats("train_inner")):
+            distance = abs(float(record["moe_cmr_gate"]) - 0.3)
+            # The tokens of all layers have one mean; the log has a mean for each micro-batch.
+            assert float(record["cmr_gate_loss"]) == pytest.approx(distance, abs=0.02)
+            context.begin_step(update=update)
+            names = [f"decoder.layers.{i}.fc1" for i in range(2)]
+            layers = [SimpleNamespace(name=name, training=True, calls=True) for name in names]
+            sends.append(not all(map(context.keeps_rows, layers)))
+            # The time of a forward pass and of the backward pass before it.
+            assert (float(record["all_to_all_cpu_time_ms"]) > 0) == any(sends[-2:])
+        assert sends[-2:] == [False, False] and any(sends)
+        words = (lm_data, "--user-dir", USER_DIR, "--path", tmp_path / "b" / "checkpoint_last.pt")
+        evaluated = fairseq("eval-lm", *words, "--gen-subset", "valid", "--tokens-per-sample", 16)
+        assert "Perplexity" in evaluated.output
 
 
 @pytest.mark.parametrize("policy", ["bpr", "probability"])
@@ -124,11 +149,12 @@ DECODING = {
     "hash": ("--moe-gate-type", "hash"),
     "groups-bias-shared": (
         "--moe-expert-groups", 2, "--moe-top-k", 2, "--moe-balance-bias", "--moe-shared-experts", 1,
-        "--moe-score-function", "sigmoid", "--moe-prescore", "--moe-pregate", 1,
+        "--moe-score-function", "sigmoid", "--moe-prescore",
+        "--moe-pregate", 1, "--moe-pregate-sides", "decoder",
     ),
     "several-gates": (
         "--moe-gate-type", "cosine,linear", "--moe-gate-projection-dim", 8, "--moe-gate-index", 1,
-        "--moe-residual", "--moe-second-expert-policy", "sampling",
+        "--moe-cmr", "--moe-eom", 0.2, "--moe-fom", 0.1, "--moe-second-expert-policy", "sampling",
     ),
 }  # fmt: skip
 
@@ -185,5 +211,5 @@ def test_a_bias_can_be_switched_on_and_what_changed_is_said(lm_data, tmp_path):
     bias = _load(tmp_path)["model"]["decoder.layers.0.fc1.balance_bias.bias"]
     assert 0 < bias.abs().max() <= 0.0021  # two updates
     output = refused("train", *lm_args(lm_data, tmp_path, "--moe-residual", updates=7))
-    assert "--moe-shared-experts and --moe-residual of the run that saved it" in output
+    assert "--moe-shared-experts, --moe-residual and --moe-cmr of the run that saved it" in output
     assert "beside.mix.weight" in output

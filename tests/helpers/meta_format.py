@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 
 D, H, HEADS, LAYERS = 16, 32, 2, 2
+CMR_GATE = {"weight": (1, D), "bias": (1,)}
 
 
 @dataclass
@@ -90,11 +91,16 @@ class Meta:
                 yield f"{layer}.{attention}.{name}.bias", (D,)
             yield f"{layer}.{attention}_layer_norm.weight", (D,)
             yield f"{layer}.{attention}_layer_norm.bias", (D,)
+        has_cmr = bool(self.options.get("moe_cmr"))
         if layer in self.moe_layers():
-            yield f"{layer}.moe_layer.gate.wg.weight", (self.num_experts, D)
-            for expert in range(self.local):
-                yield from ffn(f"{layer}.moe_layer.experts.{expert}")
-        else:
+            # Meta's CMR layer is built around the MoE layer, which then has two names.
+            for moe in ("moe_layer", *["cmr_layer.moe_layer"] * has_cmr):
+                yield f"{layer}.{moe}.gate.wg.weight", (self.num_experts, D)
+                for expert in range(self.local):
+                    yield from ffn(f"{layer}.{moe}.experts.{expert}")
+            if has_cmr:
+                yield from ((f"{layer}.cmr_layer.gate.wg.{k}", shape) for k, shape in CMR_GATE.items())
+        if layer not in self.moe_layers() or has_cmr:
             yield from ffn(layer)
         yield f"{layer}.final_layer_norm.weight", (D,)
         yield f"{layer}.final_layer_norm.bias", (D,)
@@ -139,6 +145,7 @@ def weight(meta, name, shape, rank=0):
         return torch.zeros(1)
     if "embed_tokens" in name or "output_projection" in name:
         name = "embed"  # all tied
+    name = name.replace(".cmr_layer.moe_layer.", ".moe_layer.")
     values = drawn(global_name(meta, name, rank), shape)
     return 1 + 0.1 * values if "layer_norm.weight" in name else values
 
@@ -232,8 +239,11 @@ def tutel_state(meta, rank):
     return state
 
 
-def layer_by_loops(meta, layer, x_TD, training=False):
-    """Return what Meta's layer makes of tokens in the order (sentence, time), one after the other."""
+def layer_by_loops(meta, layer, x_TD, training=False, sentences=1):
+    """Return what Meta's layer makes of tokens in the order (sentence, time), one after the other.
+
+    Masking of outputs is that of evaluation.
+    """
     options = meta.model_options()
     probs_TE = torch.softmax(
         x_TD @ weight(meta, f"{layer}.moe_layer.gate.wg.weight", (meta.num_experts, D)).T, 1
@@ -243,6 +253,9 @@ def layer_by_loops(meta, layer, x_TD, training=False):
     capacity = (1 if top_1 else 2) * math.ceil(tokens / experts)
     if fraction > 0 and not training:
         capacity = math.ceil(fraction * tokens)
+        if options.get("moe_eval_capacity_max_seqlen"):
+            positions = "max_source_positions" if layer.startswith("encoder") else "max_target_positions"
+            capacity = math.ceil(fraction * options[positions] * sentences)
     order = list(range(tokens))
     if options["moe_batch_prioritized_routing"] and not top_1:
         order.sort(key=lambda t: -float(probs_TE[t].max()))
@@ -266,6 +279,13 @@ def layer_by_loops(meta, layer, x_TD, training=False):
         for gate, (expert, kept) in zip(gates, own, strict=True):
             if kept:
                 y_TD[t] += gate * _expert(options, f"{layer}.moe_layer.experts.{expert}", x_TD[t])
+    y_TD *= 1 - options.get("moe_eom", 0)
+    if options.get("moe_cmr"):
+        weight_1D, bias_1 = (drawn(f"{layer}.cmr_layer.gate.wg.{k}", s) for k, s in CMR_GATE.items())
+        for t in range(tokens):
+            g = torch.sigmoid(weight_1D @ x_TD[t] + bias_1)
+            y_TD[t] = g * y_TD[t] + (1 - g) * _expert(options, layer, x_TD[t])
+    y_TD *= 1 - options.get("moe_fom", 0)
     dropped = sum(not kept for *_, kept in chosen)
     return y_TD, dropped
 

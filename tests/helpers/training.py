@@ -106,6 +106,7 @@ class Training:
             "balance_bias": self.bias,
             "shared_experts": 1 if self.beside == "shared" else 0,
             "residual": self.beside == "residual",
+            "cmr": self.beside == "cmr",
             "exchange": self.exchange,
             "a2a_algorithm": plan or ("2dh" if ranks_per_node > 0 else "linear"),
             "adaptive_r": layout.degree,
@@ -160,7 +161,8 @@ class Model(nn.Module):
     def _moe(self, layer: MoELayer, x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
         def forward(x: Tensor) -> tuple[Tensor, Tensor]:
             y, output = layer(x, mask)
-            return y, output.balance_loss
+            gates = 0.0 if output.cmr_sum is None else 0.1 * output.cmr_sum
+            return y, output.balance_loss + gates
 
         if self.recompute == "no":
             return forward(x)

@@ -19,7 +19,7 @@ def by_hand(rule: Capacity, top_k: int, num_experts: int, num_tokens: int) -> in
     if rule.fixed:
         return rule.fixed
     if rule.token_fraction > 0:
-        limit = math.ceil(num_tokens * rule.token_fraction)
+        limit = math.ceil((rule.tokens or num_tokens) * rule.token_fraction)
     else:
         limit = top_k * math.ceil(num_tokens * abs(rule.factor) / num_experts)
     return math.ceil(max(limit, rule.minimum) / rule.multiple) * rule.multiple
@@ -29,6 +29,7 @@ rules = st.builds(
     Capacity,
     factor=st.floats(-4, 4).filter(bool) | st.sampled_from([0.5, 1.0, 1.25, -1.0, 1e-9]),
     token_fraction=st.just(0.0) | st.floats(0.001, 1.5),
+    tokens=st.just(0) | st.integers(1, 5000),
     minimum=st.integers(0, 40),
     multiple=st.integers(1, 9),
     fixed=st.just(0) | st.integers(1, 40),

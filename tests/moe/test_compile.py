@@ -41,6 +41,7 @@ LONG = [
     {"second_expert_policy": "sampling", "activation_dropout": 0.3},
     {"second_expert_policy": "random", "normalize_gate": "after", "top_k": 3},
     {"rsample": True, "drop_policy": "probability", "capacity_factor": 0.5},
+    {"eom": 0.3, "fom": 0.2, "cmr": True, "cmr_gate_drop": 0.3},
 ]  # fmt: skip
 CALL = (True, 3, False)  # training, sentences, time first
 

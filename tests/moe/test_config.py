@@ -58,6 +58,10 @@ BAD = [
     ("score_function", "relu", ("--moe-score-function", "'relu'", "softmax, sigmoid")),
     ("normalize_gate", "yes", ("--moe-normalize-gate", "'yes'", "before, after, none")),
     ("routed_scaling_factor", 0.0, ("--moe-routed-scaling-factor", "is 0.0", "above 0")),
+    ("eom", 1.0, ("--moe-eom", "is 1.0", "from 0 to below 1")),
+    ("fom", -0.1, ("--moe-fom", "is -0.1", "from 0 to below 1")),
+    ("cmr_gate_drop", 1.5, ("--cmr-gate-drop", "is 1.5", "from 0 to below 1")),
+    ("eval_sentence_length", -1, ("--moe-eval-capacity-max-seqlen", "is -1", "at least 0")),
     ("expert_groups", 3, ("--moe-expert-groups", "is 3", "4 experts", "give a divisor")),
     ("groups_per_token", 2, ("--moe-groups-per-token", "is 2, but the number of groups is 1", "at most 1")),
     ("second_expert_policy", "any", ("--moe-second-expert-policy", "'any'", "all, sampling")),
@@ -100,7 +104,7 @@ def test_a_bad_value_is_refused_by_one_sentence(option, value, parts):
     with pytest.raises(ValueError) as error:
         MoEConfig(**{**GOOD, option: value})
     message = str(error.value)
-    assert message.startswith(option)
+    assert message.startswith((option, "--cmr"))
     assert message.endswith(".") and "\n" not in message and ". " not in message
     for part in parts:
         assert part in message
@@ -117,7 +121,7 @@ def test_numbers_of_numpy_are_taken_as_python_s():
 def test_every_option_that_can_be_wrong_is_in_the_list():
     # True or false, as prescore is.
     free = {"gate_fp32", "expert_bias", "hidden_layer_norm"}
-    free |= {"rsample", "sinkhorn", "residual", "balance_bias", "recompute_experts"}
+    free |= {"rsample", "sinkhorn", "residual", "cmr", "balance_bias", "recompute_experts"}
     assert {field.name for field in dataclasses.fields(MoEConfig)} == free | {b[0] for b in BAD}
 
 
@@ -126,6 +130,8 @@ CONTRADICTIONS = [
     ({"groups_per_token": 1, "expert_groups": 4, "top_k": 2}, ("--moe-groups-per-token", "enough")),
     ({"eval_capacity_token_fraction": 0.1, "eval_capacity_factor": 1.0},
      ("--moe-eval-capacity-token-fraction", "remove one of")),
+    ({"eom": 0.1, "prescore": True}, ("--moe-eom", "is 0.1", "--moe-prescore", "remove one")),
+    ({"cmr": True, "residual": True}, ("--moe-cmr", "--moe-residual", "remove one")),
     ({"choice": "experts", "drop_policy": "bpr"}, ("--moe-drop-policy", "--moe-choice experts")),
     ({"choice": "experts", "second_expert_policy": "random"}, ("--moe-second-expert-policy",)),
     ({"choice": "experts", "rsample": True}, ("--moe-rsample", "remove one")),
@@ -238,6 +244,10 @@ def test_how_it_is_computed_is_kept_apart_from_what_is_computed():
         (StoreConfig, "moe_expert_cache_policy", "x", "--moe-expert-cache-policy is 'x'; choose one"),
         (TaskConfig, "moe_zero_stage", 3, "--moe-zero-stage is 3; give 0 (nothing is partitioned)"),
         (TaskConfig, "moe_checkpoint", "half", "--moe-checkpoint is 'half'; choose one of full, sharded."),
+        (ModelConfig, "moe_local_drop", 1.0, "--moe-local-drop is 1.0; give a number from 0 to below 1."),
+        (SidesConfig, "moe_pregate_sides", "all", "--moe-pregate-sides is 'all'; choose one of both, "),
+        (CriterionConfig, "cmr_gate_loss_p", 1.1, "--cmr-gate-loss-p is 1.1; give a number from 0 to 1."),
+        (CriterionConfig, "cmr_gate_loss_wt", -1.0, "--cmr-gate-loss-wt is -1.0; give a finite number"),
         (CriterionConfig, "moe_gate_loss_wt", math.inf, "--moe-gate-loss-wt is inf; give a finite number"),
     ],
 )  # fmt: skip

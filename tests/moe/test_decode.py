@@ -30,6 +30,7 @@ CASES = {
         "top_k": 2, "score_function": "sigmoid", "balance_bias": True, "expert_groups": 2,
         "groups_per_token": 1, "shared_experts": 1, "residual": True, "balance_loss": "gshard_all:1,z:1",
     },
+    "masks, CMR": {"top_k": 2, "eom": 0.25, "fom": 0.2, "cmr": True, "cmr_gate_drop": 0.3},
     "hash": {"top_k": 3, "gate_type": "hash"},
     "cosine": {"top_k": 2, "gate_type": "cosine", "gate_projection_dim": 3},
 }  # fmt: skip

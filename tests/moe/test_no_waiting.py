@@ -19,6 +19,7 @@ RULES = (
     {"second_expert_policy": "sampling", "drop_policy": "bpr"},
     {"rsample": True, "drop_policy": "probability", "normalize_gate": "after"},
     {"sinkhorn": True},
+    {"eom": 0.2},
 )
 
 

@@ -25,7 +25,7 @@ CHOICES = {
     "normalize": ("before", "after", "none"),
     "prescore": (False, True),
     "bias": (False, True),
-    "beside": ("none", "shared", "residual"),
+    "beside": ("none", "shared", "residual", "cmr"),
     "exchange": ("ragged", "padded"),
     "layout": tuple(LAYOUTS),
     "way": tuple(WAYS),

@@ -21,7 +21,8 @@ def run(reentrant: bool | None, *, autocast: bool = False, **options) -> dict[st
     def forward(x: Tensor) -> tuple[Tensor, Tensor]:
         calls.append(1)
         y, output = layer(x, mask, token_ids=torch.arange(x.shape[0] * x.shape[1]).view(x.shape[:2]))
-        return y, output.balance_loss
+        gates = 0.0 if output.cmr_sum is None else output.cmr_sum
+        return y, output.balance_loss + gates
 
     generator = torch.Generator().manual_seed(2)
     dtype = layer.experts.expert_parameters().popitem()[1].dtype
@@ -71,6 +72,8 @@ OPTIONS = [
     {"prescore": True, "capacity_factor": 0.5, "activation_dropout": 0.3},
     {"shared_experts": 2, "activation_dropout": 0.3},
     {"residual": True, "shared_experts": 1, "drop_policy": "rts", "capacity_factor": 0.5},
+    {"eom": 0.3, "fom": 0.2, "cmr": True, "cmr_gate_drop": 0.3, "capacity_factor": 0.5},
+    {"choice": "experts", "eom": 0.3, "fom": 0.2, "autocast": True},
     {"balance_loss": "gshard_sequence:1,gshard_global:0.5,z:0.1", "score_function": "sigmoid"},
     {"balance_loss": "load_importance:1,load_importance_tutel:0.5,gshard_all:1", **NOISE},
 ]

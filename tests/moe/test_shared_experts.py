@@ -63,6 +63,9 @@ def by_loop(layer: MoELayer, x_TD: Tensor, real: list[bool]) -> Tensor:
             logits = layer.beside.mix.weight @ x_D + layer.beside.mix.bias
             share = 1 / (1 + torch.exp(logits[1] - logits[0]))
             y_D = share * y_D + (1 - share) * dense_by_parts(layer.beside.dense, x_D, 1)
+        if config.cmr:
+            share = torch.sigmoid(layer.beside.cmr_gate.weight[0] @ x_D + layer.beside.cmr_gate.bias[0])
+            y_D = share * y_D + (1 - share) * dense_by_parts(layer.beside.dense, x_D, 1)
         if config.shared_experts:
             y_D = y_D + dense_by_parts(layer.beside.shared, x_D, config.shared_experts)
         y.append(y_D if real[t] else 0 * y_D)
@@ -84,6 +87,7 @@ BESIDE = (
     {"shared_experts": 3},
     {"residual": True},
     {"shared_experts": 2, "residual": True},
+    {"cmr": True},
 )
 FORMS = (
     {},
@@ -115,8 +119,9 @@ def test_no_tokens_and_padding_alone_give_zero_gradients(beside, time_first):
             assert torch.equal(parameter.grad, torch.zeros_like(parameter)), name
 
 
-def test_values_are_those_of_the_seed_whatever_the_number_of_ranks():
-    config = dataclasses.replace(CONFIG, shared_experts=2, residual=True)
+@pytest.mark.parametrize("mixed", ("residual", "cmr"))
+def test_values_are_those_of_the_seed_whatever_the_number_of_ranks(mixed):
+    config = dataclasses.replace(CONFIG, shared_experts=2, **{mixed: True})
     one, other = MoELayer(config, seed=1).beside, MoELayer(config, seed=2).beside
     renamed = MoELayer(config, seed=1, name="x").beside
     topology = Topology(world_size=2, rank=1, expert_parallel_size=2)
@@ -127,7 +132,7 @@ def test_values_are_those_of_the_seed_whatever_the_number_of_ranks():
         for different in (other, renamed):
             assert not torch.equal(dict(different.named_parameters())[name], parameter), name
         assert not hasattr(dict(split.named_parameters())[name], "expert")  # all ranks hold the same
-        bound = {"fc1": 5, "mix": 5, "fc2": 6}  # of one expert, also where several are one
+        bound = {"fc1": 5, "mix": 5, "cmr_gate": 5, "fc2": 6}  # of one expert, also where several are one
         layer = next(part for part in name.split(".") if part in bound)
         assert 0 < parameter.detach().abs().max().item() <= bound[layer] ** -0.5
 

@@ -106,7 +106,7 @@ def test_flags_are_found_by_a_part_of_their_name_or_help():
         for key in defaults(options):
             assert f"  {flag_of(key)}\n" in everything
     assert "(i + 1) % moe_freq == 0" in everything
-    assert "flags with 'capacity':\nof the moe_ architectures:\n  --moe-cap" in tool("flags", "capasity")
+    assert "flags with 'capacity':\nof the moe_ architectures:\n  --moe-eval" in tool("flags", "capasity")
     with pytest.raises(SystemExit, match="no flag has 'pigeon' in its name or help"):
         tool("flags", "pigeon")
 

@@ -17,6 +17,7 @@ from fairseq_tutel.criterions.gate_loss import GateLossMixin
 from fairseq_tutel.moe.config import MoEConfig
 from fairseq_tutel.plugin import register
 from fairseq_tutel.plugin.feed_forward import Context, moe_layers, replace_ffn
+from fairseq_tutel.plugin.install import _sentence_length
 from fairseq_tutel.plugin.registration.flags import GateLossOptions, defaults
 from fairseq_tutel.plugin.run_state import OPENED
 from fairseq_tutel.plugin.training.startup import refuse_run
@@ -136,6 +137,28 @@ def test_a_pre_gated_model_gives_step_by_step_what_it_gives_at_once():
         build("decoder", moe_pregate=2)
 
 
+def test_the_capacity_of_full_sentences_is_that_of_each_side():
+    fraction = {"moe_eval_capacity_token_fraction": 0.25, "moe_eval_capacity_max_seqlen": True}
+    model, _ = build("encoder", max_source_positions=40, max_target_positions=28, **fraction)
+    lengths = {layer.label: layer.config.eval_sentence_length for layer in moe_layers(model)}
+    assert lengths == {"encoder_1": 40, "encoder_3": 40, "decoder_1": 28}
+    fraction["moe_eval_capacity_token_fraction"] = -1.0  # of the training capacity
+    model, _ = build("encoder", max_source_positions=40, **fraction)
+    assert {layer.config.eval_sentence_length for layer in moe_layers(model)} == {0}
+    fraction["moe_eval_capacity_token_fraction"] = 0.1
+    with pytest.raises(ValueError, match="of this model has no --max-target-positions; remove"):
+        _sentence_length(argparse.Namespace(**fraction), "decoder")
+
+
+@pytest.mark.parametrize("sides", ("both", "encoder", "decoder"))
+def test_pre_gating_changes_the_chosen_stacks_alone(sides):
+    model, _ = build("encoder", moe_pregate=1, moe_freq=1, moe_pregate_sides=sides)
+    routed = {layer.label.partition("_")[0] for layer in moe_layers(model) if layer.router is not None}
+    assert routed == ({"encoder", "decoder"} if sides == "both" else {sides})
+    with pytest.raises(ValueError, match="is 1 but the decoder has 0 MoE layers; remove the option"):
+        build("encoder", moe_pregate=1, decoder_moe_freq=0, moe_pregate_sides="decoder")
+
+
 class LoggedSum:
     """A criterion that sums what a model gives."""
 
@@ -197,6 +220,13 @@ SAID = {
     "--moe-gate-loss-wt 0.5 has no effect: --moe-balance-loss is none": {"moe_gate_loss_wt": 0.5},
     "--moe-gate-loss-combine-method sum has no effect: ": {"moe_gate_loss_combine_method": "sum"},
     "--moe-gate-loss-transform neg_log has no effect: ": {"moe_gate_loss_transform": "neg_log"},
+    "--moe-local-drop 0.1 has no effect: every rank has all experts": {"moe_local_drop": 0.1},
+    "--moe-eval-capacity-max-seqlen has no effect without --moe-eval-capacity-token-fraction above 0": {
+        "moe_eval_capacity_max_seqlen": True,
+    },
+    "--cmr-gate-drop 0.1 has no effect without --moe-cmr": {"cmr_gate_drop": 0.1},
+    "--cmr-gate-loss-wt 0.1 has no effect without --moe-cmr": {"cmr_gate_loss_wt": 0.1},
+    "--cmr-gate-loss-p 0.5 has no effect without --moe-cmr": {"cmr_gate_loss_p": 0.5},
 }  # fmt: skip
 
 
@@ -288,6 +318,14 @@ def test_what_cannot_work_on_several_ranks_is_refused(words):
     two = Topology(world_size=2, expert_parallel_size=2)
     with pytest.raises(ValueError, match=re.escape(REFUSED_ON_TWO_RANKS[words])):
         refuse_run(cfg, model, two, in_step=False, sliced=False, ahead=0)
+
+
+def test_local_drop_needs_complete_experts():
+    cfg, task = run_of("decoder", "moe_cross_entropy", "--moe-local-drop", "0.1")
+    model = TransformerLanguageModel.build_model(cfg.model, task)
+    with pytest.raises(ValueError, match=r"^--moe-local-drop is 0.1, which needs complete experts on each"):
+        refuse_run(cfg, model, Topology(), in_step=False, sliced=True, ahead=0)
+    refuse_run(cfg, model, Topology(), in_step=False, sliced=False, ahead=0)
 
 
 def test_a_lightconv_layer_with_experts_has_a_repr():

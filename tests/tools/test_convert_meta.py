@@ -3,7 +3,7 @@
 import meta_format
 import pytest
 import torch
-from meta_format import D, H, Meta
+from meta_format import CMR_GATE, D, H, Meta
 from tool_in_process import convert, refusal
 
 from fairseq_tutel.convert.meta import translate
@@ -29,6 +29,12 @@ def expected_weight(meta, name):
     shapes = dict(meta.names())
     if not found or layer not in meta.moe_layers():
         return meta_format.weight(meta, name, shapes[name])
+    if rest.startswith("beside.dense."):
+        name = f"{layer}.{rest.removeprefix('beside.dense.')}"
+        return meta_format.weight(meta, name, shapes[name])
+    if rest.startswith("beside.cmr_gate."):
+        name = rest.replace("beside.cmr_gate.", f"{layer}.cmr_layer.gate.wg.")
+        return meta_format.weight(meta, name, shapes[name])
     if rest == "gate.weight":
         key = f"{layer}.moe_layer.gate.wg.weight"
         return meta_format.weight(meta, key, (meta.num_experts, D))
@@ -44,6 +50,8 @@ SIZES = {
     "4 on 1": {"ranks": 1},
     "2 on 4, every other layer": {"num_experts": 2, "ranks": 4, "moe_freq": 2},
     "translation": {"translates": True},
+    "CMR, every other layer": {"moe_freq": 2, "options": {"moe_cmr": True}},
+    "CMR, translation": {"translates": True, "options": {"moe_cmr": True}},
 }
 
 
@@ -103,7 +111,10 @@ OPTIONS = [
     ({"moe_normalize_expert_grad": "world_size"}, {"moe_normalize_expert_grad": "world_size"}),
     ({"moe_normalize_expert_grad": "sqrt_num_experts"}, {"moe_normalize_expert_grad": "sqrt_world_size"}),
     ({"decoder_ffn_embed_dim": 64}, {"moe_expert_ffn_dim": H}),
-    ({"moe_eom": 0.2, "moe_fom": 0.5}, {"moe_routed_scaling_factor": pytest.approx(0.4)}),
+    ({"moe_eom": 0.2, "moe_fom": None}, {"moe_eom": 0.2, "moe_fom": 0.0}),
+    ({"moe_local_drop": 0.1, "moe_cmr": True}, {"moe_local_drop": 0.1, "moe_cmr": True}),
+    ({"cmr_gate_drop": 0.3}, {"cmr_gate_drop": 0.3, "moe_cmr": False}),
+    ({"moe_eval_capacity_max_seqlen": True}, {"moe_eval_capacity_max_seqlen": True}),
 ]
 
 
@@ -117,8 +128,7 @@ def test_convert_meta_translates_options(given, expected):
 NOTED = {
     "--moe-second-expert-policy sampling: Meta draws the second expert at random":
         {"moe_second_expert_policy": "sampling"},
-    "--moe-eom 0.2 became --moe-routed-scaling-factor 0.8": {"moe_eom": 0.2},
-    "--moe-local-drop 0.1 has no counterpart": {"moe_local_drop": 0.1},
+    "--cmr-log-lang-gates True has no counterpart": {"cmr_log_lang_gates": True},
     "--moe-of-tomorrow 3 is not an option of fairseq_tutel": {"moe_of_tomorrow": 3},
 }  # fmt: skip
 
@@ -216,7 +226,10 @@ REFUSED = {
         option_changed(moe_freq=2),
     "INPUT holds a model of the architecture lstm_lm, which has no MoE variant":
         option_changed(_name="lstm_lm"),
-    "the model was trained with --moe-cmr True": option_changed(moe_cmr=True),
+    "has the weight decoder.layers.0.cmr_layer.gate.wg.bias, but its options lack --moe-cmr": model_changed(
+        "best-shared.pt", lambda m: m.update(
+            {f"decoder.layers.0.cmr_layer.gate.wg.{k}": torch.ones(s) for k, s in CMR_GATE.items()})),
+    "which lacks the weight decoder.layers.0.cmr_layer.gate.wg.bias": option_changed(moe_cmr=True),
     "--scale-fc True": option_changed(scale_fc=True),
 }  # fmt: skip
 

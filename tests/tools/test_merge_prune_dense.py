@@ -43,6 +43,7 @@ PER_EXPERT = {
     "bias": ({"balance_bias": True}, ["gate.weight", "balance_bias.bias"]),
     "glu": ({"expert_type": "glu"}, ["gate.weight", "experts.fc3_weight", "experts.fc3_bias"]),
     "shared and residual": ({"shared_experts": 1, "residual": True}, ["gate.weight"]),
+    "shared and CMR, masked": ({"shared_experts": 1, "cmr": True, "eom": 0.2}, ["gate.weight"]),
     "layer norm": ({"hidden_layer_norm": True}, ["gate.weight"]),
 }
 FFN = [f"experts.fc{i}_{kind}" for i in (1, 2) for kind in ("weight", "bias")]
@@ -187,6 +188,8 @@ DENSE = {
     "equal experts, all": ({"change": equal_experts}, "all", True),
     "equal experts, scaled": (
         {"change": equal_experts, "routed_scaling_factor": 2.5, "shared_experts": 2}, "1", True),
+    "equal experts, masked": (
+        {"change": equal_experts, "eom": 0.2, "fom": 0.3, "shared_experts": 2}, "1", True),
     "equal experts, layer norm": ({"change": equal_experts, "hidden_layer_norm": True}, "0", True),
     "one expert": ({"num_experts": 1, "top_k": 1}, "0", True),
     "hash, half of all": ({"gate_type": "hash", "top_k": E}, "0,1", False),
@@ -308,6 +311,7 @@ REFUSED = {
     "weight": ({}, ("dense", "--experts", 0, "--weight", -1), "--weight is -1; give a number"),
     "glu": ({"expert_type": "glu"}, ("dense", "--experts", 0), "has experts of the type glu"),
     "residual": ({"residual": True}, ("dense", "--experts", 0), "which a dense layer cannot"),
+    "CMR": ({"cmr": True}, ("dense", "--experts", 0), "accepts only models without --moe-cmr"),
     "layer norm, two": ({"hidden_layer_norm": True}, ("dense", "--experts", "0,1"),
                         "normalizes the hidden layer of each expert (--scale-fc)"),
 }  # fmt: skip

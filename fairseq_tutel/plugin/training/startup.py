@@ -194,6 +194,7 @@ def refuse_run(
     _refuse_options(root, on_gpu=device_of(root).type == "cuda")
     name, dropped, shares = root.optimizer._name, _layerdrop_of(model), topology.expert_parallel_size > 1
     recomputes = any(hasattr(module, "precheckpoint_forward") for module in model.modules())
+    local_drop = float(getattr(root.model, "moe_local_drop", 0.0))
     rules = [
         (
             dropped and (shares or (in_step and topology.world_size > 1)),
@@ -210,6 +211,12 @@ def refuse_run(
             ahead and dropped,
             f"{dropped}, but with --moe-pregate {ahead} a layer's gate reads the input of another layer, "
             "which must not be dropped; set one of them to 0.",
+        ),
+        (
+            sliced and local_drop > 0,
+            f"--moe-local-drop is {local_drop}, which needs complete experts on each rank, but ranks hold "
+            "shards of them; remove it, or give an --moe-expert-parallel-size that divides the number of "
+            "experts.",
         ),
         (
             shares and sliced and getattr(root.optimizer, "fp16_adam_stats", False),

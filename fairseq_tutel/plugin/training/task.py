@@ -149,7 +149,7 @@ class MoETaskMixin(InferenceMixin):
         if any(layer.experts.weights.of_all for layer in layers):
             experts.drop_everywhere(model)
         for context in contexts_of(layers):
-            context.begin_step(is_dummy=ignore_grad)
+            context.begin_step(is_dummy=ignore_grad, update=update_num)
         if hasattr(criterion, "begin_step"):
             criterion.begin_step(update_num, is_dummy=ignore_grad)
         self._begin_micro_batch(0 if ignore_grad else _tokens_of(sample), optimizer)
