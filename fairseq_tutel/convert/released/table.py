@@ -1,0 +1,221 @@
+"""Defines `Family`, a table of the names and options of a kind of model in both systems.
+
+A family is read in both directions: from config.json and Hugging Face's tensors to fairseq's options and
+tensors, and back. "Their" means Hugging Face's, "our" means fairseq's.
+"""
+
+import itertools
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+BRACES = re.compile(r"\{([^{}]*)\}")
+# Their activation -> our activation. Both names of a pair compute the same function.
+ACTIVATIONS = {"relu": "relu", "gelu": "gelu", "gelu_new": "gelu_accurate", "tanh": "tanh"}
+OPPOSITE = {True: False, False: True}
+
+
+class Row(NamedTuple):
+    """One tensor in both systems. A tensor with several names is tied: all names hold the same values."""
+
+    theirs: tuple[str, ...]
+    ours: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Names:
+    """A pattern of tensor names in both systems; `rows` expands it.
+
+    - {a,b} stands for a or b, as in a shell; the two names must have the same number of expansions.
+    - * is the index of a layer, below the number in our option `layers`.
+    - Spaces separate the names of a tied tensor. The first name is preferred.
+
+    Attributes:
+        when: our options and their values for which the model has these tensors.
+    """
+
+    theirs: str
+    ours: str
+    layers: str = ""
+    when: Mapping[str, Any] = field(default_factory=dict)
+
+    def rows(self, options: Mapping[str, Any]) -> Iterator[Row]:
+        """Yield the tensors of a model that has these fairseq options."""
+        if any(options.get(key) != value for key, value in self.when.items()):
+            return
+        pairs = list(zip(expanded(self.theirs), expanded(self.ours), strict=True))
+        for i in range(options[self.layers]) if self.layers else [0]:
+            for theirs, ours in pairs:
+                yield Row(*(tuple(text.replace("*", str(i)).split()) for text in (theirs, ours)))
+
+
+def expanded(pattern: str) -> list[str]:
+    """Expand {a,b} in a pattern, the last braces fastest."""
+    parts = BRACES.split(pattern)  # text and the content of braces alternate
+    choices = [part.split(",") if i % 2 else [part] for i, part in enumerate(parts)]
+    return ["".join(chosen) for chosen in itertools.product(*choices)]
+
+
+@dataclass(frozen=True)
+class Option:
+    """An option in both systems.
+
+    Attributes:
+        theirs: a key of config.json.
+        ours: one or several fairseq options, separated by spaces; all have the same value.
+        default: the value if config.json lacks the key, as in transformers' configuration class.
+        values: their value -> our value; empty if the values are equal.
+    """
+
+    theirs: str
+    ours: str
+    default: Any
+    values: Mapping[Any, Any] = field(default_factory=dict)
+
+    def read(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        """Return our options for a config.json.
+
+        Raises:
+            ValueError: their value has no counterpart, or is of another type than the default.
+        """
+        value = config.get(self.theirs, self.default)
+        if value is None:
+            value = self.default
+        if self.values:
+            if not isinstance(value, str | bool | int) or value not in self.values:
+                raise ValueError(
+                    f"config.json has {self.theirs} {value!r}, which fairseq's model does not have; the "
+                    f"supported values are {', '.join(map(str, self.values))}."
+                )
+            value = self.values[value]
+        elif isinstance(value, bool) or not isinstance(
+            value, int | float if isinstance(self.default, float) else type(self.default)
+        ):
+            raise ValueError(
+                f"config.json has {self.theirs} {value!r}, which is not a {type(self.default).__name__}; "
+                "correct the file."
+            )
+        return dict.fromkeys(self.ours.split(), value)
+
+    def write(self, options: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the entry of config.json for our options.
+
+        Raises:
+            ValueError: our options differ from each other, or their system has no such value.
+        """
+        keys = [key for key in self.ours.split() if options.get(key) is not None]
+        found = {key: options[key] for key in keys}
+        if len({repr(value) for value in found.values()}) > 1:
+            text = ", ".join(f"{key} {value}" for key, value in found.items())
+            raise ValueError(f"--input has {text}, but transformers has one value for these options.")
+        if not keys:
+            return {self.theirs: self.default}
+        value = found[keys[0]]
+        if self.values:
+            theirs = [key for key, own in self.values.items() if own == value]
+            if not theirs:
+                raise ValueError(
+                    f"--input has {keys[0]} {value}, which transformers does not have; the supported "
+                    f"values are {', '.join(map(str, self.values.values()))}."
+                )
+            value = theirs[0]
+        return {self.theirs: value}
+
+
+def switch(theirs: str, ours: str, default: bool, opposite: bool = False) -> Option:
+    """Return an option whose values are True and False; with `opposite`, our value is the opposite."""
+    return Option(theirs, ours, default, OPPOSITE if opposite else {True: True, False: False})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """The names and options of a kind of model in both systems.
+
+    Attributes:
+        name: model_type in config.json, which is the value of --family.
+        architecture: their class with a head, which config.json names.
+        prefix: start of the names of all tensors except the head's; a model that was saved without head
+            lacks it.
+        arch: our architecture, whose defaults apply.
+        task: our task, which the checkpoint names.
+        names: the tensors.
+        options: the options that both systems have.
+        fixed: our options that must have these values.
+        assumed: their options that must have these values, if config.json has the key.
+        written: further entries of config.json.
+        dropped: pattern of their tensors without a counterpart, such as position tables that are computed.
+        constants: our tensors that have no counterpart, such as the version of an encoder.
+    """
+
+    name: str
+    architecture: str
+    prefix: str
+    arch: str
+    task: str
+    names: tuple[Names, ...]
+    options: tuple[Option, ...]
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    assumed: Mapping[str, Any] = field(default_factory=dict)
+    written: Mapping[str, Any] = field(default_factory=dict)
+    dropped: str = ""
+    constants: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+
+    def rows(self, options: Mapping[str, Any]) -> list[Row]:
+        """Return all tensors of a model that has these fairseq options."""
+        return [row for names in self.names for row in names.rows(options)]
+
+    def read_options(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        """Return our options for a config.json.
+
+        Raises:
+            ValueError: a value has no counterpart.
+        """
+        for key, value in self.assumed.items():
+            if config.get(key, value) != value:
+                raise ValueError(
+                    f"config.json has {key} {config[key]!r}, which fairseq's {self.arch} does not have; "
+                    f"only models with {key} {value!r} can be converted."
+                )
+        found = dict(self.fixed)
+        for option in self.options:
+            found |= option.read(config)
+        return found
+
+    def write_options(self, options: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the content of config.json for our options.
+
+        Raises:
+            ValueError: a value has no counterpart.
+        """
+        for key, value in self.fixed.items():
+            if options.get(key) not in (None, "", value):
+                raise ValueError(
+                    f"--input has {key} {options[key]!r}, but {self.architecture} has only {value!r}."
+                )
+        found: dict[str, Any] = {"architectures": [self.architecture], "model_type": self.name}
+        for option in self.options:
+            found |= option.write(options)
+        return found | self.written
+
+
+def transformer_layer(side: str, theirs: str = "", has_cross_attention: bool | None = None) -> list[Names]:
+    """Return the tensors of the layers of an encoder or decoder with fairseq's names after the prefix.
+
+    Args:
+        side: encoder or decoder.
+        theirs: their prefix of the layers' names; by default model.SIDE.layers.
+        has_cross_attention: by default, whether `side` is decoder.
+    """
+    prefix, ours, count = theirs or f"model.{side}.layers", f"{side}.layers", f"{side}_layers"
+    crossed = side == "decoder" if has_cross_attention is None else has_cross_attention
+    parts = [
+        "self_attn.{k,v,q,out}_proj.{weight,bias}",
+        "{self_attn_layer_norm,fc1,fc2,final_layer_norm}.{weight,bias}",
+    ]
+    if crossed:
+        parts += [
+            "encoder_attn.{k,v,q,out}_proj.{weight,bias}",
+            "encoder_attn_layer_norm.{weight,bias}",
+        ]
+    return [Names(f"{prefix}.*.{part}", f"{ours}.*.{part}", count) for part in parts]
