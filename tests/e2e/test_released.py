@@ -1,6 +1,7 @@
 """`convert to-hf` and `from-hf` by the real commands, with models that fairseq trained."""
 
 import json
+import math
 import re
 
 import pytest
@@ -149,3 +150,51 @@ def test_ctranslate2_translates_an_exported_model_alike(mt_data, tmp_path):
             texts, beam=beam, source_lang="de", target_lang="en", max_len_a=0, max_len_b=40
         )
         assert ours == theirs.batch_decode(ids) and len({*ours}) > 3
+
+
+@pytest.mark.long
+def test_fairseq_s_commands_use_imported_models(tmp_path):
+    """fairseq-interactive prints what `translate` returns; fairseq-eval-lm has transformers' loss."""
+    pytest.importorskip("transformers")
+    from released_models import TEXT, saved
+
+    saved("nllb", tmp_path / "nllb")
+    ours = tmp_path / "ours"
+    fairseq("tutel-__main__", "convert", "from-hf", "--input", tmp_path / "nllb", "--output", ours)
+    languages = sorted(path.name.split(".")[1] for path in ours.glob("dict.*.txt"))
+    (tmp_path / "lines").write_text("\n".join(TEXT[:3]) + "\n")
+    task = (
+        "--task", "translation_multi_simple_epoch", "--langs", ",".join(languages), "--lang-pairs",
+        "eng_Latn-fra_Latn", "--encoder-langtok", "src", "--decoder-langtok", "-s", "eng_Latn", "-t",
+        "fra_Latn",
+    )  # fmt: skip
+    bpe = ("--bpe", "sentencepiece", "--sentencepiece-model", ours / "sentencepiece.bpe.model")
+    opened = ("--user-dir", USER_DIR, "--path", ours / "model.pt", "--beam", 2, "--max-len-b", 6)
+    output = fairseq("interactive", ours, *task, *bpe, *opened, stdin=tmp_path / "lines").output
+    options = {"beam": 2, "max_len_a": 0, "max_len_b": 6}
+    model = ft.from_checkpoint(ours, device="cpu")
+    expected = model.translate(TEXT[:3], source_lang="eng_Latn", target_lang="fra_Latn", **options)
+    assert re.findall(r"^D-\d+\t\S+\t(.*)$", output, re.M) == expected
+
+    theirs, tokenizer = saved("xglm", tmp_path / "xglm")
+    ours = tmp_path / "lm"
+    fairseq("tutel-__main__", "convert", "from-hf", "--input", tmp_path / "xglm", "--output", ours)
+    bpe = ft.from_checkpoint(ours, device="cpu").bpe
+    (tmp_path / "text").write_text("".join(f"{bpe.encode(text)}\n" for text in TEXT))
+    fairseq(
+        "preprocess", "--only-source", "--testpref", tmp_path / "text", "--srcdict", ours / "dict.txt",
+        "--destdir", tmp_path / "bin", "--workers", 1,
+    )  # fmt: skip
+    output = fairseq(
+        "eval-lm", tmp_path / "bin", "--user-dir", USER_DIR, "--path", ours / "model.pt", "--gen-subset",
+        "test", "--sample-break-mode", "eos", "--batch-size", 2,
+    ).output  # fmt: skip
+    total = count = 0
+    for text in TEXT:
+        ids = torch.tensor([[*tokenizer(text)["input_ids"], 2]])
+        with torch.no_grad():
+            logits = theirs(ids).logits[0, :-1]
+        total += torch.nn.functional.cross_entropy(logits, ids[0, 1:], reduction="sum").item()
+        count += ids.shape[1] - 1
+    loss = float(re.search(r"Loss \(base 2\): (\S+),", output)[1])
+    assert loss == pytest.approx(total / count / math.log(2), abs=2e-4)
