@@ -49,6 +49,12 @@ def convert(folder: ReleasedFolder, output: Path) -> tuple[SavedModel, list[str]
     options = family.read_options(config)
     weights = _weights(folder, family, options)
     _check_sizes(weights, options)
+    for key, number in family.sizes(weights).items():
+        if config.get(key, number) != number:
+            raise ValueError(
+                f"config.json has {key} {shown(config[key])}, but the embedding table has {number} rows; "
+                "give the config.json of this model."
+            )
     vocabulary = vocabulary_of(folder, family, config, _rows(weights))
     saved = checkpoint(family, setup_of(folder, config, options, vocabulary), vocabulary, weights)
     with new_folder(output) as made:
