@@ -1,6 +1,5 @@
 """Converts a fairseq checkpoint to a folder in the format of Hugging Face."""
 
-import contextlib
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -66,15 +65,21 @@ def _family(saved: SavedModel, name: str) -> Family:
             )
     if name:
         return FAMILIES[name]
-    for family in sorted(FAMILIES.values(), key=lambda family: family.task != saved.name("task")):
-        with contextlib.suppress(ValueError):
+    reasons = {}
+    for key, family in FAMILIES.items():
+        try:
             family.write_options(saved.options)
             _weights(saved.weights, family, saved.options)
-            return family
-    arch = saved.name("model")
+        except ValueError as error:
+            reasons[key] = str(error)
+    fitting = [family for key, family in FAMILIES.items() if key not in reasons]
+    if fitting:
+        # RoBERTa and XLM-RoBERTa differ only in the task.
+        return min(fitting, key=lambda family: family.task != saved.name("task"))
+    closest = min(reasons, key=lambda key: FAMILIES[key].distance(saved.options))
     raise ValueError(
-        f"{saved.flag} holds a model of the architecture {arch or 'without a name'}, which no class of "
-        f"transformers equals; give --family {', '.join(FAMILIES)} to print the reason."
+        f"{saved.flag} is a {saved.name('model')}, which no class of transformers equals; the closest "
+        f"family is {closest}: {reasons[closest]}"
     )
 
 
