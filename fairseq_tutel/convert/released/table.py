@@ -172,6 +172,7 @@ class Family:
         options: the options that both systems have.
         fixed: our options that must have these values.
         assumed: their options that must have these values, if config.json has the key.
+        ignored: pattern of their options that do not change outputs, or that `read_more` and `setup` read.
         written: further entries of config.json.
         dropped: pattern of their tensors without a counterpart, such as position tables that are computed.
         zeros: shapes of their tensors that must be zero, because our model does not have them; a word of a
@@ -198,6 +199,7 @@ class Family:
     fixed: Mapping[str, Any] = field(default_factory=dict)
     assumed: Mapping[str, Any] = field(default_factory=dict)
     written: Mapping[str, Any] = field(default_factory=dict)
+    ignored: str = ""
     dropped: str = ""
     zeros: Mapping[str, str] = field(default_factory=dict)
     unused: Mapping[str, str] = field(default_factory=dict)
