@@ -100,8 +100,8 @@ class Option:
             value, int | float if isinstance(self.default, float) else type(self.default)
         ):
             raise ValueError(
-                f"config.json has {self.theirs} {value!r}, which is not a {type(self.default).__name__}; "
-                "correct the file."
+                f"config.json has {self.theirs} {value!r}, which is not of the type "
+                f"{type(self.default).__name__}; correct the file."
             )
         keys = (word.partition("|")[0] for word in self.ours.split())
         return dict.fromkeys(keys, value - self.offset if self.offset else value)
@@ -122,7 +122,10 @@ class Option:
         found = {key: options[key] for key in keys}
         if len({repr(value) for value in found.values()}) > 1:
             text = ", ".join(f"{key} {value}" for key, value in found.items())
-            raise ValueError(f"--input has {text}, but transformers has one value for these options.")
+            raise ValueError(
+                f"--input has {text}, but transformers has one value for these options; this "
+                "model cannot be converted."
+            )
         if not keys and not isinstance(self.default, bool | float):
             raise ValueError(
                 f"--input lacks the option {self.ours.split()[0]}; give a checkpoint that fairseq-train "
@@ -147,7 +150,7 @@ def switch(theirs: str, ours: str, default: bool, opposite: bool = False) -> Opt
 
 
 class Setup(NamedTuple):
-    """What the options of a task depend on."""
+    """The values that the options of a task depend on."""
 
     options: dict[str, Any]  # our options of the model
     config: Mapping[str, Any]  # config.json
@@ -257,7 +260,7 @@ class Family:
         for key in self.differing(options):
             raise ValueError(
                 f"--input has {key} {options.get(key)!r}, but {self.architectures[0]} has only "
-                f"{self.fixed[key]!r}."
+                f"{self.fixed[key]!r}; this model cannot be converted."
             )
         found: dict[str, Any] = {"architectures": [self.architectures[0]], "model_type": self.name}
         for option in self.options:

@@ -59,7 +59,9 @@ def _count(options: Mapping[str, Any]) -> int:
 def _read_layers(config: Mapping[str, Any]) -> dict[str, Any]:
     lists = [config.get(key, default) for key, default in zip(CONVOLUTIONS, DEFAULTS, strict=True)]
     if not all(isinstance(own, list) and len(own) == len(lists[0]) for own in lists):
-        raise ValueError("config.json has conv_dim, conv_kernel and conv_stride of different lengths.")
+        raise ValueError(
+            "config.json has conv_dim, conv_kernel and conv_stride of different lengths; correct the file."
+        )
     layers = convolutions(str([*zip(*lists, strict=True)]))
     if layers[-1][0] == config.get("hidden_size"):
         raise ValueError(
