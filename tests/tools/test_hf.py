@@ -396,3 +396,25 @@ def test_a_fast_tokenizer_gives_its_token_ids(name, removed, released, tmp_path)
     for i, symbol in enumerate(symbols, 4):
         token = fast.convert_ids_to_tokens(i)
         assert numbers.get(symbol, symbol) in (token, f"__{token}__", f"[{token}]") or token is None, i
+
+
+def test_an_existing_folder_is_replaced_only_if_this_tool_wrote_it(released, tmp_path):
+    _, _, source, ours = released("m2m100")
+    words = ("from-hf", "--input", source, "--output", tmp_path / "ours")
+    convert(*words)
+    assert "exists; give another path, or add --overwrite" in refusal(*words)
+    (tmp_path / "ours" / "dict.txt").unlink()
+    convert(*words, "--overwrite")
+    assert (tmp_path / "ours" / "dict.en.txt").read_bytes() == (ours / "dict.txt").read_bytes()
+    (tmp_path / "other").mkdir()
+    others = ("from-hf", "--input", source, "--output", tmp_path / "other", "--overwrite")
+    assert "has no model.pt, so it is not replaced" in refusal(*others)
+    shutil.copytree(source, tmp_path / "hf")
+    export = ("to-hf", "--input", ours / "model.pt", "--output", tmp_path / "hf")
+    assert "exists; give another path, or add --overwrite" in refusal(*export)
+    missing = ("--tokenizer", tmp_path / "none")
+    assert "which is not a folder" in refusal(*export, "--overwrite", *missing)
+    convert(*export, "--overwrite", "--max-shard-size", "20KB")
+    assert len([*(tmp_path / "hf").glob("model-*.safetensors")]) > 1
+    again = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
+    assert again("a boat")["input_ids"] == released("m2m100")[1]("a boat")["input_ids"]
