@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from fairseq_tutel.tools.convert import experts, formats, models
+from fairseq_tutel.tools.convert import experts, formats, models, released
 
 
 def add_to(tools: Any) -> None:
@@ -10,5 +10,5 @@ def add_to(tools: Any) -> None:
     example = "sharded SAVE/checkpoint_best.pt --output SAVE/sharded.pt"
     parser = tools.add_parser("convert", description=__doc__, example=example)
     kinds = parser.add_subparsers(dest="kind", required=True, metavar="KIND")
-    for conversion in (*models.KINDS, *experts.KINDS, *formats.KINDS):
+    for conversion in (*models.KINDS, *experts.KINDS, *formats.KINDS, *released.KINDS):
         conversion.add_to(kinds)

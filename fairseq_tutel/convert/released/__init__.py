@@ -1,0 +1,1 @@
+"""Converts models in the format of Hugging Face to fairseq checkpoints, and back."""

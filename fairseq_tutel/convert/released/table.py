@@ -1,0 +1,290 @@
+"""Defines `Family`, a table of the names and options of a kind of model in both systems.
+
+A family is read in both directions: from config.json and Hugging Face's tensors to fairseq's options and
+tensors, and back. "Their" means Hugging Face's, "our" means fairseq's.
+"""
+
+import itertools
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+BRACES = re.compile(r"\{([^{}]*)\}")
+# Their activation -> our activation. Both names of a pair compute the same function.
+ACTIVATIONS = {"relu": "relu", "gelu": "gelu", "gelu_new": "gelu_accurate", "tanh": "tanh"}
+OPPOSITE = {True: False, False: True}
+
+
+class Row(NamedTuple):
+    """One tensor in both systems. A tensor with several names is tied: all names hold the same values."""
+
+    theirs: tuple[str, ...]
+    ours: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Names:
+    """A pattern of tensor names in both systems; `rows` expands it.
+
+    - {a,b} stands for a or b, as in a shell; the two names must have the same number of expansions.
+    - * is the index of a layer, below the number in our option `layers`, or below the result
+      of this function.
+    - Spaces separate the names of a tied tensor. The first name is preferred.
+
+    Attributes:
+        when: our options and their values for which the model has these tensors.
+    """
+
+    theirs: str
+    ours: str
+    layers: str | Callable[[Mapping[str, Any]], int] = ""
+    when: Mapping[str, Any] = field(default_factory=dict)
+
+    def rows(self, options: Mapping[str, Any]) -> Iterator[Row]:
+        """Yield the tensors of a model that has these fairseq options."""
+        if any(options.get(key) != value for key, value in self.when.items()):
+            return
+        pairs = list(zip(expanded(self.theirs), expanded(self.ours), strict=True))
+        count = 1
+        if self.layers:
+            count = self.layers(options) if callable(self.layers) else options[self.layers]
+        for i in range(count):
+            for theirs, ours in pairs:
+                yield Row(*(tuple(text.replace("*", str(i)).split()) for text in (theirs, ours)))
+
+
+def expanded(pattern: str) -> list[str]:
+    """Expand {a,b} in a pattern, the last braces fastest."""
+    parts = BRACES.split(pattern)  # text and the content of braces alternate
+    choices = [part.split(",") if i % 2 else [part] for i, part in enumerate(parts)]
+    return ["".join(chosen) for chosen in itertools.product(*choices)]
+
+
+@dataclass(frozen=True)
+class Option:
+    """An option in both systems.
+
+    Attributes:
+        theirs: a key of config.json.
+        ours: one or several fairseq options, separated by spaces; all have the same value. a|b means the
+            option a, or b if a is not set.
+        default: the value if config.json lacks the key, as in transformers' configuration class.
+        values: their value -> our value; empty if the values are equal.
+        offset: their number minus our number.
+    """
+
+    theirs: str
+    ours: str
+    default: Any
+    values: Mapping[Any, Any] = field(default_factory=dict)
+    offset: int = 0
+
+    def read(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        """Return our options for a config.json.
+
+        Raises:
+            ValueError: their value has no counterpart, or is of another type than the default.
+        """
+        value = config.get(self.theirs, self.default)
+        if value is None:
+            value = self.default
+        if self.values:
+            if not isinstance(value, str | bool | int) or value not in self.values:
+                raise ValueError(
+                    f"config.json has {self.theirs} {value!r}, which fairseq's model does not have; the "
+                    f"supported values are {', '.join(map(str, self.values))}."
+                )
+            value = self.values[value]
+        elif isinstance(value, bool) or not isinstance(
+            value, int | float if isinstance(self.default, float) else type(self.default)
+        ):
+            raise ValueError(
+                f"config.json has {self.theirs} {value!r}, which is not of the type "
+                f"{type(self.default).__name__}; correct the file."
+            )
+        keys = (word.partition("|")[0] for word in self.ours.split())
+        return dict.fromkeys(keys, value - self.offset if self.offset else value)
+
+    def keys(self, options: Mapping[str, Any]) -> list[str]:
+        """Return the keys of `ours` that are set in these options."""
+        choices = (word.split("|") for word in self.ours.split())
+        own = ([key for key in keys if options.get(key) is not None] for keys in choices)
+        return [keys[0] for keys in own if keys]
+
+    def write(self, options: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the entry of config.json for our options.
+
+        Raises:
+            ValueError: our options differ from each other, or their system has no such value.
+        """
+        keys = self.keys(options)
+        found = {key: options[key] for key in keys}
+        if len({repr(value) for value in found.values()}) > 1:
+            text = ", ".join(f"{key} {value}" for key, value in found.items())
+            raise ValueError(
+                f"--input has {text}, but transformers has one value for these options; this "
+                "model cannot be converted."
+            )
+        if not keys and not isinstance(self.default, bool | float):
+            raise ValueError(
+                f"--input lacks the option {self.ours.split()[0]}; give a checkpoint that fairseq-train "
+                "saved."
+            )
+        # Older checkpoints lack switches and probabilities that have no effect.
+        value = found[keys[0]] if keys else type(self.default)()
+        if self.values:
+            theirs = [key for key, own in self.values.items() if own == value]
+            if not theirs:
+                raise ValueError(
+                    f"--input has {keys[0]} {value}, which transformers does not have; the supported "
+                    f"values are {', '.join(map(str, self.values.values()))}."
+                )
+            value = theirs[0]
+        return {self.theirs: value + self.offset if self.offset else value}
+
+
+def switch(theirs: str, ours: str, default: bool, opposite: bool = False) -> Option:
+    """Return an option whose values are True and False; with `opposite`, our value is the opposite."""
+    return Option(theirs, ours, default, OPPOSITE if opposite else {True: True, False: False})
+
+
+class Setup(NamedTuple):
+    """The values that the options of a task depend on."""
+
+    options: dict[str, Any]  # our options of the model
+    config: Mapping[str, Any]  # config.json
+    tokenizer: str  # class of their tokenizer; empty if unknown
+    languages: list[str]  # codes of the languages in the dictionary
+    normalizes: bool = False  # whether audio is normalized to mean 0 and variance 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """The names and options of a kind of model in both systems.
+
+    Attributes:
+        name: model_type in config.json, which is the value of --family.
+        architectures: classes that config.json may name; to-hf writes the first.
+        prefix: start of the names of all tensors except the head's; a model that was saved without head
+            lacks it.
+        arch: our architecture, whose defaults apply.
+        task: our task, which the checkpoint names.
+        words: further words of the command line of fairseq-train.
+        names: the tensors.
+        options: the options that both systems have.
+        fixed: our options that must have these values.
+        assumed: their options that must have these values, if config.json has the key.
+        ignored: pattern of their options that do not change outputs, or that `read_more` and `setup` read.
+        written: further entries of config.json.
+        dropped: pattern of their tensors without a counterpart, such as position tables that are computed.
+        zeros: shapes of their tensors that must be zero, because our model does not have them; a word of a
+            shape is a number or a key of `vocabulary_sizes`.
+        unused: our tensors that their model does not have, and the shapes of the zeros to write; to-hf
+            leaves out these tensors.
+        summed: our tensor -> their tensor whose only row is added to it.
+        constants: our tensors that have no counterpart, such as the version of an encoder.
+        vocabulary_sizes: key of config.json for a number of tokens -> our embedding table.
+        form: form of the symbol of a language in our dictionary, such as __{}__; empty without languages.
+        vocabulary: kind of tokenizer.
+        setup: returns further options of the task, such as its languages.
+        read_more: returns further options of our model for a config.json.
+        write_more: returns further entries of config.json for the options of our model and task.
+    """
+
+    name: str
+    architectures: tuple[str, ...]
+    prefix: str
+    arch: str
+    task: str
+    names: tuple[Names, ...]
+    options: tuple[Option, ...]
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    assumed: Mapping[str, Any] = field(default_factory=dict)
+    written: Mapping[str, Any] = field(default_factory=dict)
+    ignored: str = ""
+    dropped: str = ""
+    zeros: Mapping[str, str] = field(default_factory=dict)
+    unused: Mapping[str, str] = field(default_factory=dict)
+    summed: Mapping[str, str] = field(default_factory=dict)
+    constants: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    vocabulary_sizes: Mapping[str, str] = field(default_factory=dict)
+    words: tuple[str, ...] = ()
+    form: str = ""
+    vocabulary: str = ""
+    setup: Callable[[Setup], dict[str, Any]] = lambda setup: {}
+    read_more: Callable[[Mapping[str, Any]], dict[str, Any]] = lambda config: {}
+    write_more: Callable[[Mapping[str, Any]], dict[str, Any]] = lambda options: {}
+
+    def rows(self, options: Mapping[str, Any]) -> list[Row]:
+        """Return all tensors of a model that has these fairseq options."""
+        return [row for names in self.names for row in names.rows(options)]
+
+    def read_options(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        """Return our options for a config.json.
+
+        Raises:
+            ValueError: a value has no counterpart.
+        """
+        for key, value in self.assumed.items():
+            if config.get(key, value) != value:
+                raise ValueError(
+                    f"config.json has {key} {config[key]!r}, which fairseq's {self.arch} does not have; "
+                    f"only models with {key} {value!r} can be converted."
+                )
+        found = dict(self.fixed)
+        for option in self.options:
+            found |= option.read(config)
+        return found | self.read_more(config)
+
+    def sizes(self, weights: Mapping[str, Any]) -> dict[str, int]:
+        """Return the numbers of tokens in config.json for our tensors."""
+        return {key: len(weights[name]) for key, name in self.vocabulary_sizes.items()}
+
+    def differing(self, options: Mapping[str, Any]) -> list[str]:
+        """Return our options that differ from `fixed`. An option that is absent, None or "" is off."""
+        pairs = ((key, options.get(key), value) for key, value in self.fixed.items())
+        return [key for key, own, value in pairs if (own or value) and own != value]
+
+    def distance(self, options: Mapping[str, Any]) -> int:
+        """Return the number of options that differ from this family's or are absent."""
+        absent = [option for option in self.options if not option.keys(options)]
+        return len(self.differing(options)) + len(absent)
+
+    def write_options(self, options: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the content of config.json for our options.
+
+        Raises:
+            ValueError: a value has no counterpart.
+        """
+        for key in self.differing(options):
+            raise ValueError(
+                f"--input has {key} {options.get(key)!r}, but {self.architectures[0]} has only "
+                f"{self.fixed[key]!r}; this model cannot be converted."
+            )
+        found: dict[str, Any] = {"architectures": [self.architectures[0]], "model_type": self.name}
+        for option in self.options:
+            found |= option.write(options)
+        return {**found, **self.written}
+
+
+def transformer_layer(side: str, theirs: str = "", has_cross_attention: bool | None = None) -> list[Names]:
+    """Return the tensors of the layers of an encoder or decoder with fairseq's names after the prefix.
+
+    Args:
+        side: encoder or decoder.
+        theirs: their prefix of the layers' names; by default model.SIDE.layers.
+        has_cross_attention: by default, whether `side` is decoder.
+    """
+    prefix, ours, count = theirs or f"model.{side}.layers", f"{side}.layers", f"{side}_layers"
+    crossed = side == "decoder" if has_cross_attention is None else has_cross_attention
+    parts = [
+        "self_attn.{k,v,q,out}_proj.{weight,bias}",
+        "{self_attn_layer_norm,fc1,fc2,final_layer_norm}.{weight,bias}",
+    ]
+    if crossed:
+        parts += [
+            "encoder_attn.{k,v,q,out}_proj.{weight,bias}",
+            "encoder_attn_layer_norm.{weight,bias}",
+        ]
+    return [Names(f"{prefix}.*.{part}", f"{ours}.*.{part}", count) for part in parts]
