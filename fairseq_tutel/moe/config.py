@@ -41,7 +41,7 @@ from fairseq_tutel.options.option import (
 )
 from fairseq_tutel.planning.strategy import ALGORITHMS, degree_of, is_algorithm
 
-GATE_TYPES = ("linear", "cosine", "hash")
+GATE_TYPES = ("linear", "biased", "cosine", "hash")
 EXPERT_TYPES = ("ffn", "glu")
 
 OVERLAP = whole(1, 32)
@@ -164,7 +164,7 @@ class MoEConfig:
     )
     gate_type: str = routing(
         "linear", rule=GATES,
-        help="how the gate scores tokens: linear, cosine (similarity of a projection and one vector per "
+        help="how the gate scores tokens: linear, biased (linear with a bias per expert), cosine (similarity of a projection and one vector per "
         "expert), hash (of the token ID, without parameters), or your own package.module.Class; several "
         "names separated by commas give several gates for the same experts",
     )
