@@ -99,13 +99,19 @@ class RoundingError:
     """Accumulates the quantization error over several tensors."""
 
     worst_row: float = 0.0  # largest |difference| / |row|
-    _differences: float = 0.0
-    _squares: float = 0.0
+    differences: float = 0.0  # sum of squares
+    squares: float = 0.0  # of the values
 
     @property
     def relative(self) -> float:
         """The root mean square of the errors, divided by the root mean square of the values."""
-        return math.sqrt(self._differences / self._squares) if self._squares else 0.0
+        return math.sqrt(self.differences / self.squares) if self.squares else 0.0
+
+    def merge(self, other: "RoundingError") -> None:
+        """Add the errors that another object accumulated."""
+        self.worst_row = max(self.worst_row, other.worst_row)
+        self.differences += other.differences
+        self.squares += other.squares
 
     def add(self, values: Tensor, rounded: Tensor) -> None:
         """Add the quantization error of a tensor [..., W], computed in float64 by blocks of rows."""
@@ -114,7 +120,7 @@ class RoundingError:
         for values_RW, rounded_RW in zip(*blocks, strict=True):
             squares_R = values_RW.double().square_().sum(1)
             differences_R = (rounded_RW.double() - values_RW).square_().sum(1)
-            self._squares += float(squares_R.sum())
-            self._differences += float(differences_R.sum())
+            self.squares += float(squares_R.sum())
+            self.differences += float(differences_R.sum())
             rows_R = (differences_R / squares_R.masked_fill(squares_R == 0, 1)).sqrt()
             self.worst_row = max([self.worst_row, *rows_R.tolist()])
