@@ -16,6 +16,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -41,33 +42,58 @@ def write(saved: SavedModel, output: Path, limit: int) -> int:
     """Write a checkpoint to a folder of safetensors files; return the number of these files.
 
     A file has at most `limit` bytes, except if a single weight is larger. One file at a time is in memory.
-    An older folder is replaced only when the new folder is complete.
 
     Raises:
         ValueError: the folder could not be written, or JSON cannot represent an option.
     """
     weights, tied = _untied(saved.weights)
-    shards = list(_shards(weights, limit))
-    names = [f"model-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)]
-    options = _as_json({MARK: VERSION, **{key: saved.state.get(key) for key in KEPT}, "tied": tied})
-    where = {key: name for name, keys in zip(names, shards, strict=True) for key in keys}
-    total = {"total_size": sum(map(_bytes, weights.values()))}
+    options = as_json({MARK: VERSION, **{key: saved.state.get(key) for key in KEPT}, "tied": tied})
+    with new_folder(output) as folder:
+        count = write_weights(weights, folder, limit)
+        write_text(folder / OPTIONS, options)
+    return count
+
+
+@contextmanager
+def new_folder(output: Path) -> Iterator[Path]:
+    """Yield a temporary folder to write to; rename it to `output` if the block succeeds.
+
+    An older folder is replaced only when the new folder is complete.
+
+    Raises:
+        ValueError: the folder could not be written.
+    """
     folder = Path(temporary_of(str(output)))
     try:
         folder.mkdir()
-        for name, keys in zip(names, shards, strict=True):
-            write_file({key: _value(weights[key]) for key in keys}, folder / name, {"format": "pt"})
-        index = _as_json({"metadata": total, "weight_map": where})
-        for name, text in ((OPTIONS, options), (INDEX, index)):
-            with synced(folder / name) as file:
-                file.write(text.encode())
+        yield folder
         sync(folder)
         _put(folder, output)
     except OSError as error:
         raise not_written(output, error) from error
     finally:
         shutil.rmtree(folder, ignore_errors=True)  # exists only after an error
+
+
+def write_weights(weights: Mapping[str, Any], folder: Path, limit: int) -> int:
+    """Write weights to safetensors files in a folder, with an index; return the number of files.
+
+    A file has at most `limit` bytes, except if a single weight is larger.
+    """
+    shards = list(_shards(weights, limit))
+    names = [f"model-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)]
+    where = {key: name for name, keys in zip(names, shards, strict=True) for key in keys}
+    total = {"total_size": sum(map(_bytes, weights.values()))}
+    for name, keys in zip(names, shards, strict=True):
+        write_file({key: _value(weights[key]) for key in keys}, folder / name, {"format": "pt"})
+    write_text(folder / INDEX, as_json({"metadata": total, "weight_map": where}))
     return len(shards)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a text file, and flush it to disk."""
+    with synced(path) as file:
+        file.write(text.encode())
 
 
 def _put(folder: Path, output: Path) -> None:
@@ -101,7 +127,7 @@ def _untied(model: Mapping[str, Any]) -> tuple[Weights, dict[str, str]]:
     return weights, tied
 
 
-def _shards(weights: Weights, limit: int) -> Iterator[list[str]]:
+def _shards(weights: Mapping[str, Any], limit: int) -> Iterator[list[str]]:
     """Split weights into groups of at most `limit` bytes, one per file; yield each group's names."""
     keys: list[str] = []
     size = 0
@@ -126,7 +152,9 @@ def _value(value: Tensor | ShardedTensor) -> Tensor:
     return value if value.untyped_storage().nbytes() == _bytes(value) else value.clone()
 
 
-def _as_json(content: dict[str, Any]) -> str:
+def as_json(content: dict[str, Any]) -> str:
+    """Return the JSON text of options; raise ValueError if JSON cannot represent them."""
+
     def plain(value: Any) -> Any:
         kind = type(value)
         if isinstance(value, argparse.Namespace):

@@ -14,7 +14,7 @@ from fairseq_tutel.checkpoint.saved import SavedModel
 from fairseq_tutel.plugin import register
 
 # File names to try in a --save-dir, in this order.
-USUAL = ("checkpoint_best.pt", "checkpoint_last.pt")
+USUAL = ("checkpoint_best.pt", "checkpoint_last.pt", "model.pt")
 
 
 def from_checkpoint(
@@ -29,7 +29,8 @@ def from_checkpoint(
 
     Args:
         path: a checkpoint file; or several files joined by colons (A.pt:B.pt), which form an ensemble; or a
-            --save-dir, whose best checkpoint is opened, or else the last one.
+            --save-dir, whose best checkpoint is opened, or else the last one; or the folder of `convert
+            from-hf`.
         data: the folder with the dictionaries; by default the data folder of the training run, or else the
             folder of the checkpoint.
         device: the device of the model; by default a GPU if there is one.
@@ -68,7 +69,7 @@ def from_checkpoint(
 def files_of(path: str | Path) -> list[Path]:
     """Return the absolute paths of the checkpoint files to open for a path from the user.
 
-    A folder stands for its best checkpoint, or else its last one.
+    A folder stands for its best checkpoint, or else its last one, or else its model.pt.
     """
     files = [Path(name).absolute() for name in str(path).split(":")]
     for i, file in enumerate(files):

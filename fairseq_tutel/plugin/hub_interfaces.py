@@ -12,6 +12,8 @@ from fairseq.dataclass.configs import GenerationConfig
 from fairseq.models import FairseqEncoderDecoderModel, FairseqLanguageModel
 from fairseq.models.bart import BARTHubInterface
 from fairseq.models.roberta import RobertaHubInterface, RobertaModel
+from fairseq.tasks.translation_from_pretrained_bart import TranslationFromPretrainedBARTTask
+from fairseq.tasks.translation_multi_simple_epoch import TranslationMultiSimpleEpochTask
 from fairseq_cli.generate import get_symbols_to_strip_from_output
 from torch import nn
 
@@ -21,6 +23,8 @@ GENERATION = {
     *(field.name for field in fields(GenerationConfig)),
     *("skip_invalid_size_inputs", "inference_step_args", "prefix_allowed_tokens_fn"),
 }
+# Tasks that can change their languages after they are set up.
+MULTILINGUAL = (TranslationMultiSimpleEpochTask, TranslationFromPretrainedBARTTask)
 METHODS = ("translate", "sample", "score", "fill_mask", "classify")
 
 
@@ -115,18 +119,63 @@ class Translation(Generating, hub_utils.GeneratorHubInterface):
 
     def __init__(self, cfg: Any, task: Any, models: Sequence[nn.Module]) -> None:
         super().__init__(cfg, task, models)
-        generator = task.build_generator(self.models, cfg.generation)
-        self._stripped = get_symbols_to_strip_from_output(generator)  # the token of the language
+        self._stripped: dict[str | None, set[int]] = {}  # target language -> its tokens in outputs
 
-    def translate(self, sentences: Any, beam: int = 5, verbose: bool = False, **options: Any) -> Any:
-        """Translate one sentence or a list of sentences; `options` are passed to `generate`."""
-        if isinstance(sentences, str):
-            return self.translate([sentences], beam, verbose, **options)[0]
-        return hub_utils.GeneratorHubInterface.sample(self, sentences, beam, verbose, **options)
+    def translate(
+        self,
+        sentences: Any,
+        beam: int = 5,
+        verbose: bool = False,
+        *,
+        source_lang: str | None = None,
+        target_lang: str | None = None,
+        **options: Any,
+    ) -> Any:
+        """Translate one sentence or a list of sentences; `options` are passed to `generate`.
+
+        `source_lang` and `target_lang` select the languages of a multilingual model. Later calls without
+        these arguments use the same languages.
+
+        Raises:
+            ValueError: a language is missing or unknown.
+        """
+        with self.lock:
+            self._set_languages({"source_lang": source_lang, "target_lang": target_lang})
+            if isinstance(sentences, str):
+                return self.translate([sentences], beam, verbose, **options)[0]
+            return hub_utils.GeneratorHubInterface.sample(self, sentences, beam, verbose, **options)
+
+    def _set_languages(self, given: dict[str, str | None]) -> None:
+        args = self.task.args if isinstance(self.task, MULTILINGUAL) else None
+        for key, language in given.items():
+            if args is None and language is None:
+                continue
+            languages = [] if args is None else _languages(self.task)
+            own = getattr(args, key, None) if language is None else language
+            if own not in languages:
+                fix = f"give a language such as {languages[0]}" if languages else "remove it"
+                raise ValueError(f"{key} is {own!r}, which is not a language of this model; {fix}.")
+            setattr(args, key, own)
+        if isinstance(self.task, TranslationMultiSimpleEpochTask):
+            source, target = self.task.args.source_lang, self.task.args.target_lang
+            self.task.source_langs, self.task.target_langs = [source], [target]
+            shared = next(iter(self.task.dicts.values()))  # this task requires equal dictionaries
+            for language in (source, target):
+                self.task.dicts.setdefault(language, shared)
 
     def string(self, tokens: torch.Tensor) -> str:
         """Convert tokens to text in the same way as fairseq-generate."""
-        return self.tgt_dict.string(tokens, extra_symbols_to_ignore=self._stripped)
+        language = getattr(self.cfg.task, "target_lang", None)
+        if isinstance(self.task, MULTILINGUAL):
+            language = self.task.args.target_lang
+        if language not in self._stripped:
+            generator = self.task.build_generator(self.models, self.cfg.generation)
+            self._stripped[language] = get_symbols_to_strip_from_output(generator)
+        return self.tgt_dict.string(tokens, extra_symbols_to_ignore=self._stripped[language])
+
+
+def _languages(task: Any) -> list[str]:
+    return task.langs.split(",") if isinstance(task.langs, str) else list(task.langs)
 
 
 class LanguageModel(Generating, hub_utils.GeneratorHubInterface):
@@ -150,7 +199,7 @@ class MaskedLanguageModel(Single, RobertaHubInterface):
         # fairseq's method drops special symbols, and then assigns probabilities to the wrong words.
         dictionary = self.task.source_dictionary
         before, after = masked_input.split("<mask>")
-        parts = (self.bpe.encode(part.strip()) for part in (before, after))
+        parts = (self.bpe.encode(part.rstrip()) for part in (before, after))
         line = f"<s> {' <mask> '.join(parts)} </s>"
         tokens = dictionary.encode_line(line, append_eos=False, add_if_not_exist=False).long()
         if len(tokens) > self.model.max_positions():

@@ -24,6 +24,8 @@ from fairseq_tutel.plugin.training.task import InferenceMixin, give_mixin
 ENCODERS = {"bpe": BPE_REGISTRY, "tokenizer": TOKENIZER_REGISTRY}
 # Minimum of max_tokens, as in fairseq-generate, because training's value may be shorter than a sentence.
 MAX_TOKENS = 12000
+# Option of GPT-2's BPE -> its file next to a checkpoint. fairseq finds the files of other kinds of BPE.
+GPT2_FILES = {"gpt2_encoder_json": "encoder.json", "gpt2_vocab_bpe": "vocab.bpe"}
 
 
 def open_interface(
@@ -38,6 +40,8 @@ def open_interface(
 
     `options` replace saved options; `known` are the keys of the saved options.
     """
+    folder = files[0].parent
+    beside = {key: str(folder / name) for key, name in GPT2_FILES.items() if (folder / name).is_file()}
     try:
         opened = hub_utils.from_pretrained(
             str(files[0].parent),
@@ -45,7 +49,7 @@ def open_interface(
             str(data),
             cpu=device.type == "cpu",
             # Load the heads of RoBERTa and BART; treat each text of a denoising model as one sentence.
-            **{"load_checkpoint_heads": True, "sample_break_mode": "eos", **options},
+            **{"load_checkpoint_heads": True, "sample_break_mode": "eos", **beside, **options},
         )
         cfg, task, models = opened["args"], opened["task"], opened["models"]
         _refuse_unknown(options, known, any(map(moe_layers, models)))

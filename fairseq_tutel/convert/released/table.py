@@ -6,7 +6,7 @@ tensors, and back. "Their" means Hugging Face's, "our" means fairseq's.
 
 import itertools
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -28,7 +28,8 @@ class Names:
     """A pattern of tensor names in both systems; `rows` expands it.
 
     - {a,b} stands for a or b, as in a shell; the two names must have the same number of expansions.
-    - * is the index of a layer, below the number in our option `layers`.
+    - * is the index of a layer, below the number in our option `layers`, or below the result
+      of this function.
     - Spaces separate the names of a tied tensor. The first name is preferred.
 
     Attributes:
@@ -37,7 +38,7 @@ class Names:
 
     theirs: str
     ours: str
-    layers: str = ""
+    layers: str | Callable[[Mapping[str, Any]], int] = ""
     when: Mapping[str, Any] = field(default_factory=dict)
 
     def rows(self, options: Mapping[str, Any]) -> Iterator[Row]:
@@ -45,7 +46,10 @@ class Names:
         if any(options.get(key) != value for key, value in self.when.items()):
             return
         pairs = list(zip(expanded(self.theirs), expanded(self.ours), strict=True))
-        for i in range(options[self.layers]) if self.layers else [0]:
+        count = 1
+        if self.layers:
+            count = self.layers(options) if callable(self.layers) else options[self.layers]
+        for i in range(count):
             for theirs, ours in pairs:
                 yield Row(*(tuple(text.replace("*", str(i)).split()) for text in (theirs, ours)))
 
@@ -66,12 +70,14 @@ class Option:
         ours: one or several fairseq options, separated by spaces; all have the same value.
         default: the value if config.json lacks the key, as in transformers' configuration class.
         values: their value -> our value; empty if the values are equal.
+        offset: their number minus our number.
     """
 
     theirs: str
     ours: str
     default: Any
     values: Mapping[Any, Any] = field(default_factory=dict)
+    offset: int = 0
 
     def read(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """Return our options for a config.json.
@@ -96,7 +102,7 @@ class Option:
                 f"config.json has {self.theirs} {value!r}, which is not a {type(self.default).__name__}; "
                 "correct the file."
             )
-        return dict.fromkeys(self.ours.split(), value)
+        return dict.fromkeys(self.ours.split(), value - self.offset if self.offset else value)
 
     def write(self, options: Mapping[str, Any]) -> dict[str, Any]:
         """Return the entry of config.json for our options.
@@ -109,9 +115,13 @@ class Option:
         if len({repr(value) for value in found.values()}) > 1:
             text = ", ".join(f"{key} {value}" for key, value in found.items())
             raise ValueError(f"--input has {text}, but transformers has one value for these options.")
-        if not keys:
-            return {self.theirs: self.default}
-        value = found[keys[0]]
+        if not keys and not isinstance(self.default, bool | float):
+            raise ValueError(
+                f"--input lacks the option {self.ours.split()[0]}; give a checkpoint that fairseq-train "
+                "saved."
+            )
+        # Older checkpoints lack switches and probabilities that have no effect.
+        value = found[keys[0]] if keys else type(self.default)()
         if self.values:
             theirs = [key for key, own in self.values.items() if own == value]
             if not theirs:
@@ -120,12 +130,22 @@ class Option:
                     f"values are {', '.join(map(str, self.values.values()))}."
                 )
             value = theirs[0]
-        return {self.theirs: value}
+        return {self.theirs: value + self.offset if self.offset else value}
 
 
 def switch(theirs: str, ours: str, default: bool, opposite: bool = False) -> Option:
     """Return an option whose values are True and False; with `opposite`, our value is the opposite."""
     return Option(theirs, ours, default, OPPOSITE if opposite else {True: True, False: False})
+
+
+class Setup(NamedTuple):
+    """What the options of a task depend on."""
+
+    options: dict[str, Any]  # our options of the model
+    config: Mapping[str, Any]  # config.json
+    tokenizer: str  # class of their tokenizer; empty if unknown
+    languages: list[str]  # codes of the languages in the dictionary
+    normalizes: bool = False  # whether audio is normalized to mean 0 and variance 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,22 +154,34 @@ class Family:
 
     Attributes:
         name: model_type in config.json, which is the value of --family.
-        architecture: their class with a head, which config.json names.
+        architectures: classes that config.json may name; to-hf writes the first.
         prefix: start of the names of all tensors except the head's; a model that was saved without head
             lacks it.
         arch: our architecture, whose defaults apply.
         task: our task, which the checkpoint names.
+        words: further words of the command line of fairseq-train.
         names: the tensors.
         options: the options that both systems have.
         fixed: our options that must have these values.
         assumed: their options that must have these values, if config.json has the key.
         written: further entries of config.json.
         dropped: pattern of their tensors without a counterpart, such as position tables that are computed.
+        zeros: shapes of their tensors that must be zero, because our model does not have them; a word of a
+            shape is a number or a key of `vocabulary_sizes`.
+        unused: our tensors that their model does not have, and the shapes of the zeros to write; to-hf
+            leaves out these tensors.
+        summed: our tensor -> their tensor whose only row is added to it.
         constants: our tensors that have no counterpart, such as the version of an encoder.
+        vocabulary_sizes: key of config.json for a number of tokens -> our embedding table.
+        form: form of the symbol of a language in our dictionary, such as __{}__; empty without languages.
+        vocabulary: kind of tokenizer.
+        setup: returns further options of the task, such as its languages.
+        read_more: returns further options of our model for a config.json.
+        write_more: returns further entries of config.json for the options of our model and task.
     """
 
     name: str
-    architecture: str
+    architectures: tuple[str, ...]
     prefix: str
     arch: str
     task: str
@@ -159,7 +191,17 @@ class Family:
     assumed: Mapping[str, Any] = field(default_factory=dict)
     written: Mapping[str, Any] = field(default_factory=dict)
     dropped: str = ""
+    zeros: Mapping[str, str] = field(default_factory=dict)
+    unused: Mapping[str, str] = field(default_factory=dict)
+    summed: Mapping[str, str] = field(default_factory=dict)
     constants: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    vocabulary_sizes: Mapping[str, str] = field(default_factory=dict)
+    words: tuple[str, ...] = ()
+    form: str = ""
+    vocabulary: str = ""
+    setup: Callable[[Setup], dict[str, Any]] = lambda setup: {}
+    read_more: Callable[[Mapping[str, Any]], dict[str, Any]] = lambda config: {}
+    write_more: Callable[[Mapping[str, Any]], dict[str, Any]] = lambda options: {}
 
     def rows(self, options: Mapping[str, Any]) -> list[Row]:
         """Return all tensors of a model that has these fairseq options."""
@@ -180,7 +222,11 @@ class Family:
         found = dict(self.fixed)
         for option in self.options:
             found |= option.read(config)
-        return found
+        return found | self.read_more(config)
+
+    def sizes(self, weights: Mapping[str, Any]) -> dict[str, int]:
+        """Return the numbers of tokens in config.json for our tensors."""
+        return {key: len(weights[name]) for key, name in self.vocabulary_sizes.items()}
 
     def write_options(self, options: Mapping[str, Any]) -> dict[str, Any]:
         """Return the content of config.json for our options.
@@ -189,11 +235,12 @@ class Family:
             ValueError: a value has no counterpart.
         """
         for key, value in self.fixed.items():
-            if options.get(key) not in (None, "", value):
+            own = options.get(key)
+            if (own or value) and own != value:  # absent, None and "" mean off
                 raise ValueError(
-                    f"--input has {key} {options[key]!r}, but {self.architecture} has only {value!r}."
+                    f"--input has {key} {own!r}, but {self.architectures[0]} has only {value!r}."
                 )
-        found: dict[str, Any] = {"architectures": [self.architecture], "model_type": self.name}
+        found: dict[str, Any] = {"architectures": [self.architectures[0]], "model_type": self.name}
         for option in self.options:
             found |= option.write(options)
         return found | self.written

@@ -3,7 +3,7 @@
 from typing import Any
 
 from fairseq_tutel.tools.arguments import LateParser
-from fairseq_tutel.tools.convert import experts, formats, models
+from fairseq_tutel.tools.convert import experts, formats, models, released
 
 
 def add_to(tools: Any) -> None:
@@ -12,5 +12,5 @@ def add_to(tools: Any) -> None:
         "convert", help="convert checkpoints from and to other systems and models", description=__doc__
     )
     kinds = parser.add_subparsers(dest="kind", required=True, metavar="KIND", parser_class=LateParser)
-    for conversion in (*models.KINDS, *experts.KINDS, *formats.KINDS):
+    for conversion in (*models.KINDS, *experts.KINDS, *formats.KINDS, *released.KINDS):
         conversion.add_to(kinds)

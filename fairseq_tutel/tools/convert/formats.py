@@ -46,18 +46,24 @@ def _to_full(arguments: argparse.Namespace, inputs: list[Path], output: Path) ->
     return ""
 
 
-def _to_safetensors(arguments: argparse.Namespace, inputs: list[Path], output: Path) -> str:
-    """Write the weights to a folder of safetensors files.
-
-    options.json in the folder holds everything else that fairseq needs to build the model. Optimizer state
-    and data position are left out.
-    """
+def size_limit(arguments: argparse.Namespace) -> int:
+    """Return the value of --max-shard-size in bytes; raise ValueError if it is not a size."""
     limit = bytes_of(arguments.max_shard_size)
     if not limit:
         raise ValueError(
             f"--max-shard-size is {arguments.max_shard_size}; give a size with a unit "
             f"({', '.join(UNITS)}), such as 5GB."
         )
+    return limit
+
+
+def _to_safetensors(arguments: argparse.Namespace, inputs: list[Path], output: Path) -> str:
+    """Write the weights to a folder of safetensors files.
+
+    options.json in the folder holds everything else that fairseq needs to build the model. Optimizer state
+    and data position are left out.
+    """
+    limit = size_limit(arguments)
     if output.is_symlink() or (output.exists() and not arguments.overwrite):
         raise ValueError(f"--output {output} exists; give another path, or add --overwrite.")
     if output.exists() and not (output / safetensors_folder.INDEX).is_file():

@@ -1,6 +1,12 @@
 """Collects the families of models that can be converted from and to Hugging Face's format."""
 
-from fairseq_tutel.convert.released.families import translation
+from fairseq_tutel.convert.released.families.language_models import OPT, XGLM
+from fairseq_tutel.convert.released.families.masked import ROBERTA, XLM_ROBERTA
+from fairseq_tutel.convert.released.families.speech import HUBERT, WAV2VEC2
+from fairseq_tutel.convert.released.families.translation import BART, FSMT, M2M100, MBART
 from fairseq_tutel.convert.released.table import Family
 
-FAMILIES: dict[str, Family] = {family.name: family for family in (translation.M2M100,)}
+FAMILIES: dict[str, Family] = {
+    family.name: family
+    for family in (M2M100, BART, MBART, XGLM, OPT, ROBERTA, XLM_ROBERTA, FSMT, WAV2VEC2, HUBERT)
+}

@@ -1,0 +1,220 @@
+"""Converts a folder in the format of Hugging Face to a folder with a fairseq checkpoint."""
+
+import re
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fairseq_tutel import plugin
+from fairseq_tutel.checkpoint.saved import SavedModel
+from fairseq_tutel.convert.configs import Tensors
+from fairseq_tutel.convert.released.families import FAMILIES
+from fairseq_tutel.convert.released.folder import ReleasedFolder
+from fairseq_tutel.convert.released.table import Family, Row, Setup
+from fairseq_tutel.convert.released.vocabulary import TOKENIZER_FILES, Vocabulary, vocabulary_of
+from fairseq_tutel.convert.safetensors_folder import new_folder, write_text
+from fairseq_tutel.files.untrusted import shown
+
+CHECKPOINT = "model.pt"
+# Entries of config.json that do not change the outputs of a model: of generation, training, or of
+# transformers itself.
+UNUSED = re.compile(
+    r"_.*|.*_token_id|.*_version|add_bias_logits|add_cross_attention|architectures|bad_words_ids|begin_suppress_tokens"
+    r"|chunk_size.*|classif.*|cross_attention_hidden_size|d(ata)?type|decay.*|diversity_penalty|do_sample"
+    r"|early_stopping|encoder_no_repeat_ngram_size|exponential_decay.*|finetuning_task|forced_.*"
+    r"|gradient_checkpointing|id2label|init_std|initializer_.*|is_.*|label2id|length_penalty|max_length"
+    r"|min_length|model_type|no_repeat_ngram_size|num_beam_groups|num_beams|num_hidden_layers|num_labels"
+    r"|num_return_sequences|output_.*|prefix|problem_type|pruned_heads|remove_invalid_values"
+    r"|repetition_penalty|return_dict.*|(src_|tgt_)?vocab_size|suppress_tokens|task_specific_params"
+    r"|temperature|tf_legacy_loss|tie_encoder_decoder|tokenizer_class|top_[kp]|torch_?(dtype|script)"
+    r"|typical_p|use_bfloat16|use_cache"
+)
+
+
+def convert(folder: ReleasedFolder, output: Path) -> tuple[SavedModel, list[str]]:
+    """Write a fairseq checkpoint, its dictionary and its BPE files to a folder.
+
+    Returns:
+        The checkpoint, and notes to print.
+
+    Raises:
+        ValueError: the folder cannot be converted or written.
+    """
+    config = folder.config()
+    family = family_of(config)
+    options = family.read_options(config)
+    weights = _weights(folder, family, options)
+    _check_sizes(weights, options)
+    vocabulary = vocabulary_of(folder, family, config, _rows(weights))
+    saved = checkpoint(family, setup_of(folder, config, options, vocabulary), vocabulary, weights)
+    with new_folder(output) as made:
+        saved.write(made / CHECKPOINT)
+        write_vocabulary(vocabulary, folder.path, made)
+    return saved, _notes(family, config, vocabulary)
+
+
+def family_of(config: Mapping[str, Any]) -> Family:
+    """Return the family of a config.json.
+
+    Raises:
+        ValueError: models of this type or class cannot be converted.
+    """
+    family = FAMILIES.get(str(config.get("model_type")))
+    if family is None:
+        raise ValueError(
+            f"config.json has model_type {shown(config.get('model_type'))}, which cannot be converted; the "
+            f"supported types are {', '.join(FAMILIES)}."
+        )
+    named = config.get("architectures") or [family.architectures[0]]
+    if not isinstance(named, list) or named[0] not in family.architectures:
+        raise ValueError(
+            f"config.json has architectures {shown(named)}, which cannot be converted; for model_type "
+            f"{family.name}, give a {' or '.join(family.architectures)}."
+        )
+    return family
+
+
+def setup_of(
+    folder: ReleasedFolder, config: Mapping[str, Any], options: dict[str, Any], vocabulary: Vocabulary
+) -> Setup:
+    """Return what the options of the task depend on."""
+    name = "tokenizer_config.json"
+    own = folder.json(name) if folder.has(name) else {}
+    tokenizer = str(own.get("tokenizer_class") or config.get("tokenizer_class") or "")
+    name = "preprocessor_config.json"
+    normalizes = bool(folder.json(name).get("do_normalize")) if folder.has(name) else False
+    return Setup(options, config, tokenizer, vocabulary.languages, normalizes)
+
+
+def checkpoint(family: Family, setup: Setup, vocabulary: Vocabulary, weights: Tensors) -> SavedModel:
+    """Return a checkpoint with these weights and options, and with the other options of fairseq-train."""
+    plugin.register()
+    from fairseq import options as fairseq_options
+    from fairseq.dataclass.utils import convert_namespace_to_omegaconf
+    from omegaconf import OmegaConf
+
+    own = setup.options | family.setup(setup)
+    task_state = own.pop("task_state", {})
+    words = ["", "--task", own.pop("task", family.task), "--arch", family.arch, *family.words]
+    arguments = fairseq_options.parse_args_and_arch(fairseq_options.get_training_parser(), words)
+    vars(arguments).update(own)
+    cfg = OmegaConf.to_container(convert_namespace_to_omegaconf(arguments), resolve=True, enum_to_str=True)
+    assert isinstance(cfg, dict)
+    cfg["bpe"] = vocabulary.bpe or None
+    added = {name: torch.tensor(values) for name, values in family.constants.items()}
+    for name, shape in family.unused.items():
+        if shape:
+            added[name] = torch.zeros([int(own.get(word, 0)) or int(word) for word in shape.split()])
+    saved = SavedModel({"args": None, "cfg": cfg, "task_state": task_state})
+    saved.restart(weights | added)
+    return saved
+
+
+def write_vocabulary(vocabulary: Vocabulary, source: Path, output: Path) -> None:
+    """Write dictionaries and BPE files to a folder, and copy the tokenizer files of `source`."""
+    for name in TOKENIZER_FILES:
+        if (source / name).is_file():
+            shutil.copyfile(source / name, output / name)
+    for name, text in vocabulary.files.items():
+        write_text(output / name, text)
+    for name, target in vocabulary.links.items():
+        (output / name).symlink_to(target)
+
+
+def _weights(folder: ReleasedFolder, family: Family, options: Mapping[str, Any]) -> Tensors:
+    """Return the tensors of a folder under fairseq's names, memory-mapped."""
+    names = folder.names()
+    # A model that was saved without head has names without the prefix.
+    prefix = "" if any(name.startswith(family.prefix) for name in names) else family.prefix
+    rows = family.rows(options)
+    row_of = {name: row for row in rows for name in row.theirs}
+    found: dict[Row, Tensor] = {}
+    others: dict[str, Tensor] = {}
+    for name in (name for shard in folder.shards().values() for name in shard):
+        full = name if name in row_of else prefix + name
+        row = row_of.get(full)
+        if row is None:
+            if not re.fullmatch(family.dropped, full):
+                others[full] = folder.read(name)
+            continue
+        tensor = folder.read(name)
+        if row in found and not torch.equal(found[row], tensor):
+            raise ValueError(
+                f"--input has different tensors {name} and {row.theirs[0]}, but fairseq's model has one "
+                "tensor for both; this model cannot be converted."
+            )
+        found.setdefault(row, tensor)
+    for row in rows:
+        if row not in found:
+            raise ValueError(
+                f"--input {folder.path} lacks the tensor {row.theirs[0]}; give a complete folder."
+            )
+    weights = {ours: found[row] for row in rows for ours in row.ours}
+    for ours, theirs in family.summed.items():
+        table = others.pop(theirs, None)
+        if table is not None:
+            weights[ours] = weights[ours] + table[0]
+    for name, tensor in others.items():
+        if name not in family.zeros:
+            raise ValueError(
+                f"--input has the tensor {name}, which fairseq's {family.arch} does not have; this model "
+                "cannot be converted."
+            )
+        if tensor.any():
+            raise ValueError(
+                f"--input has a {name} that is not zero, which fairseq's {family.arch} does not have; this "
+                "model cannot be converted."
+            )
+    return weights
+
+
+def _rows(weights: Tensors) -> dict[str, int]:
+    """Return the number of rows of each embedding table, by the name of its tensor."""
+    return {name: len(table) for name, table in weights.items() if name.endswith("embed_tokens.weight")}
+
+
+def _check_sizes(weights: Tensors, options: Mapping[str, Any]) -> None:
+    """Raise ValueError if tensors do not have the sizes of config.json."""
+    for name, tensor in weights.items():
+        side = "decoder" if name.startswith("decoder") else "encoder"
+        wanted = None
+        if name.endswith("embed_tokens.weight"):
+            wanted = (len(tensor), options[f"{side}_embed_dim"])
+        elif name.endswith(".fc1.weight"):
+            wanted = (options[f"{side}_ffn_embed_dim"], options[f"{side}_embed_dim"])
+        elif name.endswith("embed_positions.weight"):
+            # The first positions are those of padding.
+            wanted = (positions_of(options, side) + 2, options[f"{side}_embed_dim"])
+        if wanted is not None and tuple(tensor.shape) != wanted:
+            raise ValueError(
+                f"--input has the tensor {name} (in fairseq's naming) of shape {tuple(tensor.shape)}, but "
+                f"config.json requires {wanted}; give the config.json of this model."
+            )
+    for side in ("encoder", "decoder"):
+        width, heads = options.get(f"{side}_embed_dim"), options.get(f"{side}_attention_heads")
+        if width and (not heads or width % heads):
+            raise ValueError(
+                f"config.json has {heads} attention heads for a width of {width}; give the config.json of "
+                "this model."
+            )
+
+
+def positions_of(options: Mapping[str, Any], side: str) -> int:
+    """Return the number of positions of an encoder or decoder."""
+    key = "max_target_positions" if side == "decoder" else "max_source_positions"
+    return int(options.get(key) or options["max_positions"])
+
+
+def _notes(family: Family, config: Mapping[str, Any], vocabulary: Vocabulary) -> list[str]:
+    used = {option.theirs for option in family.options} | family.assumed.keys()
+    unknown = sorted(key for key in config if key not in used and not UNUSED.fullmatch(key))
+    notes = []
+    if unknown:
+        notes.append(f"config.json has entries that are not converted: {', '.join(map(shown, unknown))}.")
+    if family.vocabulary and not vocabulary.bpe:
+        notes.append("the folder has no SentencePiece model; texts must be encoded before.")
+    return notes

@@ -1,0 +1,117 @@
+"""Converts a fairseq checkpoint to a folder in the format of Hugging Face."""
+
+import contextlib
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fairseq_tutel.checkpoint.saved import SavedModel
+from fairseq_tutel.convert.configs import Tensors
+from fairseq_tutel.convert.released.families import FAMILIES
+from fairseq_tutel.convert.released.folder import CONFIG
+from fairseq_tutel.convert.released.table import Family
+from fairseq_tutel.convert.released.vocabulary import TOKENIZER_FILES
+from fairseq_tutel.convert.safetensors_folder import as_json, new_folder, write_text, write_weights
+
+DTYPES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
+# Our tensors that hold no weights.
+BUFFERS = ("version", "_float_tensor")
+
+
+def convert(
+    saved: SavedModel, output: Path, limit: int, name: str = "", tokenizer: Path | None = None
+) -> str:
+    """Write a checkpoint to a folder in the format of Hugging Face; return the name of its class.
+
+    Args:
+        saved: the open checkpoint.
+        output: the folder to write.
+        limit: maximum number of bytes of a weight file.
+        name: the family of the model; by default, it follows from the options.
+        tokenizer: folder with the tokenizer files to copy.
+
+    Raises:
+        ValueError: the model has no counterpart, or the folder could not be written.
+    """
+    family = _family(saved, name)
+    config = family.write_options(saved.options)
+    weights = _weights(saved.weights, family, saved.options)
+    config |= family.sizes(saved.weights)
+    config |= family.write_more(saved.options_of("task") | saved.options)
+    config["dtype"] = _dtype(weights)
+    with new_folder(output) as made:
+        write_weights(weights, made, limit)
+        write_text(made / CONFIG, as_json(config))
+        for file in TOKENIZER_FILES:
+            if tokenizer is not None and (tokenizer / file).is_file():
+                shutil.copyfile(tokenizer / file, made / file)
+    return family.architectures[0]
+
+
+def _family(saved: SavedModel, name: str) -> Family:
+    """Return the family with this name, or the only one that has the model's options.
+
+    Raises:
+        ValueError: no family has these options.
+    """
+    for layer in saved.layers:
+        if layer.has_experts:
+            raise ValueError(
+                f"{saved.flag} has experts in {layer.label}, but only dense models can be converted; "
+                "`convert dense` makes a dense checkpoint."
+            )
+    if name:
+        return FAMILIES[name]
+    for family in sorted(FAMILIES.values(), key=lambda family: family.task != saved.name("task")):
+        with contextlib.suppress(ValueError):
+            family.write_options(saved.options)
+            _weights(saved.weights, family, saved.options)
+            return family
+    arch = saved.name("model")
+    raise ValueError(
+        f"{saved.flag} holds a model of the architecture {arch or 'without a name'}, which no class of "
+        f"transformers equals; give --family {', '.join(FAMILIES)} to print the reason."
+    )
+
+
+def _weights(ours: Mapping[str, Any], family: Family, options: Mapping[str, Any]) -> Tensors:
+    """Return the tensors of a checkpoint under their names; a tied tensor has one name."""
+    found: Tensors = {}
+    used = {*family.constants, *family.unused}
+    for row in family.rows(options):
+        names = [name for name in row.ours if name in ours]
+        if not names:
+            raise ValueError(
+                f"--input lacks the tensor {row.ours[0]} of a {family.architectures[0]}; give a checkpoint "
+                "of such a model."
+            )
+        tensor: Tensor = ours[names[0]]
+        for name in names[1:]:
+            if ours[name] is not tensor and not torch.equal(ours[name], tensor):
+                raise ValueError(
+                    f"--input has different tensors {name} and {names[0]}, but a {family.architectures[0]} "
+                    "has one tensor for both; this model cannot be converted."
+                )
+        found[row.theirs[0]] = tensor
+        used |= {*names}
+    for name in ours:
+        if name not in used and name.rpartition(".")[2] not in BUFFERS:
+            raise ValueError(
+                f"--input has the tensor {name}, which a {family.architectures[0]} does not have; this "
+                "model cannot be converted."
+            )
+    sizes = family.sizes(ours)
+    for name, shape in family.zeros.items():
+        found[name] = torch.zeros([sizes.get(word) or int(word) for word in shape.split()])
+    for summed, name in family.summed.items():
+        found[name] = torch.zeros_like(ours[summed][:1])
+    return found
+
+
+def _dtype(weights: Tensors) -> str:
+    found = {tensor.dtype for tensor in weights.values() if tensor.is_floating_point()}
+    return DTYPES.get(found.pop(), "float32") if len(found) == 1 else "float32"

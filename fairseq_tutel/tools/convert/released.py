@@ -1,0 +1,78 @@
+"""Defines the subcommands from-hf and to-hf of `convert`, for models in the format of Hugging Face."""
+
+import argparse
+from pathlib import Path
+
+from fairseq_tutel.checkpoint.saved import SavedModel
+from fairseq_tutel.convert.released import from_hf, to_hf
+from fairseq_tutel.convert.released.families import FAMILIES
+from fairseq_tutel.convert.released.folder import CONFIG, ReleasedFolder
+from fairseq_tutel.files.untrusted import printable
+from fairseq_tutel.tools.convert.conversion import NEW_RUN, Conversion, option
+from fairseq_tutel.tools.convert.formats import MAX_SIZE, size_limit
+
+FAMILY = "the kind of model [inferred from the options]; if no kind fits, the tool prints the reason"
+TOKENIZER = "folder with the tokenizer files to copy [the folder of the checkpoint]"
+
+
+def _from_hf(arguments: argparse.Namespace, inputs: list[Path], output: Path) -> str:
+    """Convert a model in the format of Hugging Face to a folder with a fairseq checkpoint.
+
+    The folder has the checkpoint model.pt, its dictionary and its BPE files. Weights keep their bits and
+    their dtype. No pickled code runs. docs/released.md lists the models.
+    """
+    _refuse_output(arguments, output, from_hf.CHECKPOINT)
+    with ReleasedFolder(inputs[0]) as folder:
+        saved, notes = from_hf.convert(folder, output)
+    for note in notes:
+        print(printable(f"note: {note}"))
+    return f"/{from_hf.CHECKPOINT}: {saved.name('model')}, task {saved.name('task')}{NEW_RUN}"
+
+
+def _to_hf(arguments: argparse.Namespace, inputs: list[Path], output: Path) -> str:
+    """Convert a dense fairseq checkpoint to a folder in the format of Hugging Face.
+
+    The model must have the form of a released model, which docs/released.md lists. If it has not, the tool
+    prints the option or tensor that differs. Tokenizer files next to the checkpoint are copied.
+    """
+    _refuse_output(arguments, output, CONFIG)
+    limit = size_limit(arguments)
+    saved = SavedModel.open(inputs[0])
+    tokenizer = Path(arguments.tokenizer) if arguments.tokenizer else inputs[0].parent
+    if not tokenizer.is_dir():
+        raise ValueError(f"--tokenizer is {tokenizer}, which is not a folder; give an existing folder.")
+    return f": {to_hf.convert(saved, output, limit, arguments.family or '', tokenizer)}"
+
+
+def _refuse_output(arguments: argparse.Namespace, output: Path, mark: str) -> None:
+    """Raise ValueError if the output folder exists and may not be replaced."""
+    if not output.exists() and not output.is_symlink():
+        return
+    if output.is_symlink() or not arguments.overwrite:
+        raise ValueError(f"--output {output} exists; give another path, or add --overwrite.")
+    if not (output / mark).is_file():
+        raise ValueError(f"--output {output} has no {mark}, so it is not replaced; give a new path.")
+    if output.samefile(Path(arguments.input)) or output.samefile(Path(arguments.input).parent):
+        raise ValueError(f"--output is {output}, which holds the input; give a new path.")
+
+
+KINDS = (
+    Conversion(
+        name="from-hf",
+        convert=_from_hf,
+        source="the folder with config.json, weights and tokenizer files",
+        output="the folder to write",
+        is_folder=True,
+    ),
+    Conversion(
+        name="to-hf",
+        convert=_to_hf,
+        output="the folder to write",
+        is_folder=True,
+        options=(
+            option("--family", FAMILY, choices=tuple(FAMILIES)),
+            option("--tokenizer", TOKENIZER, "FOLDER"),
+            option("--max-shard-size", MAX_SIZE, "BYTES", default="5GB"),
+        ),
+    ),
+)

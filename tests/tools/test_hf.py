@@ -1,0 +1,329 @@
+"""`convert from-hf` and `to-hf`: small random models of transformers, logits and outputs both ways."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from fairseq import checkpoint_utils
+from released_models import MODELS, TEXT, saved
+from safetensors.torch import load_file, save_file
+from tool_in_process import convert, refusal
+
+import fairseq_tutel as ft
+from fairseq_tutel.plugin import register
+
+transformers = pytest.importorskip("transformers")
+register()
+SEQ2SEQ = ("m2m100", "nllb", "bart", "mbart", "mbart50", "fsmt")
+
+
+@pytest.fixture(scope="module")
+def released(tmp_path_factory):
+    """A function: name -> (model, tokenizer, folder, converted folder); each is made once."""
+    made = {}
+
+    def get(name):
+        if name not in made:
+            folder = tmp_path_factory.mktemp(name)
+            model, tokenizer = saved(name, folder / "hf")
+            convert("from-hf", "--input", folder / "hf", "--output", folder / "ours")
+            made[name] = model, tokenizer, folder / "hf", folder / "ours"
+        return made[name]
+
+    return get
+
+
+def opened(folder):
+    """Return the fairseq model and task of a converted folder, opened by fairseq itself."""
+    models, _, task = checkpoint_utils.load_model_ensemble_and_task(
+        [str(folder / "model.pt")], arg_overrides={"data": str(folder)}
+    )
+    return models[0].eval(), task
+
+
+def batch(size):
+    """Return two sequences of token IDs, the second padded, and the mask of tokens."""
+    torch.manual_seed(2)
+    ids = torch.randint(4, size, (2, 9))
+    ids[:, 0], ids[0, -1], ids[1, 6], ids[1, 7:] = 0, 2, 2, 1
+    return ids, ids.ne(1)
+
+
+def their_logits(name, model, ids, mask):
+    kwargs = {"use_cache": False} if name == "fsmt" else {}
+    if name in SEQ2SEQ:
+        kwargs["decoder_input_ids"] = decoder_input(model, ids)
+    with torch.no_grad():
+        return model(input_ids=ids, attention_mask=mask.long(), **kwargs).logits
+
+
+def sizes(model):
+    """Return the numbers of source and target tokens."""
+    config = model.config
+    if config.model_type == "fsmt":
+        return config.src_vocab_size, config.tgt_vocab_size
+    return config.vocab_size, config.vocab_size
+
+
+def decoder_input(model, ids):
+    size = sizes(model)[1]
+    return torch.cat([torch.full((2, 1), 2), ids[:, 1:6] % (size - 4) + 4], 1)
+
+
+def our_logits(name, ours, model, ids, mask):
+    with torch.no_grad():
+        if name in SEQ2SEQ:
+            return ours(ids, mask.sum(1), decoder_input(model, ids))[0]
+        return ours(ids)[0]
+
+
+def compared(name, model, ours):
+    ids, mask = batch(sizes(model)[0])
+    theirs, own = their_logits(name, model, ids, mask), our_logits(name, ours, model, ids, mask)
+    if name not in SEQ2SEQ:
+        theirs, own = theirs[mask], own[mask]
+    assert theirs.std() > 0.1
+    torch.testing.assert_close(own, theirs, atol=1e-5, rtol=1e-5)
+
+
+TEXTUAL = [name for name in MODELS if not name.startswith(("wav2vec2", "hubert"))]
+
+
+@pytest.mark.parametrize("name", TEXTUAL)
+def test_logits_are_equal_in_both_directions(name, released, tmp_path):
+    model, _, _, folder = released(name)
+    compared(name, model, opened(folder)[0])
+    back = tmp_path / "back"
+    convert("to-hf", "--input", folder / "model.pt", "--output", back)
+    again = type(model).from_pretrained(back).eval()
+    compared(name, again, opened(folder)[0])
+    theirs, own = model.state_dict(), again.state_dict()
+    assert own.keys() == theirs.keys()
+    for key, tensor in theirs.items():
+        if "token_type" in key or (name in ("roberta", "xlm_roberta") and "position_embeddings" in key):
+            continue  # the row of the token type is part of our positions
+        assert torch.equal(own[key], tensor), key
+
+
+@pytest.mark.parametrize("name", [name for name in TEXTUAL if name != "fsmt"])
+def test_token_ids_are_equal(name, released):
+    _, tokenizer, _, folder = released(name)
+    interface = ft.from_checkpoint(folder, device="cpu")
+    bpe, dictionary = interface.bpe, interface.task.source_dictionary
+    for text in TEXT:
+        ids = dictionary.encode_line(bpe.encode(text), append_eos=False, add_if_not_exist=False)
+        assert ids.tolist() == tokenizer(text, add_special_tokens=False)["input_ids"], text
+    language = {"m2m100": "en", "nllb": "eng_Latn", "mbart": "en_XX", "mbart50": "en_XX"}.get(name)
+    if language:
+        form = "[{}]" if name.startswith("mbart") else "__{}__"
+        token = f"__{language}__" if name == "m2m100" else language
+        assert dictionary.index(form.format(language)) == tokenizer.convert_tokens_to_ids(token)
+
+
+@pytest.mark.parametrize(("name", "source", "target"), [
+    ("m2m100", "en", "fr"), ("nllb", "eng_Latn", "fra_Latn"), ("mbart50", "en_XX", "ro_RO"),
+])  # fmt: skip
+def test_greedy_translations_are_equal(name, source, target, released):
+    model, tokenizer, _, folder = released(name)
+    interface = ft.from_checkpoint(folder, device="cpu")
+    tokenizer.src_lang = source
+    token = f"__{target}__" if name == "m2m100" else target
+    for text in TEXT[:4]:
+        out = model.generate(
+            **tokenizer(text, return_tensors="pt"), num_beams=1, do_sample=False, max_new_tokens=8,
+            forced_bos_token_id=tokenizer.convert_tokens_to_ids(token), suppress_tokens=[1],
+            decoder_start_token_id=2,
+        )  # fmt: skip
+        options = {"beam": 1, "max_len_a": 0, "max_len_b": 7}
+        ours = interface.translate(text, source_lang=source, target_lang=target, **options)
+        tokens = interface.generate([interface.encode(text)], **options)[0][0]["tokens"]
+        assert tokens.tolist()[:-1] == out[0, 1 : len(tokens)].tolist() and len(tokens) > 3
+        assert ours == interface.decode(tokens)
+
+
+def test_a_language_must_be_given_and_known(released):
+    interface = ft.from_checkpoint(released("nllb")[3], device="cpu")
+    with pytest.raises(ValueError, match="source_lang is None, which is not a language"):
+        interface.translate("a boat")
+    with pytest.raises(ValueError, match="target_lang is 'xx', which is not a language"):
+        interface.translate("a boat", source_lang="eng_Latn", target_lang="xx")
+
+
+@pytest.mark.parametrize("name", ["xglm", "opt"])
+def test_greedy_continuations_are_equal(name, released):
+    model, tokenizer, _, folder = released(name)
+    interface = ft.from_checkpoint(folder, device="cpu")
+    for text in TEXT[:4]:
+        ids = tokenizer(text, return_tensors="pt")["input_ids"]
+        assert ids[0, 0] == 2
+        out = model.generate(ids, num_beams=1, do_sample=False, max_new_tokens=6, suppress_tokens=[1])
+        tokens = interface.encode(text)[:-1]
+        ours = interface.generate([tokens], beam=1, max_len_a=0, max_len_b=ids.shape[1] + 5)[0][0]["tokens"]
+        assert ours.tolist()[:-1] == out[0, 1 : len(ours)].tolist()
+
+
+@pytest.mark.parametrize("name", ["roberta", "xlm_roberta"])
+def test_the_same_words_fill_a_mask(name, released):
+    model, tokenizer, _, folder = released(name)
+    interface = ft.from_checkpoint(folder, device="cpu")
+    ids = tokenizer("the <mask> is near", return_tensors="pt")["input_ids"]
+    with torch.no_grad():
+        logits = model(ids).logits[0, ids[0].tolist().index(tokenizer.mask_token_id)]
+    found = interface.fill_mask("the <mask> is near", topk=3)
+    special = [0, 1, 2, 3, tokenizer.mask_token_id]
+    logits[special] = float("-inf")
+    best = logits.topk(3).indices.tolist()
+    assert [text for _, _, text in found] == [tokenizer.decode([i]).strip() for i in best]
+
+
+@pytest.mark.parametrize("name", ["wav2vec2", "wav2vec2_large", "hubert", "hubert_large"])
+def test_features_of_speech_are_equal_in_both_directions(name, released, tmp_path):
+    model, _, _, folder = released(name)
+    ours, _ = opened(folder)
+    torch.manual_seed(0)
+    source = torch.randn(2, 400)
+    convert("to-hf", "--input", folder / "model.pt", "--output", tmp_path / "back")
+    again = type(model).from_pretrained(tmp_path / "back").eval()
+    assert again.state_dict().keys() == model.state_dict().keys()
+    for key, tensor in model.state_dict().items():
+        assert torch.equal(again.state_dict()[key], tensor), key
+    with torch.no_grad():
+        found = ours.extract_features(source, None)
+        found = found["x"] if isinstance(found, dict) else found[0]
+        for theirs in (model, again):
+            features = getattr(theirs, "wav2vec2", theirs)(source).last_hidden_state
+            torch.testing.assert_close(found, features, atol=1e-5, rtol=1e-5)
+
+
+# Options of config.json whose value is not supported, and the sentence.
+REFUSED = (
+    ("m2m100", {"tie_word_embeddings": False}, "config.json has tie_word_embeddings False"),
+    ("m2m100", {"activation_function": "silu"}, "config.json has activation_function 'silu'"),
+    ("m2m100", {"d_model": 32}, "of shape (143, 16), but config.json requires (143, 32)"),
+    ("m2m100", {"d_model": "16"}, "config.json has d_model '16', which is not a int"),
+    ("m2m100", {"encoder_layers": 3}, "lacks the tensor model.encoder.layers.2.self_attn.k_proj.weight"),
+    ("m2m100", {"encoder_layers": 1}, "has the tensor model.encoder.layers.1"),
+    ("m2m100", {"encoder_attention_heads": 5}, "5 attention heads for a width of 16"),
+    ("m2m100", {"model_type": "t5"}, "config.json has model_type 't5', which cannot be converted"),
+    ("m2m100", {"architectures": ["Other"]}, "config.json has architectures ['Other']"),
+    ("opt", {"do_layer_norm_before": False}, "config.json has do_layer_norm_before False"),
+    ("roberta", {"type_vocab_size": 2}, "config.json has type_vocab_size 2"),
+    ("fsmt", {"langs": ["en"]}, "config.json has langs ['en']"),
+)
+
+
+@pytest.mark.parametrize(("name", "change", "sentence"), REFUSED)
+def test_an_unsupported_option_is_refused(name, change, sentence, released, tmp_path):
+    source = tmp_path / "hf"
+    shutil.copytree(released(name)[2], source)
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps(config | change))
+    assert sentence in refusal("from-hf", "--input", source, "--output", tmp_path / "ours")
+    assert not (tmp_path / "ours").exists()
+
+
+def test_an_unknown_entry_of_the_configuration_is_printed(released, tmp_path):
+    source = tmp_path / "hf"
+    shutil.copytree(released("bart")[2], source)
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps(config | {"new_switch": True}))
+    printed = convert("from-hf", "--input", source, "--output", tmp_path / "ours")
+    assert "note: config.json has entries that are not converted: 'new_switch'." in printed
+
+
+def test_a_bias_of_the_logits_must_be_zero(released, tmp_path):
+    model, _, folder, _ = released("bart")
+    source = tmp_path / "hf"
+    shutil.copytree(folder, source)
+    weights = load_file(source / "model.safetensors")
+    weights["final_logits_bias"] = torch.ones(1, model.config.vocab_size)
+    save_file(weights, source / "model.safetensors", {"format": "pt"})
+    told = refusal("from-hf", "--input", source, "--output", tmp_path / "ours")
+    assert "has a final_logits_bias that is not zero" in told
+
+
+@pytest.mark.parametrize("form", ["sharded", "bin", "sharded_bin", "bare"])
+def test_all_forms_of_the_weights_are_read_alike(form, released, tmp_path):
+    model, _, folder, ours = released("m2m100")
+    source = tmp_path / "hf"
+    shutil.copytree(folder, source)
+    (source / "model.safetensors").unlink()
+    weights = dict(model.state_dict())
+    if form == "sharded":
+        model.save_pretrained(source, max_shard_size="20KB")
+        assert len([*source.glob("*.safetensors")]) > 1
+    elif form == "bare":
+        model.model.save_pretrained(source)
+    elif form == "bin":
+        torch.save(weights, source / "pytorch_model.bin")
+    else:
+        names = sorted(weights)
+        where = {name: f"pytorch_model-{i % 2}.bin" for i, name in enumerate(names)}
+        for file in {*where.values()}:
+            torch.save({n: weights[n] for n in names if where[n] == file}, source / file)
+        (source / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": where}))
+    convert("from-hf", "--input", source, "--output", tmp_path / "ours")
+    one, two = (torch.load(path / "model.pt")["model"] for path in (ours, tmp_path / "ours"))
+    assert one.keys() == two.keys() and all(torch.equal(one[key], two[key]) for key in one)
+
+
+@pytest.mark.parametrize(("file", "damage", "sentence"), [
+    ("config.json", lambda content: None, "which has no config.json"),
+    ("config.json", lambda content: content[:-9], "cannot be read as JSON"),
+    ("config.json", lambda content: b"[]", "holds no JSON object"),
+    ("model.safetensors", lambda content: None, "has neither model.safetensors nor pytorch_model.bin"),
+    ("model.safetensors", lambda content: content[:-99], "is corrupt or lacks a tensor"),
+    ("vocab.json", lambda content: b"{}", "has a vocab.json whose values are not token IDs"),
+])  # fmt: skip
+def test_a_damaged_folder_is_refused(file, damage, sentence, released, tmp_path):
+    source = tmp_path / "hf"
+    shutil.copytree(released("m2m100")[2], source)
+    content = damage((source / file).read_bytes())
+    (source / file).unlink()
+    if content is not None:
+        (source / file).write_bytes(content)
+    assert sentence in refusal("from-hf", "--input", source, "--output", tmp_path / "ours")
+
+
+def test_an_index_names_files_in_its_folder_alone(released, tmp_path):
+    source = tmp_path / "hf"
+    shutil.copytree(released("m2m100")[2], source)
+    (source / "model.safetensors").unlink()
+    index = source / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"a": "../model.safetensors"}}))
+    words = ("from-hf", "--input", source, "--output", tmp_path / "ours")
+    assert "is not a .safetensors file in the folder" in refusal(*words)
+    index.write_text(json.dumps({"weight_map": {"a": "model-1.safetensors"}}))
+    assert "lacks the file model-1.safetensors" in refusal(*words)
+
+
+def test_pickled_code_does_not_run(released, tmp_path):
+    source = tmp_path / "hf"
+    shutil.copytree(released("m2m100")[2], source)
+    (source / "model.safetensors").unlink()
+    torch.save({"a": Harmful()}, source / "pytorch_model.bin")
+    assert "is not loaded" in refusal("from-hf", "--input", source, "--output", tmp_path / "ours")
+    assert not (source / "ran").exists()
+
+
+class Harmful:
+    def __reduce__(self):
+        return open, ("ran", "w")
+
+
+@pytest.mark.parametrize(("name", "change", "sentence"), [
+    ("m2m100", {"no_cross_attention": True}, "has no_cross_attention True, but M2M100"),
+    ("m2m100", {"decoder_embed_dim": 8}, "but transformers has one value for these options"),
+    ("m2m100", {"activation_fn": "linear"}, "has activation_fn linear, which transformers does not have"),
+    ("opt", {"scale_fc": True}, "has scale_fc True, but OPTForCausalLM has only False"),
+])  # fmt: skip
+def test_a_model_without_counterpart_is_refused_by_name(name, change, sentence, released, tmp_path):
+    state = torch.load(released(name)[3] / "model.pt", weights_only=False)
+    model = state["cfg"]["model"]
+    (model if isinstance(model, dict) else vars(model)).update(change)
+    torch.save(state, tmp_path / "changed.pt")
+    family = {"m2m100": "m2m_100"}.get(name, name)
+    words = ("to-hf", "--input", tmp_path / "changed.pt", "--output", tmp_path / "back")
+    assert sentence in refusal(*words, "--family", family)
+    assert "no class of transformers equals; give --family" in refusal(*words)
