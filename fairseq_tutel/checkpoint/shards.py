@@ -182,6 +182,28 @@ class ShardedTensor:
         }
 
 
+@dataclass(frozen=True)
+class ShardedExpert:
+    """One expert's tensor of a stacked tensor, which is read on demand."""
+
+    stack: ShardedTensor
+    expert: int  # global ID
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the expert's tensor."""
+        return self.stack.shape[1:]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the expert's tensor after dequantization."""
+        return self.stack.dtype
+
+    def whole(self) -> Tensor:
+        """Return the expert's tensor."""
+        return self.stack[self.expert]
+
+
 def unreadable(path: Path, reason: str) -> ValueError:
     """Return a ValueError for experts that cannot be read from a shard file."""
     return ValueError(

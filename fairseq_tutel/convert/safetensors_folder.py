@@ -26,7 +26,7 @@ from fairseq_tutel.checkpoint.atomic_save import synced
 from fairseq_tutel.checkpoint.files import DICTIONARY
 from fairseq_tutel.checkpoint.folders import sync
 from fairseq_tutel.checkpoint.saved import SavedModel, Weights, not_written
-from fairseq_tutel.checkpoint.shards import ShardedTensor, write_file
+from fairseq_tutel.checkpoint.shards import ShardedExpert, ShardedTensor, write_pieces
 from fairseq_tutel.files.atomic import temporary_of
 from fairseq_tutel.files.untrusted import content_of, parse_json
 
@@ -41,7 +41,8 @@ KEPT, NAMESPACE = ("args", "cfg", "task_state", "optimizer_history"), "argparse.
 def write(saved: SavedModel, output: Path, limit: int) -> int:
     """Write a checkpoint to a folder of safetensors files; return the number of these files.
 
-    A file has at most `limit` bytes, except if a single weight is larger. One file at a time is in memory.
+    A file has at most `limit` bytes, except if a single weight is larger. One weight at a time is in
+    memory.
 
     Raises:
         ValueError: the folder could not be written, or JSON cannot represent an option.
@@ -68,7 +69,7 @@ def new_folder(output: Path) -> Iterator[Path]:
         folder.mkdir()
         yield folder
         sync(folder)
-        _put(folder, output)
+        put(folder, output)
     except OSError as error:
         raise not_written(output, error) from error
     finally:
@@ -85,7 +86,8 @@ def write_weights(weights: Mapping[str, Any], folder: Path, limit: int) -> int:
     where = {key: name for name, keys in zip(names, shards, strict=True) for key in keys}
     total = {"total_size": sum(map(_bytes, weights.values()))}
     for name, keys in zip(names, shards, strict=True):
-        write_file({key: _value(weights[key]) for key in keys}, folder / name, {"format": "pt"})
+        layout = {key: (weights[key].dtype, tuple(weights[key].shape)) for key in keys}
+        write_pieces(layout, lambda key: _value(weights[key]), folder / name, {"format": "pt"})
     write_text(folder / INDEX, as_json({"metadata": total, "weight_map": where}))
     return len(shards)
 
@@ -96,7 +98,7 @@ def write_text(path: Path, text: str) -> None:
         file.write(text.encode())
 
 
-def _put(folder: Path, output: Path) -> None:
+def put(folder: Path, output: Path) -> None:
     """Rename a folder to `output`. If `output` exists, the renamed folder replaces it."""
     if not output.exists():
         os.rename(folder, output)
@@ -140,13 +142,13 @@ def _shards(weights: Mapping[str, Any], limit: int) -> Iterator[list[str]]:
     yield keys
 
 
-def _bytes(value: Tensor | ShardedTensor) -> int:
+def _bytes(value: Tensor | ShardedTensor | ShardedExpert) -> int:
     return math.prod(value.shape) * value.dtype.itemsize
 
 
-def _value(value: Tensor | ShardedTensor) -> Tensor:
+def _value(value: Tensor | ShardedTensor | ShardedExpert) -> Tensor:
     """Return a weight as a tensor that shares no storage, as safetensors requires."""
-    if isinstance(value, ShardedTensor):
+    if isinstance(value, ShardedTensor | ShardedExpert):
         return value.whole()
     value = value.detach().contiguous()
     return value if value.untyped_storage().nbytes() == _bytes(value) else value.clone()

@@ -164,9 +164,10 @@ class MoEConfig:
     )
     gate_type: str = routing(
         "linear", rule=GATES,
-        help="how the gate scores tokens: linear, biased (linear with a bias per expert), cosine (similarity of a projection and one vector per "
-        "expert), hash (of the token ID, without parameters), or your own package.module.Class; several "
-        "names separated by commas give several gates for the same experts",
+        help="how the gate scores tokens: linear, biased (linear with a bias per expert), cosine "
+        "(similarity of a projection and one vector per expert), hash (of the token ID, without "
+        "parameters), or your own package.module.Class; several names separated by commas give several "
+        "gates for the same experts",
     )
     gate_index: int = routing(0, "index of the gate to use if there are several", rule=AT_LEAST_0)
     gate_projection_dim: int = routing(

@@ -2,7 +2,7 @@
 
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -47,14 +47,14 @@ def convert(folder: ReleasedFolder, output: Path) -> tuple[SavedModel, list[str]
     config = folder.config()
     family = family_of(config)
     options = family.read_options(config)
-    weights = _weights(folder, family, options)
-    _check_sizes(weights, options)
-    vocabulary = vocabulary_of(folder, family, config, _rows(weights))
+    weights = weights_of(folder, family, options)
+    check_sizes(weights, options)
+    vocabulary = vocabulary_of(folder, family, config, table_rows(weights))
     saved = checkpoint(family, setup_of(folder, config, options, vocabulary), vocabulary, weights)
     with new_folder(output) as made:
         saved.write(made / CHECKPOINT)
         write_vocabulary(vocabulary, folder.path, made)
-    return saved, _notes(family, config, vocabulary)
+    return saved, notes_of(family, config, vocabulary)
 
 
 def family_of(config: Mapping[str, Any]) -> Family:
@@ -125,20 +125,35 @@ def write_vocabulary(vocabulary: Vocabulary, source: Path, output: Path) -> None
         (output / name).symlink_to(target)
 
 
-def _weights(folder: ReleasedFolder, family: Family, options: Mapping[str, Any]) -> Tensors:
-    """Return the tensors of a folder under fairseq's names, memory-mapped."""
-    names = folder.names()
+def full_names(folder: ReleasedFolder, family: Family, known: Collection[str]) -> dict[str, str]:
+    """Return the names of all tensors in the order of the files, and their names with the prefix.
+
+    Names in `known` are complete.
+    """
+    names = [name for shard in folder.shards().values() for name in shard]
     # A model that was saved without head has names without the prefix.
-    prefix = "" if any(name.startswith(family.prefix) for name in names) else family.prefix
+    has_prefix = any(name.startswith(family.prefix) for name in names)
+    return {name: name if has_prefix or name in known else family.prefix + name for name in names}
+
+
+def weights_of(
+    folder: ReleasedFolder, family: Family, options: Mapping[str, Any], skipped: Collection[str] = ()
+) -> Tensors:
+    """Return the tensors of a folder under fairseq's names, memory-mapped.
+
+    `skipped` are the names of further tensors that the folder may have.
+
+    Raises:
+        ValueError: a tensor is missing or has no counterpart.
+    """
     rows = family.rows(options)
     row_of = {name: row for row in rows for name in row.theirs}
     found: dict[Row, Tensor] = {}
     others: dict[str, Tensor] = {}
-    for name in (name for shard in folder.shards().values() for name in shard):
-        full = name if name in row_of else prefix + name
+    for name, full in full_names(folder, family, row_of).items():
         row = row_of.get(full)
         if row is None:
-            if not re.fullmatch(family.dropped, full):
+            if full not in skipped and not re.fullmatch(family.dropped, full):
                 others[full] = folder.read(name)
             continue
         tensor = folder.read(name)
@@ -172,12 +187,12 @@ def _weights(folder: ReleasedFolder, family: Family, options: Mapping[str, Any])
     return weights
 
 
-def _rows(weights: Tensors) -> dict[str, int]:
+def table_rows(weights: Tensors) -> dict[str, int]:
     """Return the number of rows of each embedding table, by the name of its tensor."""
     return {name: len(table) for name, table in weights.items() if name.endswith("embed_tokens.weight")}
 
 
-def _check_sizes(weights: Tensors, options: Mapping[str, Any]) -> None:
+def check_sizes(weights: Tensors, options: Mapping[str, Any]) -> None:
     """Raise ValueError if tensors do not have the sizes of config.json."""
     for name, tensor in weights.items():
         side = "decoder" if name.startswith("decoder") else "encoder"
@@ -209,7 +224,8 @@ def positions_of(options: Mapping[str, Any], side: str) -> int:
     return int(options.get(key) or options["max_positions"])
 
 
-def _notes(family: Family, config: Mapping[str, Any], vocabulary: Vocabulary) -> list[str]:
+def notes_of(family: Family, config: Mapping[str, Any], vocabulary: Vocabulary) -> list[str]:
+    """Return notes on entries of config.json and files that are not converted."""
     used = {option.theirs for option in family.options} | family.assumed.keys()
     unknown = sorted(key for key in config if key not in used and not UNUSED.fullmatch(key))
     notes = []

@@ -6,7 +6,7 @@ tensors, and back. "Their" means Hugging Face's, "our" means fairseq's.
 
 import itertools
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -34,12 +34,14 @@ class Names:
 
     Attributes:
         when: our options and their values for which the model has these tensors.
+        only: returns the indices of the layers that have these tensors, from our options; by default all.
     """
 
     theirs: str
     ours: str
     layers: str | Callable[[Mapping[str, Any]], int] = ""
     when: Mapping[str, Any] = field(default_factory=dict)
+    only: Callable[[Mapping[str, Any]], Iterable[int]] | None = None
 
     def rows(self, options: Mapping[str, Any]) -> Iterator[Row]:
         """Yield the tensors of a model that has these fairseq options."""
@@ -49,7 +51,7 @@ class Names:
         count = 1
         if self.layers:
             count = self.layers(options) if callable(self.layers) else options[self.layers]
-        for i in range(count):
+        for i in self.only(options) if self.only else range(count):
             for theirs, ours in pairs:
                 yield Row(*(tuple(text.replace("*", str(i)).split()) for text in (theirs, ours)))
 

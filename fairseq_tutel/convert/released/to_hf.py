@@ -39,17 +39,29 @@ def convert(
     """
     family = _family(saved, name)
     config = family.write_options(saved.options)
-    weights = _weights(saved.weights, family, saved.options)
-    config |= family.sizes(saved.weights)
+    weights = weights_of(saved.weights, family, saved.options)
+    config |= written_last(saved, family, weights)
+    write(output, weights, config, limit, tokenizer)
+    return family.architectures[0]
+
+
+def written_last(saved: SavedModel, family: Family, weights: Tensors) -> dict[str, Any]:
+    """Return the entries of config.json that do not follow from the family's table of options."""
+    config = {**family.sizes(saved.weights)}
     config |= family.write_more(saved.options_of("task") | saved.options)
-    config["dtype"] = _dtype(weights)
+    return config | {"dtype": _dtype(weights)}
+
+
+def write(
+    output: Path, weights: Mapping[str, Any], config: dict[str, Any], limit: int, tokenizer: Path | None
+) -> None:
+    """Write weights, config.json and the tokenizer files of another folder to a folder."""
     with new_folder(output) as made:
         write_weights(weights, made, limit)
         write_text(made / CONFIG, as_json(config))
         for file in TOKENIZER_FILES:
             if tokenizer is not None and (tokenizer / file).is_file():
                 shutil.copyfile(tokenizer / file, made / file)
-    return family.architectures[0]
 
 
 def _family(saved: SavedModel, name: str) -> Family:
@@ -58,18 +70,12 @@ def _family(saved: SavedModel, name: str) -> Family:
     Raises:
         ValueError: no family has these options.
     """
-    for layer in saved.layers:
-        if layer.has_experts:
-            raise ValueError(
-                f"{saved.flag} has experts in {layer.label}, but only dense models can be converted; "
-                "`convert dense` makes a dense checkpoint."
-            )
     if name:
         return FAMILIES[name]
     for family in sorted(FAMILIES.values(), key=lambda family: family.task != saved.name("task")):
         with contextlib.suppress(ValueError):
             family.write_options(saved.options)
-            _weights(saved.weights, family, saved.options)
+            weights_of(saved.weights, family, saved.options)
             return family
     arch = saved.name("model")
     raise ValueError(
@@ -78,8 +84,12 @@ def _family(saved: SavedModel, name: str) -> Family:
     )
 
 
-def _weights(ours: Mapping[str, Any], family: Family, options: Mapping[str, Any]) -> Tensors:
-    """Return the tensors of a checkpoint under their names; a tied tensor has one name."""
+def weights_of(ours: Mapping[str, Any], family: Family, options: Mapping[str, Any]) -> Tensors:
+    """Return the tensors of a checkpoint under their names; a tied tensor has one name.
+
+    Raises:
+        ValueError: a tensor is missing or has no counterpart.
+    """
     found: Tensors = {}
     used = {*family.constants, *family.unused}
     for row in family.rows(options):
