@@ -120,6 +120,8 @@ class Translation(Generating, hub_utils.GeneratorHubInterface):
     def __init__(self, cfg: Any, task: Any, models: Sequence[nn.Module]) -> None:
         super().__init__(cfg, task, models)
         self._stripped: dict[str | None, set[int]] = {}  # target language -> its tokens in outputs
+        if isinstance(task, TranslationFromPretrainedBARTTask):
+            task.args = task.cfg  # fairseq's task reads this attribute, but does not set it
 
     def translate(
         self,

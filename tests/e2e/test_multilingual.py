@@ -91,5 +91,9 @@ def test_sentences_drawn_of_languages_are_the_same_when_resumed_in_a_later_epoch
     assert {i: model.translate(texts[i]) for i in ("0", "1")} == {
         i: of["D"][i].partition("\t")[2] for i in ("0", "1")
     }
-    with pytest.raises(ValueError, match="add source_lang=… and target_lang=…"):
-        ft.from_checkpoint(two)
+    model = ft.from_checkpoint(two)
+    assert (
+        model.translate(texts["0"], source_lang="de", target_lang="en") == of["D"]["0"].partition("\t")[2]
+    )
+    with pytest.raises(ValueError, match="source_lang is 'fr', which is not a language of this model"):
+        model.translate(texts["0"], source_lang="fr")

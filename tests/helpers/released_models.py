@@ -166,7 +166,11 @@ def fsmt(folder):
         langs=["en", "de"], src_vocab_size=sizes[0], tgt_vocab_size=sizes[1],
         **{**SIZES, "encoder_attention_heads": 2},
     )  # fmt: skip
-    return random_model(transformers.FSMTForConditionalGeneration, config), None
+    tokenizer = transformers.FSMTTokenizer(
+        langs=["en", "de"], src_vocab_file=str(folder / "vocab-src.json"),
+        tgt_vocab_file=str(folder / "vocab-tgt.json"), merges_file=str(folder / "merges.txt"),
+    )  # fmt: skip
+    return random_model(transformers.FSMTForConditionalGeneration, config), tokenizer
 
 
 SPEECH = {

@@ -121,7 +121,7 @@ def test_a_folder_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
     synced, renamed = done
     assert renamed == f"{synced} to {tmp_path / 'f'}"
     weights = "model-00001-of-00001.safetensors"
-    assert files == [weights, "options.json", INDEX, os.path.basename(synced)]
+    assert files == [weights, INDEX, "options.json", os.path.basename(synced)]
 
 
 def edit(name, change):

@@ -104,7 +104,7 @@ def checkpoint(family: Family, setup: Setup, vocabulary: Vocabulary, weights: Te
     vars(arguments).update(own)
     cfg = OmegaConf.to_container(convert_namespace_to_omegaconf(arguments), resolve=True, enum_to_str=True)
     assert isinstance(cfg, dict)
-    cfg["bpe"] = vocabulary.bpe or None
+    cfg |= {"bpe": vocabulary.bpe or None, "tokenizer": vocabulary.tokenizer or None}
     added = {name: torch.tensor(values) for name, values in family.constants.items()}
     for name, shape in family.unused.items():
         if shape:

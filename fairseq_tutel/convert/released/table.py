@@ -245,7 +245,7 @@ class Family:
         found: dict[str, Any] = {"architectures": [self.architectures[0]], "model_type": self.name}
         for option in self.options:
             found |= option.write(options)
-        return found | self.written
+        return {**found, **self.written}
 
 
 def transformer_layer(side: str, theirs: str = "", has_cross_attention: bool | None = None) -> list[Names]:

@@ -56,12 +56,14 @@ class Vocabulary:
         links: further names of files.
         languages: codes of the languages that the dictionary has a symbol for.
         bpe: saved options of the BPE, with its name as `_name`.
+        tokenizer: the same for the tokenizer that is used before the BPE.
     """
 
     files: dict[str, str]
     links: dict[str, str] = field(default_factory=dict)
     languages: list[str] = field(default_factory=list)
     bpe: dict[str, Any] = field(default_factory=dict)
+    tokenizer: dict[str, Any] = field(default_factory=dict)
 
 
 def sentencepiece_vocabulary(folder: ReleasedFolder, size: int, form: str = "") -> Vocabulary:
@@ -121,7 +123,12 @@ def pair_vocabulary(folder: ReleasedFolder, languages: Sequence[str], sizes: Seq
         ours = [_subword(symbol) for symbol in symbols[special:]]
         files[f"dict.{language}.txt"] = dictionary([*SPECIAL, *ours])
     codes = "\n".join(["#version: 0.2", *(" ".join(pair) for pair in _merges(folder)), ""])
-    return Vocabulary(files | {"bpecodes": codes}, bpe={"_name": "subword_nmt", "bpe_codes": "bpecodes"})
+    source, target = languages
+    return Vocabulary(
+        files | {"bpecodes": codes},
+        bpe={"_name": "subword_nmt", "bpe_codes": "bpecodes"},
+        tokenizer={"_name": "moses", "source_lang": source, "target_lang": target},
+    )
 
 
 def _subword(token: str) -> str:

@@ -11,8 +11,8 @@ POSITIONS = f"{OURS}.embed_positions.weight"
 
 
 def _layer(theirs: str, ours: str) -> Names:
-    names = (f"{prefix}.{part}.{{weight,bias}}" for prefix, part in ((LAYER, theirs), (OUR_LAYER, ours)))
-    return Names(*names, "encoder_layers")
+    suffix = ".{weight,bias}"
+    return Names(f"{LAYER}.{theirs}{suffix}", f"{OUR_LAYER}.{ours}{suffix}", "encoder_layers")
 
 
 def _task(setup: Setup) -> dict[str, Any]:
