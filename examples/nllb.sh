@@ -70,13 +70,14 @@ fairseq-train "$out/data" --user-dir "$root/user_dir" --finetune-from-model "$ou
     --arch moe_transformer "${sizes[@]}" --share-all-embeddings --dropout 0.1 --max-tokens 2048 \
     --moe-freq 2 --moe-expert-count 4 --moe-top-k 2 \
     --optimizer moe_adam --adam-betas "(0.9,0.98)" --clip-norm 1 --lr "${LR:-0.003}" --lr-scheduler polynomial_decay \
+    --bpe sentencepiece --sentencepiece-model "$out/dense/sentencepiece.bpe.model" --required-batch-size-multiple 1 \
     --warmup-updates 60 --total-num-update "$updates" --max-update "$updates" --num-workers 0 \
     --save-dir "$out/model" --no-epoch-checkpoints --log-format json --log-interval 20 \
     --log-file "$out/model/train.log" 2>&1 | tee "$out/model/output.txt" \
     | python "$root/examples/progress.py" "$updates" || { tail -n 5 "$out/model/output.txt" >&2; exit 1; }
 
 step "5 of 6: translate in Python"
-python "$root/examples/translate.py" "$out/model" "$out/plain/test.$from" "$out/plain/test.$to"
+python "$root/examples/translate.py" "$out/model" "$out/plain/test.$from" "$out/plain/test.$to" --multilingual
 
 step "6 of 6: export the model to the format of Hugging Face"
 python -m fairseq_tutel convert to-hf --input "$out/model/checkpoint_best.pt" --tokenizer "$NLLB" --output "$out/export" --overwrite

@@ -50,8 +50,15 @@ def main() -> None:
     pieces = tokenizer(folder, arguments.texts, arguments.vocab_size)
     special = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}
     special |= {"sep_token": "</s>", "cls_token": "<s>", "mask_token": "<mask>"}
-    settings = {**special, "tokenizer_class": "NllbTokenizer", "additional_special_tokens": languages}
     # fairseq's four special tokens replace the three of sentencepiece. Languages and <mask> follow.
+    first = dict(enumerate(("<s>", "<pad>", "</s>", "<unk>")))
+    added = first | dict(enumerate([*languages, "<mask>"], pieces + 1))
+    settings = {
+        **special,
+        "tokenizer_class": "NllbTokenizer",
+        "additional_special_tokens": languages,
+        "added_tokens_decoder": {str(i): {"content": token, "special": True} for i, token in added.items()},
+    }
     config = {**CONFIG, "vocab_size": pieces + 1 + len(languages) + 1}
     for name, content in (("tokenizer_config.json", settings), ("config.json", config)):
         (folder / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

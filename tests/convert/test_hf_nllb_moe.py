@@ -332,6 +332,7 @@ def test_a_wrong_list_of_experts_is_one_sentence(content, words, expected, tmp_p
     folder = nllb.save(nllb.moe_model(), tmp_path / "hf")
     (tmp_path / "keep.json").write_text(content)
     command = ("from-hf", "--input", folder, "--output", tmp_path / "ours")
+    assert "add --keep-experts FILE" in refusal(*command, "--keep-for", "deu_Latn-fra_Latn")
     assert expected in refusal(*command, "--keep-experts", tmp_path / "keep.json", *words)
 
 

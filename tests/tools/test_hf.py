@@ -212,6 +212,7 @@ REFUSED = (
     ("m2m100", {"activation_function": "silu"}, "config.json has activation_function 'silu'"),
     ("m2m100", {"d_model": 32}, "of shape (143, 16), but config.json requires (143, 32)"),
     ("m2m100", {"d_model": "16"}, "config.json has d_model '16', which is not a int"),
+    ("m2m100", {"vocab_size": 9}, "config.json has vocab_size 9, but the embedding table has 143 rows"),
     ("m2m100", {"encoder_layers": 3}, "lacks the tensor model.encoder.layers.2.self_attn.k_proj.weight"),
     ("m2m100", {"encoder_layers": 1}, "has the tensor model.encoder.layers.1"),
     ("m2m100", {"encoder_attention_heads": 5}, "5 attention heads for a width of 16"),

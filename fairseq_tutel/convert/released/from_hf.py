@@ -1,7 +1,9 @@
 """Converts a folder in the format of Hugging Face to a folder with a fairseq checkpoint."""
 
+import logging
 import re
 import shutil
+import warnings
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
@@ -48,7 +50,7 @@ def convert(folder: ReleasedFolder, output: Path) -> tuple[SavedModel, list[str]
     family = family_of(config)
     options = family.read_options(config)
     weights = weights_of(folder, family, options)
-    check_sizes(weights, options)
+    check_sizes(family, config, weights, options)
     vocabulary = vocabulary_of(folder, family, config, table_rows(weights))
     saved = checkpoint(family, setup_of(folder, config, options, vocabulary), vocabulary, weights)
     with new_folder(output) as made:
@@ -102,7 +104,11 @@ def checkpoint(family: Family, setup: Setup, vocabulary: Vocabulary, weights: Te
     words = ["", "--task", own.pop("task", family.task), "--arch", family.arch, *family.words]
     arguments = fairseq_options.parse_args_and_arch(fairseq_options.get_training_parser(), words)
     vars(arguments).update(own)
-    cfg = OmegaConf.to_container(convert_namespace_to_omegaconf(arguments), resolve=True, enum_to_str=True)
+    logging.getLogger("hydra").setLevel(logging.INFO)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # fairseq calls deprecated functions of hydra
+        made = convert_namespace_to_omegaconf(arguments)
+    cfg = OmegaConf.to_container(made, resolve=True, enum_to_str=True)
     assert isinstance(cfg, dict)
     cfg |= {"bpe": vocabulary.bpe or None, "tokenizer": vocabulary.tokenizer or None}
     added = {name: torch.tensor(values) for name, values in family.constants.items()}
@@ -192,8 +198,16 @@ def table_rows(weights: Tensors) -> dict[str, int]:
     return {name: len(table) for name, table in weights.items() if name.endswith("embed_tokens.weight")}
 
 
-def check_sizes(weights: Tensors, options: Mapping[str, Any]) -> None:
+def check_sizes(
+    family: Family, config: Mapping[str, Any], weights: Tensors, options: Mapping[str, Any]
+) -> None:
     """Raise ValueError if tensors do not have the sizes of config.json."""
+    for key, number in family.sizes(weights).items():
+        if config.get(key, number) != number:
+            raise ValueError(
+                f"config.json has {key} {shown(config[key])}, but the embedding table has {number} rows; "
+                "give the config.json of this model."
+            )
     for name, tensor in weights.items():
         side = "decoder" if name.startswith("decoder") else "encoder"
         wanted = None

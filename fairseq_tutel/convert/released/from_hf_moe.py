@@ -53,6 +53,10 @@ def convert(
     Raises:
         ValueError: the folder cannot be converted or written.
     """
+    if how.pairs and how.keep is None:
+        raise ValueError(
+            f"--keep-for is {','.join(how.pairs)}, but no experts are listed; add --keep-experts FILE."
+        )
     config = folder.config()
     family = from_hf.family_of(config)
     assert isinstance(family, MoEFamily)
@@ -67,7 +71,7 @@ def convert(
     _refuse_missing(folder, rows, names)
     weights = from_hf.weights_of(folder, family, options, skipped=rows)
     _keep_rows(weights, kept, count)
-    from_hf.check_sizes(weights, options)
+    from_hf.check_sizes(family, config, weights, options)
     vocabulary = vocabulary_of(folder, family, config, from_hf.table_rows(weights))
     setup = from_hf.setup_of(folder, config, options, vocabulary)
     saved = from_hf.checkpoint(family, setup, vocabulary, weights)

@@ -77,9 +77,13 @@ def sentencepiece_vocabulary(folder: ReleasedFolder, size: int, form: str = "") 
     Raises:
         ValueError: files are missing or inconsistent.
     """
-    symbols, languages = _checked(tokens_of(folder), size), []
+    tokens, added = tokens_of(folder)
+    symbols = _checked(tokens, size)
+    languages = []
     for i, symbol in enumerate(symbols):
-        if form and i >= len(SPECIAL) and (match := LANGUAGE.fullmatch(symbol)):
+        match = LANGUAGE.fullmatch(symbol) if form else None
+        # An ordinary token may look like a code without underscores around it.
+        if match and (match[1] or symbol in added):
             languages.append(match[1] or match[2])
             symbols[i] = form.format(languages[-1])
     bpe = {"_name": "sentencepiece", "sentencepiece_model": SENTENCEPIECE}
@@ -97,7 +101,7 @@ def gpt2_vocabulary(folder: ReleasedFolder, size: int) -> Vocabulary:
     Raises:
         ValueError: files are missing or inconsistent.
     """
-    symbols = _checked(tokens_of(folder), size)
+    symbols = _checked(tokens_of(folder)[0], size)
     merges = _merges(folder)
     learned = {"".join(pair) for pair in merges}
     numbers = {s: i for i, s in enumerate(symbols) if s in learned or len(s) == 1}
@@ -117,11 +121,8 @@ def pair_vocabulary(folder: ReleasedFolder, languages: Sequence[str], sizes: Seq
     files = {}
     names = ("vocab-src.json", "vocab-tgt.json")
     for name, language, size in zip(names, languages, sizes, strict=True):
-        tokens = {i: token for token, i in _numbered(folder.json(name), name).items()}
-        symbols = _checked(tokens, size)
-        special = len(SPECIAL)
-        ours = [_subword(symbol) for symbol in symbols[special:]]
-        files[f"dict.{language}.txt"] = dictionary([*SPECIAL, *ours])
+        tokens = {i: _subword(token) for token, i in _numbered(folder.json(name), name).items()}
+        files[f"dict.{language}.txt"] = dictionary(_checked(tokens, size))
     codes = "\n".join(["#version: 0.2", *(" ".join(pair) for pair in _merges(folder)), ""])
     source, target = languages
     return Vocabulary(
@@ -132,9 +133,9 @@ def pair_vocabulary(folder: ReleasedFolder, languages: Sequence[str], sizes: Seq
 
 
 def _subword(token: str) -> str:
-    if token.endswith("</w>"):
-        return token.removesuffix("</w>")
-    return token if token.startswith("madeupword") else f"{token}@@"
+    if token in SPECIAL:
+        return token
+    return token.removesuffix("</w>") if token.endswith("</w>") else f"{token}@@"
 
 
 def dictionary(symbols: Iterable[str]) -> str:
@@ -171,8 +172,8 @@ def _checked(tokens: Mapping[int, str], size: int) -> list[str]:
     return symbols
 
 
-def tokens_of(folder: ReleasedFolder) -> dict[int, str]:
-    """Return the tokens by their IDs, from the tokenizer files that exist.
+def tokens_of(folder: ReleasedFolder) -> tuple[dict[int, str], set[str]]:
+    """Return the tokens by their IDs, and those that were added to the tokenizer's own tokens.
 
     Raises:
         ValueError: no tokenizer files exist, or they are malformed.
@@ -185,43 +186,52 @@ def tokens_of(folder: ReleasedFolder) -> dict[int, str]:
         ) from error
 
 
-def _tokens(folder: ReleasedFolder) -> dict[int, str]:
-    config = folder.json("tokenizer_config.json") if folder.has("tokenizer_config.json") else {}
-    fast = folder.json("tokenizer.json") if folder.has("tokenizer.json") else {}
-    found: dict[int, str] = {}
+def _tokens(folder: ReleasedFolder) -> tuple[dict[int, str], set[str]]:
+    files = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
+    fast, config, special = (folder.json(name) if folder.has(name) else {} for name in files)
+    added = {token["content"]: token["id"] for token in fast.get("added_tokens", ())}
+    for number, token in config.get("added_tokens_decoder", {}).items():
+        added.setdefault(token["content"], int(number))
+    if folder.has("added_tokens.json"):
+        added |= folder.json("added_tokens.json")
+    found = _own_tokens(folder, fast)
+    if added:
+        found |= {i: token for token, i in _numbered(added, "list of added tokens").items()}
+    # Older folders list the languages without IDs; these follow, and the mask token is last.
+    key = "additional_special_tokens"
+    listed = [_text(entry) for entry in config.get(key) or special.get(key) or ()]
+    if config.get("tokenizer_class") == "M2M100Tokenizer":
+        codes = LANGUAGES.get(str(config.get("language_codes") or "m2m100"), "")
+        listed = [f"__{code}__" for code in codes.split()] or listed
+    mask = config.get("mask_token") or special.get("mask_token")
+    taken = {*found.values()}
+    for token in (*listed, *([_text(mask)] if mask else ())):
+        if token not in taken:
+            found[max(found) + 1] = token
+            taken.add(token)
+    return found, {*added, *listed}
+
+
+def _text(entry: Any) -> str:
+    return str(entry["content"]) if isinstance(entry, dict) else str(entry)
+
+
+def _own_tokens(folder: ReleasedFolder, fast: Mapping[str, Any]) -> dict[int, str]:
+    """Return the tokens of the vocabulary; `fast` is the content of tokenizer.json, or empty."""
     if folder.has("vocab.json"):
-        found = {i: token for token, i in _numbered(folder.json("vocab.json"), "vocab.json").items()}
+        name, vocab = "vocab.json", folder.json("vocab.json")
     elif fast:
-        vocab: Any = (fast.get("model") or {}).get("vocab")
-        pairs = vocab.items() if isinstance(vocab, dict) else ((p[0], i) for i, p in enumerate(vocab or ()))
-        found = {i: token for token, i in _numbered(dict(pairs), "tokenizer.json").items()}
+        name, vocab = "tokenizer.json", fast["model"]["vocab"]
+        if isinstance(vocab, list):  # pairs of a token and its score
+            vocab = {token: i for i, (token, _) in enumerate(vocab)}
     elif folder.has(SENTENCEPIECE):
-        found = _pieces(folder)
+        return _pieces(folder)
     else:
         raise ValueError(
             f"--input {folder.path} has no tokenizer files (vocab.json, tokenizer.json or "
             f"{SENTENCEPIECE}); add the files of the model's tokenizer."
         )
-    added = {token["content"]: token["id"] for token in fast.get("added_tokens", ())}
-    for number, token in config.get("added_tokens_decoder", {}).items():
-        added.setdefault(token["content"], int(number))
-    if folder.has("added_tokens.json"):
-        added |= _numbered(folder.json("added_tokens.json"), "added_tokens.json")
-    found |= {i: token for token, i in added.items()}
-    special = folder.json("special_tokens_map.json") if folder.has("special_tokens_map.json") else {}
-    named = special | config
-    # Older folders list the languages without IDs; these follow, and the mask token is last.
-    listed = named.get("additional_special_tokens") or special.get("additional_special_tokens") or []
-    if named.get("tokenizer_class") == "M2M100Tokenizer":
-        codes = LANGUAGES.get(str(named.get("language_codes") or "m2m100"), "")
-        listed = [f"__{code}__" for code in codes.split()] or listed
-    taken = {*found.values()}
-    for entry in [*listed, *([named["mask_token"]] if named.get("mask_token") else [])]:
-        token = entry["content"] if isinstance(entry, dict) else str(entry)
-        if token not in taken:
-            found[max(found) + 1] = token
-            taken.add(token)
-    return found
+    return {i: token for token, i in _numbered(vocab, name).items()}
 
 
 def _numbered(vocab: Mapping[str, Any], name: str) -> Mapping[str, int]:
