@@ -198,3 +198,52 @@ def test_fairseq_s_commands_use_imported_models(tmp_path):
         count += ids.shape[1] - 1
     loss = float(re.search(r"Loss \(base 2\): (\S+),", output)[1])
     assert loss == pytest.approx(total / count / math.log(2), abs=2e-4)
+
+
+# Commands of fairseq-train for dense models that have the form of a family.
+WIDTHS = ("--encoder-embed-dim", 16, "--encoder-ffn-embed-dim", 32, "--encoder-attention-heads", 2)
+FORMS = {
+    "xglm": (
+        "--task", "language_modeling", "--arch", "transformer_lm", "--activation-fn", "gelu",
+        "--share-decoder-input-output-embed", "--decoder-normalize-before",
+    ),
+    "opt": (
+        "--task", "language_modeling", "--arch", "transformer_lm", "--share-decoder-input-output-embed",
+        "--decoder-learned-pos", "--no-scale-embedding", "--decoder-normalize-before",
+    ),
+    "roberta": (
+        "--task", "masked_lm", "--arch", "roberta", "--criterion", "masked_lm", "--encoder-layers", 2,
+    ),
+    "bart": ("--task", "denoising", "--arch", "bart_base", "--encoder-layers", 2, "--decoder-layers", 1),
+}  # fmt: skip
+DECODER = (
+    "--decoder-layers", 2, "--decoder-embed-dim", 16, "--decoder-input-dim", 16, "--decoder-output-dim", 16,
+    "--decoder-ffn-embed-dim", 32, "--decoder-attention-heads", 2,
+)  # fmt: skip
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", FORMS)
+def test_a_model_that_fairseq_trained_has_equal_logits_in_transformers(name, lm_data, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    sizes = DECODER if "lm" in FORMS[name][3] else WIDTHS
+    if name == "bart":
+        sizes += ("--decoder-embed-dim", 16, "--decoder-ffn-embed-dim", 32, "--decoder-attention-heads", 2)
+    fairseq(
+        "train", lm_data, *FORMS[name], *sizes, *TRAINING, "--save-dir", tmp_path / "run",
+        "--tokens-per-sample", 32, "--max-update", 10,
+    )  # fmt: skip
+    path = tmp_path / "run" / "checkpoint_last.pt"
+    fairseq("tutel-__main__", "convert", "to-hf", "--input", path, "--output", tmp_path / "hf")
+    config = transformers.AutoConfig.from_pretrained(tmp_path / "hf")
+    assert config.model_type == name
+    theirs = getattr(transformers, config.architectures[0]).from_pretrained(tmp_path / "hf").eval()
+    ours = ft.from_checkpoint(path, data=lm_data, device="cpu")
+    model = (getattr(ours, "models", None) or [ours.model])[0]
+    ids = torch.tensor([[0, 5, 9, 7, 8, 5, 2]])
+    with torch.no_grad():
+        expected = theirs(ids).logits
+        found = model(ids, torch.tensor([7]), ids.roll(1))[0] if name == "bart" else model(ids)[0]
+        if name == "bart":
+            expected = theirs(ids, decoder_input_ids=ids.roll(1)).logits
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)

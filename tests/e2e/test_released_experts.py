@@ -57,8 +57,8 @@ def test_an_imported_model_in_shards_is_fine_tuned(tmp_path):
     for language in ("deu_Latn", "fra_Latn"):
         (tmp_path / f"train.{language}").write_text(text + "\n")
     dictionary = ("--srcdict", folder / "dict.txt", "--tgtdict", folder / "dict.txt", "--workers", 1)
-    fairseq("preprocess", "-s", "deu_Latn", "-t", "fra_Latn", "--trainpref", tmp_path / "train", *dictionary,
-            "--destdir", tmp_path / "data")  # fmt: skip
+    words = ("-s", "deu_Latn", "-t", "fra_Latn", "--trainpref", tmp_path / "train", *dictionary)
+    fairseq("preprocess", *words, "--destdir", tmp_path / "data")
     task = ("--task", "moe_translation_multi_simple_epoch", "--langs", "deu_Latn,fra_Latn", "--lang-pairs",
             "deu_Latn-fra_Latn", "--encoder-langtok", "src", "--decoder-langtok")  # fmt: skip
     run = fairseq(

@@ -24,16 +24,16 @@ from fairseq_tutel.files.untrusted import shown
 CHECKPOINT = "model.pt"
 # Entries of config.json that do not change the outputs of a model: of generation, training, or of
 # transformers itself.
-UNUSED = re.compile(
-    r"_.*|.*_token_id|.*_version|add_bias_logits|add_cross_attention|architectures|bad_words_ids|begin_suppress_tokens"
-    r"|chunk_size.*|classif.*|cross_attention_hidden_size|d(ata)?type|decay.*|diversity_penalty|do_sample"
-    r"|early_stopping|encoder_no_repeat_ngram_size|exponential_decay.*|finetuning_task|forced_.*"
-    r"|gradient_checkpointing|id2label|init_std|initializer_.*|is_.*|label2id|length_penalty|max_length"
-    r"|min_length|model_type|no_repeat_ngram_size|num_beam_groups|num_beams|num_hidden_layers|num_labels"
-    r"|num_return_sequences|output_.*|prefix|problem_type|pruned_heads|remove_invalid_values"
+UNUSED = (
+    r"_.*|.*_token_id|.*_version|add_bias_logits|add_cross_attention|architectures|bad_words_ids"
+    r"|begin_suppress_tokens|chunk_size.*|classif.*|cross_attention_hidden_size|diversity_penalty"
+    r"|do_sample|early_stopping|encoder_no_repeat_ngram_size|exponential_decay.*|finetuning_task"
+    r"|forced_.*|gradient_checkpointing|id2label|init_std|initializer_.*|is_.*|label2id|length_penalty"
+    r"|max_length|min_length|model_type|no_repeat_ngram_size|num_beam_groups|num_beams|num_hidden_layers"
+    r"|num_labels|num_return_sequences|output_.*|prefix|problem_type|pruned_heads|remove_invalid_values"
     r"|repetition_penalty|return_dict.*|(src_|tgt_)?vocab_size|suppress_tokens|task_specific_params"
-    r"|temperature|tf_legacy_loss|tie_encoder_decoder|tokenizer_class|top_[kp]|torch_?(dtype|script)"
-    r"|typical_p|use_bfloat16|use_cache"
+    r"|temperature|tf_legacy_loss|tie_encoder_decoder|tokenizer_class|top_[kp]|torch_dtype|dtype"
+    r"|torchscript|typical_p|use_bfloat16|use_cache"
 )
 
 
@@ -241,7 +241,8 @@ def positions_of(options: Mapping[str, Any], side: str) -> int:
 def notes_of(family: Family, config: Mapping[str, Any], vocabulary: Vocabulary) -> list[str]:
     """Return notes on entries of config.json and files that are not converted."""
     used = {option.theirs for option in family.options} | family.assumed.keys()
-    unknown = sorted(key for key in config if key not in used and not UNUSED.fullmatch(key))
+    ignored = re.compile(f"{UNUSED}|{family.ignored}")
+    unknown = sorted(key for key in config if key not in used and not ignored.fullmatch(key))
     notes = []
     if unknown:
         notes.append(f"config.json has entries that are not converted: {', '.join(map(shown, unknown))}.")

@@ -69,7 +69,8 @@ class Option:
 
     Attributes:
         theirs: a key of config.json.
-        ours: one or several fairseq options, separated by spaces; all have the same value.
+        ours: one or several fairseq options, separated by spaces; all have the same value. a|b means the
+            option a, or b if a is not set.
         default: the value if config.json lacks the key, as in transformers' configuration class.
         values: their value -> our value; empty if the values are equal.
         offset: their number minus our number.
@@ -104,7 +105,14 @@ class Option:
                 f"config.json has {self.theirs} {value!r}, which is not a {type(self.default).__name__}; "
                 "correct the file."
             )
-        return dict.fromkeys(self.ours.split(), value - self.offset if self.offset else value)
+        keys = (word.partition("|")[0] for word in self.ours.split())
+        return dict.fromkeys(keys, value - self.offset if self.offset else value)
+
+    def keys(self, options: Mapping[str, Any]) -> list[str]:
+        """Return the keys of `ours` that are set in these options."""
+        choices = (word.split("|") for word in self.ours.split())
+        own = ([key for key in keys if options.get(key) is not None] for keys in choices)
+        return [keys[0] for keys in own if keys]
 
     def write(self, options: Mapping[str, Any]) -> dict[str, Any]:
         """Return the entry of config.json for our options.
@@ -112,7 +120,7 @@ class Option:
         Raises:
             ValueError: our options differ from each other, or their system has no such value.
         """
-        keys = [key for key in self.ours.split() if options.get(key) is not None]
+        keys = self.keys(options)
         found = {key: options[key] for key in keys}
         if len({repr(value) for value in found.values()}) > 1:
             text = ", ".join(f"{key} {value}" for key, value in found.items())
@@ -166,6 +174,7 @@ class Family:
         options: the options that both systems have.
         fixed: our options that must have these values.
         assumed: their options that must have these values, if config.json has the key.
+        ignored: pattern of their options that do not change outputs, or that `read_more` and `setup` read.
         written: further entries of config.json.
         dropped: pattern of their tensors without a counterpart, such as position tables that are computed.
         zeros: shapes of their tensors that must be zero, because our model does not have them; a word of a
@@ -192,6 +201,7 @@ class Family:
     fixed: Mapping[str, Any] = field(default_factory=dict)
     assumed: Mapping[str, Any] = field(default_factory=dict)
     written: Mapping[str, Any] = field(default_factory=dict)
+    ignored: str = ""
     dropped: str = ""
     zeros: Mapping[str, str] = field(default_factory=dict)
     unused: Mapping[str, str] = field(default_factory=dict)
@@ -230,18 +240,27 @@ class Family:
         """Return the numbers of tokens in config.json for our tensors."""
         return {key: len(weights[name]) for key, name in self.vocabulary_sizes.items()}
 
+    def differing(self, options: Mapping[str, Any]) -> list[str]:
+        """Return our options that differ from `fixed`. An option that is absent, None or "" is off."""
+        pairs = ((key, options.get(key), value) for key, value in self.fixed.items())
+        return [key for key, own, value in pairs if (own or value) and own != value]
+
+    def distance(self, options: Mapping[str, Any]) -> int:
+        """Return the number of options that differ from this family's or are absent."""
+        absent = [option for option in self.options if not option.keys(options)]
+        return len(self.differing(options)) + len(absent)
+
     def write_options(self, options: Mapping[str, Any]) -> dict[str, Any]:
         """Return the content of config.json for our options.
 
         Raises:
             ValueError: a value has no counterpart.
         """
-        for key, value in self.fixed.items():
-            own = options.get(key)
-            if (own or value) and own != value:  # absent, None and "" mean off
-                raise ValueError(
-                    f"--input has {key} {own!r}, but {self.architectures[0]} has only {value!r}."
-                )
+        for key in self.differing(options):
+            raise ValueError(
+                f"--input has {key} {options.get(key)!r}, but {self.architectures[0]} has only "
+                f"{self.fixed[key]!r}."
+            )
         found: dict[str, Any] = {"architectures": [self.architectures[0]], "model_type": self.name}
         for option in self.options:
             found |= option.write(options)

@@ -1,6 +1,5 @@
 """Converts a fairseq checkpoint to a folder in the format of Hugging Face."""
 
-import contextlib
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,6 +11,7 @@ from torch import Tensor
 from fairseq_tutel.checkpoint.saved import SavedModel
 from fairseq_tutel.convert.configs import Tensors
 from fairseq_tutel.convert.released.families import FAMILIES
+from fairseq_tutel.convert.released.families.nllb_moe import MoEFamily
 from fairseq_tutel.convert.released.folder import CONFIG
 from fairseq_tutel.convert.released.table import Family
 from fairseq_tutel.convert.released.vocabulary import TOKENIZER_FILES
@@ -72,15 +72,22 @@ def _family(saved: SavedModel, name: str) -> Family:
     """
     if name:
         return FAMILIES[name]
-    for family in sorted(FAMILIES.values(), key=lambda family: family.task != saved.name("task")):
-        with contextlib.suppress(ValueError):
+    dense = {key: family for key, family in FAMILIES.items() if not isinstance(family, MoEFamily)}
+    reasons = {}
+    for key, family in dense.items():
+        try:
             family.write_options(saved.options)
             weights_of(saved.weights, family, saved.options)
-            return family
-    arch = saved.name("model")
+        except ValueError as error:
+            reasons[key] = str(error)
+    fitting = [family for key, family in dense.items() if key not in reasons]
+    if fitting:
+        # RoBERTa and XLM-RoBERTa differ only in the task.
+        return min(fitting, key=lambda family: family.task != saved.name("task"))
+    closest = min(reasons, key=lambda key: dense[key].distance(saved.options))
     raise ValueError(
-        f"{saved.flag} holds a model of the architecture {arch or 'without a name'}, which no class of "
-        f"transformers equals; give --family {', '.join(FAMILIES)} to print the reason."
+        f"{saved.flag} is a {saved.name('model')}, which no class of transformers equals; the closest "
+        f"family is {closest}: {reasons[closest]}"
     )
 
 

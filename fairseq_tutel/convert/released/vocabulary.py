@@ -223,7 +223,7 @@ def _own_tokens(folder: ReleasedFolder, fast: Mapping[str, Any]) -> dict[int, st
     elif fast:
         name, vocab = "tokenizer.json", fast["model"]["vocab"]
         if isinstance(vocab, list):  # pairs of a token and its score
-            vocab = {token: i for i, (token, _) in enumerate(vocab)}
+            vocab = {pair[0]: i for i, pair in enumerate(vocab)}
     elif folder.has(SENTENCEPIECE):
         return _pieces(folder)
     else:

@@ -45,7 +45,7 @@ ROBERTA = Family(
         Option("hidden_size", "encoder_embed_dim", 768),
         Option("intermediate_size", "encoder_ffn_embed_dim", 3072),
         Option("num_attention_heads", "encoder_attention_heads", 12),
-        Option("max_position_embeddings", "max_positions", 514, offset=2),
+        Option("max_position_embeddings", "max_positions|tokens_per_sample", 514, offset=2),
         Option("hidden_dropout_prob", "dropout", 0.1),
         Option("attention_probs_dropout_prob", "attention_dropout", 0.1),
         # Their head always has gelu; ours has the activation of the layers.

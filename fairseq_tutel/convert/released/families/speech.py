@@ -75,6 +75,13 @@ def _write_layers(options: Mapping[str, Any]) -> dict[str, Any]:
     return found | {"num_feat_extract_layers": len(found["conv_dim"])}
 
 
+def _write_codes(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the entries of the layers and of the codebook, whose widths may follow from other options."""
+    final_dim = options.get("final_dim") or options.get("encoder_embed_dim")
+    dims = {"codevector_dim": options.get("latent_dim") or final_dim, "proj_codevector_dim": final_dim}
+    return _write_layers(options) | dims
+
+
 def _names(prefix: str) -> tuple[Names, ...]:
     """Return the tensors of the feature extractor and the transformer."""
     extractor, our_extractor = f"{prefix}feature_extractor.conv_layers", "feature_extractor.conv_layers"
@@ -160,6 +167,11 @@ ASSUMED = {
     "layer_norm_eps": 1e-5,
     "use_weighted_layer_sum": False,
 }
+IGNORED = (
+    r"adapter_(kernel_size|stride)|apply_spec_augment|conv_(dim|kernel|stride)|ctc_.*|diversity_loss_weight"
+    r"|feat_extract_dropout|final_dropout|freeze_.*|mask_.*|no_mask_.*|num_adapter_layers"
+    r"|num_feat_extract_layers|tdnn_.*|xvector_.*"
+)
 WAV2VEC2 = Family(
     name="wav2vec2",
     architectures=("Wav2Vec2ForPreTraining",),
@@ -193,8 +205,9 @@ WAV2VEC2 = Family(
         "crop_seq_to_multiple": 1,
     },
     assumed=ASSUMED,
+    ignored=IGNORED,
     read_more=_read_layers,
-    write_more=_write_layers,
+    write_more=_write_codes,
     setup=lambda setup: {"normalize": setup.normalizes},
 )
 HUBERT = Family(
@@ -208,6 +221,7 @@ HUBERT = Family(
     options=OPTIONS,
     fixed={**FIXED, "conv_pos_batch_norm": False},
     assumed=ASSUMED,
+    ignored=IGNORED,
     # Their model has no head. The task then needs no dictionaries.
     unused={
         "final_proj.weight": "256 encoder_embed_dim",

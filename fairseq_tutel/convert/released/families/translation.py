@@ -226,6 +226,8 @@ FSMT = Family(
         "share_all_embeddings": False,
         "share_decoder_input_output_embed": True,
     },
+    assumed={"tie_word_embeddings": False},
+    ignored="decoder|langs",
     written={**IDS, "tie_word_embeddings": False},
     dropped=COMPUTED_POSITIONS,
     constants=VERSIONS,
