@@ -1,6 +1,7 @@
 """Split two parallel text files into train, valid and test, and words into pieces, for fairseq-preprocess.
 
-Writes OUT/plain/{train,valid,test}.{de,en}, OUT/pieces/ with the same names, and OUT/bpe.model.
+Writes OUT/plain/{train,valid,test}.{de,en}, OUT/pieces/ with the same names, and OUT/bpe.model, which is
+trained unless --sentencepiece-model is given.
 """
 
 import argparse
@@ -20,6 +21,7 @@ def main() -> None:
     for name in ("source", "target", "out"):
         parser.add_argument(name, type=Path)
     parser.add_argument("--vocab-size", type=int, default=2000, help="pieces of words, at most [2000]")
+    parser.add_argument("--sentencepiece-model", type=Path, help="use this model instead of training one")
     arguments = parser.parse_args()
     files = (arguments.source, arguments.target)
     languages = [path.suffix[1:] for path in files]
@@ -34,17 +36,8 @@ def main() -> None:
     held = min(MOST, int(HELD_OUT * len(pairs)) + 1)
     splits = {"valid": pairs[:held], "test": pairs[held : 2 * held], "train": pairs[2 * held :]}
     arguments.out.mkdir(parents=True, exist_ok=True)
-    model = arguments.out / "bpe"
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=itertools.chain.from_iterable(splits["train"]),
-        model_prefix=str(model),
-        model_type="unigram",
-        vocab_size=arguments.vocab_size,
-        hard_vocab_limit=False,  # small texts have fewer pieces
-        character_coverage=1.0,
-        minloglevel=2,
-    )
-    pieces = sentencepiece.SentencePieceProcessor(model_file=f"{model}.model")
+    model = arguments.sentencepiece_model or trained(arguments.out, splits["train"], arguments.vocab_size)
+    pieces = sentencepiece.SentencePieceProcessor(model_file=str(model))
     for kind, convert in (
         ("plain", str),
         ("pieces", lambda line: " ".join(pieces.encode(line, out_type=str))),
@@ -56,7 +49,21 @@ def main() -> None:
                 text = "".join(f"{convert(pair[column])}\n" for pair in chosen)
                 (folder / f"{split}.{language}").write_text(text, encoding="utf-8")
     counts = ", ".join(f"{len(splits[split]):,} {split}" for split in ("train", "valid", "test"))
-    print(f"sentences: {counts}; {pieces.vocab_size():,} pieces of words in {model}.model")
+    print(f"sentences: {counts}; {pieces.vocab_size():,} pieces of words in {model}")
+
+
+def trained(folder: Path, pairs: list[tuple[str, str]], size: int) -> Path:
+    """Train a sentencepiece model on pairs of sentences; return its file."""
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=itertools.chain.from_iterable(pairs),
+        model_prefix=str(folder / "bpe"),
+        model_type="unigram",
+        vocab_size=size,
+        hard_vocab_limit=False,  # small texts have fewer pieces
+        character_coverage=1.0,
+        minloglevel=2,
+    )
+    return folder / "bpe.model"
 
 
 def lines(path: Path) -> list[str]:

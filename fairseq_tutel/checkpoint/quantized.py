@@ -51,14 +51,19 @@ class Quantized:
         """Quantize a tensor and return the tensor to store; raise ValueError if a value is not finite."""
         if self.expert_dtype == "bf16":
             return values.to(torch.bfloat16)
-        largest = LARGEST[self.expert_dtype]
-        values_RW = values.detach().float().reshape(-1, self.shape[-1])
+        blocks = _row_blocks(values.detach().reshape(-1, self.shape[-1]))
+        scales, rows = zip(*map(self._quantized_rows, blocks), strict=True)
+        return torch.cat([*scales, *rows])
+
+    def _quantized_rows(self, values_RW: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the bytes of the scales and of the values of some rows."""
+        largest, values_RW = LARGEST[self.expert_dtype], values_RW.float()
         scales_R1 = values_RW.abs().amax(1, keepdim=True) / largest
         if not scales_R1.isfinite().all():
             raise ValueError("the tensor has values that are not finite")
         whole_RW = (values_RW / scales_R1.masked_fill(scales_R1 == 0, 1)).round_()
         whole_RW.clamp_(-largest, largest)
-        return torch.cat([scales_R1.view(-1).view(torch.uint8), self._bytes(whole_RW).flatten()])
+        return scales_R1.view(-1).view(torch.uint8), self._bytes(whole_RW).flatten()
 
     def _bytes(self, whole_RW: Tensor) -> Tensor:
         if self.expert_dtype == "int8":
@@ -88,6 +93,11 @@ class Quantized:
         return out if is_wide else out.copy_(wide_RW.view(self.shape))
 
 
+def _row_blocks(values_RW: Tensor) -> tuple[Tensor, ...]:
+    """Split a matrix into blocks of rows with about BLOCK values, to limit the memory of temporaries."""
+    return values_RW.split(max(1, BLOCK // max(1, values_RW.shape[1])))
+
+
 def quantized_form(expert_dtype: str, shape: tuple[int, ...], dtype: torch.dtype) -> Quantized | None:
     """Return the format to quantize an expert's tensor; None for biases and integers, which are kept."""
     if not expert_dtype or len(shape) < 2 or not dtype.is_floating_point:
@@ -100,22 +110,27 @@ class RoundingError:
     """Accumulates the quantization error over several tensors."""
 
     worst_row: float = 0.0  # largest |difference| / |row|
-    _differences: float = 0.0
-    _squares: float = 0.0
+    differences: float = 0.0  # sum of squares
+    squares: float = 0.0  # of the values
 
     @property
     def relative(self) -> float:
         """The root mean square of the errors, divided by the root mean square of the values."""
-        return math.sqrt(self._differences / self._squares) if self._squares else 0.0
+        return math.sqrt(self.differences / self.squares) if self.squares else 0.0
+
+    def merge(self, other: "RoundingError") -> None:
+        """Add the errors that another object accumulated."""
+        self.worst_row = max(self.worst_row, other.worst_row)
+        self.differences += other.differences
+        self.squares += other.squares
 
     def add(self, values: Tensor, rounded: Tensor) -> None:
         """Add the quantization error of a tensor [..., W], computed in float64 by blocks of rows."""
-        rows = max(1, BLOCK // max(1, values.shape[-1]))
-        blocks = (x.detach().flatten(0, -2).split(rows) for x in (values, rounded))
+        blocks = (_row_blocks(x.detach().flatten(0, -2)) for x in (values, rounded))
         for values_RW, rounded_RW in zip(*blocks, strict=True):
             squares_R = values_RW.double().square_().sum(1)
             differences_R = (rounded_RW.double() - values_RW).square_().sum(1)
-            self._squares += float(squares_R.sum())
-            self._differences += float(differences_R.sum())
+            self.squares += float(squares_R.sum())
+            self.differences += float(differences_R.sum())
             rows_R = (differences_R / squares_R.masked_fill(squares_R == 0, 1)).sqrt()
             self.worst_row = max([self.worst_row, *rows_R.tolist()])

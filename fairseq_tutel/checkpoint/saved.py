@@ -242,10 +242,15 @@ def _bytes(content: Any) -> int:
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
-def not_written(output: Path, error: Exception) -> ValueError:
-    """Return a ValueError for a file that could not be written; its message has the system's reason."""
+def not_written(
+    output: Path, error: Exception, if_full: str = "free disk space, or give another path"
+) -> ValueError:
+    """Return a ValueError for a file that could not be written; its message has the system's reason.
+
+    `if_full` is the advice if the disk is full.
+    """
     cause = atomic_save.system_error(error)
     number = None if cause is None else cause.errno
     reason = os.strerror(number) if number else str(error).partition("\n")[0]
-    fix = "free disk space, or give another path" if number in FULL else "give another path"
+    fix = if_full if number in FULL else "give another path"
     return ValueError(f"--output {output} could not be written ({reason}); {fix}.")

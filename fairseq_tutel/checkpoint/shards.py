@@ -183,6 +183,28 @@ class ShardedTensor:
         }
 
 
+@dataclass(frozen=True)
+class ShardedExpert:
+    """One expert's tensor of a stacked tensor, which is read on demand."""
+
+    stack: ShardedTensor
+    expert: int  # global ID
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the expert's tensor."""
+        return self.stack.shape[1:]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the expert's tensor after dequantization."""
+        return self.stack.dtype
+
+    def whole(self) -> Tensor:
+        """Return the expert's tensor."""
+        return self.stack[self.expert]
+
+
 def unreadable(path: Path, reason: str) -> ValueError:
     """Return a ValueError for experts that cannot be read from a shard file."""
     return ValueError(
@@ -212,6 +234,22 @@ def write_pieces(
     `layout` has the dtype and shape of the tensor of each key. `value` is called once per key, and returns
     the tensor.
     """
+    text, spans = layout_of(layout, metadata)
+    with synced(path) as file:
+        file.write(text)
+        for key in spans:
+            file.write(raw_bytes(value(key)))
+        with contextlib.suppress(OSError):  # a file system without permissions
+            path.chmod(path.parent.stat().st_mode & 0o666)
+
+
+def layout_of(
+    layout: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], metadata: dict[str, str] | None = None
+) -> tuple[bytes, dict[str, range]]:
+    """Return the first bytes of a safetensors file, and the range of each tensor's bytes in the file.
+
+    The ranges are in the order of the file. `layout` has the dtype and shape of the tensor of each key.
+    """
     # The same order as in the safetensors library; it aligns every tensor.
     order = sorted(layout, key=lambda key: (-layout[key][0].itemsize, key))
     header: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
@@ -222,21 +260,19 @@ def write_pieces(
         header[key] = {"dtype": FILE_DTYPES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    with synced(path) as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        for key in order:
-            file.write(_bytes(value(key)).numpy().data)
-        with contextlib.suppress(OSError):  # a file system without permissions
-            path.chmod(path.parent.stat().st_mode & 0o666)
+    text = len(text).to_bytes(8, "little") + text
+    spans = {key: header[key]["data_offsets"] for key in order}
+    return text, {key: range(len(text) + begin, len(text) + end) for key, (begin, end) in spans.items()}
 
 
 def digest(tensor: Tensor) -> str:
     """Return the SHA-256 digest of a tensor's bytes, in hexadecimal."""
-    return hashlib.sha256(_bytes(tensor).numpy().data).hexdigest()
+    return hashlib.sha256(raw_bytes(tensor)).hexdigest()
 
 
-def _bytes(tensor: Tensor) -> Tensor:
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+def raw_bytes(tensor: Tensor) -> memoryview:
+    """Return a tensor's bytes, without a copy if the tensor is contiguous."""
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
 def is_record(value: Any) -> bool:

@@ -13,8 +13,8 @@ from fairseq_tutel.moe.config import MoEConfig
 from fairseq_tutel.plugin.install import chosen_layers
 
 Tensors = dict[str, Tensor]
-# Type of gate -> name of its tensor that has one row per expert.
-ROWS = {"linear": "weight", "cosine": "directions"}
+# Type of gate -> names of its tensors that have one row per expert.
+ROWS = {"linear": ("weight",), "biased": ("weight", "bias"), "cosine": ("directions",)}
 FFN = re.compile(r"(.+?)\.(?:fc1|fc2|ffn_layernorm)\.")
 SWIN = "swin_v2"  # its MoE variant has the suffix _moe instead of the prefix moe_
 
@@ -64,9 +64,9 @@ def gate_rows(config: MoEConfig, layer: Layer) -> list[str]:
     """Return the names of a MoE layer's gate tensors that have one row per expert; skip custom gates."""
     places = ["gate", *(f"other_gates.{i}" for i in range(len(config.gate_types) - 1))]
     return [
-        f"{layer.moe}.{place}.{ROWS[kind]}"
+        f"{layer.moe}.{place}.{key}"
         for place, kind in zip(places, config.gate_types, strict=True)
-        if kind in ROWS
+        for key in ROWS.get(kind, ())
     ]
 
 

@@ -113,7 +113,7 @@ def _refuse_gates(config: MoEConfig, layer: Layer, groups: Groups) -> None:
         if kind not in GATE_TYPES:
             raise ValueError(
                 f"{layer.label} has the custom gate {kind} ({label_of('gate_type')}), whose tensors have "
-                "an unknown layout; merge and prune accept linear, cosine and hash gates."
+                "an unknown layout; merge and prune accept linear, biased, cosine and hash gates."
             )
         if kind == "hash" and groups != [[i] for i in range(len(groups))]:
             raise ValueError(

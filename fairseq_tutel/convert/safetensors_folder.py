@@ -26,7 +26,7 @@ from fairseq_tutel.checkpoint.atomic_save import synced
 from fairseq_tutel.checkpoint.files import DICTIONARY
 from fairseq_tutel.checkpoint.folders import sync
 from fairseq_tutel.checkpoint.saved import SavedModel, Weights, not_written
-from fairseq_tutel.checkpoint.shards import ShardedTensor, write_pieces
+from fairseq_tutel.checkpoint.shards import ShardedExpert, ShardedTensor, write_pieces
 from fairseq_tutel.files.atomic import temporary_of
 from fairseq_tutel.files.untrusted import content_of, parse_json
 from fairseq_tutel.ranks.progress import progress
@@ -70,7 +70,7 @@ def new_folder(output: Path) -> Iterator[Path]:
         folder.mkdir()
         yield folder
         sync(folder)
-        _put(folder, output)
+        put(folder, output)
     except OSError as error:
         raise not_written(output, error) from error
     finally:
@@ -105,7 +105,7 @@ def write_text(path: Path, text: str) -> None:
         file.write(text.encode())
 
 
-def _put(folder: Path, output: Path) -> None:
+def put(folder: Path, output: Path) -> None:
     """Rename a folder to `output`. If `output` exists, the renamed folder replaces it."""
     if not output.exists():
         os.rename(folder, output)
@@ -149,13 +149,13 @@ def _shards(weights: Mapping[str, Any], limit: int) -> Iterator[list[str]]:
     yield keys
 
 
-def _bytes(value: Tensor | ShardedTensor) -> int:
+def _bytes(value: Tensor | ShardedTensor | ShardedExpert) -> int:
     return math.prod(value.shape) * value.dtype.itemsize
 
 
-def _value(value: Tensor | ShardedTensor) -> Tensor:
+def _value(value: Tensor | ShardedTensor | ShardedExpert) -> Tensor:
     """Return a weight as a tensor that shares no storage, as safetensors requires."""
-    if isinstance(value, ShardedTensor):
+    if isinstance(value, ShardedTensor | ShardedExpert):
         return value.whole()
     value = value.detach().contiguous()
     return value if value.untyped_storage().nbytes() == _bytes(value) else value.clone()

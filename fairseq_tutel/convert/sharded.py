@@ -159,7 +159,7 @@ def _write_layer(
         index, expert = sources[piece]
         _, _, holder, key = stacks[index]
         name = f"expert {expert} of {key}"
-        found = _stored(holder[key][expert], made[index].quantized, errors[index], name)
+        found = stored_form(holder[key][expert], made[index].quantized, errors[index], name)
         digests[piece] = digest(found)
         advance(1)
         return found
@@ -176,8 +176,12 @@ def _write_layer(
     ]
 
 
-def _stored(expert: Tensor, form: Quantized | None, error: RoundingError, name: str) -> Tensor:
-    """Return an expert's tensor as stored, perhaps quantized; add the quantization error to `error`."""
+def stored_form(expert: Tensor, form: Quantized | None, error: RoundingError, name: str) -> Tensor:
+    """Return an expert's tensor as stored, perhaps quantized; add the quantization error to `error`.
+
+    Raises:
+        ValueError: the tensor cannot be quantized.
+    """
     if form is None:
         return expert.contiguous()
     try:

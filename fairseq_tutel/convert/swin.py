@@ -179,8 +179,8 @@ def _install(made: nn.Module, model: Mapping[str, Tensor]) -> None:
 
 def _gate(weights: Mapping[str, Tensor], prefix: str, label: str) -> tuple[str, Tensor]:
     """Return whether a layer's gate is linear or cosine, and its tensor that has one row per expert."""
-    for kind, key in ROWS.items():
-        rows = weights.get(f"{prefix}gate.{key}")
+    for kind, keys in ROWS.items():
+        rows = weights.get(f"{prefix}gate.{keys[0]}")
         if rows is not None and rows.dim() == 2:
             return kind, rows
     raise ValueError(

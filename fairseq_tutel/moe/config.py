@@ -39,7 +39,7 @@ from fairseq_tutel.options.option import (
 )
 from fairseq_tutel.planning.strategy import ALGORITHMS, degree_of, is_algorithm
 
-GATE_TYPES = ("linear", "cosine", "hash")
+GATE_TYPES = ("linear", "biased", "cosine", "hash")
 EXPERT_TYPES = ("ffn", "glu")
 ACTIVATIONS = ("relu", "relu_squared", "gelu", "gelu_fast", "gelu_accurate", "tanh", "linear", "swish")
 
@@ -179,9 +179,10 @@ class MoEConfig:
     )
     gate_type: str = routing(
         "linear", rule=GATES,
-        help="how the gate scores tokens: linear, cosine (similarity of a projection and one vector per "
-        "expert), hash (of the token ID, without parameters), or your own package.module.Class; several "
-        "names separated by commas give several gates for the same experts",
+        help="how the gate scores tokens: linear, biased (linear with a bias per expert), cosine "
+        "(similarity of a projection and one vector per expert), hash (of the token ID, without "
+        "parameters), or your own package.module.Class; several names separated by commas give several "
+        "gates for the same experts",
     )
     gate_index: int = routing(0, "index of the gate to use if there are several", rule=AT_LEAST_0)
     gate_projection_dim: int = routing(

@@ -51,6 +51,24 @@ class LinearGate(nn.Module):
             return F.linear(x_TD.to(dtype), self.weight.to(dtype))
 
 
+class BiasedGate(LinearGate):
+    """A linear gate with a learned bias for each expert, initially 0, as in NLLB-MoE's `router_bias`."""
+
+    def __init__(self, config: MoEConfig) -> None:
+        super().__init__(config)
+        self.bias = nn.Parameter(torch.empty(num_scores(config)))
+
+    def reset_parameters(self, generator: torch.Generator) -> None:
+        """Initialize the weight as LinearGate does, and the bias with zeros."""
+        super().reset_parameters(generator)
+        nn.init.zeros_(self.bias)
+
+    def forward(self, x_TD: Tensor) -> Tensor:
+        """Return the logits [T, E] in the dtype of LinearGate."""
+        logits_TE = super().forward(x_TD)
+        return logits_TE + self.bias.to(logits_TE.dtype)
+
+
 class CosineGate(nn.Module):
     """A gate that scores a token by the cosine between its projection and one direction per expert.
 
@@ -135,7 +153,7 @@ def _shifted(x: Tensor, bits: int) -> Tensor:
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
-GATES = {"linear": LinearGate, "cosine": CosineGate, "hash": HashGate}
+GATES = {"linear": LinearGate, "biased": BiasedGate, "cosine": CosineGate, "hash": HashGate}
 
 
 def build_gate(config: MoEConfig, kind: str) -> nn.Module:

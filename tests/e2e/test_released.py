@@ -51,12 +51,12 @@ def tokenizer_of(data, folder):
 def test_a_trained_model_is_exported_and_imported(mt_data, tmp_path):
     path = trained(mt_data, tmp_path / "run")
     tokenizer_of(mt_data, tmp_path / "tokenizer")
-    export = ("convert", "to-hf", "--input", path, "--output", tmp_path / "hf")
+    export = ("convert", "to-hf", path, "--output", tmp_path / "hf")
     assert (
         "M2M100ForConditionalGeneration"
         in fairseq("tutel-__main__", *export, "--tokenizer", tmp_path / "tokenizer").output
     )
-    back = ("convert", "from-hf", "--input", tmp_path / "hf", "--output", tmp_path / "ours")
+    back = ("convert", "from-hf", tmp_path / "hf", "--output", tmp_path / "ours")
     printed = fairseq("tutel-__main__", *back).output
     assert "note: the folder has no SentencePiece model; texts must be encoded before." in printed
     assert "ours/model.pt: transformer, task translation_multi_simple_epoch" in printed
@@ -84,7 +84,7 @@ def test_a_trained_model_is_exported_and_imported(mt_data, tmp_path):
 @pytest.mark.long
 def test_a_model_that_transformers_lacks_is_refused_by_name(extra, sentence, mt_data, tmp_path):
     path = trained(mt_data, tmp_path / "run", *extra, "--max-update", 1)
-    words = ("convert", "to-hf", "--input", path, "--output", tmp_path / "hf", "--family", "m2m_100")
+    words = ("convert", "to-hf", path, "--output", tmp_path / "hf", "--family", "m2m_100")
     assert sentence in refused("tutel-__main__", *words)
 
 
@@ -130,11 +130,9 @@ def test_ctranslate2_translates_an_exported_model_alike(mt_data, tmp_path):
     languages = ("--langs", ",".join(LANGUAGES["m2m100"].split()), "--lang-pairs", "de-en")
     # CTranslate2 has one number of heads for encoder and decoder.
     path = trained(data, tmp_path / "run", *languages, "--max-update", 200, "--decoder-attention-heads", 2)
-    export = ("convert", "to-hf", "--input", path, "--output", tmp_path / "hf", "--tokenizer", tokenizer)
+    export = ("convert", "to-hf", path, "--output", tmp_path / "hf", "--tokenizer", tokenizer)
     fairseq("tutel-__main__", *export)
-    fairseq(
-        "tutel-__main__", "convert", "from-hf", "--input", tmp_path / "hf", "--output", tmp_path / "ours"
-    )
+    fairseq("tutel-__main__", "convert", "from-hf", tmp_path / "hf", "--output", tmp_path / "ours")
     ctranslate2.converters.TransformersConverter(str(tmp_path / "hf")).convert(str(tmp_path / "ct2"))
     translator = ctranslate2.Translator(str(tmp_path / "ct2"), device="cpu", intra_threads=1)
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
@@ -160,7 +158,7 @@ def test_fairseq_s_commands_use_imported_models(tmp_path):
 
     saved("nllb", tmp_path / "nllb")
     ours = tmp_path / "ours"
-    fairseq("tutel-__main__", "convert", "from-hf", "--input", tmp_path / "nllb", "--output", ours)
+    fairseq("tutel-__main__", "convert", "from-hf", tmp_path / "nllb", "--output", ours)
     languages = sorted(path.name.split(".")[1] for path in ours.glob("dict.*.txt"))
     (tmp_path / "lines").write_text("\n".join(TEXT[:3]) + "\n")
     task = (
@@ -178,7 +176,7 @@ def test_fairseq_s_commands_use_imported_models(tmp_path):
 
     theirs, tokenizer = saved("xglm", tmp_path / "xglm")
     ours = tmp_path / "lm"
-    fairseq("tutel-__main__", "convert", "from-hf", "--input", tmp_path / "xglm", "--output", ours)
+    fairseq("tutel-__main__", "convert", "from-hf", tmp_path / "xglm", "--output", ours)
     bpe = ft.from_checkpoint(ours, device="cpu").bpe
     (tmp_path / "text").write_text("".join(f"{bpe.encode(text)}\n" for text in TEXT))
     fairseq(
@@ -234,7 +232,7 @@ def test_a_model_that_fairseq_trained_has_equal_logits_in_transformers(name, lm_
         "--tokens-per-sample", 32, "--max-update", 10,
     )  # fmt: skip
     path = tmp_path / "run" / "checkpoint_last.pt"
-    fairseq("tutel-__main__", "convert", "to-hf", "--input", path, "--output", tmp_path / "hf")
+    fairseq("tutel-__main__", "convert", "to-hf", path, "--output", tmp_path / "hf")
     config = transformers.AutoConfig.from_pretrained(tmp_path / "hf")
     assert config.model_type == name
     theirs = getattr(transformers, config.architectures[0]).from_pretrained(tmp_path / "hf").eval()

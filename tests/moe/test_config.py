@@ -51,7 +51,7 @@ BAD = [
     ("min_capacity", -1, ("--moe-min-capacity", "is -1", "to 1,000,000")),
     ("capacity_multiple", 0, ("--moe-capacity-multiple", "is 0", "from 1 to")),
     ("choice", "rows", ("--moe-choice", "'rows'", "choose one of tokens, experts")),
-    ("gate_type", "cosy", ("--moe-gate-type", "'cosy'", "choose one of linear, cosine")),
+    ("gate_type", "cosy", ("--moe-gate-type", "'cosy'", "choose one of linear, biased, cosine")),
     ("gate_type", "linear,,hash", ("--moe-gate-type", "'linear,,hash'", "package.module.Class")),
     ("gate_index", 1, ("--moe-gate-index", "is 1", "the number of gates is 1", "from 0 to 0")),
     ("gate_index", -1, ("--moe-gate-index", "is -1", "at least 0")),

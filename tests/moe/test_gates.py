@@ -18,6 +18,16 @@ def x(num_tokens=7):
     return normal(num_tokens, 6, seed=0)
 
 
+def test_the_biased_gate_is_its_formula():
+    gate = layer(gate_type="biased").gate
+    assert torch.equal(gate.bias, torch.zeros(4, dtype=torch.float64))
+    with torch.no_grad():
+        gate.bias.copy_(normal(4, seed=3))
+    for t, x_D in enumerate(x()):
+        for e, row_D in enumerate(gate.weight):
+            assert float(gate(x())[t, e]) == pytest.approx(float(row_D @ x_D + gate.bias[e]))
+
+
 def test_the_cosine_gate_is_its_formula():
     gate = layer(gate_type="cosine").gate
     for t, x_D in enumerate(x()):
@@ -49,7 +59,7 @@ def test_the_cosine_gate_s_gradients_are_finite_differences():
     assert torch.autograd.gradcheck(of_parameters, values)
 
 
-@pytest.mark.parametrize("kind", ["linear", "cosine"])
+@pytest.mark.parametrize("kind", ["linear", "biased", "cosine"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_a_gate_s_logits_are_fp32_unless_asked_otherwise(kind, dtype):
     for fp32, expected in ((True, torch.float32), (False, dtype)):

@@ -19,7 +19,7 @@ CHOICES = {
     "top_k": (1, 2, 4),
     "capacity_factor": (0.0, 0.5, -0.75),
     "drop_policy": ("position", "bpr", "probability"),
-    "gate": ("linear", "cosine"),
+    "gate": ("linear", "biased", "cosine"),
     "choice": ("tokens", "experts", "groups"),
     "scores": ("softmax", "sigmoid"),
     "normalize": ("before", "after", "none"),

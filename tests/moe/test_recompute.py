@@ -55,6 +55,7 @@ OPTIONS = [
     {"autocast": True, "gate_fp32": False, "expert_bias": False, "hidden_layer_norm": True},
     {"autocast": True, "residual": True, "shared_experts": 1, "score_function": "sigmoid"},
     {"gate_type": "cosine", "gate_projection_dim": 3, "drop_policy": "bpr", "capacity_factor": 0.5},
+    {"gate_type": "biased", "capacity_factor": 0.5},
     {"gate_type": "hash", "capacity_factor": 0.5, "drop_policy": "rts"},
     {"gate_type": "custom_parts.CalmGate", "expert_type": "custom_parts.DeepExpert"},
     {"expert_type": "custom_parts.DeepExpert", "activation_dropout": 0.3, "residual": True},

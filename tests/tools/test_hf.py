@@ -11,6 +11,8 @@ from safetensors.torch import load_file, save_file
 from tool_in_process import convert, refusal
 
 import fairseq_tutel as ft
+from fairseq_tutel.convert.options import RELEASED
+from fairseq_tutel.convert.released.families import FAMILIES
 from fairseq_tutel.plugin import register
 
 transformers = pytest.importorskip("transformers")
@@ -27,11 +29,15 @@ def released(tmp_path_factory):
         if name not in made:
             folder = tmp_path_factory.mktemp(name)
             model, tokenizer = saved(name, folder / "hf")
-            convert("from-hf", "--input", folder / "hf", "--output", folder / "ours")
+            convert("from-hf", folder / "hf", "--output", folder / "ours")
             made[name] = model, tokenizer, folder / "hf", folder / "ours"
         return made[name]
 
     return get
+
+
+def test_the_command_line_names_every_family():
+    assert tuple(FAMILIES) == RELEASED
 
 
 def opened(folder):
@@ -100,7 +106,7 @@ def test_logits_are_equal_in_both_directions(name, released, tmp_path):
     model, _, _, folder = released(name)
     compared(name, model, opened(folder)[0])
     back = tmp_path / "back"
-    convert("to-hf", "--input", folder / "model.pt", "--output", back)
+    convert("to-hf", folder / "model.pt", "--output", back)
     again = type(model).from_pretrained(back).eval()
     compared(name, again, opened(folder)[0])
     theirs, own = model.state_dict(), again.state_dict()
@@ -196,7 +202,7 @@ def test_features_of_speech_are_equal_in_both_directions(name, released, tmp_pat
     state = torch.load(folder / "model.pt", weights_only=False)
     state["cfg"]["model"]["latent_dim"] = 0  # in fairseq: as final_dim
     torch.save(state, tmp_path / "model.pt")
-    convert("to-hf", "--input", tmp_path / "model.pt", "--output", tmp_path / "back")
+    convert("to-hf", tmp_path / "model.pt", "--output", tmp_path / "back")
     again = type(model).from_pretrained(tmp_path / "back").eval()
     assert again.state_dict().keys() == model.state_dict().keys()
     for key, tensor in model.state_dict().items():
@@ -233,7 +239,7 @@ def test_an_unsupported_option_is_refused(name, change, sentence, released, tmp_
     shutil.copytree(released(name)[2], source)
     config = json.loads((source / "config.json").read_text())
     (source / "config.json").write_text(json.dumps(config | change))
-    assert sentence in refusal("from-hf", "--input", source, "--output", tmp_path / "ours")
+    assert sentence in refusal("from-hf", source, "--output", tmp_path / "ours")
     assert not (tmp_path / "ours").exists()
 
 
@@ -242,7 +248,7 @@ def test_an_unknown_entry_of_the_configuration_is_printed(released, tmp_path):
     shutil.copytree(released("bart")[2], source)
     config = json.loads((source / "config.json").read_text())
     (source / "config.json").write_text(json.dumps(config | {"new_switch": True}))
-    printed = convert("from-hf", "--input", source, "--output", tmp_path / "ours")
+    printed = convert("from-hf", source, "--output", tmp_path / "ours")
     assert "note: config.json has entries that are not converted: 'new_switch'." in printed
 
 
@@ -253,7 +259,7 @@ def test_a_bias_of_the_logits_must_be_zero(released, tmp_path):
     weights = load_file(source / "model.safetensors")
     weights["final_logits_bias"] = torch.ones(1, model.config.vocab_size)
     save_file(weights, source / "model.safetensors", {"format": "pt"})
-    told = refusal("from-hf", "--input", source, "--output", tmp_path / "ours")
+    told = refusal("from-hf", source, "--output", tmp_path / "ours")
     assert "has a final_logits_bias that is not zero" in told
 
 
@@ -277,7 +283,7 @@ def test_all_forms_of_the_weights_are_read_alike(form, released, tmp_path):
         for file in {*where.values()}:
             torch.save({n: weights[n] for n in names if where[n] == file}, source / file)
         (source / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": where}))
-    convert("from-hf", "--input", source, "--output", tmp_path / "ours")
+    convert("from-hf", source, "--output", tmp_path / "ours")
     one, two = (torch.load(path / "model.pt")["model"] for path in (ours, tmp_path / "ours"))
     assert one.keys() == two.keys() and all(torch.equal(one[key], two[key]) for key in one)
 
@@ -297,7 +303,7 @@ def test_a_damaged_folder_is_refused(file, damage, sentence, released, tmp_path)
     (source / file).unlink()
     if content is not None:
         (source / file).write_bytes(content)
-    assert sentence in refusal("from-hf", "--input", source, "--output", tmp_path / "ours")
+    assert sentence in refusal("from-hf", source, "--output", tmp_path / "ours")
 
 
 def test_an_index_names_files_in_its_folder_alone(released, tmp_path):
@@ -306,7 +312,7 @@ def test_an_index_names_files_in_its_folder_alone(released, tmp_path):
     (source / "model.safetensors").unlink()
     index = source / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {"a": "../model.safetensors"}}))
-    words = ("from-hf", "--input", source, "--output", tmp_path / "ours")
+    words = ("from-hf", source, "--output", tmp_path / "ours")
     assert "is not a .safetensors file in the folder" in refusal(*words)
     index.write_text(json.dumps({"weight_map": {"a": "model-1.safetensors"}}))
     assert "lacks the file model-1.safetensors" in refusal(*words)
@@ -317,7 +323,7 @@ def test_pickled_code_does_not_run(released, tmp_path):
     shutil.copytree(released("m2m100")[2], source)
     (source / "model.safetensors").unlink()
     torch.save({"a": Harmful()}, source / "pytorch_model.bin")
-    assert "is not loaded" in refusal("from-hf", "--input", source, "--output", tmp_path / "ours")
+    assert "is not loaded" in refusal("from-hf", source, "--output", tmp_path / "ours")
     assert not (source / "ran").exists()
 
 
@@ -338,7 +344,7 @@ def test_a_model_without_counterpart_is_refused_by_name(name, change, sentence, 
     (model if isinstance(model, dict) else vars(model)).update(change)
     torch.save(state, tmp_path / "changed.pt")
     family = {"m2m100": "m2m_100"}.get(name, name)
-    words = ("to-hf", "--input", tmp_path / "changed.pt", "--output", tmp_path / "back")
+    words = ("to-hf", tmp_path / "changed.pt", "--output", tmp_path / "back")
     assert sentence in refusal(*words, "--family", family)
     assert "no class of transformers equals; the closest family is" in refusal(*words)
 
@@ -372,17 +378,17 @@ def test_bart_fills_and_fsmt_and_mbart_translate_as_in_transformers(released):
 
 def test_an_existing_folder_is_replaced_only_if_this_tool_wrote_it(released, tmp_path):
     _, _, source, ours = released("m2m100")
-    words = ("from-hf", "--input", source, "--output", tmp_path / "ours")
+    words = ("from-hf", source, "--output", tmp_path / "ours")
     convert(*words)
     assert "exists; give another path, or add --overwrite" in refusal(*words)
     (tmp_path / "ours" / "dict.txt").unlink()
     convert(*words, "--overwrite")
     assert (tmp_path / "ours" / "dict.en.txt").read_bytes() == (ours / "dict.txt").read_bytes()
     (tmp_path / "other").mkdir()
-    others = ("from-hf", "--input", source, "--output", tmp_path / "other", "--overwrite")
+    others = ("from-hf", source, "--output", tmp_path / "other", "--overwrite")
     assert "has no model.pt, so it is not replaced" in refusal(*others)
     shutil.copytree(source, tmp_path / "hf")
-    export = ("to-hf", "--input", ours / "model.pt", "--output", tmp_path / "hf")
+    export = ("to-hf", ours / "model.pt", "--output", tmp_path / "hf")
     assert "exists; give another path, or add --overwrite" in refusal(*export)
     missing = ("--tokenizer", tmp_path / "none")
     assert "which is not a folder" in refusal(*export, "--overwrite", *missing)

@@ -24,7 +24,7 @@ def test_a_fast_tokenizer_gives_its_token_ids(name, removed, tmp_path):
     fast.save_pretrained(source)
     for file in removed:
         (source / file).unlink(missing_ok=True)
-    printed = convert("from-hf", "--input", source, "--output", tmp_path / "ours")
+    printed = convert("from-hf", source, "--output", tmp_path / "ours")
     assert ("has no SentencePiece model" in printed) == (bool(removed) and name not in ("roberta", "bart"))
     symbols = [
         line.rpartition(" ")[0] for line in (tmp_path / "ours" / "dict.txt").read_text().splitlines()

@@ -36,6 +36,7 @@ def same_outputs(tmp_path):
 PER_EXPERT = {
     "plain": ({}, ["gate.weight"]),
     "cosine": ({"gate_type": "cosine"}, ["gate.directions"]),
+    "biased": ({"gate_type": "biased"}, ["gate.weight", "gate.bias"]),
     "two gates": (
         {"gate_type": "linear,cosine,linear", "gate_index": 2},
         ["gate.weight", "other_gates.0.directions", "other_gates.1.weight"],

@@ -36,11 +36,12 @@ class ReleasedFolder:
         ValueError: in all methods, if a file is missing or corrupt; the message is one sentence.
     """
 
-    def __init__(self, path: Path, flag: str = "--input") -> None:
+    def __init__(self, path: Path, flag: str = "INPUT") -> None:
         self.path, self.flag = path, flag
         if not path.is_dir():
             raise ValueError(f"{flag} is {path}, which is not a folder; give a folder with {CONFIG}.")
         self._open: tuple[str, Any, _Shard] | None = None  # file name, context manager, content
+        self._verified: set[str] = set()  # files whose checksums were compared
 
     def __enter__(self) -> "ReleasedFolder":
         return self
@@ -139,7 +140,9 @@ class ReleasedFolder:
         if self._open is None or self._open[0] != file:
             self.close()
             path = self.path / file
-            manager = _Pickled(path, self.flag) if path.suffix == ".bin" else _safetensors(path)
+            is_new = file not in self._verified
+            manager = _Pickled(path, self.flag, is_new) if path.suffix == ".bin" else _safetensors(path)
+            self._verified.add(file)
             self._open = file, manager, manager.__enter__()
         return self._open[2]
 
@@ -156,8 +159,8 @@ def _safetensors(path: Path) -> Any:
 class _Pickled:
     """The content of a .bin file, with the same methods as a safetensors file."""
 
-    def __init__(self, path: Path, flag: str) -> None:
-        self._tensors = read_file(path, flag)
+    def __init__(self, path: Path, flag: str, verify: bool) -> None:
+        self._tensors = read_file(path, flag, verify)
         if not isinstance(self._tensors, dict) or not all(
             isinstance(value, Tensor) for value in self._tensors.values()
         ):

@@ -1,8 +1,10 @@
 """Converts a folder in the format of Hugging Face to a folder with a fairseq checkpoint."""
 
+import logging
 import re
 import shutil
-from collections.abc import Mapping
+import warnings
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -47,20 +49,14 @@ def convert(folder: ReleasedFolder, output: Path) -> tuple[SavedModel, list[str]
     config = folder.config()
     family = family_of(config)
     options = family.read_options(config)
-    weights = _weights(folder, family, options)
-    _check_sizes(weights, options)
-    for key, number in family.sizes(weights).items():
-        if config.get(key, number) != number:
-            raise ValueError(
-                f"config.json has {key} {shown(config[key])}, but the embedding table has {number} rows; "
-                "give the config.json of this model."
-            )
-    vocabulary = vocabulary_of(folder, family, config, _rows(weights))
+    weights = weights_of(folder, family, options)
+    check_sizes(family, config, weights, options)
+    vocabulary = vocabulary_of(folder, family, config, table_rows(weights))
     saved = checkpoint(family, setup_of(folder, config, options, vocabulary), vocabulary, weights)
     with new_folder(output) as made:
         saved.write(made / CHECKPOINT)
         write_vocabulary(vocabulary, folder.path, made)
-    return saved, _notes(family, config, vocabulary)
+    return saved, notes_of(family, config, vocabulary)
 
 
 def family_of(config: Mapping[str, Any]) -> Family:
@@ -108,7 +104,11 @@ def checkpoint(family: Family, setup: Setup, vocabulary: Vocabulary, weights: Te
     words = ["", "--task", own.pop("task", family.task), "--arch", family.arch, *family.words]
     arguments = fairseq_options.parse_args_and_arch(fairseq_options.get_training_parser(), words)
     vars(arguments).update(own)
-    cfg = OmegaConf.to_container(convert_namespace_to_omegaconf(arguments), resolve=True, enum_to_str=True)
+    logging.getLogger("hydra").setLevel(logging.INFO)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # fairseq calls deprecated functions of hydra
+        made = convert_namespace_to_omegaconf(arguments)
+    cfg = OmegaConf.to_container(made, resolve=True, enum_to_str=True)
     assert isinstance(cfg, dict)
     cfg |= {"bpe": vocabulary.bpe or None, "tokenizer": vocabulary.tokenizer or None}
     added = {name: torch.tensor(values) for name, values in family.constants.items()}
@@ -131,33 +131,48 @@ def write_vocabulary(vocabulary: Vocabulary, source: Path, output: Path) -> None
         (output / name).symlink_to(target)
 
 
-def _weights(folder: ReleasedFolder, family: Family, options: Mapping[str, Any]) -> Tensors:
-    """Return the tensors of a folder under fairseq's names, memory-mapped."""
-    names = folder.names()
+def full_names(folder: ReleasedFolder, family: Family, known: Collection[str]) -> dict[str, str]:
+    """Return the names of all tensors in the order of the files, and their names with the prefix.
+
+    Names in `known` are complete.
+    """
+    names = [name for shard in folder.shards().values() for name in shard]
     # A model that was saved without head has names without the prefix.
-    prefix = "" if any(name.startswith(family.prefix) for name in names) else family.prefix
+    has_prefix = any(name.startswith(family.prefix) for name in names)
+    return {name: name if has_prefix or name in known else family.prefix + name for name in names}
+
+
+def weights_of(
+    folder: ReleasedFolder, family: Family, options: Mapping[str, Any], skipped: Collection[str] = ()
+) -> Tensors:
+    """Return the tensors of a folder under fairseq's names, memory-mapped.
+
+    `skipped` are the names of further tensors that the folder may have.
+
+    Raises:
+        ValueError: a tensor is missing or has no counterpart.
+    """
     rows = family.rows(options)
     row_of = {name: row for row in rows for name in row.theirs}
     found: dict[Row, Tensor] = {}
     others: dict[str, Tensor] = {}
-    for name in (name for shard in folder.shards().values() for name in shard):
-        full = name if name in row_of else prefix + name
+    for name, full in full_names(folder, family, row_of).items():
         row = row_of.get(full)
         if row is None:
-            if not re.fullmatch(family.dropped, full):
+            if full not in skipped and not re.fullmatch(family.dropped, full):
                 others[full] = folder.read(name)
             continue
         tensor = folder.read(name)
         if row in found and not torch.equal(found[row], tensor):
             raise ValueError(
-                f"--input has different tensors {name} and {row.theirs[0]}, but fairseq's model has one "
+                f"INPUT has different tensors {name} and {row.theirs[0]}, but fairseq's model has one "
                 "tensor for both; this model cannot be converted."
             )
         found.setdefault(row, tensor)
     for row in rows:
         if row not in found:
             raise ValueError(
-                f"--input {folder.path} lacks the tensor {row.theirs[0]}; give a complete folder."
+                f"INPUT {folder.path} lacks the tensor {row.theirs[0]}; give a complete folder."
             )
     weights = {ours: found[row] for row in rows for ours in row.ours}
     for ours, theirs in family.summed.items():
@@ -167,24 +182,32 @@ def _weights(folder: ReleasedFolder, family: Family, options: Mapping[str, Any])
     for name, tensor in others.items():
         if name not in family.zeros:
             raise ValueError(
-                f"--input has the tensor {name}, which fairseq's {family.arch} does not have; this model "
+                f"INPUT has the tensor {name}, which fairseq's {family.arch} does not have; this model "
                 "cannot be converted."
             )
         if tensor.any():
             raise ValueError(
-                f"--input has a {name} that is not zero, which fairseq's {family.arch} does not have; this "
+                f"INPUT has a {name} that is not zero, which fairseq's {family.arch} does not have; this "
                 "model cannot be converted."
             )
     return weights
 
 
-def _rows(weights: Tensors) -> dict[str, int]:
+def table_rows(weights: Tensors) -> dict[str, int]:
     """Return the number of rows of each embedding table, by the name of its tensor."""
     return {name: len(table) for name, table in weights.items() if name.endswith("embed_tokens.weight")}
 
 
-def _check_sizes(weights: Tensors, options: Mapping[str, Any]) -> None:
+def check_sizes(
+    family: Family, config: Mapping[str, Any], weights: Tensors, options: Mapping[str, Any]
+) -> None:
     """Raise ValueError if tensors do not have the sizes of config.json."""
+    for key, number in family.sizes(weights).items():
+        if config.get(key, number) != number:
+            raise ValueError(
+                f"config.json has {key} {shown(config[key])}, but the embedding table has {number} rows; "
+                "give the config.json of this model."
+            )
     for name, tensor in weights.items():
         side = "decoder" if name.startswith("decoder") else "encoder"
         wanted = None
@@ -197,7 +220,7 @@ def _check_sizes(weights: Tensors, options: Mapping[str, Any]) -> None:
             wanted = (positions_of(options, side) + 2, options[f"{side}_embed_dim"])
         if wanted is not None and tuple(tensor.shape) != wanted:
             raise ValueError(
-                f"--input has the tensor {name} (in fairseq's naming) of shape {tuple(tensor.shape)}, but "
+                f"INPUT has the tensor {name} (in fairseq's naming) of shape {tuple(tensor.shape)}, but "
                 f"config.json requires {wanted}; give the config.json of this model."
             )
     for side in ("encoder", "decoder"):
@@ -215,7 +238,8 @@ def positions_of(options: Mapping[str, Any], side: str) -> int:
     return int(options.get(key) or options["max_positions"])
 
 
-def _notes(family: Family, config: Mapping[str, Any], vocabulary: Vocabulary) -> list[str]:
+def notes_of(family: Family, config: Mapping[str, Any], vocabulary: Vocabulary) -> list[str]:
+    """Return notes on entries of config.json and files that are not converted."""
     used = {option.theirs for option in family.options} | family.assumed.keys()
     ignored = re.compile(f"{UNUSED}|{family.ignored}")
     unknown = sorted(key for key in config if key not in used and not ignored.fullmatch(key))

@@ -6,7 +6,7 @@ tensors, and back. "Their" means Hugging Face's, "our" means fairseq's.
 
 import itertools
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -34,12 +34,14 @@ class Names:
 
     Attributes:
         when: our options and their values for which the model has these tensors.
+        only: returns the indices of the layers that have these tensors, from our options; by default all.
     """
 
     theirs: str
     ours: str
     layers: str | Callable[[Mapping[str, Any]], int] = ""
     when: Mapping[str, Any] = field(default_factory=dict)
+    only: Callable[[Mapping[str, Any]], Iterable[int]] | None = None
 
     def rows(self, options: Mapping[str, Any]) -> Iterator[Row]:
         """Yield the tensors of a model that has these fairseq options."""
@@ -49,7 +51,7 @@ class Names:
         count = 1
         if self.layers:
             count = self.layers(options) if callable(self.layers) else options[self.layers]
-        for i in range(count):
+        for i in self.only(options) if self.only else range(count):
             for theirs, ours in pairs:
                 yield Row(*(tuple(text.replace("*", str(i)).split()) for text in (theirs, ours)))
 
@@ -123,12 +125,12 @@ class Option:
         if len({repr(value) for value in found.values()}) > 1:
             text = ", ".join(f"{key} {value}" for key, value in found.items())
             raise ValueError(
-                f"--input has {text}, but transformers has one value for these options; this "
+                f"INPUT has {text}, but transformers has one value for these options; this "
                 "model cannot be converted."
             )
         if not keys and not isinstance(self.default, bool | float):
             raise ValueError(
-                f"--input lacks the option {self.ours.split()[0]}; give a checkpoint that fairseq-train "
+                f"INPUT lacks the option {self.ours.split()[0]}; give a checkpoint that fairseq-train "
                 "saved."
             )
         # Older checkpoints lack switches and probabilities that have no effect.
@@ -137,7 +139,7 @@ class Option:
             theirs = [key for key, own in self.values.items() if own == value]
             if not theirs:
                 raise ValueError(
-                    f"--input has {keys[0]} {value}, which transformers does not have; the supported "
+                    f"INPUT has {keys[0]} {value}, which transformers does not have; the supported "
                     f"values are {', '.join(map(str, self.values.values()))}."
                 )
             value = theirs[0]
@@ -259,7 +261,7 @@ class Family:
         """
         for key in self.differing(options):
             raise ValueError(
-                f"--input has {key} {options.get(key)!r}, but {self.architectures[0]} has only "
+                f"INPUT has {key} {options.get(key)!r}, but {self.architectures[0]} has only "
                 f"{self.fixed[key]!r}; this model cannot be converted."
             )
         found: dict[str, Any] = {"architectures": [self.architectures[0]], "model_type": self.name}

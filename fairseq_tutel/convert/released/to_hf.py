@@ -11,6 +11,7 @@ from torch import Tensor
 from fairseq_tutel.checkpoint.saved import SavedModel
 from fairseq_tutel.convert.configs import Tensors
 from fairseq_tutel.convert.released.families import FAMILIES
+from fairseq_tutel.convert.released.families.nllb_moe import MoEFamily
 from fairseq_tutel.convert.released.folder import CONFIG
 from fairseq_tutel.convert.released.table import Family
 from fairseq_tutel.convert.released.vocabulary import TOKENIZER_FILES
@@ -38,17 +39,29 @@ def convert(
     """
     family = _family(saved, name)
     config = family.write_options(saved.options)
-    weights = _weights(saved.weights, family, saved.options)
-    config |= family.sizes(saved.weights)
+    weights = weights_of(saved.weights, family, saved.options)
+    config |= written_last(saved, family, weights)
+    write(output, weights, config, limit, tokenizer)
+    return family.architectures[0]
+
+
+def written_last(saved: SavedModel, family: Family, weights: Tensors) -> dict[str, Any]:
+    """Return the entries of config.json that do not follow from the family's table of options."""
+    config = {**family.sizes(saved.weights)}
     config |= family.write_more(saved.options_of("task") | saved.options)
-    config["dtype"] = _dtype(weights)
+    return config | {"dtype": _dtype(weights)}
+
+
+def write(
+    output: Path, weights: Mapping[str, Any], config: dict[str, Any], limit: int, tokenizer: Path | None
+) -> None:
+    """Write weights, config.json and the tokenizer files of another folder to a folder."""
     with new_folder(output) as made:
         write_weights(weights, made, limit)
         write_text(made / CONFIG, as_json(config))
         for file in TOKENIZER_FILES:
             if tokenizer is not None and (tokenizer / file).is_file():
                 shutil.copyfile(tokenizer / file, made / file)
-    return family.architectures[0]
 
 
 def _family(saved: SavedModel, name: str) -> Family:
@@ -57,48 +70,47 @@ def _family(saved: SavedModel, name: str) -> Family:
     Raises:
         ValueError: no family has these options.
     """
-    for layer in saved.layers:
-        if layer.has_experts:
-            raise ValueError(
-                f"{saved.flag} has experts in {layer.label}, but only dense models can be converted; "
-                "`convert dense` makes a dense checkpoint."
-            )
     if name:
         return FAMILIES[name]
+    dense = {key: family for key, family in FAMILIES.items() if not isinstance(family, MoEFamily)}
     reasons = {}
-    for key, family in FAMILIES.items():
+    for key, family in dense.items():
         try:
             family.write_options(saved.options)
-            _weights(saved.weights, family, saved.options)
+            weights_of(saved.weights, family, saved.options)
         except ValueError as error:
             reasons[key] = str(error)
-    fitting = [family for key, family in FAMILIES.items() if key not in reasons]
+    fitting = [family for key, family in dense.items() if key not in reasons]
     if fitting:
         # RoBERTa and XLM-RoBERTa differ only in the task.
         return min(fitting, key=lambda family: family.task != saved.name("task"))
-    closest = min(reasons, key=lambda key: FAMILIES[key].distance(saved.options))
+    closest = min(reasons, key=lambda key: dense[key].distance(saved.options))
     raise ValueError(
         f"{saved.flag} is a {saved.name('model')}, which no class of transformers equals; the closest "
         f"family is {closest}: {reasons[closest]}"
     )
 
 
-def _weights(ours: Mapping[str, Any], family: Family, options: Mapping[str, Any]) -> Tensors:
-    """Return the tensors of a checkpoint under their names; a tied tensor has one name."""
+def weights_of(ours: Mapping[str, Any], family: Family, options: Mapping[str, Any]) -> Tensors:
+    """Return the tensors of a checkpoint under their names; a tied tensor has one name.
+
+    Raises:
+        ValueError: a tensor is missing or has no counterpart.
+    """
     found: Tensors = {}
     used = {*family.constants, *family.unused}
     for row in family.rows(options):
         names = [name for name in row.ours if name in ours]
         if not names:
             raise ValueError(
-                f"--input lacks the tensor {row.ours[0]} of a {family.architectures[0]}; give a checkpoint "
+                f"INPUT lacks the tensor {row.ours[0]} of a {family.architectures[0]}; give a checkpoint "
                 "of such a model."
             )
         tensor: Tensor = ours[names[0]]
         for name in names[1:]:
             if ours[name] is not tensor and not torch.equal(ours[name], tensor):
                 raise ValueError(
-                    f"--input has different tensors {name} and {names[0]}, but a {family.architectures[0]} "
+                    f"INPUT has different tensors {name} and {names[0]}, but a {family.architectures[0]} "
                     "has one tensor for both; this model cannot be converted."
                 )
         found[row.theirs[0]] = tensor
@@ -106,7 +118,7 @@ def _weights(ours: Mapping[str, Any], family: Family, options: Mapping[str, Any]
     for name in ours:
         if name not in used and name.rpartition(".")[2] not in BUFFERS:
             raise ValueError(
-                f"--input has the tensor {name}, which a {family.architectures[0]} does not have; this "
+                f"INPUT has the tensor {name}, which a {family.architectures[0]} does not have; this "
                 "model cannot be converted."
             )
     sizes = family.sizes(ours)

@@ -152,12 +152,12 @@ def _checked(tokens: Mapping[int, str], size: int) -> list[str]:
     for i, special in enumerate(SPECIAL):
         if tokens.get(i) != special:
             raise ValueError(
-                f"--input has the token {shown(tokens.get(i))} with the ID {i}, but fairseq's dictionaries "
+                f"INPUT has the token {shown(tokens.get(i))} with the ID {i}, but fairseq's dictionaries "
                 f"begin with {' '.join(SPECIAL)}; give a model with these token IDs."
             )
     if max(tokens) >= size:
         raise ValueError(
-            f"--input has token IDs up to {max(tokens)}, but its embedding table has {size} rows; give the "
+            f"INPUT has token IDs up to {max(tokens)}, but its embedding table has {size} rows; give the "
             "tokenizer files of this model."
         )
     taken = set(tokens.values())
@@ -168,7 +168,7 @@ def _checked(tokens: Mapping[int, str], size: int) -> list[str]:
         # dict.txt has one line per symbol.
         symbols.append(token if token and not {"\n", "\r"} & {*token} else next(spare))
     if len({*symbols}) < size:
-        raise ValueError("--input has a token with two IDs; give the tokenizer files of one model.")
+        raise ValueError("INPUT has a token with two IDs; give the tokenizer files of one model.")
     return symbols
 
 
@@ -182,7 +182,7 @@ def tokens_of(folder: ReleasedFolder) -> tuple[dict[int, str], set[str]]:
         return _tokens(folder)
     except (AttributeError, IndexError, KeyError, TypeError) as error:
         raise ValueError(
-            f"--input {folder.path} has malformed tokenizer files ({error!r}); replace these files."
+            f"INPUT {folder.path} has malformed tokenizer files ({error!r}); replace these files."
         ) from error
 
 
@@ -228,7 +228,7 @@ def _own_tokens(folder: ReleasedFolder, fast: Mapping[str, Any]) -> dict[int, st
         return _pieces(folder)
     else:
         raise ValueError(
-            f"--input {folder.path} has no tokenizer files (vocab.json, tokenizer.json or "
+            f"INPUT {folder.path} has no tokenizer files (vocab.json, tokenizer.json or "
             f"{SENTENCEPIECE}); add the files of the model's tokenizer."
         )
     return {i: token for token, i in _numbered(vocab, name).items()}
@@ -236,7 +236,7 @@ def _own_tokens(folder: ReleasedFolder, fast: Mapping[str, Any]) -> dict[int, st
 
 def _numbered(vocab: Mapping[str, Any], name: str) -> Mapping[str, int]:
     if not vocab or not all(isinstance(i, int) and 0 <= i < 2**24 for i in vocab.values()):
-        raise ValueError(f"--input has a {name} whose values are not token IDs; give another folder.")
+        raise ValueError(f"INPUT has a {name} whose values are not token IDs; give another folder.")
     return vocab
 
 
@@ -267,7 +267,7 @@ def _merges(folder: ReleasedFolder) -> list[tuple[str, str]]:
     pairs = [tuple(line.split(" ") if isinstance(line, str) else line) for line in lines]
     found = [(pair[0], pair[1]) for pair in pairs if len(pair) >= 2 and pair[0] != "#version:"]
     if not found:
-        raise ValueError(f"--input {folder.path} has no merges of its BPE; add merges.txt.")
+        raise ValueError(f"INPUT {folder.path} has no merges of its BPE; add merges.txt.")
     return found
 
 

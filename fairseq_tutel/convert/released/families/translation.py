@@ -98,7 +98,7 @@ def _multilingual(setup: Setup, style: str) -> dict[str, Any]:
     languages = setup.languages
     if not languages:
         raise ValueError(
-            "--input has tokenizer files without symbols of languages, such as __en__ or eng_Latn; give "
+            "INPUT has tokenizer files without symbols of languages, such as __en__ or eng_Latn; give "
             "the tokenizer files of this model."
         )
     return {

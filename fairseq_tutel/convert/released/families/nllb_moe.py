@@ -1,0 +1,276 @@
+"""Defines NLLB-MoE: M2M100 with experts in some layers, two for each token.
+
+Both systems choose the same experts with the same weights in evaluation. There are two differences:
+
+- transformers draws the second expert at random in evaluation too, if second_expert_policy is sampling or
+  random; fairseq_tutel uses the second-best expert.
+- With a limited capacity, transformers counts padding as tokens; fairseq_tutel counts real tokens.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from typing import Any, NamedTuple
+
+from fairseq_tutel.convert.released.families.translation import FINAL_NORMS, M2M100, SHARED
+from fairseq_tutel.convert.released.table import Family, Names, Option
+from fairseq_tutel.plugin.feed_forward import SIDES
+from fairseq_tutel.plugin.install import chosen_layers
+
+TOP_K = 2
+POLICIES = {name: name for name in ("all", "sampling", "random")}
+# Their dtype -> whether the gate is computed in the model's dtype instead of float32.
+ROUTER_DTYPES = {"float32": False, "bfloat16": True, "float16": True}
+# Their classifier -> our gate; the tensors of one expert, in both systems.
+PARTS = {f"{fc}.{kind}": f"{fc}_{kind}" for fc in ("fc1", "fc2") for kind in ("weight", "bias")}
+# A fraction of the tokens that is at most one slot; the minimum capacity is then the number of slots.
+ONE_SLOT = 1e-9
+# Our options that must have these values; each of the others changes the computation.
+FIXED = {
+    "moe_top_k": TOP_K,
+    "moe_choice": "tokens",
+    "moe_score_function": "softmax",
+    "moe_prescore": False,
+    "moe_expert_groups": 1,
+    "moe_balance_bias": False,
+    "moe_expert_type": "ffn",
+    "moe_shared_experts": 0,
+    "moe_residual": False,
+    "moe_pregate": 0,
+    "moe_capacity_multiple": 1,
+}
+
+
+class ExpertRow(NamedTuple):
+    """One tensor of one expert in both systems."""
+
+    theirs: str
+    stack: str  # our stacked tensor
+    expert: int
+
+
+def sparse_layers(side: str, sparse: bool = True) -> Callable[[Mapping[str, Any]], list[int]]:
+    """Return a function from our options to the indices of a side's layers with (or without) experts."""
+
+    def of(options: Mapping[str, Any]) -> list[int]:
+        indices = range(options[f"{side}_layers"])
+        found = chosen_layers(indices, options[f"{side}_moe_freq"])
+        return [i for i in indices if (i in found) == sparse]
+
+    return of
+
+
+def _layer(side: str) -> list[Names]:
+    """Return the tensors of the layers of a side, without the experts."""
+    parts = [
+        ("self_attn.{k,v,q,out}_proj.{weight,bias}", "self_attn.{k,v,q,out}_proj.{weight,bias}", None),
+        ("self_attn_layer_norm.{weight,bias}", "self_attn_layer_norm.{weight,bias}", None),
+        ("ff_layer_norm.{weight,bias}", "final_layer_norm.{weight,bias}", None),
+        ("ffn.{fc1,fc2}.{weight,bias}", "{fc1,fc2}.{weight,bias}", sparse_layers(side, False)),
+        ("ffn.router.classifier.weight", "fc1.gate.weight", sparse_layers(side)),
+    ]
+    if side == "decoder":
+        parts += [
+            ("cross_attention.{k,v,q,out}_proj.{weight,bias}",
+             "encoder_attn.{k,v,q,out}_proj.{weight,bias}", None),
+            ("cross_attention_layer_norm.{weight,bias}", "encoder_attn_layer_norm.{weight,bias}", None),
+        ]  # fmt: skip
+    count = f"{side}_layers"
+    names = [
+        Names(f"model.{side}.layers.*.{theirs}", f"{side}.layers.*.{ours}", count, only=only)
+        for theirs, ours, only in parts
+    ]
+    bias = Names(
+        f"model.{side}.layers.*.ffn.router.classifier.bias",
+        f"{side}.layers.*.fc1.gate.bias",
+        count,
+        when={"moe_gate_type": "biased"},
+        only=sparse_layers(side),
+    )
+    return [*names, bias]
+
+
+@dataclass(frozen=True, kw_only=True)
+class MoEFamily(Family):
+    """A family whose models have experts; `rows` excludes these, because our experts are stacked."""
+
+    def moe_layers(self, options: Mapping[str, Any]) -> list[str]:
+        """Return our prefixes of the MoE layers' names in model order, such as encoder.layers.3."""
+        return [f"{side}.layers.{i}" for side in SIDES for i in sparse_layers(side)(options)]
+
+    def expert_rows(self, layer: str, experts: int) -> list[ExpertRow]:
+        """Return all tensors of the experts of a MoE layer in both systems."""
+        return [
+            ExpertRow(f"model.{layer}.ffn.experts.expert_{e}.{theirs}", f"{layer}.fc1.experts.{ours}", e)
+            for e in range(experts)
+            for theirs, ours in PARTS.items()
+        ]
+
+    def expert_shape(self, stack: str, options: Mapping[str, Any]) -> tuple[int, ...]:
+        """Return the shape of one expert's tensor of a stacked tensor."""
+        side = stack.partition(".")[0]
+        model_dim, hidden_dim = options[f"{side}_embed_dim"], options[f"{side}_ffn_embed_dim"]
+        return {
+            "fc1_weight": (hidden_dim, model_dim),
+            "fc1_bias": (hidden_dim,),
+            "fc2_weight": (model_dim, hidden_dim),
+            "fc2_bias": (model_dim,),
+        }[stack.rpartition(".")[2]]
+
+    def read_options(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        """Return our options for a config.json.
+
+        Raises:
+            ValueError: a value has no counterpart.
+        """
+        found = super().read_options(config)
+        for side in SIDES:  # transformers has no experts for steps below 0, and -1 has another meaning here
+            found[f"{side}_moe_freq"] = max(0, found[f"{side}_moe_freq"])
+        experts = config.get("num_experts", 128)
+        if type(experts) is not int or experts < TOP_K:
+            raise ValueError(
+                f"config.json has num_experts {experts!r}, but each token uses {TOP_K} experts; give a "
+                f"model with at least {TOP_K} experts per layer."
+            )
+        if not self.moe_layers(found):
+            raise ValueError(
+                "config.json has sparse steps (encoder_sparse_step and decoder_sparse_step) with which no "
+                "layer has experts; give a model with experts."
+            )
+        if found["moe_second_expert_policy"] == "random" and found["moe_normalize_gate"] == "before":
+            raise ValueError(
+                "config.json has second_expert_policy 'random' and normalize_router_prob_before_dropping, "
+                "with which transformers normalizes only the first expert's weight; set one of the two "
+                "options to its default."
+            )
+        dropout = config.get("moe_token_dropout", 0.2)
+        if isinstance(dropout, bool) or not isinstance(dropout, int | float) or not 0 <= dropout < 1:
+            raise ValueError(
+                f"config.json has moe_token_dropout {dropout!r}; give a number from 0 to below 1."
+            )
+        return found | _read_capacity(config) | {
+            "moe_expert_count": str(experts),
+            "moe_routed_scaling_factor": 1.0 - dropout,
+        }  # fmt: skip
+
+    def write_options(self, options: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the content of config.json for our options.
+
+        Raises:
+            ValueError: a value has no counterpart.
+        """
+        if "moe_expert_count" not in options:
+            raise ValueError(f"INPUT has no experts, but each {self.architectures[0]} has experts.")
+        scale = options["moe_routed_scaling_factor"]
+        if not 0 < scale <= 1:
+            raise ValueError(
+                f"INPUT has --moe-routed-scaling-factor {scale:g}, but {self.architectures[0]} has only "
+                "factors of at most 1 (1 - moe_token_dropout)."
+            )
+        counts = {*str(options["moe_expert_count"]).split(",")}
+        if len(counts) > 1:
+            raise ValueError(
+                f"INPUT has --moe-expert-count {options['moe_expert_count']}, but "
+                f"{self.architectures[0]} has the same number of experts in each layer."
+            )
+        found = super().write_options(options) | _write_capacity(options)
+        dropout = round(1.0 - scale, 12)
+        return found | {"num_experts": int(counts.pop()), "moe_token_dropout": dropout}
+
+
+def _read_capacity(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return our options of the capacity, in evaluation as in transformers.
+
+    Training has Meta's capacity, twice the mean load; that of transformers is a constant.
+    """
+    fraction, slots = config.get("moe_eval_capacity_token_fraction", 1.0), config.get("expert_capacity", 64)
+    training = {"moe_capacity_factor": 1.0}
+    for name, value, kinds in (
+        ("moe_eval_capacity_token_fraction", fraction, int | float),
+        ("expert_capacity", slots, int | None),
+    ):
+        if isinstance(value, bool) or not isinstance(value, kinds):
+            raise ValueError(f"config.json has {name} {value!r}; give a number.")
+    if fraction >= 1:  # each expert has a slot for every token
+        return training | {"moe_eval_capacity_token_fraction": 0.0}
+    if fraction > 0:
+        return training | {"moe_eval_capacity_token_fraction": float(fraction)}
+    if slots is None:
+        return training | {"moe_eval_capacity_token_fraction": -1.0}
+    if slots < 1:
+        raise ValueError(f"config.json has expert_capacity {slots}; give a number of at least 1.")
+    return training | {"moe_eval_capacity_token_fraction": ONE_SLOT, "moe_min_capacity": slots}
+
+
+def _write_capacity(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return their options of the capacity in evaluation.
+
+    Raises:
+        ValueError: transformers has no such capacity.
+    """
+    fraction, factor = options["moe_eval_capacity_token_fraction"], options["moe_eval_capacity_factor"]
+    least = options["moe_min_capacity"]
+    if fraction == 0 and factor == 0:
+        return {"moe_eval_capacity_token_fraction": 1.0, "expert_capacity": None}
+    if fraction == ONE_SLOT:
+        return {"moe_eval_capacity_token_fraction": 0.0, "expert_capacity": least}
+    if fraction > 0 and least <= 1:
+        return {"moe_eval_capacity_token_fraction": fraction, "expert_capacity": None}
+    raise ValueError(
+        f"INPUT has --moe-eval-capacity-token-fraction {fraction:g}, --moe-eval-capacity-factor "
+        f"{factor:g} and --moe-min-capacity {least}, but transformers limits the capacity only to a "
+        "fraction of the tokens; train with a --moe-eval-capacity-token-fraction of at least 0 alone."
+    )
+
+
+def notes_of(options: Mapping[str, Any]) -> list[str]:
+    """Return notes on differences between the systems for a model with these fairseq options."""
+    notes = []
+    if (policy := options["moe_second_expert_policy"]) != "all":
+        notes.append(
+            f"second_expert_policy {policy}: transformers draws the second expert at random in evaluation "
+            "too; fairseq_tutel uses the second-best expert in evaluation."
+        )
+    if options["no_moe_gating_use_fp32"]:
+        notes.append(
+            "the router's dtype is not float32: fairseq_tutel computes the gate in the model's dtype, so "
+            "outputs agree for a model in that dtype."
+        )
+    if options["moe_eval_capacity_token_fraction"] != 0:
+        notes.append(
+            "the capacity is limited: transformers counts padding as tokens and fairseq_tutel does not, so "
+            "outputs of batches with padding may differ."
+        )
+    if (scale := options["moe_routed_scaling_factor"]) != 1:
+        notes.append(
+            f"moe_token_dropout became --moe-routed-scaling-factor {scale:g}, which gives the same outputs "
+            "in evaluation; training in fairseq_tutel does not drop outputs of experts."
+        )
+    return notes
+
+
+NLLB_MOE = MoEFamily(
+    **{field.name: getattr(M2M100, field.name) for field in fields(M2M100)}
+    | {
+        "name": "nllb-moe",
+        "architectures": ("NllbMoeForConditionalGeneration", "NllbMoeModel"),
+        "arch": "moe_transformer",
+        "names": (SHARED, *_layer("encoder"), *_layer("decoder"), FINAL_NORMS),
+        "options": (
+            *M2M100.options,
+            Option("encoder_sparse_step", "encoder_moe_freq", 4),
+            Option("decoder_sparse_step", "decoder_moe_freq", 4),
+            Option("router_bias", "moe_gate_type", False, {False: "linear", True: "biased"}),
+            Option("router_dtype", "no_moe_gating_use_fp32", "float32", ROUTER_DTYPES),
+            Option("second_expert_policy", "moe_second_expert_policy", "all", POLICIES),
+            Option(
+                "normalize_router_prob_before_dropping",
+                "moe_normalize_gate",
+                False,
+                {True: "before", False: "after"},
+            ),
+            Option("batch_prioritized_routing", "moe_drop_policy", False, {True: "bpr", False: "position"}),
+        ),
+        "fixed": {**M2M100.fixed, **FIXED},
+        "setup": lambda setup: {**M2M100.setup(setup), "task": "moe_translation_multi_simple_epoch"},
+    }
+)
