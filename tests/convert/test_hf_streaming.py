@@ -102,7 +102,7 @@ def test_a_kill_at_the_end_is_survived(released, whole, tmp_path, monkeypatch):
     """The experts have their final folder, but the checkpoint file is cut off."""
     command = ("from-hf", released, "--output", tmp_path / "ours", *WORDS)
 
-    def cut_off(state, path):
+    def cut_off(state, path, advance):
         Path(path).write_bytes(b"half")
         Path(path).rename(f"{path}.01234567.tmp")
         raise KeyboardInterrupt

@@ -153,9 +153,11 @@ def _scratch():
 def _child(command, argv, env, log, stdin):
     import atexit
     import importlib
+    import signal
 
     import torch
 
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs of a shell ignore it
     torch.set_num_threads(1)
     os.environ.update(env)
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)

@@ -26,6 +26,11 @@ NOT_RUN = {
         "bash benchmarks/gpu.sh": "GPU",
         "python docs/make_performance.py": "rewrites the page; tests/repository/test_performance_page.py",
     },
+    "docs/released.md": {
+        "LANGUAGES=": "variables; tests/e2e/test_released.py",
+        "TASK=": "variables; tests/e2e/test_released.py",
+        "fairseq-interactive": "variables; tests/e2e/test_released.py",
+    },
     "docs/report.md": {"pip install": "installs"},
     "docs/results.md": {
         "examples/language_model.sh": "minutes, and a corpus",
@@ -44,7 +49,7 @@ NOT_RUN = {
 # The programs that the pages' other commands start.
 PROGRAMS = {
     "cat", "fairseq-eval-lm", "fairseq-generate", "fairseq-hydra-train", "fairseq-score", "fairseq-train",
-    "fairseq-validate", "grep", "mkdir", "python", "torchrun",
+    "fairseq-tutel", "fairseq-validate", "grep", "mkdir", "python", "torchrun",
 }  # fmt: skip
 
 # What a reader replaces, and smaller numbers of ranks.
@@ -80,6 +85,11 @@ FILES = {
     "docs/parallelism.md": {
         "LM.pt": "lm/checkpoint_best.pt", "A.pt": "plain/checkpoint_best.pt",
         "B.pt": "plain/checkpoint_last.pt",
+    },
+    "docs/released.md": {
+        "nllb-200-distilled-600M": "released/nllb", "nllb-moe-54b": "released/moe",
+        "experts.json": "experts.json", "roberta": "ours-roberta",
+        "checkpoints/checkpoint_best.pt": "ours-nllb/model.pt",
     },
     "docs/report.md": {"DATA_BIN": "pairs", "SAVE": "several", "runs/dense": "several", "runs/moe": "mt"},
     "docs/results.md": {"OUT/bin": "DATA_BIN", "OUT/moe-1": "lm"},

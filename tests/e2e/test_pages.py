@@ -9,8 +9,10 @@ import sys
 from itertools import count
 from pathlib import Path
 
+import nllb
 import numpy as np
 import pytest
+import released_models
 from cli import ROOT, fairseq, tail
 from models import lm_args, mt_args
 from page_settings import (
@@ -98,17 +100,17 @@ def run(page: str, command: str, folder: Path) -> None:
             done = fairseq("hydra-train", *rest, *HYDRA_SMALL, env=env)
         case ["fairseq-train", *rest]:
             done = fairseq("train", *completed(rest, folder), *small, env=env)
-        case [str() as name, *rest] if name.startswith("fairseq-"):
-            done = fairseq(name.removeprefix("fairseq-"), *rest, env=env)
         case ["torchrun", "--nproc_per_node", ranks, *_] if RANKS & {*words}:
             program, rest = words[words.index("-m") + 1], words[words.index("-m") + 2 :]
             if program == "fairseq_tutel.train":
                 rest = [*completed(rest, folder), *small]
             name, stdin = program.replace("fairseq_", "").replace(".", "-"), folder / "stdin.txt"
             done = fairseq(name, *rest, ranks=int(ranks), env=env, stdin=stdin)
-        case ["python", "-m", "fairseq_tutel", *rest]:
+        case ["python", "-m", "fairseq_tutel", *rest] | ["fairseq-tutel", *rest]:
             tool(*rest)
             return
+        case [str() as name, *rest] if name.startswith("fairseq-"):
+            done = fairseq(name.removeprefix("fairseq-"), *rest, env=env)
         case _:
             start = ["bash", "-c", f"set -o pipefail; {command}"]
             subprocess.run(start, cwd=folder, check=True, timeout=300, env=_environment())
@@ -164,6 +166,7 @@ def shelf(lm_data, mt_data, tmp_path_factory):
     tool("convert", "sharded", "--input", best, "--output", shelf / "sharded" / "sharded.pt")
     _train_pieces(mt_data.parent / "train.de", shelf / "bpe")
     _draw_images(shelf / "vision" / "mnist_5k")
+    _save_released(shelf)
     return shelf
 
 
@@ -171,6 +174,16 @@ def _train_pieces(text: Path, prefix: Path) -> None:
     sentencepiece = pytest.importorskip("sentencepiece")
     options = {"vocab_size": 20, "hard_vocab_limit": False, "minloglevel": 2}
     sentencepiece.SentencePieceTrainer.train(input=str(text), model_prefix=str(prefix), **options)
+
+
+def _save_released(shelf: Path) -> None:
+    """Save small random models in the format of Hugging Face, and a checkpoint that can be exported."""
+    pytest.importorskip("transformers")
+    for name in ("nllb", "roberta"):
+        released_models.saved(name, shelf / "released" / name)
+        tool("convert", "from-hf", shelf / "released" / name, "--output", shelf / f"ours-{name}")
+    nllb.save(nllb.moe_model(), shelf / "released" / "moe")
+    (shelf / "experts.json").write_text('{"eng_Latn": [0, 1, 4, 5], "fra_Latn": [8, 9, 12, 13]}')
 
 
 def _draw_images(folder: Path) -> None:

@@ -17,13 +17,14 @@ from fairseq_cli import score
 from pages import PAGES, ROOT
 
 from fairseq_tutel.__main__ import TOOLS
+from fairseq_tutel.tools.parser import ToolParser
 
-# Flags of hydra, pip, sacrebleu, srun and torchrun, then of Meta's branch, which the plugin lacks.
+# Flags of CTranslate2, hydra, pip, sacrebleu, srun and torchrun, then of Meta's branch.
 OF_OTHER_PROGRAMS = """
-    --config-dir --config-name --kill-on-bad-exit --master_addr --master_port --max-restarts --nnodes
+    --model --output_dir --config-dir --config-name --kill-on-bad-exit --master_addr --master_port --max-restarts --nnodes
     --no-build-isolation --node_rank --nproc_per_node --ntasks-per-node --rdzv-backend --rdzv-conf
     --rdzv-endpoint --rdzv_backend --rdzv_endpoint --sentence-level
-    --alternate-decoder-ffn-embed-dim --dummy-a2a --pad-to-fixed-bsz --pad-to-fixed-length
+    --alternate-decoder-ffn-embed-dim --cmr-log-lang-gates --dummy-a2a --pad-to-fixed-bsz --pad-to-fixed-length
     --use-moe-pad-mask --use-sharded-state --use-stable-embedding
 """
 # Not names of several flags, such as --moe- and --reset-.
@@ -50,7 +51,7 @@ def test_the_lists_are_up_to_date_and_their_lines_are_short(name):
 
 def flags_of_the_package() -> set[str]:
     """Return the flags of the plugin's options and of its tools."""
-    parsers = [argparse.ArgumentParser()]
+    parsers: list[argparse.ArgumentParser] = [ToolParser()]
     tools = parsers[0].add_subparsers()
     for module in {module for module, _ in TOOLS.values()}:
         importlib.import_module(f"fairseq_tutel.tools.{module}").add_to(tools)
@@ -68,6 +69,7 @@ def flags_of_fairseq() -> set[str]:
     parsers = [
         options.get_training_parser(), options.get_generation_parser(interactive=True),
         options.get_eval_lm_parser(), options.get_validation_parser(), score.get_parser(),
+        options.get_preprocessing_parser(),
     ]  # fmt: skip
     parts = [*MODEL_REGISTRY.values(), *TASK_REGISTRY.values()]
     parts += [part for kind in REGISTRIES.values() for part in kind["registry"].values()]

@@ -20,7 +20,7 @@ from fairseq_tutel.tools.predict import _answers
     [
         (("--num-workers", "-1"), "--num-workers is -1; give a number of at least 0."),
         (("--output", "."), "--output is .; give the name of a file"),
-        ((), "a folder without checkpoint_best.pt or checkpoint_last.pt; give a checkpoint file."),
+        ((), "without checkpoint_best.pt or checkpoint_last.pt or model.pt; give a checkpoint file."),
     ],
 )
 def test_names_that_cannot_be(words, sentence, tmp_path, monkeypatch):

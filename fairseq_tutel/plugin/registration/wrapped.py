@@ -194,6 +194,8 @@ CHANGED = {
     "plugin/registration/wrapped.py": "excepthook",  # prints error sentences
     # A stock layer's forward calls these modules; the repr of a lightconv layer reads the dropout's p.
     "plugin/feed_forward.py": "fc1 fc2 activation_fn ffn_layernorm p",
+    # fairseq's tasks read the languages, and one reads args, which it does not set.
+    "plugin/hub_interfaces.py": "args source_langs target_langs",
     "plugin/install.py": "_ddp_params_and_buffers_to_ignore",  # DistributedDataParallel reads it
     "plugin/training/finite.py": "train",  # fairseq's training loop has no hook before its first epoch
     "plugin/training/startup.py": "_buffer _cpu_buffer",  # fairseq's all_gather_list puts them on a GPU
