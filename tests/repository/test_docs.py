@@ -19,13 +19,13 @@ from pages import PAGES, ROOT
 from fairseq_tutel.__main__ import TOOLS
 from fairseq_tutel.tools.parser import ToolParser
 
-# Flags of CTranslate2, hydra, pip, sacrebleu, srun and torchrun, then of Meta's branch.
+# Flags of CTranslate2, hydra, pip, sacrebleu, srun, torchrun and Meta's branch.
 OF_OTHER_PROGRAMS = """
-    --config-dir --config-name --kill-on-bad-exit --master_addr --master_port --max-restarts --model
-    --nnodes --no-build-isolation --node_rank --nproc_per_node --ntasks-per-node --output_dir --rdzv-backend --rdzv-conf
-    --rdzv-endpoint --rdzv_backend --rdzv_endpoint --sentence-level
-    --alternate-decoder-ffn-embed-dim --cmr-log-lang-gates --dummy-a2a --pad-to-fixed-bsz
-    --pad-to-fixed-length --use-moe-pad-mask --use-sharded-state --use-stable-embedding
+    --alternate-decoder-ffn-embed-dim --cmr-log-lang-gates --config-dir --config-name --dummy-a2a
+    --kill-on-bad-exit --master_addr --master_port --max-restarts --model --nnodes --no-build-isolation
+    --node_rank --nproc_per_node --ntasks-per-node --output_dir --pad-to-fixed-bsz --pad-to-fixed-length
+    --rdzv-backend --rdzv-conf --rdzv-endpoint --rdzv_backend --rdzv_endpoint --sentence-level
+    --use-moe-pad-mask --use-sharded-state --use-stable-embedding
 """
 # Not names of several flags, such as --moe- and --reset-.
 FLAG = re.compile(r"(?<![\w-])--[a-z0-9](?:[\w-]*\w)?(?![\w-])")
