@@ -83,16 +83,16 @@ def load_importance_loss(routing: Routing, gate: GateOutput) -> Tensor:
     """
     top_k = min(routing.assigned_KE.shape[0], routing.probs_TE.shape[1])
     clean_TE, noisy_TE = _wide(gate.clean_TE), _wide(gate.logits_TE)
-    if top_k == noisy_TE.shape[1]:
-        chance_TE = torch.ones_like(clean_TE)
-    else:
-        best_TK = noisy_TE.topk(top_k + 1, dim=1).values
-        is_chosen_TE = noisy_TE > best_TK[:, top_k:]
-        rival_TE = torch.where(is_chosen_TE, best_TK[:, top_k:], best_TK[:, top_k - 1 : top_k])
-        ahead_TE = (clean_TE - rival_TE) / gate.noise
-        # An expert that a custom gate excludes has probability 0, for every rival_e.
-        chance_TE = _normal_cdf(ahead_TE.masked_fill(clean_TE == -math.inf, -math.inf))
-    return _importance_and_load(routing, scores_of(clean_TE, gate.score_function)[1], chance_TE)
+    importance = _cv_squared(routing, scores_of(clean_TE, gate.score_function)[1])
+    if top_k == noisy_TE.shape[1]:  # every token chooses every expert, so cv^2(load) is 0
+        return importance / 2
+    best_TK = noisy_TE.topk(top_k + 1, dim=1).values
+    is_chosen_TE = noisy_TE > best_TK[:, top_k:]
+    rival_TE = torch.where(is_chosen_TE, best_TK[:, top_k:], best_TK[:, top_k - 1 : top_k])
+    ahead_TE = (clean_TE - rival_TE) / gate.noise
+    # An expert that a custom gate excludes has probability 0, for every rival_e.
+    chance_TE = _normal_cdf(ahead_TE.masked_fill(clean_TE == -math.inf, -math.inf))
+    return (importance + _cv_squared(routing, chance_TE)) / 2
 
 
 def load_importance_tutel_loss(routing: Routing, gate: GateOutput) -> Tensor:
@@ -104,7 +104,8 @@ def load_importance_tutel_loss(routing: Routing, gate: GateOutput) -> Tensor:
     top_k = min(routing.assigned_KE.shape[0], routing.probs_TE.shape[1])
     probs_TE = torch.softmax(_wide(gate.clean_TE), dim=1)
     threshold_T1 = _wide(gate.logits_TE).topk(top_k, dim=1).values[:, -1:]
-    return _importance_and_load(routing, probs_TE, _normal_cdf((probs_TE - threshold_T1) / gate.noise))
+    chance_TE = _normal_cdf((probs_TE - threshold_T1) / gate.noise)
+    return (_cv_squared(routing, probs_TE) + _cv_squared(routing, chance_TE)) / 2
 
 
 def z_loss(routing: Routing, gate: GateOutput) -> Tensor:
@@ -123,16 +124,9 @@ def _load_times_probability(routing: Routing, load_E: Tensor) -> Tensor:
     return probs_TE.shape[1] * (share_E * probs_TE.sum(dim=0)).sum() / tokens
 
 
-def _importance_and_load(routing: Routing, importance_TE: Tensor, chance_TE: Tensor) -> Tensor:
-    if routing.real_T is not None:
-        hidden_T1 = ~routing.real_T.unsqueeze(1)
-        importance_TE = importance_TE.masked_fill(hidden_T1, 0.0)
-        chance_TE = chance_TE.masked_fill(hidden_T1, 0.0)
-    return (_cv_squared(importance_TE.sum(0)) + _cv_squared(chance_TE.sum(0))) / 2
-
-
-def _cv_squared(total_E: Tensor) -> Tensor:
-    """Return the variance over experts divided by the squared mean; 0 for one expert or no tokens."""
+def _cv_squared(routing: Routing, values_TE: Tensor) -> Tensor:
+    """Return cv^2 of the experts' sums over all tokens except padding; 0 for one expert or no tokens."""
+    total_E = _without_padding(routing, values_TE).sum(0)
     if total_E.shape[0] == 1:
         return total_E.sum() * 0
     return total_E.var() / (total_E.mean().square() + 1e-10)
@@ -148,10 +142,14 @@ def _wide(x: Tensor) -> Tensor:
 
 
 def _real_probs(routing: Routing) -> Tensor:
-    probs_TE = _wide(routing.probs_TE)
+    return _without_padding(routing, _wide(routing.probs_TE))
+
+
+def _without_padding(routing: Routing, values_TE: Tensor) -> Tensor:
+    """Return the values with 0 for padding."""
     if routing.real_T is None:
-        return probs_TE
-    return probs_TE.masked_fill(~routing.real_T.unsqueeze(1), 0.0)
+        return values_TE
+    return values_TE.masked_fill(~routing.real_T.unsqueeze(1), 0.0)
 
 
 # By the name in --moe-balance-loss. Switch's loss (Fedus et al. 2021, equations 4 to 6) equals GShard's:

@@ -37,7 +37,6 @@ STACKS += [("encoder", f"{name}.w2v_model.encoder.layers") for name in ("encoder
 # MoEConfig fields whose values come from the stock layer.
 FACTS = ("model_dim", "hidden_dim", "activation", "activation_dropout", "hidden_layer_norm")
 
-
 # Names of the losses that MoE layers inject in the backward pass.
 BALANCE, BUDGET = "balance", "budget"
 Coefficients = Mapping[tuple["MoEFeedForward", str], Tensor]
@@ -74,7 +73,7 @@ class Context:
         self.coefficients: Coefficients = {}
 
     def begin_step(self, is_dummy: bool = False, update: int = 0) -> None:
-        """Begin a step of this training update; `is_dummy` says whether its batches are dummy batches."""
+        """Begin a step of this training update. If `is_dummy` is set, its batches are dummy batches."""
         self.is_dummy, self._update = is_dummy, update
 
     def keeps_rows(self, layer: "MoEFeedForward") -> bool:

@@ -74,8 +74,8 @@ def from_checkpoint(
 def files_of(path: str | Path, name: str = "path") -> list[Path]:
     """Return the absolute paths of the checkpoint files to open for a path from the user.
 
-    A folder stands for its best checkpoint, or else its last one, or else its model.pt. `name`
-    names the path in messages.
+    A folder stands for its best checkpoint, or else its last one, or else its model.pt. Messages call the
+    path `name`.
 
     Raises:
         ValueError: a file does not exist, or a folder has no checkpoint.

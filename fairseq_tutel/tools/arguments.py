@@ -49,6 +49,22 @@ def refuse_output(
         raise ValueError(f"{flag} {output} exists; give another name, or add --overwrite.")
 
 
+def refuse_output_folder(output: Path, source: Path, mark: str, overwrite: bool) -> None:
+    """Raise ValueError if an output folder exists and may not be replaced.
+
+    With `overwrite`, a folder may be replaced if it has the file `mark`, which the tool writes, and does
+    not contain the input.
+    """
+    if not output.exists() and not output.is_symlink():
+        return
+    if output.is_symlink() or not overwrite:
+        raise ValueError(f"--output {output} exists; give another path, or add --overwrite.")
+    if not (output / mark).is_file():
+        raise ValueError(f"--output {output} has no {mark}, so it is not replaced; give a new path.")
+    if source.resolve().is_relative_to(output.resolve()):
+        raise ValueError(f"--output is {output}, which holds the input; give a new path.")
+
+
 def refuse_folder(name: str, folder: str) -> None:
     """Raise ValueError if an input folder does not exist; fairseq allows several, joined by colons."""
     for each in folder.split(":"):

@@ -28,6 +28,7 @@ def test_numbers_come_back_to_half_a_step(expert_dtype, shape):
     if expert_dtype in LARGEST:
         steps = values.abs().amax(-1, keepdim=True) / LARGEST[expert_dtype]
     assert torch.all((got - values).abs() <= steps * 0.5001)
+    assert not got[:1].signbit().any()  # 0, not -0
     assert torch.equal(form.dequantize(form.quantize(got)), got)  # rounding again changes nothing
     of_half = Quantized(expert_dtype, shape, torch.float16)
     assert torch.equal(of_half.dequantize(stored), got.half())

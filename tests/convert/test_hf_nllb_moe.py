@@ -224,16 +224,18 @@ def small(tmp_path_factory):
         ("moe_top_k", 1, "moe_top_k 1, but NllbMoeForConditionalGeneration has only 2"),
         ("moe_gate_type", "cosine", "moe_gate_type cosine, which transformers does not have"),
         ("moe_normalize_gate", "none", "moe_normalize_gate none, which transformers does not have"),
-        ("moe_routed_scaling_factor", 1.5, "--moe-routed-scaling-factor 1.5"),
+        ("moe_routed_scaling_factor", 1.5, "multiplies experts' outputs by 1.5 "),
         ("moe_eval_capacity_factor", 1.0, "transformers limits the capacity only to a fraction"),
         ("moe_prescore", True, "moe_prescore True"),
+        ("moe_fom", 0.1, "moe_fom 0.1, but NllbMoeForConditionalGeneration has only 0.0"),
+        ("moe_eval_capacity_max_seqlen", True, "moe_eval_capacity_max_seqlen True"),
         ("moe_expert_groups", 2, "moe_expert_groups 2"),
         ("moe_pregate", 1, "moe_pregate 1"),
     ],
 )
 def test_an_option_without_counterpart_is_refused_by_name(key, value, words, small, tmp_path):
     saved = SavedModel.open(small / "model.pt", keep_shards=True)
-    saved.options[key] = value
+    saved.options.update({"moe_eom": 0.0, key: value})  # a layer refuses masking with moe_prescore
     if key == "moe_gate_type":
         for layer in saved.layers:
             if layer.has_experts:
@@ -241,6 +243,15 @@ def test_an_option_without_counterpart_is_refused_by_name(key, value, words, sma
     saved.write(tmp_path / "a.pt")
     assert words in refusal("to-hf", tmp_path / "a.pt", "--output", tmp_path / "b")
     assert not (tmp_path / "b").exists()
+
+
+def test_masking_and_scaling_become_one_option(small, tmp_path):
+    saved = SavedModel.open(small / "model.pt", keep_shards=True)
+    assert saved.options["moe_eom"] == 0.2
+    saved.options.update({"moe_eom": 0.5, "moe_routed_scaling_factor": 0.5})
+    saved.write(tmp_path / "a.pt")
+    convert("to-hf", tmp_path / "a.pt", "--output", tmp_path / "b")
+    assert json.loads((tmp_path / "b" / "config.json").read_text())["moe_token_dropout"] == 0.75
 
 
 def edited(folder, **changes):

@@ -1,5 +1,6 @@
 """Routing through the command line: every gate, choice, policy, loss and expert beside experts."""
 
+import itertools
 import re
 from types import SimpleNamespace
 
@@ -8,7 +9,9 @@ import torch
 from cli import ROOT, USER_DIR, fairseq, refused
 from equality import same_bits
 from models import lm_args, mt_args
+from option_values import draws, settings_of
 
+from fairseq_tutel.moe.config import LAYER
 from fairseq_tutel.plugin.feed_forward import Context
 
 RANDOM = {
@@ -23,7 +26,7 @@ RANDOM = {
     "nllb": (
         "--moe-capacity-factor", 0.5, "--moe-eom", 0.2, "--moe-fom", 0.1, "--moe-cmr",
         "--cmr-gate-drop", 0.2, "--cmr-gate-loss-wt", 0.5, "--cmr-gate-loss-p", 0.3,
-        "--moe-local-drop", 0.71, "--record-a2a-perf-stats",
+        "--moe-local-drop", 0.71, "--record-a2a-perf-stats", "--moe-second-expert-policy", "sampling",
     ),
 }  # fmt: skip
 
@@ -69,6 +72,15 @@ def test_exploration_goes_on_bit_for_bit_after_a_resume(kind, lm_data, tmp_path)
         words = (lm_data, "--user-dir", USER_DIR, "--path", tmp_path / "b" / "checkpoint_last.pt")
         evaluated = fairseq("eval-lm", *words, "--gen-subset", "valid", "--tokens-per-sample", 16)
         assert "Perplexity" in evaluated.output
+
+
+def test_every_option_that_draws_random_numbers_is_resumed():
+    resumed = {pair for flags in RANDOM.values() for pair in itertools.pairwise(("", *flags, ""))}
+    for name, item in LAYER.items():
+        for settings in settings_of(name) if item.of == "model" else ():
+            if draws(settings):
+                word = settings[name] if item.choices else None
+                assert any(flag == item.flag and word in (None, value) for flag, value in resumed), settings
 
 
 @pytest.mark.parametrize("policy", ["bpr", "probability"])

@@ -10,6 +10,7 @@ from typing import Any
 import plans
 import torch
 import torch.distributed as dist
+from option_values import WAYS_TO_CHOOSE, draws
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -61,6 +62,13 @@ LAYOUTS = {
 WAYS = {"plain": (0, 1), "chunks": (0, 3), "nodes": (2, 1), "nodes, chunks": (2, 2)}
 # The same, the all-to-all, and all other collectives by plans.
 PLANNED = {"plans": (0, 1, "linear"), "plans, chunks": (0, 3, "two_hops")}
+# Which experts a token gets, without random numbers, which would differ with the number of ranks.
+CHOOSING: dict[str, dict[str, Any]] = {
+    "tokens": {},
+    "experts": {"choice": "experts"},
+    "groups": {"expert_groups": 2},
+    **{", ".join(way): way for way in WAYS_TO_CHOOSE if not draws(way)},
+}
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.3, momentum=0.9),
     "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=0.01, weight_decay=0.1),
@@ -76,7 +84,7 @@ class Training:
     capacity_factor: float
     drop_policy: str = "position"
     gate: str = "linear"
-    choice: str = "tokens"  # or experts, or groups: tokens within one of two groups
+    choice: str = "tokens"  # see CHOOSING
     scores: str = "softmax"
     normalize: str = "before"
     prescore: bool = False
@@ -91,15 +99,13 @@ class Training:
     def options(self) -> dict[str, Any]:
         """Return the options of a layer."""
         layout, (ranks_per_node, chunks, plan) = LAYOUTS[self.layout], self._way
-        groups = self.choice == "groups"
         return {
+            **CHOOSING[self.choice],
             "num_experts": layout.experts,
             "top_k": self.top_k,
             "capacity_factor": self.capacity_factor,
             "drop_policy": self.drop_policy,
             "gate_type": self.gate,
-            "choice": "tokens" if groups else self.choice,
-            "expert_groups": 2 if groups else 1,
             "score_function": self.scores,
             "normalize_gate": self.normalize,
             "prescore": self.prescore,

@@ -100,34 +100,37 @@ def test_every_r_equals_one_rank(ranks, world, experts, parallel, kind):
     ranks(world).run(compare, config, parallel, local, strategies)
 
 
-def rows_computed(config, parallel, degree):
-    """Return how many rows this rank's experts saw, and the hidden dimension they had."""
+def rows_computed(config, parallel, degrees):
+    """Return how many rows this rank's experts saw by every r in turn, and their hidden dimension."""
     layer, _ = layers(config, parallel)
-    layer.follow(Strategy(adaptive_r=degree))
     seen = []
 
     def forward(x, index, weights, *args, **more):
         num_rows = len(x) if index is None else len(index)
-        seen.append((num_rows, weights.fc1_weight.shape[:2]))
+        seen[-1].append((num_rows, weights.fc1_weight.shape[:2]))
         return original(x, index, weights, *args, **more)
 
     original = reference.ffn_forward
     with patch.object(reference, "ffn_forward", forward):
-        run(layer, tokens_of(dist.get_rank()))
-    return seen[0]
+        for degree in degrees:
+            seen.append([])
+            layer.follow(Strategy(adaptive_r=degree))
+            run(layer, tokens_of(dist.get_rank()))
+    return [calls[0] for calls in seen]
 
 
-@pytest.mark.parametrize("degree", (0, 1, 2, 4))
-def test_r_ranks_get_a_row_each_with_a_part_of_the_hidden_dimension(ranks, degree):
+def test_r_ranks_get_a_row_each_with_a_part_of_the_hidden_dimension(ranks):
     config = dataclasses.replace(FFN, num_experts=1, top_k=1, capacity_factor=0.0)
-    got = ranks(4).run(rows_computed, config, 4, degree)
-    rows = [n for n, _ in got]
-    if degree == 0:
-        assert rows == list(TOKENS[:4])
-    else:
-        assert sum(rows) == degree * sum(TOKENS[:4])
-        assert max(rows) - min(rows) <= 4  # an even share of every rank's rows
-    assert {tuple(shape) for _, shape in got} == {(1, 16 // max(1, degree))}
+    degrees = (1, 0, 4, 2)  # one layer follows them in turn
+    of_ranks = ranks(4).run(rows_computed, config, 4, degrees)
+    for degree, *got in zip(degrees, *of_ranks, strict=True):
+        rows = [n for n, _ in got]
+        if degree == 0:
+            assert rows == list(TOKENS[:4])
+        else:
+            assert sum(rows) == degree * sum(TOKENS[:4])
+            assert max(rows) - min(rows) <= 4  # an even share of every rank's rows
+        assert {tuple(shape) for _, shape in got} == {(1, 16 // max(1, degree))}
 
 
 def parameters_stay(degrees):

@@ -1,6 +1,5 @@
 """The experts that tokens choose, and their weights, against loops and counted frequencies."""
 
-import contextlib
 import math
 import types
 
@@ -11,12 +10,14 @@ from compare import TOLERANCE
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from normal import normal
+from option_values import ROUTING, WAYS_TO_CHOOSE, config_of, draws, settings_of
 from torch import Tensor
 
 from fairseq_tutel import MoEConfig, kernels, route
 from fairseq_tutel.moe.capacity import MicroBatch
 from fairseq_tutel.moe.choice import choose, scores_of, sinkhorn_keys, ways_of
 from fairseq_tutel.moe.config import LAYER
+from fairseq_tutel.moe.routing import decide
 
 E = 4
 # Of chi-square by degrees of freedom: one run in a thousand is above.
@@ -245,13 +246,7 @@ def test_weights_of_sampled_experts_are_without_noise(options):
     assert torch.equal(r.probs_TE, plain.probs_TE)
 
 
-DRAWING = (
-    {"rsample": True},
-    {"second_expert_policy": "sampling"},
-    {"second_expert_policy": "random"},
-    {"rsample": True, "second_expert_policy": "random"},
-)
-IN_TRAINING = (*DRAWING, {"sinkhorn": True})
+DRAWING = [way for way in WAYS_TO_CHOOSE if draws(way)]
 
 
 @pytest.mark.parametrize("options", DRAWING, ids=str)
@@ -276,7 +271,7 @@ def test_what_draws_repeats_with_the_generator_and_draws_nothing_in_evaluation(o
     top_k=st.integers(1, 6),
     dtype=st.sampled_from(list(TOLERANCE)),
     function=st.sampled_from(["softmax", "sigmoid"]),
-    options=st.sampled_from(IN_TRAINING),
+    options=st.sampled_from(WAYS_TO_CHOOSE),
     groups=st.sampled_from([(1, 1), (3, 3), (3, 2), (2, 1)]),
     seed=st.integers(0, 100),
 )
@@ -335,7 +330,7 @@ def test_a_sure_second_choice_is_always_taken():
     assert (r.slots_TK >= 0).all()  # 2 * 1/2
 
 
-@pytest.mark.parametrize("policy", ("position", "bpr", "rts", "probability"))
+@pytest.mark.parametrize("policy", LAYER["drop_policy"].choices)
 @pytest.mark.parametrize("factor", (0.0, 0.5))
 def test_a_choice_that_was_left_out_takes_no_place_and_counts_nowhere(policy, factor):
     logits_TE, real_T = logits(40, seed=1), torch.arange(40) % 6 != 2
@@ -381,7 +376,7 @@ def test_weights_of_taken_choices_are_divided_by_those_of_all_or_of_the_taken_al
 EVERYTHING = (
     {"score_function": "sigmoid", "normalize_gate": "after"},
     {"expert_groups": 2, "groups_per_token": 2, "routed_scaling_factor": 3.0},
-    *IN_TRAINING,
+    *WAYS_TO_CHOOSE,
 )
 
 
@@ -439,26 +434,19 @@ def test_sinkhorn_is_finite_without_real_tokens(num_tokens):
     assert torch.equal(keys_TE, logits(num_tokens))
 
 
-# Values to try for options that have no list of values, and options that an option needs to have an effect.
-NUMBERS = (0.5, 1, 2, 3, 0.01, 0.3, -0.5, -1)
-WORDS = {
-    "activation": ("gelu",), "a2a_algorithm": ("2dh",), "balance_loss": ("none",),
-    "expert_type": ("glu",), "gate_type": ("cosine", "hash"), "parallel_type": ("model",),
-}  # fmt: skip
-NEEDED = {"gate_index": {"gate_type": "linear,cosine"}, "groups_per_token": {"expert_groups": 4}}
+def test_every_way_to_choose_in_training_is_in_the_list():
+    def choices(settings: dict, training: bool) -> list[Tensor]:
+        torch.manual_seed(0)
+        r = decide(logits(60), config_of(settings), MicroBatch(top_k=2, training=training))
+        return [r.expert_ids_TK, r.slots_TK >= 0]
 
+    def changes(settings: dict, training: bool) -> bool:
+        return not all(map(torch.equal, choices(settings, training), choices({}, training)))
 
-def configs_of(name: str) -> list[MoEConfig]:
-    """Return configurations with valid values of one option that are not its default."""
-    item, found = LAYER[name], []
-    values = {bool: (True, False), str: item.choices or WORDS.get(name, ())}.get(item.type, NUMBERS)
-    for value in values:
-        value = item.type(value)
-        with contextlib.suppress(ValueError):
-            if value != item.default:
-                fields = {"model_dim": 1, "hidden_dim": 1, "num_experts": E}
-                found.append(MoEConfig(**fields | NEEDED.get(name, {}) | {name: value}))
-    return found
+    found = {
+        name for name in ROUTING for s in settings_of(name) if changes(s, True) and not changes(s, False)
+    }
+    assert found == {name for way in WAYS_TO_CHOOSE for name in way}
 
 
 @pytest.mark.parametrize("training", (False, True))
@@ -480,8 +468,8 @@ def test_no_option_has_another_effect_with_the_fused_kernel(name, training, monk
     fused = types.SimpleNamespace(softmax_top_k=softmax_top_k)
     plain = choose_by(fused, MoEConfig(1, 1, E))
     assert len(launched) == 1
-    tried = [config for config in configs_of(name) if config.num_experts == E]
-    assert tried or name == "num_experts", "add values to WORDS, or what it needs to NEEDED"
+    tried = [c for c in map(config_of, settings_of(name)) if c.num_experts == E]
+    assert tried or name == "num_experts", "add values to VALUES, or what it needs to NEEDED"
     for config in tried:
         launched.clear()
         expected, got = (choose_by(ops, config) for ops in (kernels.reference, fused))

@@ -11,6 +11,7 @@ import pytest
 import torch
 from compare import close
 from normal import normal
+from option_values import ROUTING, mixed
 from torch import Tensor
 from torch._dynamo.testing import CompileCounter
 
@@ -27,20 +28,13 @@ QUICK = [
     },
 ]  # fmt: skip
 LONG = [
+    {},
     *QUICK,
-    {
-        "expert_groups": 2, "balance_bias": True, "shared_experts": 1, "expert_type": "glu",
-        "score_function": "sigmoid", "balance_loss": "gshard_sequence:1,z:0.1",
-    },
+    *mixed(ROUTING),
     {
         "choice": "experts", "normalize_gate": "after", "gate_type": "custom_parts.CalmGate",
-        "expert_type": "custom_parts.DeepExpert",
+        "expert_type": "custom_parts.DeepExpert", "residual": True, "activation_dropout": 0.3,
     },
-    {},
-    {"gate_type": "hash", "residual": True, "drop_policy": "bpr", "capacity_factor": -0.5},
-    {"second_expert_policy": "sampling", "activation_dropout": 0.3},
-    {"second_expert_policy": "random", "normalize_gate": "after", "top_k": 3},
-    {"rsample": True, "drop_policy": "probability", "capacity_factor": 0.5},
     {"eom": 0.3, "fom": 0.2, "cmr": True, "cmr_gate_drop": 0.3},
 ]  # fmt: skip
 CALL = (True, 3, False)  # training, sentences, time first

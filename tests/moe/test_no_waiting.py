@@ -2,25 +2,15 @@
 
 import pytest
 import torch
+from option_values import ROUTING, E, config_of, mixed
 from torch.overrides import TorchFunctionMode
 
-from fairseq_tutel import MoEConfig
 from fairseq_tutel.moe import balance, metrics
 from fairseq_tutel.moe.capacity import Capacity, MicroBatch
 from fairseq_tutel.moe.routing import GateOutput, decide
 
 COPIES = (torch.tensor, torch.as_tensor, torch.asarray, torch.Tensor.new_tensor, torch.from_numpy)
-RULES = (
-    {},
-    {"choice": "experts"},
-    {"choice": "experts", "normalize_gate": "after"},
-    {"score_function": "sigmoid", "expert_groups": 2, "groups_per_token": 1},
-    {"second_expert_policy": "random", "drop_policy": "rts"},
-    {"second_expert_policy": "sampling", "drop_policy": "bpr"},
-    {"rsample": True, "drop_policy": "probability", "normalize_gate": "after"},
-    {"sinkhorn": True},
-    {"eom": 0.2},
-)
+RULES = ({}, *mixed(ROUTING))
 
 
 class NoCopies(TorchFunctionMode):
@@ -35,13 +25,13 @@ class NoCopies(TorchFunctionMode):
 @pytest.mark.parametrize("padded", (False, True), ids=("real", "padded"))
 @pytest.mark.parametrize("rules", RULES, ids=str)
 def test_routing_losses_and_metrics_read_nothing_from_the_device(rules, padded, factor):
-    logits_TE = torch.randn(12, 6, device="meta")
+    logits_TE = torch.randn(12, E, device="meta")
     real_T = torch.ones(12, dtype=torch.bool, device="meta") if padded else None
     batch = MicroBatch(
         top_k=2, capacity=Capacity(factor=factor), real_T=real_T, time_first=(3, 4), training=True
     )
     with NoCopies():
-        decided = decide(logits_TE, MoEConfig(1, 1, logits_TE.shape[1], **rules), batch)
+        decided = decide(logits_TE, config_of(rules), batch)
         gate = GateOutput(
             logits_TE=logits_TE, clean_TE=logits_TE, noise=1.0, sentences=(4, 3), time_first=True
         )

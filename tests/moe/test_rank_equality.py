@@ -10,23 +10,26 @@ import itertools
 
 import pytest
 import torch
-from training import CLIP_NORM, LAYOUTS, UPDATES, WAYS, Model, Training, train
+from option_values import draws
+from training import CHOOSING, CLIP_NORM, LAYOUTS, UPDATES, WAYS, Model, Training, train
 
+from fairseq_tutel import MoEConfig
+from fairseq_tutel.moe.config import GATE_TYPES, LAYER
 from fairseq_tutel.plans.executors.one_sided import OneSided
 
 CHOICES = {
     "optimizer": ("sgd", "adamw"),
     "top_k": (1, 2, 4),
     "capacity_factor": (0.0, 0.5, -0.75),
-    "drop_policy": ("position", "bpr", "probability"),
-    "gate": ("linear", "biased", "cosine"),
-    "choice": ("tokens", "experts", "groups"),
-    "scores": ("softmax", "sigmoid"),
-    "normalize": ("before", "after", "none"),
+    "drop_policy": tuple(p for p in LAYER["drop_policy"].choices if not draws({"drop_policy": p})),
+    "gate": tuple(gate for gate in GATE_TYPES if gate != "hash"),  # which needs token IDs
+    "choice": tuple(CHOOSING),
+    "scores": LAYER["score_function"].choices,
+    "normalize": LAYER["normalize_gate"].choices,
     "prescore": (False, True),
     "bias": (False, True),
     "beside": ("none", "shared", "residual", "cmr"),
-    "exchange": ("ragged", "padded"),
+    "exchange": LAYER["exchange"].choices,
     "layout": tuple(LAYOUTS),
     "way": tuple(WAYS),
     "recompute": ("no", "reentrant", "non-reentrant"),
@@ -34,18 +37,13 @@ CHOICES = {
 }
 NO_ROWS = ("four, gathered", "four on every rank", "slices, r 0")
 NO_NODES = (*NO_ROWS, "four, two replicas", "two, two replicas")
-TWO_EXPERTS = tuple(name for name, layout in LAYOUTS.items() if layout.experts == 2)
-# Values with which others have no effect. Every option has one that goes with all.
+# Values with which others have no effect. Pairs that a layer refuses are left out, too. Every option has a
+# value that goes with all.
 POINTLESS = (
     ("layout", NO_ROWS, "way", ("chunks",)),
     ("layout", NO_NODES, "way", ("nodes", "nodes, chunks")),
     ("layout", NO_ROWS, "exchange", ("padded",)),
-    ("layout", TWO_EXPERTS, "top_k", (4,)),
-    ("layout", TWO_EXPERTS, "choice", ("groups",)),
-    ("top_k", (4,), "choice", ("groups",)),
-    ("choice", ("experts",), "drop_policy", ("bpr", "probability")),
-    ("choice", ("experts",), "bias", (True,)),
-    ("capacity_factor", (0.0,), "drop_policy", ("bpr", "probability")),
+    ("capacity_factor", (0.0,), "drop_policy", CHOICES["drop_policy"][1:]),
     ("recompute", ("reentrant", "non-reentrant"), "pregate", (1,)),  # which is refused
 )
 SEEDS = 20  # tried for each case; of several numbers the one that needs the fewest cases
@@ -60,10 +58,25 @@ def numbered(name: str, values: tuple) -> list[tuple[int, int]]:
     return [(list(CHOICES).index(name), CHOICES[name].index(value)) for value in values]
 
 
+def is_refused(values: dict) -> bool:
+    """Return whether a layer refuses these values together."""
+    case = Training(**{"optimizer": "sgd", "top_k": 2, "capacity_factor": 0.0, **values})
+    try:
+        MoEConfig(model_dim=1, hidden_dim=1, **case.options())
+    except ValueError:
+        return True
+    return False
+
+
 NOT_TOGETHER = {
     tuple(sorted(pair))
     for one, values, other, others in POINTLESS
     for pair in itertools.product(numbered(one, values), numbered(other, others))
+} | {
+    tuple(sorted([*numbered(one, (value,)), *numbered(other, (second,))]))
+    for (one, values), (other, others) in itertools.combinations(CHOICES.items(), 2)
+    for value, second in itertools.product(values, others)
+    if is_refused({one: value, other: second})
 }
 
 

@@ -5,6 +5,7 @@ import argparse
 import pytest
 from fairseq import checkpoint_utils
 from fairseq.dataclass.utils import gen_parser_from_dataclass
+from option_values import settings_of
 from tool_in_process import tool
 
 from fairseq_tutel.moe.config import LAYER, MoEConfig
@@ -43,29 +44,9 @@ def test_every_flag_has_a_help_text_with_its_default(options):
     parser.format_help()
 
 
-# What a word may be where there are no choices, and what an option cannot be without.
-WORDS = {
-    "gate_type": "cosine",
-    "a2a_algorithm": "2dh",
-    "balance_loss": "none",
-    "expert_type": "glu",
-    "parallel_type": "model",
-}
-COMPANY = {"gate_index": {"gate_type": "linear,cosine"}, "groups_per_token": {"expert_groups": 2}}
-
-
-def _another(option):
-    """Return a good value of an option that is not its default."""
-    if option.choices:
-        return next(choice for choice in option.choices if choice != option.default)
-    if option.type is str:
-        return WORDS[option.name]
-    return {bool: True, int: option.default + 1, float: option.default + 0.5}[option.type]
-
-
 @pytest.mark.parametrize("name", [option.name for option in LAYER.values() if option.of])
 def test_every_option_of_moe_config_is_a_flag_and_reaches_the_layer(name):
-    values = {name: _another(LAYER[name]), **COMPANY.get(name, {})}
+    values = settings_of(name)[0]
     words = {"model": [], "task": []}
     for option in (LAYER[each] for each in values):
         value = values[option.name]

@@ -4,6 +4,7 @@ import os
 import re
 import shutil
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -43,6 +44,9 @@ def test_the_newest_whole_checkpoint_stands_in_for_the_last(tmp_path, caplog, gi
     save(tmp_path, "checkpoint_2_9.pt", 9, a=RECORD)  # its shards are gone
     torn = save(tmp_path, "checkpoint_1_8.pt", 8)
     os.truncate(torn, os.path.getsize(torn) - 1)
+    damaged = Path(save(tmp_path, "checkpoint_1_7.pt", 7, a=torch.ones(9)))
+    ones, twos = (torch.full((9,), n).numpy().tobytes() for n in (1.0, 2.0))
+    damaged.write_bytes(damaged.read_bytes().replace(ones, twos))
     for name in ("averaged.pt", "checkpoint_averaged.pt", "crash.pt"):
         save(tmp_path, name, 20)
     os.utime(whole, (1, 1))

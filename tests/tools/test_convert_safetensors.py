@@ -4,6 +4,7 @@ import argparse
 import json
 import os
 import resource
+import shutil
 
 import pytest
 import torch
@@ -96,6 +97,10 @@ def test_experts_in_shards_and_an_older_file_make_the_same(folder, tmp_path):
 def test_a_folder_is_written_whole_or_not_at_all(folder, tmp_path):
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     assert refusal(*there(tmp_path)).endswith("f exists; give another path, or add --overwrite.")
+    shutil.copy(tmp_path / "a.pt", folder)
+    message = refusal(*there(tmp_path, "f/a.pt"), "--overwrite")
+    assert message.endswith("f, which holds the input; give a new path.")
+    (folder / "a.pt").unlink()
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1500, limits[1]))
     try:

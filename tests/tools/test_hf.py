@@ -13,6 +13,7 @@ from tool_in_process import convert, refusal
 import fairseq_tutel as ft
 from fairseq_tutel.convert.options import RELEASED
 from fairseq_tutel.convert.released.families import FAMILIES
+from fairseq_tutel.convert.released.families.speech import convolutions
 from fairseq_tutel.plugin import register
 
 transformers = pytest.importorskip("transformers")
@@ -241,6 +242,13 @@ def test_an_unsupported_option_is_refused(name, change, sentence, released, tmp_
     (source / "config.json").write_text(json.dumps(config | change))
     assert sentence in refusal("from-hf", source, "--output", tmp_path / "ours")
     assert not (tmp_path / "ours").exists()
+
+
+def test_a_list_of_convolutions_has_a_limited_length():
+    assert convolutions("[(4, 3, 2)] + [(5, 2, 1)] * 2") == [(4, 3, 2), (5, 2, 1), (5, 2, 1)]
+    for text in ("[(4, 3, 2)]" + " * 99" * 9, "[(4, 3)]", "[4] * 2", "print()", "[" * 9999):
+        with pytest.raises(ValueError, match="--conv-feature-layers is "):
+            convolutions(text)
 
 
 def test_an_unknown_entry_of_the_configuration_is_printed(released, tmp_path):

@@ -83,7 +83,7 @@ def family_of(config: Mapping[str, Any]) -> Family:
 def setup_of(
     folder: ReleasedFolder, config: Mapping[str, Any], options: dict[str, Any], vocabulary: Vocabulary
 ) -> Setup:
-    """Return what the options of the task depend on."""
+    """Return the values that the options of the task depend on."""
     name = "tokenizer_config.json"
     own = folder.json(name) if folder.has(name) else {}
     tokenizer = str(own.get("tokenizer_class") or config.get("tokenizer_class") or "")

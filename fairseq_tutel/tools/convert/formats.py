@@ -12,6 +12,7 @@ from fairseq_tutel.files.untrusted import printable
 from fairseq_tutel.moe.config import ACTIVATIONS
 from fairseq_tutel.moe.option_table import EXPERT_DTYPES
 from fairseq_tutel.options.option import UNITS, bytes_of
+from fairseq_tutel.tools.arguments import refuse_output_folder
 from fairseq_tutel.tools.convert.conversion import NEW_RUN, Conversion, one_file, option
 
 if TYPE_CHECKING:
@@ -78,12 +79,7 @@ def _to_safetensors(arguments: argparse.Namespace, inputs: list[Path], output: P
     from fairseq_tutel.convert import safetensors_folder
 
     limit = size_limit(arguments)
-    if output.is_symlink() or (output.exists() and not arguments.overwrite):
-        raise ValueError(f"--output {output} exists; give another path, or add --overwrite.")
-    if output.exists() and not (output / safetensors_folder.INDEX).is_file():
-        raise ValueError(
-            f"--output {output} has no {safetensors_folder.INDEX}, so it is not replaced; give a new path."
-        )
+    refuse_output_folder(output, inputs[0], safetensors_folder.INDEX, arguments.overwrite)
     saved = SavedModel.open(inputs[0], keep_shards=True)
     count = safetensors_folder.write(saved, output, limit)
     return f": {count} file{'s' * (count > 1)} of weights"

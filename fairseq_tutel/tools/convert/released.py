@@ -6,6 +6,7 @@ from pathlib import Path
 from fairseq_tutel.convert.options import RELEASED
 from fairseq_tutel.files.untrusted import printable
 from fairseq_tutel.moe.option_table import EXPERT_DTYPES
+from fairseq_tutel.tools.arguments import refuse_output_folder
 from fairseq_tutel.tools.convert.conversion import NEW_RUN, Conversion, option
 from fairseq_tutel.tools.convert.formats import MAX_SIZE, size_limit
 
@@ -32,7 +33,7 @@ def _from_hf(arguments: argparse.Namespace, inputs: list[Path], output: Path) ->
     from fairseq_tutel.convert.released.folder import ReleasedFolder
     from fairseq_tutel.convert.released.from_hf_moe import Experts
 
-    _refuse_output(arguments, output, from_hf.CHECKPOINT)
+    refuse_output_folder(output, inputs[0], from_hf.CHECKPOINT, arguments.overwrite)
     how = Experts(
         expert_dtype=arguments.expert_dtype or "",
         keep=arguments.keep_experts,
@@ -64,7 +65,7 @@ def _to_hf(arguments: argparse.Namespace, inputs: list[Path], output: Path) -> s
     from fairseq_tutel.convert.released.families.nllb_moe import NLLB_MOE
     from fairseq_tutel.convert.released.folder import CONFIG
 
-    _refuse_output(arguments, output, CONFIG)
+    refuse_output_folder(output, inputs[0], CONFIG, arguments.overwrite)
     limit = size_limit(arguments)
     saved = SavedModel.open(inputs[0], keep_shards=True)
     tokenizer = Path(arguments.tokenizer) if arguments.tokenizer else inputs[0].parent
@@ -78,18 +79,6 @@ def _to_hf(arguments: argparse.Namespace, inputs: list[Path], output: Path) -> s
             )
         return f": {to_hf_moe.convert(saved, output, limit, tokenizer)}"
     return f": {to_hf.convert(saved, output, limit, arguments.family or '', tokenizer)}"
-
-
-def _refuse_output(arguments: argparse.Namespace, output: Path, mark: str) -> None:
-    """Raise ValueError if the output folder exists and may not be replaced."""
-    if not output.exists() and not output.is_symlink():
-        return
-    if output.is_symlink() or not arguments.overwrite:
-        raise ValueError(f"--output {output} exists; give another path, or add --overwrite.")
-    if not (output / mark).is_file():
-        raise ValueError(f"--output {output} has no {mark}, so it is not replaced; give a new path.")
-    if output.samefile(Path(arguments.input)) or output.samefile(Path(arguments.input).parent):
-        raise ValueError(f"--output is {output}, which holds the input; give a new path.")
 
 
 KINDS = (

@@ -35,6 +35,9 @@ FIXED = {
     "moe_expert_type": "ffn",
     "moe_shared_experts": 0,
     "moe_residual": False,
+    "moe_cmr": False,
+    "moe_fom": 0.0,
+    "moe_eval_capacity_max_seqlen": False,
     "moe_pregate": 0,
     "moe_capacity_multiple": 1,
 }
@@ -147,10 +150,9 @@ class MoEFamily(Family):
             raise ValueError(
                 f"config.json has moe_token_dropout {dropout!r}; give a number from 0 to below 1."
             )
-        return found | _read_capacity(config) | {
-            "moe_expert_count": str(experts),
-            "moe_routed_scaling_factor": 1.0 - dropout,
-        }  # fmt: skip
+        return (
+            found | _read_capacity(config) | {"moe_expert_count": str(experts), "moe_eom": float(dropout)}
+        )
 
     def write_options(self, options: Mapping[str, Any]) -> dict[str, Any]:
         """Return the content of config.json for our options.
@@ -160,11 +162,13 @@ class MoEFamily(Family):
         """
         if "moe_expert_count" not in options:
             raise ValueError(f"INPUT has no experts, but each {self.architectures[0]} has experts.")
-        scale = options["moe_routed_scaling_factor"]
-        if not 0 < scale <= 1:
+        # Outputs of experts times this factor, in evaluation.
+        factor = options["moe_routed_scaling_factor"] * (1.0 - options["moe_eom"])
+        if not 0 < factor <= 1:
             raise ValueError(
-                f"INPUT has --moe-routed-scaling-factor {scale:g}, but {self.architectures[0]} has only "
-                "factors of at most 1 (1 - moe_token_dropout)."
+                f"INPUT multiplies experts' outputs by {factor:g} (--moe-routed-scaling-factor and "
+                f"--moe-eom), but {self.architectures[0]} has only factors of at most 1 (1 - "
+                "moe_token_dropout)."
             )
         counts = {*str(options["moe_expert_count"]).split(",")}
         if len(counts) > 1:
@@ -173,7 +177,7 @@ class MoEFamily(Family):
                 f"{self.architectures[0]} has the same number of experts in each layer."
             )
         found = super().write_options(options) | _write_capacity(options)
-        dropout = round(1.0 - scale, 12)
+        dropout = round(1.0 - factor, 12)
         return found | {"num_experts": int(counts.pop()), "moe_token_dropout": dropout}
 
 
@@ -240,10 +244,10 @@ def notes_of(options: Mapping[str, Any]) -> list[str]:
             "the capacity is limited: transformers counts padding as tokens and fairseq_tutel does not, so "
             "outputs of batches with padding may differ."
         )
-    if (scale := options["moe_routed_scaling_factor"]) != 1:
+    if eom := options["moe_eom"]:
         notes.append(
-            f"moe_token_dropout became --moe-routed-scaling-factor {scale:g}, which gives the same outputs "
-            "in evaluation; training in fairseq_tutel does not drop outputs of experts."
+            f"moe_token_dropout became --moe-eom {eom:g}, which gives the same outputs in evaluation; in "
+            "training it masks whole outputs of experts, and transformers masks single values."
         )
     return notes
 

@@ -11,6 +11,7 @@ LAYERS = "conv_feature_layers"
 CONVOLUTIONS = ("conv_dim", "conv_kernel", "conv_stride")
 DEFAULTS = ([512] * 7, [10, 3, 3, 3, 3, 2, 2], [5, 2, 2, 2, 2, 2, 2])
 MODES = {"group": "default", "layer": "layer_norm"}
+MOST_LAYERS = 1000  # limit of a convolution list in an untrusted checkpoint
 
 
 def convolutions(text: Any) -> list[tuple[int, int, int]]:
@@ -36,7 +37,7 @@ def convolutions(text: Any) -> list[tuple[int, int, int]]:
             return value(node.left) + value(node.right)
         if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
             left, right = value(node.left), value(node.right)
-            if isinstance(left, list) and isinstance(right, int) and right < 100:
+            if isinstance(left, list) and isinstance(right, int) and len(left) * right <= MOST_LAYERS:
                 return left * right
         raise ValueError("not a list of layers")
 
