@@ -206,6 +206,6 @@ def test_a_learning_rate_that_ruins_a_training_leaves_its_last_checkpoint(lm_dat
     words = lm_args(lm_data, tmp_path / "save", "--save-interval-updates", 1, updates=UPDATES + 2)
     for _ in range(2):
         sentence = refused("train", *words, "--lr", 1e30, "--reset-lr-scheduler").splitlines()[-1]
-        assert "update 7 made" in sentence
+        assert "after update 7, " in sentence
         assert sentence.endswith("/checkpoint_last.pt (update 6).")
     assert fairseq("train", *words).stats("train")[-1]["train_num_updates"] == "8"
