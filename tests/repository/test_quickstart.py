@@ -86,3 +86,17 @@ def test_help_is_the_comment_of_the_script(tmp_path):
     assert "examples/quickstart.sh [--upcycle]" in done.stdout
     assert "set -e" not in done.stdout
     assert not list(tmp_path.iterdir())
+
+
+def test_the_nllb_example_refuses_text_files_in_its_output_folder(tmp_path):
+    files = [tmp_path / "data" / name for name in ("my.deu_Latn", "my.eng_Latn")]
+    files[0].parent.mkdir()
+    for path in files:
+        path.write_bytes(b"text\n")
+    command = [SCRIPT.with_name("nllb.sh"), *files, "."]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert done.returncode != 0
+    assert done.stderr.endswith(
+        f"{files[0]} is in OUT, ., whose files are replaced; give another folder as OUT.\n"
+    )
+    assert sorted(path for path in tmp_path.rglob("*") if path.is_file()) == files
