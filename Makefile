@@ -77,12 +77,13 @@ PAGES := build/pages
 # A model of two minutes, for the page of its tokens; the script writes the report near its end.
 $(PAGES)/model/report.html:
 	$(BIN)/python examples/small_corpus.py $(PAGES)/corpus
-	examples/quickstart.sh $(PAGES)/corpus/train.de $(PAGES)/corpus/train.en $(PAGES)/model
+	examples/quickstart.sh $(PAGES)/corpus/train.de $(PAGES)/corpus/train.en $(PAGES)/model --overwrite
 
 screenshots: docs $(PAGES)/model/report.html ## take pictures of the site and of the tools' pages; needs Chromium
 	$(BIN)/python -m fairseq_tutel tokens $(PAGES)/model/model $(PAGES)/model/data --output $(PAGES)/tokens.html \
 		--overwrite
-	$(BIN)/python -m fairseq_tutel report docs/report/dense.json docs/report/moe.json --output $(PAGES)/report.html
+	$(BIN)/python -m fairseq_tutel report docs/report/dense.json docs/report/moe.json --output $(PAGES)/report.html \
+		--overwrite
 	$(BIN)/python docs/screenshots.py $(PAGES)/report.html $(PAGES)/tokens.html \
 		build/site/docs/site/index.html build/site/docs/site/api.html
 

@@ -17,6 +17,10 @@ root=$(cd "$(dirname "$0")/.." && pwd)
 PATH="$root/.venv/bin:$PATH"
 out=${3:-outputs/nllb}
 updates=${UPDATES:-300}
+for file in "${@:1:2}"; do
+    [ ! -d "$out" ] || [[ "$(realpath "$file")" != "$(realpath "$out")"/* ]] \
+        || usage "$file is in OUT, $out, whose files are replaced; give another folder as OUT."
+done
 mkdir -p "$out"
 if [ $# -eq 0 ]; then
     python "$root/examples/small_corpus.py" "$out/corpus"

@@ -54,15 +54,22 @@ def main() -> None:
 
 def trained(folder: Path, pairs: list[tuple[str, str]], size: int) -> Path:
     """Train a sentencepiece model on pairs of sentences; return its file."""
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=itertools.chain.from_iterable(pairs),
-        model_prefix=str(folder / "bpe"),
-        model_type="unigram",
-        vocab_size=size,
-        hard_vocab_limit=False,  # small texts have fewer pieces
-        character_coverage=1.0,
-        minloglevel=2,
-    )
+    try:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=itertools.chain.from_iterable(pairs),
+            model_prefix=str(folder / "bpe"),
+            model_type="unigram",
+            vocab_size=size,
+            hard_vocab_limit=False,  # small texts have fewer pieces
+            character_coverage=1.0,
+            minloglevel=2,
+        )
+    except RuntimeError as error:
+        if "Vocabulary size" not in str(error):
+            raise
+        raise SystemExit(
+            f"error: --vocab-size is {size}, fewer than the text has characters; give a larger number."
+        ) from error
     return folder / "bpe.model"
 
 

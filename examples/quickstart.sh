@@ -1,33 +1,41 @@
 #!/usr/bin/env bash
 # From two parallel text files to a translation by a Mixture-of-Experts model, in a few minutes on two CPU cores.
 #
-#   examples/quickstart.sh [--upcycle] [--overwrite] [SOURCE TARGET [OUT]]
+#   examples/quickstart.sh [--upcycle] [--overwrite] [--help] [SOURCE TARGET [OUT]]
 #
 # Line n of SOURCE (such as my.de) and line n of TARGET (such as my.en) are translations of each other. The suffixes
 # name the languages. Without files, a small German-English corpus is generated. OUT [outputs/quickstart] gets the
 # pieces of words (bpe.model), the data for fairseq (data/), the checkpoints and the log of the model (model/), and
 # report.html; --overwrite replaces them. With --upcycle, a dense model is trained first, and its weights start the MoE
 # model.
-# Environment: UPDATES (300), VOCAB (pieces of words, at most; 2000), OMP_NUM_THREADS (all cores).
+# Environment: UPDATES (300), VOCAB (--vocab-size: pieces of words, at most; 2000), OMP_NUM_THREADS (all cores).
 set -euo pipefail
 
 refuse() { echo "error: $1" >&2; exit 2; }
-upcycle= overwrite=
-while [[ "${1-}" == --* ]]; do
-    case $1 in
+upcycle= overwrite= words=()
+for word in "$@"; do
+    case $word in
+    -h | --help) sed -n '2,/^set/s/^# \{0,1\}//p' "$0"; exit ;;
     --upcycle) upcycle=yes ;;
     --overwrite) overwrite=yes ;;
-    *) refuse "$1 is no option; give --upcycle, --overwrite or none." ;;
+    -*) refuse "$word is no option; give --upcycle, --overwrite or none." ;;
+    *) words+=("$word") ;;
     esac
-    shift
 done
+set -- ${words[@]+"${words[@]}"}
 [ $# -ne 1 ] && [ $# -le 3 ] || refuse "give SOURCE and TARGET, such as my.de my.en, and perhaps OUT; or nothing."
 root=$(cd "$(dirname "$0")/.." && pwd)
 PATH="$root/.venv/bin:$PATH"
 out=${3:-outputs/quickstart}
-updates=${UPDATES:-300}
+updates=${UPDATES:-300} vocab=${VOCAB:-2000}
+[[ "$updates" =~ ^[1-9][0-9]*$ ]] || refuse "UPDATES is $updates; give a number of at least 1."
+[[ "$vocab" =~ ^[1-9][0-9]*$ ]] || refuse "VOCAB is $vocab; give a number of at least 1."
 # All checks come first, so that bad input leaves OUT as it was.
 if [ -e "$out" ] && [ ! -d "$out" ]; then refuse "OUT is $out, which is not a folder; give another name."; fi
+parent=$out
+while [ ! -e "$parent" ]; do parent=$(dirname "$parent"); done
+[ -d "$parent" ] && [ -w "$parent" ] \
+    || refuse "OUT is $out, but $parent is not a folder that can be written to; give another name."
 if [ -z "$overwrite" ] && [ -n "$(ls -A "$out" 2>/dev/null)" ]; then
     refuse "OUT is $out, which is not empty; give another folder, or add --overwrite."
 fi
@@ -36,6 +44,8 @@ if [ $# -gt 0 ]; then
         [[ "$(basename "$file")" == *.* ]] || refuse "$file has no suffix; give it that of its language, such as .de."
         [ -f "$file" ] || refuse "$file does not exist; give a text file."
         [ -s "$file" ] || refuse "$file is empty; give a text file with one sentence per line."
+        [ ! -d "$out" ] || [[ "$(realpath "$file")" != "$(realpath "$out")"/* ]] \
+            || refuse "$file is in OUT, $out, whose files are replaced; give another folder as OUT."
         iconv -f UTF-8 -t UTF-8 "$file" > /dev/null 2>&1 || refuse "$file is not UTF-8; convert it with iconv."
     done
     [ "${1##*.}" != "${2##*.}" ] || refuse "both files end with .${1##*.}; give each the suffix of its language."
@@ -52,7 +62,7 @@ source=$1 target=$2 from=${1##*.} to=${2##*.}
 step() { echo; echo "== $1"; }
 
 step "1 of 5: cut words into pieces (sentencepiece), and keep some sentences for validation and test"
-python "$root/examples/parallel_text.py" "$source" "$target" "$out" --vocab-size "${VOCAB:-2000}"
+python "$root/examples/parallel_text.py" "$source" "$target" "$out" --vocab-size "$vocab"
 
 step "2 of 5: binarize for fairseq (fairseq-preprocess)"
 rm -rf "$out/data"

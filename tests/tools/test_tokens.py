@@ -1,13 +1,14 @@
 """tokens: statistics against counting, and what the command refuses."""
 
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from tool_in_process import refusal_of
 
 from fairseq_tutel.tools.tokens.observe import Sample
-from fairseq_tutel.tools.tokens.page import content
+from fairseq_tutel.tools.tokens.page import _check_words, content
 from fairseq_tutel.tools.tokens.statistics import statistics
 
 LAYER = "encoder.layers.0.fc1"
@@ -67,3 +68,20 @@ def test_bad_arguments_are_refused(tmp_path):
     assert "--limit is 0; give a number" in refusal_of(*words, tmp_path / "a.html", "--limit", 0)
     (tmp_path / "a.html").write_text("")
     assert "add --overwrite" in refusal_of(*words, tmp_path / "a.html")
+
+
+def test_the_space_of_sentencepiece_is_not_a_known_word(capsys):
+    from fairseq.data import Dictionary
+
+    symbols = Dictionary()
+    for piece in ("\u2581", "\u2581dog"):
+        symbols.add_symbol(piece)
+
+    def encode(text):
+        return symbols.encode_line(text, append_eos=True, add_if_not_exist=False)
+
+    interface = SimpleNamespace(task=SimpleNamespace(source_dictionary=symbols), encode=encode)
+    _check_words(interface, ["\u2581 x \u2581dog"])
+    assert capsys.readouterr().out.startswith("note: the dictionary lacks 1 of 2 tokens of --text ")
+    with pytest.raises(ValueError, match="of which the dictionary has no token"):
+        _check_words(interface, ["\u2581 x \u2581 y"])

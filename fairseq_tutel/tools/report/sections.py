@@ -190,8 +190,8 @@ def _curves_of(chart: Chart, runs: dict[str, Run], has_subsets: bool, seconds: f
 
 
 LAYERS_TEXT = """
-One line for each MoE layer in training. If there are more layers than colours, a map with the first layer
-on top replaces the lines. If a layer differs from its neighbours, see the map of this layer below.
+One line for each MoE layer in training. If there are more layers than colors, a map with the first layer
+on top replaces the lines. If a layer differs from its neighbors, see the map of this layer below.
 """
 
 
@@ -277,7 +277,7 @@ def _add_maps(
     ]
     shown = [row for row in shown if _any_above_0(row[3])]
     if shown:
-        section.groups[""] = [Picture("Colours", "", colours, legend_of(scale))]
+        section.groups[""] = [Picture("Colors", "", colours, legend_of(scale))]
     columns = min(200, max(40, COLUMNS // max(len(shown), 1)))
     for group, layer, updates, values in shown:
         last = words.format(min(values[-1]), max(values[-1]))

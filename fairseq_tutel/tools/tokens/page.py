@@ -23,6 +23,7 @@ from fairseq_tutel.tools.parser import add_output
 
 # Number of sequences that the page shows. Statistics include all sequences.
 SHOWN = 40
+SPACE = "\u2581"  # sentencepiece's piece for a space
 
 
 def add_to(tools: Any) -> None:
@@ -137,6 +138,8 @@ def _check_words(interface: Any, texts: Sequence[str]) -> None:
     for text in texts:
         ids = interface.encode(text).tolist()
         tokens = [i for i in ids if i == symbols.unk() or i >= symbols.nspecial]  # no <s> and </s>
+        # sentencepiece also cuts a text of unknown words into spaces, which it knows.
+        tokens = [i for i in tokens if symbols[i] != SPACE]
         unknown = tokens.count(symbols.unk())
         if unknown == len(tokens):
             raise ValueError(
