@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # From a released dense NLLB to a Mixture-of-Experts model that is fine-tuned on your own text, and back.
 #
-#   examples/nllb.sh [SOURCE.deu_Latn TARGET.eng_Latn [OUT]]
+#   examples/nllb.sh [--overwrite] [SOURCE.deu_Latn TARGET.eng_Latn [OUT]]
 #
 # Line n of SOURCE and line n of TARGET are translations of each other. The suffixes are NLLB's codes of the languages.
 # Without files, a small German-English corpus is generated. OUT [outputs/nllb] gets the imported model (dense/), the
@@ -11,7 +11,9 @@
 # a tokenizer of its own); UPDATES (300); OMP_NUM_THREADS (all cores).
 set -euo pipefail
 
-usage() { echo "usage: examples/nllb.sh [SOURCE.deu_Latn TARGET.eng_Latn [OUT]]; $1" >&2; exit 1; }
+usage() { echo "usage: examples/nllb.sh [--overwrite] [SOURCE.deu_Latn TARGET.eng_Latn [OUT]]; $1" >&2; exit 1; }
+overwrite=
+if [ "${1:-}" = --overwrite ]; then overwrite=yes; shift; fi
 [ $# -ne 1 ] && [ $# -le 3 ] || usage "give both files, or none."
 root=$(cd "$(dirname "$0")/.." && pwd)
 PATH="$root/.venv/bin:$PATH"
@@ -20,7 +22,10 @@ updates=${UPDATES:-300}
 for file in "${@:1:2}"; do
     [ ! -d "$out" ] || [[ "$(realpath "$file")" != "$(realpath "$out")"/* ]] \
         || usage "$file is in OUT, $out, whose files are replaced; give another folder as OUT."
+    [ -s "$file" ] || usage "$file does not exist or is empty."
 done
+[ -n "$overwrite" ] || [ -z "$(ls -A "$out" 2>/dev/null)" ] \
+    || usage "OUT is $out, which is not empty; give another folder, or add --overwrite."
 mkdir -p "$out"
 if [ $# -eq 0 ]; then
     python "$root/examples/small_corpus.py" "$out/corpus"
@@ -29,7 +34,6 @@ if [ $# -eq 0 ]; then
     set -- "$out/corpus/train.deu_Latn" "$out/corpus/train.eng_Latn"
 fi
 source=$1 target=$2 from=${1##*.} to=${2##*.}
-for file in "$source" "$target"; do [ -s "$file" ] || usage "$file does not exist or is empty."; done
 [ "$from" != "$to" ] || usage "both files end with .$from; give each the code of its language."
 [ "$(wc -l < "$source")" = "$(wc -l < "$target")" ] || usage "the files differ in their number of lines."
 

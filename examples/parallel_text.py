@@ -30,7 +30,8 @@ def main() -> None:
     ]
     if len(pairs) < 100:
         raise SystemExit(
-            f"{arguments.source} and {arguments.target} have {len(pairs)} pairs of sentences; give 100."
+            f"error: {arguments.source} and {arguments.target} have {len(pairs)} pairs of sentences; "
+            "give at least 100."
         )
     random.Random(1).shuffle(pairs)
     held = min(MOST, int(HELD_OUT * len(pairs)) + 1)

@@ -25,8 +25,8 @@ OTHER_TABLES: tuple[tuple[str, tuple[type, ...]], ...] = (
 def add_to(tools: Any) -> None:
     """Add this tool as a subcommand of `python -m fairseq_tutel`."""
     parser = tools.add_parser("flags", description=__doc__, example="capacity")
-    text = "print only flags with this text in their name or help [all flags]"
-    parser.add_argument("word", nargs="?", default="", metavar="WORD", help=text)
+    text = "print only flags with these words in their name or help [all flags]"
+    parser.add_argument("word", nargs="*", metavar="WORD", help=text)
     parser.set_defaults(run=run)
 
 
@@ -39,15 +39,15 @@ def run(arguments: argparse.Namespace) -> None:
         **{title: [o for table in those for o in options_in(table)] for title, those in OTHER_TABLES},
     }
     every = [option for known in tables.values() for option in known]
-    pattern = arguments.word.lower()
+    pattern = " ".join(arguments.word).lower()
     if not any(_matches(option, pattern) for option in every):
         words = {
             word for o in every for word in re.findall(r"[a-z]{3,}", f"{o.key.replace('_', ' ')} {o.text}")
         }
         similar = get_close_matches(pattern, words, 1, cutoff=0.75)
         if not similar:
-            raise ValueError(f"no flag has {arguments.word!r} in its name or help; give another word.")
-        print(f"no flag has {arguments.word!r}; flags with {similar[0]!r}:")
+            raise ValueError(f"no flag has {pattern!r} in its name or help; give another word.")
+        print(f"no flag has {pattern!r}; flags with {similar[0]!r}:")
         pattern = similar[0]
     for title, known in tables.items():
         options = [option for option in known if _matches(option, pattern)]
@@ -60,6 +60,6 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def _matches(option: Option, pattern: str) -> bool:
-    # Other spellings also match, such as topk and top_k.
-    names = f"{option.flag} {option.key} {option.key.replace('_', '')}"
+    # Other spellings also match, such as topk, top_k and "top k".
+    names = " ".join([option.flag, option.key, option.key.replace("_", ""), option.key.replace("_", " ")])
     return pattern in f"{names} {option.text}".lower()

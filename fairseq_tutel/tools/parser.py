@@ -8,6 +8,7 @@ import argparse
 import sys
 import textwrap
 from collections.abc import Sequence
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -37,6 +38,15 @@ class ToolParser(argparse.ArgumentParser):
             words = _input_first(words, self.former_input)
         return super().parse_known_args(words, namespace)
 
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:  # type: ignore[override]
+        """Parse the words like ArgumentParser; name the most similar flag if a word is unknown."""
+        parsed, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            similar = get_close_matches(unknown[0], _flags_of(self), 1)
+            hint = f"did you mean {similar[0]}?" if similar else "see --help"
+            self.error(f"unrecognized arguments: {' '.join(unknown)}; {hint}")
+        return parsed
+
     def error(self, message: str) -> NoReturn:
         """Print the message and exit; add a hint if a value may have begun with a dash."""
         if message.endswith("expected at least one argument"):
@@ -54,6 +64,15 @@ class _HelpFormatter(argparse.HelpFormatter):
 
     def _split_lines(self, text: str, width: int) -> list[str]:
         return textwrap.wrap(" ".join(text.split()), width, break_on_hyphens=False)
+
+
+def _flags_of(parser: argparse.ArgumentParser) -> list[str]:
+    """Return the flags of a parser and of its subcommands."""
+    flags = [flag for action in parser._actions for flag in action.option_strings]
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            flags += [flag for tool in action.choices.values() for flag in _flags_of(tool)]
+    return flags
 
 
 def _input_first(words: list[str], flag: str) -> list[str]:
