@@ -336,6 +336,18 @@ def test_a_wrong_list_of_experts_is_one_sentence(content, words, expected, tmp_p
     assert expected in refusal(*command, "--keep-experts", tmp_path / "keep.json", *words)
 
 
+@pytest.mark.parametrize(
+    ("count", "expected"),
+    [(10**12, "has num_experts 1000000000000 and"), (5, "lacks 16 tensors of experts")],
+)
+def test_more_experts_than_tensors_are_refused(count, expected, tmp_path):
+    folder = nllb.save(nllb.moe_model(), tmp_path / "hf")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"num_experts": count}))
+    assert expected in refusal("from-hf", folder, "--output", tmp_path / "ours")
+    assert not (tmp_path / "ours").exists()
+
+
 def test_names_without_prefix_and_pickled_files_are_read(tmp_path):
     """The released NLLB-MoE has names without "model.", and .bin files."""
     theirs = nllb.moe_model()

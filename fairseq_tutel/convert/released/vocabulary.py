@@ -191,7 +191,8 @@ def _tokens(folder: ReleasedFolder) -> tuple[dict[int, str], set[str]]:
     fast, config, special = (folder.json(name) if folder.has(name) else {} for name in files)
     added = {token["content"]: token["id"] for token in fast.get("added_tokens", ())}
     for number, token in config.get("added_tokens_decoder", {}).items():
-        added.setdefault(token["content"], int(number))
+        # Anything else is not a token ID, which `_numbered` refuses.
+        added.setdefault(token["content"], int(number) if re.fullmatch("[0-9]{1,8}", number) else -1)
     if folder.has("added_tokens.json"):
         added |= folder.json("added_tokens.json")
     found = _own_tokens(folder, fast)

@@ -88,7 +88,8 @@ def _refuse_output(arguments: argparse.Namespace, output: Path, mark: str) -> No
         raise ValueError(f"--output {output} exists; give another path, or add --overwrite.")
     if not (output / mark).is_file():
         raise ValueError(f"--output {output} has no {mark}, so it is not replaced; give a new path.")
-    if output.samefile(Path(arguments.input)) or output.samefile(Path(arguments.input).parent):
+    source = Path(arguments.input).resolve()
+    if output.resolve() in (source, *source.parents):
         raise ValueError(f"--output is {output}, which holds the input; give a new path.")
 
 
