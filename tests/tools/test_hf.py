@@ -284,6 +284,21 @@ def test_a_key_of_added_tokens_must_be_a_number(released, tmp_path):
     assert "has a list of added tokens whose values are not token IDs" in told
 
 
+@pytest.mark.parametrize("content", [b"\xff\xfe a\n", None])
+def test_malformed_merges_are_refused(content, released, tmp_path):
+    """Without merges.txt, the merges are those of tokenizer.json."""
+    source = tmp_path / "hf"
+    shutil.copytree(released("bart")[2], source)
+    (source / "merges.txt").unlink()
+    if content is None:
+        vocab = json.loads((source / "vocab.json").read_text())
+        (source / "tokenizer.json").write_text(json.dumps({"model": {"vocab": vocab, "merges": [1]}}))
+    else:
+        (source / "merges.txt").write_bytes(content)
+    told = refusal("from-hf", source, "--output", tmp_path / "ours")
+    assert "has malformed merges of a BPE" in told
+
+
 def test_a_folder_around_the_input_is_not_replaced(released, tmp_path):
     """The input may be several levels below --output."""
     output = tmp_path / "ours"
