@@ -332,6 +332,7 @@ def test_kept_experts_are_a_pruned_model(tmp_path):
         ('{"encoder_2": [0, 1]}', (), "the MoE layers are encoder_1, encoder_3, decoder_1, decoder_3"),
         ('{"encoder_1": [0]}', (), "keeps 1 experts in encoder.layers.1"),
         ('{"encoder_1": [0, 4]}', (), "has the expert ID 4, but the IDs are 0 to 3"),
+        (f"[{'9' * 400}]", (), f"has the expert ID {'9' * 60}…, but the IDs"),
         ('{"encoder_1": "all"}', (), "in place of expert IDs"),
         ("[0, 1]", (), "keeps 0 experts in encoder.layers.3"),
         ("[0, 1]", ("--keep-for", "deu_Latn-fra_Latn"), "has no languages"),
@@ -345,6 +346,28 @@ def test_a_wrong_list_of_experts_is_one_sentence(content, words, expected, tmp_p
     command = ("from-hf", folder, "--output", tmp_path / "ours")
     assert "add --keep-experts FILE" in refusal(*command, "--keep-for", "deu_Latn-fra_Latn")
     assert expected in refusal(*command, "--keep-experts", tmp_path / "keep.json", *words)
+
+
+@pytest.mark.parametrize(
+    ("count", "expected"),
+    [(10**12, "has num_experts 1000000000000 and"), (5, "lacks 16 tensors of experts")],
+)
+def test_more_experts_than_tensors_are_refused(count, expected, tmp_path):
+    folder = nllb.save(nllb.moe_model(), tmp_path / "hf")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"num_experts": count}))
+    assert expected in refusal("from-hf", folder, "--output", tmp_path / "ours")
+    assert not (tmp_path / "ours").exists()
+
+
+def test_converted_entries_are_not_printed_as_unknown(tmp_path):
+    folder = nllb.save(nllb.moe_model(), tmp_path / "hf")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"new_switch": True}))
+    printed = convert("from-hf", folder, "--output", tmp_path / "ours")
+    note = next(line for line in printed.splitlines() if "not converted" in line)
+    assert "'new_switch'" in note and "expert" not in note and "moe_" not in note
+    assert {"num_experts", "expert_capacity", "moe_token_dropout"} <= config.keys()
 
 
 def test_names_without_prefix_and_pickled_files_are_read(tmp_path):

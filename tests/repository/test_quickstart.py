@@ -64,7 +64,7 @@ def test_too_few_sentences_are_refused_before_anything_is_written(tmp_path):
     words = ["--overwrite", "a.de", "b.en", "out"]
     done = subprocess.run([SCRIPT, *words], cwd=tmp_path, capture_output=True, text=True, timeout=60)
     assert done.returncode != 0
-    assert done.stderr == "a.de and b.en have 2 pairs of sentences; give at least 100.\n"
+    assert done.stderr == "error: a.de and b.en have 2 pairs of sentences; give at least 100.\n"
     assert not (tmp_path / "out").exists()
 
 

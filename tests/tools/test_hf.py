@@ -226,6 +226,11 @@ REFUSED = (
     ("m2m100", {"encoder_layers": 3}, "lacks the tensor model.encoder.layers.2.self_attn.k_proj.weight"),
     ("m2m100", {"encoder_layers": 1}, "has the tensor model.encoder.layers.1"),
     ("m2m100", {"encoder_attention_heads": 5}, "5 attention heads for a width of 16"),
+    ("m2m100", {"encoder_attention_heads": -4}, "-4 attention heads for a width of 16"),
+    ("m2m100", {"encoder_layers": 10**12}, "has encoder_layers 1000000000000, but the range is"),
+    ("m2m100", {"dropout": 7.0}, "config.json has dropout 7.0, but the range is 0 to 1"),
+    ("m2m100", {"dropout": float("nan")}, "config.json has dropout nan, but the range is 0 to 1"),
+    ("m2m100", {"activation_function": "x" * 999}, f"activation_function '{'x' * 59}…, which"),
     ("m2m100", {"model_type": "t5"}, "config.json has model_type 't5', which cannot be converted"),
     ("m2m100", {"architectures": ["Other"]}, "config.json has architectures ['Other']"),
     ("opt", {"do_layer_norm_before": False}, "config.json has do_layer_norm_before False"),
@@ -249,6 +254,68 @@ def test_a_list_of_convolutions_has_a_limited_length():
     for text in ("[(4, 3, 2)]" + " * 99" * 9, "[(4, 3)]", "[4] * 2", "print()", "[" * 9999):
         with pytest.raises(ValueError, match="--conv-feature-layers is "):
             convolutions(text)
+
+
+# The name of a tensor without its prefix, and another value of it.
+WRONG_TENSORS = (
+    ("m2m100", "encoder.layers.0.self_attn.k_proj.weight", torch.zeros(6)),
+    ("m2m100", "encoder.layers.0.fc1.bias", torch.zeros(16)),
+    ("m2m100", "encoder.layers.0.fc2.weight", torch.zeros(48, 16)),
+    ("m2m100", "decoder.layer_norm.bias", torch.zeros(1)),
+    ("m2m100", "decoder.layers.0.encoder_attn.v_proj.bias", torch.zeros(16, dtype=torch.int64)),
+    ("m2m100", "encoder.embed_tokens.weight", torch.zeros(())),
+    ("roberta", "embeddings.token_type_embeddings.weight", torch.zeros(())),
+)
+
+
+@pytest.mark.parametrize(("name", "ours", "tensor"), WRONG_TENSORS)
+def test_a_tensor_of_another_shape_or_of_integers_is_refused(name, ours, tensor, released, tmp_path):
+    source = tmp_path / "hf"
+    shutil.copytree(released(name)[2], source)
+    weights = load_file(source / "model.safetensors")
+    prefix = "roberta" if name == "roberta" else "model"
+    theirs = "model.shared.weight" if "embed_tokens" in ours else f"{prefix}.{ours}"
+    assert theirs in weights
+    save_file(weights | {theirs: tensor}, source / "model.safetensors", {"format": "pt"})
+    told = refusal("from-hf", source, "--output", tmp_path / "ours")
+    kind = "of torch.int64" if not tensor.is_floating_point() else f"of shape {tuple(tensor.shape)}"
+    assert ours in told and kind in told
+    assert not (tmp_path / "ours").exists()
+
+
+def test_a_key_of_added_tokens_must_be_a_number(released, tmp_path):
+    source = tmp_path / "hf"
+    shutil.copytree(released("m2m100")[2], source)
+    file = source / "tokenizer_config.json"
+    file.write_text(json.dumps({"added_tokens_decoder": {"abc": {"content": "x"}}}))
+    told = refusal("from-hf", source, "--output", tmp_path / "ours")
+    assert "has a list of added tokens whose values are not token IDs" in told
+
+
+@pytest.mark.parametrize("content", [b"\xff\xfe a\n", None])
+def test_malformed_merges_are_refused(content, released, tmp_path):
+    """Without merges.txt, the merges are those of tokenizer.json."""
+    source = tmp_path / "hf"
+    shutil.copytree(released("bart")[2], source)
+    (source / "merges.txt").unlink()
+    if content is None:
+        vocab = json.loads((source / "vocab.json").read_text())
+        (source / "tokenizer.json").write_text(json.dumps({"model": {"vocab": vocab, "merges": [1]}}))
+    else:
+        (source / "merges.txt").write_bytes(content)
+    told = refusal("from-hf", source, "--output", tmp_path / "ours")
+    assert "has malformed merges of a BPE" in told
+
+
+def test_a_folder_around_the_input_is_not_replaced(released, tmp_path):
+    """The input may be several levels below --output."""
+    output = tmp_path / "ours"
+    source = output / "below" / "hf"
+    shutil.copytree(released("m2m100")[2], source)
+    (output / "model.pt").touch()
+    told = refusal("from-hf", source, "--output", output, "--overwrite")
+    assert "which holds the input" in told
+    assert (source / "config.json").is_file()
 
 
 def test_an_unknown_entry_of_the_configuration_is_printed(released, tmp_path):

@@ -178,6 +178,11 @@ def weights_of(
     for ours, theirs in family.summed.items():
         table = others.pop(theirs, None)
         if table is not None:
+            if table.dim() != 2 or table.shape[1:] != weights[ours].shape[1:] or not len(table):
+                raise ValueError(
+                    f"INPUT has the tensor {theirs} of shape {tuple(table.shape)}, which cannot be added "
+                    f"to the positions of shape {tuple(weights[ours].shape)}; give a complete folder."
+                )
             weights[ours] = weights[ours] + table[0]
     for name, tensor in others.items():
         if name not in family.zeros:
@@ -201,35 +206,58 @@ def table_rows(weights: Tensors) -> dict[str, int]:
 def check_sizes(
     family: Family, config: Mapping[str, Any], weights: Tensors, options: Mapping[str, Any]
 ) -> None:
-    """Raise ValueError if tensors do not have the sizes of config.json."""
+    """Raise ValueError if tensors do not have the sizes of config.json, or are not floating-point."""
+    for name, tensor in weights.items():
+        if not tensor.is_floating_point():
+            raise ValueError(
+                f"INPUT has the tensor {name} (in fairseq's naming) of {tensor.dtype}; give a model with "
+                "floating-point weights."
+            )
+        wanted = shape_of(name, tensor, options)
+        if wanted is not None and tuple(tensor.shape) != wanted:
+            raise ValueError(
+                f"INPUT has the tensor {name} (in fairseq's naming) of shape {tuple(tensor.shape)}, but "
+                f"config.json requires {wanted}; give the config.json of this model."
+            )
     for key, number in family.sizes(weights).items():
         if config.get(key, number) != number:
             raise ValueError(
                 f"config.json has {key} {shown(config[key])}, but the embedding table has {number} rows; "
                 "give the config.json of this model."
             )
-    for name, tensor in weights.items():
-        side = "decoder" if name.startswith("decoder") else "encoder"
-        wanted = None
-        if name.endswith("embed_tokens.weight"):
-            wanted = (len(tensor), options[f"{side}_embed_dim"])
-        elif name.endswith(".fc1.weight"):
-            wanted = (options[f"{side}_ffn_embed_dim"], options[f"{side}_embed_dim"])
-        elif name.endswith("embed_positions.weight"):
-            # The first positions are those of padding.
-            wanted = (positions_of(options, side) + 2, options[f"{side}_embed_dim"])
-        if wanted is not None and tuple(tensor.shape) != wanted:
-            raise ValueError(
-                f"INPUT has the tensor {name} (in fairseq's naming) of shape {tuple(tensor.shape)}, but "
-                f"config.json requires {wanted}; give the config.json of this model."
-            )
     for side in ("encoder", "decoder"):
         width, heads = options.get(f"{side}_embed_dim"), options.get(f"{side}_attention_heads")
-        if width and (not heads or width % heads):
+        if width and (not heads or heads < 0 or width % heads):
             raise ValueError(
                 f"config.json has {heads} attention heads for a width of {width}; give the config.json of "
                 "this model."
             )
+
+
+def shape_of(name: str, tensor: Tensor, options: Mapping[str, Any]) -> tuple[int, ...] | None:
+    """Return the shape of a tensor of ours according to our options; None if they do not determine it.
+
+    `tensor` gives the number of tokens or experts, which are not among the options.
+    """
+    side = name.partition(".")[0]
+    if side not in ("encoder", "decoder"):
+        return None
+    dim, hidden = options[f"{side}_embed_dim"], options[f"{side}_ffn_embed_dim"]
+    part, _, kind = name.rpartition(".")
+    part = part.rpartition(".")[2]
+    if name.endswith("embed_tokens.weight") or part == "gate":
+        return (*tensor.shape[:1], dim) if kind == "weight" else tuple(tensor.shape[:1])
+    if part == "embed_positions":
+        # The first positions are those of padding.
+        return positions_of(options, side) + 2, dim
+    if part.endswith("layer_norm") or part == "layernorm_embedding":
+        return (dim,)
+    if part in ("q_proj", "k_proj", "v_proj", "out_proj"):
+        return (dim, dim) if kind == "weight" else (dim,)
+    if part in ("fc1", "fc2"):
+        rows, columns = (hidden, dim) if part == "fc1" else (dim, hidden)
+        return (rows, columns) if kind == "weight" else (rows,)
+    return None
 
 
 def positions_of(options: Mapping[str, Any], side: str) -> int:

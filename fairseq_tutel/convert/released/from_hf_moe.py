@@ -62,6 +62,11 @@ def convert(
     assert isinstance(family, MoEFamily)
     options = family.read_options(config)
     count, layers = int(options["moe_expert_count"]), family.moe_layers(options)
+    if count * len(layers) > len(folder.names()):
+        raise ValueError(
+            f"{CONFIG} has num_experts {count} and {len(layers)} layers with experts, but INPUT has only "
+            f"{len(folder.names())} tensors; give the {CONFIG} of this model."
+        )
     kept = {layer: list(range(count)) for layer in layers}
     if how.keep is not None:
         kept = kept_experts(how.keep, how.pairs, layers, count, TOP_K)
@@ -108,10 +113,11 @@ def _keep_rows(weights: Tensors, kept: Mapping[str, Sequence[int]], count: int) 
         for name in (f"{layer}.fc1.gate.weight", f"{layer}.fc1.gate.bias"):
             if name not in weights:
                 continue
-            if len(weights[name]) != count:
+            shape = tuple(weights[name].shape)
+            if shape[:1] != (count,):
                 raise ValueError(
-                    f"INPUT has {len(weights[name])} rows in {name} (in fairseq's naming), but {CONFIG} "
-                    f"has {count} experts; give the {CONFIG} of this model."
+                    f"INPUT has {name} of shape {shape} (in fairseq's naming), but {CONFIG} has {count} "
+                    f"experts; give the {CONFIG} of this model."
                 )
             if len(ids) < count:
                 weights[name] = weights[name][torch.tensor(ids)]

@@ -112,7 +112,7 @@ def _checked(path: Path, ids: Any, count: int | None = None) -> list[int]:
         )
     if wrong := [i for i in ids if i < 0 or (count is not None and i >= count)]:
         raise ValueError(
-            f"--keep-experts names {path}, which has the expert ID {wrong[0]}, but the IDs are 0 to "
+            f"--keep-experts names {path}, which has the expert ID {shown(wrong[0])}, but the IDs are 0 to "
             f"{'…' if count is None else count - 1}; give the list of this model."
         )
     return sorted({*ids})

@@ -10,6 +10,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from fairseq_tutel.files.untrusted import shown
+
+# Larger numbers in config.json are refused, because the names of all tensors are listed.
+MOST, MOST_LAYERS = 2**31 - 1, 1000
 BRACES = re.compile(r"\{([^{}]*)\}")
 # Their activation -> our activation. Both names of a pair compute the same function.
 ACTIVATIONS = {"relu": "relu", "gelu": "gelu", "gelu_new": "gelu_accurate", "tanh": "tanh"}
@@ -86,7 +90,8 @@ class Option:
         """Return our options for a config.json.
 
         Raises:
-            ValueError: their value has no counterpart, or is of another type than the default.
+            ValueError: their value has no counterpart, is of another type than the default, or is a number
+                that no model has.
         """
         value = config.get(self.theirs, self.default)
         if value is None:
@@ -94,19 +99,35 @@ class Option:
         if self.values:
             if not isinstance(value, str | bool | int) or value not in self.values:
                 raise ValueError(
-                    f"config.json has {self.theirs} {value!r}, which fairseq's model does not have; the "
-                    f"supported values are {', '.join(map(str, self.values))}."
+                    f"config.json has {self.theirs} {shown(value)}, which fairseq's model does not have; "
+                    f"the supported values are {', '.join(map(str, self.values))}."
                 )
             value = self.values[value]
         elif isinstance(value, bool) or not isinstance(
             value, int | float if isinstance(self.default, float) else type(self.default)
         ):
             raise ValueError(
-                f"config.json has {self.theirs} {value!r}, which is not of the type "
+                f"config.json has {self.theirs} {shown(value)}, which is not of the type "
                 f"{type(self.default).__name__}; correct the file."
             )
+        else:
+            self._refuse_number(value)
         keys = (word.partition("|")[0] for word in self.ours.split())
         return dict.fromkeys(keys, value - self.offset if self.offset else value)
+
+    def _refuse_number(self, value: Any) -> None:
+        """Raise ValueError for a number that no model has; NaN is outside of each range."""
+        if isinstance(self.default, float):
+            least, most = 0, 1 if "drop" in self.ours else MOST
+        elif isinstance(self.default, int):
+            least, most = -MOST, MOST_LAYERS if self.ours.endswith("_layers") else MOST
+        else:
+            return
+        if not least <= value <= most:
+            raise ValueError(
+                f"config.json has {self.theirs} {shown(value)}, but the range is {least} to {most}; "
+                "correct the file."
+            )
 
     def keys(self, options: Mapping[str, Any]) -> list[str]:
         """Return the keys of `ours` that are set in these options."""
@@ -231,8 +252,8 @@ class Family:
         for key, value in self.assumed.items():
             if config.get(key, value) != value:
                 raise ValueError(
-                    f"config.json has {key} {config[key]!r}, which fairseq's {self.arch} does not have; "
-                    f"only models with {key} {value!r} can be converted."
+                    f"config.json has {key} {shown(config[key])}, which fairseq's {self.arch} does not "
+                    f"have; only models with {key} {value!r} can be converted."
                 )
         found = dict(self.fixed)
         for option in self.options:

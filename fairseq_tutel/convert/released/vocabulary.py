@@ -13,7 +13,7 @@ from typing import Any
 from fairseq_tutel.convert.released.families.translation import languages_of_pair
 from fairseq_tutel.convert.released.folder import ReleasedFolder
 from fairseq_tutel.convert.released.table import Family
-from fairseq_tutel.files.untrusted import shown
+from fairseq_tutel.files.untrusted import content_of, shown
 
 SPECIAL = ("<s>", "<pad>", "</s>", "<unk>")
 MASK = "<mask>"
@@ -191,7 +191,8 @@ def _tokens(folder: ReleasedFolder) -> tuple[dict[int, str], set[str]]:
     fast, config, special = (folder.json(name) if folder.has(name) else {} for name in files)
     added = {token["content"]: token["id"] for token in fast.get("added_tokens", ())}
     for number, token in config.get("added_tokens_decoder", {}).items():
-        added.setdefault(token["content"], int(number))
+        # Anything else is not a token ID, which `_numbered` refuses.
+        added.setdefault(token["content"], int(number) if re.fullmatch("[0-9]{1,8}", number) else -1)
     if folder.has("added_tokens.json"):
         added |= folder.json("added_tokens.json")
     found = _own_tokens(folder, fast)
@@ -260,11 +261,17 @@ def _pieces(folder: ReleasedFolder) -> dict[int, str]:
 
 def _merges(folder: ReleasedFolder) -> list[tuple[str, str]]:
     """Return the merges of a BPE, from merges.txt or tokenizer.json."""
-    if folder.has("merges.txt"):
-        lines: Any = (folder.path / "merges.txt").read_text("utf-8").split("\n")
-    else:
-        lines = (folder.json("tokenizer.json").get("model") or {}).get("merges") or ()
-    pairs = [tuple(line.split(" ") if isinstance(line, str) else line) for line in lines]
+    name = "merges.txt" if folder.has("merges.txt") else "tokenizer.json"
+    try:
+        if name == "merges.txt":
+            lines: Any = content_of(folder.path / name).decode().replace("\r\n", "\n").split("\n")
+        else:
+            lines = (folder.json(name).get("model") or {}).get("merges") or ()
+        pairs = [tuple(line.split(" ") if isinstance(line, str) else line) for line in lines]
+    except (AttributeError, OSError, TypeError, UnicodeDecodeError) as error:
+        raise ValueError(
+            f"{folder.path / name} has malformed merges of a BPE ({error}); replace the file."
+        ) from error
     found = [(pair[0], pair[1]) for pair in pairs if len(pair) >= 2 and pair[0] != "#version:"]
     if not found:
         raise ValueError(f"INPUT {folder.path} has no merges of its BPE; add merges.txt.")

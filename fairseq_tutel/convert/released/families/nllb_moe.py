@@ -17,6 +17,8 @@ from fairseq_tutel.plugin.feed_forward import SIDES
 from fairseq_tutel.plugin.install import chosen_layers
 
 TOP_K = 2
+# Their options that `read_options` reads, besides those of the table.
+READ = ("num_experts", "expert_capacity", "moe_eval_capacity_token_fraction", "moe_token_dropout")
 POLICIES = {name: name for name in ("all", "sampling", "random")}
 # Their dtype -> whether the gate is computed in the model's dtype instead of float32.
 ROUTER_DTYPES = {"float32": False, "bfloat16": True, "float16": True}
@@ -275,6 +277,7 @@ NLLB_MOE = MoEFamily(
             Option("batch_prioritized_routing", "moe_drop_policy", False, {True: "bpr", False: "position"}),
         ),
         "fixed": {**M2M100.fixed, **FIXED},
+        "ignored": "|".join((*READ, "router_(aux|z)_loss_coef")),
         "setup": lambda setup: {**M2M100.setup(setup), "task": "moe_translation_multi_simple_epoch"},
     }
 )
