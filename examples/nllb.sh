@@ -60,7 +60,9 @@ python "$root/examples/parallel_text.py" "$source" "$target" "$out" \
 rm -rf "$out/data"
 fairseq-preprocess --source-lang "$from" --target-lang "$to" --srcdict "$out/dense/dict.txt" \
     --tgtdict "$out/dense/dict.txt" --workers 2 --destdir "$out/data" \
-    --trainpref "$out/pieces/train" --validpref "$out/pieces/valid" 2>&1 | grep "sents"
+    --trainpref "$out/pieces/train" --validpref "$out/pieces/valid" > "$out/preprocess.log" 2>&1 \
+    || { tail -n 5 "$out/preprocess.log" >&2; exit 1; }
+grep "sents" "$out/preprocess.log"
 
 step "4 of 6: fine-tune the model with experts, $updates updates"
 # The sizes of the model are those in config.json.

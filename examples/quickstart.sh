@@ -67,7 +67,9 @@ python "$root/examples/parallel_text.py" "$source" "$target" "$out" --vocab-size
 step "2 of 5: binarize for fairseq (fairseq-preprocess)"
 rm -rf "$out/data"
 fairseq-preprocess --source-lang "$from" --target-lang "$to" --joined-dictionary --workers 2 --destdir "$out/data" \
-    --trainpref "$out/pieces/train" --validpref "$out/pieces/valid" --testpref "$out/pieces/test" 2>&1 | grep "sents"
+    --trainpref "$out/pieces/train" --validpref "$out/pieces/valid" --testpref "$out/pieces/test" > "$out/preprocess.log" 2>&1 \
+    || { tail -n 5 "$out/preprocess.log" >&2; exit 1; }
+grep "sents" "$out/preprocess.log"
 
 # The size of a model of two minutes. For a real one, see docs/from_dense.md.
 shared=(--max-tokens 2048 --encoder-layers 2 --decoder-layers 2

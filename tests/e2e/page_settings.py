@@ -60,7 +60,7 @@ EDITS = {
     ],
     "README.md": [("[MORE_RUNS …]", "")],
     "docs/daily_use.md": [
-        ("average --inputs", "average --overwrite --inputs"),
+        ("average SAVE", "average --overwrite SAVE"),
         ("--eval-bleu", "--eval-bleu --eval-bleu-args '{\"beam\": 1}'"),
     ],
     "docs/flags.md": [("[PATTERN]", "capacity")],
