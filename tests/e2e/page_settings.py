@@ -69,6 +69,7 @@ EDITS = {
         ("--moe-expert-parallel-size 4", "--moe-expert-parallel-size 2"),
     ],
     "docs/plans.md": [('"cuda"', '"cpu"')],
+    "docs/report.md": [("ein kleiner Hund", "w1 w2"), ("eine große Katze", "w3")],
 }  # fmt: skip
 # Names on a page: the files of the fixture `shelf` that they stand for.
 FILES = {
