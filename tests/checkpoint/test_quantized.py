@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 from moe_files import D, E, H, save
+from stored import WIDE, model_of, source_of, write
 from tool_in_process import convert, refusal, tool
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -58,7 +59,7 @@ def test_errors_of_a_large_tensor_are_those_of_its_row_blocks(monkeypatch):
     values = torch.randn(3, 7, 10)
     rounded, whole, by_rows = values + 0.1 * torch.randn(3, 7, 10), RoundingError(), RoundingError()
     whole.add(values, rounded)
-    monkeypatch.setattr(quantized, "BLOCK", 45)  # of which the last block is not full
+    monkeypatch.setattr(quantized, "ROW_BLOCK", 45)  # of which the last block is not full
     with LargestFloat64() as largest:
         by_rows.add(values, rounded)
     assert largest.found == 40
@@ -108,3 +109,53 @@ def test_numbers_that_no_scale_fits_are_refused(tmp_path):
         "not finite; remove the option."
     )
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_int4_in_groups_has_the_better_of_two_scales_for_each_group():
+    values = torch.randn(128, 192) * torch.logspace(-2, 2, 192)
+    values[5] = 0
+    form = Quantized("int4", (128, 192), torch.float32)
+    stored = form.quantize(values)
+    assert stored.nbytes == 128 * 192 // 2 + 2 * 128 * 3 and form.in_groups
+    got = form.dequantize(stored)
+    for row in range(0, 128, 5):
+        for group in values[row].split(64):
+            ways = []
+            for steps in (-8, -9):
+                scale = (group[group.abs().argmax()] / steps).bfloat16().float()
+                ways.append((group / scale).round().clamp(-8, 7) * scale if scale else group)
+            best = min(ways, key=lambda way: float((way - group).square().sum()))
+            torch.testing.assert_close(got[row, : len(best)], best, rtol=0, atol=0)
+            got[row] = got[row].roll(-64)
+    again = form.dequantize(stored)
+    assert torch.equal(form.dequantize(form.quantize(again)), again)  # rounding again changes nothing
+    half = Quantized("int4", (128, 192), torch.float16)
+    assert torch.equal(half.dequantize(stored), again.half())
+
+
+def test_int4_in_groups_is_more_exact_than_a_scale_per_row():
+    values, errors = torch.randn(256, 1024), []
+    for in_rows in (False, True):
+        form, error = Quantized("int4", (256, 1024), torch.float32, in_rows), RoundingError()
+        error.add(values, form.dequantize(form.quantize(values)))
+        errors.append(error.relative)
+    assert errors[0] < 0.095 < 0.13 < errors[1]
+
+
+def test_files_with_int4_in_rows_are_still_read(tmp_path, monkeypatch):
+    model = model_of(WIDE)
+    (tmp_path / "new").mkdir()
+    new = source_of(write(model, tmp_path / "new", "int4"))[0]["fc1_weight"]
+    with monkeypatch.context() as patch:
+        patch.setattr(Quantized, "in_groups", False)  # as older versions wrote
+        (tmp_path / "old").mkdir()
+        write(model, tmp_path / "old", "int4")
+    old = source_of(tmp_path / "old")[0]["fc1_weight"]
+    assert (new.record()["expert_shards"], old.record()["expert_shards"]) == (3, 2)
+    assert (new.record()["packing"], old.record()["packing"]) == ("int4", "int4")
+    assert old.quantized == Quantized("int4", old.shape[1:], torch.float32, in_rows=True)
+    weights = model[0].experts.fc1_weight.detach()
+    errors = [float((tensor.whole() - weights).norm() / weights.norm()) for tensor in (new, old)]
+    assert errors[0] < errors[1] < 0.2
+    assert errors == pytest.approx([new.error[0], old.error[0]], rel=1e-4)
+    assert torch.equal(new.read(1, 2, Slice(2, 2), 1), cut(new.whole()[1:3], Slice(2, 2), 1))
