@@ -1,14 +1,17 @@
 """Quantized experts: the rounding error is at most half a step, and every reader of shards reads them."""
 
+import errno
 import json
+import os
 
 import pytest
 import torch
 from moe_files import D, E, H, save
-from stored import WIDE, model_of, source_of, write
+from stored import WIDE, model_of, opened, source_of, write
 from tool_in_process import convert, refusal, tool
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fairseq_tutel import ExpertStore
 from fairseq_tutel.checkpoint import quantized, shards
 from fairseq_tutel.checkpoint.quantized import EXPERT_DTYPES, LARGEST, Quantized, RoundingError
 from fairseq_tutel.ranks.groups import Slice, cut
@@ -159,3 +162,45 @@ def test_files_with_int4_in_rows_are_still_read(tmp_path, monkeypatch):
     assert errors[0] < errors[1] < 0.2
     assert errors == pytest.approx([new.error[0], old.error[0]], rel=1e-4)
     assert torch.equal(new.read(1, 2, Slice(2, 2), 1), cut(new.whole()[1:3], Slice(2, 2), 1))
+
+
+def damage(path, kind):
+    content = bytearray(path.read_bytes())
+    if kind == "truncated":
+        path.write_bytes(content[:-100])
+        return
+    header = int.from_bytes(content[:8], "little")
+    begin = json.loads(content[8 : 8 + header])["2.fc1_weight"]["data_offsets"][0]
+    content[8 + header + begin + 1] ^= 64  # the exponent of the first scale
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("packing", ["int8", "int4"])
+@pytest.mark.parametrize("kind", ["a scale", "truncated"])
+def test_a_damaged_quantized_file_is_named(tmp_path, packing, kind):
+    for path in write(model_of(WIDE), tmp_path, packing).rglob("*.safetensors"):
+        damage(path, kind)
+    source = source_of(tmp_path)
+    with pytest.raises(ValueError, match=r"which is corrupt or missing \(.*\); give an older "):
+        source[0]["fc1_weight"].read(2, 1)
+    with ExpertStore() as store, torch.no_grad():
+        model = opened(WIDE, store, source)
+        reason = "is not what was saved" if kind == "a scale" else "its length has changed or is wrong"
+        with pytest.raises(ValueError, match=rf"experts\.safetensors, which is corrupt.* \(.*{reason}"):
+            model[0](torch.randn(50, 64))
+
+
+def test_a_full_disk_during_quantization_leaves_nothing(tmp_path, monkeypatch):
+    path, written = save(tmp_path / "a.pt"), []
+
+    def raw_bytes(tensor):
+        written.append(tensor)
+        if len(written) > 5:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return memoryview(b"")
+
+    monkeypatch.setattr(shards, "raw_bytes", raw_bytes)
+    words = ("--input", path, "--output", tmp_path / "b.pt", "--expert-dtype", "int4")
+    message = refusal("sharded", *words)
+    assert "b.pt could not be written (No space left on device)" in message
+    assert list(tmp_path.iterdir()) == [path]
