@@ -5,11 +5,13 @@ input and output dimensions of a linear map.
 """
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fairseq_tutel.kernels.activations import ACTIVATIONS
+from fairseq_tutel.kernels.quantized import QuantizedMatrix
 
 # Up to this number of elements in the rows, weight @ rows.T is faster than rows @ weight.T. A single row is
 # duplicated. Measured with MKL 2024.2 on one core of an AMD EPYC with AVX-512, in ms: weights [2048, 512]:
@@ -19,8 +21,11 @@ FEW_ELEMENTS = 4096
 FEW_ELEMENTS_OF_ONE = 1024
 
 
-def ffn_of_few(x_nD: Tensor, tensors: Mapping[str, Tensor], activation: str) -> Tensor:
-    """Run the FFN of one expert on a few rows [n, D]; `tensors` has the fields of `FFNWeights` by name."""
+def ffn_of_few(x_nD: Tensor, tensors: Mapping[str, Any], activation: str) -> Tensor:
+    """Run the FFN of one expert on a few rows [n, D].
+
+    `tensors` has the fields of `FFNWeights` by name; matrices may be quantized.
+    """
 
     def linear(name: str, rows: Tensor) -> Tensor:
         return linear_of_few(rows, tensors[f"{name}_weight"], tensors.get(f"{name}_bias"))
@@ -32,8 +37,10 @@ def ffn_of_few(x_nD: Tensor, tensors: Mapping[str, Tensor], activation: str) -> 
     return linear("fc2", a_nH)
 
 
-def linear_of_few(x_nI: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
+def linear_of_few(x_nI: Tensor, weight_OI: Tensor | QuantizedMatrix, bias_O: Tensor | None) -> Tensor:
     """Compute x @ weight.T + bias for few rows, with the fastest operand order; return it contiguous."""
+    if isinstance(weight_OI, QuantizedMatrix):
+        return weight_OI.linear(x_nI, bias_O)
     is_one = x_nI.shape[0] == 1
     if not are_few(x_nI):
         if bias_O is None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fairseq_tutel.kernels.few_rows import are_few, linear_of_few
+from fairseq_tutel.kernels.quantized import QuantizedMatrix
 
 # Smaller weights fit into the core's own cache. For these, the plain product is fastest.
 LEAST_BYTES = 2**20
@@ -20,9 +21,15 @@ MOST_IN_PARTS, PART_BYTES, MOST_CLEARED = 32, 2**20, 128
 
 
 def linear(
-    rows_nI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, out_nO: Tensor | None = None
+    rows_nI: Tensor,
+    weight_OI: Tensor | QuantizedMatrix,
+    bias_O: Tensor | None,
+    out_nO: Tensor | None = None,
 ) -> Tensor:
     """Compute a linear map, rows @ weight.T + bias; write it into `out_nO` if given, and return it."""
+    if isinstance(weight_OI, QuantizedMatrix):
+        y_nO = weight_OI.linear(rows_nI, bias_O)
+        return y_nO if out_nO is None else out_nO.copy_(y_nO)
     if out_nO is None:  # allocated first, so that both cases give equal bits
         out_nO = rows_nI.new_empty(len(rows_nI), len(weight_OI))
     if are_few(rows_nI) and weight_OI.numel() * weight_OI.itemsize >= LEAST_BYTES:

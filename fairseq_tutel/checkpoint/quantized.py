@@ -1,13 +1,17 @@
-"""Converts experts' tensors to bf16, or quantizes them to int8 or int4 with one scale per row.
+"""Converts experts' tensors to bf16, or quantizes them to int8 or int4.
 
 A row is a vector along the last dimension. A tensor [..., W] with R rows is stored as
 
-    bf16    the values themselves
-    int8    R scales in float32, then R rows of W bytes: value = scale * byte, from -127 to 127
+    bf16        the values themselves
+    int8        R scales in float32, then R rows of W bytes: value = scale * byte, from -127 to 127
     int4    R scales in float32, then R rows of ceil(W / 2) bytes: value = scale * (nibble - 8); the low
             nibbles are the row's first half, the high nibbles its second half, padded with 8
+    int4 in groups, for a matrix [R, W] whose sizes are multiples of 64: W / 64 * R scales in bfloat16, one
+            for 64 values of a row, then `packed_int4` of the nibbles: value = scale * (nibble - 8)
 
-A scale is the row's largest magnitude divided by 127 or 7. Rounding is symmetric and 0 stays 0.
+A scale of a row is the row's largest magnitude divided by 127 or 7. A scale of a group is the one of
+`CANDIDATES` with the least squared error. It is negative if the value of largest magnitude is positive. 0
+stays 0.
 """
 
 import math
@@ -16,11 +20,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from fairseq_tutel.kernels.quantized import BLOCK, GROUP, ZERO, QuantizedMatrix, packed_int4, unpacked_int4
 from fairseq_tutel.moe.option_table import EXPERT_DTYPES as EXPERT_DTYPES
 
 LARGEST = {"int8": 127, "int4": 7}
-SCALE_BYTES = 4
-BLOCK = 2**18  # values
+# The scales that are tried for a group: the value of the largest magnitude, divided by these numbers.
+CANDIDATES = (-8.0, -9.0)
+ROW_BLOCK = 2**18  # values
 
 
 @dataclass(frozen=True)
@@ -30,13 +36,20 @@ class Quantized:
     expert_dtype: str  # one of EXPERT_DTYPES
     shape: tuple[int, ...]  # before quantization
     dtype: torch.dtype  # before quantization
+    in_rows: bool = False  # int4 has one scale per row for every shape, as in older files
 
     @property
     def stored(self) -> tuple[torch.dtype, tuple[int, ...]]:
         """The dtype and the shape of the stored tensor; int8 and int4 are stored as bytes."""
         if self.expert_dtype == "bf16":
             return torch.bfloat16, self.shape
-        return torch.uint8, (self._num_rows * (SCALE_BYTES + self._row_bytes),)
+        return torch.uint8, (self.scale_bytes + self._num_rows * self._row_bytes,)
+
+    @property
+    def in_groups(self) -> bool:
+        """Whether this is int4 in groups."""
+        fits = len(self.shape) == 2 and self.shape[0] % BLOCK == 0 and self.shape[1] % GROUP == 0
+        return self.expert_dtype == "int4" and fits and not self.in_rows
 
     @property
     def _num_rows(self) -> int:
@@ -45,22 +58,28 @@ class Quantized:
     @property
     def _row_bytes(self) -> int:
         width = self.shape[-1]
-        return -(-width // 2) if self.expert_dtype == "int4" else width
+        return width if self.expert_dtype == "int8" else -(-width // 2)
+
+    @property
+    def scale_bytes(self) -> int:
+        """The bytes of all scales, which come first."""
+        return self._num_rows * (2 * (self.shape[-1] // GROUP) if self.in_groups else 4)
 
     def quantize(self, values: Tensor) -> Tensor:
         """Quantize a tensor and return the tensor to store; raise ValueError if a value is not finite."""
         if self.expert_dtype == "bf16":
             return values.to(torch.bfloat16)
-        blocks = _row_blocks(values.detach().reshape(-1, self.shape[-1]))
-        scales, rows = zip(*map(self._quantized_rows, blocks), strict=True)
+        values_RW = values.detach().reshape(-1, self.shape[-1])
+        if self.in_groups:
+            scales, rows = zip(*map(_quantized_groups, _row_blocks(values_RW, BLOCK)), strict=True)
+            return torch.cat([torch.cat(scales).t().contiguous().view(torch.uint8).flatten(), *rows])
+        scales, rows = zip(*map(self._quantized_rows, _row_blocks(values_RW)), strict=True)
         return torch.cat([*scales, *rows])
 
     def _quantized_rows(self, values_RW: Tensor) -> tuple[Tensor, Tensor]:
         """Return the bytes of the scales and of the values of some rows."""
         largest, values_RW = LARGEST[self.expert_dtype], values_RW.float()
-        scales_R1 = values_RW.abs().amax(1, keepdim=True) / largest
-        if not scales_R1.isfinite().all():
-            raise ValueError("the tensor has values that are not finite")
+        scales_R1 = _finite(values_RW.abs().amax(1, keepdim=True) / largest)
         whole_RW = (values_RW / scales_R1.masked_fill(scales_R1 == 0, 1)).round_()
         whole_RW.clamp_(-largest, largest)
         return scales_R1.view(-1).view(torch.uint8), self._bytes(whole_RW).flatten()
@@ -69,18 +88,42 @@ class Quantized:
         if self.expert_dtype == "int8":
             return whole_RW.to(torch.int8).view(torch.uint8)
         half = self._row_bytes
-        nibbles_RW = torch.full((len(whole_RW), 2 * half), 8, dtype=torch.uint8)
-        nibbles_RW[:, : self.shape[-1]] = (whole_RW + 8).to(torch.uint8)
+        nibbles_RW = torch.full((len(whole_RW), 2 * half), ZERO, dtype=torch.uint8)
+        nibbles_RW[:, : self.shape[-1]] = (whole_RW + ZERO).to(torch.uint8)
         return nibbles_RW[:, :half] | nibbles_RW[:, half:] << 4
+
+    def matrix(self, stored: Tensor, dtype: torch.dtype) -> QuantizedMatrix | None:
+        """Return a stored int8 or int4 matrix for products in `dtype`; None if products need the values."""
+        has_products = self.in_groups or (self.expert_dtype == "int8" and len(self.shape) == 2)
+        if not has_products or dtype not in (torch.float32, torch.bfloat16, torch.float16):
+            return None
+        return self._matrix(stored, dtype)
+
+    def _matrix(self, stored: Tensor, dtype: torch.dtype) -> QuantizedMatrix:
+        scales, values = stored.tensor_split((self.scale_bytes,))
+        if self.expert_dtype == "int8":
+            whole_RW = values.view(torch.int8).view(self._num_rows, self.shape[-1])
+            return QuantizedMatrix(whole_RW, scales.view(torch.float32), dtype)
+        num_rows, width = self.shape
+        packed = values.view(num_rows // BLOCK, width, BLOCK // 2)
+        return QuantizedMatrix(packed, scales.view(torch.bfloat16).view(-1, num_rows), dtype)
 
     def dequantize(self, stored: Tensor, out: Tensor | None = None) -> Tensor:
         """Dequantize a stored tensor in float32 and round to the dtype; write into `out` if given."""
         out = stored.new_empty(self.shape, dtype=self.dtype) if out is None else out
         if self.expert_dtype == "bf16":
             return out.copy_(stored)
+        if stored.storage_offset() % 4:  # a tensor of a mapped file
+            stored = stored.clone()
+        if self.in_groups:
+            matrix, out_BbW = self._matrix(stored, torch.float32), out.view(-1, BLOCK, self.shape[1])
+            scales = matrix.scales.split(BLOCK, dim=1)
+            for part, scales_Gb, out_bW in zip(matrix.values.split(1), scales, out_BbW, strict=True):
+                out_bW.copy_(unpacked_int4(part, scales_Gb)[0].t())
+            return out
         num_rows, width, row_bytes = self._num_rows, self.shape[-1], self._row_bytes
-        scales_R1 = stored[: SCALE_BYTES * num_rows].clone().view(torch.float32).unsqueeze(1)
-        bytes_RB = stored[SCALE_BYTES * num_rows :].view(num_rows, row_bytes)
+        scales_R1 = stored[: self.scale_bytes].view(torch.float32).unsqueeze(1)
+        bytes_RB = stored[self.scale_bytes :].view(num_rows, row_bytes)
         is_wide = self.dtype == torch.float32
         wide_RW = (out if is_wide else out.float()).view(num_rows, width)
         if self.expert_dtype == "int8":
@@ -88,21 +131,53 @@ class Quantized:
         else:
             wide_RW[:, :row_bytes] = bytes_RB & 15
             wide_RW[:, row_bytes:] = bytes_RB[:, : width - row_bytes] >> 4
-            wide_RW -= 8
+            wide_RW -= ZERO
         wide_RW *= scales_R1
         return out if is_wide else out.copy_(wide_RW.view(self.shape))
 
 
-def _row_blocks(values_RW: Tensor) -> tuple[Tensor, ...]:
-    """Split a matrix into blocks of rows with about BLOCK values, to limit the memory of temporaries."""
-    return values_RW.split(max(1, BLOCK // max(1, values_RW.shape[1])))
+def _quantized_groups(values_RW: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the scales of all groups [R, W / 64] of some rows, and the bytes of their values."""
+    values_RGg = values_RW.float().view(len(values_RW), -1, GROUP)
+    largest_RG1 = values_RGg.gather(2, values_RGg.abs().argmax(2, keepdim=True))
+    best = _finite((largest_RG1 / CANDIDATES[0]).bfloat16())
+    whole, least = _rounded(values_RGg, best)
+    for number in CANDIDATES[1:]:
+        scales = (largest_RG1 / number).bfloat16()
+        other, error = _rounded(values_RGg, scales)
+        is_better = error < least
+        best, least = torch.where(is_better, scales, best), torch.where(is_better, error, least)
+        whole = torch.where(is_better, other, whole)
+    return best.squeeze(2), packed_int4(whole.view_as(values_RW) + ZERO).flatten()
 
 
-def quantized_form(expert_dtype: str, shape: tuple[int, ...], dtype: torch.dtype) -> Quantized | None:
+def _finite(scales: Tensor) -> Tensor:
+    """Return scales unchanged; raise ValueError if one is not finite."""
+    if not scales.isfinite().all():
+        raise ValueError("the tensor has values that are not finite")
+    return scales
+
+
+def _rounded(values_RGg: Tensor, scales_RG1: Tensor) -> tuple[Tensor, Tensor]:
+    """Return values / scales, rounded to -8 to 7, and the squared error of each group [R, G, 1]."""
+    scales_RG1 = scales_RG1.float()
+    whole_RGg = (values_RGg / scales_RG1.masked_fill(scales_RG1 == 0, 1)).round_().clamp_(-ZERO, ZERO - 1)
+    return whole_RGg, torch.addcmul(values_RGg, whole_RGg, scales_RG1, value=-1).square_().sum(2, True)
+
+
+def _row_blocks(values_RW: Tensor, multiple: int = 1) -> tuple[Tensor, ...]:
+    """Split a matrix into blocks of about ROW_BLOCK values, to limit the memory of temporaries."""
+    rows = ROW_BLOCK // max(1, values_RW.shape[1])
+    return values_RW.split(max(multiple, rows // multiple * multiple))
+
+
+def quantized_form(
+    expert_dtype: str, shape: tuple[int, ...], dtype: torch.dtype, in_rows: bool = False
+) -> Quantized | None:
     """Return the format to quantize an expert's tensor; None for biases and integers, which are kept."""
     if not expert_dtype or len(shape) < 2 or not dtype.is_floating_point:
         return None
-    return Quantized(expert_dtype, shape, dtype)
+    return Quantized(expert_dtype, shape, dtype, in_rows)
 
 
 @dataclass

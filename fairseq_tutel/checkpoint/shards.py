@@ -9,8 +9,8 @@ E is the number of experts, and s the number of shards of each expert. Piece e *
 e, split along dimension `dim` of the stack. The files are safetensors. Their folder is next to the
 checkpoint.
 
-The record of a quantized tensor has version 2 and two more keys: `"packing": "int8"` and
-`"error": [relative, of the worst row]`. Its experts have one piece each.
+The record of a quantized tensor has version 2, or 3 for int4 in groups. It has two more keys: `"packing":
+"int8"` and `"error": [relative, of the worst row]`. Its experts have one piece each.
 """
 
 import contextlib
@@ -34,7 +34,8 @@ from fairseq_tutel.ranks.groups import Slice
 from fairseq_tutel.ranks.progress import progress
 
 VERSION = 1
-QUANTIZED_VERSION = 2  # version of the records of quantized tensors; older packages reject it
+# Versions of the records of quantized tensors; older packages reject them.
+QUANTIZED_VERSION, GROUPS_VERSION = 2, 3
 MARK = "expert_shards"
 NAME = re.compile(r"experts/[0-9a-f]{16}")
 # Names of dtypes in safetensors.
@@ -70,11 +71,12 @@ class ShardedTensor:
     opened: dict[Path, Any] = field(default_factory=dict, repr=False, compare=False)
     expert_dtype: str = ""  # one of EXPERT_DTYPES if the pieces are quantized
     error: tuple[float, float] = (0.0, 0.0)  # relative error, and worst row's error; see `RoundingError`
+    in_rows: bool = False  # see `Quantized`
 
     @property
     def quantized(self) -> Quantized | None:
         """The quantized format in which each expert is stored, or None if experts are not quantized."""
-        return quantized_form(self.expert_dtype, self._piece_shape, self.dtype)
+        return quantized_form(self.expert_dtype, self._piece_shape, self.dtype, self.in_rows)
 
     @property
     def stored(self) -> tuple[torch.dtype, tuple[int, ...]]:
@@ -172,8 +174,9 @@ class ShardedTensor:
     def record(self) -> dict[str, Any]:
         """Return the dictionary that replaces this tensor in the main file of a sharded checkpoint."""
         more = {"packing": self.expert_dtype, "error": list(self.error)} if self.expert_dtype else {}
+        in_groups = self.quantized is not None and self.quantized.in_groups
         return {
-            MARK: QUANTIZED_VERSION if more else VERSION,
+            MARK: GROUPS_VERSION if in_groups else QUANTIZED_VERSION if more else VERSION,
             "folder": self.folder,
             "shape": list(self.shape),
             "dtype": str(self.dtype).removeprefix("torch."),
@@ -309,9 +312,10 @@ def unbind(state: Any, change: Callable[[ShardedTensor], Any] = ShardedTensor.wh
 
 
 def _of_record(record: dict[str, Any], path: Path, opened: dict[Path, Any]) -> ShardedTensor:
-    if record[MARK] not in (VERSION, QUANTIZED_VERSION):
+    version = record[MARK]
+    if version not in (VERSION, QUANTIZED_VERSION, GROUPS_VERSION):
         raise ValueError(
-            f"{path} has expert records of version {record[MARK]}, which this version of fairseq_tutel "
+            f"{path} has expert records of version {version}, which this version of fairseq_tutel "
             "cannot read; install the version that saved the file, or a newer version."
         )
     try:
@@ -324,8 +328,9 @@ def _of_record(record: dict[str, Any], path: Path, opened: dict[Path, Any]) -> S
             slicing=Slice(*record["slices"]),
             pieces=tuple(Piece(*piece) for piece in record["pieces"]),
             opened=opened,
-            expert_dtype=record["packing"] if record[MARK] == QUANTIZED_VERSION else "",
+            expert_dtype="" if version == VERSION else record["packing"],
             error=(float(relative), float(worst_row)),
+            in_rows=version == QUANTIZED_VERSION,
         )
         sound = _is_sound(tensor)
     except (KeyError, TypeError, ValueError, AttributeError, IndexError):

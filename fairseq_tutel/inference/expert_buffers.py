@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fairseq_tutel.checkpoint.quantized import Quantized
+from fairseq_tutel.kernels.quantized import QuantizedMatrix
 
 ALIGNMENT = 64  # bytes, as for torch's own CPU tensors
 # The stored dtype and shape of an expert's tensor, and the format of a quantized tensor.
@@ -61,6 +62,12 @@ class Buffer:
         """
         quantized, stored = self._quantized[name], self.tensors[name]
         return (stored if quantized is None else quantized.dequantize(stored)).to(dtype)
+
+    def matrix(self, name: str, dtype: torch.dtype) -> Tensor | QuantizedMatrix:
+        """Return an int8 or int4 matrix of the expert as it is stored; otherwise the same as `tensor`."""
+        quantized = self._quantized[name]
+        matrix = None if quantized is None else quantized.matrix(self.tensors[name], dtype)
+        return self.tensor(name, dtype) if matrix is None else matrix
 
     def note_free(self) -> None:
         """Mark the buffer as free once the work queued so far on the current stream has ended."""

@@ -78,6 +78,8 @@ class ExpertStack(nn.Module):
     slice_dims: ClassVar[dict[str, int]] = {}
     # Tensors that are added to the output. Their shards split the last dimension and are padded with zeros.
     added: ClassVar[tuple[str, ...]] = ()
+    # Whether `run` also takes quantized matrices in place of tensors.
+    takes_quantized: ClassVar[bool] = False
 
     def __init__(self, config: MoEConfig, part: Part | None = None) -> None:
         super().__init__()

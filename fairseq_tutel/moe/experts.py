@@ -33,6 +33,7 @@ class Experts(ExpertStack):
         "fc2_weight": 2,
     }
     added: ClassVar[tuple[str, ...]] = ("fc2_bias",)
+    takes_quantized: ClassVar[bool] = True
 
     def __init__(self, config: MoEConfig, part: Part | None = None, device: str | None = None) -> None:
         super().__init__(config, part)

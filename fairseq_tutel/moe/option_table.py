@@ -31,6 +31,7 @@ from fairseq_tutel.options.option import (
 STORE_POLICIES = ("on-demand", "pregated", "prefetch-all")
 STORE_TIERS = ("host", "disk")
 EVICTIONS = ("lfu", "lru", "fifo")
+STORE_PRODUCTS = ("quantized", "unpacked")
 # Dtypes of the experts in a sharded checkpoint, besides their own.
 EXPERT_DTYPES = ("bf16", "int8", "int4")
 CACHE_SIZES = (
@@ -242,6 +243,17 @@ class StoreConfig:
         no_effect=(NO_STORE, needs(lambda f: f.store.moe_expert_cache != "0", "--moe-expert-cache")),
         help="which expert a full cache evicts: lfu, the least frequently used; lru, the least recently "
         "used; fifo, the first fetched",
+    )
+    moe_expert_compute: str = memory(
+        "quantized", choices=STORE_PRODUCTS, no_effect=(NO_STORE,),
+        help="how int8 and int4 experts of --moe-expert-store are multiplied on a CPU: quantized, as they "
+        "are stored, with inputs and outputs rounded to bf16; unpacked, after conversion to the model's "
+        "dtype, which is slower",
+    )
+    moe_inference_dtype: str = memory(
+        "auto", choices=("auto", "bf16"),
+        help="dtype of a model that is opened for inference (no effect in training): auto, the dtype that "
+        "the command sets; bf16, which takes half of the memory of fp32",
     )
     # fmt: on
 

@@ -41,6 +41,8 @@ def open_interface(
     `options` replace saved options; `known` are the keys of the saved options.
     """
     folder = files[0].parent
+    # A MoE model is built in bf16, because a copy in fp32 might not fit into memory.
+    in_half = {"moe_inference_dtype": "bf16"} if dtype == torch.bfloat16 else {}
     beside = {key: str(folder / name) for key, name in GPT2_FILES.items() if (folder / name).is_file()}
     try:
         opened = hub_utils.from_pretrained(
@@ -49,7 +51,7 @@ def open_interface(
             str(data),
             cpu=device.type == "cpu",
             # Load the heads of RoBERTa and BART; treat each text of a denoising model as one sentence.
-            **{"load_checkpoint_heads": True, "sample_break_mode": "eos", **beside, **options},
+            **{"load_checkpoint_heads": True, "sample_break_mode": "eos", **beside, **in_half, **options},
         )
         cfg, task, models = opened["args"], opened["task"], opened["models"]
         _refuse_unknown(options, known, any(map(moe_layers, models)))

@@ -224,6 +224,8 @@ class _Installation:
             RUN.command.keep_in_step(moe_layers(model))
         if offload.is_offloaded(self.store):
             offload.fetch_when_loaded(model, self.store)
+        if (dtype := offload.inference_dtype(self.cfg, self.task)) is not None:
+            model.to(dtype)
         if self.task is not None:
             give_mixin(self.task)
             self.task.take_experts(moe_layers(model), tuner)

@@ -1,13 +1,17 @@
 """Quantized experts: the rounding error is at most half a step, and every reader of shards reads them."""
 
+import errno
 import json
+import os
 
 import pytest
 import torch
 from moe_files import D, E, H, save
+from stored import WIDE, model_of, opened, source_of, write
 from tool_in_process import convert, refusal, tool
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fairseq_tutel import ExpertStore
 from fairseq_tutel.checkpoint import quantized, shards
 from fairseq_tutel.checkpoint.quantized import EXPERT_DTYPES, LARGEST, Quantized, RoundingError
 from fairseq_tutel.ranks.groups import Slice, cut
@@ -59,7 +63,7 @@ def test_errors_of_a_large_tensor_are_those_of_its_row_blocks(monkeypatch):
     values = torch.randn(3, 7, 10)
     rounded, whole, by_rows = values + 0.1 * torch.randn(3, 7, 10), RoundingError(), RoundingError()
     whole.add(values, rounded)
-    monkeypatch.setattr(quantized, "BLOCK", 45)  # of which the last block is not full
+    monkeypatch.setattr(quantized, "ROW_BLOCK", 45)  # of which the last block is not full
     with LargestFloat64() as largest:
         by_rows.add(values, rounded)
     assert largest.found == 40
@@ -108,4 +112,96 @@ def test_numbers_that_no_scale_fits_are_refused(tmp_path):
         f"--expert-dtype int8 cannot store expert 1 of {key}: the tensor has values that are "
         "not finite; remove the option."
     )
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_int4_in_groups_has_the_better_of_two_scales_for_each_group():
+    values = torch.randn(128, 192) * torch.logspace(-2, 2, 192)
+    values[5] = 0
+    form = Quantized("int4", (128, 192), torch.float32)
+    stored = form.quantize(values)
+    assert stored.nbytes == 128 * 192 // 2 + 2 * 128 * 3 and form.in_groups
+    got = form.dequantize(stored)
+    for row in range(0, 128, 5):
+        for group in values[row].split(64):
+            ways = []
+            for steps in (-8, -9):
+                scale = (group[group.abs().argmax()] / steps).bfloat16().float()
+                ways.append((group / scale).round().clamp(-8, 7) * scale if scale else group)
+            best = min(ways, key=lambda way: float((way - group).square().sum()))
+            torch.testing.assert_close(got[row, : len(best)], best, rtol=0, atol=0)
+            got[row] = got[row].roll(-64)
+    again = form.dequantize(stored)
+    assert torch.equal(form.dequantize(form.quantize(again)), again)  # rounding again changes nothing
+    half = Quantized("int4", (128, 192), torch.float16)
+    assert torch.equal(half.dequantize(stored), again.half())
+
+
+def test_int4_in_groups_is_more_exact_than_a_scale_per_row():
+    values, errors = torch.randn(256, 1024), []
+    for in_rows in (False, True):
+        form, error = Quantized("int4", (256, 1024), torch.float32, in_rows), RoundingError()
+        error.add(values, form.dequantize(form.quantize(values)))
+        errors.append(error.relative)
+    assert errors[0] < 0.095 < 0.13 < errors[1]
+
+
+def test_files_with_int4_in_rows_are_still_read(tmp_path, monkeypatch):
+    model = model_of(WIDE)
+    (tmp_path / "new").mkdir()
+    new = source_of(write(model, tmp_path / "new", "int4"))[0]["fc1_weight"]
+    with monkeypatch.context() as patch:
+        patch.setattr(Quantized, "in_groups", False)  # as older versions wrote
+        (tmp_path / "old").mkdir()
+        write(model, tmp_path / "old", "int4")
+    old = source_of(tmp_path / "old")[0]["fc1_weight"]
+    assert (new.record()["expert_shards"], old.record()["expert_shards"]) == (3, 2)
+    assert (new.record()["packing"], old.record()["packing"]) == ("int4", "int4")
+    assert old.quantized == Quantized("int4", old.shape[1:], torch.float32, in_rows=True)
+    weights = model[0].experts.fc1_weight.detach()
+    errors = [float((tensor.whole() - weights).norm() / weights.norm()) for tensor in (new, old)]
+    assert errors[0] < errors[1] < 0.2
+    assert errors == pytest.approx([new.error[0], old.error[0]], rel=1e-4)
+    assert torch.equal(new.read(1, 2, Slice(2, 2), 1), cut(new.whole()[1:3], Slice(2, 2), 1))
+
+
+def damage(path, kind):
+    content = bytearray(path.read_bytes())
+    if kind == "truncated":
+        path.write_bytes(content[:-100])
+        return
+    header = int.from_bytes(content[:8], "little")
+    begin = json.loads(content[8 : 8 + header])["2.fc1_weight"]["data_offsets"][0]
+    content[8 + header + begin + 1] ^= 64  # the exponent of the first scale
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("packing", ["int8", "int4"])
+@pytest.mark.parametrize("kind", ["a scale", "truncated"])
+def test_a_damaged_quantized_file_is_named(tmp_path, packing, kind):
+    for path in write(model_of(WIDE), tmp_path, packing).rglob("*.safetensors"):
+        damage(path, kind)
+    source = source_of(tmp_path)
+    with pytest.raises(ValueError, match=r"which is corrupt or missing \(.*\); give an older "):
+        source[0]["fc1_weight"].read(2, 1)
+    with ExpertStore() as store, torch.no_grad():
+        model = opened(WIDE, store, source)
+        reason = "is not what was saved" if kind == "a scale" else "its length has changed or is wrong"
+        with pytest.raises(ValueError, match=rf"experts\.safetensors, which is corrupt.* \(.*{reason}"):
+            model[0](torch.randn(50, 64))
+
+
+def test_a_full_disk_during_quantization_leaves_nothing(tmp_path, monkeypatch):
+    path, written = save(tmp_path / "a.pt"), []
+
+    def raw_bytes(tensor):
+        written.append(tensor)
+        if len(written) > 5:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return memoryview(b"")
+
+    monkeypatch.setattr(shards, "raw_bytes", raw_bytes)
+    words = ("--input", path, "--output", tmp_path / "b.pt", "--expert-dtype", "int4")
+    message = refusal("sharded", *words)
+    assert "b.pt could not be written (No space left on device)" in message
     assert list(tmp_path.iterdir()) == [path]

@@ -5,9 +5,12 @@ import re
 import shutil
 
 import pytest
+import torch
 from cli import USER_DIR, fairseq, refused, tail
 from models import lm_args, mt_args
 from tool_in_process import convert
+
+import fairseq_tutel as ft
 
 SHARDED = ("--moe-checkpoint", "sharded")
 LINE = r"^[HPS]-\d+\t.*$"
@@ -84,6 +87,49 @@ def test_two_ranks_share_the_experts_of_a_store(mt, mt_data, resident):
     assert "expert parallel size 2, replicas 1" in run.logs[0]
     (found,) = run.stats("expert_store")  # the first rank's
     assert found["peak_experts"] <= 2 * EXPERTS // 2
+
+
+def scores_of(lines):
+    return sorted(float(score) for score in re.findall(r"^H-\d+\t(\S+)", "\n".join(lines), re.M))
+
+
+def test_two_ranks_multiply_quantized_experts_in_bf16(mt, mt_data, resident, tmp_path):
+    convert("sharded", "--input", mt, "--output", tmp_path / "int8.pt", "--expert-dtype", "int8")
+    flags = ("--moe-expert-parallel-size", 2, "--moe-expert-store", "on-demand")
+    flags += ("--moe-inference-dtype", "bf16")
+    lines, run = generate(mt_data, tmp_path / "int8.pt", *flags, ranks=2)
+    assert scores_of(lines) == pytest.approx(scores_of(resident), abs=0.05)
+    (found,) = run.stats("expert_store")
+    assert found["bytes"] / found["fetches"] < 2 * 2 * 16 * 32
+
+
+@LONG
+@pytest.mark.parametrize("packing", ["int8", "int4"])
+def test_commands_multiply_quantized_experts(mt_data, tmp_path, packing):
+    sizes = [
+        f"--{side}-{name}" for side in ("encoder", "decoder") for name in ("embed-dim", "ffn-embed-dim")
+    ]
+    wide = [word for flag in sizes for word in (flag, 64)]
+    fairseq("train", *mt_args(mt_data, tmp_path, *wide, updates=3))
+    path = tmp_path / "quantized.pt"
+    last = tmp_path / "checkpoint_last.pt"
+    convert("sharded", "--input", last, "--output", path, "--expert-dtype", packing)
+    store, two = ("--moe-expert-store", "on-demand"), ("--moe-expert-parallel-size", 2)
+    unpacked, _ = generate(mt_data, path, *store, "--moe-expert-compute", "unpacked")
+    assert generate(mt_data, path)[0] == unpacked
+    for flags, ranks in (((), 1), (two, 2), (("--moe-inference-dtype", "bf16"), 1)):
+        lines, _ = generate(mt_data, path, *store, *flags, ranks=ranks)
+        assert scores_of(lines) == pytest.approx(scores_of(unpacked), abs=0.05)
+    (tmp_path / "in.txt").write_text("w1 w3 w9\nw2\n")
+    more = ("--input", tmp_path / "in.txt", "--beam", 2, "--max-len-b", 5, *store)
+    for ranks, flags in ((1, ()), (2, two)):
+        run = fairseq("tutel-run", "interactive", *words("translation", mt_data, path, *more, *flags),
+                      ranks=ranks)  # fmt: skip
+        assert len(re.findall(r"^H-", run.logs[0], re.M)) == 2
+    for dtype in (torch.float32, torch.bfloat16):
+        model = ft.from_checkpoint(path, mt_data, dtype=dtype, moe_expert_store="on-demand")
+        assert {p.dtype for p in model.parameters()} == {dtype}
+        assert model.translate("w1 w3 w9", beam=2, max_len_b=5)
 
 
 @LONG

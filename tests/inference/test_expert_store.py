@@ -9,7 +9,7 @@ from compare import close
 from stored import BLOCKS, FFN, KINDS, as_read, model_of, opened, source_of, write
 
 from fairseq_tutel import ExpertStore, make_topology
-from fairseq_tutel.checkpoint.quantized import EXPERT_DTYPES
+from fairseq_tutel.checkpoint.quantized import EXPERT_DTYPES, Quantized
 from fairseq_tutel.inference.expert_buffers import BufferLayout, buffers_on_host
 from fairseq_tutel.moe.call import Call
 from fairseq_tutel.moe.option_table import STORE_POLICIES, STORE_TIERS
@@ -35,9 +35,9 @@ def run(model, x_TD):
     return x_TD, used
 
 
-def steps(count, rank=0):
+def steps(count, rank=0, width=8):
     generator = torch.Generator().manual_seed(rank)
-    return [torch.randn(1 + (i + rank) % 3, 8, generator=generator) for i in range(count)]
+    return [torch.randn(1 + (i + rank) % 3, width, generator=generator) for i in range(count)]
 
 
 @pytest.mark.parametrize(
@@ -47,6 +47,8 @@ def steps(count, rank=0):
         ("glu, norm", "disk", ""),
         ("glu, norm", "host", "int8"),
         ("own", "disk", "int4"),
+        ("wide", "disk", "int8"),
+        ("wide", "disk", "int4"),
     ],
 )
 def test_every_policy_gives_the_bits_of_resident(tmp_path, kind, tier, packing):
@@ -56,10 +58,33 @@ def test_every_policy_gives_the_bits_of_resident(tmp_path, kind, tier, packing):
     caches = (0, CACHE, "1GiB")  # what is packed meets each once
     ways = zip(STORE_POLICIES, caches, strict=True)
     for policy, cache in ways if packing else itertools.product(STORE_POLICIES, caches):
-        with ExpertStore(policy, tier, cache) as store:
+        with ExpertStore(policy, tier, cache, compute="unpacked") as store:
             model = opened(config, store, source)
-            for x_TD in [*steps(3), torch.randn(0, 8)]:
+            for x_TD in [*steps(3, width=config.model_dim), torch.randn(0, config.model_dim)]:
                 assert torch.equal(run(model, x_TD)[0], run(resident, x_TD)[0]), (policy, cache)
+
+
+@pytest.mark.parametrize("packing", ["int8", "int4"])
+@pytest.mark.parametrize("kind", ["wide", "wide glu", "wide norm"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_quantized_experts_are_multiplied_as_they_are_stored(tmp_path, kind, packing, dtype, monkeypatch):
+    config = KINDS[kind]
+    source = source_of(write(model_of(config), tmp_path, packing))
+    resident, found = as_read(model_of(config), source), []
+    batches = [*steps(3, width=64), torch.randn(70, 64), torch.randn(0, 64)]
+    for policy, tier, cache in zip(STORE_POLICIES, ("disk", "host", "disk"), (0, CACHE, 1), strict=True):
+        with ExpertStore(policy, tier, cache) as store:
+            model = opened(config, store, source).to(dtype)
+            monkeypatch.setattr(Quantized, "dequantize", None)  # nothing is unpacked
+            found.append([run(model, x_TD.to(dtype))[0] for x_TD in batches])
+            with torch.no_grad():
+                firsts = [model[0](x_TD.to(dtype))[0] for x_TD in batches]
+            monkeypatch.undo()
+    assert all(torch.equal(*pair) for others in found[1:] for pair in zip(found[0], others, strict=True))
+    # Later layers could choose other experts for a token. In bf16, the first layer could, too.
+    for x_TD, y_TD in zip(batches, firsts, strict=True) if dtype == torch.float32 else ():
+        expected = resident[0](x_TD)[0]
+        assert (y_TD - expected).norm() <= 2**-6 * expected.norm()
 
 
 @pytest.mark.parametrize("policy", STORE_POLICIES)
@@ -123,7 +148,7 @@ def compare_on_two_ranks(kind, folder):
     topology = make_topology([config.num_experts], 2)
     resident = as_read(model_of(config, topology), source)
     for policy, tier in itertools.product(STORE_POLICIES, STORE_TIERS):
-        with ExpertStore(policy, tier, cache=1) as store:
+        with ExpertStore(policy, tier, cache=1, compute="unpacked") as store:
             model = opened(config, store, source, topology)
             for x_TD in [*steps(2, rank), torch.randn(3 * rank, 8)]:
                 assert torch.equal(run(model, x_TD)[0], run(resident, x_TD)[0]), (policy, tier)

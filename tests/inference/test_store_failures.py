@@ -262,7 +262,7 @@ def test_one_expert_is_dequantized_at_a_time(tmp_path, monkeypatch):
         return tensor
 
     monkeypatch.setattr(Quantized, "dequantize", watched)
-    with ExpertStore() as store:
+    with ExpertStore(compute="unpacked") as store:
         model = opened(FFN, store, source_of(write(model_of(FFN), tmp_path, "int8")))
         run(model)
     assert len(counts) >= 2 * 4 and max(counts) == 2  # matrices of an expert

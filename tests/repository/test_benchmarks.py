@@ -291,3 +291,29 @@ def test_the_products_are_those_of_experts_without_an_activation(bench):
         (weights_TK[t, j].detach() * y @ inputs.dy_TD[t]).backward()
     for name, gradient in variant.gradients().items():
         torch.testing.assert_close(gradient, maps[name].grad)
+
+
+def test_a_quick_run_of_quantized_products_measures_and_compares(tmp_path):
+    path = tmp_path / "out.json"
+    run("-m", "benchmarks.quantized", "--quick", "--json", path)
+    found = json.loads(path.read_text())
+    assert (found["base"], found["complete"]) == ("fp32", True)
+    rows = [row for row in found["rows"] if "threads" in row]
+    assert {row["variant"] for row in rows} == {"fp32", "int8", "int4", "int8 unpacked", "int4 unpacked"}
+    assert all(row["status"] == "ok" and row["ratio"] > 0 and row["error"] < 2**-8 for row in rows)
+    errors = {row["variant"]: row["error"] for row in found["rows"] if "normal" in row["configuration"]}
+    assert errors["bf16"] < errors["int8"] < errors["int4"] < errors["int4 with a scale per row"]
+
+
+@pytest.mark.long
+def test_a_quick_run_of_the_small_machine_writes_and_translates(tmp_path):
+    path = tmp_path / "out.json"
+    run("-m", "benchmarks.small_machine", "--quick", "--folder", tmp_path / "disk", "--json", path)
+    found = json.loads(path.read_text())
+    assert found["complete"] and str(tmp_path) not in path.read_text()
+    assert len(found["rows"]) == 2 * 2 and list((tmp_path / "disk").iterdir()) == []
+    for row in found["rows"]:
+        assert row["status"] == "ok" and row["rate"] > 0 and row["peak_bytes"] > 0
+        assert row["parts"].keys() == row["cpu_parts"].keys() >= {"experts", "vocabulary", "others"}
+    cold, warm = found["rows"][:2]
+    assert cold["fetches"] > warm["fetches"] == 0

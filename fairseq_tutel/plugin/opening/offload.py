@@ -23,7 +23,7 @@ from fairseq_tutel.options.option import read, refuse_bad_values
 from fairseq_tutel.plugin.announce import Facts, warn_of_no_effect
 from fairseq_tutel.plugin.feed_forward import moe_layers
 from fairseq_tutel.plugin.registration.process import call_at_end
-from fairseq_tutel.plugin.run_state import RUN
+from fairseq_tutel.plugin.run_state import RUN, config_of, is_opened
 from fairseq_tutel.ranks import world
 from fairseq_tutel.ranks.groups import Topology
 from fairseq_tutel.ranks.progress import progress
@@ -70,6 +70,27 @@ def meta_experts(config: MoEConfig, topology: Topology, options: StoreConfig) ->
 
 
 @contextlib.contextmanager
+def in_inference_dtype(model_cfg: Any, task: Any) -> Iterator[None]:
+    """Context manager that builds an opened model in the dtype of --moe-inference-dtype.
+
+    Otherwise, its fp32 weights would be in memory until they are converted.
+    """
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(inference_dtype(model_cfg, task) or before)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def inference_dtype(model_cfg: Any, task: Any) -> torch.dtype | None:
+    """Return the dtype of --moe-inference-dtype for an opened model; None to keep the model's dtype."""
+    options = read(StoreConfig, config_of(task)) if is_opened(model_cfg) else StoreConfig()
+    refuse_bad_values(options)
+    return torch.bfloat16 if options.moe_inference_dtype == "bf16" else None
+
+
+@contextlib.contextmanager
 def progress_of_loading(model: nn.Module) -> Iterator[None]:
     """Context manager that shows how many layers of experts `load_state_dict` has loaded."""
     layers = moe_layers(model)
@@ -107,6 +128,7 @@ def _store_of(options: StoreConfig) -> ExpertStore:
             options.moe_expert_tier,
             options.moe_expert_cache,
             options.moe_expert_cache_policy,
+            options.moe_expert_compute,
         )
         # fairseq-generate has no hook at its end, so the counters are logged when the process ends.
         call_at_end(functools.partial(_log_counters, options, store.counters))

@@ -1,0 +1,138 @@
+"""Opens a model with its experts on disk, translates, and prints a line of JSON for each phase.
+
+The phases are `opened`, `cold` (the first translation; no expert is in the page cache) and `warm` (the same
+sentences again). `benchmarks.small_machine` runs this file in processes of their own.
+"""
+
+import argparse
+import json
+import logging
+import os
+import random
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import fairseq_tutel as ft
+from benchmarks.small_machine_model import LANGUAGES
+from fairseq_tutel.plugin.feed_forward import MoEFeedForward
+from fairseq_tutel.plugin.run_state import RUN
+
+
+def main() -> None:
+    """Run all phases."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--threads", type=int, required=True)
+    parser.add_argument("--beam", type=int, required=True)
+    parser.add_argument("--sentences", type=int, required=True)
+    parser.add_argument("--tokens", type=int, required=True)
+    parser.add_argument("--cache", required=True)
+    parser.add_argument("--compute", required=True)
+    parser.add_argument("--words", type=int, required=True)
+    options = parser.parse_args()
+    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: options.threads])
+    torch.set_num_threads(options.threads)
+    logging.disable(logging.INFO)
+    begin = time.perf_counter()
+    model = ft.from_checkpoint(
+        options.folder,
+        data=options.folder,
+        device="cpu",
+        dtype=torch.bfloat16,
+        moe_expert_store="on-demand",
+        moe_expert_cache=options.cache,
+        moe_expert_compute=options.compute,
+    )
+    print_phase("opened", seconds=time.perf_counter() - begin)
+    draws = random.Random(1)
+    texts = [
+        " ".join(f"w{draws.randrange(options.words)}" for _ in range(options.tokens))
+        for _ in range(options.sentences)
+    ]
+    for file in (options.folder / "experts").rglob("*.safetensors"):
+        drop(file)
+    with timers(model.models[0]) as (parts, cpu_parts, steps):
+        for phase in ("cold", "warm"):
+            for each in (parts, cpu_parts, steps):
+                each.clear()
+            before, begin, cpu = counters(), time.perf_counter(), time.process_time()
+            for text in texts:
+                model.translate(
+                    text, beam=options.beam, max_len_a=0, max_len_b=options.tokens,
+                    min_len=options.tokens, source_lang=LANGUAGES[0], target_lang=LANGUAGES[1],
+                )  # fmt: skip
+            facts = {"seconds": time.perf_counter() - begin, "cpu_seconds": time.process_time() - cpu}
+            spent = {name: counters()[name] - before[name] for name in ("fetches", "hits", "bytes")}
+            print_phase(phase, steps=len(steps), parts=parts, cpu_parts=cpu_parts, **facts, **spent)
+
+
+def print_phase(phase: str, **facts: Any) -> None:
+    """Print the facts of a phase."""
+    print(json.dumps({"phase": phase, **facts}), flush=True)
+
+
+def drop(file: Path) -> None:
+    """Drop a file from the page cache."""
+    descriptor = os.open(file, os.O_RDONLY)
+    try:
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+    finally:
+        os.close(descriptor)
+
+
+def counters() -> dict[str, float]:
+    """Return the counters of the expert store."""
+    (store,) = RUN.stores.values()
+    return vars(store.counters).copy()
+
+
+@contextmanager
+def timers(model: nn.Module) -> Iterator[tuple[dict[str, float], dict[str, float], list[None]]]:
+    """Measure the encoder and the parts of the decoder in the block.
+
+    Yields the seconds of each part, its seconds of CPU time, and a list with an entry for each step.
+    """
+    parts: dict[str, float] = defaultdict(float)
+    cpu_parts: dict[str, float] = defaultdict(float)
+    steps: list[None] = []
+    begun: dict[str, tuple[float, float]] = {}
+    hooks = []
+
+    def time_of(part: str, first: nn.Module, last: nn.Module) -> None:
+        """Add the time from the begin of `first` to the end of `last`."""
+
+        def begin(*_: Any) -> None:
+            begun[part] = time.perf_counter(), time.process_time()
+
+        def end(*_: Any) -> None:
+            parts[part] += time.perf_counter() - begun[part][0]
+            cpu_parts[part] += time.process_time() - begun[part][1]
+
+        hooks.append(first.register_forward_pre_hook(begin))
+        hooks.append(last.register_forward_hook(end))
+
+    encoder, decoder = model.encoder.layers, model.decoder.layers
+    time_of("encoder", encoder[0], encoder[-1])
+    for layer in decoder:
+        time_of("self-attention", layer.self_attn, layer.self_attn)
+        time_of("source attention", layer.encoder_attn, layer.encoder_attn)
+        is_moe = isinstance(layer.fc1, MoEFeedForward)
+        time_of("experts" if is_moe else "dense FFNs", layer.fc1, layer.fc2)
+    time_of("vocabulary", model.decoder.output_projection, model.decoder.output_projection)
+    hooks.append(decoder[0].register_forward_pre_hook(lambda *_: steps.append(None)))
+    try:
+        yield parts, cpu_parts, steps
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+if __name__ == "__main__":
+    main()
