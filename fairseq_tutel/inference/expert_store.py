@@ -137,9 +137,17 @@ class ExpertStore:
 
         An expert is a stack that was added, and the index of the expert in it. On a machine with a GPU, the
         fetches begin with the first call of a layer, because the device of a model is not known before.
+
+        Raises:
+            ValueError: a stack was not added.
         """
         indices = {stack: index for index, (stack, _) in enumerate(self._stacks)}
-        self._to_cache += [(indices[stack], expert) for stack, expert in experts]
+        for stack, expert in experts:
+            if stack not in indices:
+                raise ValueError(
+                    "fill_cache has an expert of a layer that is not in the store; add the layer."
+                )
+            self._to_cache.append((indices[stack], expert))
         if not torch.cuda.is_available():
             with self._closed_on_error():
                 self._begin()

@@ -89,6 +89,7 @@ def test_a_model_per_pair_has_statistics_of_its_own_layers(tmp_path):
     assert "de-en_decoder_0" in pairs["de-en"] and "en-de_decoder_0" not in pairs["de-en"]
 
 
+@pytest.mark.long
 def test_a_model_in_a_store_gives_the_same_statistics(mt, mt_data, tmp_path):
     overrides = "{'moe_expert_store': 'on-demand', 'moe_expert_cache': '2'}"
     pairs = collect(mt, mt_data, tmp_path / "use.json", "--model-overrides", overrides)
@@ -98,7 +99,9 @@ def test_a_model_in_a_store_gives_the_same_statistics(mt, mt_data, tmp_path):
         assert refusal_of(*names, text).startswith("--model-overrides is ")
 
 
-@pytest.mark.parametrize("globally", ((), ("--globally",)))
+@pytest.mark.parametrize(
+    "globally", [pytest.param((), marks=pytest.mark.long), ("--globally",)], ids=["per layer", "globally"]
+)
 def test_a_pruned_model_translates_with_layers_of_its_own_sizes(mt, mt_data, tmp_path, globally):
     use, pruned = mt.parent / "use.json", tmp_path / "pruned.pt"
     prune = ("convert", "prune", mt, "--by", "importance", "--statistics", use, "--share", 0.7, *globally)
@@ -201,6 +204,7 @@ def test_commands_end_with_one_sentence_for_a_bad_file(mt, mt_data, tmp_path):
     assert "use.json, which cannot be read (" in tail(output, 1) and "Traceback" not in output
 
 
+@pytest.mark.long
 def test_hydra_takes_the_options(lm_data, tmp_path):
     run = fairseq(
         "hydra-train", "--config-dir", HYDRA, "--config-name", "tiny_lm", f"task.data={lm_data}",

@@ -84,6 +84,17 @@ def test_an_expert_that_is_evicted_before_it_is_read_is_not_read(tmp_path, monke
         reads.release(9)
 
 
+def test_a_layer_that_is_not_in_the_store_is_refused():
+    model = model_of(FFN)
+    with ExpertStore(tier="host", cache=4) as store:
+        store.add(model[0].experts)
+        with pytest.raises(
+            ValueError, match=r"^fill_cache has an expert of a layer that is not in the store"
+        ):
+            store.fill_cache([(model[1].experts, 0)])
+        assert store.is_open
+
+
 def test_a_damaged_file_is_one_sentence_at_the_first_use(tmp_path):
     folder = write(model_of(FFN), tmp_path)
     source = source_of(folder)
