@@ -19,7 +19,8 @@ from fairseq_tutel.files.untrusted import json_of, shown
 MARK, VERSION = "expert_statistics", 1
 # The name in the file of data without a language pair.
 ALL = "all"
-_DIGITS = 6
+# Maximum of the numbers that are not fractions; larger ones would overflow in sums.
+_LARGEST = 1e12
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,7 @@ def text_of(statistics: Statistics) -> str:
 
 def _rounded(values: dict[str, Any]) -> dict[str, Any]:
     return {
-        key: [round(each, _DIGITS) for each in value] if isinstance(value, Sequence) else value
+        key: [float(f"{each:.8g}") for each in value] if isinstance(value, Sequence) else value
         for key, value in values.items()
     }
 
@@ -96,13 +97,14 @@ def read_statistics(path: Path, flag: str) -> Statistics:
 
 def _layer(values: Mapping[str, Any]) -> LayerStatistics:
     tokens, *lists = (values[each.name] for each in fields(LayerStatistics))
-    if type(tokens) is not int or tokens < 1:
+    if type(tokens) is not int or not 1 <= tokens <= _LARGEST:
         raise ValueError(f"tokens is {shown(tokens)}")
     if len({len(each) for each in lists}) > 1:
         raise ValueError("the lists of a layer have different lengths")
-    for each in (number for numbers in lists for number in numbers):
-        if type(each) not in (int, float) or not 0 <= each < math.inf:
-            raise ValueError(f"{shown(each)} is not a number of at least 0")
+    for numbers, largest in zip(lists, (1, 1, _LARGEST), strict=True):
+        for each in numbers:
+            if type(each) not in (int, float) or not 0 <= each <= largest:
+                raise ValueError(f"{shown(each)} is not a number from 0 to {largest:g}")
     found = LayerStatistics(tokens, *lists)
     if not any(found.activity) or not any(found.load):
         raise ValueError("a layer has no assignments")

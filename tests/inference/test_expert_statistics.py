@@ -57,8 +57,9 @@ REFUSED = {
     "empty": ({"expert_statistics": 1, "pairs": {}}, "whose statistics have no layers"),
     "a list of pairs": ({"expert_statistics": 1, "pairs": [1]}, "are malformed (AttributeError: "),
     "lengths": (LAYER | {"load": [2]}, "the lists of a layer have different lengths"),
-    "a word": (LAYER | {"load": ["2", 0]}, "'2' is not a number of at least 0"),
-    "not finite": (LAYER | {"activity": [math.nan, 1]}, "nan is not a number of at least 0"),
+    "a word": (LAYER | {"load": ["2", 0]}, "'2' is not a number from 0 to 1e+12"),
+    "not finite": (LAYER | {"activity": [math.nan, 1]}, "nan is not a number from 0 to 1"),
+    "no fraction": (LAYER | {"confidence": [1.5, 0]}, "1.5 is not a number from 0 to 1"),
     "tokens": (LAYER | {"tokens": 0}, "tokens is 0"),
     "nothing": (LAYER | {"activity": [0, 0]}, "a layer has no assignments"),
 }
