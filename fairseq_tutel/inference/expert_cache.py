@@ -2,8 +2,9 @@
 
 import heapq
 import itertools
+import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 Key = tuple[int, int]  # the indices of a stack and an expert
 
@@ -53,6 +54,16 @@ class ExpertCache:
         if len(self._order) > 2 * len(self._kept) + 64:
             self._order = [(rank, key) for key, (rank, _) in self._kept.items()]
             heapq.heapify(self._order)
+
+    def fitting(self, sizes: Sequence[int]) -> int:
+        """Return how many further experts fit; `sizes` are their bytes, in the order in which they come."""
+        left = math.inf if self.most_bytes is None else self.most_bytes - self._bytes
+        most = len(sizes) if self.most_experts is None else self.most_experts - len(self._kept)
+        for count, size in enumerate(sizes):
+            left -= size
+            if left < 0 or count >= most:
+                return count
+        return len(sizes)
 
     def take(self, key: Key) -> None:
         """Remove an expert from the cache if it is there."""

@@ -4,6 +4,7 @@ A block has E experts, e of them on this rank. In a call, n experts have rows.
 """
 
 import contextlib
+import logging
 import time
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -17,17 +18,22 @@ from fairseq_tutel.inference.expert_buffers import Buffer, BufferLayout
 from fairseq_tutel.inference.expert_cache import ExpertCache, Key
 from fairseq_tutel.inference.expert_sources import ShardFiles, source_of
 from fairseq_tutel.inference.fetch_thread import Fetch, Fetcher, Source
+from fairseq_tutel.inference.free_memory import free_bytes
 from fairseq_tutel.kernels import backend_for
 from fairseq_tutel.kernels.groups import Groups
 from fairseq_tutel.kernels.weights import ExpertTensorList
 from fairseq_tutel.moe.expert_stack import ExpertStack, Tensors, Weights
 from fairseq_tutel.moe.option_table import (
+    AUTO,
     EVICTIONS,
     STORE_POLICIES,
     STORE_PRODUCTS,
     STORE_TIERS,
     cache_limits,
 )
+from fairseq_tutel.ranks import world
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -69,7 +75,8 @@ class ExpertStore:
       time, and at first the block that was added next.
 
     Tiers: `disk` reads the shard files of a checkpoint, and `host` keeps experts in memory (pinned if there
-    is a GPU). The cache size is in experts or, with a unit (`"2GiB"`), in bytes.
+    is a GPU). The cache size is in experts or, with a unit (`"2GiB"`), in bytes. The size `"auto"` is half
+    of the memory that is free at the first fetch.
 
     On a CPU, built-in experts in int8 and int4 are multiplied as they are stored. The relative error of a
     product is at most 2**-8, which is less than that of quantization. With `compute="unpacked"`, the
@@ -106,7 +113,10 @@ class ExpertStore:
                 raise ValueError(f"{argument} of an expert store is {value!r}; choose from {choices}.")
         self.policy, self.tier, self.compute = policy, tier, compute
         self.counters = Counters()
-        self._cache = ExpertCache(eviction, *cache_limits(cache))
+        # The size `auto` is set at the first fetch, when the model is in memory.
+        self._sizes_cache = cache == AUTO
+        self._cache = ExpertCache(eviction, *((0, None) if self._sizes_cache else cache_limits(cache)))
+        self._to_cache: list[Key] = []  # experts to fetch when the store begins, the most important first
         self._stacks: list[tuple[ExpertStack, Source]] = []
         self._followers: dict[int, int] = {}  # the block that followed each block the last time
         self._last = -1
@@ -139,6 +149,26 @@ class ExpertStore:
         self._stacks.append((stack, source))
         stack.offload_to(_StoredWeights(self, len(self._stacks) - 1))
 
+    def fill_cache(self, experts: Iterable[tuple[ExpertStack, int]]) -> None:
+        """Begin to fetch experts that will be used often, the most used first, until the cache is full.
+
+        An expert is a stack that was added, and the index of the expert in it. On a machine with a GPU, the
+        fetches begin with the first call of a layer, because the device of a model is not known before.
+
+        Raises:
+            ValueError: a stack was not added.
+        """
+        indices = {stack: index for index, (stack, _) in enumerate(self._stacks)}
+        for stack, expert in experts:
+            if stack not in indices:
+                raise ValueError(
+                    "fill_cache has an expert of a layer that is not in the store; add the layer."
+                )
+            self._to_cache.append((indices[stack], expert))
+        if not torch.cuda.is_available():
+            with self._closed_on_error():
+                self._begin()
+
     @property
     def is_open(self) -> bool:
         """Whether the store can be used: it is open, had no error, and this process created it."""
@@ -166,6 +196,7 @@ class ExpertStore:
     def prefetch(self, index: int, experts: Iterable[int]) -> None:
         """Begin to fetch experts of the stack with this index, before they are needed."""
         with self._closed_on_error():
+            self._begin()
             self._release(self._used)
             self._used = set()
             self._prefetch(index, experts)
@@ -173,6 +204,7 @@ class ExpertStore:
     def take(self, index: int, experts: Sequence[int]) -> list[Buffer]:
         """Fetch experts of a stack and return their buffers, which are valid until a block is called."""
         with self._closed_on_error():
+            self._begin()
             wanted = {(index, e) for e in experts}
             self._release((self._used | self._prefetched.pop(index, set())) - wanted)
             self._used = wanted
@@ -196,6 +228,27 @@ class ExpertStore:
         except BaseException:
             self.close()
             raise
+
+    def _begin(self) -> None:
+        """Set the size of an automatic cache, and begin to fetch the experts given to `fill_cache`."""
+        if self._sizes_cache:
+            self._sizes_cache = False
+            size = self._cache.most_bytes = free_bytes(self._stacks[0][0].device) // 2
+            if world.is_first():
+                logger.info("--moe-expert-cache auto is %.1f MiB, half of the free memory", size / 2**20)
+        if not self._to_cache:
+            return
+        keys = [key for key in dict.fromkeys(self._to_cache) if key not in self._fetches]
+        self._to_cache = []
+        sizes = [self._stacks[index][1].layout.num_bytes for index, _ in keys]
+        keys = keys[: self._cache.fitting(sizes)]
+        for key in keys:
+            self._hold(key, ahead=True)
+        for key in reversed(keys):  # the most used expert is evicted last
+            self._cache.note_fetch(key)
+            self._cache.note_use(key)
+            evicted = list(self._cache.put(key, self._fetches[key].buffer.layout.num_bytes))
+            assert not evicted, "the experts fit in the cache"
 
     def _prefetch_next(self, index: int) -> None:
         """Begin to fetch all experts of the block that followed block `index` the last time."""
@@ -243,15 +296,21 @@ class ExpertStore:
     def _release(self, keys: Iterable[Key]) -> None:
         """Move experts to the cache, and free the buffers of evicted experts and of cancelled fetches."""
         for key in sorted(keys):
-            fetch = self._fetches[key]
-            num_bytes = fetch.buffer.layout.num_bytes
-            if not fetch.is_here and self._fetcher.cancel(fetch):
-                self.counters.add(cancelled=1, fetches=-1, bytes=-num_bytes)
-                self._free(key)
+            if self._cancel(key):
                 continue
-            for leaving in self._cache.put(key, num_bytes):
-                self._fetcher.wait([self._fetches[leaving]])  # this fetch may still be running
-                self._free(leaving)
+            for leaving in self._cache.put(key, self._fetches[key].buffer.layout.num_bytes):
+                if not self._cancel(leaving):
+                    self._fetcher.wait([self._fetches[leaving]])  # this fetch may still be running
+                    self._free(leaving)
+
+    def _cancel(self, key: Key) -> bool:
+        """Cancel a fetch that has not begun, and free its buffer; return whether it was cancelled."""
+        fetch = self._fetches[key]
+        if fetch.is_here or not self._fetcher.cancel(fetch):
+            return False
+        self.counters.add(cancelled=1, fetches=-1, bytes=-fetch.buffer.layout.num_bytes)
+        self._free(key)
+        return True
 
     def _free(self, key: Key) -> None:
         buffer = self._fetches.pop(key).buffer

@@ -34,10 +34,13 @@ EVICTIONS = ("lfu", "lru", "fifo")
 STORE_PRODUCTS = ("quantized", "unpacked")
 # Dtypes of the experts in a sharded checkpoint, besides their own.
 EXPERT_DTYPES = ("bf16", "int8", "int4")
+AUTO = "auto"
 CACHE_SIZES = (
-    f"give a number of experts, such as 64, or a size with a unit, such as 512MiB ({', '.join(UNITS)})"
+    "give a number of experts, such as 64, a size with a unit, such as 512MiB "
+    f"({', '.join(UNITS)}), or {AUTO}"
 )
 NO_STORE = needs(lambda f: f.store.moe_expert_store != "resident", "--moe-expert-store")
+NO_CACHE = needs(lambda f: f.store.moe_expert_cache != "0", "--moe-expert-cache")
 SIDE_FREQ: Rule = (whole(-1)[0], "give a whole number of layers, at least 0, or -1 for --moe-freq")
 ZERO_STAGE: Rule = (
     lambda v: v in (0, 1, 2),
@@ -234,13 +237,14 @@ class StoreConfig:
         "checkpoint; auto, host on a GPU, otherwise disk",
     )
     moe_expert_cache: str = memory(
-        "0", rule=(lambda v: _limits_of(v) is not None, CACHE_SIZES), no_effect=(NO_STORE,),
-        help="size of the cache that keeps used experts of all layers in memory: a number of experts, or a "
-        "size with a unit, such as 2GiB",
+        "0", rule=(lambda v: v == AUTO or _limits_of(v) is not None, CACHE_SIZES), no_effect=(NO_STORE,),
+        help="size of the cache that keeps used experts of all layers in memory: a number of experts, a "
+        "size with a unit, such as 2GiB, or auto: half of the memory that is free at the first fetch (on a "
+        "CPU the smaller of MemAvailable and what the cgroup limits leave, over the ranks of the node)",
     )
     moe_expert_cache_policy: str = memory(
         "lfu", choices=EVICTIONS,
-        no_effect=(NO_STORE, needs(lambda f: f.store.moe_expert_cache != "0", "--moe-expert-cache")),
+        no_effect=(NO_STORE, NO_CACHE),
         help="which expert a full cache evicts: lfu, the least frequently used; lru, the least recently "
         "used; fifo, the first fetched",
     )
@@ -254,6 +258,16 @@ class StoreConfig:
         "auto", choices=("auto", "bf16"),
         help="dtype of a model that is opened for inference (no effect in training): auto, the dtype that "
         "the command sets; bf16, which takes half of the memory of fp32",
+    )
+    moe_expert_prefetch: str = memory(
+        "", no_effect=(NO_STORE, NO_CACHE),
+        help="JSON file of `tokens --output-statistics`: when the model is opened, the store begins to "
+        "fetch the experts with the most assignments in it, until the cache is full; empty: none",
+    )
+    moe_expert_prefetch_pairs: str = memory(
+        "", no_effect=(NO_STORE, needs(lambda f: f.store.moe_expert_prefetch, "--moe-expert-prefetch")),
+        help="language pairs in --moe-expert-prefetch whose assignments count, separated by commas, such "
+        "as de-en; empty: the pair of the task if the file has it, otherwise all pairs",
     )
     # fmt: on
 

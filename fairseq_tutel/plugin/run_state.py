@@ -68,6 +68,12 @@ def config_of(task: Any) -> Any:
     return getattr(task, "args", None) if cfg is None else cfg
 
 
+def language_pair(task_cfg: Any) -> str:
+    """Return the language pair of a task's configuration, such as de-en; "" if it lacks a language."""
+    languages = [getattr(task_cfg, key, None) for key in ("source_lang", "target_lang")]
+    return "-".join(map(str, languages)) if all(languages) else ""
+
+
 def root_of(task: Any) -> Any:
     """Return the FairseqConfig of a task's run, or None if the task was built outside of a run."""
     cfg = config_of(task)  # for a task without a dataclass, the command line, which has no root

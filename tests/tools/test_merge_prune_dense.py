@@ -8,6 +8,8 @@ import torch
 from moe_files import D, E, H, load, outputs, save
 from tool_in_process import tool
 
+from fairseq_tutel.inference.expert_statistics import LayerStatistics, text_of
+
 STEP = "decoder.layers.{}.fc1."
 
 
@@ -261,6 +263,54 @@ def test_convert_dense_makes_all_layers_equally_wide(convert, tmp_path):
     assert same_outputs(tmp_path)
 
 
+# By load, expert 1 is the least used; by importance, expert 3 is, whose confidence is low.
+USE = {
+    "decoder_0": LayerStatistics(10, [0.4, 0.29, 0.01, 0.3], [0.5, 0.9, 0.9, 0.1], [1.2, 0.6, 0.7, 1.5]),
+    "decoder_1": LayerStatistics(10, [0.97, 0.01, 0.01, 0.01], [0.9, 0.5, 0.4, 0.3], [2.5, 0.5, 0.6, 0.4]),
+}
+OTHER = {label: LayerStatistics(10, [0, 0, 0.5, 0.5], [0, 0, 1, 1], [0.1, 0.1, 1.9, 1.9]) for label in USE}
+SHARES = {
+    "load": (("--share", 0.5), "0/3", "0/2"),
+    "importance": (("--share", 0.5, "--by", "importance"), "0/1", "0/1"),
+    "globally": (("--share", 0.75, "--by", "importance", "--globally"), "0/1/3", "0/1/2"),
+    "globally, few": (("--share", 0.2, "--by", "importance", "--globally"), "0/1", "0/1"),
+    "one language pair": (("--share", 0.5, "--by", "importance", "--keep-for", "fr-en"), "2/3", "2/3"),
+    "at least top-k": (("--share", 0.01), "0/3", "0/2"),
+    "another top-k": (("--share", 0.01, "--moe-top-k", 1), "3", "0"),
+    "below": (("--below", 0.65), "0/2/3", "0"),
+    "below, importance": (("--below", 0.01, "--by", "importance"), "0/1/2/3", "0/1/2/3"),
+}
+
+
+@pytest.mark.parametrize("name", SHARES)
+def test_convert_prune_keeps_a_share_by_load_or_importance(name, convert, tmp_path):
+    save(tmp_path / "a.pt")
+    pairs = {"de-en": USE, "fr-en": OTHER} if "pair" in name else {"de-en": USE}
+    (tmp_path / "use.json").write_text(text_of(pairs))
+    words, *expected = SHARES[name]
+    words = (*words, "--moe-top-k", 1) if name == "below" else words
+    text = convert("prune", *words, "--statistics", tmp_path / "use.json")
+    assert re.findall(r"experts, (\S+)", text) == expected
+    outputs(tmp_path / "b.pt", tokens())
+
+
+def test_convert_prune_reads_only_the_experts_that_it_keeps(convert, tmp_path):
+    """The file of a removed expert is damaged."""
+    save(tmp_path / "a.pt")
+    tool("convert", "sharded", tmp_path / "a.pt", "--output", tmp_path / "sharded.pt")
+    (file, *_) = sorted((tmp_path / "experts").rglob("decoder.layers.0.*"))
+    tensor = load(tmp_path / "a.pt")["model"][STEP.format(0) + "experts.fc1_weight"][2].numpy().tobytes()
+    content = file.read_bytes()
+    assert content.count(tensor) == 1
+    file.write_bytes(content.replace(tensor, bytes(len(tensor))))
+    convert("prune", "--drop", "decoder_0=2", "--input", tmp_path / "sharded.pt")
+    whole, pruned = load(tmp_path / "a.pt")["model"], load(tmp_path / "b.pt")["model"]
+    key = STEP.format(0) + "experts.fc1_weight"
+    assert torch.equal(pruned[key], whole[key][[0, 1, 3]])
+    with pytest.raises(SystemExit, match="which is corrupt or missing"):
+        convert("prune", "--drop", "decoder_0=1", "--input", tmp_path / "sharded.pt")
+
+
 REFUSED = {
     "truncated": ({}, ("prune", "--drop", 0, "--input", "cut.pt"),
              "cut.pt, which is corrupt or not a checkpoint; give another file"),
@@ -290,12 +340,24 @@ REFUSED = {
     "none left": ({}, ("prune", "--drop", "decoder_1=0,1,2,3"),
                   "--drop removes all 4 experts of decoder_1; keep at least one expert."),
     "ids and loads": ({}, ("prune", "--drop", 3, "--load", "1,1,1,1"),
-                      "--drop names the experts to remove, so --log and --load have no effect"),
+                      "--drop names the experts to remove, so --load has no effect; remove it, or"),
     "no loads but zero": ({}, ("merge", "--moe-expert-count", 2, "--load", "0,0,0,0"),
                           "has only loads of 0 for decoder_0; give a load above 0"),
     "no number of a load": ({}, ("merge", "--moe-expert-count", 2, "--load", "nan,1,1,1"),
                             "--load has nan,1,1,1, but each load must be a number of at least 0, as"),
     "no loads": ({}, ("prune", "--below", 0.1), "--below is 0.1, but no loads are given; add"),
+    "importance of loads": ({}, ("prune", "--share", 0.5, "--by", "importance", "--load", "1,1,1,1"),
+                            "--by is importance, but only a file of `tokens --output-statistics` has it"),
+    "pairs of loads": ({}, ("prune", "--share", 0.5, "--keep-for", "de-en", "--load", "1,1,1,1"),
+                       "--keep-for is de-en, but no statistics of language pairs are given; add"),
+    "share": ({}, ("prune", "--share", 1.5, "--load", "1,1,1,1"), "--share is 1.5; give a number above 0"),
+    "no share of loads": ({}, ("prune", "--share", 0.5), "--share is 0.5, but no loads are given; add"),
+    "globally below": ({}, ("prune", "--below", 0.1, "--globally", "--load", "1,1,1,1"),
+                       "--globally applies only to --share; remove it, or give --share."),
+    "ids and a measure": ({}, ("prune", "--drop", 3, "--by", "importance"),
+                          "--drop names the experts to remove, so --by has no effect; remove it"),
+    "no statistics": ({}, ("prune", "--share", 0.5, "--statistics", "none.json"),
+                      "none.json, which cannot be read (No such file or directory); give a file that"),
     "too few loads": ({}, ("prune", "--below", 0.1, "--load", "1,2"),
                       "has 2 loads for decoder_0, which has 4 experts; give one load per expert"),
     "no log": ({}, ("prune", "--below", 0.1, "--log", "none.log"), "does not exist; give a log"),

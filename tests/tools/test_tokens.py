@@ -5,8 +5,12 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 from tool_in_process import refusal_of
 
+import fairseq_tutel as ft
+from fairseq_tutel.plugin.feed_forward import MoEFeedForward
+from fairseq_tutel.tools.tokens.counting import ExpertCounts
 from fairseq_tutel.tools.tokens.observe import Sample
 from fairseq_tutel.tools.tokens.page import _check_words, content
 from fairseq_tutel.tools.tokens.statistics import statistics
@@ -55,6 +59,36 @@ def test_languages_and_images_have_their_tables():
     assert found.typical == [[("cat", 0.75)], [("dog", 1.0)]] and list(found.tables) == ["position"]
 
 
+@pytest.mark.parametrize("options", ({}, {"choice": "experts"}, {"balance_bias": True}))
+def test_choices_of_gates_are_counted_per_pair_as_a_loop_counts_them(options):
+    config = ft.MoEConfig(model_dim=4, hidden_dim=4, num_experts=5, top_k=2, **options)
+    layer = MoEFeedForward(config, ft.Topology(), 1, "decoder.layers.3.fc1").eval()
+    counts, expected = ExpertCounts(), {}
+    for pair, length in (("de-en", 3), ("fr-en", 4), ("de-en", 6)):
+        logits_TE = torch.randn(length, 5, generator=torch.Generator().manual_seed(length))
+        real_T = torch.arange(length) > 0
+        rules = {"choice": "experts"} if options.get("choice") else {}
+        bias_E = torch.arange(5.0) if options.get("balance_bias") else None
+        routing = ft.route(logits_TE, 2, real_T=real_T, bias_E=bias_E, **rules)
+        counts.add(pair, layer, routing)
+        sums = expected.setdefault(pair, np.zeros((3, 5)))
+        for t in range(1, length):
+            probs = logits_TE[t].softmax(0).tolist()
+            chosen = routing.expert_ids_TK[t][routing.row_of_TK[t] >= 0].tolist()
+            first = chosen[0] if "choice" not in options else int(np.argmax(probs))
+            sums[:2, first] += 1, probs[first]
+            for e in chosen:
+                sums[2, e] += 1
+    found = counts.statistics()
+    assert list(found) == ["de-en", "fr-en"]
+    for pair, (first_E, prob_E, load_E) in expected.items():
+        ((label, use),) = found[pair].items()
+        assert (label, use.tokens) == ("decoder_3", first_E.sum())
+        assert use.activity == pytest.approx(first_E / first_E.sum())
+        assert use.confidence == pytest.approx(prob_E / np.maximum(first_E, 1), abs=1e-6)
+        assert use.load == pytest.approx(5 * load_E / load_E.sum())
+
+
 def test_the_page_keeps_a_layer_that_some_samples_did_not_see():
     other = "decoder.layers.0.fc1"
     made = content([sample(["a"], [[1]])], {LAYER: 2, other: 2})
@@ -66,6 +100,11 @@ def test_bad_arguments_are_refused(tmp_path):
     words = ("tokens", tmp_path / "model.pt", "--output")
     assert refusal_of(*words, tmp_path / "no" / "a.html").startswith("--output is ")
     assert "--limit is 0; give a number" in refusal_of(*words, tmp_path / "a.html", "--limit", 0)
+    both = (tmp_path / "a.html", "--output-statistics", tmp_path / "a.html")
+    assert refusal_of(*words, *both).endswith("a.html; give two files.")
+    words = ("tokens", tmp_path / "model.pt", "--output-statistics")
+    assert refusal_of(*words, tmp_path / "no" / "a.json").startswith("--output-statistics is ")
+    words = ("tokens", tmp_path / "model.pt", "--output")
     (tmp_path / "a.html").write_text("")
     assert "add --overwrite" in refusal_of(*words, tmp_path / "a.html")
 

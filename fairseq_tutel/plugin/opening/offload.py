@@ -8,12 +8,14 @@ import dataclasses
 import functools
 import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from fairseq_tutel.inference.expert_statistics import of_layer, pooled, read_statistics
 from fairseq_tutel.inference.expert_store import Counters, ExpertStore
 from fairseq_tutel.moe.config import MoEConfig
 from fairseq_tutel.moe.expert_stack import ExpertStack
@@ -21,15 +23,16 @@ from fairseq_tutel.moe.experts import build_experts
 from fairseq_tutel.moe.option_table import SidesConfig, StoreConfig
 from fairseq_tutel.options.option import read, refuse_bad_values
 from fairseq_tutel.plugin.announce import Facts, warn_of_no_effect
-from fairseq_tutel.plugin.feed_forward import moe_layers
+from fairseq_tutel.plugin.feed_forward import MoEFeedForward, moe_layers
 from fairseq_tutel.plugin.registration.process import call_at_end
-from fairseq_tutel.plugin.run_state import RUN, config_of, is_opened
+from fairseq_tutel.plugin.run_state import RUN, config_of, is_opened, language_pair
 from fairseq_tutel.ranks import world
 from fairseq_tutel.ranks.groups import Topology
 from fairseq_tutel.ranks.progress import progress
 
 # Logs JSON lines like fairseq's, under a short name: "… | INFO | expert_store | {"calls": …}".
 counters_logger = logging.getLogger("expert_store")
+PREFETCH, PREFETCH_PAIRS = "--moe-expert-prefetch", "--moe-expert-prefetch-pairs"
 
 
 def store_options(
@@ -54,6 +57,10 @@ def store_options(
     if options.moe_expert_tier == "auto" and is_offloaded(options):
         tier = "host" if device.type == "cuda" else "disk"
         options = dataclasses.replace(options, moe_expert_tier=tier)
+    if options.moe_expert_prefetch and is_offloaded(options):
+        options = dataclasses.replace(
+            options, moe_expert_prefetch_pairs=_pairs_to_prefetch(options, task_cfg)
+        )
     return options
 
 
@@ -115,8 +122,39 @@ def fetch_when_loaded(model: nn.Module, options: StoreConfig) -> None:
             for layer in layers:
                 store.add(layer.experts, layer.experts.take_sources())
                 advance(1)
+        if options.moe_expert_prefetch:
+            store.fill_cache(_most_used(layers, options))
 
     model.register_load_state_dict_post_hook(attach)
+
+
+def _pairs_to_prefetch(options: StoreConfig, task_cfg: Any) -> str:
+    """Return the language pairs to prefetch for: those given, or the task's if the file has it, or ""."""
+    path = Path(options.moe_expert_prefetch)
+    statistics = read_statistics(path, PREFETCH)
+    if options.moe_expert_prefetch_pairs:
+        pooled(statistics, options.moe_expert_prefetch_pairs.split(","), path, PREFETCH_PAIRS)
+        return options.moe_expert_prefetch_pairs
+    own = language_pair(task_cfg)
+    return own if own in statistics else ""
+
+
+def _most_used(layers: Sequence[MoEFeedForward], options: StoreConfig) -> list[tuple[ExpertStack, int]]:
+    """Return this rank's experts of all layers, with the largest share of their layer's assignments first.
+
+    The experts and their order come from the file of --moe-expert-prefetch. An expert is its stack and its
+    index in the stack. Unused experts are left out.
+    """
+    path, pairs = Path(options.moe_expert_prefetch), options.moe_expert_prefetch_pairs
+    statistics = pooled(
+        read_statistics(path, PREFETCH), pairs.split(",") if pairs else (), path, PREFETCH_PAIRS
+    )
+    found = []
+    for layer in layers:
+        stack, count = layer.experts, layer.config.num_experts
+        loads = of_layer(statistics, layer.label, count, path, PREFETCH).load
+        found += [(loads[stack.first + e] / count, stack, e) for e in range(stack.num_local)]
+    return [(stack, e) for share, stack, e in sorted(found, key=lambda each: -each[0]) if share > 0]
 
 
 def _store_of(options: StoreConfig) -> ExpertStore:

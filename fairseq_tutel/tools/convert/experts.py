@@ -8,11 +8,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fairseq_tutel.tools.convert.conversion import NEW_RUN, Conversion, one_file, option
-from fairseq_tutel.tools.convert.selection import expert_ids, loads
+from fairseq_tutel.tools.convert.selection import expert_ids, loads, scores
 
 if TYPE_CHECKING:
     from fairseq_tutel.checkpoint.saved import Layer, SavedModel
     from fairseq_tutel.convert.experts import Groups
+    from fairseq_tutel.moe.config import MoEConfig
+
+    Kept = Mapping[Layer, list[int]]
 
 COUNT = (
     "new number of experts: one number for all MoE layers, or one per layer; each new expert is the mean "
@@ -20,7 +23,21 @@ COUNT = (
 )
 GROUPS = "groups of expert IDs to merge: such as 0,3/1,2 for all layers, or decoder_1=0,3/1,2 for one"
 DROP = "IDs of the experts to remove: such as 3,5 for all layers, or decoder_1=3,5 encoder_3=0"
-BELOW = "remove experts whose load in --log or --load is below this; an even load is 1"
+BELOW = "remove experts whose load, or importance with --by, is below this; the mean of a layer is 1"
+SHARE = (
+    "share of the experts to keep: those with the highest load, or importance with --by; each layer keeps "
+    "at least top-k experts"
+)
+GLOBALLY = (
+    "take --share of all experts of the model; each layer then keeps the same share of its total load or "
+    "importance, in place of the same number of experts"
+)
+BY = "compare experts by load or importance, which needs --statistics [load]"
+STATISTICS = "read loads and importances from this file of `tokens --output-statistics`"
+KEEP_FOR = (
+    "language pairs in --statistics, separated by commas, for which experts are kept, such as de-en,fr-en "
+    "[all pairs]"
+)
 LOG = "read the loads from this training log (of --log-format json), or from the log in this --save-dir"
 LOAD = "loads, one number per expert: such as 0.5,2,1,0.5 for all layers, or decoder_1=0.5,1.5"
 EXPERTS = (
@@ -66,42 +83,83 @@ def _merge(arguments: argparse.Namespace, inputs: list[Path]) -> tuple[SavedMode
 
 @one_file
 def _prune(arguments: argparse.Namespace, inputs: list[Path]) -> tuple[SavedModel, str]:
-    """Remove experts, chosen by ID or by load.
+    """Remove experts, chosen by ID, by load or by importance.
 
     If none of a token's experts is removed and its weights are normalized to the sum 1, its output does not
     change. For a top-k of at least 2, weights are normalized by default.
+
+    The importance of an expert is its activity times exp(its confidence) (Koishekenov et al. 2023).
+    Activity is the fraction of tokens whose first choice it is. Confidence is its mean gate probability
+    over these tokens. `tokens --output-statistics` writes both to a file.
     """
     from fairseq_tutel.checkpoint.saved import SavedModel
     from fairseq_tutel.convert.configs import configs_of
     from fairseq_tutel.convert.experts import regroup
 
-    saved = SavedModel.open(inputs[0])
+    _refuse_prune(arguments)
+    saved = SavedModel.open(inputs[0], keep_shards=True)
     configs = configs_of(saved)
-    load = loads(arguments, configs)
+    kept: Kept
     if arguments.drop is not None:
-        if load:
-            raise ValueError(
-                "--drop names the experts to remove, so --log and --load have no effect; remove these two, "
-                "or give --below instead of --drop."
-            )
-        removed = {layer: ids for layer, (ids,) in expert_ids("--drop", arguments.drop, configs).items()}
-    elif not load:
-        raise ValueError(f"--below is {arguments.below:g}, but no loads are given; add --log or --load.")
-    else:
-        removed = {
-            layer: [i for i, share in enumerate(of_layer) if share < arguments.below]
-            for layer, of_layer in load.items()
+        dropped = expert_ids("--drop", arguments.drop, configs)
+        kept = {
+            layer: [i for i in range(configs[layer].num_experts) if i not in ids]
+            for layer, (ids,) in dropped.items()
         }
-    groups = {}
-    for layer, gone in removed.items():
-        E = configs[layer].num_experts
-        groups[layer] = [[i] for i in range(E) if i not in gone]
-        if not groups[layer]:
+    else:
+        kept = _kept_by_score(arguments, configs)
+    for layer, ids in kept.items():
+        if not ids:
             flag = "--drop" if arguments.drop is not None else f"--below {arguments.below:g}"
-            raise ValueError(f"{flag} removes all {E} experts of {layer.label}; keep at least one expert.")
+            raise ValueError(
+                f"{flag} removes all {configs[layer].num_experts} experts of {layer.label}; keep at least "
+                "one expert."
+            )
+    groups = {layer: [[i] for i in ids] for layer, ids in kept.items()}
     for line in regroup(saved, groups, top_k=arguments.moe_top_k):
         print(line)
     return saved, NEW_RUN
+
+
+def _refuse_prune(arguments: argparse.Namespace) -> None:
+    if arguments.globally and arguments.share is None:
+        raise ValueError("--globally applies only to --share; remove it, or give --share.")
+    if arguments.share is not None and not 0 < arguments.share <= 1:
+        raise ValueError(f"--share is {arguments.share:g}; give a number above 0, at most 1.")
+    if arguments.drop is not None:
+        given = [
+            flag
+            for flag in ("--log", "--load", "--statistics", "--keep-for", "--by")
+            if getattr(arguments, flag[2:].replace("-", "_")) not in (None, "load")
+        ]
+        if given:
+            raise ValueError(
+                f"--drop names the experts to remove, so {given[0]} has no effect; remove it, or give "
+                "--below or --share instead of --drop."
+            )
+
+
+def _kept_by_score(arguments: argparse.Namespace, configs: Mapping[Layer, MoEConfig]) -> Kept:
+    """Return the sorted IDs of the experts that --below or --share keeps in each layer."""
+    from fairseq_tutel.convert.pruning import kept_by_share
+
+    found = scores(arguments, configs)
+    if not found:
+        by = "below" if arguments.share is None else "share"
+        raise ValueError(
+            f"--{by} is {getattr(arguments, by):g}, but no loads are given; add --log, --load or "
+            "--statistics."
+        )
+    if arguments.share is None:
+        return {
+            layer: [i for i, score in enumerate(of_layer) if score >= arguments.below]
+            for layer, of_layer in found.items()
+        }
+    least = {
+        layer: min(arguments.moe_top_k or configs[layer].top_k, configs[layer].num_experts)
+        for layer in found
+    }
+    return kept_by_share(found, arguments.share, least, arguments.globally)
 
 
 @one_file
@@ -156,11 +214,20 @@ KINDS = (
     Conversion(
         name="prune",
         convert=_prune,
-        example="moe.pt --below 0.1 --log SAVE --output pruned.pt",
-        one_of=(option("--drop", DROP, "IDS", nargs="+"), option("--below", BELOW, "LOAD", type=float)),
+        example="moe.pt --share 0.5 --by importance --statistics use.json --output pruned.pt",
+        one_of=(
+            option("--drop", DROP, "IDS", nargs="+"),
+            option("--below", BELOW, "SCORE", type=float),
+            option("--share", SHARE, type=float),
+        ),
         source=SOURCE,
-        options=(TOP_K,),
-        exclusive=(LOADS,),
+        options=(
+            TOP_K,
+            option("--by", BY, choices=("load", "importance"), default="load"),
+            option("--globally", GLOBALLY, action="store_true"),
+            option("--keep-for", KEEP_FOR, "PAIRS"),
+        ),
+        exclusive=((*LOADS, option("--statistics", STATISTICS, "FILE", type=Path)),),
     ),
     Conversion(
         name="dense",

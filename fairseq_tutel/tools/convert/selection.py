@@ -1,4 +1,4 @@
-"""Parses options that have a value for each MoE layer, and reads the loads of experts.
+"""Parses options that have a value for each MoE layer, and reads the scores of experts.
 
 "3,5" is the value for all layers; "decoder_1=3,5 encoder_3=0" gives values for two layers. Loads come from
 a training log or the command line; if tokens are distributed evenly, all loads are 1.
@@ -115,6 +115,42 @@ def loads(arguments: argparse.Namespace, configs: Configs) -> dict[Layer, list[f
                 "this layer."
             )
     return found
+
+
+def scores(arguments: argparse.Namespace, configs: Configs) -> dict[Layer, list[float]]:
+    """Return the score of every expert by which `prune` removes experts; the mean of a layer is 1.
+
+    Scores are loads from --log or --load, or loads or importances from --statistics. The result is {}
+    without these options.
+
+    Raises:
+        ValueError: the options exclude each other, or the file does not fit the model.
+    """
+    if arguments.statistics is None:
+        if arguments.by == "importance":
+            raise ValueError(
+                "--by is importance, but only a file of `tokens --output-statistics` has it; add "
+                "--statistics FILE."
+            )
+        if arguments.keep_for is not None:
+            raise ValueError(
+                f"--keep-for is {arguments.keep_for}, but no statistics of language pairs are given; add "
+                "--statistics FILE, or remove --keep-for."
+            )
+        return loads(arguments, configs)
+    from fairseq_tutel.inference.expert_statistics import of_layer, pooled, read_statistics
+
+    path, flag = arguments.statistics, "--statistics"
+    pairs = arguments.keep_for.split(",") if arguments.keep_for is not None else ()
+    statistics = pooled(read_statistics(path, flag), pairs, path, "--keep-for")
+    found = {
+        layer: of_layer(statistics, layer.label, config.num_experts, path, flag)
+        for layer, config in configs.items()
+    }
+    return {
+        layer: each.importance if arguments.by == "importance" else list(each.load)
+        for layer, each in found.items()
+    }
 
 
 def of_log(path: Path, layers: list[Layer]) -> dict[Layer, list[float]]:

@@ -13,10 +13,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from fairseq_tutel.inference.expert_statistics import ALL
 from fairseq_tutel.moe.call import Call
 from fairseq_tutel.moe.layer import MoELayer
 from fairseq_tutel.moe.routing import Routing
 from fairseq_tutel.plugin.feed_forward import MoEFeedForward
+from fairseq_tutel.plugin.run_state import config_of, language_pair
+from fairseq_tutel.tools.tokens.counting import ExpertCounts
 
 BATCH = 8
 
@@ -43,17 +46,18 @@ class Sample:
 
 
 class Recorder:
-    """A router that routes like a MoE layer, and stores the last routing as arrays [batch, T, K]."""
+    """A router that routes like a MoE layer, and stores the last routing, also as arrays [batch, T, K]."""
 
-    def __init__(self, layer: MoELayer) -> None:
-        self.before = layer.router
+    def __init__(self, layer: MoEFeedForward) -> None:
+        self.layer, self.before = layer, layer.router
+        self.routing: Routing | None = None
         self.experts: np.ndarray | None = None
         self.weights: np.ndarray | None = None
 
     def routing_of(self, layer: MoELayer, x_TD: Tensor, call: Call) -> Routing:
         """Route as without the recorder, and store the expert IDs and weights of the tokens."""
         route = layer.route if self.before is None else partial(self.before.routing_of, layer)
-        routing = route(x_TD, call)
+        self.routing = routing = route(x_TD, call)
         used = routing.expert_ids_TK.where(routing.row_of_TK >= 0, -1)
         self.experts, self.weights = (_by_sentence(values, call) for values in (used, routing.weights_TK))
         return routing
@@ -78,14 +82,16 @@ def recording(model: nn.Module) -> Iterator[dict[str, Recorder]]:
             layer.route_by(recorders[name].before)
 
 
-def of_texts(model: Any, opened: Any, texts: Sequence[str]) -> Iterator[Sample]:
+def of_texts(model: Any, opened: Any, texts: Sequence[str], counts: ExpertCounts) -> Iterator[Sample]:
     """Run the model on texts; yield a `Sample` with the chosen experts for each sequence of tokens.
 
     Args:
         model: the model of `opened`.
         opened: the result of `from_checkpoint`.
         texts: sentences; the decoder of a translation model reads the model's translation.
+        counts: counts the choices of all gates.
     """
+    pair = pair_of(opened.task)
     for text in texts:
         tokens = opened.encode(text).cpu()
         batch = {"src_tokens": tokens[None], "src_lengths": torch.tensor([len(tokens)])}
@@ -95,29 +101,79 @@ def of_texts(model: Any, opened: Any, texts: Sequence[str]) -> Iterator[Sample]:
             batch["prev_output_tokens"] = tokens.roll(1)[None]
         elif hasattr(model, "decoder"):
             batch["src_tokens"] = tokens.roll(1)[None]
-        yield from _sentences(model, model, batch, _dictionaries(opened.task), ("", ""), [0])
+        with _counted(model, counts, pair) as recorders:
+            model(**_on_device(model, batch))
+        yield from _sentences(recorders, batch, _dictionaries(opened.task), ("", ""), [0])
 
 
-def of_data(model: Any, task: Any, split: str, limit: int) -> Iterator[Sample]:
-    """Run the model on the first `limit` sentences or images of a loaded split; yield their `Sample`s."""
-    dataset = task.dataset(split)
-    dataset.ordered_indices()  # without it, fairseq's data sets of several languages cannot be indexed
-    numbers = range(min(limit, len(dataset)))
-    for start in numbers[::BATCH]:
-        batch = dataset.collater([dataset[i] for i in numbers[start : start + BATCH]])
-        if "images" in batch.get("net_input", ()):
-            yield from _images(model, batch, dataset, task.class_names)
-        elif "net_input" in batch:
-            rows = batch["id"].argsort().tolist()  # fairseq sorts by length
-            yield from _sentences(model, model, batch["net_input"], _dictionaries(task), ("", ""), rows)
-        else:  # a batch for each pair of languages
-            for pair, part in ((pair, part) for pair, part in batch.items() if part):
-                both = tuple(pair.split("-"))
-                dictionaries = dict(zip(("encoder", "decoder"), map(task.dicts.get, both), strict=True))
-                rows = part["id"].argsort().tolist()
-                yield from _sentences(
-                    model, model.models[pair], part["net_input"], dictionaries, both, rows
-                )
+def of_data(model: Any, task: Any, split: str, limit: int, counts: ExpertCounts) -> Iterator[Sample]:
+    """Run the model on a loaded split; yield `Sample`s.
+
+    Of each language pair of a split, the first `limit` sentences or images are read. `counts` counts the
+    choices of all gates.
+    """
+    for languages, dataset in parts_of(task, split):
+        dataset.ordered_indices()  # without it, fairseq's data sets of several languages cannot be indexed
+        numbers = range(min(limit, len(dataset)))
+        for start in numbers[::BATCH]:
+            batch = dataset.collater([dataset[i] for i in numbers[start : start + BATCH]])
+            if "images" in batch.get("net_input", ()):
+                yield from _images(model, batch, dataset, task.class_names, counts)
+            elif "net_input" in batch:
+                pair = "-".join(languages) if all(languages) else pair_of(task)
+                with _counted(model, counts, pair) as recorders:
+                    model(**_on_device(model, batch["net_input"]))
+                rows = batch["id"].argsort().tolist()  # fairseq sorts by length
+                yield from _sentences(recorders, batch["net_input"], _dictionaries(task), languages, rows)
+            else:  # a batch for each pair of languages
+                yield from _pairs(model, batch, task, counts)
+
+
+def parts_of(task: Any, split: str) -> list[tuple[tuple[str, str], Any]]:
+    """Return the languages and the data set of each part of a split.
+
+    Only a split of `translation_multi_simple_epoch` has several parts. Other splits have one part with the
+    languages ("", "").
+    """
+    dataset, manager = task.dataset(split), getattr(task, "data_manager", None)
+    if manager is None or not hasattr(dataset, "datasets"):
+        return [(("", ""), dataset)]
+    found = manager.get_split_data_param_list(split, epoch=1)
+    return [
+        ((str(each["src"]), str(each["tgt"])), part)
+        for each, part in zip(found, dataset.datasets, strict=True)
+    ]
+
+
+def pair_of(task: Any) -> str:
+    """Return the language pair of a task, such as de-en, or ALL if the task has no two languages."""
+    return language_pair(config_of(task)) or ALL
+
+
+def _pairs(model: Any, batch: dict[str, Any], task: Any, counts: ExpertCounts) -> Iterator[Sample]:
+    """Run the model of each language pair on the pair's part of a batch; yield its samples."""
+    for pair, part in ((pair, part) for pair, part in batch.items() if part):
+        source, target = pair.split("-")
+        dictionaries = {"encoder": task.dicts.get(source), "decoder": task.dicts.get(target)}
+        rows, inputs = part["id"].argsort().tolist(), part["net_input"]
+        with _counted(model, counts, pair) as recorders:
+            model.models[pair](**_on_device(model, inputs))
+        yield from _sentences(recorders, inputs, dictionaries, (source, target), rows)
+
+
+@contextmanager
+def _counted(model: Any, counts: ExpertCounts, pair: str) -> Iterator[dict[str, Recorder]]:
+    """Record and count the routing of all MoE layers in the block, which runs a batch of one pair."""
+    with torch.inference_mode(), recording(model) as recorders:
+        yield recorders
+        for recorder in recorders.values():
+            if recorder.routing is not None:
+                counts.add(pair, recorder.layer, recorder.routing)
+
+
+def _on_device(model: Any, batch: dict[str, Any]) -> dict[str, Any]:
+    device = next(model.parameters()).device
+    return {key: value.to(device) if torch.is_tensor(value) else value for key, value in batch.items()}
 
 
 def _dictionaries(task: Any) -> dict[str, Any]:
@@ -125,17 +181,12 @@ def _dictionaries(task: Any) -> dict[str, Any]:
 
 
 def _sentences(
-    whole: Any,
-    model: Any,
+    recorders: dict[str, Recorder],
     batch: dict[str, Tensor],
     dictionaries: dict[str, Any],
     languages: tuple[str, ...],
     rows: Sequence[int],
 ) -> Iterator[Sample]:
-    device = next(model.parameters()).device
-    batch = {key: value.to(device) if torch.is_tensor(value) else value for key, value in batch.items()}
-    with torch.inference_mode(), recording(whole) as recorders:
-        model(**batch)
     ids = {"encoder": batch["src_tokens"], "decoder": batch.get("prev_output_tokens", batch["src_tokens"])}
     for side, language in zip(("encoder", "decoder"), languages, strict=True):
         ran = {
@@ -153,9 +204,11 @@ def _sentences(
             yield sample
 
 
-def _images(model: Any, batch: dict[str, Any], dataset: Any, classes: Sequence[str]) -> Iterator[Sample]:
+def _images(
+    model: Any, batch: dict[str, Any], dataset: Any, classes: Sequence[str], counts: ExpertCounts
+) -> Iterator[Sample]:
     images = batch["net_input"]["images"].to(next(model.parameters()).device)
-    with torch.inference_mode(), recording(model) as recorders:
+    with _counted(model, counts, ALL) as recorders:
         model(images)
     scaled = (images.float().cpu() * dataset.std + dataset.mean).clamp(0, 1) * 255
     for row, (pixels, target) in enumerate(zip(scaled, batch["target"].tolist(), strict=True)):

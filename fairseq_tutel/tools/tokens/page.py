@@ -7,6 +7,7 @@ patches. One process opens every checkpoint, also of a run on several ranks.
 """
 
 import argparse
+import ast
 import base64
 import io
 import json
@@ -24,6 +25,15 @@ from fairseq_tutel.tools.parser import add_output
 # Number of sequences that the page shows. Statistics include all sequences.
 SHOWN = 40
 SPACE = "\u2581"  # sentencepiece's piece for a space
+LIMIT = "sentences or images to read, of each language pair [500]"
+OVERRIDES = (
+    "options that replace those of the checkpoint, as in fairseq-generate, such as "
+    "\"{'moe_expert_store': 'on-demand'}\" for a model that does not fit in memory [{}]"
+)
+STATISTICS = (
+    "also write how often and with which probability the gates chose each expert, per language pair, to "
+    "this JSON file, which convert prune and --moe-expert-prefetch read"
+)
 
 
 def add_to(tools: Any) -> None:
@@ -38,9 +48,9 @@ def add_to(tools: Any) -> None:
         "--text", action="append", metavar="TEXT", help="a sentence, instead of DATA; repeatable"
     )
     parser.add_argument("--split", default="valid", metavar="SPLIT", help="split of the data set [valid]")
-    parser.add_argument(
-        "--limit", type=int, default=500, metavar="N", help="sentences or images to read [500]"
-    )
+    parser.add_argument("--limit", type=int, default=500, metavar="N", help=LIMIT)
+    parser.add_argument("--model-overrides", default="{}", metavar="DICT", help=OVERRIDES)
+    parser.add_argument("--output-statistics", type=Path, metavar="FILE", help=STATISTICS)
     add_output(parser, "the page to write", "tokens.html")
     parser.set_defaults(run=run)
 
@@ -48,10 +58,11 @@ def add_to(tools: Any) -> None:
 def run(arguments: argparse.Namespace) -> None:
     """Run the model on the data or texts, and write an HTML page of its tokens and experts."""
     _refuse(arguments)
-    refuse_output(arguments.output, [Path(arguments.model)], arguments.overwrite)
     with needing("tokens", "report"):
         from jinja2 import Environment, FileSystemLoader, StrictUndefined
+    from fairseq_tutel.inference.expert_statistics import text_of
     from fairseq_tutel.plugin.feed_forward import MoEFeedForward
+    from fairseq_tutel.tools.tokens.counting import ExpertCounts
     from fairseq_tutel.tools.tokens.observe import of_data, of_texts
 
     model, task, interface = _opened(arguments)
@@ -62,23 +73,34 @@ def run(arguments: argparse.Namespace) -> None:
     }
     if not experts:
         raise ValueError(f"MODEL is {arguments.model}, which has no experts; give that of a MoE model.")
+    counts = ExpertCounts()
     if arguments.text:
         _check_words(interface, arguments.text)
-        samples = list(of_texts(model, interface, arguments.text))
+        samples = list(of_texts(model, interface, arguments.text, counts))
     else:
-        samples = list(of_data(model, task, arguments.split, arguments.limit))
+        samples = list(of_data(model, task, arguments.split, arguments.limit, counts))
     templates = Environment(
         loader=FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=StrictUndefined
     )
     page = templates.get_template("tokens.html.j2").render(
         model=arguments.model, content=_json(content(samples, experts)), version=__version__
     )
-    with writing(arguments.output) as file:
-        file.write_text(page, encoding="utf-8")
-    print(f"wrote {arguments.output}")
+    outputs = {"--output": (arguments.output, page)}
+    if arguments.output_statistics:
+        outputs["--output-statistics"] = arguments.output_statistics, text_of(counts.statistics())
+    for flag, (path, text) in outputs.items():
+        with writing(path, flag) as file:
+            file.write_text(text, encoding="utf-8")
+        print(f"wrote {path}")
 
 
 def _refuse(arguments: argparse.Namespace) -> None:
+    outputs = {"--output": arguments.output, "--output-statistics": arguments.output_statistics}
+    for flag, path in outputs.items():
+        if path:
+            refuse_output(path, [Path(arguments.model)], arguments.overwrite, flag)
+    if arguments.output == arguments.output_statistics:
+        raise ValueError(f"--output and --output-statistics are both {arguments.output}; give two files.")
     if arguments.limit < 1:
         raise ValueError(f"--limit is {arguments.limit}; give a number of at least 1.")
     if not all(text.strip() for text in arguments.text or ()):
@@ -99,10 +121,11 @@ def _opened(arguments: argparse.Namespace) -> tuple[Any, Any, Any]:
     from fairseq_tutel.plugin.hub_interfaces import NoInterfaceError, reads_text
 
     files = [str(file) for file in hub.files_of(arguments.model, "MODEL")[:1]]
+    overrides = _overrides(arguments.model_overrides)
     other = f"MODEL is {arguments.model}, which reads neither text nor images; give another model."
     if arguments.text:
         try:
-            opened = hub.from_checkpoint(files[0], arguments.data)
+            opened = hub.from_checkpoint(files[0], arguments.data, **overrides)
         except NoInterfaceError as error:
             raise ValueError(other) from error
         if "classify" in opened.offers:
@@ -111,7 +134,8 @@ def _opened(arguments: argparse.Namespace) -> tuple[Any, Any, Any]:
             )
         return (opened.models[0] if hasattr(opened, "models") else opened.model), opened.task, opened
     plugin.register()
-    overrides = {"data": arguments.data} if arguments.data else {}
+    if arguments.data:
+        overrides["data"] = arguments.data
     try:
         models, _, task = checkpoint_utils.load_model_ensemble_and_task(files, arg_overrides=overrides)
     except FileNotFoundError as error:  # the folder of the training run, or a dictionary
@@ -130,6 +154,20 @@ def _opened(arguments: argparse.Namespace) -> tuple[Any, Any, Any]:
             "another split, such as valid."
         ) from error
     return models[0].eval(), task, None
+
+
+def _overrides(text: str) -> dict[str, Any]:
+    """Parse --model-overrides, a dictionary in Python's notation."""
+    try:
+        found = ast.literal_eval(text)
+    except (ValueError, SyntaxError, RecursionError, MemoryError):
+        found = None
+    if not isinstance(found, dict) or not all(isinstance(key, str) for key in found):
+        raise ValueError(
+            f"--model-overrides is {shown(text)}; give a dictionary, such as "
+            "\"{'moe_expert_store': 'on-demand'}\"."
+        )
+    return found
 
 
 def _check_words(interface: Any, texts: Sequence[str]) -> None:

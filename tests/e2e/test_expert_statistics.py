@@ -1,0 +1,218 @@
+"""Statistics of experts by the real commands: collected, pruned by, and prefetched by."""
+
+import json
+import re
+import shutil
+
+import pytest
+import torch
+from cli import HYDRA, ROOT, fairseq, refused, tail
+from corpora import translation
+from models import mt_args
+from test_multilingual import BOTH, MODEL
+from test_stored_experts import GENERATE, SHARDED, generate, words
+from tool_in_process import refusal_of, tool
+
+import fairseq_tutel as ft
+
+EXPERTS = 4
+
+
+@pytest.fixture(scope="module")
+def mt(mt_data, tmp_path_factory):
+    """A translation model in shards, and the statistics of its experts on the set valid."""
+    save = tmp_path_factory.mktemp("statistics")
+    fairseq("train", *mt_args(mt_data, save, *SHARDED, updates=2))
+    collect(save / "checkpoint_last.pt", mt_data, save / "use.json")
+    return save / "checkpoint_last.pt"
+
+
+def collect(path, data, output, *extra):
+    """Run `tokens --output-statistics`; return the file's language pairs."""
+    page = output.with_suffix(".html")
+    printed = tool("tokens", path, data, "--output", page, "--output-statistics", output, *extra)
+    assert f"wrote {page}\nwrote {output}\n" in printed
+    found = json.loads(output.read_text())
+    assert found["expert_statistics"] == 1
+    return found["pairs"]
+
+
+def test_the_statistics_are_those_of_the_gate(mt, mt_data):
+    (layers,) = json.loads((mt.parent / "use.json").read_text())["pairs"].values()
+    assert list(layers) == ["encoder_0", "encoder_1", "decoder_0", "decoder_1"]
+    opened = ft.from_checkpoint(mt, mt_data)
+    opened.task.load_dataset("valid")
+    dataset, (model,) = opened.task.dataset("valid"), opened.models
+    layer, seen = model.encoder.layers[0].fc1, []
+    layer.register_forward_pre_hook(lambda _, args: seen.append(args[0][:, 0]))
+    for i in range(len(dataset)):
+        tokens = dataset[i]["source"]
+        model.encoder(tokens[None], torch.tensor([len(tokens)]))
+    probs_TE = (torch.cat(seen) @ layer.gate.weight.T).softmax(1).double().detach()
+    found = layers["encoder_0"]
+    assert found["tokens"] == len(probs_TE)
+    first_T, chosen_TK = probs_TE.argmax(1), probs_TE.topk(2).indices
+    for e in range(EXPERTS):
+        own = probs_TE[first_T == e, e]
+        assert found["activity"][e] == pytest.approx(len(own) / len(probs_TE), abs=1e-6)
+        assert found["confidence"][e] == pytest.approx(float(own.sum()) / max(len(own), 1), abs=1e-5)
+        load = float((chosen_TK == e).sum()) * EXPERTS / chosen_TK.numel()
+        assert found["load"][e] == pytest.approx(load, abs=1e-6)
+
+
+def test_pairs_of_a_multilingual_model_are_counted_separately_and_kept(tmp_path):
+    data = translation(tmp_path)
+    task = (*BOTH, "--encoder-langtok", "src", "--decoder-langtok")
+    fairseq("train", *mt_args(data, tmp_path / "one", *task, "--disable-validation", updates=2))
+    path, use = tmp_path / "one/checkpoint_last.pt", tmp_path / "use.json"
+    pairs = collect(path, data, use, "--limit", 9)
+    assert list(pairs) == ["de-en", "en-de"]
+    sides = [{label: layer["tokens"] for label, layer in pairs[pair].items()} for pair in pairs]
+    assert all(counts["encoder_0"] == counts["encoder_1"] > 9 for counts in sides)
+    assert pairs["de-en"] != pairs["en-de"]
+    prune = ("convert", "prune", path, "--by", "importance", "--statistics", use, "--share", 0.5)
+    tool(*prune, "--keep-for", "de-en", "--output", tmp_path / "de.pt")
+    sentence = refusal_of(*prune, "--keep-for", "de-fr", "--output", tmp_path / "fr.pt")
+    assert sentence.startswith("--keep-for has 'de-fr', but ")
+    assert sentence.endswith("choose from 'de-en', 'en-de'.")
+    model = ft.from_checkpoint(tmp_path / "de.pt", data, source_lang="de", target_lang="en")
+    assert model.models[0].encoder.layers[0].fc1.gate.weight.shape[0] == EXPERTS // 2
+    assert isinstance(model.translate("w1 w2"), str)
+
+
+@pytest.mark.long
+def test_a_model_per_pair_has_statistics_of_its_own_layers(tmp_path):
+    data = translation(tmp_path)
+    fairseq("train", *mt_args(data, tmp_path / "save", *MODEL, updates=2))
+    pairs = collect(tmp_path / "save", data, tmp_path / "use.json")
+    assert list(pairs) == ["de-en", "en-de"]
+    assert "de-en_decoder_0" in pairs["de-en"] and "en-de_decoder_0" not in pairs["de-en"]
+
+
+@pytest.mark.long
+def test_a_model_in_a_store_gives_the_same_statistics(mt, mt_data, tmp_path):
+    overrides = "{'moe_expert_store': 'on-demand', 'moe_expert_cache': '2'}"
+    pairs = collect(mt, mt_data, tmp_path / "use.json", "--model-overrides", overrides)
+    assert pairs == json.loads((mt.parent / "use.json").read_text())["pairs"]
+    names = ("tokens", mt, mt_data, "--output", tmp_path / "page.html", "--model-overrides")
+    for text in ("{", "[1]", "{1: 2}", "open('x')"):
+        assert refusal_of(*names, text).startswith("--model-overrides is ")
+
+
+@pytest.mark.parametrize(
+    "globally", [pytest.param((), marks=pytest.mark.long), ("--globally",)], ids=["per layer", "globally"]
+)
+def test_a_pruned_model_translates_with_layers_of_its_own_sizes(mt, mt_data, tmp_path, globally):
+    use, pruned = mt.parent / "use.json", tmp_path / "pruned.pt"
+    prune = ("convert", "prune", mt, "--by", "importance", "--statistics", use, "--share", 0.7, *globally)
+    printed = tool(*prune, "--output", pruned)
+    kept = [int(count) for count in re.findall(r"4 -> (\d) experts", printed)]
+    assert len(kept) == 4 and (sum(kept) == 11 if globally else kept == [3] * 4)
+    lines, _ = generate(mt_data, pruned)
+    assert len(lines) > 60
+
+
+PREFETCH = ("--moe-expert-store", "on-demand", "--moe-expert-cache")
+
+
+def test_prefetched_experts_give_the_same_output_and_are_read_once(mt, mt_data):
+    use = mt.parent / "use.json"
+    expected, _ = generate(mt_data, mt)
+    lines, run = generate(mt_data, mt, *PREFETCH, "auto", "--moe-expert-prefetch", use)
+    assert lines == expected
+    assert re.search(r"--moe-expert-cache auto is [\d.]+ MiB, half of the free memory", run.output)
+    (found,) = run.stats("expert_store")
+    (layers,) = json.loads(use.read_text())["pairs"].values()
+    used = sum(load > 0 for layer in layers.values() for load in layer["load"])
+    assert used <= found["fetches"] <= 4 * EXPERTS and found["peak_experts"] == found["fetches"]
+
+
+@pytest.mark.long
+def test_ranks_prefetch_their_own_experts(mt, mt_data):
+    expected, _ = generate(mt_data, mt)
+    shared = ("--moe-expert-parallel-size", 2, "--moe-expert-prefetch", mt.parent / "use.json")
+    lines, run = generate(mt_data, mt, *PREFETCH, "auto", *shared, ranks=2)
+    texts = [sorted(line for line in found if line.startswith("S-")) for found in (lines, expected)]
+    assert texts[0] == texts[1]
+    assert run.stats("expert_store")[0]["peak_experts"] <= 4 * EXPERTS // 2
+
+
+def test_opening_reads_no_expert_but_those_to_prefetch(mt, mt_data, tmp_path):
+    """The shard files are empty, so that every read of them would be an error."""
+    shutil.copytree(mt.parent, tmp_path / "empty")
+    files = sorted((tmp_path / "empty/experts").rglob("*.safetensors"))
+    assert files
+    for file in files:
+        file.write_bytes(b"")
+    path = tmp_path / "empty" / mt.name
+    model = ft.from_checkpoint(path, mt_data, moe_expert_store="on-demand")
+    assert model.models[0].encoder.embed_tokens.weight.abs().sum() > 0
+    with pytest.raises(ValueError, match=r"experts in .*, which is corrupt or missing"):
+        model.translate("w1 w2")
+    cached = {"moe_expert_store": "on-demand", "moe_expert_cache": "3"}
+    opened = ft.from_checkpoint(mt, mt_data, **cached)
+    store = opened.models[0].encoder.layers[0].fc1.experts.weights._store
+    assert store.counters.bytes == store.counters.fetches == 0
+    opened = ft.from_checkpoint(mt, mt_data, **cached, moe_expert_prefetch=str(mt.parent / "use.json"))
+    counters = opened.models[0].encoder.layers[0].fc1.experts.weights._store.counters
+    assert counters.fetches == 3 and counters.bytes == 3 * store._stacks[0][1].layout.num_bytes
+
+
+BAD = {
+    "no file": ("none.json", "--moe-expert-prefetch names none.json, which cannot be read (No such file"),
+    "other file": (
+        "other.json",
+        "--moe-expert-prefetch names other.json, which has no statistics of exper",
+    ),
+    "other model": (
+        "model.json",
+        "--moe-expert-prefetch names model.json, which has statistics of 2 exper",
+    ),
+    "other pair": (
+        "use.json",
+        "--moe-expert-prefetch-pairs has 'fr-en', but use.json has no statistics of",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_a_bad_file_is_one_sentence(mt, mt_data, tmp_path, monkeypatch, case):
+    monkeypatch.chdir(tmp_path)
+    name, sentence = BAD[case]
+    (tmp_path / "other.json").write_text("{}")
+    text = (mt.parent / "use.json").read_text()
+    (tmp_path / "use.json").write_text(text)
+    content = json.loads(text)
+    for layers in content["pairs"].values():
+        for layer in layers.values():
+            layer.update({key: layer[key][:2] for key in ("activity", "confidence", "load")})
+            layer["activity"][0] = layer["load"][0] = 1
+    (tmp_path / "model.json").write_text(json.dumps(content))
+    options = {"moe_expert_prefetch": name, "moe_expert_store": "on-demand", "moe_expert_cache": "2"}
+    if case == "other pair":
+        options["moe_expert_prefetch_pairs"] = "fr-en"
+    with pytest.raises(ValueError) as error:
+        ft.from_checkpoint(mt, mt_data, **options)
+    assert str(error.value).startswith(sentence) and "\n" not in str(error.value)
+
+
+def test_commands_end_with_one_sentence_for_a_bad_file(mt, mt_data, tmp_path):
+    (tmp_path / "use.json").write_text("[")
+    more = (*PREFETCH, 2, "--moe-expert-prefetch", tmp_path / "use.json")
+    output = refused("tutel-run", "generate", *words("translation", mt_data, mt, *GENERATE, *more))
+    assert "error: --moe-expert-prefetch names " in tail(output, 1), output
+    assert "use.json, which cannot be read (" in tail(output, 1) and "Traceback" not in output
+
+
+@pytest.mark.long
+def test_hydra_takes_the_options(lm_data, tmp_path):
+    run = fairseq(
+        "hydra-train", "--config-dir", HYDRA, "--config-name", "tiny_lm", f"task.data={lm_data}",
+        f"checkpoint.save_dir={tmp_path}", "optimization.max_update=1", "dataset.num_workers=0",
+        "dataset.required_batch_size_multiple=1", "model.decoder_layers=2", "checkpoint.no_save=true",
+        "dataset.disable_validation=true", "+task.moe_expert_cache=auto",
+        "+task.moe_expert_prefetch=use.json", "+task.moe_expert_prefetch_pairs=de-en",
+        env={"PWD": str(ROOT)},
+    )  # fmt: skip
+    for option in ("cache auto", "prefetch use.json", "prefetch-pairs de-en"):
+        assert f"--moe-expert-{option} has no effect without --moe-expert-store" in run.output

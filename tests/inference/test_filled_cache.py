@@ -1,0 +1,107 @@
+"""A cache that is filled when a model is opened: which experts, in which order, and the same output."""
+
+import threading
+
+import pytest
+import torch
+from stored import FFN, as_read, model_of, opened, source_of, write
+from test_expert_store import run, steps
+
+from fairseq_tutel import ExpertStore
+from fairseq_tutel.inference.expert_cache import ExpertCache
+from fairseq_tutel.moe.option_table import EVICTIONS, STORE_POLICIES
+
+
+@pytest.mark.parametrize(
+    "limits, sizes, expected",
+    [
+        ((None, None), [5] * 3, 3),
+        ((0, None), [5], 0),
+        ((11, None), [5, 5, 5], 2),
+        ((10, None), [5, 5], 2),
+        ((None, 2), [5, 5, 5], 2),
+        ((None, 0), [5], 0),
+        ((9, None), [], 0),
+    ],
+)
+def test_a_cache_counts_the_experts_that_fit(limits, sizes, expected):
+    assert ExpertCache("lfu", *limits).fitting(sizes) == expected
+
+
+def test_experts_in_the_cache_leave_less_room():
+    cache = ExpertCache("lfu", 20, None)
+    list(cache.put((0, 0), 8))
+    assert cache.fitting([8, 8]) == 1
+    cache = ExpertCache("lfu", None, 2)
+    list(cache.put((0, 0), 8))
+    assert cache.fitting([8, 8]) == 1
+
+
+@pytest.mark.parametrize("policy", STORE_POLICIES)
+@pytest.mark.parametrize("cache", ("0", "4", "1GiB"))
+def test_the_output_is_that_of_resident_and_filled_experts_are_not_read_again(tmp_path, policy, cache):
+    source = source_of(write(model_of(FFN), tmp_path))
+    resident = as_read(model_of(FFN), source)
+    with ExpertStore(policy, cache=cache) as store:
+        model = opened(FFN, store, source)
+        everything = [(layer.experts, e) for e in range(FFN.num_experts) for layer in model]
+        store.fill_cache(everything)
+        assert store.counters.fetches == {"0": 0, "4": 4, "1GiB": len(everything)}[cache]
+        for x_TD in steps(4):
+            assert torch.equal(run(model, x_TD)[0], run(resident, x_TD)[0])
+        if cache == "1GiB":
+            assert store.counters.fetches == len(everything)
+
+
+@pytest.mark.parametrize("eviction", EVICTIONS)
+def test_the_most_used_experts_are_fetched_and_evicted_last(tmp_path, eviction):
+    source = source_of(write(model_of(FFN), tmp_path))
+    with ExpertStore(cache=2, eviction=eviction) as store:
+        model = opened(FFN, store, source)
+        store.fill_cache([(model[1].experts, 3), (model[0].experts, 5), (model[0].experts, 0)])
+        assert store.counters.fetches == 2
+        store.take(0, [1])
+        store.take(0, [])  # expert 1 goes to the cache, from which one of the two is evicted
+        store.take(1, [3])
+        counters = store.counters
+        assert counters.fetches + counters.cancelled == 3
+        store.take(0, [5])
+        assert counters.fetches + counters.cancelled == 4
+
+
+def test_an_expert_that_is_evicted_before_it_is_read_is_not_read(tmp_path, monkeypatch):
+    source = source_of(write(model_of(FFN), tmp_path))
+    with ExpertStore(cache=3) as store:
+        model, reads = opened(FFN, store, source), threading.Semaphore(0)
+        read = store._files.read
+        monkeypatch.setattr(store._files, "read", lambda *args: reads.acquire(timeout=9) and read(*args))
+        store.fill_cache([(model[0].experts, e) for e in (0, 1, 3)])
+        wait = store._fetcher.wait
+        monkeypatch.setattr(store._fetcher, "wait", lambda fetches: reads.release(2) or wait(fetches))
+        store.take(0, [2])  # the thread reads 0 and 2; then it waits in the read of 1
+        store.take(0, [])
+        assert (store.counters.cancelled, sorted(store._fetches)) == (1, [(0, 0), (0, 1), (0, 2)])
+        reads.release(9)
+
+
+def test_a_layer_that_is_not_in_the_store_is_refused():
+    model = model_of(FFN)
+    with ExpertStore(tier="host", cache=4) as store:
+        store.add(model[0].experts)
+        with pytest.raises(
+            ValueError, match=r"^fill_cache has an expert of a layer that is not in the store"
+        ):
+            store.fill_cache([(model[1].experts, 0)])
+        assert store.is_open
+
+
+def test_a_damaged_file_is_one_sentence_at_the_first_use(tmp_path):
+    folder = write(model_of(FFN), tmp_path)
+    source = source_of(folder)
+    for path in folder.rglob("*.safetensors"):
+        path.write_bytes(path.read_bytes()[:-9])
+    with ExpertStore(cache=4) as store:
+        model = opened(FFN, store, source)
+        store.fill_cache([(model[0].experts, 0)])
+        with pytest.raises(ValueError, match="which is corrupt or missing"):
+            run(model, steps(1)[0])
