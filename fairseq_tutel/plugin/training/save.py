@@ -24,6 +24,7 @@ from fairseq_tutel.moe.expert_stack import ExpertStack
 from fairseq_tutel.optim.moe_optimizer import ONLY_OF_RANK, MoEOptimizerMixin, innermost_optimizer
 from fairseq_tutel.plugin.run_state import RUN
 from fairseq_tutel.plugin.training import finite
+from fairseq_tutel.plugin.training.preemption import Preemption, end_process
 from fairseq_tutel.plugin.training.resume import checkpoint_to_load
 from fairseq_tutel.plugin.training.startup import saves_shards
 from fairseq_tutel.ranks.groups import Topology
@@ -39,12 +40,17 @@ def run_training(main: Any, cfg: Any, **kwargs: Any) -> Any:
     """
     save_dir = cfg.checkpoint.save_dir
     writes = not (cfg.checkpoint.no_save or PathManager.path_requires_pathmanager(save_dir))
-    with writing(save_dir, writes), finite.checked_at_start(main):
+    preemption = None if RUN.signals is None else Preemption(RUN.signals)
+    at_signals = contextlib.nullcontext() if preemption is None else preemption.installed(main)
+    with writing(save_dir, writes), finite.checked_at_start(main), at_signals:
         # With FSDP's sharded state, each rank has its own file, whose suffix is set later.
         sharded = cfg.distributed_training.use_sharded_state
         checkpoint = None if sharded else checkpoint_to_load(cfg.checkpoint)
         with RUN.having(checkpoint=checkpoint):
-            return main(cfg, **kwargs)
+            result = main(cfg, **kwargs)
+    if preemption is not None and preemption.has_ended:
+        end_process()
+    return result
 
 
 @contextlib.contextmanager
@@ -104,7 +110,9 @@ def save_checkpoint(original: Any) -> Any:
         finite.refuse_to_save(trainer)
         with RUN.having(is_saving=True):
             _complete(cfg, trainer)
-            return original(cfg, trainer, epoch_itr, val_loss)
+            path = original(cfg, trainer, epoch_itr, val_loss)
+        RUN.update(num_saves=RUN.num_saves + 1)
+        return path
 
     return wrapper
 
