@@ -25,6 +25,7 @@ OF_OTHER_PROGRAMS = """
     --rdzv-endpoint --rdzv_backend --rdzv_endpoint --sentence-level
     --alternate-decoder-ffn-embed-dim --dummy-a2a --pad-to-fixed-bsz --pad-to-fixed-length
     --use-moe-pad-mask --use-sharded-state --use-stable-embedding
+    --nodes --open-mode --requeue --shutdown-timeout --signal --signals-to-handle
 """
 # Not names of several flags, such as --moe- and --reset-.
 FLAG = re.compile(r"(?<![\w-])--[a-z0-9](?:[\w-]*\w)?(?![\w-])")
