@@ -238,9 +238,9 @@ def test_at_random_moments(lm_data, tmp_path, unbroken, seed):
     process.wait(60)
     text, seconds = log.read_text(), time.monotonic() - sent
     assert seconds < 30 and not (tmp_path / "save" / NAME).exists(), tail(text)
-    assert "Traceback" not in text.partition("Received 1")[0], tail(text)
     if saved := SAVED.search(text):
         assert updates_of(tmp_path) == int(saved[1])
+    print(f"{seed}: {ranks} ranks, {name} to {len(pids)}, {begun}: {saved and saved[0]}, {seconds:.1f} s")
     env = {"FAULT": _environment(tmp_path)["FAULT"]}
     fairseq("train", *_words(lm_args, lm_data, tmp_path, *flags), ranks=ranks, env=env)
     same_end(unbroken(lm_args, ranks, *flags), tmp_path)
