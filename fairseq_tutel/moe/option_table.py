@@ -192,6 +192,12 @@ class TaskConfig:
         help="full: rank 0 gathers all experts into one file; sharded: every rank writes its experts into "
         "the folder experts of --save-dir, and the checkpoint refers to them; every run reads both",
     )
+    moe_save_async: bool = checkpoints(
+        False,
+        help="write sharded checkpoints in threads while training continues; experts, optimizer state and "
+        "rank 0's other parameters are copied to host memory first. The same as "
+        "--write-checkpoints-asynchronously",
+    )
     moe_zero_stage: int = memory(
         0, rule=ZERO_STAGE, no_effect=(ONE_RANK,),
         help="partitioning over the ranks that hold the same parameters (ZeRO): 0, none; 1, optimizer "

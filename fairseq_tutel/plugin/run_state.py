@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from fairseq_tutel.inference.expert_store import ExpertStore
     from fairseq_tutel.plans.files import PlacedPlan
     from fairseq_tutel.plugin.opening.several_ranks import Command
+    from fairseq_tutel.plugin.training.background_save import BackgroundSave
     from fairseq_tutel.ranks.signals import SignalWatch
 
 
@@ -34,6 +35,7 @@ class RunState:
     checkpoint: str | None = None  # path of the checkpoint from which training resumes
     lease: "Lease | None" = None  # lease of --save-dir, on the rank that writes checkpoints
     is_saving: bool = False  # whether all ranks are writing a checkpoint
+    background: "BackgroundSave | None" = None  # saves in threads, with --moe-save-async
     num_saves: int = 0  # calls of fairseq's save_checkpoint that have ended
     signals: "SignalWatch | None" = None  # receives the signals that end the run
     command: "Command | None" = None  # the command, if it uses models on several ranks

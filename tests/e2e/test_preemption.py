@@ -57,9 +57,9 @@ def unbroken(lm_data, tmp_path_factory):
     return of
 
 
-def same_end(expected, folder):
+def same_end(expected, folder, updates=UPDATES):
     expected, found = load(expected / "save"), load(folder / "save")
-    assert found["optimizer_history"][-1]["num_updates"] == UPDATES
+    assert found["optimizer_history"][-1]["num_updates"] == updates
     same_bits(expected["model"], found["model"])
     same_bits(expected["last_optimizer_state"]["state"], found["last_optimizer_state"]["state"])
     assert facts_of(found) == facts_of(expected)
@@ -203,7 +203,7 @@ def test_processes_that_load_data_ignore_a_signal_to_all(lm_data, tmp_path, unbr
     assert updates_of(tmp_path) >= 4
 
 
-RANKS = (1, 2, 4)
+RANKS, MANY = (1, 2, 4), 50
 SAVED = re.compile(r"update (\d+) is saved in")
 
 
@@ -213,12 +213,13 @@ def test_at_random_moments(lm_data, tmp_path, unbroken, seed):
     """fairseq-train or torchrun; SIGTERM or SIGUSR1 to one rank, to all ranks or to the launcher."""
     rng = random.Random(seed)
     ranks, name = RANKS[seed % 3], ("SIGTERM", "SIGUSR1")[seed % 2]
-    flags = rng.choice(((), SHARDED, ("--moe-zero-stage", 1)))
+    flags = rng.choice(((), SHARDED, (*SHARDED, "--moe-save-async"), ("--moe-zero-stage", 1)))
+    flags = (*flags, "--batch-size", 1, "--max-update", MANY)  # within the first epoch
     if ranks == 1:
-        flags, launcher = (), ("fairseq_cli.train",)
+        launcher = ("fairseq_cli.train",)
     else:
         launcher = _torchrun(ranks, "--signals-to-handle", "SIGTERM,SIGUSR1")
-    words = _words(lm_args, lm_data, tmp_path, "--user-dir", USER_DIR, *flags, updates=UPDATES)
+    words = _words(lm_args, lm_data, tmp_path, "--user-dir", USER_DIR, *flags)
     process = _launch(launcher, words, log := tmp_path / "log")
     begun = rng.choice(
         ("Namespace|'_name'", "begin dry-run", "train_inner", "train_inner", "begin validation")
@@ -243,7 +244,7 @@ def test_at_random_moments(lm_data, tmp_path, unbroken, seed):
     print(f"{seed}: {ranks} ranks, {name} to {len(pids)}, {begun}: {saved and saved[0]}, {seconds:.1f} s")
     env = {"FAULT": _environment(tmp_path)["FAULT"]}
     fairseq("train", *_words(lm_args, lm_data, tmp_path, *flags), ranks=ranks, env=env)
-    same_end(unbroken(lm_args, ranks, *flags), tmp_path)
+    same_end(unbroken(lm_args, ranks, *flags), tmp_path, MANY)
 
 
 def _children(pid):

@@ -1,5 +1,6 @@
 """Signals: the first is recorded, a second or a late end ends the process, children ignore them."""
 
+import multiprocessing
 import os
 import signal
 import time
@@ -118,17 +119,13 @@ def test_a_child_obeys_its_parent_only():
 
 
 def _forwards():
-    with watched(["SIGUSR1"], 0.1, forwards=True):
-        child = forkserver.context().Process(target=_waits)
+    with watched(["SIGTERM"], 0.1, forwards=True) as watch:
+        child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(SECONDS,))
         child.start()
         time.sleep(0.3)
-        _send(signal.SIGUSR1)
-        child.join(SECONDS)
-        assert child.exitcode == -signal.SIGUSR1  # a new process has the default handler
-
-
-def _waits():
-    time.sleep(SECONDS)
+        _send(signal.SIGTERM)
+        child.join(SECONDS / 2)
+        assert child.exitcode == 0 and watch.received
 
 
 def test_the_process_that_spawned_ranks_forwards_signals():

@@ -112,10 +112,10 @@ def call_main(original: Any) -> Any:
         on_each = functools.partial(run_with_root, functools.partial(run, main))
         spawns = distributed.distributed_init_method is not None and not distributed.distributed_no_spawn
         if spawns:
-            watched = functools.partial(preemption.run_watched, on_each)
+            watched = functools.partial(preemption.run_watched, on_each, main)
             on_each = functools.partial(run_as_spawned, watched)
         with (
-            preemption.watching(cfg, spawns),
+            preemption.watching(cfg, main, spawns),
             guarded("a collective of fairseq's own", timed=False),
             startup.meeting_of(cfg) as met,
         ):
@@ -165,6 +165,8 @@ def _check_model(cfg: Any) -> None:
             f"--ddp-backend is {backend}, which would shard or average different experts as if they were "
             "replicas; give legacy_ddp, or pytorch_ddp on a GPU."
         )
+    else:
+        startup.take_over_async(cfg)
 
 
 def build_optimizer(original: Any) -> Any:
@@ -206,6 +208,7 @@ CHANGED = {
     "plugin/training/finite.py": "train",  # fairseq's training loop has no hook before its first epoch
     # The training loop has no hook after an update, and the Trainer none for the sums over ranks.
     "plugin/training/preemption.py": "train validate_and_save valid_step",
+    "plugin/training/background_save.py": "train validate_and_save",
     "plugin/training/loop.py": "_aggregate_logging_outputs",
     "plugin/training/startup.py": "_buffer _cpu_buffer",  # fairseq's all_gather_list puts them on a GPU
     "plugin/training/task.py": "_cur_epoch_itr dataloader",  # releases the workers of an iterator

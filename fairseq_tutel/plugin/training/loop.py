@@ -11,8 +11,9 @@ from fairseq_tutel.ranks import world
 def module_of(main: Any) -> ModuleType | None:
     """Return the module with fairseq's training loop if `main` is its main function, otherwise None."""
     module = sys.modules.get(getattr(main, "__module__", ""))
-    train = getattr(module, "train", None)
-    return module if getattr(train, "__module__", "").startswith("fairseq_cli") else None
+    # `python -m fairseq_cli.train` runs the module under another name.
+    name = getattr(getattr(module, "__spec__", None), "name", "")
+    return module if name.startswith("fairseq_cli.") and hasattr(module, "train") else None
 
 
 class Votes:

@@ -34,15 +34,16 @@ class ValidationEndedError(Exception):
 
 
 @contextlib.contextmanager
-def watching(cfg: Any, spawns: bool = False) -> Iterator[None]:
-    """Context manager that receives the signals of --moe-preemption-signals during a training run.
+def watching(cfg: Any, main: Any, spawns: bool = False) -> Iterator[None]:
+    """Context manager that receives the signals of --moe-preemption-signals while `main` trains.
 
+    It has no effect if `main` is not fairseq's main function, whose training loop can end after an update.
     `spawns`: fairseq starts the ranks as child processes of this process, which forwards the signals.
     """
     options = read(PreemptionConfig, cfg.task)
     refuse_bad_values(options)
     # Ranks of model parallelism that share a batch add up no numbers with each other.
-    is_possible = cfg.common.model_parallel_size == 1 and not cfg.common.tpu
+    is_possible = cfg.common.model_parallel_size == 1 and not cfg.common.tpu and module_of(main) is not None
     if cfg.common_eval.path is not None or not (options.names and is_possible):
         yield
         return
@@ -55,10 +56,10 @@ def watching(cfg: Any, spawns: bool = False) -> Iterator[None]:
             sys.exit(EXIT_CODE)
 
 
-def run_watched(main: Any, cfg: Any, **kwargs: Any) -> Any:
-    """Call `main` in a rank that fairseq spawned, which receives its own signals."""
-    with watching(cfg):
-        return main(cfg, **kwargs)
+def run_watched(run: Any, main: Any, cfg: Any, **kwargs: Any) -> Any:
+    """Call `run`, which calls `main`, in a rank that fairseq spawned; the rank receives its own signals."""
+    with watching(cfg, main):
+        return run(cfg, **kwargs)
 
 
 class Preemption:
@@ -67,7 +68,7 @@ class Preemption:
     def __init__(self, watch: SignalWatch) -> None:
         self._watch = watch
         self._votes = Votes(signal=self._vote)
-        self.has_ended = False  # whether the run ended because of a signal
+        self.result = ""  # what was saved, if the run ended because of a signal
 
     @contextlib.contextmanager
     def installed(self, main: Any) -> Iterator[None]:
@@ -141,8 +142,7 @@ class Preemption:
                 path = checkpoint_utils.save_checkpoint(cfg.checkpoint, trainer, epoch_itr, None)
                 if path is not None and hasattr(task, "post_save"):
                     task.post_save(path, trainer.get_num_updates())
-            self.has_ended = True
-            logger.info("a rank received a signal; %s", _what_was_saved(cfg, trainer.get_num_updates()))
+            self.result = _what_was_saved(cfg, trainer.get_num_updates())
             return losses, True
 
         return validate_and_save
@@ -162,10 +162,11 @@ def _what_was_saved(cfg: Any, updates: int) -> str:
     return f"update {updates} is saved in {path}, and the same command continues the run"
 
 
-def end_process() -> NoReturn:
+def end_process(result: str) -> NoReturn:
     """End this process with EXIT_CODE, after all ranks have released what they hold. Collective."""
+    line = f"a rank received a signal; {result}"
+    logger.info("%s", line)
     # A launcher ends all ranks when the first one exits.
     world.all_gather_object(None, "the end of all ranks after a signal")
-    line = f"the run was saved after a signal and ended with exit code {EXIT_CODE}"
     write_for_torchrun(line)
     sys.exit(EXIT_CODE)
