@@ -5,7 +5,7 @@ tensors in host memory until the next training step. These are all experts and e
 of their shape: with Adam, three times the bytes of the experts.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -35,17 +35,6 @@ class _Stack(NamedTuple):
     shape: tuple[int, ...]
     dtype: torch.dtype
     slicing: Slice
-
-
-@dataclass
-class _Written:
-    """The result of writing experts on one rank: the tensors and files it wrote, and its error if any."""
-
-    # For each stack: pieces by (expert ID, index of the expert shard).
-    pieces: dict[_Stack, dict[tuple[int, int], Piece]] = field(default_factory=dict)
-    sizes: dict[str, int] = field(default_factory=dict)
-    num_stacks: int = 0  # counts stacks that only its EP replicas wrote, too
-    error: str | None = None
 
 
 def expert_modules(model: nn.Module) -> list[ExpertStack]:
@@ -113,6 +102,14 @@ def drop_everywhere(model: nn.Module) -> None:
         experts.compute_with(OWN)
 
 
+class _ShardFile(NamedTuple):
+    """The tensors that this rank writes to one shard file, and the place of each in its stack, by key."""
+
+    name: str
+    tensors: dict[str, Tensor]
+    places: dict[str, tuple[_Stack, tuple[int, int]]]
+
+
 def save_in_shards(
     model: nn.Module, topology: Topology, states: States, save_dir: Path
 ) -> dict[tuple[str, str], dict[str, Any]]:
@@ -125,16 +122,93 @@ def save_in_shards(
     `states` returns the optimizer's stacked tensors for a parameter. It may be collective: all ranks call
     it in the same order. If one rank cannot write, all ranks raise a ValueError.
     """
-    folder = save_dir / folders.PARENT / _first_rank(lambda: _begin(save_dir))
-    own = _write_own(model, topology, states, folder)
+    folder, written = begin_folder(save_dir), Written()
+    for names, file in _files_of(model, topology, states):
+        written.write(file, names, folder)
+    records = commit_folder(folder, written)
+    save_as_records(model, records)
+    return records
+
+
+class CopiedExperts:
+    """Copies of the experts and optimizer state that this rank saves, for a thread that writes them later.
+
+    All ranks must create it at the same time, since `states` may be collective.
+
+    Attributes:
+        names: (qualified name of the stack, tensor name) of every tensor of any rank.
+    """
+
+    def __init__(self, model: nn.Module, topology: Topology, states: States) -> None:
+        self._files: list[tuple[list[tuple[str, str]], _ShardFile | None]] = []
+        for names, file in _files_of(model, topology, states):
+            copies = file and file._replace(
+                tensors={key: value.detach().to("cpu", copy=True) for key, value in file.tensors.items()}
+            )
+            self._files.append((names, copies))
+        self.names = [name for names, _ in self._files for name in names]
+
+    @staticmethod
+    def bytes_needed(model: nn.Module, topology: Topology, states: States) -> int:
+        """Return the bytes of this rank's copies; collective like the constructor."""
+        files = [file for _, file in _files_of(model, topology, states) if file is not None]
+        return sum(value.nbytes for file in files for value in file.tensors.values())
+
+    def write(self, folder: Path, check: Callable[[], object]) -> "Written":
+        """Write the copies to shard files and free them; `check` is called before each file."""
+        written = Written()
+        while self._files:
+            check()
+            names, file = self._files.pop(0)
+            written.write(file, names, folder)
+        return written
+
+
+@dataclass
+class Written:
+    """The result of writing experts on one rank: the tensors and files it wrote, and its error if any."""
+
+    # For each stack: pieces by (expert ID, index of the expert shard).
+    pieces: dict[_Stack, dict[tuple[int, int], Piece]] = field(default_factory=dict)
+    sizes: dict[str, int] = field(default_factory=dict)
+    num_stacks: int = 0  # counts stacks that only its EP replicas wrote, too
+    error: str | None = None
+
+    def write(self, file: _ShardFile | None, names: list[tuple[str, str]], folder: Path) -> None:
+        """Write the file of one layer with the tensors `names`; after an error, only count them."""
+        self.num_stacks += len(names)
+        if file is None or self.error is not None:
+            return
+        try:
+            values = {key: value.detach().cpu().contiguous() for key, value in file.tensors.items()}
+            for key, value in values.items():
+                stack, place = file.places[key]
+                self.pieces.setdefault(stack, {})[place] = Piece(file.name, key, digest(value))
+            write_file(values, folder / file.name)
+            self.sizes[file.name] = (folder / file.name).stat().st_size
+        except Exception as error:
+            self.error = f"{type(error).__name__}: {error}"
+
+
+def begin_folder(save_dir: Path) -> Path:
+    """Create the folder of the next shard files on rank 0, and return it on all ranks. Collective."""
+    return save_dir / folders.PARENT / _first_rank(lambda: _begin(save_dir))
+
+
+def commit_folder(folder: Path, own: Written) -> dict[tuple[str, str], dict[str, Any]]:
+    """Give a folder its final name if all ranks have written; return the records. Collective.
+
+    Raises:
+        ValueError: a rank could not write; all ranks raise it.
+    """
     everything = world.all_gather_object(own, "the agreement on the shards that were written")
     stacks = _joined(everything, folder.parent)
     digests = [f"{p.file} {p.key} {p.digest}" for pieces in stacks.values() for p in pieces.values()]
     sizes = {file: size for written in everything for file, size in written.sizes.items()}
     committed = _first_rank(lambda: _commit(folder, digests, sizes))
-    records = {
+    return {
         (stack.layer, stack.name): ShardedTensor(
-            root=save_dir,
+            root=folder.parent.parent,
             folder=committed,
             shape=stack.shape,
             dtype=stack.dtype,
@@ -143,10 +217,13 @@ def save_in_shards(
         ).record()
         for stack, pieces in stacks.items()
     }
+
+
+def save_as_records(model: nn.Module, records: Mapping[tuple[str, str], dict[str, Any]]) -> None:
+    """Put the records of shard files into the next `model.state_dict()`, in place of experts."""
     for layer, experts in model.named_modules():
         if isinstance(experts, ExpertStack):
             experts.save_as({name: records[layer, name] for name in experts.expert_parameters()})
-    return records
 
 
 def _begin(save_dir: Path) -> str:
@@ -171,9 +248,10 @@ def _first_rank(action: Callable[[], Any]) -> Any:
         raise ValueError(f"{problem}; {_MAKE_ROOM}") from error
 
 
-def _write_own(model: nn.Module, topology: Topology, states: States, folder: Path) -> _Written:
-    """Write the experts that this rank must save, with one file per layer."""
-    written = _Written()
+def _files_of(
+    model: nn.Module, topology: Topology, states: States
+) -> Iterator[tuple[list[tuple[str, str]], _ShardFile | None]]:
+    """Yield the names of each layer's tensors, and the file that this rank must write, if any."""
     layers = [(n, m) for n, m in model.named_modules() if isinstance(m, ExpertStack)]
     for turn, (layer, stack) in enumerate(layers):
         tensors: dict[str, tuple[Tensor, Slice]] = {}
@@ -184,45 +262,30 @@ def _write_own(model: nn.Module, topology: Topology, states: States, folder: Pat
                 # A tensor with a different shape, such as a scale, is the same for all expert shards.
                 cut = slicing if value.shape == parameter.shape else Slice()
                 tensors[f"{name}.{key}"] = (value, cut)
-        written.num_stacks += len(tensors)
         share = _share(stack.part.num_local, topology, turn)
-        if share and written.error is None:  # else only `states` is called, since it may be collective
-            try:
-                _write_layer(layer, stack, tensors, share, folder, written)
-            except Exception as error:
-                written.error = f"{type(error).__name__}: {error}"
-    return written
+        names = [(layer, name) for name in tensors]
+        yield names, _file_of(layer, stack, tensors, share) if share else None
 
 
-def _write_layer(
-    layer: str,
-    stack: ExpertStack,
-    tensors: dict[str, tuple[Tensor, Slice]],
-    share: range,
-    folder: Path,
-    written: _Written,
-) -> None:
+def _file_of(
+    layer: str, stack: ExpertStack, tensors: dict[str, tuple[Tensor, Slice]], share: range
+) -> _ShardFile | None:
     part, index = stack.part, stack.part.index
     first, last = part.first + share.start, part.first + share.stop - 1
     slice_name = f".slice-{index}-of-{part.slices}" if part.slices > 1 else ""
-    file = f"{layer}.experts-{first:04d}-{last:04d}{slice_name}.safetensors"
-    values: dict[str, Tensor] = {}
+    file = _ShardFile(f"{layer}.experts-{first:04d}-{last:04d}{slice_name}.safetensors", {}, {})
     for name, (stacked, slicing) in tensors.items():
         if slicing.count == 1 and index > 0:  # the same for all expert shards; the first writes it
             continue
         shape = list(stacked.shape)
         shape[slicing.dim] *= slicing.count
         shape[0] = stack.config.num_experts
-        pieces = written.pieces[_Stack(layer, name, tuple(shape), stacked.dtype, slicing)] = {}
+        of_all = _Stack(layer, name, tuple(shape), stacked.dtype, slicing)
         for i in share:
-            value = stacked[i].detach().cpu().contiguous()
-            expert = part.first + i
-            key = f"{expert}.{name}"
-            values[key] = value
-            pieces[expert, index if slicing.count > 1 else 0] = Piece(file, key, digest(value))
-    if values:
-        write_file(values, folder / file)
-        written.sizes[file] = (folder / file).stat().st_size
+            key = f"{part.first + i}.{name}"
+            file.tensors[key] = stacked[i]
+            file.places[key] = of_all, (part.first + i, index if slicing.count > 1 else 0)
+    return file if file.tensors else None
 
 
 def _share(num_local: int, topology: Topology, turn: int) -> range:
@@ -236,7 +299,7 @@ def _share(num_local: int, topology: Topology, turn: int) -> range:
     return range(num_local * replica // n, num_local * (replica + 1) // n)
 
 
-def _joined(everything: list[_Written], folder: Path) -> dict[_Stack, dict[tuple[int, int], Piece]]:
+def _joined(everything: list[Written], folder: Path) -> dict[_Stack, dict[tuple[int, int], Piece]]:
     """Merge what all ranks wrote; raise ValueError if a rank failed or a part of an expert is missing."""
     joined: dict[_Stack, dict[tuple[int, int], Piece]] = {}
     for rank, written in enumerate(everything):

@@ -7,6 +7,7 @@ from fairseq_tutel.moe.config import ALL_LOCAL, LAYER, NOT_TUNED, ONE_RANK
 from fairseq_tutel.options.option import (
     AT_LEAST_0,
     NOT_NEGATIVE,
+    POSITIVE,
     PROBABILITY,
     UNITS,
     Option,
@@ -32,6 +33,8 @@ STORE_POLICIES = ("on-demand", "pregated", "prefetch-all")
 STORE_TIERS = ("host", "disk")
 EVICTIONS = ("lfu", "lru", "fifo")
 STORE_PRODUCTS = ("quantized", "unpacked")
+SIGNALS = ("SIGTERM", "SIGUSR1", "SIGUSR2", "SIGHUP", "SIGINT", "SIGQUIT")
+SIGNAL_NAMES = f"give names of signals ({', '.join(SIGNALS)}), separated by commas, or none"
 # Dtypes of the experts in a sharded checkpoint, besides their own.
 EXPERT_DTYPES = ("bf16", "int8", "int4")
 AUTO = "auto"
@@ -193,6 +196,12 @@ class TaskConfig:
         help="full: rank 0 gathers all experts into one file; sharded: every rank writes its experts into "
         "the folder experts of --save-dir, and the checkpoint refers to them; every run reads both",
     )
+    moe_save_async: bool = checkpoints(
+        False,
+        help="write sharded checkpoints in threads while training continues; experts, optimizer state and "
+        "rank 0's other parameters are copied to host memory first. The same as "
+        "--write-checkpoints-asynchronously",
+    )
     moe_zero_stage: int = memory(
         0, rule=ZERO_STAGE, no_effect=(ONE_RANK,),
         help="partitioning over the ranks that hold the same parameters (ZeRO): 0, none; 1, optimizer "
@@ -217,6 +226,29 @@ class TaskConfig:
         "all_to_all_cuda_time_ms; synchronizes with the GPU once per micro-batch",
     )
     # fmt: on
+
+
+@dataclass(frozen=True)
+class PreemptionConfig:
+    """Options that set how a signal, such as SIGTERM before a preemption, ends a training run."""
+
+    # fmt: off
+    moe_preemption_signals: str = checkpoints(
+        "SIGTERM,SIGUSR1", rule=(lambda v: _signals_of(v) is not None, SIGNAL_NAMES), of_any_training=True,
+        help="signals, separated by commas, after which all ranks finish the current update, save "
+        "checkpoint_last.pt and end with exit code 75; none: signals end a process at once",
+    )
+    moe_preemption_seconds: float = checkpoints(
+        25.0, unit="seconds", rule=POSITIVE, of_any_training=True,
+        help="time that a rank has to save and end after a signal; then it ends at once. A validation ends "
+        "after half of this time. It should be shorter than the time that the launcher and scheduler wait",
+    )
+    # fmt: on
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the signals; empty for none."""
+        return _signals_of(self.moe_preemption_signals) or ()
 
 
 @dataclass(frozen=True)
@@ -311,7 +343,12 @@ class CriterionConfig:
 
 BY_OWNER = {
     "model": (*options_in(ModelConfig), *LAYER.values(), *options_in(SidesConfig)),
-    "task": (*options_in(TaskConfig), *options_in(StoreConfig), *LAYER.values()),
+    "task": (
+        *options_in(TaskConfig),
+        *options_in(PreemptionConfig),
+        *options_in(StoreConfig),
+        *LAYER.values(),
+    ),
     "criterion": options_in(CriterionConfig),
 }
 
@@ -327,6 +364,12 @@ def cache_limits(cache: int | str) -> tuple[int | None, int | None]:
     if limits is None:
         raise ValueError(f"cache (--moe-expert-cache) is {cache!r}; {CACHE_SIZES}.")
     return limits
+
+
+def _signals_of(text: str) -> tuple[str, ...] | None:
+    """Parse a list of signal names; return None if a name is unknown."""
+    names = () if text.strip() == "none" else tuple(name.strip() for name in text.split(","))
+    return names if set(names) <= set(SIGNALS) else None
 
 
 def _limits_of(text: str) -> tuple[int | None, int | None] | None:

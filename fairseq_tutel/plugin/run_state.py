@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from fairseq_tutel.inference.expert_store import ExpertStore
     from fairseq_tutel.plans.files import PlacedPlan
     from fairseq_tutel.plugin.opening.several_ranks import Command
+    from fairseq_tutel.plugin.training.background_save import BackgroundSave
+    from fairseq_tutel.ranks.signals import SignalWatch
 
 
 @dataclass
@@ -33,6 +35,9 @@ class RunState:
     checkpoint: str | None = None  # path of the checkpoint from which training resumes
     lease: "Lease | None" = None  # lease of --save-dir, on the rank that writes checkpoints
     is_saving: bool = False  # whether all ranks are writing a checkpoint
+    background: "BackgroundSave | None" = None  # saves in threads, with --moe-save-async
+    num_saves: int = 0  # calls of fairseq's save_checkpoint that have ended
+    signals: "SignalWatch | None" = None  # receives the signals that end the run
     command: "Command | None" = None  # the command, if it uses models on several ranks
     opens_teacher: bool = False  # whether a teacher model is being opened, which training calls
     stores: "WeakValueDictionary[StoreConfig, ExpertStore]" = field(default_factory=WeakValueDictionary)

@@ -87,6 +87,11 @@ class Work:
         self._thread = threading.Thread(target=run, daemon=True)
         self._thread.start()
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether the function has ended."""
+        return not self._thread.is_alive()
+
     def look(self) -> tuple[bool, Any, str | None]:
         """Wait briefly; return whether the function has ended, its result, and its error message if any."""
         self._thread.join(PAUSE_SECONDS)

@@ -16,6 +16,10 @@ NOT_RUN = {
     "docs/checkpoints.md": {
         "python -m fairseq_tutel convert meta": "needs files of Meta's branch; tests/e2e/test_convert.py",
         "python -m fairseq_tutel convert tutel": "needs files of Tutel; tests/e2e/test_convert.py",
+        "torchrun --nproc_per_node 8 --signals-to-handle": "tests/e2e/test_preemption.py",
+        "srun": "Slurm",
+        "trap": "Slurm",
+        "wait": "Slurm",
     },
     "docs/daily_use.md": {
         "fairseq-train TRAIN --fp16": "GPU",

@@ -26,6 +26,7 @@ OF_OTHER_PROGRAMS = """
     --node_rank --nproc_per_node --ntasks-per-node --output_dir --pad-to-fixed-bsz --pad-to-fixed-length
     --rdzv-backend --rdzv-conf --rdzv-endpoint --rdzv_backend --rdzv_endpoint --sentence-level
     --use-moe-pad-mask --use-sharded-state --use-stable-embedding
+    --nodes --open-mode --requeue --shutdown-timeout --signal --signals-to-handle
 """
 # Not names of several flags, such as --moe- and --reset-.
 FLAG = re.compile(r"(?<![\w-])--[a-z0-9](?:[\w-]*\w)?(?![\w-])")

@@ -99,7 +99,7 @@ def refusals_are_sentences() -> Iterator[None]:
         line = _last_line(error)
         if line is None:
             raise
-        _write_for_torchrun(line)
+        write_for_torchrun(line)
         sys.exit(line)
 
 
@@ -121,7 +121,7 @@ def run_as_spawned(main: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         raise RankError(line) from None
 
 
-def _write_for_torchrun(line: str) -> None:
+def write_for_torchrun(line: str) -> None:
     """Write an error line to the file that torchrun reads, so that torchrun's summary has this line."""
     path = os.environ.get(ERROR_FILE)
     if path:
@@ -142,7 +142,7 @@ def excepthook(original: Any) -> Any:
         if line is None:
             original(kind, error, trace)
         else:
-            _write_for_torchrun(line)
+            write_for_torchrun(line)
             print(line, file=sys.stderr)
 
     return hook

@@ -16,6 +16,7 @@
    - Errors of the rendezvous and of fairseq's collectives name the missing ranks.
    - Ranks of an EP group keep serving each other until all have finished.
    - Training locks its --save-dir and chooses its checkpoint.
+   - A signal makes training save a checkpoint before it ends.
    - Tasks without a dataclass get access to the run's configuration.
 6. `FP16Optimizer.build_optimizer`: it copies all half parameters to fp32 before it builds the inner
    optimizer, which may keep only a shard of them. --memory-efficient-fp16 does not copy, but saves another
@@ -31,6 +32,7 @@ The package makes these other changes to the process, in addition to the attribu
   for results (`opening/several_ranks.py`); threads end before the process (`comm/background.py`,
   `process.py`);
 - when a model with experts is built: the run's configuration (`startup.complete` logs each change);
+- at a signal: handlers of Python (`ranks/signals.py`), while a training run lasts;
 - when a NaN is diagnosed: backward hooks of encoders are removed (`training/task.py`).
 
 No environment variable is set. Only the plugin's loggers are configured. One filter corrects numbers in
@@ -70,7 +72,7 @@ from fairseq_tutel.plugin.registration.process import (
 from fairseq_tutel.plugin.registration.third_party import correct_counts, hide_warnings
 from fairseq_tutel.plugin.registration.variants import give_system_options
 from fairseq_tutel.plugin.run_state import RUN
-from fairseq_tutel.plugin.training import save, startup
+from fairseq_tutel.plugin.training import preemption, save, startup
 from fairseq_tutel.ranks import rendezvous, world
 from fairseq_tutel.ranks.guard import guarded, keeps_the_store
 
@@ -108,9 +110,15 @@ def call_main(original: Any) -> Any:
             distributed.distributed_init_method = rendezvous.METHOD
         # A partial can be pickled for processes that fairseq spawns.
         on_each = functools.partial(run_with_root, functools.partial(run, main))
-        if distributed.distributed_init_method is not None and not distributed.distributed_no_spawn:
-            on_each = functools.partial(run_as_spawned, on_each)
-        with guarded("a collective of fairseq's own", timed=False), startup.meeting_of(cfg) as met:
+        spawns = distributed.distributed_init_method is not None and not distributed.distributed_no_spawn
+        if spawns:
+            watched = functools.partial(preemption.run_watched, on_each, main)
+            on_each = functools.partial(run_as_spawned, watched)
+        with (
+            preemption.watching(cfg, main, spawns),
+            guarded("a collective of fairseq's own", timed=False),
+            startup.meeting_of(cfg) as met,
+        ):
 
             def met_main(*args: Any, **kwargs: Any) -> Any:
                 met()
@@ -157,6 +165,8 @@ def _check_model(cfg: Any) -> None:
             f"--ddp-backend is {backend}, which would shard or average different experts as if they were "
             "replicas; give legacy_ddp, or pytorch_ddp on a GPU."
         )
+    else:
+        startup.take_over_async(cfg)
 
 
 def build_optimizer(original: Any) -> Any:
@@ -198,6 +208,10 @@ CHANGED = {
     "plugin/hub_interfaces.py": "args source_langs target_langs",
     "plugin/install.py": "_ddp_params_and_buffers_to_ignore",  # DistributedDataParallel reads it
     "plugin/training/finite.py": "train",  # fairseq's training loop has no hook before its first epoch
+    # The training loop has no hook after an update, and the Trainer none for the sums over ranks.
+    "plugin/training/preemption.py": "train validate_and_save valid_step",
+    "plugin/training/background_save.py": "train validate_and_save",
+    "plugin/training/loop.py": "_aggregate_logging_outputs",
     "plugin/training/startup.py": "_buffer _cpu_buffer",  # fairseq's all_gather_list puts them on a GPU
     "plugin/training/task.py": "_cur_epoch_itr dataloader",  # releases the workers of an iterator
     # fairseq would replace the loaded state; the Trainer compares the name with the name in a checkpoint.

@@ -9,7 +9,6 @@ import functools
 import logging
 import math
 import os
-import sys
 from collections.abc import Iterable, Iterator, Mapping
 from numbers import Real
 from pathlib import Path
@@ -24,6 +23,7 @@ from fairseq_tutel.checkpoint.shards import ShardedTensor, bind
 from fairseq_tutel.files.untrusted import shown
 from fairseq_tutel.optim.moe_optimizer import innermost_optimizer
 from fairseq_tutel.plugin.feed_forward import unwrapped
+from fairseq_tutel.plugin.training.loop import module_of
 from fairseq_tutel.plugin.training.resume import flag_and_path, newest_whole, saved_in
 from fairseq_tutel.ranks import world
 
@@ -243,11 +243,11 @@ def checked_at_start(main: Any) -> Iterator[None]:
 
     In the block, a wrapper replaces fairseq's function `train`, which trains one epoch.
     """
-    module = sys.modules.get(getattr(main, "__module__", ""))
-    original = getattr(module, "train", None)
-    if module is None or not getattr(original, "__module__", "").startswith("fairseq_cli"):
+    module = module_of(main)
+    if module is None:
         yield
         return
+    original = module.train
     module.train = _checked(original)  # type: ignore[attr-defined]
     try:
         yield

@@ -20,10 +20,14 @@ from fairseq.trainer import Trainer
 from fairseq_tutel.checkpoint import atomic_save, experts, folders
 from fairseq_tutel.checkpoint.lease import NAME, Lease, take
 from fairseq_tutel.files.atomic import is_temporary
-from fairseq_tutel.moe.expert_stack import ExpertStack
+from fairseq_tutel.moe.option_table import TaskConfig
 from fairseq_tutel.optim.moe_optimizer import ONLY_OF_RANK, MoEOptimizerMixin, innermost_optimizer
+from fairseq_tutel.options.option import read
 from fairseq_tutel.plugin.run_state import RUN
 from fairseq_tutel.plugin.training import finite
+from fairseq_tutel.plugin.training.background_save import BackgroundSave
+from fairseq_tutel.plugin.training.expert_states import ExpertStates
+from fairseq_tutel.plugin.training.preemption import Preemption, end_process
 from fairseq_tutel.plugin.training.resume import checkpoint_to_load
 from fairseq_tutel.plugin.training.startup import saves_shards
 from fairseq_tutel.ranks.groups import Topology
@@ -39,12 +43,22 @@ def run_training(main: Any, cfg: Any, **kwargs: Any) -> Any:
     """
     save_dir = cfg.checkpoint.save_dir
     writes = not (cfg.checkpoint.no_save or PathManager.path_requires_pathmanager(save_dir))
-    with writing(save_dir, writes), finite.checked_at_start(main):
+    preemption = None if RUN.signals is None else Preemption(RUN.signals)
+    at_signals = contextlib.nullcontext() if preemption is None else preemption.installed(main)
+    options = read(TaskConfig, getattr(cfg, "task", None))
+    background = BackgroundSave() if options.moe_save_async and writes else None
+    in_background = contextlib.nullcontext() if background is None else background.installed(main)
+    with writing(save_dir, writes), finite.checked_at_start(main), at_signals, in_background:
         # With FSDP's sharded state, each rank has its own file, whose suffix is set later.
         sharded = cfg.distributed_training.use_sharded_state
         checkpoint = None if sharded else checkpoint_to_load(cfg.checkpoint)
-        with RUN.having(checkpoint=checkpoint):
-            return main(cfg, **kwargs)
+        with RUN.having(checkpoint=checkpoint, background=background):
+            result = main(cfg, **kwargs)
+            if background is not None:
+                background.finish()
+    if preemption is not None and preemption.result:
+        end_process(preemption.result)
+    return result
 
 
 @contextlib.contextmanager
@@ -101,10 +115,21 @@ def save_checkpoint(original: Any) -> Any:
     def wrapper(cfg: Any, trainer: Any, epoch_itr: Any, val_loss: Any) -> Any:
         if cfg.no_save:
             return original(cfg, trainer, epoch_itr, val_loss)
+        if RUN.background is not None:
+            RUN.background.finish()
         finite.refuse_to_save(trainer)
+        if RUN.lease is not None:
+            RUN.lease.confirm()  # another run may have taken it over
         with RUN.having(is_saving=True):
-            _complete(cfg, trainer)
-            return original(cfg, trainer, epoch_itr, val_loss)
+            if RUN.background is not None and _has_experts_in_shards(trainer):
+                states = ExpertStates(trainer, inner := _saved_by_parameter(cfg, trainer))
+                RUN.background.begin(original, cfg, trainer, epoch_itr, val_loss, inner, states)
+                path = None
+            else:
+                _complete(cfg, trainer)
+                path = original(cfg, trainer, epoch_itr, val_loss)
+        RUN.update(num_saves=RUN.num_saves + 1)
+        return path
 
     return wrapper
 
@@ -114,19 +139,26 @@ def _complete(cfg: Any, trainer: Any) -> None:
     inner, topology = innermost_optimizer(trainer.optimizer), RUN.topology
     model = trainer.get_model()
     has_experts = bool(experts.expert_modules(model))
-    in_shards = saves_shards(trainer.task) and has_experts
     shared = (topology.expert_parallel_size > 1 and has_experts) or getattr(inner, "is_apart", False)
-    if RUN.lease is not None:
-        RUN.lease.confirm()  # another run may have taken it over
-    with_state = not cfg.no_save_optimizer_state
-    if in_shards:
-        # The state of a composite optimizer, which works on one rank only, stays in the checkpoint file.
-        by_parameter = with_state and hasattr(inner.optimizer, "state")
-        write_in_shards(trainer, inner if by_parameter else None, topology)
+    if _has_experts_in_shards(trainer):
+        write_in_shards(trainer, _saved_by_parameter(cfg, trainer), topology)
     elif shared:
         experts.gather_experts(model, topology)
-        if with_state:
+        if not cfg.no_save_optimizer_state:
             inner.gather_state(topology)
+
+
+def _has_experts_in_shards(trainer: Any) -> bool:
+    return saves_shards(trainer.task) and bool(experts.expert_modules(trainer.get_model()))
+
+
+def _saved_by_parameter(cfg: Any, trainer: Any) -> MoEOptimizerMixin | None:
+    """Return the optimizer if its state is saved in shards, otherwise None.
+
+    The state of a composite optimizer, which works on one rank only, stays in the checkpoint file.
+    """
+    inner = innermost_optimizer(trainer.optimizer)
+    return inner if not cfg.no_save_optimizer_state and hasattr(inner.optimizer, "state") else None
 
 
 def write_in_shards(trainer: Trainer, inner: MoEOptimizerMixin | None, topology: Topology) -> None:
@@ -134,26 +166,11 @@ def write_in_shards(trainer: Trainer, inner: MoEOptimizerMixin | None, topology:
 
     The next checkpoint refers to these files.
     """
-    model, save_dir = trainer.get_model(), Path(trainer.cfg.checkpoint.save_dir)
-    # The optimizer identifies a parameter, or its fp32 master, by the index in this list.
-    trained = getattr(trainer.optimizer, "fp16_params", None) or (inner.model_params() if inner else [])
-    index_of = {id(parameter): index for index, parameter in enumerate(trained)}
-
-    def states(parameter: Any) -> Any:
-        index = index_of.get(id(parameter))
-        return {} if inner is None or index is None else inner.expert_state(index)
-
-    records = experts.save_in_shards(model, topology, states, save_dir)
-    if inner is None:
-        return
-    stacks = {layer: m for layer, m in model.named_modules() if isinstance(m, ExpertStack)}
-    by_index: dict[int, dict[str, Any]] = {}
-    for (layer, tensor), record in records.items():
-        name, _, key = tensor.rpartition(".")
-        index = index_of.get(id(stacks[layer].expert_parameters().get(name)))
-        if index is not None:
-            by_index.setdefault(index, {})[key] = record
-    inner.save_state(by_index, topology)
+    states = ExpertStates(trainer, inner)
+    save_dir = Path(trainer.cfg.checkpoint.save_dir)
+    records = experts.save_in_shards(trainer.get_model(), topology, states.of, save_dir)
+    if inner is not None:
+        inner.save_state(states.by_index(records), topology)
 
 
 def copy(original: Any) -> Any:

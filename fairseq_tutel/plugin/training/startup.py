@@ -180,7 +180,21 @@ def _digest(value: Any) -> str:
 
 def saves_shards(task: Any) -> bool:
     """Return whether a task saves experts in shard files (--moe-checkpoint sharded)."""
-    return read(TaskConfig, config_of(task)).moe_checkpoint == "sharded"
+    return saves_shards_by(config_of(task))
+
+
+def saves_shards_by(task_cfg: Any) -> bool:
+    """Return whether a task's configuration has --moe-checkpoint sharded."""
+    return read(TaskConfig, task_cfg).moe_checkpoint == "sharded"
+
+
+def take_over_async(cfg: Any) -> None:
+    """Replace --write-checkpoints-asynchronously by --moe-save-async for a sharded checkpoint, in place.
+
+    fairseq's option needs the package iopath, and writes files in place: a kill can leave a truncated file.
+    """
+    if cfg.checkpoint.write_checkpoints_asynchronously and saves_shards_by(cfg.task):
+        cfg.checkpoint.write_checkpoints_asynchronously, cfg.task.moe_save_async = False, True
 
 
 def refuse_run(
@@ -237,6 +251,7 @@ def refuse_run(
 
 def _refuse_options(root: Any, on_gpu: bool) -> None:
     distributed, common, save_dir = root.distributed_training, root.common, root.checkpoint.save_dir
+    options = read(TaskConfig, root.task)
     half = next((key for key in ("memory_efficient_fp16", "fp16", "amp") if common[key]), "")
     several, launched = distributed.distributed_world_size > 1, int(os.environ.get("WORLD_SIZE", 1))
     rules = [
@@ -266,15 +281,19 @@ def _refuse_options(root: Any, on_gpu: bool) -> None:
             "replicas; set it to none, and give --moe-zero-stage instead.",
         ),
         (
-            read(TaskConfig, root.task).moe_checkpoint == "sharded"
-            and PathManager.path_requires_pathmanager(save_dir),
+            options.moe_checkpoint == "sharded" and PathManager.path_requires_pathmanager(save_dir),
             f"--save-dir is {save_dir}, which is not a local folder, but --moe-checkpoint sharded needs a "
             "local folder; give one, or --moe-checkpoint full.",
         ),
         (
             root.checkpoint.write_checkpoints_asynchronously,
-            "--write-checkpoints-asynchronously is set, which writes files in place, so a kill can leave a "
-            "truncated file; remove it.",
+            "--write-checkpoints-asynchronously is set, which needs --moe-checkpoint sharded; add it, or "
+            "remove --write-checkpoints-asynchronously.",
+        ),
+        (
+            options.moe_save_async and options.moe_checkpoint != "sharded",
+            "--moe-save-async is set, which needs --moe-checkpoint sharded; add it, or remove "
+            "--moe-save-async.",
         ),
         (
             not (root.optimizer and root.optimizer._name),

@@ -68,6 +68,8 @@ def happen():
         time.sleep(_fault["seconds"])
     elif what == "error":
         raise ERRORS[_fault["detail"]]()
+    elif what == "signal":
+        os.kill(os.getpid(), getattr(signal, _fault["detail"]))
     elif what == "full":  # for every file, so for the log too: above that, below a checkpoint
         resource.setrlimit(resource.RLIMIT_FSIZE, (LIMIT, resource.RLIM_INFINITY))
 

@@ -1,0 +1,275 @@
+"""Writes sharded checkpoints in threads while training continues (--moe-save-async).
+
+A save has three steps, each at the end of an update:
+
+1. `begin`: all ranks copy the state to host memory, and start threads that write the experts.
+2. When all ranks have written their experts, their folder is renamed. A thread of rank 0 writes the file
+   with the other parameters under a temporary name.
+3. `_Save.commit`: fairseq's save_checkpoint gives this file its name, copies it, and deletes old files.
+
+Ranks add up how many have finished a step with fairseq's own sums (`loop.Votes`). Every file is flushed to
+disk before it is renamed, in the same order as in a save that blocks training.
+"""
+
+import contextlib
+import copy
+import functools
+import logging
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from fairseq import utils
+
+from fairseq_tutel.checkpoint import atomic_save, experts
+from fairseq_tutel.checkpoint.files import walk
+from fairseq_tutel.checkpoint.shards import MARK
+from fairseq_tutel.files.atomic import temporary_of
+from fairseq_tutel.plugin.registration.process import call_at_end
+from fairseq_tutel.plugin.run_state import RUN
+from fairseq_tutel.plugin.training.loop import Votes, module_of
+from fairseq_tutel.ranks import world
+from fairseq_tutel.ranks.host_memory import GIB, refuse_too_little
+from fairseq_tutel.ranks.world import Work, run_on_rank_zero
+
+logger = logging.getLogger(__name__)
+
+FLAG = "--moe-save-async"
+PENDING = "pending"  # in the state of rank 0, marks a record whose shard files are not yet written
+
+
+class _TargetFoundError(Exception):
+    """Ends a call of fairseq's save_checkpoint that only finds out which file it would write."""
+
+
+class _CancelledError(Exception):
+    """Ends a thread because the process ends."""
+
+
+class _Save:
+    """One checkpoint that is being written. `extra_state` and `state` are set on rank 0 only."""
+
+    def __init__(self, original: Any, cfg: Any, trainer: Any, epoch_itr: Any, val_loss: Any) -> None:
+        epoch, at_end, position = epoch_itr.epoch, epoch_itr.end_of_epoch(), epoch_itr.state_dict()
+        iterator = SimpleNamespace(epoch=epoch, end_of_epoch=lambda: at_end, state_dict=lambda: position)
+        self._arguments = original, cfg, iterator, val_loss
+        self._task, self.updates = trainer.task, trainer.get_num_updates()
+        self._facts = {
+            name: getattr(trainer, name)
+            for name in (
+                "data_parallel_rank",
+                "should_save_checkpoint_on_current_rank",
+                "checkpoint_suffix",
+            )
+        }
+        self.path: str | None = None  # of the file that rank 0 writes first
+        self.extra_state: dict[str, Any] = {}
+        self.state: dict[str, Any] = {}
+        self.folder = Path()
+        self.work: Work | None = None
+        self.writes_experts = True  # or the other parameters
+
+    def find_target(self) -> bool:
+        """Return whether fairseq would save any file; set its path on rank 0. Collective."""
+
+        def found(path: str, extra_state: dict[str, Any]) -> None:
+            self.path, self.extra_state = path, extra_state
+            raise _TargetFoundError
+
+        with contextlib.suppress(_TargetFoundError):
+            self._call(found)
+        return bool(world.broadcast_object(self.path is not None, "the start of a save"))
+
+    def commit(self) -> Any:
+        """Call fairseq's save_checkpoint on rank 0; rename the written file where it would write."""
+        assert self.path is not None
+        try:
+            saved = self._call(lambda path, extra_state: os.replace(self.temporary, path) or path)
+        except OSError as error:
+            raise atomic_save.unwritten(self.path, error) from error
+        if saved is not None and hasattr(self._task, "post_save"):
+            self._task.post_save(saved, self.updates)
+
+    @functools.cached_property
+    def temporary(self) -> str:
+        """The name under which rank 0 writes the file."""
+        assert self.path is not None
+        return temporary_of(self.path)
+
+    def _call(self, save: Callable[[str, dict[str, Any]], Any]) -> Any:
+        original, cfg, iterator, val_loss = self._arguments
+        trainer = SimpleNamespace(
+            **self._facts,
+            task=self._task,
+            consolidate_optimizer=lambda: None,
+            always_call_state_dict_during_save_checkpoint=False,
+            get_num_updates=lambda: self.updates,
+            save_checkpoint=save,
+        )
+        return original(cfg, trainer, iterator, val_loss)
+
+
+class BackgroundSave:
+    """Saves checkpoints in the background: at most one at a time. All methods but `stop` are collective."""
+
+    def __init__(self) -> None:
+        self._save: _Save | None = None
+        self._votes = Votes(written=lambda: float(self._has_written()))
+        self._has_joined = self._fits = self._is_stopped = False
+
+    @contextlib.contextmanager
+    def installed(self, main: Any) -> Iterator[None]:
+        """Context manager that continues a pending save after each update of fairseq's training loop."""
+        module = module_of(main)
+        if module is None:
+            yield
+            return
+        before = module.train, module.validate_and_save
+
+        @functools.wraps(before[0])
+        def train(cfg: Any, trainer: Any, *args: Any) -> Any:
+            if not self._has_joined:
+                self._has_joined = True
+                self._votes.join(trainer)
+            return before[0](cfg, trainer, *args)
+
+        @functools.wraps(before[1])
+        def validate_and_save(*args: Any) -> Any:
+            if self._save is not None and self._votes.total("written") == world.size():
+                self._step()
+            return before[1](*args)
+
+        module.train = train  # type: ignore[attr-defined]
+        module.validate_and_save = validate_and_save  # type: ignore[attr-defined]
+        call_at_end(self.stop)
+        try:
+            yield
+        finally:
+            module.train, module.validate_and_save = before  # type: ignore[attr-defined]
+
+    def begin(
+        self, original: Any, cfg: Any, trainer: Any, epoch_itr: Any, val_loss: Any, inner: Any, states: Any
+    ) -> None:
+        """Copy the state of all ranks, and start to write it.
+
+        `original` is fairseq's save_checkpoint. `inner` and `states` are the optimizer and its tensors; see
+        `save.expert_states`.
+        """
+        save = _Save(original, cfg, trainer, epoch_itr, val_loss)
+        if not save.find_target():
+            return
+        trainer.consolidate_optimizer()  # as fairseq does
+        model, topology = trainer.get_model(), RUN.topology
+        if not self._fits:
+            _refuse_too_little_memory(model, topology, states)
+            self._fits = True
+        save.folder = experts.begin_folder(Path(cfg.save_dir))
+        copies = experts.CopiedExperts(model, topology, states.of)
+        pending = {name: {MARK: 0, PENDING: list(name)} for name in copies.names}
+        experts.save_as_records(model, pending)
+        if inner is not None:
+            inner.save_state(states.by_index(pending), topology)
+        if save.path is not None:
+            save.state = _copied(trainer.state_dict())
+            save.state["extra_state"].update(copy.deepcopy(save.extra_state))
+        for stack in experts.expert_modules(model):
+            stack.save_as(None)
+        save.work = Work(lambda: copies.write(save.folder, self._check))
+        self._save = save
+        logger.info("saving a checkpoint of update %d in the background", save.updates)
+
+    def finish(self) -> None:
+        """Wait until the pending save, if any, is committed."""
+        while self._save is not None:
+            work = self._save.work
+            ended = work is None or work.look()[0]
+            if all(world.all_gather_object(ended, "the end of a save in the background")):
+                self._step()
+
+    def stop(self) -> None:
+        """Abandon the pending save, because this process ends; not collective."""
+        self._is_stopped = True
+        while self._save is not None and self._save.work is not None and not self._save.work.has_ended:
+            self._save.work.look()
+
+    def _has_written(self) -> bool:
+        save = self._save
+        return save is None or save.work is None or save.work.has_ended
+
+    def _check(self, advance: object = None) -> None:
+        if self._is_stopped:
+            raise _CancelledError
+
+    def _step(self) -> None:
+        """Take the next step of a save whose threads have ended on all ranks."""
+        save = self._save
+        assert save is not None
+        if save.writes_experts:
+            assert save.work is not None
+            if save.work.error is not None:
+                raise save.work.error
+            records = experts.commit_folder(save.folder, save.work.result)
+            save.writes_experts, save.work = False, None
+            if save.path is not None:
+                _fill_in(save.state, records)
+                save.work = Work(lambda: self._write_file(save))
+            return
+
+        def commit() -> None:
+            assert save.work is not None
+            if save.work.error is not None:
+                raise save.work.error
+            save.commit()
+
+        # Until here, an error leaves all earlier checkpoints as they are.
+        if RUN.lease is not None:
+            RUN.lease.confirm()
+        run_on_rank_zero(commit, "rank 0's end of a save in the background")
+        self._save = None
+
+    def _write_file(self, save: _Save) -> None:
+        try:
+            for left in reversed(range(atomic_save.TRIES)):
+                try:
+                    atomic_save.write(save.state, save.temporary, self._check)
+                    break
+                except OSError:
+                    if left == 0:
+                        raise
+        except Exception as error:
+            with contextlib.suppress(OSError):
+                os.remove(save.temporary)
+            assert save.path is not None
+            raise atomic_save.unwritten(save.path, error) from error
+        save.state = {}
+
+
+def _refuse_too_little_memory(model: Any, topology: Any, states: Any) -> None:
+    """Raise an error if the copies of all ranks do not fit in host memory. Collective."""
+    own = experts.CopiedExperts.bytes_needed(model, topology, states.of)
+    if world.is_first():
+        own += states.bytes_of_others()
+    total = refuse_too_little(own, FLAG)
+    logger.info(
+        "%s: rank 0 keeps %.2f GiB of copies in host memory during a save, all ranks %.2f GiB",
+        *(FLAG, own / GIB, total / GIB),
+    )
+
+
+def _copied(state: dict[str, Any]) -> dict[str, Any]:
+    """Return a checkpoint's content in host memory, without memory in common with the model."""
+    in_use = {id(value) for _, _, value in walk(state)}
+    moved = utils.move_to_cpu(state)
+    # Tensors from a GPU, and widened ones, are copies already.
+    copies = {id(v): v for _, _, v in walk(moved) if torch.is_tensor(v) and id(v) not in in_use}
+    return copy.deepcopy(moved, copies)
+
+
+def _fill_in(state: dict[str, Any], records: Any) -> None:
+    """Replace the marks of pending records by the records, in place."""
+    for container, key, value in walk(state):
+        if isinstance(value, dict) and PENDING in value and MARK in value:
+            container[key] = records[tuple(value[PENDING])]

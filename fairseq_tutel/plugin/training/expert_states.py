@@ -1,0 +1,49 @@
+"""Maps the optimizer state of experts to the parameters and indices of a checkpoint."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from fairseq.trainer import Trainer
+from torch import Tensor
+
+from fairseq_tutel.comm.gradients import is_expert
+from fairseq_tutel.moe.expert_stack import ExpertStack
+from fairseq_tutel.optim.moe_optimizer import MoEOptimizerMixin
+
+
+class ExpertStates:
+    """The optimizer state of a trainer's experts; `inner` is None if it is not saved by parameter."""
+
+    def __init__(self, trainer: Trainer, inner: MoEOptimizerMixin | None) -> None:
+        self._model, self._inner = trainer.get_model(), inner
+        # The optimizer identifies a parameter, or its fp32 master, by the index in this list.
+        trained = getattr(trainer.optimizer, "fp16_params", None) or (inner.model_params() if inner else [])
+        self._index_of = {id(parameter): index for index, parameter in enumerate(trained)}
+
+    def of(self, parameter: Any) -> Mapping[str, Tensor]:
+        """Return the optimizer's stacked tensors for an expert parameter of this rank. Collective."""
+        index = self._index_of.get(id(parameter))
+        return {} if self._inner is None or index is None else self._inner.expert_state(index)
+
+    def by_index(self, records: Mapping[tuple[str, str], Any]) -> dict[int, dict[str, Any]]:
+        """Return the records of optimizer state by the index of the parameter and the state's key.
+
+        The keys of `records` are (qualified name of the stack, tensor name).
+        """
+        stacks = {layer: m for layer, m in self._model.named_modules() if isinstance(m, ExpertStack)}
+        found: dict[int, dict[str, Any]] = {}
+        for (layer, tensor), record in records.items():
+            name, _, key = tensor.rpartition(".")
+            index = self._index_of.get(id(stacks[layer].expert_parameters().get(name)))
+            if index is not None:
+                found.setdefault(index, {})[key] = record
+        return found
+
+    def bytes_of_others(self) -> int:
+        """Return the bytes that the parameters besides experts occupy in a checkpoint, with two moments.
+
+        Each parameter is saved in fp32, and has an fp32 master copy if it is in half precision.
+        """
+        others = [p for p in self._model.parameters() if not is_expert(p)]
+        copies = [1 if self._inner is None else 4 - (p.element_size() >= 4) for p in others]
+        return sum(4 * p.numel() * count for p, count in zip(others, copies, strict=True))

@@ -1,0 +1,172 @@
+"""Ends a run after a signal: all ranks finish the same update, save a checkpoint, and exit with EXIT_CODE.
+
+A signal may reach one rank only. In each update and validation step, ranks add up how many of them received
+one (`loop.Votes`), so all ranks stop after the same update.
+"""
+
+import contextlib
+import functools
+import logging
+import os
+import sys
+from collections.abc import Iterator
+from typing import Any, NoReturn
+
+from fairseq import checkpoint_utils
+from torch.multiprocessing import ProcessExitedException
+
+from fairseq_tutel.moe.option_table import PreemptionConfig
+from fairseq_tutel.options.option import read, refuse_bad_values
+from fairseq_tutel.plugin.registration.process import write_for_torchrun
+from fairseq_tutel.plugin.run_state import RUN
+from fairseq_tutel.plugin.training.loop import Votes, module_of
+from fairseq_tutel.ranks import world
+from fairseq_tutel.ranks.signals import EXIT_CODE, SignalWatch, watched
+
+logger = logging.getLogger(__name__)
+
+# The vote of a rank whose time for validation is over. It exceeds the sum of all ranks' votes for a signal.
+LATE = 2.0**30
+
+
+class ValidationEndedError(Exception):
+    """Ends a validation that would take too long after a signal."""
+
+
+@contextlib.contextmanager
+def watching(cfg: Any, main: Any, spawns: bool = False) -> Iterator[None]:
+    """Context manager that receives the signals of --moe-preemption-signals while `main` trains.
+
+    It has no effect if `main` is not fairseq's main function, whose training loop can end after an update.
+    `spawns`: fairseq starts the ranks as child processes of this process, which forwards the signals.
+    """
+    options = read(PreemptionConfig, cfg.task)
+    refuse_bad_values(options)
+    # Ranks of model parallelism that share a batch add up no numbers with each other.
+    is_possible = cfg.common.model_parallel_size == 1 and not cfg.common.tpu and module_of(main) is not None
+    if cfg.common_eval.path is not None or not (options.names and is_possible):
+        yield
+        return
+    with watched(options.names, options.moe_preemption_seconds, spawns) as watch, RUN.having(signals=watch):
+        try:
+            yield
+        except ProcessExitedException as error:
+            if error.exit_code != EXIT_CODE:
+                raise
+            sys.exit(EXIT_CODE)
+
+
+def run_watched(run: Any, main: Any, cfg: Any, **kwargs: Any) -> Any:
+    """Call `run`, which calls `main`, in a rank that fairseq spawned; the rank receives its own signals."""
+    with watching(cfg, main):
+        return run(cfg, **kwargs)
+
+
+class Preemption:
+    """Wraps functions of fairseq's training loop so that it ends after an update if a rank got a signal."""
+
+    def __init__(self, watch: SignalWatch) -> None:
+        self._watch = watch
+        self._votes = Votes(signal=self._vote)
+        self.result = ""  # what was saved, if the run ended because of a signal
+
+    @contextlib.contextmanager
+    def installed(self, main: Any) -> Iterator[None]:
+        """Context manager that wraps functions in the module of `main`, fairseq's main function."""
+        module = module_of(main)
+        if module is None:
+            yield
+            return
+        before = module.train, module.validate_and_save
+        module.train = self._train(before[0])  # type: ignore[attr-defined]
+        module.validate_and_save = self._validate_and_save(before[1])  # type: ignore[attr-defined]
+        try:
+            yield
+        finally:
+            module.train, module.validate_and_save = before  # type: ignore[attr-defined]
+
+    def _vote(self) -> float:
+        if self._watch.received is None:
+            return 0.0
+        return LATE if self._watch.elapsed > self._watch.seconds / 2 else 1.0
+
+    def _train(self, original: Any) -> Any:
+        is_first = True
+
+        @functools.wraps(original)
+        def train(cfg: Any, trainer: Any, task: Any, epoch_itr: Any) -> Any:
+            nonlocal is_first
+            if is_first:
+                is_first = False
+                if self._received_by_any():
+                    logger.info(
+                        "a rank received a signal before the first update: there is nothing to save"
+                    )
+                    self.has_ended = True
+                    return [None], True
+                self._votes.join(trainer)
+                self._end_long_validation(trainer)
+                self._watch.begin_work()
+            return original(cfg, trainer, task, epoch_itr)
+
+        return train
+
+    def _end_long_validation(self, trainer: Any) -> None:
+        """End a validation if half of the time after a signal is over; the rest is for the save."""
+        original = trainer.valid_step
+
+        def valid_step(*args: Any, **kwargs: Any) -> Any:
+            result = original(*args, **kwargs)
+            if self._votes.total("signal") >= LATE:
+                raise ValidationEndedError
+            return result
+
+        trainer.valid_step = valid_step
+
+    def _validate_and_save(self, original: Any) -> Any:
+        @functools.wraps(original)
+        def validate_and_save(cfg: Any, trainer: Any, task: Any, epoch_itr: Any, *args: Any) -> Any:
+            saves = RUN.num_saves
+            losses: list[Any] = [None]
+            try:
+                losses, should_stop = original(cfg, trainer, task, epoch_itr, *args)
+                if should_stop:
+                    return losses, True
+            except ValidationEndedError:
+                logger.info("ended the validation, which took too long after a signal")
+            is_saved = RUN.num_saves > saves
+            # A signal may have come during the save, in which ranks add up no numbers.
+            if not (self._votes.total("signal") or (is_saved and self._received_by_any())):
+                return losses, False
+            if not is_saved:
+                path = checkpoint_utils.save_checkpoint(cfg.checkpoint, trainer, epoch_itr, None)
+                if path is not None and hasattr(task, "post_save"):
+                    task.post_save(path, trainer.get_num_updates())
+            self.result = _what_was_saved(cfg, trainer.get_num_updates())
+            return losses, True
+
+        return validate_and_save
+
+    def _received_by_any(self) -> bool:
+        """Return whether any rank received a signal. Collective."""
+        received = self._watch.received is not None
+        return any(world.all_gather_object(received, "the check for signals"))
+
+
+def _what_was_saved(cfg: Any, updates: int) -> str:
+    for key in ("no_save", "no_last_checkpoints"):
+        if getattr(cfg.checkpoint, key):
+            return f"update {updates} is not in checkpoint_last.pt because of --{key.replace('_', '-')}"
+    name = f"checkpoint_last{cfg.checkpoint.checkpoint_suffix or ''}.pt"
+    path = os.path.join(cfg.checkpoint.save_dir, name)
+    return f"update {updates} is saved in {path}, and the same command continues the run"
+
+
+def end_process(result: str) -> NoReturn:
+    """End this process with EXIT_CODE, after all ranks have released what they hold. Collective."""
+    line = f"a rank received a signal; {result}"
+    logger.info("%s", line)
+    # A launcher ends all ranks when the first one exits.
+    world.all_gather_object(None, "the end of all ranks after a signal")
+    write_for_torchrun(line)
+    sys.exit(EXIT_CODE)

@@ -1,0 +1,252 @@
+"""A signal ends a training run after an update, and the checkpoint continues it to the same bits."""
+
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from cli import ROOT, USER_DIR, fairseq, start, tail, wait
+from equality import facts_of, same_bits
+from models import dense_lm_args, lm_args
+from ports import free_port
+from test_sharded_checkpoints import SHARDED, load
+
+from fairseq_tutel.checkpoint.lease import NAME
+from fairseq_tutel.ranks.signals import EXIT_CODE
+
+PLACES = str(Path(__file__).parents[1] / "faults" / "faulty_places")
+SPAWNING = str(Path(__file__).parent / "spawning_user_dir")
+LONG = pytest.mark.long
+UPDATES = 7
+SAVES = ("--save-interval-updates", 3, "--dropout", 0.1)
+
+
+def _environment(folder, place="none", when=1, rank=0, name="SIGUSR1"):
+    """Return what makes a rank send itself a signal when it is at a place, once."""
+    fault = {
+        "what": "signal", "place": place, "when": when, "rank": rank, "marker": str(folder / "fired"),
+        "save_dir": str(folder / "save"), "seconds": 0, "detail": name, "fraction": 0,
+    }  # fmt: skip
+    return {"FAULT": json.dumps(fault)}
+
+
+def _words(make, data, folder, *flags, updates=UPDATES):
+    return make(data, folder / "save", *SAVES, "--user-dir", PLACES, *flags, updates=updates)
+
+
+@pytest.fixture(scope="module")
+def unbroken(lm_data, tmp_path_factory):
+    """Return a function from flags and ranks to the folder of a run that no signal ended."""
+    folders = {}
+
+    def of(make, ranks, *flags):
+        key = (make, ranks, flags)
+        if key not in folders:
+            folders[key] = tmp_path_factory.mktemp("unbroken")
+            words = _words(make, lm_data, folders[key], *flags)
+            fairseq("train", *words, ranks=ranks, env=_environment(folders[key]))
+        return folders[key]
+
+    return of
+
+
+def same_end(expected, folder, updates=UPDATES):
+    expected, found = load(expected / "save"), load(folder / "save")
+    assert found["optimizer_history"][-1]["num_updates"] == updates
+    same_bits(expected["model"], found["model"])
+    same_bits(expected["last_optimizer_state"]["state"], found["last_optimizer_state"]["state"])
+    assert facts_of(found) == facts_of(expected)
+
+
+def updates_of(folder):
+    path = folder / "save" / "checkpoint_last.pt"
+    state = torch.load(path, weights_only=False) if path.exists() else None
+    return None if state is None else state["optimizer_history"][-1]["num_updates"]
+
+
+CASES = {
+    "update": (lm_args, 2, ("train", 5, 1), (), 5),
+    "sharded": (lm_args, 2, ("backward", 4, 0, "SIGTERM"), SHARDED, 4),
+    "dense": (dense_lm_args, 1, ("train", 2, 0, "SIGTERM"), (), 2),
+    "dense ranks": (dense_lm_args, 2, ("update", 2, 1), (), 3),
+    "validation": (lm_args, 2, ("valid", 2, 1), (), 3),
+    "save": (lm_args, 2, ("write", 1, 0), (), 3),
+    "save of shards": (lm_args, 2, ("shard", 2, 1), SHARDED, 3),
+    "copy": (lm_args, 1, ("copy", 1, 0), (), 3),
+    "zero": (lm_args, 4, ("clip", 4, 3), ("--moe-zero-stage", 2), 5),
+    "end of an epoch": (lm_args, 2, ("train", 5, 0), ("--batch-size", 24), 5),
+}
+QUICK = {"update", "dense"}
+
+
+@pytest.mark.parametrize("case", [pytest.param(c, marks=[LONG] * (c not in QUICK)) for c in CASES])
+def test_a_run_continues_after_a_signal_as_if_there_was_none(lm_data, tmp_path, unbroken, case):
+    make, ranks, at, flags, saved = CASES[case]
+    words = _words(make, lm_data, tmp_path, *flags)
+    env = _environment(tmp_path, *at)
+    run = wait(start("train", *words, ranks=ranks, env=env))
+    assert run.exit_codes == [EXIT_CODE] * ranks, tail(run.output)
+    assert run.output.count(f"received {at[3] if len(at) > 3 else 'SIGUSR1'}: all ranks will save") == 1
+    assert updates_of(tmp_path) == saved
+    assert f"update {saved} is saved in" in run.logs[0]
+    assert not (tmp_path / "save" / NAME).exists()
+    again = fairseq("train", *words, ranks=ranks, env=env)
+    assert f"@ {saved} updates)" in again.output
+    # fairseq makes other batches in a process that starts in a later epoch.
+    if case != "end of an epoch":
+        same_end(unbroken(make, ranks, *flags), tmp_path)
+
+
+@pytest.mark.parametrize("place", ["built", pytest.param("loaded", marks=LONG)])
+def test_before_the_first_update_there_is_nothing_to_save(lm_data, tmp_path, place):
+    run = wait(start("train", *_words(lm_args, lm_data, tmp_path), env=_environment(tmp_path, place)))
+    assert run.exit_codes == [EXIT_CODE]
+    assert "received SIGUSR1: there is nothing to save before the first update" in run.output
+    assert os.listdir(tmp_path / "save") == []
+
+
+@LONG
+def test_nothing_is_saved_if_the_options_say_so(lm_data, tmp_path):
+    for flag in ("--no-last-checkpoints", "--no-save"):
+        folder = tmp_path / flag
+        folder.mkdir()
+        words = _words(lm_args, lm_data, folder, flag)
+        run = wait(start("train", *words, env=_environment(folder, "train", 2)))
+        assert run.exit_codes == [EXIT_CODE]
+        assert f"update 2 is not in checkpoint_last.pt because of {flag}" in run.output
+        assert updates_of(folder) is None
+
+
+@LONG
+def test_signals_can_be_left_alone(lm_data, tmp_path):
+    words = _words(lm_args, lm_data, tmp_path, "--moe-preemption-signals", "SIGUSR2")
+    run = wait(start("train", *words, env=_environment(tmp_path, "train", 2)))
+    assert run.exit_codes == [-signal.SIGUSR1]
+    words = _words(lm_args, lm_data, tmp_path, "--moe-preemption-signals", "none")
+    run = wait(start("train", *words, env=_environment(tmp_path, "train", 2, name="SIGTERM")))
+    assert run.exit_codes == [0]  # the marker exists: the signal is sent once
+
+
+def test_unknown_signals_are_refused(lm_data, tmp_path):
+    words = lm_args(lm_data, tmp_path, "--moe-preemption-signals", "SIGKILL")
+    run = wait(start("train", *words))
+    assert (
+        "error: --moe-preemption-signals is 'SIGKILL'; give names of signals" in run.output.splitlines()[-1]
+    )
+
+
+@LONG
+def test_ranks_that_fairseq_spawns_get_the_signal(lm_data, tmp_path):
+    words = lm_args(
+        lm_data, tmp_path / "save", "--user-dir", SPAWNING, "--distributed-world-size", 2,
+        "--ddp-backend", "legacy_ddp", "--distributed-backend", "gloo", "--cpu", updates=100_000,
+    )  # fmt: skip
+    ((process, log),) = start("train", *words)
+    _wait_for_line(log, '"num_updates": "3"', process.is_alive)
+    os.kill(process.pid, signal.SIGTERM)
+    run = wait([(process, log)])
+    assert run.exit_codes == [EXIT_CODE], tail(run.output)
+    assert updates_of(tmp_path) >= 3
+
+
+def _wait_for_line(log, line, is_alive, seconds=90):
+    deadline = time.monotonic() + seconds
+    while not log.exists() or line not in log.read_text():
+        assert time.monotonic() < deadline and is_alive(), tail(log.read_text())
+        time.sleep(0.02)
+
+
+def _launch(launcher, words, log):
+    command = [sys.executable, "-m", *launcher, *map(str, words)]
+    with open(log, "w") as file:
+        return subprocess.Popen(
+            command, cwd=ROOT, stdout=file, stderr=file, start_new_session=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )  # fmt: skip
+
+
+def _torchrun(ranks, *flags):
+    own = ("--nproc_per_node", str(ranks), "--master_port", str(free_port()), *map(str, flags))
+    return ("torch.distributed.run", *own, "-m", "fairseq_tutel.train")
+
+
+@LONG
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1"])
+def test_torchrun_forwards_a_signal_and_does_not_restart(lm_data, tmp_path, name):
+    flags = ("--max-restarts", 3, "--signals-to-handle", "SIGTERM,SIGUSR1")
+    words = lm_args(lm_data, tmp_path / "save", "--user-dir", USER_DIR, *SAVES, updates=100_000)
+    agent = _launch(_torchrun(2, *flags), words, log := tmp_path / "log")
+    _wait_for_line(log, '"num_updates": "4"', lambda: agent.poll() is None)
+    agent.send_signal(signal.Signals[name])
+    assert agent.wait(60) == 1
+    text = log.read_text()
+    assert "is saved in" in text and "Restart" not in text, tail(text)
+    assert not (tmp_path / "save" / NAME).exists()
+
+
+@LONG
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1"])
+def test_processes_that_load_data_ignore_a_signal_to_all(lm_data, tmp_path, unbroken, name):
+    flags = ("--num-workers", 2, "--max-update", 2000)
+    words = _words(lm_args, lm_data, tmp_path, "--user-dir", USER_DIR, *flags)
+    process = _launch(("fairseq_tutel.train",), words, log := tmp_path / "log")
+    _wait_for_line(log, '"num_updates": "4"', lambda: process.poll() is None)
+    os.killpg(process.pid, signal.Signals[name])
+    assert process.wait(60) == EXIT_CODE, tail(log.read_text())
+    assert updates_of(tmp_path) >= 4
+
+
+RANKS, MANY = (1, 2, 4), 50
+SAVED = re.compile(r"update (\d+) is saved in")
+
+
+@LONG
+@pytest.mark.parametrize("seed", range(40))
+def test_at_random_moments(lm_data, tmp_path, unbroken, seed):
+    """fairseq-train or torchrun; SIGTERM or SIGUSR1 to one rank, to all ranks or to the launcher."""
+    rng = random.Random(seed)
+    ranks, name = RANKS[seed % 3], ("SIGTERM", "SIGUSR1")[seed % 2]
+    flags = rng.choice(((), SHARDED, (*SHARDED, "--moe-save-async"), ("--moe-zero-stage", 1)))
+    flags = (*flags, "--batch-size", 1, "--max-update", MANY)  # within the first epoch
+    if ranks == 1:
+        launcher = ("fairseq_cli.train",)
+    else:
+        launcher = _torchrun(ranks, "--signals-to-handle", "SIGTERM,SIGUSR1")
+    words = _words(lm_args, lm_data, tmp_path, "--user-dir", USER_DIR, *flags)
+    process = _launch(launcher, words, log := tmp_path / "log")
+    begun = rng.choice(
+        ("Namespace|'_name'", "begin dry-run", "train_inner", "train_inner", "begin validation")
+    )
+    deadline = time.monotonic() + 90
+    while process.poll() is None and not re.search(begun, log.read_text()):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    time.sleep(rng.uniform(0, 0.3))
+    pids = [process.pid]
+    if ranks > 1 and rng.random() < 0.6:
+        pids = _children(process.pid)
+        pids = pids if rng.random() < 0.5 else pids[:1]
+    sent = time.monotonic()
+    for pid in pids if process.poll() is None else ():
+        os.kill(pid, signal.Signals[name])
+    process.wait(60)
+    text, seconds = log.read_text(), time.monotonic() - sent
+    assert seconds < 30 and not (tmp_path / "save" / NAME).exists(), tail(text)
+    if saved := SAVED.search(text):
+        assert updates_of(tmp_path) == int(saved[1])
+    print(f"{seed}: {ranks} ranks, {name} to {len(pids)}, {begun}: {saved and saved[0]}, {seconds:.1f} s")
+    env = {"FAULT": _environment(tmp_path)["FAULT"]}
+    fairseq("train", *_words(lm_args, lm_data, tmp_path, *flags), ranks=ranks, env=env)
+    same_end(unbroken(lm_args, ranks, *flags), tmp_path, MANY)
+
+
+def _children(pid):
+    found = subprocess.run(["ps", "-o", "pid=", "--ppid", str(pid)], capture_output=True, text=True)
+    return [int(child) for child in found.stdout.split()]
