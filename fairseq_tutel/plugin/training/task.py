@@ -96,6 +96,7 @@ class MoETaskMixin(InferenceMixin):
 
     _has_experts = False
     _layer_config: MoEConfig  # configuration of the first MoE layer, if there is one
+    datasets: dict[str, Any]  # fairseq's data sets by split
     moe_tuner: UpdateTuner | None = None
     _clipped_before = -1
 
@@ -230,9 +231,19 @@ class MoETaskMixin(InferenceMixin):
         iterator, root = super().get_batch_iterator(*args, **kwargs), root_of(self)  # type: ignore[misc]
         if type(iterator) is EpochBatchIterator:
             change_class(iterator, ElasticEpochBatchIterator)
+        micro_batches = 0
+        if root is not None and self._has_experts:
+            train_set = self.datasets.get(root.dataset.train_subset)  # validation has no updates
+            if train_set is not None and iterator.dataset is train_set:
+                micro_batches = read(TaskConfig, config_of(self)).moe_micro_batches
         if isinstance(iterator, ElasticEpochBatchIterator):
             if root is not None:
-                iterator.set_update_freq(root.optimization.update_freq)
+                iterator.set_update_freq(root.optimization.update_freq, micro_batches)
+        elif micro_batches:
+            raise ValueError(
+                f"--moe-micro-batches is {micro_batches}, but {type(self).__name__} uses its own "
+                f"{type(iterator).__name__}, whose batches cannot be divided; remove --moe-micro-batches."
+            )
         elif world.is_first():
             logger.info(
                 "%s can resume in the middle of an epoch only on the same number of ranks; on several "
