@@ -91,6 +91,10 @@ class Topology:
     grid: Grid | None = None
     share_groups: dict[int, dist.ProcessGroup] = field(default_factory=dict)
 
+    def __deepcopy__(self, memo: Any) -> "Topology":
+        """Return this object, because process groups cannot be copied: copied layers use the same ones."""
+        return self
+
     @property
     def num_replicas(self) -> int:
         """The number of ranks that hold the same experts, W / P."""

@@ -24,6 +24,7 @@ from fairseq_tutel.moe.expert_stack import ExpertStack
 from fairseq_tutel.optim.moe_optimizer import ONLY_OF_RANK, MoEOptimizerMixin, innermost_optimizer
 from fairseq_tutel.plugin.run_state import RUN
 from fairseq_tutel.plugin.training import finite
+from fairseq_tutel.plugin.training.ema import AVERAGE, WIDE_AVERAGE, ExpertEMA
 from fairseq_tutel.plugin.training.resume import checkpoint_to_load
 from fairseq_tutel.plugin.training.startup import saves_shards
 from fairseq_tutel.ranks.groups import Topology
@@ -102,15 +103,18 @@ def save_checkpoint(original: Any) -> Any:
         if cfg.no_save:
             return original(cfg, trainer, epoch_itr, val_loss)
         finite.refuse_to_save(trainer)
-        with RUN.having(is_saving=True):
-            _complete(cfg, trainer)
+        with RUN.having(is_saving=True), _completed(cfg, trainer):
             return original(cfg, trainer, epoch_itr, val_loss)
 
     return wrapper
 
 
-def _complete(cfg: Any, trainer: Any) -> None:
-    """Gather or write all ranks' experts and optimizer state for the next checkpoint. Collective."""
+@contextlib.contextmanager
+def _completed(cfg: Any, trainer: Any) -> Iterator[None]:
+    """Context manager in which a checkpoint has all ranks' experts and optimizer state. Collective.
+
+    They are gathered, or written to shard files, when the context is entered.
+    """
     inner, topology = innermost_optimizer(trainer.optimizer), RUN.topology
     model = trainer.get_model()
     has_experts = bool(experts.expert_modules(model))
@@ -119,41 +123,54 @@ def _complete(cfg: Any, trainer: Any) -> None:
     if RUN.lease is not None:
         RUN.lease.confirm()  # another run may have taken it over
     with_state = not cfg.no_save_optimizer_state
-    if in_shards:
-        # The state of a composite optimizer, which works on one rank only, stays in the checkpoint file.
-        by_parameter = with_state and hasattr(inner.optimizer, "state")
-        write_in_shards(trainer, inner if by_parameter else None, topology)
-    elif shared:
-        experts.gather_experts(model, topology)
-        if with_state:
-            inner.gather_state(topology)
+    average = getattr(trainer, "ema", None)
+    ema = average if isinstance(average, ExpertEMA) else None
+    with contextlib.ExitStack() as until_saved:
+        if in_shards:
+            # A composite optimizer works on one rank only, and its state stays in the checkpoint file.
+            by_parameter = with_state and hasattr(inner.optimizer, "state")
+            records = write_in_shards(trainer, inner if by_parameter else None, topology, ema)
+            if ema is not None:
+                until_saved.enter_context(ema.saved_with(records))
+        elif shared:
+            experts.gather_experts(model, topology)
+            if with_state:
+                inner.gather_state(topology)
+            if ema is not None:
+                until_saved.enter_context(ema.gathered(topology))
+        yield
 
 
-def write_in_shards(trainer: Trainer, inner: MoEOptimizerMixin | None, topology: Topology) -> None:
-    """Write the experts of every rank and their optimizer state to shard files. Collective.
+def write_in_shards(
+    trainer: Trainer, inner: MoEOptimizerMixin | None, topology: Topology, ema: ExpertEMA | None
+) -> dict[tuple[str, str], dict[str, Any]]:
+    """Write the experts of every rank, their optimizer state and averages to shard files. Collective.
 
-    The next checkpoint refers to these files.
+    The next checkpoint refers to these files. Returns the records by layer and name of the tensor.
     """
     model, save_dir = trainer.get_model(), Path(trainer.cfg.checkpoint.save_dir)
     # The optimizer identifies a parameter, or its fp32 master, by the index in this list.
     trained = getattr(trainer.optimizer, "fp16_params", None) or (inner.model_params() if inner else [])
     index_of = {id(parameter): index for index, parameter in enumerate(trained)}
+    averages = {} if ema is None else ema.averages_of(model)
 
     def states(parameter: Any) -> Any:
         index = index_of.get(id(parameter))
-        return {} if inner is None or index is None else inner.expert_state(index)
+        state = {} if inner is None or index is None else inner.expert_state(index)
+        return {**state, **averages.get(id(parameter), {})}
 
     records = experts.save_in_shards(model, topology, states, save_dir)
     if inner is None:
-        return
+        return records
     stacks = {layer: m for layer, m in model.named_modules() if isinstance(m, ExpertStack)}
     by_index: dict[int, dict[str, Any]] = {}
     for (layer, tensor), record in records.items():
         name, _, key = tensor.rpartition(".")
         index = index_of.get(id(stacks[layer].expert_parameters().get(name)))
-        if index is not None:
+        if index is not None and key not in (AVERAGE, WIDE_AVERAGE):
             by_index.setdefault(index, {})[key] = record
     inner.save_state(by_index, topology)
+    return records
 
 
 def copy(original: Any) -> Any:
