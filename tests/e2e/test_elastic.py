@@ -24,6 +24,8 @@ from fairseq_tutel.plans.generators import make
 PLACES = str(Path(__file__).parents[1] / "faults" / "faulty_places")
 SLOW = str(Path(__file__).parent / "slow_user_dir")
 SGD = ("--optimizer", "moe_sgd", "--momentum", 0.9, "--lr", 0.5)
+# Random numbers do not depend on the number of ranks either.
+DROPOUT = ("--dropout", 0.1, "--moe-gate-noise", 1)
 SAVES = ("--save-interval-updates", 2, "--disable-validation")
 
 
@@ -34,28 +36,34 @@ def _words(data, folder, size, *extra, updates):
 def test_three_ranks_and_one_train_as_one_rank(lm_data, tmp_path):
     """Four micro-batches on three ranks: two ranks have an empty one in every update."""
     one, three = tmp_path / "one", tmp_path / "three"
-    balanced = ("--moe-balance-bias", "--moe-capacity-factor", 1)
-    fairseq("train", *_words(lm_data, one, 4, *balanced, updates=5))
-    run = fairseq("train", *_words(lm_data, three, 4, *balanced, updates=3), ranks=3)
+    # An epoch has four updates, the last one of which is incomplete.
+    kind = (
+        "--batch-size",
+        16,
+        "--moe-balance-bias",
+        "--moe-capacity-factor",
+        1,
+        "--moe-drop-policy",
+        "rts",
+    )
+    fairseq("train", *_words(lm_data, one, 4, *kind, *DROPOUT, updates=7))
+    run = fairseq("train", *_words(lm_data, three, 4, *kind, *DROPOUT, updates=5), ranks=3)
     assert "--moe-micro-batches 4: set --update-freq 2 on 3 ranks, so 2 micro-batches of an" in run.output
-    fairseq("train", *_words(lm_data, three, 4, *balanced, updates=5))
+    # Starts that train nothing log another number, and what keeps the batch if the option is missing.
+    run = fairseq("train", *_words(lm_data, three, 6, *kind, *DROPOUT, updates=5))
+    assert "update has 6 micro-batches on 1 rank, but had 4 micro-batches on 3 ranks in the" in run.output
+    run = fairseq("train", *lm_args(lm_data, three, *SGD, *SAVES, *kind, *DROPOUT, updates=5))
+    assert "on 3 ranks in the checkpoint; give --update-freq 4, or --moe-micro-batches 4 on" in run.output
+    run = fairseq("train", *_words(lm_data, three, 4, *kind, *DROPOUT, updates=7))
+    assert "(epoch 2 @ 5 updates)" in run.output
     same_training(one, three)
     saved = torch.load(three / "checkpoint_last.pt", weights_only=False)
     assert saved["cfg"]["task"]["moe_micro_batches"] == 4
-    # Another number is logged, and what keeps the batch if the option is missing.
-    run = fairseq("train", *_words(lm_data, three, 6, *balanced, updates=5))
-    assert "update has 6 micro-batches on 1 rank, but had 4 micro-batches on 1 rank in the" in run.output
-    words = lm_args(lm_data, three, *SGD, *SAVES, *balanced, updates=5)
-    runs = [wait(start("train", *words, ranks=ranks)) for ranks in (1, 3)]
-    assert "in the checkpoint; give" not in runs[0].output
-    assert "on 1 rank in the checkpoint; give --moe-micro-batches 4 to keep the batch" in runs[1].output
 
 
-def test_numbers_that_do_not_fit_the_ranks_are_refused(lm_data, tmp_path):
+def test_more_ranks_than_micro_batches_are_refused(lm_data, tmp_path):
     output = refused("train", *_words(lm_data, tmp_path, 1, updates=1), ranks=2)
     assert "is 1, but this run has 2 ranks, and some of them would have no micro-batch" in output
-    output = refused("train", *_words(lm_data, tmp_path, 4, "--moe-expert-parallel-size", 2, updates=1))
-    assert "and the number of experts (4); give 1, or 0 for the greatest common divisor" in output
 
 
 # What runs beside the experts: ZeRO, sharded checkpoints and plans of some numbers of ranks.
@@ -154,8 +162,8 @@ def test_killed_runs_on_four_three_one_and_four_ranks_train_as_one_that_is_not(
 
 
 STORE = (
-    "import time, torch.distributed as dist; "
-    "store = dist.TCPStore('0.0.0.0', {port}, is_master=True, wait_for_workers=False); time.sleep(10**9)"
+    "import time, torch.distributed as d; "
+    "s = d.TCPStore('0.0.0.0', {port}, is_master=True, wait_for_workers=False); time.sleep(10**9)"
 )
 
 

@@ -47,6 +47,12 @@ class ElasticEpochBatchIterator(EpochBatchIterator):
         self._micro_batches = micro_batches
         self._update_freq = (rounds_of(micro_batches, self.num_shards),) if micro_batches else update_freq
 
+    def start_in(self, epoch: int) -> None:
+        """Start in this epoch, with the batches that were made for an earlier one."""
+        self.epoch = epoch
+        if hasattr(self.dataset, "set_epoch"):
+            self.dataset.set_epoch(epoch)
+
     def state_dict(self) -> dict[str, Any]:
         """Return fairseq's iterator state, plus the global position in the epoch."""
         state = super().state_dict()
