@@ -123,7 +123,7 @@ def unhurt(lm_data, tmp_path_factory):
     def of(size):
         if size not in done:
             folder = tmp_path_factory.mktemp("unhurt")
-            words = _words(lm_data, folder / "save", size, updates=UPDATES)
+            words = _words(lm_data, folder / "save", size, *DROPOUT, updates=UPDATES)
             done[size] = folder, _losses(fairseq("train", *words, ranks=4))
         return done[size]
 
@@ -140,7 +140,8 @@ def test_killed_runs_on_four_three_one_and_four_ranks_train_as_one_that_is_not(
     flags = [str(flag).format(plans=tmp_path / "plans") for flag in KINDS[kind]]
     if kind == "plans":
         _plans(tmp_path / "plans")
-    words = _words(lm_data, tmp_path / "save", size, *flags, "--user-dir", PLACES, updates=UPDATES)
+    flags += [*DROPOUT, "--user-dir", PLACES]
+    words = _words(lm_data, tmp_path / "save", size, *flags, updates=UPDATES)
     losses = {}
     for leg, ranks in enumerate(LEGS):
         fault = _fault(tmp_path, draw, ranks, leg, size)
