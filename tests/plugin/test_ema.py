@@ -79,6 +79,20 @@ def test_tied_weights_are_averaged_once(wide):
     torch.testing.assert_close(ema.get_model().embedding.weight.data, expected)
 
 
+@pytest.mark.parametrize("wide", [False, True])
+def test_a_checkpoint_s_averages_are_not_kept_in_memory(wide):
+    saved, model = _Model(), _Model()
+    saved.draw(5)
+    ema, state = ExpertEMA(model, _config(wide)), dict(saved.state_dict())
+    if wide:
+        ema.build_fp32_params(state)
+        assert torch.equal(ema.fp32_params["layer.experts.fc2_weight"], saved.layer.experts.fc2_weight)
+    else:
+        ema.restore(state)
+        assert torch.equal(ema.get_model().layer.experts.fc2_weight, saved.layer.experts.fc2_weight)
+    assert state == {}
+
+
 def test_what_a_save_leaves_in_state_dicts_is_not_averaged():
     model = _Model()
     ema = ExpertEMA(model, _config(False))

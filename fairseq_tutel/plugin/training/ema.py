@@ -40,15 +40,21 @@ class ExpertEMA(EMA):
     fp32_params: dict[str, Any]
     decay: float
 
-    def build_fp32_params(self, state_dict: Mapping[str, Any] | None = None) -> None:
-        """Copy fp32 averages from a checkpoint, with all experts, or from the current averages."""
+    def restore(self, state_dict: dict[str, Any], build_fp32_params: bool = False) -> None:
+        """Load averages from a checkpoint, with all experts, and empty the dictionary."""
+        super().restore(state_dict, build_fp32_params)
+        state_dict.clear()  # fairseq would keep the averages of all experts in memory
+
+    def build_fp32_params(self, state_dict: dict[str, Any] | None = None) -> None:
+        """Copy fp32 averages from the current averages, or as `restore` from a checkpoint."""
+        own = None
         if state_dict is not None:
             own = dict(state_dict)
+            state_dict.clear()
             for key, parameter in self._experts():
                 if key in own:
                     own[key] = own_part({AVERAGE: own[key]}, parameter, RUN.topology)[AVERAGE]
-            state_dict = own
-        super().build_fp32_params(state_dict)
+        super().build_fp32_params(own)
 
     @torch.no_grad()
     def _step_internal(self, new_model: nn.Module, updates: Any = None) -> None:
