@@ -11,7 +11,9 @@ Source: Tutel (Hwang et al. 2023), section 3.3.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from copy import deepcopy
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -58,6 +60,10 @@ class ExchangeOptions:
     backend: str = "auto"  # for kernels
     timer: ExchangeTimer | None = None
     name: str = ""  # of the layer, for error messages
+
+    def __deepcopy__(self, memo: Any) -> "ExchangeOptions":
+        """Return a copy with the same process groups, which cannot be copied."""
+        return replace(self, timer=deepcopy(self.timer, memo))
 
     @property
     def operation(self) -> str:

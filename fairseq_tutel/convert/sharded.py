@@ -108,13 +108,19 @@ def _write_shards(found: Stacks, target: Path, expert_dtype: str) -> tuple[str, 
 
 
 def _stacks(state: dict[str, Any]) -> Iterator[tuple[str, str, dict, Any]]:
-    """Yield all tensors [E, ...] that stack a parameter of E experts or its optimizer state."""
+    """Yield all tensors [E, ...] that stack a parameter of E experts, its average or optimizer state."""
     shapes = set()
     for key, value in state["model"].items():
         layer, _, name = key.rpartition(".")
         if layer.endswith(EXPERTS):
             shapes.add(tuple(value.shape))
             yield layer, name, state["model"], key
+    for average in ("ema", "ema_fp32_params"):  # of --store-ema
+        held = (state.get("extra_state") or {}).get(average) or {}
+        for key in held:
+            layer, _, name = key.rpartition(".")
+            if layer.endswith(EXPERTS):
+                yield f"{layer}.{average}", name, held, key
     # Optimizer state has no parameter names, so the state of experts is recognized by the experts' shapes.
     for index, entry in (state.get("last_optimizer_state") or {}).get("state", {}).items():
         for key, value in entry.items() if isinstance(entry, dict) else ():

@@ -156,6 +156,13 @@ class TaskConfig:
     """The task options that are not in MoEConfig; every task of the package has them."""
 
     # fmt: off
+    # plugin/training/micro_batches.py checks this value against the number of ranks.
+    moe_micro_batches: int = parallelism(
+        0, unit="micro-batches", rule=whole(0, unit="micro-batches"),
+        help="number N of micro-batches of an update over all ranks, so that an update has the same batch "
+        "on any number of ranks W; it sets --update-freq to N / W, rounded up, and missing micro-batches "
+        "are empty; 0: W times --update-freq",
+    )
     # ranks/groups.py checks this value against the number of ranks.
     moe_expert_parallel_size: int = parallelism(
         0, unit="ranks",

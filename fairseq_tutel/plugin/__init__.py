@@ -24,7 +24,7 @@ THRESHOLDS = {M_MMAP_THRESHOLD: GIB, M_TRIM_THRESHOLD: 2 * GIB - 1, M_TOP_PAD: 6
 
 @functools.cache
 def register() -> None:
-    """Register models, criterions, tasks and optimizers with fairseq, and wrap six fairseq functions.
+    """Register models, criterions, tasks and optimizers with fairseq, and wrap seven fairseq functions.
 
     The import of the models folder calls this function again, which has no effect.
 

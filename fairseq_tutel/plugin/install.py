@@ -5,7 +5,7 @@ import logging
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -40,10 +40,12 @@ from fairseq_tutel.plugin.plans import use_plans
 from fairseq_tutel.plugin.registration.flags import expert_counts, layer_config
 from fairseq_tutel.plugin.registration.variants import give_system_options
 from fairseq_tutel.plugin.run_state import RUN, config_of, device_of, is_opened, is_training, root_of
+from fairseq_tutel.plugin.training.micro_batches import set_update_freq
 from fairseq_tutel.plugin.training.resume import warn_of_changed_options
 from fairseq_tutel.plugin.training.startup import complete, refuse_run, start_together
 from fairseq_tutel.plugin.training.task import give_mixin
 from fairseq_tutel.plugin.training.tuning import choose_algorithm, option, tuner_of
+from fairseq_tutel.ranks import world
 from fairseq_tutel.ranks.groups import Topology, make_topology
 from fairseq_tutel.ranks.rendezvous import ranks_per_node
 
@@ -180,14 +182,16 @@ class _Installation:
         requested = self.options.moe_expert_parallel_size
         degree_of = None if is_tuned(first) else functools.partial(static_degree, first)
         if self.training:
+            set_update_freq(self.root, world.size())
             self.topology = make_topology(counts, requested, self.local, degree_of)
             RUN.update(topology=self.topology)
             talks = any("gshard_global" in parse_balance_loss(c.balance_loss) for c in self.configs)
             sliced = any(self.topology.slices(count) > 1 for count in counts)
             refuse_run(self.root, self.model, self.topology, talks, sliced, self.ahead)
-            use_plans(self.task_cfg, self.topology, first)
+            algorithm = use_plans(self.task_cfg, self.topology, first)
+            self.configs = [replace(each, a2a_algorithm=algorithm) for each in self.configs]
             complete(self.root)
-            warn_of_changed_options(RUN.checkpoint, self.cfg)
+            warn_of_changed_options(RUN.checkpoint, self.cfg, self.root)
         else:
             self.topology = topology_of_opened(requested, counts, self.local, degree_of)
         if not offload.is_offloaded(self.store):

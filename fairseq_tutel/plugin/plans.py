@@ -55,19 +55,32 @@ def check_together(task_cfg: Any) -> None:
             raise ValueError(problem)
 
 
-def use_plans(task_cfg: Any, topology: Topology, config: MoEConfig) -> None:
+def use_plans(task_cfg: Any, topology: Topology, config: MoEConfig) -> str:
     """Run collectives with the training run's collective plans, or with torch if there are none.
+
+    A run with --moe-micro-batches may start on other numbers of ranks, so it skips plans that do not fit.
+
+    Returns:
+        The all-to-all algorithm: that of `config`, or linear if its plan was skipped.
 
     Raises:
         ValueError: no group can run a plan, or --moe-a2a-algorithm names a missing plan.
     """
+    options = read(TaskConfig, task_cfg)
     plans = plans_of(task_cfg) if topology.world_size > 1 else ()
-    local = read(TaskConfig, task_cfg).moe_local_size or ranks_per_node()
+    local, is_elastic = options.moe_local_size or ranks_per_node(), options.moe_micro_batches > 0
+    if is_elastic:
+        plans = _fitting(plans, _groups(topology), local)
     refuse_unused(plans, _groups(topology), local)
-    name = config.a2a_algorithm.removeprefix(PLAN)
+    algorithm, name = config.a2a_algorithm, config.a2a_algorithm.removeprefix(PLAN)
     size = topology.expert_parallel_size
     known = [each.name for each in _all_to_alls(plans, topology, local)]
-    if name != config.a2a_algorithm and size > 1 and name not in known:
+    is_missing = name != algorithm and size > 1 and name not in known
+    if is_missing and is_elastic:
+        algorithm = ALGORITHMS[0]
+        text = "--moe-a2a-algorithm is %s%s, but no such plan fits the %d ranks of an EP group: using %s"
+        logger.warning(text, PLAN, name, size, algorithm)
+    elif is_missing:
         fix = f"give {' or '.join(PLAN + each for each in known)}" if known else "add that plan"
         raise ValueError(
             f"--moe-a2a-algorithm is {PLAN}{name}, but --moe-collective-plans has no {name}.json with an "
@@ -79,6 +92,18 @@ def use_plans(task_cfg: Any, topology: Topology, config: MoEConfig) -> None:
             "no collective plan is used to exchange rows; to use one, give --moe-a2a-algorithm %s", flags
         )
     collectives.use(PlanBackend(plans, local) if plans else None)
+    return algorithm
+
+
+def _fitting(
+    plans: Sequence[PlacedPlan], groups: Sequence[Sequence[int]], local: int
+) -> tuple[PlacedPlan, ...]:
+    """Return the plans that a group of ranks can run, and log the names of the others."""
+    fitting = tuple(each for each in plans if any(each.fits(ranks, local) for ranks in groups))
+    if len(fitting) < len(plans):
+        others = ", ".join(each.name for each in plans if each not in fitting)
+        logger.info("collective plans that fit no group of ranks are not used: %s", others)
+    return fitting
 
 
 def tuned_algorithms(layer: MoELayer, task_cfg: Any, machine: Machine, num_bytes: float) -> tuple[str, ...]:

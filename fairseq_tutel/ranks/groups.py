@@ -91,6 +91,10 @@ class Topology:
     grid: Grid | None = None
     share_groups: dict[int, dist.ProcessGroup] = field(default_factory=dict)
 
+    def __deepcopy__(self, memo: Any) -> "Topology":
+        """Return this object, because process groups cannot be copied: copied layers use the same ones."""
+        return self
+
     @property
     def num_replicas(self) -> int:
         """The number of ranks that hold the same experts, W / P."""
@@ -142,14 +146,17 @@ def expert_parallel_size(world_size: int, expert_counts: Sequence[int], requeste
     """
     if requested == 0:
         return math.gcd(world_size, *expert_counts)
-    fits = requested > 0 and world_size % requested == 0
-    if not fits or any(n % requested and requested % n for n in expert_counts):
+
+    def fits_all(size: int) -> bool:
+        return world_size % size == 0 and not any(n % size and size % n for n in expert_counts)
+
+    if requested < 0 or not fits_all(requested):
         counts = ", ".join(map(str, sorted(set(expert_counts))))
+        sizes = [size for size in range(1, world_size + 1) if fits_all(size)]
         raise ValueError(
             f"--moe-expert-parallel-size is {requested}, which does not fit the number of ranks "
-            f"({world_size}) and the number of experts ({counts}); give a common divisor, a divisor of the "
-            "number of ranks that is a multiple of the number of experts, or 0 for the greatest common "
-            "divisor; or start a different number of ranks with torchrun."
+            f"({world_size}) and the number of experts ({counts}); give {' or '.join(map(str, sizes))}, or "
+            "0 for the greatest common divisor; or start a different number of ranks with torchrun."
         )
     return requested
 

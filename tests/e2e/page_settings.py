@@ -26,6 +26,12 @@ NOT_RUN = {
         "fairseq-train TRAIN --amp": "GPU",
         "torchrun --nnodes 1:4": "several machines",
     },
+    "docs/elastic.md": {
+        "export": "for the next command",
+        "torchrun": "several machines; tests/e2e/test_elastic.py",
+        "python -c": "runs until it is stopped; tests/e2e/test_elastic.py",
+        "sbatch": "Slurm",
+    },
     "docs/performance.md": {
         "bash benchmarks/gpu.sh": "GPU",
         "python docs/make_performance.py": "rewrites the page; tests/repository/test_performance_page.py",

@@ -93,10 +93,10 @@ def train(
     fault = fault or Fault()
     marker = save_dir.parent / f"fired-{time.monotonic_ns()}"
     what = {**asdict(fault), "marker": str(marker), "save_dir": str(save_dir)}
-    places = {"most": MOST[ranks], "node": NODE[ranks], "plans": _plans(save_dir.parent, ranks)}
+    places = {"most": MOST[ranks], "node": NODE[ranks], "plans": _plans(save_dir.parent, max(2, ranks))}
     words = lm_args(
         data, save_dir, "--user-dir", PLACES, "--moe-comm-timeout", int(timeout), "--batch-size", 8,
-        "--save-interval-updates", SAVE_EVERY, "--update-freq", max(1, MICRO_BATCHES // ranks),
+        "--save-interval-updates", SAVE_EVERY, "--moe-micro-batches", MICRO_BATCHES,
         *([] if "--optimizer" in flags else SGD),
         *[flag.format(**places) for flag in flags], *extra, updates=updates,
     )  # fmt: skip

@@ -11,7 +11,7 @@ UPDATES = 8
 SAVE_EVERY = 2
 # A checkpoint that a trial may start from was saved after so many.
 BEGUN = 4
-MICRO_BATCHES = 4  # of an update, over all ranks, where their number divides it
+MICRO_BATCHES = 4  # of an update, over all ranks
 
 # Where a rank can be hit, in faulty_places, and how often any rank comes by in a whole training; those of
 # the ranks that write files count for these alone.
@@ -49,8 +49,8 @@ FLAGS = (
     ("--moe-expert-parallel-size", "{most}", "--moe-adaptive", "auto", "--moe-capacity-factor", "1"),
     ("--moe-expert-count", "12", "--moe-use-2dh", "--moe-local-size", "{node}"),
 )  # fmt: skip
-# With these another number of ranks gives other numbers: random ones, rounded ones, or Adam's of noise.
-OF_ONE_W = {"--moe-drop-policy", "--dropout", "--bf16", "--optimizer"}
+# With these another number of ranks gives other numbers: rounded ones, or Adam's of noise.
+OF_ONE_W = {"--bf16", "--optimizer"}
 # A tuner chooses by what it measures, so that another run's sums may round otherwise.
 ROUNDED = {"--moe-adaptive"}
 
@@ -179,9 +179,7 @@ def _is_comparable(kind: str, ranks: int, after: int, flags: tuple[str, ...], fa
         return False  # a rank alone leaves the batch out, as fairseq does
     if kind in ("empty batch", "short batch"):
         return False  # trains on other data
-    if ranks == after:
-        return True
-    return not OF_ONE_W & set(flags) and MICRO_BATCHES % ranks == MICRO_BATCHES % after == 0
+    return ranks == after or not OF_ONE_W & set(flags)
 
 
 def _fault(

@@ -1,5 +1,7 @@
 """Shards written on W ranks and read on others: weights and states, any P, replicas, slices."""
 
+import copy
+import dataclasses
 import itertools
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +15,7 @@ from fairseq_tutel import MoEConfig, MoELayer, make_topology
 from fairseq_tutel.checkpoint import experts
 from fairseq_tutel.checkpoint.experts import save_in_shards
 from fairseq_tutel.checkpoint.shards import ShardedTensor, bind, write_file
+from fairseq_tutel.comm.gradients import is_expert
 
 CONFIG = MoEConfig(model_dim=4, hidden_dim=8, num_experts=2)
 # (W, P): one rank, replicas, one expert a rank, one expert on two ranks.
@@ -164,3 +167,24 @@ def write_elsewhere(values: dict, path: Path) -> None:
 def test_a_file_that_rank_0_does_not_see_is_no_checkpoint(ranks, tmp_path):
     for sentence in ranks(2).run(save_unseen, str(tmp_path)):
         assert "is missing or has the wrong size" in sentence
+
+
+def copied(size: int, slices: int) -> tuple[bool, bool, bool]:
+    """Copy a layer; return whether the copy computes the same, has its own weights, and is marked."""
+    topology = make_topology([2], size)
+    config = dataclasses.replace(CONFIG, adaptive_r=slices, a2a_ffn_overlap_degree=2)
+    layer = MoELayer(config, topology, seed=1, name="a")
+    again = copy.deepcopy(layer)
+    x = torch.randn(5, 4, generator=torch.Generator().manual_seed(dist.get_rank()))
+    same = torch.equal(layer(x)[0], again(x)[0])
+    with torch.no_grad():
+        for parameter in again.parameters():
+            parameter.mul_(2)
+    pairs = list(zip(layer.named_parameters(), again.parameters(), strict=True))
+    own = all(torch.equal(2 * one, other) for (_, one), other in pairs)
+    return same, own, all(is_expert(one) == is_expert(other) for (_, one), other in pairs)
+
+
+@pytest.mark.parametrize(("world", "size", "slices"), [(2, 2, 1), (4, 4, 2), (4, 4, 0)])
+def test_a_copy_of_a_layer_uses_the_same_groups(ranks, world, size, slices):
+    assert ranks(world).run(copied, size, slices) == [(True, True, True)] * world

@@ -35,7 +35,7 @@ def test_a_tuner_tries_plans_that_are_not_foretold_to_be_slow(caplog):
 
 
 def test_an_all_to_all_that_nobody_asked_for_is_named(monkeypatch, caplog):
-    monkeypatch.setattr(plans, "read", lambda *_: SimpleNamespace(moe_local_size=0))
+    monkeypatch.setattr(plans, "read", lambda *_: SimpleNamespace(moe_local_size=0, moe_micro_batches=0))
     monkeypatch.setattr(plans.collectives, "use", lambda *_: None)
     config = SimpleNamespace(a2a_algorithm="linear", adaptive="", adaptive_r=1)
     with caplog.at_level("INFO"):
@@ -53,6 +53,27 @@ def test_an_all_to_all_without_its_plan_is_refused():
         "ring_all_gather.json with an all_to_all for the 4 ranks of an EP group; give "
         "plan:linear_all_to_all or plan:slow, or give linear."
     )
+
+
+def test_a_run_with_micro_batches_skips_plans_that_do_not_fit(monkeypatch, caplog):
+    used = []
+    monkeypatch.setattr(plans, "PlanBackend", lambda given, _: [each.name for each in given])
+    monkeypatch.setattr(plans.collectives, "use", used.append)
+    options = SimpleNamespace(moe_micro_batches=8)
+    config = SimpleNamespace(a2a_algorithm="plan:slow", adaptive="", adaptive_r=1)
+    caplog.set_level("INFO")
+    assert use_plans(options, TOPOLOGY, config) == "plan:slow"
+    assert not caplog.records
+    monkeypatch.setattr(plans.dist, "get_process_group_ranks", lambda _: [0, 1])
+    pairs = Topology(world_size=4, expert_parallel_size=2, expert_group="pair")
+    assert use_plans(options, pairs, config) == "linear"
+    assert used == [["linear_all_to_all", "ring_all_gather", "slow"]] * 2
+    assert "is plan:slow, but no such plan fits the 2 ranks of an EP group: using linear" in caplog.text
+    caplog.clear()
+    pair = Topology(world_size=2, expert_parallel_size=2, expert_group="pair")
+    assert use_plans(options, pair, config) == "linear"
+    assert "fit no group of ranks are not used: linear_all_to_all, ring_all_gather, slow" in caplog.text
+    assert used[-1] is None
 
 
 def refused(path):

@@ -1,5 +1,6 @@
 """A state that is saved, or trained on from, is finite; a run that reached its limit changes nothing."""
 
+import contextlib
 import logging
 import math
 import os
@@ -56,7 +57,7 @@ def saves(trainer):
     function = save.save_checkpoint(lambda *_: called.append(1))
     no_save = SimpleNamespace(no_save=False)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(save, "_complete", lambda *_: None)
+        patch.setattr(save, "_completed", lambda *_: contextlib.nullcontext())
         function(no_save, trainer, None, None)
     return called
 

@@ -305,7 +305,6 @@ def test_a_frequency_of_one_side_is_refused_by_its_name(side):
 REFUSED_ON_TWO_RANKS = {
     "--decoder-layerdrop 0.2": "--decoder-layerdrop is 0.2, so ranks would drop different layers",
     "--optimizer moe_adafactor": "--optimizer is moe_adafactor, whose updates depend on all experts",
-    "--store-ema": "--store-ema is set on several ranks",
     "--ddp-backend pytorch_ddp": "--ddp-backend is pytorch_ddp, which needs a GPU",
 }
 

@@ -128,7 +128,7 @@ def test_code_in_an_option_and_what_is_no_file_are_refused(words, tmp_path):
 
 def test_the_look_at_what_changed_runs_no_code(tmp_path):
     path = written(tmp_path, more=Hostile(tmp_path / "made"))
-    warn_of_changed_options(str(path), argparse.Namespace())
+    warn_of_changed_options(str(path), argparse.Namespace(), None)
     assert os.listdir(tmp_path) == ["a.pt"]
 
 

@@ -30,6 +30,8 @@ OF_OTHER_PROGRAMS = """
 """
 # Not names of several flags, such as --moe- and --reset-.
 FLAG = re.compile(r"(?<![\w-])--[a-z0-9](?:[\w-]*\w)?(?![\w-])")
+# Flags of docs/elastic.md.
+OF_OTHER_PROGRAMS += " --array --no-kill --nodes --open-mode --rdzv-id --requeue --wrap"
 SCRIPTS = [
     ROOT / "examples" / "quickstart.sh",
     *(path for folder in ("benchmarks", "tests/faults") for path in (ROOT / folder).rglob("*.py")),

@@ -69,6 +69,7 @@ def load_checkpoint_to_cpu(original: Any) -> Any:
             bind(state, Path(path))
             if not is_for_use:
                 _warn_of_quantized(state, path)
+                _begin_average(state, path)
         except FOREIGN_FILE_ERRORS as error:
             if is_machine_error(error):
                 raise
@@ -171,6 +172,17 @@ def _warn_of_quantized(state: Any, path: str) -> None:
             "weights, resume from the checkpoint that was converted to this file.",
             *(path, ", ".join(sorted(packings))),
         )
+
+
+def _begin_average(state: Any, path: str) -> None:
+    """With --store-ema, start the moving average at the weights of a checkpoint that has no average.
+
+    fairseq would read the weights after it has deleted them.
+    """
+    extra, cfg = state.get("extra_state"), RUN.cfg
+    if cfg is not None and cfg.ema.store_ema and isinstance(extra, dict) and "ema" not in extra:
+        logger.info("%s has no moving average, so --store-ema starts with its weights", path)
+        extra["ema"] = dict(state["model"])
 
 
 def _warn_of_dense_model(path: str, state: Any) -> None:

@@ -1,4 +1,4 @@
-"""Wraps six fairseq functions that cannot be changed by a registry, an override or a hook.
+"""Wraps seven fairseq functions that cannot be changed by a registry, an override or a hook.
 
 1. `checkpoint_utils.save_checkpoint`: all ranks call it, and only rank 0 continues to save. The wrapper
    first gathers the experts, or lets all ranks write them. `Trainer.consolidate_optimizer` cannot do this:
@@ -21,6 +21,8 @@
 6. `FP16Optimizer.build_optimizer`: it copies all half parameters to fp32 before it builds the inner
    optimizer, which may keep only a shard of them. --memory-efficient-fp16 does not copy, but saves another
    optimizer name, and runs with and without shards must be able to read each other's checkpoints.
+7. `trainer.build_ema`: fairseq's moving average loads its own result at every update as if from a
+   checkpoint, which has all experts. On several ranks, each rank averages only its own experts.
 
 The package makes these other changes to the process, in addition to the attributes in `CHANGED`:
 
@@ -48,7 +50,7 @@ import math
 import sys
 from typing import Any
 
-from fairseq import checkpoint_utils
+from fairseq import checkpoint_utils, trainer
 from fairseq.distributed import utils as distributed_utils
 from fairseq.file_io import PathManager
 from fairseq.models import ARCH_MODEL_REGISTRY, MODEL_REGISTRY
@@ -72,7 +74,7 @@ from fairseq_tutel.plugin.registration.process import (
 from fairseq_tutel.plugin.registration.third_party import correct_counts, hide_warnings
 from fairseq_tutel.plugin.registration.variants import give_system_options
 from fairseq_tutel.plugin.run_state import RUN
-from fairseq_tutel.plugin.training import preemption, save, startup
+from fairseq_tutel.plugin.training import ema, preemption, save, startup
 from fairseq_tutel.ranks import rendezvous, world
 from fairseq_tutel.ranks.guard import guarded, keeps_the_store
 
@@ -192,6 +194,7 @@ WRAPPED = (
     (PathManager, "copy", save.copy, "1d3c09d3f196"),
     (distributed_utils, "call_main", call_main, "c2a32fa44fa2"),
     (FP16Optimizer, "build_optimizer", build_optimizer, "c7ff6d890b7d"),
+    (trainer, "build_ema", ema.build_ema, "a08725157fb5"),
 )
 
 # For each file, the attributes that it sets on objects that fairseq or torch constructs or reads.
@@ -223,7 +226,7 @@ CHANGED = {
 
 
 def install() -> None:
-    """Wrap the six fairseq functions and install the exit handlers; called once, at import."""
+    """Wrap the seven fairseq functions and install the exit handlers; called once, at import."""
     for owner, name, wrap, digest in WRAPPED:
         _check_source(getattr(owner, name), digest)
         static = inspect.getattr_static(owner, name)

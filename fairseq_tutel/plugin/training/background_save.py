@@ -86,8 +86,13 @@ class _Save:
     def commit(self) -> Any:
         """Call fairseq's save_checkpoint on rank 0; rename the written file where it would write."""
         assert self.path is not None
+
+        def rename(path: str, extra_state: dict[str, Any]) -> str:
+            os.replace(self.temporary, path)
+            return path
+
         try:
-            saved = self._call(lambda path, extra_state: os.replace(self.temporary, path) or path)
+            saved = self._call(rename)
         except OSError as error:
             raise atomic_save.unwritten(self.path, error) from error
         if saved is not None and hasattr(self._task, "post_save"):
@@ -173,7 +178,8 @@ class BackgroundSave:
         if inner is not None:
             inner.save_state(states.by_index(pending), topology)
         if save.path is not None:
-            save.state = _copied(trainer.state_dict())
+            with contextlib.nullcontext() if states.ema is None else states.ema.saved_with(pending):
+                save.state = _copied(trainer.state_dict())
             save.state["extra_state"].update(copy.deepcopy(save.extra_state))
         for stack in experts.expert_modules(model):
             stack.save_as(None)

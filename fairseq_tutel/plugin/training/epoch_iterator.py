@@ -3,9 +3,12 @@
 fairseq saves the number of batches that each rank consumed. This iterator saves the number that all ranks
 consumed, and drops that many batches before sharding.
 
-If the ranks get unequal numbers of batches, some ranks end their last update with an empty batch. fairseq's
-trainer then adds up that update's gradients on such a rank, but does not count its tokens. This iterator
-therefore puts the empty batch before the last full batch.
+If the ranks get unequal numbers of batches, some ranks end an update with an empty batch. fairseq's trainer
+then adds up that update's gradients on such a rank, but does not count its tokens. This iterator therefore
+puts empty batches before a rank's last full batch.
+
+With --moe-micro-batches N, update k has the global batches kN to kN + N - 1 on any number of ranks. The
+order of batches is then that of fairseq on N ranks. W ranks.
 """
 
 import itertools
@@ -29,24 +32,36 @@ class ElasticEpochBatchIterator(EpochBatchIterator):
     """An EpochBatchIterator that saves the number of batches that all ranks together consumed."""
 
     _update_freq: Sequence[int] = (1,)
+    _micro_batches = 0
     num_shards: int
     shard_id: int
     _resumed: _Resumed | None = None
     _start = 0
 
-    def set_update_freq(self, update_freq: Sequence[int]) -> None:
-        """Set the number of micro-batches per update for each epoch (--update-freq)."""
-        self._update_freq = update_freq
+    def set_update_freq(self, update_freq: Sequence[int], micro_batches: int = 0) -> None:
+        """Set a rank's number of micro-batches per update for each epoch (--update-freq).
+
+        With `micro_batches`, the number N of all ranks' micro-batches per update, it is ceil(N / W) in
+        every epoch.
+        """
+        self._micro_batches = micro_batches
+        self._update_freq = (rounds_of(micro_batches, self.num_shards),) if micro_batches else update_freq
+
+    def start_in(self, epoch: int) -> None:
+        """Start in this epoch, with the batches that were made for an earlier one."""
+        self.epoch = epoch
+        if hasattr(self.dataset, "set_epoch"):
+            self.dataset.set_epoch(epoch)
 
     def state_dict(self) -> dict[str, Any]:
         """Return fairseq's iterator state, plus the global position in the epoch."""
         state = super().state_dict()
         done, resumed = state["iterations_in_epoch"], self._resumed
-        state["order_shards"] = self.num_shards
-        state["global_batches"] = done * self.num_shards
+        state["order_shards"] = self._order_shards
+        state["global_batches"] = self._batches_in(done)
         if done > 0 and resumed is not None and resumed.epoch == state["epoch"]:
             state["order_shards"] = resumed.order_shards
-            state["global_batches"] = resumed.consumed + (done - resumed.start) * self.num_shards
+            state["global_batches"] = resumed.consumed + self._batches_in(done - resumed.start)
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -57,9 +72,9 @@ class ElasticEpochBatchIterator(EpochBatchIterator):
         self._resumed = None
         # Start at a multiple of update_freq: otherwise fairseq drops the end of the epoch.
         update_freq = self._update_freq_in(state_dict["epoch"])
-        start = math.ceil(consumed / (self.num_shards * update_freq)) * update_freq
-        same_position = consumed == start * self.num_shards
-        if consumed > 0 and not (same_position and saved_shards == self.num_shards):
+        start = math.ceil(consumed / self._batches_in(update_freq)) * update_freq
+        same_position = consumed == self._batches_in(start)
+        if consumed > 0 and not (same_position and saved_shards == self._order_shards):
             self._resumed = _Resumed(state_dict["epoch"], consumed, start, saved_shards)
         super().load_state_dict({**state_dict, "iterations_in_epoch": start})
 
@@ -71,12 +86,25 @@ class ElasticEpochBatchIterator(EpochBatchIterator):
 
     def ordered_batches(self, epoch: int, fix_batches_to_gpus: bool, shuffle: bool) -> list[Any]:
         """Return this rank's batches of an epoch in order; an empty batch is moved before the last one."""
+        if self._micro_batches:
+            return self._in_updates(epoch, fix_batches_to_gpus, shuffle)
         batches = self._in_order(epoch, fix_batches_to_gpus, shuffle)
         update_freq = self._update_freq_in(epoch)
         in_last_update = (len(batches) - self._start - 1) % update_freq + 1
         if in_last_update > 1 and len(batches[-1]) == 0 and not self.skip_remainder_batch:
             batches[-2:] = batches[-1], batches[-2]
         return batches
+
+    @property
+    def _order_shards(self) -> int:
+        """The number of ranks on which fairseq has this order of batches."""
+        return self._micro_batches or self.num_shards
+
+    def _batches_in(self, rounds: int) -> int:
+        """Return the number of batches that all ranks consume in so many rounds of one batch each."""
+        if self._micro_batches:
+            return rounds // self._update_freq[0] * self._micro_batches
+        return rounds * self.num_shards
 
     def _update_freq_in(self, epoch: int) -> int:
         return self._update_freq[min(epoch, len(self._update_freq)) - 1]
@@ -90,6 +118,28 @@ class ElasticEpochBatchIterator(EpochBatchIterator):
         shard = ShardedIterator(rest, self.num_shards, self.shard_id, fill_value=[])
         # Placeholders for the first `start` batches, which were already consumed: the sampler drops them.
         return [[]] * resumed.start + list(shard)
+
+    def _in_updates(self, epoch: int, fix_batches_to_gpus: bool, shuffle: bool) -> list[Any]:
+        """Return this rank's batches of an epoch with --moe-micro-batches; [] is an empty batch."""
+        size, rounds, resumed = self._micro_batches, self._update_freq[0], self._resumed
+        if resumed is None or resumed.epoch != epoch:
+            resumed = _Resumed(epoch, 0, 0, size)
+        in_order = self._global_order(epoch, fix_batches_to_gpus, shuffle, resumed.order_shards)
+        batches: list[Any] = [[]] * resumed.start  # the sampler drops them
+        for first in range(resumed.consumed, len(in_order), size):
+            update = in_order[first : first + size]
+            if len(update) == size:
+                batches += self._shard_of(update, rounds)
+            elif not self.skip_remainder_batch:
+                batches += self._shard_of(update, rounds_of(len(update), self.num_shards))
+        # With --skip-remainder-batch, fairseq drops the last batch of each rank.
+        return [*batches, []] if self.skip_remainder_batch else batches
+
+    def _shard_of(self, update: Sequence[Any], rounds: int) -> list[Any]:
+        """Return this rank's batches of one update, with empty batches before the last one."""
+        own = [batch for batch in update if len(batch) > 0][self.shard_id :: self.num_shards]
+        own[-1:-1] = [[]] * (rounds - len(own))
+        return own
 
     def _global_order(self, epoch: int, fix: bool, shuffle: bool, shards: int) -> list[Any]:
         """Return all ranks' batches in the order of the saved run: one batch from each rank in turn.
@@ -107,3 +157,8 @@ class ElasticEpochBatchIterator(EpochBatchIterator):
         finally:
             self.num_shards, self.shard_id = own
         return list(itertools.chain.from_iterable(zip(*by_shard, strict=True)))
+
+
+def rounds_of(micro_batches: int, ranks: int) -> int:
+    """Return the rounds of one micro-batch per rank that so many micro-batches take."""
+    return math.ceil(micro_batches / ranks)

@@ -1,4 +1,4 @@
-"""Maps the optimizer state of experts to the parameters and indices of a checkpoint."""
+"""Maps the optimizer state and the averages of experts to the parameters and indices of a checkpoint."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -9,21 +9,30 @@ from torch import Tensor
 from fairseq_tutel.comm.gradients import is_expert
 from fairseq_tutel.moe.expert_stack import ExpertStack
 from fairseq_tutel.optim.moe_optimizer import MoEOptimizerMixin
+from fairseq_tutel.plugin.training.ema import AVERAGE, WIDE_AVERAGE, ExpertEMA
 
 
 class ExpertStates:
-    """The optimizer state of a trainer's experts; `inner` is None if it is not saved by parameter."""
+    """The tensors of a trainer's experts that are saved besides the parameters.
 
-    def __init__(self, trainer: Trainer, inner: MoEOptimizerMixin | None) -> None:
-        self._model, self._inner = trainer.get_model(), inner
+    Args:
+        trainer: fairseq's trainer.
+        inner: the optimizer, or None if its state is not saved by parameter.
+        ema: the moving average of the weights, or None without --store-ema.
+    """
+
+    def __init__(self, trainer: Trainer, inner: MoEOptimizerMixin | None, ema: ExpertEMA | None) -> None:
+        self._model, self._inner, self.ema = trainer.get_model(), inner, ema
+        self._averages = {} if ema is None else ema.averages_of(self._model)
         # The optimizer identifies a parameter, or its fp32 master, by the index in this list.
         trained = getattr(trainer.optimizer, "fp16_params", None) or (inner.model_params() if inner else [])
         self._index_of = {id(parameter): index for index, parameter in enumerate(trained)}
 
     def of(self, parameter: Any) -> Mapping[str, Tensor]:
-        """Return the optimizer's stacked tensors for an expert parameter of this rank. Collective."""
+        """Return the stacked tensors of the optimizer and averages for an expert parameter. Collective."""
         index = self._index_of.get(id(parameter))
-        return {} if self._inner is None or index is None else self._inner.expert_state(index)
+        state = {} if self._inner is None or index is None else self._inner.expert_state(index)
+        return {**state, **self._averages.get(id(parameter), {})}
 
     def by_index(self, records: Mapping[tuple[str, str], Any]) -> dict[int, dict[str, Any]]:
         """Return the records of optimizer state by the index of the parameter and the state's key.
@@ -35,15 +44,16 @@ class ExpertStates:
         for (layer, tensor), record in records.items():
             name, _, key = tensor.rpartition(".")
             index = self._index_of.get(id(stacks[layer].expert_parameters().get(name)))
-            if index is not None:
+            if index is not None and key not in (AVERAGE, WIDE_AVERAGE):
                 found.setdefault(index, {})[key] = record
         return found
 
     def bytes_of_others(self) -> int:
         """Return the bytes that the parameters besides experts occupy in a checkpoint, with two moments.
 
-        Each parameter is saved in fp32, and has an fp32 master copy if it is in half precision.
+        Each parameter and average is saved in fp32, and has an fp32 master copy if it is in half precision.
         """
         others = [p for p in self._model.parameters() if not is_expert(p)]
         copies = [1 if self._inner is None else 4 - (p.element_size() >= 4) for p in others]
-        return sum(4 * p.numel() * count for p, count in zip(others, copies, strict=True))
+        averages = 0 if self.ema is None else 1 + bool(self.ema.fp32_params)
+        return sum(4 * p.numel() * (count + averages) for p, count in zip(others, copies, strict=True))

@@ -19,6 +19,7 @@ from fairseq_tutel.checkpoint.saved import SavedModel
 from fairseq_tutel.checkpoint.shards import bind
 from fairseq_tutel.moe.option_table import options_of
 from fairseq_tutel.options.option import plain
+from fairseq_tutel.plugin.training.micro_batches import log_changed_batch
 from fairseq_tutel.ranks import world
 from fairseq_tutel.ranks.guard import name_ranks
 from fairseq_tutel.ranks.world import Work, run_on_rank_zero
@@ -225,17 +226,23 @@ def _found(path: str) -> str:
     return files.identity(path) if files.has_an_end(path) else CORRUPT
 
 
-def warn_of_changed_options(path: str | None, cfg: Any) -> None:
-    """Warn if a checkpoint's model was trained with other MoE options than those of this run."""
+def warn_of_changed_options(path: str | None, cfg: Any, root: Any) -> None:
+    """Warn if a checkpoint was trained with other MoE options, or other micro-batches, than this run.
+
+    `cfg` has the options of the model, and `root` is the FairseqConfig.
+    """
     if path is None or not world.is_first() or not zipfile.is_zipfile(path):
         return
     try:
         state = mapped(path)
     except pickle.UnpicklingError:
         return  # every rank will refuse to load the file
-    saved = SavedModel(state).options_of("model")
+    model = SavedModel(state)
+    saved = model.options_of("model")
     if "moe_freq" not in saved:
         return
+    if flag_and_path(root.checkpoint)[0] == "--restore-file" and not root.checkpoint.reset_dataloader:
+        log_changed_batch(model, root)
     changed = []
     for option in options_of("model"):
         before = str(plain(saved.get(option.key, option.default)))

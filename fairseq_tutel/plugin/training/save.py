@@ -26,6 +26,7 @@ from fairseq_tutel.options.option import read
 from fairseq_tutel.plugin.run_state import RUN
 from fairseq_tutel.plugin.training import finite
 from fairseq_tutel.plugin.training.background_save import BackgroundSave
+from fairseq_tutel.plugin.training.ema import ExpertEMA
 from fairseq_tutel.plugin.training.expert_states import ExpertStates
 from fairseq_tutel.plugin.training.preemption import Preemption, end_process
 from fairseq_tutel.plugin.training.resume import checkpoint_to_load
@@ -122,30 +123,48 @@ def save_checkpoint(original: Any) -> Any:
             RUN.lease.confirm()  # another run may have taken it over
         with RUN.having(is_saving=True):
             if RUN.background is not None and _has_experts_in_shards(trainer):
-                states = ExpertStates(trainer, inner := _saved_by_parameter(cfg, trainer))
+                inner = _saved_by_parameter(cfg, trainer)
+                states = ExpertStates(trainer, inner, _expert_average(trainer))
                 RUN.background.begin(original, cfg, trainer, epoch_itr, val_loss, inner, states)
                 path = None
             else:
-                _complete(cfg, trainer)
-                path = original(cfg, trainer, epoch_itr, val_loss)
+                with _completed(cfg, trainer):
+                    path = original(cfg, trainer, epoch_itr, val_loss)
         RUN.update(num_saves=RUN.num_saves + 1)
         return path
 
     return wrapper
 
 
-def _complete(cfg: Any, trainer: Any) -> None:
-    """Gather or write all ranks' experts and optimizer state for the next checkpoint. Collective."""
+@contextlib.contextmanager
+def _completed(cfg: Any, trainer: Any) -> Iterator[None]:
+    """Context manager in which a checkpoint has all ranks' experts and optimizer state. Collective.
+
+    They are gathered, or written to shard files, when the context is entered.
+    """
     inner, topology = innermost_optimizer(trainer.optimizer), RUN.topology
     model = trainer.get_model()
     has_experts = bool(experts.expert_modules(model))
     shared = (topology.expert_parallel_size > 1 and has_experts) or getattr(inner, "is_apart", False)
-    if _has_experts_in_shards(trainer):
-        write_in_shards(trainer, _saved_by_parameter(cfg, trainer), topology)
-    elif shared:
-        experts.gather_experts(model, topology)
-        if not cfg.no_save_optimizer_state:
-            inner.gather_state(topology)
+    ema = _expert_average(trainer)
+    with contextlib.ExitStack() as until_saved:
+        if _has_experts_in_shards(trainer):
+            records = write_in_shards(trainer, _saved_by_parameter(cfg, trainer), topology, ema)
+            if ema is not None:
+                until_saved.enter_context(ema.saved_with(records))
+        elif shared:
+            experts.gather_experts(model, topology)
+            if not cfg.no_save_optimizer_state:
+                inner.gather_state(topology)
+            if ema is not None:
+                until_saved.enter_context(ema.gathered(topology))
+        yield
+
+
+def _expert_average(trainer: Any) -> ExpertEMA | None:
+    """Return the moving average of the weights (--store-ema) if the model has experts."""
+    average = getattr(trainer, "ema", None)
+    return average if isinstance(average, ExpertEMA) else None
 
 
 def _has_experts_in_shards(trainer: Any) -> bool:
@@ -161,16 +180,19 @@ def _saved_by_parameter(cfg: Any, trainer: Any) -> MoEOptimizerMixin | None:
     return inner if not cfg.no_save_optimizer_state and hasattr(inner.optimizer, "state") else None
 
 
-def write_in_shards(trainer: Trainer, inner: MoEOptimizerMixin | None, topology: Topology) -> None:
-    """Write the experts of every rank and their optimizer state to shard files. Collective.
+def write_in_shards(
+    trainer: Trainer, inner: MoEOptimizerMixin | None, topology: Topology, ema: ExpertEMA | None
+) -> dict[tuple[str, str], dict[str, Any]]:
+    """Write the experts of every rank, their optimizer state and averages to shard files. Collective.
 
-    The next checkpoint refers to these files.
+    The next checkpoint refers to these files. Returns the records by layer and name of the tensor.
     """
-    states = ExpertStates(trainer, inner)
+    states = ExpertStates(trainer, inner, ema)
     save_dir = Path(trainer.cfg.checkpoint.save_dir)
     records = experts.save_in_shards(trainer.get_model(), topology, states.of, save_dir)
     if inner is not None:
         inner.save_state(states.by_index(records), topology)
+    return records
 
 
 def copy(original: Any) -> Any:

@@ -264,11 +264,6 @@ def _refuse_options(root: Any, on_gpu: bool) -> None:
             several and not on_gpu and str(distributed.ddp_backend) not in ("legacy_ddp", "no_c10d"),
             f"--ddp-backend is {distributed.ddp_backend}, which needs a GPU; add --ddp-backend legacy_ddp.",
         ),
-        (
-            several and root.ema.store_ema,
-            "--store-ema is set on several ranks, but each rank would lack the moving average of the "
-            "others' experts; remove it, or train on one rank.",
-        ),
         (half and not on_gpu, f"{flag_of(half)} is set on a CPU, but needs a GPU; remove it."),
         (
             common.model_parallel_size > 1 or distributed.pipeline_model_parallel,

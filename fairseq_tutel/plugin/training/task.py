@@ -16,6 +16,7 @@ from torch import nn
 
 from fairseq_tutel.checkpoint import experts
 from fairseq_tutel.moe.balance import update_biases
+from fairseq_tutel.moe.build import hashed_seed
 from fairseq_tutel.moe.config import MoEConfig
 from fairseq_tutel.moe.option_table import CriterionConfig, SidesConfig, TaskConfig
 from fairseq_tutel.moe.update_tuner import UpdateTuner
@@ -96,13 +97,20 @@ class MoETaskMixin(InferenceMixin):
 
     _has_experts = False
     _layer_config: MoEConfig  # configuration of the first MoE layer, if there is one
+    datasets: dict[str, Any]  # fairseq's data sets by split
     moe_tuner: UpdateTuner | None = None
-    _clipped_before = -1
+    _micro_batches = 0  # --moe-micro-batches
+    _seed = 1  # --seed
+    _update = (-1, -1)  # identifies the current update, also if an overflow repeats its number
+    _ran_in_update = 0  # micro-batches of this rank in the current update, without dummy batches
 
     def take_experts(self, layers: Sequence[MoEFeedForward], tuner: UpdateTuner | None) -> None:
         """Record the model's MoE layers and their tuner, and apply this task's options to the layers."""
         self._has_experts, self._layer_config, self.moe_tuner = True, layers[0].config, tuner
-        if read(TaskConfig, config_of(self)).record_a2a_perf_stats:
+        options, root = read(TaskConfig, config_of(self)), root_of(self)
+        if root is not None:
+            self._micro_batches, self._seed = options.moe_micro_batches, int(root.common.seed)
+        if options.record_a2a_perf_stats:
             for layer in layers:
                 layer.time_exchanges()
 
@@ -152,7 +160,9 @@ class MoETaskMixin(InferenceMixin):
             context.begin_step(is_dummy=ignore_grad, update=update_num)
         if hasattr(criterion, "begin_step"):
             criterion.begin_step(update_num, is_dummy=ignore_grad)
-        self._begin_micro_batch(0 if ignore_grad else _tokens_of(sample), optimizer)
+        self._begin_micro_batch(0 if ignore_grad else _tokens_of(sample), optimizer, update_num)
+        if self._micro_batches and not ignore_grad:
+            self._seed_micro_batch(update_num)
         error = sys.exc_info()[1]
         diagnosing = isinstance(error, FloatingPointError) and "Nan/Inf" in str(error)
         for module in model.modules() if diagnosing else ():
@@ -181,17 +191,22 @@ class MoETaskMixin(InferenceMixin):
             result = loss, _zero(sample_size), {key: _zero(value) for key, value in log.items()}
         return result
 
-    def _begin_micro_batch(self, num_tokens: int, optimizer: Any) -> None:
-        """Report the start of an update or micro-batch to the tuner, which measures updates."""
-        if self.moe_tuner is None:
-            return
+    def _begin_micro_batch(self, num_tokens: int, optimizer: Any, update_num: int) -> None:
+        """Recognize the start of an update; report it, or the micro-batch, to the tuner."""
         # Gradients are clipped at the end of every update, even if an overflow then skips the step.
-        clipped = getattr(innermost_optimizer(optimizer), "times_clipped", 0)
-        if clipped != self._clipped_before:
-            self._clipped_before = clipped
-            self.moe_tuner.begin(num_tokens)
-        else:
-            self.moe_tuner.add_micro_batch(num_tokens)
+        update = (getattr(innermost_optimizer(optimizer), "times_clipped", 0), update_num)
+        is_new = update != self._update
+        if is_new:
+            self._update, self._ran_in_update = update, 0
+        if self.moe_tuner is not None:
+            begin = self.moe_tuner.begin if is_new else self.moe_tuner.add_micro_batch
+            begin(num_tokens)
+
+    def _seed_micro_batch(self, update_num: int) -> None:
+        """Seed torch for a micro-batch by its position in the update, so dropout does not depend on W."""
+        position = world.rank() + self._ran_in_update * world.size()
+        torch.manual_seed(hashed_seed(self._seed, f"update {update_num}", position, "micro-batch"))
+        self._ran_in_update += 1
 
     def optimizer_step(self, optimizer: Any, model: nn.Module, update_num: int) -> None:
         """Run the optimizer step, then update the balance biases with the expert loads of all ranks."""
@@ -227,12 +242,30 @@ class MoETaskMixin(InferenceMixin):
 
     def get_batch_iterator(self, *args: Any, **kwargs: Any) -> Any:
         """Return the batch iterator, changed so that a saved position suits any number of ranks."""
-        iterator, root = super().get_batch_iterator(*args, **kwargs), root_of(self)  # type: ignore[misc]
+        epoch, root = kwargs.get("epoch", 1), root_of(self)
+        begun = epoch > 1 and self._makes_batches_once(**kwargs)
+        if begun:
+            kwargs |= {"epoch": 1}
+            if root is not None and root.dataset.update_ordered_indices_seed:
+                kwargs["seed"] = root.common.seed + 1
+        iterator = super().get_batch_iterator(*args, **kwargs)  # type: ignore[misc]
         if type(iterator) is EpochBatchIterator:
             change_class(iterator, ElasticEpochBatchIterator)
+        if begun and isinstance(iterator, ElasticEpochBatchIterator):
+            iterator.start_in(epoch)
+        micro_batches = 0
+        if root is not None and self._micro_batches:
+            train_set = self.datasets.get(root.dataset.train_subset)  # validation has no updates
+            if train_set is not None and iterator.dataset is train_set:
+                micro_batches = self._micro_batches
         if isinstance(iterator, ElasticEpochBatchIterator):
             if root is not None:
-                iterator.set_update_freq(root.optimization.update_freq)
+                iterator.set_update_freq(root.optimization.update_freq, micro_batches)
+        elif micro_batches:
+            raise ValueError(
+                f"--moe-micro-batches is {micro_batches}, but {type(self).__name__} uses its own "
+                f"{type(iterator).__name__}, whose batches cannot be divided; remove --moe-micro-batches."
+            )
         elif world.is_first():
             logger.info(
                 "%s can resume in the middle of an epoch only on the same number of ranks; on several "
@@ -240,6 +273,21 @@ class MoETaskMixin(InferenceMixin):
                 type(iterator).__name__,
             )
         return iterator
+
+    def _makes_batches_once(
+        self,
+        dataset: Any = None,
+        disable_iterator_cache: bool = False,
+        update_epoch_batch_itr: bool = False,
+        **others: Any,
+    ) -> bool:
+        """Return whether all epochs have the batches that fairseq makes in epoch 1, but has not made yet.
+
+        fairseq makes other batches, with the random numbers of the current epoch, if a run resumes later.
+        """
+        is_cached = dataset in self.dataset_to_epoch_iter
+        never = disable_iterator_cache or update_epoch_batch_itr or is_cached
+        return not never and self.can_reuse_epoch_itr(dataset)  # type: ignore[attr-defined]
 
 
 def _tokens_of(sample: dict[str, Any]) -> int:

@@ -1,0 +1,111 @@
+"""--store-ema on several ranks: the average of all experts is saved, and resumed on any number of ranks."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from cli import fairseq
+from equality import same_bits
+from models import lm_args
+from tool_in_process import convert
+
+from fairseq_tutel.checkpoint.shards import bind, is_record, unbind
+
+LAST = "checkpoint_last.pt"
+
+DECAY = 0.75  # of powers of two, so that sums round alike
+AVERAGED = ("--store-ema", "--ema-decay", DECAY, "--save-interval-updates", 1, "--disable-validation")
+SHARDED = ("--moe-checkpoint", "sharded")
+WIDE = ("--bf16", "--ema-fp32")
+# The ranks of each start, and its options besides --moe-micro-batches; each trains one or two more updates.
+CASES = {
+    "full": ([(2, 2, ()), (1, 3, ())], ()),
+    "sharded, bf16": ([(1, 2, SHARDED), (2, 4, SHARDED)], WIDE),
+    "all experts on each rank": ([(2, 2, SHARDED), (2, 3, ("--moe-expert-parallel-size", 1))], WIDE),
+    "replicas": (
+        [
+            (4, 2, ("--moe-expert-parallel-size", 2)),
+            (2, 3, SHARDED),
+            (4, 5, (*SHARDED, "--moe-expert-parallel-size", 2, "--moe-zero-stage", 1)),
+            (3, 6, ("--moe-zero-stage", 2)),
+        ],
+        (),
+    ),
+    "expert shards, bf16": (
+        [(4, 2, SHARDED), (2, 3, ()), (4, 4, ()), (1, 5, SHARDED), (4, 6, SHARDED)],
+        (*WIDE, "--moe-expert-count", 2, "--moe-expert-parallel-size", "{most}"),
+    ),
+    "hash gates, no optimizer state": (
+        [(2, 3, SHARDED)],
+        ("--moe-gate-type", "hash", "--no-save-optimizer-state"),
+    ),
+}
+LONG = (
+    "all experts on each rank",
+    "replicas",
+    "expert shards, bf16",
+    "hash gates, no optimizer state",
+)
+
+
+def _load(path):
+    state = torch.load(path, weights_only=False)
+    bind(state, Path(path))
+    unbind(state)
+    return state
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=[pytest.mark.long] * (case in LONG)) for case in CASES]
+)
+def test_the_average_is_that_of_the_saved_weights(lm_data, tmp_path, case):
+    starts, flags = CASES[case]
+    for ranks, updates, own in starts:
+        filled = [str(flag).format(most=min(ranks, 4)) for flag in flags]
+        words = (*AVERAGED, "--moe-micro-batches", 4, *filled, *own)
+        fairseq("train", *lm_args(lm_data, tmp_path, *words, updates=updates), ranks=ranks)
+    saved = [_load(tmp_path / f"checkpoint_1_{update}.pt") for update in range(1, updates + 1)]
+    average = {key: value.float() for key, value in saved[0]["model"].items()}  # it begins after update 1
+    for state in saved:
+        extra = state["extra_state"]
+        wide = "--ema-fp32" in flags
+        found = extra["ema_fp32_params"] if wide else extra["ema"]
+        assert ("ema_fp32_params" in extra) == wide
+        assert found.keys() == average.keys()
+        for key, weight in state["model"].items():
+            is_number = weight.is_floating_point() and "version" not in key
+            expected = DECAY * average[key] + (1 - DECAY) * weight if is_number else weight
+            torch.testing.assert_close(found[key].float(), expected.float(), rtol=0, atol=1e-6, msg=key)
+            rounded = expected.to(extra["ema"][key].dtype)
+            torch.testing.assert_close(extra["ema"][key], rounded, rtol=1e-2 if wide else 0, atol=1e-6)
+            average[key] = found[key].float()
+    moved = saved[-1]["model"]["decoder.layers.0.fc1.experts.fc1_weight"].float()
+    assert not torch.allclose(average["decoder.layers.0.fc1.experts.fc1_weight"], moved, atol=1e-4)
+
+
+def test_the_average_begins_with_the_weights_of_a_checkpoint_without_one(lm_data, tmp_path):
+    """A decay of 1 keeps these weights."""
+    words = (*AVERAGED, "--moe-micro-batches", 2)
+    fairseq("train", *lm_args(lm_data, tmp_path, *words[3:], updates=2))
+    run = fairseq("train", *lm_args(lm_data, tmp_path, *words, "--ema-decay", 1.0, updates=3), ranks=2)
+    assert "checkpoint_last.pt has no moving average, so --store-ema starts with its weights" in run.output
+    before, after = (_load(tmp_path / f"checkpoint_1_{update}.pt") for update in (2, 3))
+    same_bits(dict(before["model"]), dict(after["extra_state"]["ema"]))
+
+
+def test_converters_keep_the_average(lm_data, tmp_path):
+    saved, full, again = (tmp_path / name for name in ("saved", "full", "again"))
+    full.mkdir()
+    again.mkdir()
+    words = (*AVERAGED, "--ema-fp32", *SHARDED)
+    fairseq("train", *lm_args(lm_data, saved, *words, updates=1))
+    convert("full", saved / LAST, "--output", full / LAST)
+    convert("sharded", full / LAST, "--output", again / LAST)
+    expected = _load(saved / LAST)["extra_state"]
+    for folder in (full, again):
+        written = torch.load(folder / LAST, weights_only=False)["extra_state"]
+        found = _load(folder / LAST)["extra_state"]
+        for name in ("ema", "ema_fp32_params"):
+            same_bits(dict(expected[name]), dict(found[name]))
+            experts = [value for key, value in written[name].items() if ".experts." in key]
+            assert experts and all(is_record(value) == (folder == again) for value in experts)

@@ -1,0 +1,101 @@
+"""The moving average of a model with experts, beside fairseq's own."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from fairseq import trainer
+from fairseq.models.ema.ema import EMA
+from torch import nn
+
+from fairseq_tutel import MoEConfig, MoELayer, plugin
+from fairseq_tutel.plugin.training.ema import ExpertEMA
+
+plugin.register()
+
+
+class _Model(nn.Module):
+    def __init__(self, tied=False):
+        super().__init__()
+        config = MoEConfig(model_dim=4, hidden_dim=8, num_experts=2)
+        self.layer = MoELayer(config, seed=1, name="layer")
+        self.embedding, self.out = nn.Embedding(3, 4), nn.Linear(4, 3, bias=False)
+        self.register_buffer("table", torch.arange(3))
+        self.register_buffer("version", torch.tensor([3.0]))
+        if tied:
+            self.out.weight = self.embedding.weight
+
+    def draw(self, seed):
+        """Give all weights new values, and change the table."""
+        generator = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.copy_(torch.randn(parameter.shape, generator=generator))
+        self.table += 1
+
+
+def _config(wide):
+    return SimpleNamespace(
+        ema_decay=0.9, ema_seed_model=None, ema_fp32=wide, ema_update_freq=1, ema_start_update=0
+    )
+
+
+def test_a_model_without_experts_keeps_fairseq_s():
+    made = [trainer.build_ema(model, _config(False), None) for model in (nn.Linear(2, 2), _Model())]
+    assert [type(each) for each in made] == [EMA, ExpertEMA]
+
+
+@pytest.mark.parametrize("half", [False, True])
+@pytest.mark.parametrize("wide", [False, True])
+def test_the_arithmetic_is_fairseq_s(wide, half):
+    model = _Model()
+    model.draw(1)
+    if half:
+        model.bfloat16()
+    ours, stock = ExpertEMA(model, _config(wide)), EMA(model, _config(wide), skip_keys={"table"})
+    for update in range(1, 4):
+        model.draw(update)
+        for ema in (ours, stock):
+            ema.step(model, update)
+    for key, value in stock.get_model().state_dict().items():
+        assert torch.equal(ours.get_model().state_dict()[key], value), key
+    assert ours.fp32_params.keys() == stock.fp32_params.keys()
+    for key, value in stock.fp32_params.items():
+        assert torch.equal(ours.fp32_params[key], value), key
+    assert ours.fp32_params == {} or (ours.fp32_params["out.weight"].dtype == torch.float32)
+    assert not torch.equal(ours.get_model().out.weight, model.out.weight)
+
+
+@pytest.mark.parametrize("wide", [False, True])
+def test_tied_weights_are_averaged_once(wide):
+    """fairseq's own average decays them once for each of their names."""
+    model = _Model(tied=True)
+    model.draw(1)
+    ema, first = ExpertEMA(model, _config(wide)), model.out.weight.detach().clone()
+    model.draw(2)
+    ema.step(model, 1)
+    expected = 0.9 * first + 0.1 * model.out.weight.detach()
+    torch.testing.assert_close(ema.get_model().out.weight.data, expected)
+    torch.testing.assert_close(ema.get_model().embedding.weight.data, expected)
+
+
+@pytest.mark.parametrize("wide", [False, True])
+def test_a_checkpoint_s_averages_are_not_kept_in_memory(wide):
+    saved, model = _Model(), _Model()
+    saved.draw(5)
+    ema, state = ExpertEMA(model, _config(wide)), dict(saved.state_dict())
+    if wide:
+        ema.build_fp32_params(state)
+        assert torch.equal(ema.fp32_params["layer.experts.fc2_weight"], saved.layer.experts.fc2_weight)
+    else:
+        ema.restore(state)
+        assert torch.equal(ema.get_model().layer.experts.fc2_weight, saved.layer.experts.fc2_weight)
+    assert state == {}
+
+
+def test_what_a_save_leaves_in_state_dicts_is_not_averaged():
+    model = _Model()
+    ema = ExpertEMA(model, _config(False))
+    model.layer.experts.save_as({"fc1_weight": torch.zeros(7)})
+    ema.step(model, 1)
+    assert ema.get_model().state_dict()["layer.experts.fc1_weight"].shape == (2, 8, 4)

@@ -1,0 +1,237 @@
+"""--moe-micro-batches: an update has the same batches on any number of ranks, also after a resume."""
+
+import itertools
+import logging
+import random
+from argparse import Namespace
+
+import pytest
+import torch
+from fairseq.data.iterators import EpochBatchIterator, GroupedIterator
+from omegaconf import OmegaConf
+
+from fairseq_tutel.checkpoint.saved import SavedModel
+from fairseq_tutel.plugin.training.epoch_iterator import ElasticEpochBatchIterator
+from fairseq_tutel.plugin.training.micro_batches import log_changed_batch, set_update_freq
+
+NUM_BATCHES = 23
+
+
+class _Numbers(torch.utils.data.Dataset):
+    def __init__(self, prefetches):
+        self.supports_prefetch = prefetches
+
+    def __getitem__(self, index):
+        return index
+
+    def __len__(self):
+        return NUM_BATCHES
+
+    def prefetch(self, indices):
+        pass
+
+
+class _Ranks:
+    """The iterators of all ranks, and the updates that fairseq's trainer makes of them.
+
+    `micro_batches` may be 0, for --update-freq 1 without the option.
+    """
+
+    def __init__(self, ranks, micro_batches, state=None, fix=False, **options):
+        self.fix, self.iterators = fix, []
+        for rank in range(ranks):
+            iterator = ElasticEpochBatchIterator(
+                _Numbers(prefetches=fix), _only, [[i] for i in range(NUM_BATCHES)], num_shards=ranks,
+                shard_id=rank, **options,
+            )  # fmt: skip
+            iterator.set_update_freq([1], micro_batches)
+            if state is not None:
+                iterator.load_state_dict(state)
+            self.iterators.append(iterator)
+        self.begin()
+
+    def begin(self):
+        rounds = self.iterators[0]._update_freq[0]
+        epochs = [i.next_epoch_itr(shuffle=True, fix_batches_to_gpus=self.fix) for i in self.iterators]
+        skips = self.iterators[0].skip_remainder_batch
+        self.updates = zip(*(GroupedIterator(e, rounds, skips) for e in epochs), strict=True)
+
+    def take(self, count=None):
+        """Return the next updates: for each rank its batches, None for an empty one."""
+        return list(itertools.islice(self.updates, count))
+
+    def state(self):
+        states = [iterator.state_dict() for iterator in self.iterators]
+        assert all(state == states[0] for state in states)
+        return states[0]
+
+
+def _only(samples):
+    return samples[0] if samples else None
+
+
+def _real(update):
+    """Return the batches of an update in global order: round by round, without the empty ones."""
+    by_rank = [[batch for batch in part if batch is not None] for part in update]
+    in_order = itertools.chain.from_iterable(itertools.zip_longest(*by_rank))
+    return [batch for batch in in_order if batch is not None]
+
+
+ORDERS = {"shuffled": {}, "grouped": {"grouped_shuffling": True}, "fixed": {"fix": True}}
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("size", [4, 6, 7, 8, 30])
+def test_an_update_has_the_same_batches_on_any_number_of_ranks(size, order):
+    options = ORDERS[order]
+    expected = [_real(update) for update in _Ranks(1, size, **options).take()]
+    seen = list(itertools.chain(*expected))
+    # Grouped shuffling leaves out the last, incomplete group, as in fairseq.
+    assert (
+        len(seen) == len(set(seen)) == (NUM_BATCHES // size * size if order == "grouped" else NUM_BATCHES)
+    )
+    if order == "shuffled":
+        stock = EpochBatchIterator(_Numbers(False), _only, [[i] for i in range(NUM_BATCHES)])
+        in_order = list(stock.next_epoch_itr(shuffle=True))
+        assert expected == [in_order[k : k + size] for k in range(0, NUM_BATCHES, size)]
+    for ranks in (2, 3, 4, size):
+        found = _Ranks(ranks, size, **options).take()
+        assert [_real(update) for update in found] == expected
+        for part in itertools.chain(*found):
+            assert len(part) <= -(-size // ranks)
+            assert part[-1] is not None or all(batch is None for batch in part)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("seed", range(6))
+def test_a_run_may_resume_on_other_ranks_after_every_update(seed, order):
+    draw, options = random.Random(seed), ORDERS[order]
+    if order == "fixed":  # a resume in fairseq forgets --fix-batches-to-gpus until the next epoch
+        options = {}
+    size = draw.choice([4, 6, 8])
+    one = _Ranks(1, size, **options)
+    expected = [_real(update) for update in one.take()]
+    one.begin()
+    expected += [_real(update) for update in one.take()]
+    found, state = [], None
+    while len(found) < len(expected):
+        job = _Ranks(draw.randint(1, size), size, state, **options)
+        for _ in range(draw.randint(1, 3)):
+            update = job.take(1)
+            if not update:
+                job.begin()
+                update = job.take(1)
+            found += map(_real, update)
+        state = job.state()
+    assert found[: len(expected)] == expected
+
+
+@pytest.mark.parametrize(("before", "after"), [((2, 0), (3, 4)), ((4, 6), (3, 8)), ((3, 6), (4, 0))])
+def test_another_number_of_micro_batches_continues_with_the_next_batch(before, after):
+    """`before` and `after` are numbers of ranks and of micro-batches; 0: --update-freq 1."""
+    in_order = list(itertools.chain(*map(_real, _Ranks(*before).take())))
+    job = _Ranks(*before)
+    seen = list(itertools.chain(*map(_real, job.take(2))))
+    later = _Ranks(*after, job.state())
+    updates = [_real(update) for update in later.take()]
+    seen += itertools.chain(*updates)
+    assert seen == in_order
+    assert {len(update) for update in updates[:-1]} == {after[1] or after[0]}
+    assert later.state()["epoch"] == 2
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 5])
+@pytest.mark.parametrize(("size", "updates"), [(5, 4), (23, 1), (6, 3)])
+def test_only_an_incomplete_update_is_left_out(size, updates, ranks):
+    found = _Ranks(ranks, size, skip_remainder_batch=True).take()
+    expected = _Ranks(1, size).take()[:updates]
+    assert [_real(update) for update in found] == [_real(update) for update in expected]
+
+
+def _root(count=8, freq=(1,), ranks=3):
+    return OmegaConf.create(
+        {
+            "task": {"moe_micro_batches": count},
+            "optimization": {"update_freq": list(freq)},
+            "distributed_training": {"distributed_world_size": ranks},
+        }
+    )
+
+
+def test_the_rounds_of_an_update_replace_update_freq(caplog):
+    caplog.set_level(logging.INFO)
+    root = _root()
+    for _ in range(2):  # as for each model of an ensemble
+        set_update_freq(root, 3)
+        assert list(root.optimization.update_freq) == [3]
+    assert "--moe-micro-batches 8: set --update-freq 3 on 3 ranks, so 1 micro-batches of" in caplog.text
+    root = _root(count=0, freq=(2, 4))
+    set_update_freq(root, 3)
+    assert list(root.optimization.update_freq) == [2, 4]
+
+
+def test_what_contradicts_the_number_of_micro_batches_is_refused():
+    with pytest.raises(
+        ValueError, match=r"is 2, but this run has 3 ranks.* at least 3, or start at most 2"
+    ):
+        set_update_freq(_root(count=2), 3)
+    with pytest.raises(ValueError, match=r"^--update-freq is 2, 4, but --moe-micro-batches 8 sets it to 3"):
+        set_update_freq(_root(freq=(2, 4)), 3)
+
+
+BATCH = "an update has {} micro-batches on {} ranks, but had {} micro-batches on {} ranks in the checkpoint"
+WARNED = {
+    "fewer ranks": (
+        (0, [2], 4),
+        (0, [2], 2),
+        (4, 2, 8, 4),
+        "give --update-freq 4, or --moe-micro-batches 8",
+    ),
+    "three ranks": ((0, [2], 4), (0, [2], 3), (6, 3, 8, 4), "give --moe-micro-batches 8 to"),
+    "more ranks": (
+        (0, [1], 2),
+        (0, [1], 4),
+        (4, 4, 2, 2),
+        "start at most 2 ranks with --moe-micro-batches",
+    ),
+    "no option any more": (
+        (6, [3], 2),
+        (0, [1], 3),
+        (3, 3, 6, 2),
+        "give --update-freq 2, or --moe-micro-b",
+    ),
+    "a later epoch": (
+        (0, [1, 4], 2),
+        (0, [1, 4], 1),
+        (4, 1, 8, 2),
+        "give --update-freq 8, or --moe-micro-",
+    ),
+    "changed by the user": ((0, [1], 4), (0, [2], 4), (8, 4, 4, 4), None),
+    "another number": ((6, [2], 4), (8, [3], 3), (8, 3, 6, 4), None),
+    "the same batch": ((0, [2], 4), (8, [3], 3), None, None),
+    "the same number": ((8, [2], 4), (8, [8], 1), None, None),
+}
+
+
+@pytest.mark.parametrize("case", WARNED)
+def test_a_resume_logs_how_to_keep_the_batch(case, caplog):
+    caplog.set_level(logging.INFO)
+    before, after, numbers, fix = WARNED[case]
+    saved = OmegaConf.to_container(_root(*before))
+    state = {"cfg": saved, "extra_state": {"train_iterator": {"epoch": 2}}}
+    log_changed_batch(SavedModel(state), _root(*after))
+    assert len(caplog.records) == bool(numbers)
+    if numbers:
+        found = caplog.text.replace("on 1 rank ", "on 1 ranks ").replace("on 1 rank,", "on 1 ranks,")
+        assert BATCH.format(*numbers) in found
+        assert caplog.records[0].levelname == ("WARNING" if fix else "INFO")
+        assert fix is None or f"; {fix}" in caplog.text
+
+
+@pytest.mark.parametrize("freq", ["2", [], ["2"], [-1], None])
+def test_a_checkpoint_with_invalid_options_is_not_compared(freq, caplog):
+    saved = {**OmegaConf.to_container(_root()), "optimization": {"update_freq": freq}}
+    log_changed_batch(SavedModel({"cfg": saved}), _root(count=0))
+    args = Namespace(update_freq=freq)
+    log_changed_batch(SavedModel({"args": args}), _root(count=0))
+    assert not caplog.records
