@@ -109,3 +109,12 @@ def test_converters_keep_the_average(lm_data, tmp_path):
             same_bits(dict(expected[name]), dict(found[name]))
             experts = [value for key, value in written[name].items() if ".experts." in key]
             assert experts and all(is_record(value) == (folder == again) for value in experts)
+
+
+def test_a_save_in_the_background_has_the_averages(lm_data, tmp_path):
+    words = (*AVERAGED, "--ema-fp32", *SHARDED, "--moe-micro-batches", 2)
+    for folder, extra in (("blocking", ()), ("background", ("--moe-save-async",))):
+        fairseq("train", *lm_args(lm_data, tmp_path / folder, *words, *extra, updates=3), ranks=2)
+    expected, found = (_load(tmp_path / name / LAST)["extra_state"] for name in ("blocking", "background"))
+    for name in ("ema", "ema_fp32_params"):
+        same_bits(dict(expected[name]), dict(found[name]))
