@@ -126,6 +126,8 @@ def results(data: Path, folder: Path, seed: int, shares: list[float]) -> dict[st
 
 def main() -> None:
     """Train, prune and print the table."""
+    if len(sys.argv) not in (2, 3):
+        sys.exit("usage: python examples/pruning.py DATA_BIN [OUT]")
     data, out = Path(sys.argv[1]), Path(sys.argv[2] if len(sys.argv) > 2 else "outputs/pruning")
     seeds = [int(seed) for seed in os.environ.get("SEEDS", "1 2 3").split()]
     shares = [float(share) for share in os.environ.get("SHARES", "0.75 0.5 0.25").split()]

@@ -304,7 +304,7 @@ def test_what_is_no_evaluation_is_refused():
         ({"policy": "resident"}, "choose from on-demand, pregated, prefetch-all."),
         ({"tier": "tape"}, "choose from host, disk."),
         ({"eviction": "mru"}, "choose from lfu, lru, fifo."),
-        ({"cache": "3 cats"}, "give a number of experts, such as 64, or a size with a unit, such as"),
+        ({"cache": "3 cats"}, "give a number of experts, such as 64, a size with a unit, such as"),
         (
             {"cache": "0.5KB", "tier": "host"},
             "is 500 bytes, but one expert has 896 bytes; give at least this",
