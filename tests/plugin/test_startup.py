@@ -51,7 +51,7 @@ def _training(**model):
     """Return as much of a FairseqConfig as is looked at before a training on two ranks."""
     return OmegaConf.create(
         {
-            "common": {"cpu": True, "tpu": False, "bf16": False},
+            "common": {"cpu": True, "tpu": False, "bf16": False, "model_parallel_size": 1},
             "common_eval": {"path": None},
             "checkpoint": {"load_checkpoint_on_all_dp_ranks": False},
             "distributed_training": {
