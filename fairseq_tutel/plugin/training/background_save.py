@@ -83,11 +83,16 @@ class _Save:
             self._call(found)
         return bool(world.broadcast_object(self.path is not None, "the start of a save"))
 
-    def commit(self) -> Any:
+    def commit(self) -> None:
         """Call fairseq's save_checkpoint on rank 0; rename the written file where it would write."""
         assert self.path is not None
+
+        def rename(path: str, extra_state: dict[str, Any]) -> str:
+            os.replace(self.temporary, path)
+            return path
+
         try:
-            saved = self._call(lambda path, extra_state: os.replace(self.temporary, path) or path)
+            saved = self._call(rename)
         except OSError as error:
             raise atomic_save.unwritten(self.path, error) from error
         if saved is not None and hasattr(self._task, "post_save"):
