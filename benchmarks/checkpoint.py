@@ -26,13 +26,24 @@ from benchmarks.bad_option import BadOption
 from benchmarks.machine import facts
 from benchmarks.output import Report, refuse_unwritable
 from fairseq_tutel import MoEConfig, MoELayer, make_topology
-from fairseq_tutel.checkpoint.experts import gather_experts, gather_to_first, save_in_shards
+from fairseq_tutel.checkpoint.experts import (
+    CopiedExperts,
+    begin_folder,
+    commit_folder,
+    gather_experts,
+    gather_to_first,
+    save_as_records,
+    save_in_shards,
+)
 from fairseq_tutel.checkpoint.shards import ShardedTensor, bind
 from fairseq_tutel.ranks.groups import Topology
+from fairseq_tutel.ranks.world import Work
 
 MODEL_DIM = 512
 BYTES = 4  # float32
 States = dict[str, list[Tensor]]
+# A save in the background writes the same files as a sharded one. Its seconds are those of standing still.
+FORMS = {"full": ("save", "load"), "sharded": ("save", "load"), "background": ("save",)}
 
 
 def main() -> None:
@@ -42,8 +53,8 @@ def main() -> None:
         report = _report(arguments)
         folder = Path(tempfile.mkdtemp(prefix="checkpoint-", dir=arguments.folder))
         try:
-            for form in ("full", "sharded"):
-                rows = [row for mode in ("save", "load") for row in _measure(arguments, form, mode, folder)]
+            for form, modes in FORMS.items():
+                rows = [row for mode in modes for row in _measure(arguments, form, mode, folder)]
                 report.add(_name(arguments), vars(arguments) | {"folder": None, "json": None}, rows)
                 shutil.rmtree(folder)
                 folder.mkdir()
@@ -123,6 +134,7 @@ def formula(arguments: argparse.Namespace, form: str, mode: str, first: bool) ->
     full: rank 0 keeps all experts and moments until they are written, and gloo a copy of the stack that
     arrives; every rank reads the whole file.
     sharded: none in a save, and the local experts of one layer in a load.
+    background: copies of the rank's own experts and moments.
     """
     expert = arguments.expert_mb * 2**20
     everything = arguments.layers * arguments.experts * expert * (1 + arguments.moments)
@@ -131,6 +143,8 @@ def formula(arguments: argparse.Namespace, form: str, mode: str, first: bool) ->
         if mode == "load":
             return everything
         return everything + stack if first else 0
+    if form == "background":
+        return everything // arguments.ranks
     return arguments.experts * expert // arguments.ranks if mode == "load" else 0
 
 
@@ -148,9 +162,10 @@ def _rank(
         for name, p in model.named_parameters()
         if ".experts." in name
     }
-    action: Callable[[], None] = {
+    action: Callable[[], float | None] = {
         ("full", "save"): lambda: _save_full(model, moments, place, folder),
         ("sharded", "save"): lambda: _save_sharded(model, moments, place, folder),
+        ("background", "save"): lambda: _save_in_background(model, moments, place, folder),
         ("full", "load"): lambda: _load(model, moments, place, folder),
         ("sharded", "load"): lambda: _load(model, moments, place, folder),
     }[form, mode]
@@ -168,12 +183,40 @@ def _save_full(model: nn.Module, moments: States, place: Topology, folder: Path)
 
 
 def _save_sharded(model: nn.Module, moments: States, place: Topology, folder: Path) -> None:
+    records = save_in_shards(model, place, _states_of(model, moments), folder)
+    _save_records(model, moments, place, folder, records)
+
+
+def _save_in_background(model: nn.Module, moments: States, place: Topology, folder: Path) -> float:
+    """Save with a thread; return the seconds in which training would stand still."""
+    begin = time.perf_counter()
+    shards = begin_folder(folder)
+    copies = CopiedExperts(model, place, _states_of(model, moments))
+    work = Work(lambda: copies.write(shards, lambda: None))
+    copied = time.perf_counter() - begin
+    while not work.look()[0]:
+        pass
+    dist.barrier()
+    begin = time.perf_counter()
+    records = commit_folder(shards, work.result)
+    save_as_records(model, records)
+    seconds = copied + time.perf_counter() - begin
+    _save_records(model, moments, place, folder, records)
+    return seconds
+
+
+def _states_of(model: nn.Module, moments: States) -> Callable[[nn.Parameter], dict[str, Tensor]]:
     names = {id(parameter): name for name, parameter in model.named_parameters()}
 
     def states(parameter: nn.Parameter) -> dict[str, Tensor]:
         return {str(k): m for k, m in enumerate(moments[names[id(parameter)]])}
 
-    records = save_in_shards(model, place, states, folder)
+    return states
+
+
+def _save_records(
+    model: nn.Module, moments: States, place: Topology, folder: Path, records: dict[tuple[str, str], Any]
+) -> None:
     state = {
         name: [records[name.rpartition(".")[0], f"{name.rpartition('.')[2]}.{k}"] for k in range(len(each))]
         for name, each in moments.items()
@@ -197,8 +240,11 @@ def _load(model: nn.Module, moments: States, place: Topology, folder: Path) -> N
                 own.copy_(saved[part.first : part.first + part.num_local])
 
 
-def _grown_by(action: Callable[[], None]) -> dict[str, Any]:
-    """Run an action; return its seconds and what this process's own memory grew by at most, in bytes."""
+def _grown_by(action: Callable[[], float | None]) -> dict[str, Any]:
+    """Run an action; return its seconds and the largest growth of this process's own memory in bytes.
+
+    The action may return the seconds to report.
+    """
     highest, done = [before := _own_memory()], threading.Event()
 
     def watch() -> None:
@@ -208,8 +254,8 @@ def _grown_by(action: Callable[[], None]) -> dict[str, Any]:
     watcher = threading.Thread(target=watch)
     watcher.start()
     begin = time.perf_counter()
-    action()
-    seconds = time.perf_counter() - begin
+    reported = action()
+    seconds = time.perf_counter() - begin if reported is None else reported
     done.set()
     watcher.join()
     return {"seconds": seconds, "peak_bytes": highest[0] - before}

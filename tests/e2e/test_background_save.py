@@ -145,8 +145,6 @@ def test_a_signal_waits_for_the_thread(lm_data, tmp_path, name):
 def test_stock_s_flag_means_the_same(lm_data, tmp_path):
     run = _train(lm_data, tmp_path, 1, *SHARDED, "--write-checkpoints-asynchronously")
     assert "update 8 in the background" in run.output
-    output = refused("train", *_words(lm_data, tmp_path, "--write-checkpoints-asynchronously"))
-    assert "which needs --moe-checkpoint sharded" in output.splitlines()[-1]
     output = refused("train", *_words(lm_data, tmp_path, "--moe-save-async"), env=_environment(tmp_path))
     assert "--moe-save-async is set, which needs --moe-checkpoint sharded" in output.splitlines()[-1]
 

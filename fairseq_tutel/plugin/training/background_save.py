@@ -83,7 +83,7 @@ class _Save:
             self._call(found)
         return bool(world.broadcast_object(self.path is not None, "the start of a save"))
 
-    def commit(self) -> Any:
+    def commit(self) -> None:
         """Call fairseq's save_checkpoint on rank 0; rename the written file where it would write."""
         assert self.path is not None
 
