@@ -50,7 +50,10 @@ class _CancelledError(Exception):
 
 
 class _Save:
-    """One checkpoint that is being written. `extra_state` and `state` are set on rank 0 only."""
+    """One checkpoint that is being written. Rank 0 holds the state that goes into its file.
+
+    `work` is the thread that writes, and `writes_experts` is false when the experts are written.
+    """
 
     def __init__(self, original: Any, cfg: Any, trainer: Any, epoch_itr: Any, val_loss: Any) -> None:
         epoch, at_end, position = epoch_itr.epoch, epoch_itr.end_of_epoch(), epoch_itr.state_dict()
@@ -66,9 +69,9 @@ class _Save:
             )
         }
         self.path: str | None = None  # of the file that rank 0 writes first
-        self.extra_state: dict[str, Any] = {}
-        self.state: dict[str, Any] = {}
-        self.folder = Path()
+        self._extra_state: dict[str, Any] = {}
+        self._state: dict[str, Any] = {}
+        self._folder = Path()
         self.work: Work | None = None
         self.writes_experts = True  # or the other parameters
 
@@ -76,15 +79,37 @@ class _Save:
         """Return whether fairseq would save any file; set its path on rank 0. Collective."""
 
         def found(path: str, extra_state: dict[str, Any]) -> None:
-            self.path, self.extra_state = path, extra_state
+            self.path, self._extra_state = path, extra_state
             raise _TargetFoundError
 
         with contextlib.suppress(_TargetFoundError):
             self._call(found)
         return bool(world.broadcast_object(self.path is not None, "the start of a save"))
 
+    def hold(self, state: dict[str, Any]) -> None:
+        """Keep the trainer's state dict, which the file gets."""
+        self._state = state
+        state["extra_state"].update(copy.deepcopy(self._extra_state))
+
+    def write_experts(
+        self, folder: Path, copies: experts.CopiedExperts, check: Callable[..., None]
+    ) -> None:
+        """Start to write this rank's experts; `check` raises an error if the process ends."""
+        self._folder, self.work = folder, Work(lambda: copies.write(folder, check))
+
+    def write_file(self, check: Callable[..., None]) -> None:
+        """Rename the folder of the experts; start to write the file on rank 0. Collective."""
+        self._raise_error()
+        assert self.work is not None
+        records = experts.commit_folder(self._folder, self.work.result)
+        self.writes_experts, self.work = False, None
+        if self.path is not None:
+            _fill_in(self._state, records)
+            self.work = Work(lambda: self._write_file(check))
+
     def commit(self) -> None:
         """Call fairseq's save_checkpoint on rank 0; rename the written file where it would write."""
+        self._raise_error()
         assert self.path is not None
 
         def rename(path: str, extra_state: dict[str, Any]) -> str:
@@ -97,6 +122,27 @@ class _Save:
             raise atomic_save.unwritten(self.path, error) from error
         if saved is not None and hasattr(self._task, "post_save"):
             self._task.post_save(saved, self.updates)
+
+    def _raise_error(self) -> None:
+        assert self.work is not None
+        if self.work.error is not None:
+            raise self.work.error
+
+    def _write_file(self, check: Callable[..., None]) -> None:
+        assert self.path is not None
+        try:
+            for left in reversed(range(atomic_save.TRIES)):
+                try:
+                    atomic_save.write(self._state, self.temporary, check)
+                    break
+                except OSError:
+                    if left == 0:
+                        raise
+        except Exception as error:
+            with contextlib.suppress(OSError):
+                os.remove(self.temporary)
+            raise atomic_save.unwritten(self.path, error) from error
+        self._state = {}
 
     @functools.cached_property
     def temporary(self) -> str:
@@ -171,7 +217,7 @@ class BackgroundSave:
         if not self._fits:
             _refuse_too_little_memory(model, topology, states)
             self._fits = True
-        save.folder = experts.begin_folder(Path(cfg.save_dir))
+        folder = experts.begin_folder(Path(cfg.save_dir))
         copies = experts.CopiedExperts(model, topology, states.of)
         pending = {name: {MARK: 0, PENDING: list(name)} for name in copies.names}
         experts.save_as_records(model, pending)
@@ -179,11 +225,10 @@ class BackgroundSave:
             inner.save_state(states.by_index(pending), topology)
         if save.path is not None:
             with contextlib.nullcontext() if states.ema is None else states.ema.saved_with(pending):
-                save.state = _copied(trainer.state_dict())
-            save.state["extra_state"].update(copy.deepcopy(save.extra_state))
+                save.hold(_copied(trainer.state_dict()))
         for stack in experts.expert_modules(model):
             stack.save_as(None)
-        save.work = Work(lambda: copies.write(save.folder, self._check))
+        save.write_experts(folder, copies, self._check)
         self._save = save
         logger.info("saving a checkpoint of update %d in the background", save.updates)
 
@@ -214,43 +259,13 @@ class BackgroundSave:
         save = self._save
         assert save is not None
         if save.writes_experts:
-            assert save.work is not None
-            if save.work.error is not None:
-                raise save.work.error
-            records = experts.commit_folder(save.folder, save.work.result)
-            save.writes_experts, save.work = False, None
-            if save.path is not None:
-                _fill_in(save.state, records)
-                save.work = Work(lambda: self._write_file(save))
+            save.write_file(self._check)
             return
-
-        def commit() -> None:
-            assert save.work is not None
-            if save.work.error is not None:
-                raise save.work.error
-            save.commit()
-
         # Until here, an error leaves all earlier checkpoints as they are.
         if RUN.lease is not None:
             RUN.lease.confirm()
-        run_on_rank_zero(commit, "rank 0's end of a save in the background")
+        run_on_rank_zero(save.commit, "rank 0's end of a save in the background")
         self._save = None
-
-    def _write_file(self, save: _Save) -> None:
-        try:
-            for left in reversed(range(atomic_save.TRIES)):
-                try:
-                    atomic_save.write(save.state, save.temporary, self._check)
-                    break
-                except OSError:
-                    if left == 0:
-                        raise
-        except Exception as error:
-            with contextlib.suppress(OSError):
-                os.remove(save.temporary)
-            assert save.path is not None
-            raise atomic_save.unwritten(save.path, error) from error
-        save.state = {}
 
 
 def _refuse_too_little_memory(model: Any, topology: Any, states: Any) -> None:
