@@ -98,6 +98,33 @@ class _Save:
         if saved is not None and hasattr(self._task, "post_save"):
             self._task.post_save(saved, self.updates)
 
+    def begin(self, folder: Path, state: dict[str, Any], work: Work) -> None:
+        """Record the folder of experts, rank 0's other parameters, and the thread that writes experts."""
+        self.folder, self.state, self.work = folder, state, work
+
+    def begin_file(self, records: dict[tuple[str, str], Any], check: Callable[[int], object]) -> None:
+        """Start the thread of rank 0 that writes the file, after all ranks have written their experts."""
+        self.writes_experts, self.work = False, None
+        if self.path is not None:
+            _fill_in(self.state, records)
+            self.work = Work(lambda: self._write_file(check))
+
+    def _write_file(self, check: Callable[[int], object]) -> None:
+        assert self.path is not None
+        try:
+            for left in reversed(range(atomic_save.TRIES)):
+                try:
+                    atomic_save.write(self.state, self.temporary, check)
+                    break
+                except OSError:
+                    if left == 0:
+                        raise
+        except Exception as error:
+            with contextlib.suppress(OSError):
+                os.remove(self.temporary)
+            raise atomic_save.unwritten(self.path, error) from error
+        self.state = {}
+
     @functools.cached_property
     def temporary(self) -> str:
         """The name under which rank 0 writes the file."""
@@ -171,18 +198,19 @@ class BackgroundSave:
         if not self._fits:
             _refuse_too_little_memory(model, topology, states)
             self._fits = True
-        save.folder = experts.begin_folder(Path(cfg.save_dir))
+        folder = experts.begin_folder(Path(cfg.save_dir))
         copies = experts.CopiedExperts(model, topology, states.of)
         pending = {name: {MARK: 0, PENDING: list(name)} for name in copies.names}
         experts.save_as_records(model, pending)
         if inner is not None:
             inner.save_state(states.by_index(pending), topology)
+        state = {}
         if save.path is not None:
-            save.state = _copied(trainer.state_dict())
-            save.state["extra_state"].update(copy.deepcopy(save.extra_state))
+            state = _copied(trainer.state_dict())
+            state["extra_state"].update(copy.deepcopy(save.extra_state))
         for stack in experts.expert_modules(model):
             stack.save_as(None)
-        save.work = Work(lambda: copies.write(save.folder, self._check))
+        save.begin(folder, state, Work(lambda: copies.write(folder, self._check)))
         self._save = save
         logger.info("saving a checkpoint of update %d in the background", save.updates)
 
@@ -217,10 +245,7 @@ class BackgroundSave:
             if save.work.error is not None:
                 raise save.work.error
             records = experts.commit_folder(save.folder, save.work.result)
-            save.writes_experts, save.work = False, None
-            if save.path is not None:
-                _fill_in(save.state, records)
-                save.work = Work(lambda: self._write_file(save))
+            save.begin_file(records, self._check)
             return
 
         def commit() -> None:
@@ -234,22 +259,6 @@ class BackgroundSave:
             RUN.lease.confirm()
         run_on_rank_zero(commit, "rank 0's end of a save in the background")
         self._save = None
-
-    def _write_file(self, save: _Save) -> None:
-        try:
-            for left in reversed(range(atomic_save.TRIES)):
-                try:
-                    atomic_save.write(save.state, save.temporary, self._check)
-                    break
-                except OSError:
-                    if left == 0:
-                        raise
-        except Exception as error:
-            with contextlib.suppress(OSError):
-                os.remove(save.temporary)
-            assert save.path is not None
-            raise atomic_save.unwritten(save.path, error) from error
-        save.state = {}
 
 
 def _refuse_too_little_memory(model: Any, topology: Any, states: Any) -> None:
