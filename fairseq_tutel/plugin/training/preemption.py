@@ -40,11 +40,13 @@ def watching(cfg: Any, main: Any, spawns: bool = False) -> Iterator[None]:
     It has no effect if `main` is not fairseq's main function, whose training loop can end after an update.
     `spawns`: fairseq starts the ranks as child processes of this process, which forwards the signals.
     """
+    if cfg.common_eval.path is not None or module_of(main) is None:
+        yield
+        return
     options = read(PreemptionConfig, cfg.task)
     refuse_bad_values(options)
     # Ranks of model parallelism that share a batch add up no numbers with each other.
-    is_possible = cfg.common.model_parallel_size == 1 and not cfg.common.tpu and module_of(main) is not None
-    if cfg.common_eval.path is not None or not (options.names and is_possible):
+    if not options.names or cfg.common.model_parallel_size > 1 or cfg.common.tpu:
         yield
         return
     with watched(options.names, options.moe_preemption_seconds, spawns) as watch, RUN.having(signals=watch):
