@@ -114,11 +114,11 @@ class SignalWatch:
         if self.received is None:
             self._begin, self.received = time.monotonic(), name
             if self._has_work:
-                text = "all ranks will save after the current update"
+                text = "all ranks will save after the current update and end"
             else:
-                text = "there is nothing to save before the first update"
+                text = "there is nothing to save before the first update; all ranks will end"
             logger.warning(
-                "received %s: %s and end within %g s; another signal ends this process at once",
+                "received %s: %s within %g s; another signal ends this process at once",
                 *(name, text, self.seconds),
             )
         elif self.elapsed > MERGE_SECONDS and not self._forwards:

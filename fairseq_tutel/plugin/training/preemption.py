@@ -70,7 +70,7 @@ class Preemption:
     def __init__(self, watch: SignalWatch) -> None:
         self._watch = watch
         self._votes = Votes(signal=self._vote)
-        self.result = ""  # what was saved, if the run ended because of a signal
+        self.result = ""  # says what was saved, if the run ended because of a signal
 
     @contextlib.contextmanager
     def installed(self, main: Any) -> Iterator[None]:
@@ -101,10 +101,7 @@ class Preemption:
             if is_first:
                 is_first = False
                 if self._received_by_any():
-                    logger.info(
-                        "a rank received a signal before the first update: there is nothing to save"
-                    )
-                    self.has_ended = True
+                    self.result = "there is nothing to save before the first update"
                     return [None], True
                 self._votes.join(trainer)
                 self._end_long_validation(trainer)
