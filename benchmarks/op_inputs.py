@@ -204,8 +204,8 @@ def _grouped_linear(t: Tensors) -> Call:
 
 
 def _grouped_weight_grad(t: Tensors) -> Call:
-    """As fc2's, whose other factor is gathered from the tokens' gradients and weighted."""
-    keywords = {"dout_index_R": t.token_of_R, "scale_R": t.gate_R}
+    """As fc2's, whose other factor is gathered from the tokens' gradients."""
+    keywords = {"dout_index_R": t.token_of_R}
     return _product((t.y_TD, t.a_RH, t.groups), t.product_flops, keywords)
 
 

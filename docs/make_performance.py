@@ -18,6 +18,7 @@ PAGE = DOCS / "performance.md"
 RESULTS = DOCS.parent / "benchmarks" / "results"
 BENCHMARKS = ("layer", "ops", "step", "generate", "collectives")
 COMPILED = "compiled.md"
+STATIC = ("static_before.json", "static.json")
 OURS = "ours/auto"
 
 # See benchmarks/output.py.
@@ -73,6 +74,7 @@ def filled_in(text: str, folder: Path = RESULTS) -> str:
     generate = of("generate") + of("generate", "cuda")
     by_hand = "python -m benchmarks.{} --json benchmarks/results/{}.json"
     by_script = "bash benchmarks/gpu.sh"
+    by_static = f"python -m benchmarks.static --json benchmarks/results/{STATIC[-1]}"
     tables = {
         "runs": (runs_table(results), by_hand.format("layer", "layer_cpu")),
         "layer cpu": (layer_table(cpu), by_hand.format("layer", "layer_cpu")),
@@ -95,6 +97,8 @@ def filled_in(text: str, folder: Path = RESULTS) -> str:
             compiled_table(folder / COMPILED),
             f"python -m benchmarks.compile_table --markdown benchmarks/results/{COMPILED}",
         ),
+        "static kernels": (static_kernels_table(folder), by_static),
+        "static layers": (static_layers_table(folder), by_static),
     }
     shown = {
         name: table or f"Not measured yet: `{command}` does it."
@@ -358,6 +362,51 @@ def compiled_table(path: Path) -> str:
     return _table(
         rows, ["target", "kernels", "most registers", "most shared bytes", "with spilled registers"]
     )
+
+
+def static_kernels_table(folder: Path) -> str:
+    """Return each kernel's figures before and after the changes, a line for each kernel and target."""
+    columns = {
+        "registers": "registers", "shared": "shared, B", "programs": "programs", "spilled": "spilled",
+        "mma": "MMA", "other_per_mma": "others per MMA", "barriers": "barriers",
+    }  # fmt: skip
+    rows = [
+        [*key, *(_before_and_after(before, after, name) for name in columns)]
+        for key, before, after in _static(folder, "kernels", ("target", "kernel"))
+    ]
+    return _table(rows, ["target", "kernel", *columns.values()])
+
+
+def static_layers_table(folder: Path) -> str:
+    """Return each layer's launches, host reads and bytes before and after the changes."""
+    rows = [
+        [
+            *key,
+            _before_and_after(before, after, "launches"),
+            _before_and_after(before, after, "reads"),
+            f"{before['bytes'] / 1e9:.2f} → {after['bytes'] / 1e9:.2f}",
+            f"{after['floor_bytes'] / 1e9:.2f}",
+        ]
+        for key, before, after in _static(folder, "layers", ("layer", "tokens", "phase", "balance_loss"))
+    ]
+    header = ["layer", "tokens", "phase", "balance loss", "launches", "host reads", "GB", "floor, GB"]
+    return _table(rows, header)
+
+
+def _static(folder: Path, part: str, key: tuple[str, ...]) -> list[tuple[list[Any], Row, Row]]:
+    """Return the rows of benchmarks.static that both files have: (key, before, after)."""
+    if not all((folder / name).exists() for name in STATIC):
+        return []
+    before, after = (
+        {tuple(row[k] for k in key): row for row in json.loads((folder / name).read_text())[part]}
+        for name in STATIC
+    )
+    return [([*found], before[found], row) for found, row in after.items() if found in before]
+
+
+def _before_and_after(before: Row, after: Row, name: str) -> str:
+    old, new = before.get(name, "-"), after.get(name, "-")
+    return f"{new}" if old == new else f"{old} → {new}"
 
 
 def _table(rows: list[list[Any]], header: list[str]) -> str:

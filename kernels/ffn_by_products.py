@@ -101,7 +101,7 @@ def ffn_backward(
         needs_weights: whether to compute the gradients of the weights.
     """
     w = weights
-    dh_RH, dg_RH, a_RH, dgate_R = ops.ffn_down_backward(
+    dh_RH, dg_RH, gated_RH, dgate_R = ops.ffn_down_backward(
         dy_ND,
         index_R,
         gate_R,
@@ -117,7 +117,7 @@ def ffn_backward(
     if not needs_weights:
         return FFNGradients(dx_RD, dgate_R, None)
     dw2, db2 = ops.grouped_weight_grad(
-        dy_ND, a_RH, groups, dout_index_R=index_R, scale_R=gate_R, bias=w.fc2_bias is not None
+        dy_ND, gated_RH, groups, dout_index_R=index_R, bias=w.fc2_bias is not None, bias_scale_R=gate_R
     )
     dw1, db1 = ops.grouped_weight_grad(
         dh_RH, x_ND, groups, rows_index_R=index_R, bias=w.fc1_bias is not None

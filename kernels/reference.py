@@ -139,12 +139,12 @@ def grouped_weight_grad(
     *,
     dout_index_R: Tensor | None = None,
     rows_index_R: Tensor | None = None,
-    scale_R: Tensor | None = None,
     bias: bool = False,
+    bias_scale_R: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Return the gradients of each expert's weight and bias, summed over the expert's rows.
 
-    dweight[e] is the sum over group e of (scale[r] dout[r]) x rows[r].
+    dweight[e] is the sum over group e of dout[r] x rows[r].
 
     Args:
         dout_NO: [R, O], or [N, O] if `dout_index_R` gives each row's source.
@@ -152,18 +152,18 @@ def grouped_weight_grad(
         groups: the groups of the R rows; an empty group has gradient 0.
         dout_index_R: [R] int64.
         rows_index_R: [R] int64.
-        scale_R: [R] in dout's dtype or wider, or None for ones; the tail is not read.
         bias: whether to compute dbias[e], the sum of scale[r] dout[r] over group e; otherwise it is None.
+        bias_scale_R: scale, [R] in dout's dtype or wider, or None for ones; the tail is not read.
     """
     num_experts = len(groups.host)
     dweight_EOI = dout_NO.new_empty(num_experts, dout_NO.shape[1], rows_NI.shape[1])
     dbias_EO = dout_NO.new_empty(num_experts, dout_NO.shape[1]) if bias else None
     for e, own in enumerate(_slices(groups)):
         dout_nO = _read_rows(dout_NO, dout_index_R, own)
-        if scale_R is not None:
-            dout_nO = dout_nO * scale_R[own].unsqueeze(1).to(dout_nO.dtype)
         torch.mm(dout_nO.t(), _read_rows(rows_NI, rows_index_R, own), out=dweight_EOI[e])
         if dbias_EO is not None:
+            if bias_scale_R is not None:
+                dout_nO = dout_nO * bias_scale_R[own].unsqueeze(1).to(dout_nO.dtype)
             torch.sum(dout_nO, dim=0, out=dbias_EO[e])
     return dweight_EOI, dbias_EO
 
@@ -229,9 +229,10 @@ def ffn_down_backward(
 ) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
     """Compute the backward pass through the FFN's second linear map (fc2) and the activation.
 
-    Returns (dh_RH, dg_RH, a_RH, dgate_R). The forward pass computed y = a @ fc2.T + bias and added gate[r]
-    * y[r] to row index[r] of a tensor, whose gradient is dy. The gradient of gate[r] is computed without y:
-    <dy, y> = <dy @ fc2, a> + <dy, bias>.
+    Returns (dh_RH, dg_RH, gated_RH, dgate_R). The forward pass computed y = a @ fc2.T + bias and added
+    gate[r] * y[r] to row index[r] of a tensor, whose gradient is dy. gated[r] = gate[r] * a[r] gives fc2's
+    weight gradient, dy[index].T @ gated. The gradient of gate[r] is computed without y: <dy, y> =
+    <dy @ fc2, a> + <dy, bias>.
 
     Args:
         dy_ND: [R, D], or [N, D] if `index_R` gives each row's source.
@@ -252,6 +253,7 @@ def ffn_down_backward(
     dh_RH = dy_ND.new_empty(num_rows, fc2_weight.shape[2])
     dg_RH = None if g_RH is None else torch.empty_like(dh_RH)
     made_RH = torch.empty_like(dh_RH) if a_RH is None else a_RH
+    gated_RH = made_RH if gate_R is None else torch.empty_like(dh_RH)
     dgate_R = None if gate_R is None else torch.empty_like(gate_R)
     for e, own in enumerate(_slices(groups)):
         dy_nD = _read_rows(dy_ND, index_R, own)
@@ -262,7 +264,9 @@ def ffn_down_backward(
         if gate_R is not None and dgate_R is not None:
             dots_n = torch.linalg.vecdot(da_nH, made_RH[own])
             dgate_R[own] = dots_n if fc2_bias is None else dots_n + dy_nD @ fc2_bias[e]
-            da_nH.mul_(gate_R[own].unsqueeze(1).to(da_nH.dtype))
+            gate_n1 = gate_R[own].unsqueeze(1).to(da_nH.dtype)
+            torch.mul(made_RH[own], gate_n1, out=gated_RH[own])
+            da_nH.mul_(gate_n1)
         if g_RH is None or dg_RH is None:
             dh_nH = kind.backward(da_nH, (made_RH if h_RH is None else h_RH)[own])
         else:
@@ -273,7 +277,7 @@ def ffn_down_backward(
             da_nH.copy_(dh_nH)
     if dg_RH is not None:
         clear_tail(dg_RH, groups)
-    return clear_tail(dh_RH, groups), dg_RH, made_RH, dgate_R
+    return clear_tail(dh_RH, groups), dg_RH, gated_RH, dgate_R
 
 
 def ffn_up_backward(

@@ -26,17 +26,20 @@ def stride_copy(rows_RD: Tensor, outer: int, inner: int) -> Tensor:
         return out_RD
     size = rows_RD.numel() // (outer * inner)
     with torch.cuda.device_of(rows_RD):
-        _stride_copy_kernel[(triton.cdiv(size, BLOCK), outer * inner)](
+        # One dimension, because the others of a grid end at 65,535.
+        _stride_copy_kernel[(triton.cdiv(size, BLOCK) * outer * inner,)](
             rows_RD, out_RD, outer, inner, size, BLOCK=BLOCK
         )
     return out_RD
 
 
-@triton.jit(do_not_specialize=["outer", "inner", "size"])
+# `size` is specialized, so that accesses are 16 bytes wide if it is a multiple of 16.
+@triton.jit(do_not_specialize=["outer", "inner"])
 def _stride_copy_kernel(rows_ptr, out_ptr, outer, inner, size, BLOCK: tl.constexpr):
-    within = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    chunks = tl.cdiv(size, BLOCK)
+    to_block = tl.program_id(0) // chunks
+    within = (tl.program_id(0) % chunks).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = within < size
-    to_block = tl.program_id(1)
     from_block = to_block % outer * inner + to_block // outer
     values = tl.load(rows_ptr + from_block.to(tl.int64) * size + within, mask=inside)
     tl.store(out_ptr + to_block.to(tl.int64) * size + within, values, mask=inside)

@@ -2,7 +2,8 @@
 
 The signature equals the signature in `reference`. The kernel gathers the output's gradient while it loads
 the operands of the product. The epilogue computes the gate's gradient, and applies the gate's weight and
-the activation's derivative.
+the activation's derivative. It also writes the activation's output times the gate's weight, so that fc2's
+weight gradient is a product of plain rows.
 """
 
 import torch
@@ -46,11 +47,11 @@ def ffn_down_backward(
 ) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
     """Compute the backward pass through the FFN's second linear map (fc2) and the activation.
 
-    Returns (dh_RH, dg_RH, a_RH, dgate_R).
+    Returns (dh_RH, dg_RH, gated_RH, dgate_R).
 
     Source: SonicMoE (Guo et al. 2025, arXiv 2512.14080), section 3, for the gate's gradient.
     """
-    dh_RH, dg_RH, made_RH, dgate_R = triton_hidden(
+    dh_RH, dg_RH, gated_RH, dgate_R = triton_hidden(
         dy_ND,
         index_R,
         gate_R,
@@ -65,7 +66,7 @@ def ffn_down_backward(
     return (
         dh_RH,
         None if g_RH is None else dg_RH,
-        made_RH if a_RH is None else a_RH,
+        gated_RH if a_RH is None or gate_R is not None else a_RH,
         None if gate_R is None else dgate_R,
     )
 
@@ -85,9 +86,10 @@ def _hidden_shapes(
     num_rows = dy_ND.shape[0] if index_R is None else index_R.shape[0]
     dh_RH = dy_ND.new_empty(num_rows, fc2_weight.shape[2])
     dg_RH = dy_ND.new_empty(0) if g_RH is None else torch.empty_like(dh_RH)
-    made_RH = torch.empty_like(dh_RH) if a_RH is None else dy_ND.new_empty(0)
+    writes_a = a_RH is None or gate_R is not None
+    gated_RH = torch.empty_like(dh_RH) if writes_a else dy_ND.new_empty(0)
     dgate_R = dy_ND.new_empty(0) if gate_R is None else torch.empty_like(gate_R)
-    return dh_RH, dg_RH, made_RH, dgate_R
+    return dh_RH, dg_RH, gated_RH, dgate_R
 
 
 @opaque(_hidden_shapes)
@@ -108,11 +110,11 @@ def triton_hidden(
     The arguments are the arguments of `ffn_down_backward`, with counts [E] int64 in place of groups.
     `activation` is the function that was applied to h. With g it is "swish".
     """
-    dh_RH, dg_RH, made_RH, dgate_R = _hidden_shapes(
+    dh_RH, dg_RH, gated_RH, dgate_R = _hidden_shapes(
         dy_ND, index_R, gate_R, fc2_weight, fc2_bias, a_RH, h_RH, g_RH, counts_E, activation
     )
     if dh_RH.numel() == 0:
-        return dh_RH, dg_RH, made_RH, dgate_R
+        return dh_RH, dg_RH, gated_RH, dgate_R
     num_rows, hidden_dim = dh_RH.shape
     num_experts, model_dim, _ = fc2_weight.shape
     dy_ND = dy_ND.contiguous()
@@ -124,7 +126,7 @@ def triton_hidden(
 
     def launch(config: Config) -> None:
         table = tile_table(counts_E, num_rows, config.block_m)
-        tiles_n = triton.cdiv(hidden_dim, config.block_n)
+        tiles_n = triton.cdiv(hidden_dim, config.block_n) + (gate_R is not None and fc2_bias is not None)
         # Each column tile has one partial sum. The partial sums are added in a fixed order without atomics,
         # so the result is deterministic.
         parts_nR = None
@@ -145,7 +147,7 @@ def triton_hidden(
             g_RH,
             dh_RH,
             None if g_RH is None else dg_RH,
-            made_RH if a_RH is None else None,
+            gated_RH if a_RH is None or gate_R is not None else None,
             parts_nR,
             table,
             table.shape[1],
@@ -160,6 +162,8 @@ def triton_hidden(
             WEIGHT_DESCRIPTOR=weights_read is not None,
             K_INNER=k_inner,
             **config.blocks,
+            # On AMD, quarters need twice the shared memory of halves.
+            QUARTERS=torch.version.hip is None,
             num_warps=config.warps,
             num_stages=config.stages,
         )
@@ -169,7 +173,7 @@ def triton_hidden(
     shape = (num_rows, num_experts, hidden_dim, model_dim)
     with torch.cuda.device_of(dy_ND):
         launch(chosen("hidden" if g_RH is None else "glu_hidden", dy_ND, shape, launch))
-    return dh_RH, dg_RH, made_RH, dgate_R
+    return dh_RH, dg_RH, gated_RH, dgate_R
 
 
 @triton.jit(do_not_specialize=["tiles_m", "num_rows"])
@@ -204,24 +208,25 @@ def _hidden_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     GROUP: tl.constexpr,
+    QUARTERS: tl.constexpr,
 ):
     tiles_n = tl.cdiv(N, BLOCK_N)
+    HAS_DOTS: tl.constexpr = gate is not None and bias is not None
+    if HAS_DOTS:
+        tiles_n += 1  # the programs of the last tile column compute <dy, bias>
     m, n_tile = place(tl.program_id(0), tiles_m, tiles_n, GROUP)
     expert, first, end = read_tile(table, tiles_m, m)
     if first >= end:
         return
+    if HAS_DOTS:  # noqa: SIM102 (the first condition is evaluated at compile time)
+        if n_tile == tiles_n - 1:
+            r = first + tl.arange(0, BLOCK_M)
+            dots = _bias_dots(
+                dy, index, bias, expert, first, end, K, ACC, ROWS_DESCRIPTOR, BLOCK_M, BLOCK_K
+            )
+            tl.store(parts + n_tile.to(tl.int64) * num_rows + r, dots, mask=r < end)
+            return
     n = n_tile * BLOCK_N
-    part = tl.zeros([BLOCK_M], dtype=ACC)
-    if gate is not None:  # noqa: SIM102 (both conditions are evaluated at compile time)
-        if bias is not None:
-            # <dy, bias> is split over the column tiles. It is computed before `da` occupies registers.
-            share = tl.cdiv(tl.cdiv(K, BLOCK_K), tiles_n) * BLOCK_K
-            last = tl.where(expert < 0, 0, tl.minimum(K, (n_tile + 1) * share))
-            dy_from = rows_operand(dy, index, first, end, K, ROWS_DESCRIPTOR, BLOCK_M)
-            for k in range(n_tile * share, last, BLOCK_K):
-                rows = load_rows(dy_from, first, k, K, ROWS_DESCRIPTOR, BLOCK_K)
-                b = load_bias(bias, expert, k + tl.arange(0, BLOCK_K), K)
-                part += tl.sum(rows.to(ACC) * b.to(ACC)[None, :], 1)
     da = tl.zeros([BLOCK_M, BLOCK_N], dtype=ACC)
     da = add_product(
         da,
@@ -246,27 +251,58 @@ def _hidden_kernel(
     scale = tl.full([BLOCK_M], 1, ACC)
     if gate is not None:
         scale = tl.load(gate + r, mask=r < last_read, other=0.0).to(ACC)
-    # Two halves reduce register use, because the epilogue holds up to five values per element.
+    # Parts reduce register use, because the epilogue holds up to six values per element.
+    part = tl.zeros([BLOCK_M], dtype=ACC)
     halves = da.reshape(BLOCK_M, 2, BLOCK_N // 2).permute(0, 2, 1).split()
     for half in tl.static_range(2):
-        part += _hidden_backward(
-            halves[half],
-            scale,
-            a_in,
-            h_in,
-            g_in,
-            dh_out,
-            dg_out,
-            a_out,
-            first,
-            end,
-            last_read,
-            n + half * (BLOCK_N // 2),
-            N,
-            ACTIVATION,
-        )
+        parts_of_half = (halves[half],)
+        if QUARTERS:
+            parts_of_half = halves[half].reshape(BLOCK_M, 2, BLOCK_N // 4).permute(0, 2, 1).split()
+        for i in tl.static_range(2 if QUARTERS else 1):
+            column = n + half * (BLOCK_N // 2) + i * (BLOCK_N // 4)
+            part += _hidden_backward(
+                parts_of_half[i],
+                scale,
+                a_in,
+                h_in,
+                g_in,
+                dh_out,
+                dg_out,
+                a_out,
+                first,
+                end,
+                last_read,
+                column,
+                N,
+                ACTIVATION,
+            )
     if gate is not None:
         tl.store(parts + n_tile.to(tl.int64) * num_rows + r, part, mask=r < end)
+
+
+@triton.jit
+def _bias_dots(
+    dy,
+    index,
+    bias,
+    expert,
+    first,
+    end,
+    K,
+    ACC: tl.constexpr,
+    ROWS_DESCRIPTOR: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """Return <dy, bias> of each row of a tile."""
+    dots = tl.zeros([BLOCK_M, BLOCK_K], dtype=ACC)
+    dy_from = rows_operand(dy, index, first, end, K, ROWS_DESCRIPTOR, BLOCK_M)
+    # Explicit stages make the compiler prefetch a loop without matrix products.
+    for k in tl.range(0, tl.where(expert < 0, 0, K), BLOCK_K, num_stages=2):
+        rows = load_rows(dy_from, first, k, K, ROWS_DESCRIPTOR, BLOCK_K)
+        b = load_bias(bias, expert, k + tl.arange(0, BLOCK_K), K)
+        dots += rows.to(ACC) * b.to(ACC)[None, :]
+    return tl.sum(dots, 1)
 
 
 @triton.jit
@@ -286,7 +322,7 @@ def _hidden_backward(
     N,
     ACTIVATION: tl.constexpr,
 ):
-    """Write one tile of the FFN's hidden gradients dh and dg and output a; return <da, a> of each row."""
+    """Write one tile of the hidden gradients dh and dg, and of scale * a; return <da, a> of each row."""
     if a_in is not None:
         a = load_tile(a_in, first, last_read, n, N, da.shape[0], da.shape[1]).to(da.dtype)
         kept = a
@@ -298,10 +334,10 @@ def _hidden_backward(
         a = activate(kept, ACTIVATION)
         if g_in is not None:
             a *= g
-        a = a.to(dh_out.dtype.element_ty)
-        store_tile(a_out, a, first, end, n, N)
-        a = a.to(da.dtype)
+        a = a.to(dh_out.dtype.element_ty).to(da.dtype)  # as forward rounded it
     part = tl.sum(da * a, 1)
+    if a_out is not None:
+        store_tile(a_out, a * scale[:, None], first, end, n, N)
     da *= scale[:, None]
     if g_in is not None:
         store_tile(dg_out, da * activate(kept, ACTIVATION), first, end, n, N)

@@ -1,8 +1,8 @@
 """The gradients of every expert's weight and bias in Triton: products that sum over an expert's rows.
 
-The signature equals the signature in `reference`. The kernel gathers both operands while it loads them, and
-scales the output's gradient by the gate's weights. Each program writes one tile of one expert's gradient,
-so no sums across programs are needed. The gradients of an expert without rows are set to zero.
+The signature equals the signature in `reference`. The kernel gathers both operands while it loads them.
+Each program writes one tile of one expert's weight gradient, or a part of its bias gradient, so no sums
+across programs are needed. The gradients of an expert without rows are set to zero.
 """
 
 import torch
@@ -25,12 +25,12 @@ def grouped_weight_grad(
     *,
     dout_index_R: Tensor | None = None,
     rows_index_R: Tensor | None = None,
-    scale_R: Tensor | None = None,
     bias: bool = False,
+    bias_scale_R: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Return the gradients of each expert's weight and bias, summed over the expert's rows."""
     dweight_EOI, dbias_EO = triton_weight_grad(
-        dout_NO, rows_NI, groups.counts, dout_index_R, rows_index_R, scale_R, bias
+        dout_NO, rows_NI, groups.counts, dout_index_R, rows_index_R, bias, bias_scale_R
     )
     return dweight_EOI, dbias_EO if bias else None
 
@@ -41,8 +41,8 @@ def _weight_grad_shapes(
     counts_E: Tensor,
     dout_index_R: Tensor | None,
     rows_index_R: Tensor | None,
-    scale_R: Tensor | None,
     bias: bool,
+    bias_scale_R: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     num_experts, out_dim = counts_E.shape[0], dout_NO.shape[1]
     dweight_EOI = dout_NO.new_empty(num_experts, out_dim, rows_NI.shape[1])
@@ -57,30 +57,30 @@ def triton_weight_grad(
     counts_E: Tensor,
     dout_index_R: Tensor | None,
     rows_index_R: Tensor | None,
-    scale_R: Tensor | None,
     bias: bool,
+    bias_scale_R: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """Launch the kernel of `grouped_weight_grad`; without `bias`, the bias gradient is empty."""
     dweight_EOI, dbias_EO = _weight_grad_shapes(
-        dout_NO, rows_NI, counts_E, dout_index_R, rows_index_R, scale_R, bias
+        dout_NO, rows_NI, counts_E, dout_index_R, rows_index_R, bias, bias_scale_R
     )
     if dweight_EOI.numel() == 0:
         return dweight_EOI, dbias_EO
     num_experts, out_dim, in_dim = dweight_EOI.shape
     dout_NO, rows_NI, counts_E = dout_NO.contiguous(), rows_NI.contiguous(), counts_E.contiguous()
-    dout_index_R, rows_index_R, scale_R = (
-        None if t is None else t.contiguous() for t in (dout_index_R, rows_index_R, scale_R)
+    dout_index_R, rows_index_R, bias_scale_R = (
+        None if t is None else t.contiguous() for t in (dout_index_R, rows_index_R, bias_scale_R)
     )
     ends_E = counts_E.cumsum(0)
 
     def launch(config: Config) -> None:
-        tiles = triton.cdiv(out_dim, config.block_m) * triton.cdiv(in_dim, config.block_n)
-        _weight_grad_kernel[(num_experts * tiles,)](
+        columns = triton.cdiv(in_dim, config.block_n) + bias
+        _weight_grad_kernel[(num_experts * triton.cdiv(out_dim, config.block_m) * columns,)](
             dout_NO,
             dout_index_R,
-            scale_R,
             rows_NI,
             rows_index_R,
+            bias_scale_R,
             counts_E,
             ends_E,
             dweight_EOI,
@@ -114,27 +114,37 @@ def _sources(index, r, end):
 
 
 @triton.jit
-def _load_scaled(x, source, scale, r, end, columns, D, ACC: tl.constexpr):
-    """Load a transposed tile [columns, rows] of scale[r] * x[source], with zeros from row `end` on.
+def _load_transposed(x, source, r, end, columns, D):
+    """Load a transposed tile [columns, rows] of x[source], with zeros from row `end` on.
 
     The tile is loaded in the layout of the product, because not every GPU prefetches transposed tiles.
     """
-    own = r < end
-    inside = (columns < D)[:, None] & own[None, :]
-    tile = tl.load(x + source[None, :] * D + columns[:, None], mask=inside, other=0.0)
-    if scale is not None:
-        weights = tl.load(scale + r, mask=own, other=0.0).to(ACC)
-        tile = (tile.to(ACC) * weights[None, :]).to(tile.dtype)
-    return tile
+    inside = (columns < D)[:, None] & (r < end)[None, :]
+    return tl.load(x + source[None, :] * D + columns[:, None], mask=inside, other=0.0)
+
+
+@triton.jit
+def _write_bias(dout, dout_index, scale, dbias, expert, first, end, o, OUT, ACC, BLOCK_R: tl.constexpr):
+    """Write the sums of scale[r] * dout[r] over an expert's rows to dbias, at the columns o."""
+    # One sum per element: a sum over the tile's rows in each step would synchronize the warps.
+    sums = tl.zeros([o.shape[0], BLOCK_R], dtype=ACC)
+    # Explicit stages make the compiler prefetch a loop without matrix products.
+    for r_0 in tl.range(first, end, BLOCK_R, num_stages=2):
+        r = r_0 + tl.arange(0, BLOCK_R)
+        tile = _load_transposed(dout, _sources(dout_index, r, end), r, end, o, OUT).to(ACC)
+        if scale is not None:
+            tile *= tl.load(scale + r, mask=r < end, other=0.0).to(ACC)[None, :]
+        sums += tile
+    tl.store(dbias + expert.to(tl.int64) * OUT + o, tl.sum(sums, 1), mask=o < OUT)
 
 
 @triton.jit
 def _weight_grad_kernel(
     dout,
     dout_index,
-    scale,
     rows,
     rows_index,
+    bias_scale,
     counts,
     ends,
     dweight,
@@ -149,18 +159,24 @@ def _weight_grad_kernel(
     GROUP: tl.constexpr,
 ):
     tiles_o, tiles_i = tl.cdiv(OUT, BLOCK_O), tl.cdiv(IN, BLOCK_I)
+    if dbias is not None:
+        tiles_i += 1  # the programs of the last tile column sum the bias
     expert = tl.program_id(0) // (tiles_o * tiles_i)
     tile_o, tile_i = place(tl.program_id(0) % (tiles_o * tiles_i), tiles_o, tiles_i, GROUP)
     end = tl.load(ends + expert).to(tl.int32)
     first = end - tl.load(counts + expert).to(tl.int32)
     o = tile_o * BLOCK_O + tl.arange(0, BLOCK_O)
+    if dbias is not None:  # noqa: SIM102 (the first condition is evaluated at compile time)
+        if tile_i == tiles_i - 1:
+            _write_bias(dout, dout_index, bias_scale, dbias, expert, first, end, o, OUT, ACC, BLOCK_R)
+            return
     i = tile_i * BLOCK_I + tl.arange(0, BLOCK_I)
     total = tl.zeros([BLOCK_O, BLOCK_I], dtype=ACC)
     r = first + tl.arange(0, BLOCK_R)
     # Indices are read one step ahead, so that the loads of the tiles do not wait for the indices.
     dout_source, rows_source = _sources(dout_index, r, end), _sources(rows_index, r, end)
     for _ in range(first, end, BLOCK_R):
-        dout_tile = _load_scaled(dout, dout_source, scale, r, end, o, OUT, ACC)
+        dout_tile = _load_transposed(dout, dout_source, r, end, o, OUT)
         inside = (r < end)[:, None] & (i < IN)[None, :]
         rows_tile = tl.load(rows + rows_source[:, None] * IN + i[None, :], mask=inside, other=0.0)
         total = multiply(dout_tile, rows_tile, total, PRECISION)
@@ -169,13 +185,3 @@ def _weight_grad_kernel(
     row = expert.to(tl.int64) * OUT + o
     inside = (o < OUT)[:, None] & (i < IN)[None, :]
     tl.store(dweight + row[:, None] * IN + i[None, :], total, mask=inside)
-    if dbias is not None:  # noqa: SIM102 (evaluated at compile time)
-        if tile_i == 0:
-            # A separate loop is used, because a condition inside the first loop would delay its loads.
-            sums = tl.zeros([BLOCK_O], dtype=ACC)
-            for r_0 in range(first, end, BLOCK_R):
-                r = r_0 + tl.arange(0, BLOCK_R)
-                source = _sources(dout_index, r, end)
-                tile = _load_scaled(dout, source, scale, r, end, o, OUT, ACC)
-                sums += tl.sum(tile.to(ACC), 1)
-            tl.store(dbias + row, sums, mask=o < OUT)

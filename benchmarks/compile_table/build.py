@@ -21,8 +21,11 @@ from benchmarks.compile_table.variants import Variant, dispatch_variants, plan_v
 TARGETS = (
     GPUTarget("cuda", 80, 32),
     GPUTarget("cuda", 90, 32),
+    GPUTarget("cuda", 100, 32),
+    GPUTarget("cuda", 120, 32),
     GPUTarget("hip", "gfx90a", 64),
     GPUTarget("hip", "gfx942", 64),
+    GPUTarget("hip", "gfx950", 64),
 )
 
 

@@ -48,7 +48,8 @@ def product_variants(target: GPUTarget) -> Iterator[Variant]:
             yield _hidden(target, precision, activation)
         yield _linear(target, precision, more=False)
         yield _linear(target, precision, more=True)
-        yield _weight_grad(target, precision)
+        yield _weight_grad(target, precision, gated=True)
+        yield _weight_grad(target, precision, gated=False)
 
 
 @dataclass(frozen=True)
@@ -98,12 +99,12 @@ def _up(target: GPUTarget, precision: str, activation: str) -> Variant:
 
 
 def _hidden(target: GPUTarget, precision: str, activation: str) -> Variant:
-    """With gates and biases; the activation made again wherever the derivative is not taken from it."""
+    """With gates and biases; the activation is computed again unless it is saved."""
     glu = activation == "swiglu"
     reading = _reading(target, "glu_hidden" if glu else "hidden", precision)
     given: tuple[str, ...] = ("h_in", "g_in", "dg_out", "a_out") if glu else ("h_in", "a_out")
     if not glu and ACTIVATIONS[activation].keeps_output:
-        given = ("a_in",)
+        given = ("a_in", "a_out")
     absent = {"a_in", "h_in", "g_in", "dg_out", "a_out"} - set(given)
     pointers = dict.fromkeys(("dy", "bias", "dh_out", *given), reading.dtype)
     return _product(
@@ -111,7 +112,8 @@ def _hidden(target: GPUTarget, precision: str, activation: str) -> Variant:
         triton_hidden._hidden_kernel,
         pointers | {"index": "i64", "gate": "fp32", "parts": "fp32", "table": "i64"},
         ("tiles_m", "num_rows", "N", "K"),
-        {"ACTIVATION": "swish" if glu else activation} | dict.fromkeys(absent),
+        {"ACTIVATION": "swish" if glu else activation, "QUARTERS": target.backend == "cuda"}
+        | dict.fromkeys(absent),
         ("weight",),
         False,
         reading,
@@ -140,18 +142,22 @@ def _linear(target: GPUTarget, precision: str, more: bool) -> Variant:
     return result
 
 
-def _weight_grad(target: GPUTarget, precision: str) -> Variant:
-    """As fc2's: the gradient of the output gathered and weighted, with the bias's."""
+def _weight_grad(target: GPUTarget, precision: str, gated: bool) -> Variant:
+    """As fc2's, with gathered gradients of the output and gates, or as fc1's, with gathered tokens."""
     reading = _reading(target, "weight", precision)
     config = reading.config
     pointers = dict.fromkeys(("dout", "rows", "dweight", "dbias"), reading.dtype)
+    pointers |= dict.fromkeys(("dout_index" if gated else "rows_index", "counts", "ends"), "i64")
+    if gated:
+        pointers["bias_scale"] = "fp32"
+    absent = ("rows_index",) if gated else ("dout_index", "bias_scale")
     return variant(
-        f"grouped_weight_grad/{precision}/gathered",
+        f"grouped_weight_grad/{precision}/{'fc2' if gated else 'fc1'}",
         triton_weight_grad._weight_grad_kernel,
-        pointers | dict.fromkeys(("dout_index", "counts", "ends"), "i64") | {"scale": "fp32"},
+        pointers,
         ("OUT", "IN"),
         {
-            "rows_index": None,
+            **dict.fromkeys(absent),
             "BLOCK_O": config.block_m,
             "BLOCK_I": config.block_n,
             "BLOCK_R": config.block_k,

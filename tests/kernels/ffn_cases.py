@@ -31,7 +31,7 @@ class Case:
         glu: whether there is fc3.
         bias: whether the maps have biases.
         gathered: rows are picked from 2/3 as many tokens, and have gates.
-        keep: backward gets h, g and a; else what ffn_up(keep=True) returned, and a is made again.
+        keep: backward gets h, g and a; else what ffn_up(keep=True) returned, and computes a again.
         strided: weights lie transposed in memory.
     """
 
@@ -104,16 +104,17 @@ def run(ops: Any, case: Case, given: dict[str, Any]) -> dict[str, Tensor]:
     )
     out = ops.grouped_linear(a, fc2, given["fc2_bias"], groups)
     kept = a if case.keep or h is None else None
-    dh, dg, again, dgate = ops.ffn_down_backward(
+    dh, dg, gated, dgate = ops.ffn_down_backward(
         given["dy"], index, gate, fc2, given["fc2_bias"], kept, h, g, groups, case.activation
     )
-    if kept is None:
-        assert torch.equal(again[:used], a[:used])
+    if gate is None:
+        assert torch.equal(gated.narrow(0, 0, used), a.narrow(0, 0, used))
     results = {"a": a, "h": h, "g": g, "out": out, "dh": dh, "dg": dg}
     if dgate is not None:
         results["dgate"] = dgate.narrow(0, 0, used)  # a fake CUDA tensor cannot be sliced
+        results["gated"] = gated.narrow(0, 0, used)
     results["dfc2"], results["dfc2_bias"] = ops.grouped_weight_grad(
-        given["dy"], again, groups, dout_index_R=index, scale_R=gate, bias=case.bias
+        given["dy"], gated, groups, dout_index_R=index, bias=case.bias, bias_scale_R=gate
     )
     for name, d in (("fc1", dh), ("fc3", dg)):
         if d is not None:
@@ -180,6 +181,7 @@ def oracle(case: Case, given: dict[str, Any]) -> dict[str, Tensor]:
     }
     if "dgate" in results:
         results["dgate"] = results["dgate"][:used]
+        results["gated"] = made["a"] * gate.unsqueeze(1)
     for name in ("a", "out", "dx", "dh", "dg"):  # with a tail of zeros
         if name in results:
             results[name] = F.pad(results[name], (0, 0, 0, case.tail))

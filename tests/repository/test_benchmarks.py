@@ -232,8 +232,9 @@ def test_an_op_that_is_wrong_or_raises_is_reported(bench):
     tensors = bench.op_inputs.make_tensors(bench.op_inputs.TINY, torch.device("cpu"), torch.float32)
     reference = bench.ops.reference
 
-    def unweighted(*arguments, scale_R=None, **keywords):
-        return reference.grouped_weight_grad(*arguments, **keywords)
+    def doubled(*arguments, **keywords):
+        dweight_EOI, dbias_EO = reference.grouped_weight_grad(*arguments, **keywords)
+        return 2 * dweight_EOI, dbias_EO
 
     def displaced(*arguments):
         slots_TK, assigned_KE = reference.assign_slots(*arguments)
@@ -241,7 +242,7 @@ def test_an_op_that_is_wrong_or_raises_is_reported(bench):
 
     wrong = {
         "gather_dot": lambda *arguments: reference.gather_dot(*arguments).roll(1, 0),
-        "grouped_weight_grad": unweighted,
+        "grouped_weight_grad": doubled,
         "assign_slots": displaced,
     }
     for name, function in wrong.items():
