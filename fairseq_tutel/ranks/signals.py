@@ -118,7 +118,7 @@ class SignalWatch:
             else:
                 text = "there is nothing to save before the first update"
             logger.warning(
-                "received %s: %s and end within %g s; another signal ends this process at once",
+                "received %s: %s; this process ends within %g s, or at once after another signal",
                 *(name, text, self.seconds),
             )
         elif self.elapsed > MERGE_SECONDS and not self._forwards:

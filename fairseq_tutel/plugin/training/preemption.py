@@ -101,10 +101,7 @@ class Preemption:
             if is_first:
                 is_first = False
                 if self._received_by_any():
-                    logger.info(
-                        "a rank received a signal before the first update: there is nothing to save"
-                    )
-                    self.has_ended = True
+                    self.result = "nothing was saved before the first update"
                     return [None], True
                 self._votes.join(trainer)
                 self._end_long_validation(trainer)
