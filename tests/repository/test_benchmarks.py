@@ -304,17 +304,3 @@ def test_a_quick_run_of_quantized_products_measures_and_compares(tmp_path):
     assert all(row["status"] == "ok" and row["ratio"] > 0 and row["error"] < 2**-8 for row in rows)
     errors = {row["variant"]: row["error"] for row in found["rows"] if "normal" in row["configuration"]}
     assert errors["bf16"] < errors["int8"] < errors["int4"] < errors["int4 with a scale per row"]
-
-
-@pytest.mark.long
-def test_a_quick_run_of_the_small_machine_writes_and_translates(tmp_path):
-    path = tmp_path / "out.json"
-    run("-m", "benchmarks.small_machine", "--quick", "--folder", tmp_path / "disk", "--json", path)
-    found = json.loads(path.read_text())
-    assert found["complete"] and str(tmp_path) not in path.read_text()
-    assert len(found["rows"]) == 2 * 2 and list((tmp_path / "disk").iterdir()) == []
-    for row in found["rows"]:
-        assert row["status"] == "ok" and row["rate"] > 0 and row["peak_bytes"] > 0
-        assert row["parts"].keys() == row["cpu_parts"].keys() >= {"experts", "vocabulary", "others"}
-    cold, warm = found["rows"][:2]
-    assert cold["fetches"] > warm["fetches"] == 0
