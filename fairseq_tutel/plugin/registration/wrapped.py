@@ -210,11 +210,9 @@ CHANGED = {
     # fairseq's tasks read the languages, and one reads args, which it does not set.
     "plugin/hub_interfaces.py": "args source_langs target_langs",
     "plugin/install.py": "_ddp_params_and_buffers_to_ignore",  # DistributedDataParallel reads it
-    "plugin/training/finite.py": "train",  # fairseq's training loop has no hook before its first epoch
-    # The training loop has no hook after an update, and the Trainer none for the sums over ranks.
-    "plugin/training/preemption.py": "train validate_and_save valid_step",
-    "plugin/training/background_save.py": "train validate_and_save",
-    "plugin/training/loop.py": "_aggregate_logging_outputs",
+    "plugin/training/preemption.py": "valid_step",  # ends a long validation
+    # No hooks exist before an epoch, after an update, and for the sums over ranks.
+    "plugin/training/loop.py": "train validate_and_save _aggregate_logging_outputs",
     "plugin/training/startup.py": "_buffer _cpu_buffer",  # fairseq's all_gather_list puts them on a GPU
     "plugin/training/task.py": "_cur_epoch_itr dataloader",  # releases the workers of an iterator
     # fairseq would replace the loaded state; the Trainer compares the name with the name in a checkpoint.

@@ -30,7 +30,7 @@ from fairseq_tutel.checkpoint.shards import MARK
 from fairseq_tutel.files.atomic import temporary_of
 from fairseq_tutel.plugin.registration.process import call_at_end
 from fairseq_tutel.plugin.run_state import RUN
-from fairseq_tutel.plugin.training.loop import Votes, module_of
+from fairseq_tutel.plugin.training.loop import Votes, wrapping
 from fairseq_tutel.ranks import world
 from fairseq_tutel.ranks.host_memory import GIB, refuse_too_little
 from fairseq_tutel.ranks.world import Work, run_on_rank_zero
@@ -174,32 +174,29 @@ class BackgroundSave:
     @contextlib.contextmanager
     def installed(self, main: Any) -> Iterator[None]:
         """Context manager that continues a pending save after each update of fairseq's training loop."""
-        module = module_of(main)
-        if module is None:
+        with wrapping(main, self._train, self._validate_and_save) as is_training:
+            if is_training:
+                call_at_end(self.stop)
             yield
-            return
-        before = module.train, module.validate_and_save
 
-        @functools.wraps(before[0])
+    def _train(self, original: Any) -> Any:
+        @functools.wraps(original)
         def train(cfg: Any, trainer: Any, *args: Any) -> Any:
             if not self._has_joined:
                 self._has_joined = True
                 self._votes.join(trainer)
-            return before[0](cfg, trainer, *args)
+            return original(cfg, trainer, *args)
 
-        @functools.wraps(before[1])
+        return train
+
+    def _validate_and_save(self, original: Any) -> Any:
+        @functools.wraps(original)
         def validate_and_save(*args: Any) -> Any:
             if self._save is not None and self._votes.total("written") == world.size():
                 self._step()
-            return before[1](*args)
+            return original(*args)
 
-        module.train = train  # type: ignore[attr-defined]
-        module.validate_and_save = validate_and_save  # type: ignore[attr-defined]
-        call_at_end(self.stop)
-        try:
-            yield
-        finally:
-            module.train, module.validate_and_save = before  # type: ignore[attr-defined]
+        return validate_and_save
 
     def begin(
         self, original: Any, cfg: Any, trainer: Any, epoch_itr: Any, val_loss: Any, inner: Any, states: Any
@@ -207,7 +204,7 @@ class BackgroundSave:
         """Copy the state of all ranks, and start to write it.
 
         `original` is fairseq's save_checkpoint. `inner` and `states` are the optimizer and its tensors; see
-        `save.expert_states`.
+        `ExpertStates`.
         """
         save = _Save(original, cfg, trainer, epoch_itr, val_loss)
         if not save.find_target():

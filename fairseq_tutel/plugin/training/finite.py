@@ -23,7 +23,7 @@ from fairseq_tutel.checkpoint.shards import ShardedTensor, bind
 from fairseq_tutel.files.untrusted import shown
 from fairseq_tutel.optim.moe_optimizer import innermost_optimizer
 from fairseq_tutel.plugin.feed_forward import unwrapped
-from fairseq_tutel.plugin.training.loop import module_of
+from fairseq_tutel.plugin.training.loop import wrapping
 from fairseq_tutel.plugin.training.resume import flag_and_path, newest_whole, saved_in
 from fairseq_tutel.ranks import world
 
@@ -243,16 +243,8 @@ def checked_at_start(main: Any) -> Iterator[None]:
 
     In the block, a wrapper replaces fairseq's function `train`, which trains one epoch.
     """
-    module = module_of(main)
-    if module is None:
+    with wrapping(main, train=_checked):
         yield
-        return
-    original = module.train
-    module.train = _checked(original)  # type: ignore[attr-defined]
-    try:
-        yield
-    finally:
-        module.train = original  # type: ignore[attr-defined]
 
 
 def _checked(original: Any) -> Any:

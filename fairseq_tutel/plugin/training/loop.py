@@ -1,7 +1,8 @@
-"""Finds the module of fairseq's training loop, and adds numbers to the sums that ranks compute."""
+"""Wraps functions of fairseq's training loop, and adds numbers to the sums that ranks compute."""
 
+import contextlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
 
@@ -14,6 +15,29 @@ def module_of(main: Any) -> ModuleType | None:
     # `python -m fairseq_cli.train` runs the module under another name.
     name = getattr(getattr(module, "__spec__", None), "name", "")
     return module if name.startswith("fairseq_cli.") and hasattr(module, "train") else None
+
+
+@contextlib.contextmanager
+def wrapping(
+    main: Any,
+    train: Callable[[Any], Any] = lambda original: original,
+    validate_and_save: Callable[[Any], Any] = lambda original: original,
+) -> Iterator[bool]:
+    """Context manager that wraps functions in the module of `main`, fairseq's main function.
+
+    `train` and `validate_and_save` return the wrapped form of the function of their name. The block gets
+    whether `main` is fairseq's main function; otherwise nothing is wrapped.
+    """
+    module: Any = module_of(main)
+    if module is None:
+        yield False
+        return
+    before = module.train, module.validate_and_save
+    module.train, module.validate_and_save = train(before[0]), validate_and_save(before[1])
+    try:
+        yield True
+    finally:
+        module.train, module.validate_and_save = before
 
 
 class Votes:

@@ -19,7 +19,7 @@ from fairseq_tutel.moe.option_table import PreemptionConfig
 from fairseq_tutel.options.option import read, refuse_bad_values
 from fairseq_tutel.plugin.registration.process import write_for_torchrun
 from fairseq_tutel.plugin.run_state import RUN
-from fairseq_tutel.plugin.training.loop import Votes, module_of
+from fairseq_tutel.plugin.training.loop import Votes, module_of, wrapping
 from fairseq_tutel.ranks import world
 from fairseq_tutel.ranks.signals import EXIT_CODE, SignalWatch, watched
 
@@ -75,17 +75,8 @@ class Preemption:
     @contextlib.contextmanager
     def installed(self, main: Any) -> Iterator[None]:
         """Context manager that wraps functions in the module of `main`, fairseq's main function."""
-        module = module_of(main)
-        if module is None:
+        with wrapping(main, self._train, self._validate_and_save):
             yield
-            return
-        before = module.train, module.validate_and_save
-        module.train = self._train(before[0])  # type: ignore[attr-defined]
-        module.validate_and_save = self._validate_and_save(before[1])  # type: ignore[attr-defined]
-        try:
-            yield
-        finally:
-            module.train, module.validate_and_save = before  # type: ignore[attr-defined]
 
     def _vote(self) -> float:
         if self._watch.received is None:
