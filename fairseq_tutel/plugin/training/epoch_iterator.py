@@ -8,7 +8,7 @@ then adds up that update's gradients on such a rank, but does not count its toke
 puts empty batches before a rank's last full batch.
 
 With --moe-micro-batches N, update k has the global batches kN to kN + N - 1 on any number of ranks. The
-order of batches is then that of fairseq on N ranks. W ranks.
+order of batches is then that of fairseq on N ranks. An update takes ceil(N / W) rounds on W ranks.
 """
 
 import itertools
