@@ -2,11 +2,11 @@
 
 A model of the form of NLLB-MoE-54B with random weights is written to a folder, and translates with its
 experts on disk. Its experts have 27 GB in int4. The pruned form has 36 experts per encoder layer and 12 per
-decoder layer (288 of 1,536), which have 10 GB in int8. Other weights are in bf16. Each model, beam and
-number of cores runs in a process of its own:
+decoder layer (288 of 1,536), which have 10 GB in int8. Other weights are in bf16. Each model runs in a
+process of its own:
 
 - `peak` is the largest RssAnon so far in the process, read from outside; it includes opening and the cache.
-- `cold`: the first sentences, with no expert in the page cache. `warm`: the same sentences again.
+- `cold`: new sentences, with no expert in the page cache. `warm`: the same sentences again.
 - `rate` is the number of decoding steps per second, without the encoder. A step gives one token of the
   translation; with a beam of 4, it computes four.
 - The note has the rate per second of CPU time. With one core, it is the rate on an idle machine with a fast
@@ -78,12 +78,12 @@ def _measure(options: argparse.Namespace) -> int:
             seconds = _write(shape, folder)
             size = sum(file.stat().st_size for file in folder.rglob("*") if not file.is_symlink())
             print(f"{form}: {shape.num_experts} experts, {size / GB:.1f} GB, written in {seconds:.0f} s")
-            for threads in options.threads:
-                rows: list[Row] = []
-                for beam in options.beams:
-                    rows += _rows(folder, shape, threads, beam, options)
-                about = {**asdict(shape), "bytes": size, "experts": shape.num_experts}
-                report.add(f"{form}, {shape.num_experts} experts in {shape.expert_dtype}", about, rows)
+            about = {**asdict(shape), "bytes": size, "experts": shape.num_experts}
+            report.add(
+                f"{form}, {shape.num_experts} experts in {shape.expert_dtype}",
+                about,
+                list(_rows(folder, shape, options)),
+            )
         finally:
             if not options.keep:
                 shutil.rmtree(folder, ignore_errors=True)
@@ -119,22 +119,25 @@ def _write(shape: Shape, folder: Path) -> float:
     return os.times().elapsed - begin
 
 
-def _rows(
-    folder: Path, shape: Shape, threads: int, beam: int, options: argparse.Namespace
-) -> Iterator[Row]:
-    """Translate in a process of its own; yield a row for the cold and one for the warm translation."""
+def _rows(folder: Path, shape: Shape, options: argparse.Namespace) -> Iterator[Row]:
+    """Translate in a new process; yield rows for each number of cores and beam size, cold and warm."""
     command_line = [
-        sys.executable, "-m", "benchmarks.small_machine_run", str(folder), "--threads", str(threads),
-        "--beam", str(beam), "--sentences", str(options.sentences), "--tokens", str(options.tokens),
-        "--cache", options.cache, "--compute", options.compute,
-        "--words", str(shape.vocabulary - 8),
+        sys.executable, "-m", "benchmarks.small_machine_run", str(folder),
+        "--threads", *map(str, options.threads), "--beams", *map(str, options.beams),
+        "--sentences", str(options.sentences), "--tokens", str(options.tokens),
+        "--cache", options.cache, "--compute", options.compute, "--words", str(shape.vocabulary - 8),
     ]  # fmt: skip
     opening = 0.0
     for facts_of, peak in _phases(command_line):
         if facts_of["phase"] == "opened":
             opening = facts_of["seconds"]
-            print(f"opened in {opening:.1f} s, peak RssAnon {peak / GB:.2f} GB", flush=True)
+            print(
+                f"opened in {opening:.1f} s ({facts_of['cpu_seconds']:.1f} s of CPU time), peak RssAnon "
+                f"{peak / GB:.2f} GB",
+                flush=True,
+            )
             continue
+        cores = f"{facts_of['threads']} core{'s' if facts_of['threads'] > 1 else ''}"
         steps, parts, cpu_parts = (facts_of[key] for key in ("steps", "parts", "cpu_parts"))
         encoder, cpu_encoder = parts.pop("encoder"), cpu_parts.pop("encoder")
         decoding = facts_of["seconds"] - encoder
@@ -143,9 +146,8 @@ def _rows(
         cpu_parts["others"] = cpu - sum(cpu_parts.values())
         each = ", ".join(f"{name} {1000 * spent / steps:.0f}" for name, spent in sorted(cpu_parts.items()))
         yield {
-            "variant": f"beam {beam}, {facts_of['phase']}",
+            "variant": f"{cores}, beam {facts_of['beam']}, {facts_of['phase']}",
             "status": "ok",
-            "threads": threads,
             "seconds": decoding / steps,
             "rate": steps / decoding,
             "rate_unit": "tokens/s",
@@ -166,9 +168,8 @@ def _rows(
 
 def _phases(words: list[str]) -> Iterator[tuple[dict[str, Any], int]]:
     """Run a process; yield its lines of JSON, each with the peak RssAnon of the process until then."""
-    peak = [0]
+    peak, done = [0], threading.Event()
     with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as process:
-        done = threading.Event()
 
         def watch() -> None:
             while not done.wait(0.01):
@@ -179,10 +180,12 @@ def _phases(words: list[str]) -> Iterator[tuple[dict[str, Any], int]]:
         try:
             assert process.stdout is not None
             for line in process.stdout:
-                if line.startswith('{"phase"'):
+                if line.startswith('{"'):
                     yield json.loads(line), peak[0]
-        finally:
+        except BaseException:
             process.kill()
+            raise
+        finally:
             done.set()
             watcher.join()
     if process.returncode:

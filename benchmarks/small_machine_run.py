@@ -1,10 +1,12 @@
 """Opens a model with its experts on disk, translates, and prints a line of JSON for each phase.
 
-The phases are `opened`, `cold` (the first translation; no expert is in the page cache) and `warm` (the same
-sentences again). `benchmarks.small_machine` runs this file in processes of their own.
+The phases are `opened` and, for each number of cores and beam size, `cold` (new sentences, with no expert
+in the page cache) and `warm` (the same sentences again). `benchmarks.small_machine` runs this file in a
+process of its own.
 """
 
 import argparse
+import itertools
 import json
 import logging
 import os
@@ -24,23 +26,26 @@ from benchmarks.small_machine_model import LANGUAGES
 from fairseq_tutel.plugin.feed_forward import MoEFeedForward
 from fairseq_tutel.plugin.run_state import RUN
 
+# The seconds of each part, its seconds of CPU time, and a list with an entry for each step.
+Timers = tuple[dict[str, float], dict[str, float], list[None]]
+
 
 def main() -> None:
     """Run all phases."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--threads", type=int, required=True)
-    parser.add_argument("--beam", type=int, required=True)
+    parser.add_argument("--threads", type=int, nargs="+", required=True)
+    parser.add_argument("--beams", type=int, nargs="+", required=True)
     parser.add_argument("--sentences", type=int, required=True)
     parser.add_argument("--tokens", type=int, required=True)
     parser.add_argument("--cache", required=True)
     parser.add_argument("--compute", required=True)
     parser.add_argument("--words", type=int, required=True)
     options = parser.parse_args()
-    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: options.threads])
-    torch.set_num_threads(options.threads)
     logging.disable(logging.INFO)
-    begin = time.perf_counter()
+    cores = sorted(os.sched_getaffinity(0))
+    use_cores(cores[: options.threads[0]])
+    begin, cpu = time.perf_counter(), time.process_time()
     model = ft.from_checkpoint(
         options.folder,
         data=options.folder,
@@ -50,32 +55,45 @@ def main() -> None:
         moe_expert_cache=options.cache,
         moe_expert_compute=options.compute,
     )
-    print_phase("opened", seconds=time.perf_counter() - begin)
+    facts = {"seconds": time.perf_counter() - begin, "cpu_seconds": time.process_time() - cpu}
+    print(json.dumps({"phase": "opened", **facts}), flush=True)
     draws = random.Random(1)
-    texts = [
-        " ".join(f"w{draws.randrange(options.words)}" for _ in range(options.tokens))
-        for _ in range(options.sentences)
-    ]
-    for file in (options.folder / "experts").rglob("*.safetensors"):
-        drop(file)
-    with timers(model.models[0]) as (parts, cpu_parts, steps):
-        for phase in ("cold", "warm"):
-            for each in (parts, cpu_parts, steps):
-                each.clear()
-            before, begin, cpu = counters(), time.perf_counter(), time.process_time()
-            for text in texts:
-                model.translate(
-                    text, beam=options.beam, max_len_a=0, max_len_b=options.tokens,
-                    min_len=options.tokens, source_lang=LANGUAGES[0], target_lang=LANGUAGES[1],
-                )  # fmt: skip
-            facts = {"seconds": time.perf_counter() - begin, "cpu_seconds": time.process_time() - cpu}
-            spent = {name: counters()[name] - before[name] for name in ("fetches", "hits", "bytes")}
-            print_phase(phase, steps=len(steps), parts=parts, cpu_parts=cpu_parts, **facts, **spent)
+    with timers(model.models[0]) as found:
+        for threads, beam in itertools.product(options.threads, options.beams):
+            use_cores(cores[:threads])
+            texts = [
+                " ".join(f"w{draws.randrange(options.words)}" for _ in range(options.tokens))
+                for _ in range(options.sentences)
+            ]
+            for file in (options.folder / "experts").rglob("*.safetensors"):
+                drop(file)
+            for phase in ("cold", "warm"):
+                facts = translate(model, texts, beam, options.tokens, found)
+                facts |= {"phase": phase, "threads": threads, "beam": beam}
+                print(json.dumps(facts), flush=True)
 
 
-def print_phase(phase: str, **facts: Any) -> None:
-    """Print the facts of a phase."""
-    print(json.dumps({"phase": phase, **facts}), flush=True)
+def translate(model: Any, texts: list[str], beam: int, tokens: int, found: Timers) -> dict[str, Any]:
+    """Translate texts to translations of `tokens` tokens; return the measurements."""
+    for each in found:
+        each.clear()
+    parts, cpu_parts, steps = found
+    before, begin, cpu = counters(), time.perf_counter(), time.process_time()
+    for text in texts:
+        model.translate(
+            text, beam=beam, max_len_a=0, max_len_b=tokens, min_len=tokens,
+            source_lang=LANGUAGES[0], target_lang=LANGUAGES[1],
+        )  # fmt: skip
+    facts = {"seconds": time.perf_counter() - begin, "cpu_seconds": time.process_time() - cpu}
+    spent = {name: counters()[name] - before[name] for name in ("fetches", "hits", "bytes")}
+    return {**facts, **spent, "steps": len(steps), "parts": parts, "cpu_parts": cpu_parts}
+
+
+def use_cores(cores: list[int]) -> None:
+    """Run all threads of this process on the given cores, with a thread of torch on each."""
+    for thread in os.listdir("/proc/self/task"):
+        os.sched_setaffinity(int(thread), cores)
+    torch.set_num_threads(len(cores))
 
 
 def drop(file: Path) -> None:
@@ -94,11 +112,8 @@ def counters() -> dict[str, float]:
 
 
 @contextmanager
-def timers(model: nn.Module) -> Iterator[tuple[dict[str, float], dict[str, float], list[None]]]:
-    """Measure the encoder and the parts of the decoder in the block.
-
-    Yields the seconds of each part, its seconds of CPU time, and a list with an entry for each step.
-    """
+def timers(model: nn.Module) -> Iterator[Timers]:
+    """Measure the encoder and the parts of the decoder in the block."""
     parts: dict[str, float] = defaultdict(float)
     cpu_parts: dict[str, float] = defaultdict(float)
     steps: list[None] = []
