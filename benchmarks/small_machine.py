@@ -2,8 +2,8 @@
 
 A model of the form of NLLB-MoE-54B with random weights is written to a folder, and translates with its
 experts on disk. Its experts have 27 GB in int4. The pruned form has 36 experts per encoder layer and 12 per
-decoder layer (288 of 1,536), which have 10 GB in int8. Other weights are in bf16. Each model runs in a
-process of its own:
+decoder layer (288 of 1,536), which have 10 GB in int8. Other weights are in bf16; with `--dtype int8`, the
+linear layers of the decoder are in int8. Each model runs in a process of its own:
 
 - `peak` is the largest RssAnon so far in the process, read from outside; it includes opening and the cache.
 - `cold`: new sentences, with no expert in the page cache. `warm`: the same sentences again.
@@ -59,6 +59,7 @@ def main(words: list[str] | None = None) -> int:
     add("--tokens", type=int, default=20, help="tokens of a sentence and of its translation")
     add("--cache", default="4GB", help="--moe-expert-cache")
     add("--compute", default="quantized", help="--moe-expert-compute")
+    add("--dtype", nargs="+", choices=("bf16", "int8"), default=["bf16", "int8"], help="--moe-inference-dtype")
     for field in fields(Shape):
         flag, kind = f"--{field.name.replace('_', '-')}", type(field.default)
         add(flag, type=kind, default=argparse.SUPPRESS, help="size of the model, in place of its form's")
@@ -79,11 +80,10 @@ def _measure(options: argparse.Namespace) -> int:
             size = sum(file.stat().st_size for file in folder.rglob("*") if not file.is_symlink())
             print(f"{form}: {shape.num_experts} experts, {size / GB:.1f} GB, written in {seconds:.0f} s")
             about = {**asdict(shape), "bytes": size, "experts": shape.num_experts}
-            report.add(
-                f"{form}, {shape.num_experts} experts in {shape.expert_dtype}",
-                about,
-                list(_rows(folder, shape, options)),
-            )
+            for dtype in options.dtype:
+                title = f"{form}, {shape.num_experts} experts in {shape.expert_dtype}, others in {dtype}"
+                rows = list(_rows(folder, shape, dtype, options))
+                report.add(title, {**about, "dtype": dtype}, rows)
         finally:
             if not options.keep:
                 shutil.rmtree(folder, ignore_errors=True)
@@ -119,20 +119,21 @@ def _write(shape: Shape, folder: Path) -> float:
     return os.times().elapsed - begin
 
 
-def _rows(folder: Path, shape: Shape, options: argparse.Namespace) -> Iterator[Row]:
+def _rows(folder: Path, shape: Shape, dtype: str, options: argparse.Namespace) -> Iterator[Row]:
     """Translate in a new process; yield rows for each number of cores and beam size, cold and warm."""
     command_line = [
         sys.executable, "-m", "benchmarks.small_machine_run", str(folder),
         "--threads", *map(str, options.threads), "--beams", *map(str, options.beams),
         "--sentences", str(options.sentences), "--tokens", str(options.tokens),
         "--cache", options.cache, "--compute", options.compute, "--words", str(shape.vocabulary - 8),
+        "--dtype", dtype,
     ]  # fmt: skip
     opening = 0.0
     for facts_of, peak in _phases(command_line):
         if facts_of["phase"] == "opened":
             opening = facts_of["seconds"]
             print(
-                f"opened in {opening:.1f} s ({facts_of['cpu_seconds']:.1f} s of CPU time), peak RssAnon "
+                f"{dtype}: opened in {opening:.1f} s ({facts_of['cpu_seconds']:.1f} s of CPU time), peak RssAnon "
                 f"{peak / GB:.2f} GB",
                 flush=True,
             )

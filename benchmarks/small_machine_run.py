@@ -40,6 +40,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, required=True)
     parser.add_argument("--cache", required=True)
     parser.add_argument("--compute", required=True)
+    parser.add_argument("--dtype", required=True)
     parser.add_argument("--words", type=int, required=True)
     options = parser.parse_args()
     logging.disable(logging.INFO)
@@ -50,7 +51,7 @@ def main() -> None:
         options.folder,
         data=options.folder,
         device="cpu",
-        dtype=torch.bfloat16,
+        dtype={"bf16": torch.bfloat16, "int8": torch.int8}[options.dtype],
         moe_expert_store="on-demand",
         moe_expert_cache=options.cache,
         moe_expert_compute=options.compute,

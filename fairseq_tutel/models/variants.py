@@ -44,7 +44,7 @@ from omegaconf import OmegaConf, open_dict
 
 from fairseq_tutel.plugin.feed_forward import moe_layers, watch_padding
 from fairseq_tutel.plugin.install import MoEModelMixin, install_experts, refuse_options
-from fairseq_tutel.plugin.opening.offload import in_inference_dtype
+from fairseq_tutel.plugin.opening.offload import for_loading
 from fairseq_tutel.plugin.registration.flags import EncoderDecoderOptions, ModelOptions, defaults, fill_in
 from fairseq_tutel.plugin.registration.variants import change_class, variant_of
 from fairseq_tutel.plugin.run_state import is_opened, root_of
@@ -99,7 +99,7 @@ class MoEVariantMixin(MoEModelMixin):
         """Build the stock model, then replace the FFNs of the chosen layers by experts."""
         fill_in(args, cls.options())
         refuse_options(args)
-        with in_inference_dtype(args, task):
+        with for_loading(args, task):
             model = super().build_model(args, task)  # type: ignore[misc]
         change_class(model, cls)  # some stock models build a fixed class
         own = {side: getattr(args, f"{side}_moe_freq", -1) for side in cls.sides}

@@ -294,9 +294,10 @@ class StoreConfig:
         "dtype, which is slower",
     )
     moe_inference_dtype: str = memory(
-        "auto", choices=("auto", "bf16"),
+        "auto", choices=("auto", "bf16", "int8"),
         help="dtype of a model that is opened for inference (no effect in training): auto, the dtype that "
-        "the command sets; bf16, which takes half of the memory of fp32",
+        "the command sets; bf16, which takes half of the memory of fp32; int8, bf16 with the linear layers "
+        "of the decoder in int8, except for experts, which is faster for few sentences on a CPU",
     )
     moe_expert_prefetch: str = memory(
         "", no_effect=(NO_STORE, NO_CACHE),

@@ -34,7 +34,8 @@ def from_checkpoint(
         data: the folder with the dictionaries; by default the data folder of the training run, or else the
             folder of the checkpoint.
         device: the device of the model; by default a GPU if there is one.
-        dtype: the dtype of the weights.
+        dtype: the dtype of the weights. torch.int8 stands for --moe-inference-dtype int8: bf16, with the
+            linear layers of the decoder in int8.
         options: replace saved options of the task, model or run, such as moe_expert_store="pregated" or
             user_dir. Or set bpe="sentencepiece" or tokenizer="moses" and their own options; their files are
             found next to the checkpoint.

@@ -41,8 +41,8 @@ def open_interface(
     `options` replace saved options; `known` are the keys of the saved options.
     """
     folder = files[0].parent
-    # A MoE model is built in bf16, because a copy in fp32 might not fit into memory.
-    in_half = {"moe_inference_dtype": "bf16"} if dtype == torch.bfloat16 else {}
+    # A MoE model is built in this dtype, because a copy in fp32 might not fit into memory.
+    built = {torch.bfloat16: {"moe_inference_dtype": "bf16"}, torch.int8: {"moe_inference_dtype": "int8"}}
     beside = {key: str(folder / name) for key, name in GPT2_FILES.items() if (folder / name).is_file()}
     try:
         opened = hub_utils.from_pretrained(
@@ -51,15 +51,17 @@ def open_interface(
             str(data),
             cpu=device.type == "cpu",
             # Load the heads of RoBERTa and BART; treat each text of a denoising model as one sentence.
-            **{"load_checkpoint_heads": True, "sample_break_mode": "eos", **beside, **in_half, **options},
+            **{"load_checkpoint_heads": True, "sample_break_mode": "eos", **beside, **built.get(dtype, {}), **options},
         )
         cfg, task, models = opened["args"], opened["task"], opened["models"]
         _refuse_unknown(options, known, any(map(moe_layers, models)))
         _settle(cfg, options)
         if not isinstance(task, InferenceMixin):  # a dense model
             give_mixin(task)
+        if dtype == torch.int8 and not any(map(moe_layers, models)):
+            raise ValueError("dtype is torch.int8, but the model has no experts; give torch.bfloat16.")
         for model in models:
-            model.to(device=device, dtype=dtype)
+            model.to(device=device, dtype=torch.bfloat16 if dtype == torch.int8 else dtype)
         return interface_of(models[0], task)(cfg, task, models).to(device).eval()
     except Exception as error:
         text = _text_of(error, files, data)

@@ -230,6 +230,7 @@ class _Installation:
             offload.fetch_when_loaded(model, self.store)
         if (dtype := offload.inference_dtype(self.cfg, self.task)) is not None:
             model.to(dtype)
+            offload.quantize_when_loaded(model, self.task, self.device)
         if self.task is not None:
             give_mixin(self.task)
             self.task.take_experts(moe_layers(model), tuner)

@@ -93,10 +93,10 @@ def scores_of(lines):
     return sorted(float(score) for score in re.findall(r"^H-\d+\t(\S+)", "\n".join(lines), re.M))
 
 
-def test_two_ranks_multiply_quantized_experts_in_bf16(mt, mt_data, resident, tmp_path):
+def test_two_ranks_multiply_quantized_experts_and_decoders(mt, mt_data, resident, tmp_path):
     convert("sharded", "--input", mt, "--output", tmp_path / "int8.pt", "--expert-dtype", "int8")
     flags = ("--moe-expert-parallel-size", 2, "--moe-expert-store", "on-demand")
-    flags += ("--moe-inference-dtype", "bf16")
+    flags += ("--moe-inference-dtype", "int8")
     lines, run = generate(mt_data, tmp_path / "int8.pt", *flags, ranks=2)
     assert scores_of(lines) == pytest.approx(scores_of(resident), abs=0.05)
     (found,) = run.stats("expert_store")

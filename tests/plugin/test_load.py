@@ -14,7 +14,7 @@ from fairseq_tutel import MoEConfig, plugin
 from fairseq_tutel.checkpoint.saved import SavedModel
 from fairseq_tutel.convert.sharded import to_sharded
 from fairseq_tutel.plugin.differences import end_where_it_differs
-from fairseq_tutel.plugin.opening.offload import store_options
+from fairseq_tutel.plugin.opening.offload import for_loading, store_options
 from fairseq_tutel.plugin.training.resume import warn_of_changed_options
 from fairseq_tutel.ranks.guard import CommunicationError
 
@@ -204,3 +204,28 @@ def test_too_little_memory_and_lost_ranks_are_no_fault_of_a_file(error, tmp_path
     monkeypatch.setattr(torch, "load", load)
     with pytest.raises(type(error), match=str(error)):
         checkpoint_utils.load_checkpoint_to_cpu(str(path), load_on_all_ranks=False)
+
+
+def test_the_weights_of_an_opened_file_are_mapped(tmp_path):
+    path = written(tmp_path, model={"weight": torch.zeros(2**16)})
+    for resumes in (True, None):  # a training run may keep tensors longer than the file
+        state = checkpoint_utils.load_checkpoint_to_cpu(str(path), {}, load_on_all_ranks=resumes)
+        with open("/proc/self/maps") as maps:
+            assert (str(path) in maps.read()) == (resumes is None)
+
+
+def test_large_matrices_of_an_opened_model_are_not_initialized():
+    cfg = argparse.Namespace(opened_for_use=True)
+    before = torch.get_rng_state()
+    with for_loading(cfg, None):
+        nn.Embedding(2**10, 2**11)
+        nn.Linear(2**11, 2**10, bias=False)
+        nn.init.xavier_uniform_(torch.empty(2**10, 2**11))
+    assert torch.equal(torch.get_rng_state(), before)
+    with for_loading(cfg, None):
+        nn.Linear(8, 8)
+    assert not torch.equal(torch.get_rng_state(), before)
+    before = torch.get_rng_state()
+    with for_loading(argparse.Namespace(), None):
+        nn.Linear(2**11, 2**10)
+    assert not torch.equal(torch.get_rng_state(), before)

@@ -6,16 +6,18 @@ import logging
 import os
 import pickle
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
+import torch
 from fairseq.dataclass.utils import convert_namespace_to_omegaconf, gen_parser_from_dataclass
 from fairseq.utils import import_user_module
 from omegaconf import OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
-from fairseq_tutel.checkpoint.files import IS_CORRUPT, is_whole, refused_class, unlike_a_file
+from fairseq_tutel.checkpoint.files import IS_CORRUPT, is_whole, mapped, refused_class, unlike_a_file
 from fairseq_tutel.checkpoint.malformed import refuse_malformed
 from fairseq_tutel.checkpoint.shards import ShardedTensor, bind
 from fairseq_tutel.moe.config import label_of
@@ -59,7 +61,8 @@ def load_checkpoint_to_cpu(original: Any) -> Any:
         try:
             if is_for_use:
                 _refuse_damaged(path)
-            state = original(path, arg_overrides, bool(load_on_all_ranks))
+            with _mapped_files() if is_for_use else nullcontext():
+                state = original(path, arg_overrides, bool(load_on_all_ranks))
             # A checkpoint may repeat values of the run's own configuration, which are trusted.
             given = overrides if is_for_use else {**dict(options_within(RUN.cfg)), **overrides}
             refuse_code(state, path, given)
@@ -77,6 +80,24 @@ def load_checkpoint_to_cpu(original: Any) -> Any:
         return state
 
     return wrapper
+
+
+@contextmanager
+def _mapped_files() -> Iterator[None]:
+    """Map files into memory in the block, so that the weights are not in memory beside the model's.
+
+    fairseq gives torch.load an open file, which torch cannot map; it needs the path.
+    """
+    load = torch.load
+
+    def mapped_load(file: Any, *args: Any, **kwargs: Any) -> Any:
+        return mapped(file.name) if hasattr(file, "name") else load(file, *args, **kwargs)
+
+    torch.load = mapped_load  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        torch.load = load
 
 
 def _prepare_for_use(state: Any, path: str, overrides: Mapping[str, Any]) -> None:

@@ -8,15 +8,19 @@ import dataclasses
 import functools
 import json
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from fairseq.models import FairseqDecoder
+from torch import Tensor, nn
+from torch.nn import init
+from torch.overrides import TorchFunctionMode
 
 from fairseq_tutel.inference.expert_statistics import of_layer, pooled, read_statistics
 from fairseq_tutel.inference.expert_store import Counters, ExpertStore
+from fairseq_tutel.inference.quantized_linear import quantize_linear_layers
 from fairseq_tutel.moe.config import MoEConfig
 from fairseq_tutel.moe.expert_stack import ExpertStack
 from fairseq_tutel.moe.experts import build_experts
@@ -32,6 +36,9 @@ from fairseq_tutel.ranks.progress import progress
 
 # Logs JSON lines like fairseq's, under a short name: "… | INFO | expert_store | {"calls": …}".
 counters_logger = logging.getLogger("expert_store")
+# Elements. Larger matrices of an opened model are not initialized.
+SMALL_MATRIX = 2**20
+DRAWS = (Tensor.normal_, Tensor.uniform_, init.normal_, init.uniform_, init.kaiming_uniform_)
 PREFETCH, PREFETCH_PAIRS = "--moe-expert-prefetch", "--moe-expert-prefetch-pairs"
 
 
@@ -77,24 +84,65 @@ def meta_experts(config: MoEConfig, topology: Topology, options: StoreConfig) ->
 
 
 @contextlib.contextmanager
-def in_inference_dtype(model_cfg: Any, task: Any) -> Iterator[None]:
-    """Context manager that builds an opened model in the dtype of --moe-inference-dtype.
+def for_loading(model_cfg: Any, task: Any) -> Iterator[None]:
+    """Context manager that builds an opened model for the weights of its checkpoint.
 
-    Otherwise, its fp32 weights would be in memory until they are converted.
+    The model has the dtype of --moe-inference-dtype; otherwise, its fp32 weights would be in memory until
+    they are converted. Its large matrices are not initialized.
     """
     before = torch.get_default_dtype()
     torch.set_default_dtype(inference_dtype(model_cfg, task) or before)
     try:
-        yield
+        with _SkipLargeDraws() if is_opened(model_cfg) else contextlib.nullcontext():
+            yield
     finally:
         torch.set_default_dtype(before)
+
+
+class _SkipLargeDraws(TorchFunctionMode):
+    """Mode in which random numbers are not drawn for large matrices.
+
+    Drawing them takes longer than loading the weights, and makes the system allocate their memory.
+    """
+
+    def __torch_function__(
+        self, func: Callable, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Call `func`, unless it fills a large tensor with random numbers."""
+        kwargs = kwargs or {}
+        if func in DRAWS and (filled := args[0] if args else kwargs["tensor"]).numel() > SMALL_MATRIX:
+            return filled
+        return func(*args, **kwargs)
 
 
 def inference_dtype(model_cfg: Any, task: Any) -> torch.dtype | None:
     """Return the dtype of --moe-inference-dtype for an opened model; None to keep the model's dtype."""
     options = read(StoreConfig, config_of(task)) if is_opened(model_cfg) else StoreConfig()
     refuse_bad_values(options)
-    return torch.bfloat16 if options.moe_inference_dtype == "bf16" else None
+    return None if options.moe_inference_dtype == "auto" else torch.bfloat16
+
+
+def quantize_when_loaded(model: nn.Module, task: Any, device: torch.device) -> None:
+    """Register a hook that quantizes the decoder's linear layers once the model is loaded, if asked.
+
+    Raises:
+        ValueError: --moe-inference-dtype is int8 on a GPU, or for a model without a decoder.
+    """
+    if read(StoreConfig, config_of(task)).moe_inference_dtype != "int8":
+        return
+    decoders = [module for module in model.modules() if isinstance(module, FairseqDecoder)]
+    if device.type != "cpu" or not decoders:
+        reason = "this model has no decoder" if device.type == "cpu" else "the model is not on a CPU"
+        raise ValueError(f"--moe-inference-dtype is int8, but {reason}; give bf16.")
+
+    def quantize(module: nn.Module, keys: Any) -> None:
+        try:
+            for decoder in decoders:
+                quantize_linear_layers(decoder, without=MoEFeedForward)
+        except ValueError as error:
+            raise ValueError(f"--moe-inference-dtype is int8, but {error}; give bf16.") from error
+
+    model.register_load_state_dict_post_hook(quantize)
 
 
 @contextlib.contextmanager
