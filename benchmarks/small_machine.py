@@ -8,7 +8,8 @@ linear layers of the decoder are in int8. Each model runs in a process of its ow
 - `peak` is the largest RssAnon so far in the process, read from outside; it includes opening and the cache.
 - `cold`: new sentences, with no expert in the page cache. `warm`: the same sentences again.
 - `rate` is the number of decoding steps per second, without the encoder. A step gives one token of the
-  translation; with a beam of 4, it computes four.
+  translation; with a beam of 4, it computes four. Translations are random words, so that the tokens choose
+  different experts; `experts` is their number per step.
 - The note has the rate per second of CPU time. With one core, it is the rate on an idle machine with a fast
   disk; other processes change it little. The note also has the seconds of the encoder for a sentence, and
   the milliseconds of CPU time of each part of a step.
@@ -40,6 +41,7 @@ FORMS = {
     "full": Shape(),
     "pruned": Shape(encoder_experts=36, decoder_experts=12, expert_dtype="int8"),
 }
+DTYPES = ("bf16", "int8")  # of weights that do not belong to experts
 TINY = {
     "model_dim": 64, "hidden_dim": 128, "layers": 2, "freq": 2, "heads": 2, "encoder_experts": 4,
     "decoder_experts": 4, "vocabulary": 100,
@@ -59,7 +61,13 @@ def main(words: list[str] | None = None) -> int:
     add("--tokens", type=int, default=20, help="tokens of a sentence and of its translation")
     add("--cache", default="4GB", help="--moe-expert-cache")
     add("--compute", default="quantized", help="--moe-expert-compute")
-    add("--dtype", nargs="+", choices=("bf16", "int8"), default=["bf16", "int8"], help="--moe-inference-dtype")
+    add(
+        "--dtype",
+        nargs="+",
+        choices=("bf16", "int8"),
+        default=["bf16", "int8"],
+        help="--moe-inference-dtype",
+    )
     for field in fields(Shape):
         flag, kind = f"--{field.name.replace('_', '-')}", type(field.default)
         add(flag, type=kind, default=argparse.SUPPRESS, help="size of the model, in place of its form's")
@@ -88,6 +96,8 @@ def _measure(options: argparse.Namespace) -> int:
             if not options.keep:
                 shutil.rmtree(folder, ignore_errors=True)
     report.finish(None)
+    if options.plot is not None:
+        plot(report, options.plot)
     return 0
 
 
@@ -133,8 +143,8 @@ def _rows(folder: Path, shape: Shape, dtype: str, options: argparse.Namespace) -
         if facts_of["phase"] == "opened":
             opening = facts_of["seconds"]
             print(
-                f"{dtype}: opened in {opening:.1f} s ({facts_of['cpu_seconds']:.1f} s of CPU time), peak RssAnon "
-                f"{peak / GB:.2f} GB",
+                f"{dtype}: opened in {opening:.1f} s ({facts_of['cpu_seconds']:.1f} s of CPU time), "
+                f"peak RssAnon {peak / GB:.2f} GB",
                 flush=True,
             )
             continue
@@ -145,6 +155,7 @@ def _rows(folder: Path, shape: Shape, dtype: str, options: argparse.Namespace) -
         cpu = facts_of["cpu_seconds"] - cpu_encoder
         parts["others"] = decoding - sum(parts.values())
         cpu_parts["others"] = cpu - sum(cpu_parts.values())
+        used = facts_of["decoder_experts"] / steps
         each = ", ".join(f"{name} {1000 * spent / steps:.0f}" for name, spent in sorted(cpu_parts.items()))
         yield {
             "variant": f"{cores}, beam {facts_of['beam']}, {facts_of['phase']}",
@@ -161,9 +172,11 @@ def _rows(folder: Path, shape: Shape, dtype: str, options: argparse.Namespace) -
             "encoder_cpu_seconds": cpu_encoder / options.sentences,
             "parts": {name: spent / steps for name, spent in parts.items()},
             "cpu_parts": {name: spent / steps for name, spent in cpu_parts.items()},
+            "experts": used,
             "fetches": facts_of["fetches"],
             "hits": facts_of["hits"],
-            "note": f"CPU {steps / cpu:.2f} tokens/s; encoder {encoder / options.sentences:.1f} s; {each}",
+            "note": f"experts {used:.0f}; CPU {steps / cpu:.2f} tokens/s; "
+            f"encoder {encoder / options.sentences:.1f} s; {each}",
         }
 
 
@@ -191,6 +204,25 @@ def _phases(words: list[str]) -> Iterator[tuple[dict[str, Any], int]]:
             watcher.join()
     if process.returncode:
         sys.exit(f"error: the translation ended with {process.returncode}.")
+
+
+def plot(report: Report, path: Path) -> None:
+    """Draw the time of each part of a decoding step, a bar for each measurement."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 1 + len(report.rows) / 4), layout="constrained")
+    axis = figure.subplots()
+    labels = [f"{row['configuration']}: {row['variant']}" for row in report.rows]
+    left = [0.0] * len(labels)
+    for part in sorted(report.rows[0]["parts"]):
+        widths = [1000 * row["parts"][part] for row in report.rows]
+        axis.barh(labels, widths, left=left, label=part)
+        left = [begin + width for begin, width in zip(left, widths, strict=True)]
+    axis.invert_yaxis()
+    axis.tick_params(labelsize="small")
+    axis.set_xlabel("ms per step")
+    figure.legend(loc="outside upper center", ncols=6, fontsize="small")
+    figure.savefig(path)
 
 
 if __name__ == "__main__":

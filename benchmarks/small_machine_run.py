@@ -15,6 +15,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +27,22 @@ from benchmarks.small_machine_model import LANGUAGES
 from fairseq_tutel.plugin.feed_forward import MoEFeedForward
 from fairseq_tutel.plugin.run_state import RUN
 
-# The seconds of each part, its seconds of CPU time, and a list with an entry for each step.
-Timers = tuple[dict[str, float], dict[str, float], list[None]]
+
+@dataclass
+class Found:
+    """The measurements of a phase.
+
+    Attributes:
+        parts: the seconds of each part.
+        cpu_parts: their seconds of CPU time.
+        steps: the number of decoding steps.
+        encoder_experts: the number of experts that layers of the encoder used, summed over their calls.
+    """
+
+    parts: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    cpu_parts: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    steps: int = 0
+    encoder_experts: float = 0
 
 
 def main() -> None:
@@ -59,35 +74,34 @@ def main() -> None:
     facts = {"seconds": time.perf_counter() - begin, "cpu_seconds": time.process_time() - cpu}
     print(json.dumps({"phase": "opened", **facts}), flush=True)
     draws = random.Random(1)
+    for threads, beam in itertools.product(options.threads, options.beams):
+        use_cores(cores[:threads])
+        texts = [
+            " ".join(f"w{draws.randrange(options.words)}" for _ in range(options.tokens))
+            for _ in range(options.sentences)
+        ]
+        for file in (options.folder / "experts").rglob("*.safetensors"):
+            drop(file)
+        for phase in ("cold", "warm"):
+            facts = translate(model, texts, beam, options.tokens)
+            facts |= {"phase": phase, "threads": threads, "beam": beam}
+            print(json.dumps(facts), flush=True)
+
+
+def translate(model: Any, texts: list[str], beam: int, tokens: int) -> dict[str, Any]:
+    """Translate texts to random translations of `tokens` tokens; return the measurements."""
+    torch.manual_seed(1)
     with timers(model.models[0]) as found:
-        for threads, beam in itertools.product(options.threads, options.beams):
-            use_cores(cores[:threads])
-            texts = [
-                " ".join(f"w{draws.randrange(options.words)}" for _ in range(options.tokens))
-                for _ in range(options.sentences)
-            ]
-            for file in (options.folder / "experts").rglob("*.safetensors"):
-                drop(file)
-            for phase in ("cold", "warm"):
-                facts = translate(model, texts, beam, options.tokens, found)
-                facts |= {"phase": phase, "threads": threads, "beam": beam}
-                print(json.dumps(facts), flush=True)
-
-
-def translate(model: Any, texts: list[str], beam: int, tokens: int, found: Timers) -> dict[str, Any]:
-    """Translate texts to translations of `tokens` tokens; return the measurements."""
-    for each in found:
-        each.clear()
-    parts, cpu_parts, steps = found
-    before, begin, cpu = counters(), time.perf_counter(), time.process_time()
-    for text in texts:
-        model.translate(
-            text, beam=beam, max_len_a=0, max_len_b=tokens, min_len=tokens,
-            source_lang=LANGUAGES[0], target_lang=LANGUAGES[1],
-        )  # fmt: skip
-    facts = {"seconds": time.perf_counter() - begin, "cpu_seconds": time.process_time() - cpu}
-    spent = {name: counters()[name] - before[name] for name in ("fetches", "hits", "bytes")}
-    return {**facts, **spent, "steps": len(steps), "parts": parts, "cpu_parts": cpu_parts}
+        before, begin, cpu = counters(), time.perf_counter(), time.process_time()
+        for text in texts:
+            model.translate(
+                text, beam=beam, sampling=True, max_len_a=0, max_len_b=tokens, min_len=tokens,
+                source_lang=LANGUAGES[0], target_lang=LANGUAGES[1],
+            )  # fmt: skip
+        facts = {"seconds": time.perf_counter() - begin, "cpu_seconds": time.process_time() - cpu}
+    spent = {name: counters()[name] - before[name] for name in ("asked", "fetches", "hits", "bytes")}
+    experts = {"decoder_experts": spent["asked"] - found.encoder_experts}
+    return {**facts, **spent, **experts, **vars(found)}
 
 
 def use_cores(cores: list[int]) -> None:
@@ -113,11 +127,9 @@ def counters() -> dict[str, float]:
 
 
 @contextmanager
-def timers(model: nn.Module) -> Iterator[Timers]:
+def timers(model: nn.Module) -> Iterator[Found]:
     """Measure the encoder and the parts of the decoder in the block."""
-    parts: dict[str, float] = defaultdict(float)
-    cpu_parts: dict[str, float] = defaultdict(float)
-    steps: list[None] = []
+    found = Found()
     begun: dict[str, tuple[float, float]] = {}
     hooks = []
 
@@ -128,8 +140,8 @@ def timers(model: nn.Module) -> Iterator[Timers]:
             begun[part] = time.perf_counter(), time.process_time()
 
         def end(*_: Any) -> None:
-            parts[part] += time.perf_counter() - begun[part][0]
-            cpu_parts[part] += time.process_time() - begun[part][1]
+            found.parts[part] += time.perf_counter() - begun[part][0]
+            found.cpu_parts[part] += time.process_time() - begun[part][1]
 
         hooks.append(first.register_forward_pre_hook(begin))
         hooks.append(last.register_forward_hook(end))
@@ -142,9 +154,21 @@ def timers(model: nn.Module) -> Iterator[Timers]:
         is_moe = isinstance(layer.fc1, MoEFeedForward)
         time_of("experts" if is_moe else "dense FFNs", layer.fc1, layer.fc2)
     time_of("vocabulary", model.decoder.output_projection, model.decoder.output_projection)
-    hooks.append(decoder[0].register_forward_pre_hook(lambda *_: steps.append(None)))
+
+    def count_step(*_: Any) -> None:
+        found.steps += 1
+
+    def begin_encoder(*_: Any) -> None:
+        found.encoder_experts -= counters()["asked"]
+
+    def end_encoder(*_: Any) -> None:
+        found.encoder_experts += counters()["asked"]
+
+    hooks.append(encoder[0].register_forward_pre_hook(begin_encoder))
+    hooks.append(encoder[-1].register_forward_hook(end_encoder))
+    hooks.append(decoder[0].register_forward_pre_hook(count_step))
     try:
-        yield parts, cpu_parts, steps
+        yield found
     finally:
         for hook in hooks:
             hook.remove()

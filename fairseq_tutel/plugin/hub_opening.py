@@ -42,7 +42,8 @@ def open_interface(
     """
     folder = files[0].parent
     # A MoE model is built in this dtype, because a copy in fp32 might not fit into memory.
-    built = {torch.bfloat16: {"moe_inference_dtype": "bf16"}, torch.int8: {"moe_inference_dtype": "int8"}}
+    names = {torch.bfloat16: "bf16", torch.int8: "int8"}
+    built = {"moe_inference_dtype": names[dtype]} if dtype in names else {}
     beside = {key: str(folder / name) for key, name in GPT2_FILES.items() if (folder / name).is_file()}
     try:
         opened = hub_utils.from_pretrained(
@@ -51,7 +52,13 @@ def open_interface(
             str(data),
             cpu=device.type == "cpu",
             # Load the heads of RoBERTa and BART; treat each text of a denoising model as one sentence.
-            **{"load_checkpoint_heads": True, "sample_break_mode": "eos", **beside, **built.get(dtype, {}), **options},
+            **{
+                "load_checkpoint_heads": True,
+                "sample_break_mode": "eos",
+                **beside,
+                **built,
+                **options,
+            },
         )
         cfg, task, models = opened["args"], opened["task"], opened["models"]
         _refuse_unknown(options, known, any(map(moe_layers, models)))

@@ -147,3 +147,27 @@ def test_what_grows_with_ranks_is_counted(tmp_path):
     assert rows["look before a resume", "8 nodes"]["reads"] == 1
     assert rows["shards", "written by 8 ranks"]["writers"] == 8
     assert rows["shards", "read by one rank"]["opens"] == 4 * 2
+
+
+@pytest.mark.long
+def test_a_model_on_a_small_machine(tmp_path):
+    path, plot = tmp_path / "out.json", tmp_path / "out.png"
+    code, output = run(
+        "small_machine", "--quick", "--folder", tmp_path, "--json", path, "--plot", plot, "--keep"
+    )
+    assert code == 0, tail(output)
+    found = json.loads(path.read_text())
+    titles = [f"{form}, others in {dtype}" for form in ("full, 8 experts in int4", "pruned, 8 experts in int8")
+              for dtype in ("bf16", "int8")]  # fmt: skip
+    assert [*found["configurations"]] == titles and plot.stat().st_size
+    for cold, warm in zip(found["rows"][::2], found["rows"][1::2], strict=True):
+        assert cold["variant"] == "1 core, beam 1, cold" and warm["variant"] == "1 core, beam 1, warm"
+        assert cold["read_bytes"] > 0 and warm["read_bytes"] == 0  # the cache holds all experts
+        assert cold["experts"] == warm["experts"] > 0 and warm["hits"] > 0
+        assert cold["seconds"] > 0 and cold["peak_bytes"] > 2**27
+        assert sum(cold["parts"].values()) == pytest.approx(cold["seconds"])
+    sizes = {name: facts["bytes"] for name, facts in found["configurations"].items()}
+    assert sizes[titles[0]] < sizes[titles[2]]
+    code, output = run("small_machine", "--quick", "--folder", tmp_path, "--dtype", "bf16")
+    assert code == 0 and "written in 0 s" in output  # the models are used again
+    assert not [*tmp_path.glob("small-machine-*")]

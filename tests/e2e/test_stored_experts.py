@@ -11,6 +11,7 @@ from models import lm_args, mt_args
 from tool_in_process import convert
 
 import fairseq_tutel as ft
+from fairseq_tutel.inference.quantized_linear import QuantizedLinear
 
 SHARDED = ("--moe-checkpoint", "sharded")
 LINE = r"^[HPS]-\d+\t.*$"
@@ -130,6 +131,15 @@ def test_commands_multiply_quantized_experts(mt_data, tmp_path, packing):
         model = ft.from_checkpoint(path, mt_data, dtype=dtype, moe_expert_store="on-demand")
         assert {p.dtype for p in model.parameters()} == {dtype}
         assert model.translate("w1 w3 w9", beam=2, max_len_b=5)
+
+
+def test_python_opens_a_model_with_a_decoder_in_int8(mt, mt_data):
+    model = ft.from_checkpoint(mt, mt_data, dtype=torch.int8, moe_expert_store="on-demand")
+    decoder = model.models[0].decoder
+    assert isinstance(decoder.output_projection, QuantizedLinear)
+    assert not any(type(module) is torch.nn.Linear for module in decoder.modules())
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    assert model.translate("w1 w3 w9", beam=2, max_len_b=5)
 
 
 @LONG

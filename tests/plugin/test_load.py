@@ -8,13 +8,14 @@ import sys
 import pytest
 import torch
 from fairseq import checkpoint_utils, utils
+from fairseq.models import FairseqDecoder
 from torch import nn
 
 from fairseq_tutel import MoEConfig, plugin
 from fairseq_tutel.checkpoint.saved import SavedModel
 from fairseq_tutel.convert.sharded import to_sharded
 from fairseq_tutel.plugin.differences import end_where_it_differs
-from fairseq_tutel.plugin.opening.offload import for_loading, store_options
+from fairseq_tutel.plugin.opening.offload import for_loading, quantize_when_loaded, store_options
 from fairseq_tutel.plugin.training.resume import warn_of_changed_options
 from fairseq_tutel.ranks.guard import CommunicationError
 
@@ -212,6 +213,7 @@ def test_the_weights_of_an_opened_file_are_mapped(tmp_path):
         state = checkpoint_utils.load_checkpoint_to_cpu(str(path), {}, load_on_all_ranks=resumes)
         with open("/proc/self/maps") as maps:
             assert (str(path) in maps.read()) == (resumes is None)
+        assert not state["model"]["weight"].any()
 
 
 def test_large_matrices_of_an_opened_model_are_not_initialized():
@@ -229,3 +231,13 @@ def test_large_matrices_of_an_opened_model_are_not_initialized():
     with for_loading(argparse.Namespace(), None):
         nn.Linear(2**11, 2**10)
     assert not torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize(
+    ("device", "model", "reason"),
+    [("cpu", nn.Linear(2, 2), "this model has no decoder"), ("cuda", None, "the model is not on a CPU")],
+)
+def test_int8_needs_a_decoder_on_a_cpu(device, model, reason):
+    task = argparse.Namespace(cfg=argparse.Namespace(moe_inference_dtype="int8"))
+    with pytest.raises(ValueError, match=f"--moe-inference-dtype is int8, but {reason}; give bf16"):
+        quantize_when_loaded(model or FairseqDecoder({}), task, torch.device(device))
