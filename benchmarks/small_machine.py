@@ -3,10 +3,10 @@
 A model of the form of NLLB-MoE-54B with random weights is written to a folder, and translates with its
 experts on disk. Its experts have 27 GB in int4. The pruned form has 36 experts per encoder layer and 12 per
 decoder layer (288 of 1,536), which have 10 GB in int8. Other weights are in bf16; with `--dtype int8`, the
-linear layers of the decoder are in int8. Each model runs in a process of its own:
+linear layers of the decoder are in int8. Each number of cores and beam size runs in a process of its own:
 
 - `peak` is the largest RssAnon so far in the process, read from outside; it includes opening and the cache.
-- `cold`: new sentences, with no expert in the page cache. `warm`: the same sentences again.
+- `cold`: no expert is in the store's cache or in the page cache. `warm`: the same sentences again.
 - `rate` is the number of decoding steps per second, without the encoder. A step gives one token of the
   translation; with a beam of 4, it computes four. Translations are random words, so that the tokens choose
   different experts; `experts` is their number per step.
@@ -16,7 +16,9 @@ linear layers of the decoder are in int8. Each model runs in a process of its ow
 """
 
 import argparse
+import itertools
 import json
+import logging
 import os
 import shutil
 import subprocess
@@ -89,8 +91,9 @@ def _measure(options: argparse.Namespace) -> int:
             print(f"{form}: {shape.num_experts} experts, {size / GB:.1f} GB, written in {seconds:.0f} s")
             about = {**asdict(shape), "bytes": size, "experts": shape.num_experts}
             for dtype in options.dtype:
-                title = f"{form}, {shape.num_experts} experts in {shape.expert_dtype}, others in {dtype}"
-                rows = list(_rows(folder, shape, dtype, options))
+                title = f"{form}, {shape.expert_dtype}, others {dtype}"
+                ways = itertools.product(options.threads, options.beams)
+                rows = [row for way in ways for row in _rows(folder, shape, dtype, *way, options)]
                 report.add(title, {**about, "dtype": dtype}, rows)
         finally:
             if not options.keep:
@@ -129,11 +132,13 @@ def _write(shape: Shape, folder: Path) -> float:
     return os.times().elapsed - begin
 
 
-def _rows(folder: Path, shape: Shape, dtype: str, options: argparse.Namespace) -> Iterator[Row]:
-    """Translate in a new process; yield rows for each number of cores and beam size, cold and warm."""
+def _rows(
+    folder: Path, shape: Shape, dtype: str, threads: int, beam: int, options: argparse.Namespace
+) -> Iterator[Row]:
+    """Translate in a new process; yield the rows of cold and warm files."""
     command_line = [
         sys.executable, "-m", "benchmarks.small_machine_run", str(folder),
-        "--threads", *map(str, options.threads), "--beams", *map(str, options.beams),
+        "--threads", str(threads), "--beam", str(beam),
         "--sentences", str(options.sentences), "--tokens", str(options.tokens),
         "--cache", options.cache, "--compute", options.compute, "--words", str(shape.vocabulary - 8),
         "--dtype", dtype,
@@ -148,7 +153,7 @@ def _rows(folder: Path, shape: Shape, dtype: str, options: argparse.Namespace) -
                 flush=True,
             )
             continue
-        cores = f"{facts_of['threads']} core{'s' if facts_of['threads'] > 1 else ''}"
+        cores = f"{threads} core{'s' if threads > 1 else ''}"
         steps, parts, cpu_parts = (facts_of[key] for key in ("steps", "parts", "cpu_parts"))
         encoder, cpu_encoder = parts.pop("encoder"), cpu_parts.pop("encoder")
         decoding = facts_of["seconds"] - encoder
@@ -158,7 +163,7 @@ def _rows(folder: Path, shape: Shape, dtype: str, options: argparse.Namespace) -
         used = facts_of["decoder_experts"] / steps
         each = ", ".join(f"{name} {1000 * spent / steps:.0f}" for name, spent in sorted(cpu_parts.items()))
         yield {
-            "variant": f"{cores}, beam {facts_of['beam']}, {facts_of['phase']}",
+            "variant": f"{cores}, beam {beam}, {facts_of['phase']}",
             "status": "ok",
             "seconds": decoding / steps,
             "rate": steps / decoding,
@@ -207,15 +212,17 @@ def _phases(words: list[str]) -> Iterator[tuple[dict[str, Any], int]]:
 
 
 def plot(report: Report, path: Path) -> None:
-    """Draw the time of each part of a decoding step, a bar for each measurement."""
+    """Draw the time of each part of a decoding step, a bar for each measurement that is not cold."""
+    logging.getLogger("matplotlib").setLevel(logging.WARNING)  # fairseq's setup prints debug messages
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(9, 1 + len(report.rows) / 4), layout="constrained")
+    rows = [row for row in report.rows if row["variant"].endswith(", warm")]
+    figure = Figure(figsize=(9, 1 + len(rows) / 4), layout="constrained")
     axis = figure.subplots()
-    labels = [f"{row['configuration']}: {row['variant']}" for row in report.rows]
-    left = [0.0] * len(labels)
-    for part in sorted(report.rows[0]["parts"]):
-        widths = [1000 * row["parts"][part] for row in report.rows]
+    labels = [f"{row['configuration']}: {row['variant'].removesuffix(', warm')}" for row in rows]
+    left = [0.0] * len(rows)
+    for part in sorted(rows[0]["parts"]):
+        widths = [1000 * row["parts"][part] for row in rows]
         axis.barh(labels, widths, left=left, label=part)
         left = [begin + width for begin, width in zip(left, widths, strict=True)]
     axis.invert_yaxis()

@@ -1,12 +1,10 @@
 """Opens a model with its experts on disk, translates, and prints a line of JSON for each phase.
 
-The phases are `opened` and, for each number of cores and beam size, `cold` (new sentences, with no expert
-in the page cache) and `warm` (the same sentences again). `benchmarks.small_machine` runs this file in a
-process of its own.
+The phases are `opened`, `cold` (no expert is in the caches) and `warm` (the same sentences again).
+`benchmarks.small_machine` runs this file in a process of its own.
 """
 
 import argparse
-import itertools
 import json
 import logging
 import os
@@ -49,8 +47,8 @@ def main() -> None:
     """Run all phases."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--threads", type=int, nargs="+", required=True)
-    parser.add_argument("--beams", type=int, nargs="+", required=True)
+    parser.add_argument("--threads", type=int, required=True)
+    parser.add_argument("--beam", type=int, required=True)
     parser.add_argument("--sentences", type=int, required=True)
     parser.add_argument("--tokens", type=int, required=True)
     parser.add_argument("--cache", required=True)
@@ -59,8 +57,7 @@ def main() -> None:
     parser.add_argument("--words", type=int, required=True)
     options = parser.parse_args()
     logging.disable(logging.INFO)
-    cores = sorted(os.sched_getaffinity(0))
-    use_cores(cores[: options.threads[0]])
+    use_cores(sorted(os.sched_getaffinity(0))[: options.threads])
     begin, cpu = time.perf_counter(), time.process_time()
     model = ft.from_checkpoint(
         options.folder,
@@ -74,18 +71,17 @@ def main() -> None:
     facts = {"seconds": time.perf_counter() - begin, "cpu_seconds": time.process_time() - cpu}
     print(json.dumps({"phase": "opened", **facts}), flush=True)
     draws = random.Random(1)
-    for threads, beam in itertools.product(options.threads, options.beams):
-        use_cores(cores[:threads])
-        texts = [
-            " ".join(f"w{draws.randrange(options.words)}" for _ in range(options.tokens))
-            for _ in range(options.sentences)
-        ]
-        for file in (options.folder / "experts").rglob("*.safetensors"):
-            drop(file)
-        for phase in ("cold", "warm"):
-            facts = translate(model, texts, beam, options.tokens)
-            facts |= {"phase": phase, "threads": threads, "beam": beam}
-            print(json.dumps(facts), flush=True)
+    texts = [
+        " ".join(f"w{draws.randrange(options.words)}" for _ in range(options.tokens))
+        for _ in range(options.sentences)
+    ]
+    for file in (options.folder / "experts").rglob("*.safetensors"):
+        drop(file)
+    for phase in ("cold", "warm"):
+        print(
+            json.dumps({**translate(model, texts, options.beam, options.tokens), "phase": phase}),
+            flush=True,
+        )
 
 
 def translate(model: Any, texts: list[str], beam: int, tokens: int) -> dict[str, Any]:

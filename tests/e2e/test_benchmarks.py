@@ -157,8 +157,8 @@ def test_a_model_on_a_small_machine(tmp_path):
     )
     assert code == 0, tail(output)
     found = json.loads(path.read_text())
-    titles = [f"{form}, others in {dtype}" for form in ("full, 8 experts in int4", "pruned, 8 experts in int8")
-              for dtype in ("bf16", "int8")]  # fmt: skip
+    forms = ("full, int4", "pruned, int8")
+    titles = [f"{form}, others {dtype}" for form in forms for dtype in ("bf16", "int8")]
     assert [*found["configurations"]] == titles and plot.stat().st_size
     for cold, warm in zip(found["rows"][::2], found["rows"][1::2], strict=True):
         assert cold["variant"] == "1 core, beam 1, cold" and warm["variant"] == "1 core, beam 1, warm"
