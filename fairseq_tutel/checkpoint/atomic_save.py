@@ -18,14 +18,25 @@ TRIES, PAUSE_SECONDS = 3, 2.5
 def save(content: Any, path: str) -> None:
     """Write a local file atomically with torch.save, in up to TRIES attempts; `replacing` lists errors."""
     with replacing(path) as temporary:
-        for left in reversed(range(TRIES)):
-            try:
-                write(content, temporary)
-                return
-            except Exception:
-                if left == 0:
-                    raise
-                time.sleep(PAUSE_SECONDS)
+        write_in_tries(content, temporary)
+
+
+def write_in_tries(content: Any, path: str, check: Callable[[int], object] | None = None) -> None:
+    """Write a file in up to TRIES attempts, each from the first byte.
+
+    `check` is called with the number of bytes of each write, and with 0 after a failed attempt. It may
+    raise an error to end the attempts.
+    """
+    for left in reversed(range(TRIES)):
+        try:
+            write(content, path, check)
+            return
+        except Exception:
+            if check is not None:
+                check(0)
+            if left == 0:
+                raise
+            time.sleep(PAUSE_SECONDS)
 
 
 @contextlib.contextmanager

@@ -5,6 +5,7 @@ tensors in host memory until the next training step. These are all experts and e
 of their shape: with Adam, three times the bytes of the experts.
 """
 
+import shutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -151,7 +152,8 @@ class CopiedExperts:
     @staticmethod
     def bytes_needed(model: nn.Module, topology: Topology, states: States) -> int:
         """Return the bytes of this rank's copies; collective like the constructor."""
-        files = [file for _, file in _files_of(model, topology, states) if file is not None]
+        # One layer at a time: a GPU may not hold all states that are offloaded or partitioned.
+        files = (file for _, file in _files_of(model, topology, states) if file is not None)
         return sum(value.nbytes for file in files for value in file.tensors.values())
 
     def write(self, folder: Path, check: Callable[[], object]) -> "Written":
@@ -199,13 +201,19 @@ def commit_folder(folder: Path, own: Written) -> dict[tuple[str, str], dict[str,
     """Give a folder its final name if all ranks have written; return the records. Collective.
 
     Raises:
-        ValueError: a rank could not write; all ranks raise it.
+        ValueError: a rank could not write; all ranks raise it. The folder is removed.
     """
     everything = world.all_gather_object(own, "the agreement on the shards that were written")
-    stacks = _joined(everything, folder.parent)
-    digests = [f"{p.file} {p.key} {p.digest}" for pieces in stacks.values() for p in pieces.values()]
-    sizes = {file: size for written in everything for file, size in written.sizes.items()}
-    committed = _first_rank(lambda: _commit(folder, digests, sizes))
+    try:
+        stacks = _joined(everything, folder.parent)
+        digests = [f"{p.file} {p.key} {p.digest}" for pieces in stacks.values() for p in pieces.values()]
+        sizes = {file: size for written in everything for file, size in written.sizes.items()}
+        committed = _first_rank(lambda: _commit(folder, digests, sizes))
+    except ValueError:
+        # The disk may be full, and the next run would keep the folder for an hour.
+        if world.is_first():
+            shutil.rmtree(folder, ignore_errors=True)
+        raise
     return {
         (stack.layer, stack.name): ShardedTensor(
             root=folder.parent.parent,

@@ -185,16 +185,20 @@ class Lease:
                 "the folder; end one of the two training runs."
             )
 
+    def is_held(self) -> bool:
+        """Return whether the lease's file still names this process."""
+        return read(self.path)[0] == self.own
+
     def release(self) -> None:
         """Stop renewing the lease, and delete its file."""
         self._ended.set()
         self._thread.join(RENEW_SECONDS)  # the disk may hang
         with contextlib.suppress(OSError):
-            if read(self.path)[0] == self.own:
+            if self.is_held():
                 os.remove(self.path)
 
     def _renew(self) -> None:
         while not self._ended.wait(RENEW_SECONDS):
             with contextlib.suppress(OSError):
-                if read(self.path)[0] == self.own:
+                if self.is_held():
                     os.utime(self.path)

@@ -376,7 +376,7 @@ def cache_limits(cache: int | str) -> tuple[int | None, int | None]:
 
 def _signals_of(text: str) -> tuple[str, ...] | None:
     """Parse a list of signal names; return None if a name is unknown."""
-    names = () if text.strip() == "none" else tuple(name.strip() for name in text.split(","))
+    names = () if text.strip() == "none" else tuple(dict.fromkeys(map(str.strip, text.split(","))))
     return names if set(names) <= set(SIGNALS) else None
 
 

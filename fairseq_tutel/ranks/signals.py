@@ -25,6 +25,8 @@ EXIT_CODE = 75
 MERGE_SECONDS = 1.0
 # What a process reads from its socket to end the thread; no signal has this number.
 CLOSE = 0
+# The longest wait for a signal, because select refuses much longer times.
+LONGEST_WAIT = 3600.0
 # Handlers that may be replaced; those of other libraries are kept.
 OF_PYTHON = (signal.SIG_DFL, signal.default_int_handler)
 
@@ -99,7 +101,7 @@ class SignalWatch:
             left = None if self.received is None or self._forwards else self.seconds - self.elapsed
             if left is not None and left <= 0:
                 self._end(f"could not end within {self.seconds:g} s (--moe-preemption-seconds)")
-            ready = select.select([self._reader], [], [], left)[0]
+            ready = select.select([self._reader], [], [], left and min(left, LONGEST_WAIT))[0]
             for number in self._reader.recv(64) if ready else b"":
                 if number == CLOSE:
                     return
@@ -107,12 +109,16 @@ class SignalWatch:
                     self._receive(number)
 
     def _receive(self, number: int) -> None:
-        for child in multiprocessing.active_children() if self._forwards else ():
-            if child.pid is not None:
-                os.kill(child.pid, number)
         name = signal.Signals(number).name
-        if self.received is None:
+        is_first = self.received is None
+        if is_first:
             self._begin, self.received = time.monotonic(), name
+        if self._forwards:
+            for child in multiprocessing.active_children():
+                if child.pid is not None:
+                    os.kill(child.pid, number)
+            logger.warning("received %s, and sent it to the ranks that this process started", name)
+        elif is_first:
             if self._has_work:
                 text = "all ranks will save after the current update and end"
             else:
@@ -121,7 +127,7 @@ class SignalWatch:
                 "received %s: %s within %g s; another signal ends this process at once",
                 *(name, text, self.seconds),
             )
-        elif self.elapsed > MERGE_SECONDS and not self._forwards:
+        elif self.elapsed > MERGE_SECONDS:
             self._end(f"then received {name}")
 
     def _end(self, reason: str) -> None:

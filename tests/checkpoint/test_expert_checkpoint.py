@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from fairseq_tutel import MoEConfig, MoELayer, make_topology
 from fairseq_tutel.checkpoint import experts as checkpoint
@@ -142,6 +143,23 @@ def test_a_state_of_another_shape_is_the_same_for_all_slices(tmp_path):
     found = {stack.name: stack.shape for stack in checkpoint._joined(written, tmp_path)}
     shapes = {"fc1_weight": (2, 8, 4), "fc1_weight.moment": (2, 8, 4), "fc1_weight.scale": (2, 1, 1)}
     assert found == found | shapes
+
+
+def test_the_bytes_of_copies_are_counted_one_layer_at_a_time():
+    layers = nn.Sequential(*(MoELayer(CONFIG, None, seed=1, name=str(i)) for i in range(6)))
+    storages, most = [], 0
+
+    def gathered(parameter):
+        nonlocal most
+        moment = torch.zeros_like(parameter)
+        storages.append(StorageWeakRef(moment.untyped_storage()))
+        most = max(most, sum(not storage.expired() for storage in storages))
+        return {"moment": moment}
+
+    found = checkpoint.CopiedExperts.bytes_needed(layers, Topology(), gathered)
+    parameters = [p for stack in expert_modules(layers) for p in stack.expert_parameters().values()]
+    assert found == 2 * sum(parameter.nbytes for parameter in parameters)
+    assert most <= 2 * len(parameters) // 6
 
 
 @pytest.mark.parametrize("content", [b"ab", None])

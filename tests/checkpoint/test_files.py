@@ -123,6 +123,18 @@ def test_a_full_disk_is_named_with_the_file_and_its_bytes_are_given_back(failing
     assert path.read_bytes() == before
 
 
+def test_a_write_is_not_repeated_if_its_process_ends(failing, path):
+    failing.times = 1
+
+    def check(count):
+        if count == 0:
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        atomic_save.write_in_tries(CONTENT, str(path), check)
+    assert failing.tries == 1
+
+
 def test_two_that_write_the_same_file_do_not_meet(path):
     with atomic_save.replacing(str(path)) as first, atomic_save.replacing(str(path)) as second:
         assert first != second

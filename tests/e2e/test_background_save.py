@@ -105,6 +105,7 @@ FAULTS = {
     "kill before a rename": ("kill", "rename", 5, 0),
     "error of a thread": ("error", "shard", 4, 1, "disk"),
     "error in the main file": ("full", "write", 2, 0),
+    "error in a copy of the file": ("full", "copy", 2, 0),
 }
 
 
@@ -118,8 +119,16 @@ def test_a_failure_loses_one_checkpoint_at_most(lm_data, tmp_path, case):
     assert 0 not in run.exit_codes
     if case == "error of a thread":
         assert all("rank 1 could not write its experts to" in log for log in run.logs), tail(run.output)
-    saved = [load(tmp_path / "save", name) for name in _files(tmp_path) if name.endswith(".pt")]
-    assert saved
+    files = list((tmp_path / "save").glob("*.pt"))
+    assert [load(tmp_path / "save", file.name) for file in files]
+    if FAULTS[case][0] != "kill":
+        named = set().union(*map(folders.mentions, files))
+        assert set(os.listdir(tmp_path / "save" / folders.PARENT)) == named
+    if FAULTS[case][0] == "full":
+        for log in run.logs:
+            last = log.splitlines()[-1]
+            assert last.startswith(f"error: {tmp_path}"), last
+            assert last.count("could not be written: File too large") == last.count("checkpoint_") == 1
     again = fairseq("train", *words, ranks=2, env=_environment(tmp_path, *FAULTS[case]))
     assert "Loaded checkpoint" in again.output
     _train(lm_data, tmp_path / "unbroken", 2, *ASYNC, *many)

@@ -146,11 +146,12 @@ def test_ranks_that_fairseq_spawns_get_the_signal(lm_data, tmp_path):
         lm_data, tmp_path / "save", "--user-dir", SPAWNING, "--distributed-world-size", 2,
         "--ddp-backend", "legacy_ddp", "--distributed-backend", "gloo", "--cpu", updates=100_000,
     )  # fmt: skip
-    ((process, log),) = start("train", *words)
-    _wait_for_line(log, '"num_updates": "3"', process.is_alive)
-    os.kill(process.pid, signal.SIGTERM)
-    run = wait([(process, log)])
-    assert run.exit_codes == [EXIT_CODE], tail(run.output)
+    process = _launch(("fairseq_cli.train",), words, log := tmp_path / "log")
+    _wait_for_line(log, '"num_updates": "3"', lambda: process.poll() is None)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(60) == EXIT_CODE, tail(log.read_text())
+    assert "received SIGTERM, and sent it to the ranks" in log.read_text()
+    assert "nothing to save" not in log.read_text()
     assert updates_of(tmp_path) >= 3
 
 
@@ -191,7 +192,7 @@ def test_torchrun_forwards_a_signal_and_does_not_restart(lm_data, tmp_path, name
 
 @LONG
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1"])
-def test_processes_that_load_data_ignore_a_signal_to_all(lm_data, tmp_path, unbroken, name):
+def test_processes_that_load_data_ignore_a_signal_to_all(lm_data, tmp_path, name):
     flags = ("--num-workers", 2, "--max-update", 2000)
     words = _words(lm_args, lm_data, tmp_path, "--user-dir", USER_DIR, *flags)
     process = _launch(("fairseq_tutel.train",), words, log := tmp_path / "log")

@@ -1,5 +1,6 @@
 """Sharded checkpoints through the command line: each rank writes its experts, any run reads them."""
 
+import os
 import re
 import shutil
 from pathlib import Path
@@ -187,6 +188,8 @@ def test_a_full_disk_names_the_rank_and_costs_no_checkpoint(lm_data, tmp_path):
     for log in run.logs:
         assert "rank 1 could not write its experts to" in log
     assert load(tmp_path)["optimizer_history"][-1]["num_updates"] == 2
+    named = set().union(*map(shard_folder.mentions, tmp_path.glob("*.pt")))
+    assert set(os.listdir(tmp_path / shard_folder.PARENT)) == named  # the others would fill the disk
 
 
 @pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.long), 2])

@@ -19,6 +19,7 @@ from fairseq_tutel.moe.option_table import (
     BY_OWNER,
     CriterionConfig,
     ModelConfig,
+    PreemptionConfig,
     SidesConfig,
     StoreConfig,
     TaskConfig,
@@ -248,11 +249,17 @@ def test_how_it_is_computed_is_kept_apart_from_what_is_computed():
         (CriterionConfig, "cmr_gate_loss_p", 1.1, "--cmr-gate-loss-p is 1.1; give a number from 0 to 1."),
         (CriterionConfig, "cmr_gate_loss_wt", -1.0, "--cmr-gate-loss-wt is -1.0; give a finite number"),
         (CriterionConfig, "moe_gate_loss_wt", math.inf, "--moe-gate-loss-wt is inf; give a finite number"),
+        (PreemptionConfig, "moe_preemption_seconds", 0.0, "--moe-preemption-seconds is 0.0; give a"),
+        (PreemptionConfig, "moe_preemption_signals", "TERM", "is 'TERM'; give names of signals (SIGTERM,"),
     ],
 )  # fmt: skip
 def test_a_bad_value_around_the_layers_is_refused_by_one_sentence(config, option, value, sentence):
     with pytest.raises(ValueError, match=re.escape(sentence)):
         refuse_bad_values(config(**{option: value}))
+
+
+def test_a_signal_that_is_given_twice_is_one():
+    assert PreemptionConfig(moe_preemption_signals="SIGINT, SIGINT").names == ("SIGINT",)
 
 
 def test_a_configuration_is_read_with_defaults_for_what_it_lacks():

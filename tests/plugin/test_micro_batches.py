@@ -164,7 +164,7 @@ def test_the_rounds_of_an_update_replace_update_freq(caplog):
     for _ in range(2):  # as for each model of an ensemble
         set_update_freq(root, 3)
         assert list(root.optimization.update_freq) == [3]
-    assert "--moe-micro-batches 8: set --update-freq 3 on 3 ranks, so 1 micro-batches of" in caplog.text
+    assert "set --update-freq 3 on 3 ranks, so 1 micro-batch of an update is empty" in caplog.text
     root = _root(count=0, freq=(2, 4))
     set_update_freq(root, 3)
     assert list(root.optimization.update_freq) == [2, 4]

@@ -74,6 +74,18 @@ def test_what_was_cut_off_goes_when_its_writer_is_known_to_be_gone(tmp_path, mon
         assert len(os.listdir(tmp_path / "experts")) == (0 if after_a_kill else 1)
 
 
+@pytest.mark.parametrize("is_taken_over", [False, True])
+def test_an_error_leaves_no_experts_without_a_checkpoint_unless_the_folder_is_another_run_s(
+    tmp_path, is_taken_over
+):
+    with pytest.raises(OSError, match="a full disk"), save.writing(str(tmp_path)):
+        folders.commit(folders.begin(tmp_path), [])
+        if is_taken_over:
+            leave(str(tmp_path), ELSEWHERE)
+        raise OSError("a full disk")
+    assert len(os.listdir(tmp_path / "experts")) == is_taken_over
+
+
 def test_nothing_is_saved_over_another_training(tmp_path):
     saved, cfg = [], SimpleNamespace(no_save=False, no_save_optimizer_state=True)
     saves = save.save_checkpoint(lambda *_: saved.append(1))

@@ -211,8 +211,9 @@ CHANGED = {
     "plugin/hub_interfaces.py": "args source_langs target_langs",
     "plugin/install.py": "_ddp_params_and_buffers_to_ignore",  # DistributedDataParallel reads it
     "plugin/training/preemption.py": "valid_step",  # ends a long validation
-    # No hooks exist before an epoch, after an update, and for the sums over ranks.
-    "plugin/training/loop.py": "train validate_and_save _aggregate_logging_outputs",
+    # No hook exists for the sums over ranks. The file also replaces functions of fairseq's training loop,
+    # because no hooks exist before an epoch and after an update.
+    "plugin/training/loop.py": "_aggregate_logging_outputs",
     "plugin/training/startup.py": "_buffer _cpu_buffer",  # fairseq's all_gather_list puts them on a GPU
     "plugin/training/task.py": "_cur_epoch_itr dataloader",  # releases the workers of an iterator
     # fairseq would replace the loaded state; the Trainer compares the name with the name in a checkpoint.

@@ -108,18 +108,29 @@ class _Save:
             self.work = Work(lambda: self._write_file(check))
 
     def commit(self) -> None:
-        """Call fairseq's save_checkpoint on rank 0; rename the written file where it would write."""
-        self._raise_error()
+        """Call fairseq's save_checkpoint on rank 0; rename the written file where it would write.
+
+        Raises:
+            ValueError: a file could not be written, or another run has taken over --save-dir.
+        """
         assert self.path is not None
 
         def rename(path: str, extra_state: dict[str, Any]) -> str:
-            os.replace(self.temporary, path)
+            try:
+                os.replace(self.temporary, path)
+            except OSError as error:
+                raise atomic_save.unwritten(path, error) from error
             return path
 
         try:
+            self._raise_error()
+            # Until here, an error leaves all earlier checkpoints as they are.
+            if RUN.lease is not None:
+                RUN.lease.confirm()
             saved = self._call(rename)
         except OSError as error:
-            raise atomic_save.unwritten(self.path, error) from error
+            # The str of an OSError begins with its number; the message of `unwritten` is a sentence.
+            raise ValueError(str(error) if error.filename else error.args[-1]) from error
         if saved is not None and hasattr(self._task, "post_save"):
             self._task.post_save(saved, self.updates)
 
@@ -131,13 +142,7 @@ class _Save:
     def _write_file(self, check: Callable[..., None]) -> None:
         assert self.path is not None
         try:
-            for left in reversed(range(atomic_save.TRIES)):
-                try:
-                    atomic_save.write(self._state, self.temporary, check)
-                    break
-                except OSError:
-                    if left == 0:
-                        raise
+            atomic_save.write_in_tries(self._state, self.temporary, check)
         except Exception as error:
             with contextlib.suppress(OSError):
                 os.remove(self.temporary)
@@ -258,9 +263,6 @@ class BackgroundSave:
         if save.writes_experts:
             save.write_file(self._check)
             return
-        # Until here, an error leaves all earlier checkpoints as they are.
-        if RUN.lease is not None:
-            RUN.lease.confirm()
         run_on_rank_zero(save.commit, "rank 0's end of a save in the background")
         self._save = None
 

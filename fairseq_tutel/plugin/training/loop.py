@@ -1,20 +1,21 @@
 """Wraps functions of fairseq's training loop, and adds numbers to the sums that ranks compute."""
 
 import contextlib
-import sys
 from collections.abc import Callable, Iterator
-from types import ModuleType
 from typing import Any
 
 from fairseq_tutel.ranks import world
 
 
-def module_of(main: Any) -> ModuleType | None:
-    """Return the module with fairseq's training loop if `main` is its main function, otherwise None."""
-    module = sys.modules.get(getattr(main, "__module__", ""))
-    # `python -m fairseq_cli.train` runs the module under another name.
-    name = getattr(getattr(module, "__spec__", None), "name", "")
-    return module if name.startswith("fairseq_cli.") and hasattr(module, "train") else None
+def globals_of(main: Any) -> dict[str, Any] | None:
+    """Return the global names of fairseq's training loop if `main` is its main function, otherwise None.
+
+    They are not read from the module of `main`: in a process that multiprocessing spawned for
+    `python -m fairseq_cli.train`, the module has a copy of them.
+    """
+    names = getattr(main, "__globals__", {})
+    module = getattr(names.get("__spec__"), "name", "")
+    return names if module.startswith("fairseq_cli.") and "validate_and_save" in names else None
 
 
 @contextlib.contextmanager
@@ -23,21 +24,22 @@ def wrapping(
     train: Callable[[Any], Any] = lambda original: original,
     validate_and_save: Callable[[Any], Any] = lambda original: original,
 ) -> Iterator[bool]:
-    """Context manager that wraps functions in the module of `main`, fairseq's main function.
+    """Context manager that wraps functions that `main`, fairseq's main function, calls.
 
     `train` and `validate_and_save` return the wrapped form of the function of their name. The block gets
     whether `main` is fairseq's main function; otherwise nothing is wrapped.
     """
-    module: Any = module_of(main)
-    if module is None:
+    names = globals_of(main)
+    if names is None:
         yield False
         return
-    before = module.train, module.validate_and_save
-    module.train, module.validate_and_save = train(before[0]), validate_and_save(before[1])
+    before = {name: names[name] for name in ("train", "validate_and_save")}
+    wrapped = train(before["train"]), validate_and_save(before["validate_and_save"])
+    names["train"], names["validate_and_save"] = wrapped
     try:
         yield True
     finally:
-        module.train, module.validate_and_save = before
+        names.update(before)
 
 
 class Votes:

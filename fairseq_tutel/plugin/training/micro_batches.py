@@ -29,9 +29,12 @@ def set_update_freq(root: Any, ranks: int) -> None:
             f"{rounds[0]} on {ranks} ranks; remove --update-freq."
         )
     root.optimization.update_freq = rounds
+    empty = rounds[0] * ranks - count
+    verb = "is" if empty == 1 else "are"
+    note = f", so {_number(empty, 'micro-batch', 'es')} of an update {verb} empty" if empty else ""
     logger.info(
-        "--moe-micro-batches %d: set --update-freq %d on %s, so %d micro-batches of an update are empty",
-        *(count, rounds[0], _number(ranks, "rank"), rounds[0] * ranks - count),
+        "--moe-micro-batches %d: set --update-freq %d on %s%s",
+        *(count, rounds[0], _number(ranks, "rank"), note),
     )
 
 

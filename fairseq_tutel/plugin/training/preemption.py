@@ -19,7 +19,7 @@ from fairseq_tutel.moe.option_table import PreemptionConfig
 from fairseq_tutel.options.option import read, refuse_bad_values
 from fairseq_tutel.plugin.registration.process import write_for_torchrun
 from fairseq_tutel.plugin.run_state import RUN
-from fairseq_tutel.plugin.training.loop import Votes, module_of, wrapping
+from fairseq_tutel.plugin.training.loop import Votes, globals_of, wrapping
 from fairseq_tutel.ranks import world
 from fairseq_tutel.ranks.signals import EXIT_CODE, SignalWatch, watched
 
@@ -40,7 +40,7 @@ def watching(cfg: Any, main: Any, spawns: bool = False) -> Iterator[None]:
     It has no effect if `main` is not fairseq's main function, whose training loop can end after an update.
     `spawns`: fairseq starts the ranks as child processes of this process, which forwards the signals.
     """
-    if cfg.common_eval.path is not None or module_of(main) is None:
+    if cfg.common_eval.path is not None or globals_of(main) is None:
         yield
         return
     options = read(PreemptionConfig, cfg.task)
@@ -70,7 +70,7 @@ class Preemption:
     def __init__(self, watch: SignalWatch) -> None:
         self._watch = watch
         self._votes = Votes(signal=self._vote)
-        self.result = ""  # says what was saved, if the run ended because of a signal
+        self.result = ""  # text for the log about what was saved, if a signal ended the run
 
     @contextlib.contextmanager
     def installed(self, main: Any) -> Iterator[None]:

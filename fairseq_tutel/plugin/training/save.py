@@ -86,13 +86,23 @@ def writing(save_dir: str, writes: bool = True) -> Iterator[None]:
     with RUN.having(lease=lease):
         try:
             _remove_temporary(Path(save_dir), all_is_old=lease.after is not None)
-            yield
             try:
-                folders.collect(Path(save_dir))
-            except OSError as error:  # training has succeeded
-                logger.warning("unreferenced expert files may remain in %s: %s", save_dir, error)
+                yield
+            finally:
+                # Also after an error: a full disk needs the space of experts without a checkpoint file.
+                _collect(lease)
         finally:
             lease.release()
+
+
+def _collect(lease: Lease) -> None:
+    """Delete unreferenced expert folders, unless another run has taken over the folder."""
+    save_dir = os.path.dirname(lease.path)
+    try:
+        if lease.is_held():
+            folders.collect(Path(save_dir))
+    except OSError as error:
+        logger.warning("unreferenced expert files may remain in %s: %s", save_dir, error)
 
 
 def _remove_temporary(save_dir: Path, all_is_old: bool) -> None:

@@ -1,0 +1,30 @@
+"""Functions of fairseq's training loop are wrapped where its main function finds them."""
+
+import runpy
+import sys
+import types
+import warnings
+
+from fairseq_tutel import plugin
+from fairseq_tutel.plugin.training import loop
+
+plugin.register()
+
+
+def test_another_main_function_is_left_alone():
+    with loop.wrapping(lambda cfg: None, train=lambda original: None) as is_training:
+        assert not is_training
+
+
+def test_the_loop_of_a_rank_that_was_spawned_by_python_m_is_wrapped(monkeypatch):
+    """multiprocessing runs the main module again, and copies its names to another module."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the module is imported already
+        names = runpy.run_module("fairseq_cli.train", run_name="__mp_main__", alter_sys=True)
+    module = types.ModuleType("__mp_main__")
+    vars(module).update(names)
+    monkeypatch.setitem(sys.modules, "__mp_main__", module)
+    stock = module.main.__globals__["train"]
+    with loop.wrapping(module.main, train=lambda original: [original]) as is_training:
+        assert is_training and module.main.__globals__["train"] == [stock]
+    assert module.main.__globals__["train"] is stock
