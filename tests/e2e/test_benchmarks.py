@@ -147,3 +147,17 @@ def test_what_grows_with_ranks_is_counted(tmp_path):
     assert rows["look before a resume", "8 nodes"]["reads"] == 1
     assert rows["shards", "written by 8 ranks"]["writers"] == 8
     assert rows["shards", "read by one rank"]["opens"] == 4 * 2
+
+
+@pytest.mark.long
+def test_saves_of_one_training(tmp_path):
+    code, output = run("saves", "--quick", "--json", tmp_path / "out.json", "--folder", tmp_path)
+    assert code == 0, tail(output)
+    rows = json.loads((tmp_path / "out.json").read_text())["rows"]
+    expected = [
+        f"{form}, {who}" for form in ("full", "sharded", "background") for who in ("rank 0", "other ranks")
+    ]
+    assert [row["variant"] for row in rows] == expected
+    assert all(row["seconds"] > 0 and row["ratio"] > 0 for row in rows)
+    assert [row["formula_bytes"] > 0 for row in rows] == [True, False, False, False, True, True]
+    assert not list(tmp_path.glob("saves-*"))
