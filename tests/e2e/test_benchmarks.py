@@ -171,3 +171,17 @@ def test_a_model_on_a_small_machine(tmp_path):
     code, output = run("small_machine", "--quick", "--folder", tmp_path, "--dtype", "bf16")
     assert code == 0 and "written in 0 s" in output  # the models are used again
     assert not [*tmp_path.glob("small-machine-*")]
+
+
+@pytest.mark.long
+def test_saves_of_one_training(tmp_path):
+    code, output = run("saves", "--quick", "--json", tmp_path / "out.json", "--folder", tmp_path)
+    assert code == 0, tail(output)
+    rows = json.loads((tmp_path / "out.json").read_text())["rows"]
+    expected = [
+        f"{form}, {who}" for form in ("full", "sharded", "background") for who in ("rank 0", "other ranks")
+    ]
+    assert [row["variant"] for row in rows] == expected
+    assert all(row["seconds"] > 0 and row["ratio"] > 0 for row in rows)
+    assert [row["formula_bytes"] > 0 for row in rows] == [True, False, False, False, True, True]
+    assert not list(tmp_path.glob("saves-*"))

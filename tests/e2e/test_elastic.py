@@ -1,21 +1,16 @@
 """A run that loses and gains ranks trains as one that keeps them: --moe-micro-batches."""
 
 import json
-import os
 import random
 import re
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
 import torch
-from cli import ROOT, fairseq, refused, start, tail, wait
+from cli import fairseq, refused, start, tail, wait
 from equality import facts_of, same_training, same_weights
+from launchers import Cluster
 from models import lm_args
-from ports import free_port
 
 from fairseq_tutel.checkpoint.shards import bind, unbind
 from fairseq_tutel.plans import files as plan_files
@@ -162,73 +157,12 @@ def test_killed_runs_on_four_three_one_and_four_ranks_train_as_one_that_is_not(
     assert facts_of(after) == pytest.approx(facts_of(before), rel=1e-5, abs=1e-6)
 
 
-STORE = (
-    "import time, torch.distributed as d; "
-    "s = d.TCPStore('0.0.0.0', {port}, is_master=True, wait_for_workers=False); time.sleep(10**9)"
-)
-
-
-class _Cluster:
-    """Two nodes with an agent of torchrun each, on this machine, and a store for their rendezvous."""
-
-    def __init__(self, folder, words, has_store):
-        self.folder, self.words, self.port = folder, words, free_port()
-        self.agents, self.has_store = {}, has_store
-        command = [sys.executable, "-c", STORE.format(port=self.port)]
-        self.store = subprocess.Popen(command) if has_store else None
-
-    def start(self, node):
-        is_host = node == 0 and not self.has_store
-        command = [
-            sys.executable, "-m", "torch.distributed.run", "--nnodes", "1:2", "--nproc_per_node", 1,
-            "--max-restarts", 5, "--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{self.port}",
-            "--rdzv-conf", f"is_host={int(is_host)},last_call_timeout=15", "--local-addr", "127.0.0.1",
-            "--monitor-interval", 1, "-m", "fairseq_tutel.train", *self.words,
-        ]  # fmt: skip
-        environment = {
-            **os.environ, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "SECONDS_PER_UPDATE": "0.7",
-            "OMP_NUM_THREADS": "1",
-        }  # fmt: skip
-        with open(self.folder / f"{node}.log", "a") as log:
-            self.agents[node] = subprocess.Popen(
-                list(map(str, command)), env=environment, cwd=ROOT, stdout=log, stderr=log
-            )
-
-    def lose(self, node):
-        """Kill a node: its agent, and the ranks that the agent has started."""
-        agent = self.agents.pop(node)
-        found = subprocess.run(
-            ["ps", "-o", "pid=", "--ppid", str(agent.pid)], capture_output=True, text=True
-        )
-        for pid in [agent.pid, *map(int, found.stdout.split())]:
-            os.kill(pid, signal.SIGKILL)
-        agent.wait()
-
-    def log(self):
-        return "\n".join((self.folder / f"{node}.log").read_text() for node in (0, 1))
-
-    def wait_until(self, condition, seconds=240):
-        deadline = time.monotonic() + seconds
-        while not condition():
-            assert time.monotonic() < deadline, tail(self.log(), 100)
-            assert all(agent.poll() in (None, 0) for agent in self.agents.values()), tail(self.log(), 100)
-            time.sleep(0.2)
-
-    def close(self):
-        for node in list(self.agents):
-            if self.agents[node].poll() is None:
-                self.lose(node)
-        if self.store is not None:
-            self.store.kill()
-            self.store.wait()
-
-
 @pytest.mark.long
 @pytest.mark.parametrize("lost, has_store", [(1, False), (0, True)])
 def test_a_node_is_lost_and_another_one_joins(lm_data, tmp_path, lost, has_store):
     """The node of the store may not be lost; where the store is elsewhere, every node may be."""
     words = _words(lm_data, tmp_path / "save", 4, "--user-dir", SLOW, updates=60)
-    cluster = _Cluster(tmp_path, words, has_store)
+    cluster = Cluster(tmp_path, words, has_store)
     last = tmp_path / "save" / "checkpoint_last.pt"
 
     def updates():
@@ -236,7 +170,6 @@ def test_a_node_is_lost_and_another_one_joins(lm_data, tmp_path, lost, has_store
 
     try:
         cluster.start(0)
-        time.sleep(5 if has_store else 3)
         cluster.start(1)
         cluster.wait_until(last.exists)
         cluster.wait_until(lambda: updates() >= 6)
@@ -246,9 +179,12 @@ def test_a_node_is_lost_and_another_one_joins(lm_data, tmp_path, lost, has_store
         cluster.wait_until(lambda: updates() > before + 4)
         cluster.start(lost)
         cluster.wait_until(lambda: cluster.log().count("training on 2 devices") >= 2)
-        cluster.wait_until(lambda: all(agent.poll() == 0 for agent in cluster.agents.values()))
+        cluster.wait_until(cluster.has_ended)
     finally:
         cluster.close()
+    # When a node joins, torchrun sends SIGTERM to the ranks, which save: no update is repeated.
+    saved = re.findall(r"a rank received a signal; update (\d+) is saved in", cluster.log())
+    assert saved and f"@ {saved[-1]} updates)" in cluster.log()
     fairseq("train", *_words(lm_data, tmp_path / "one", 4, updates=60))
     assert len(cluster.agents) == 2 and updates() == 60
     same_training(tmp_path / "one", tmp_path / "save")

@@ -2,20 +2,16 @@
 
 import json
 import os
-import random
-import re
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 import torch
-from cli import ROOT, USER_DIR, fairseq, start, tail, wait
+from cli import USER_DIR, fairseq, start, tail, wait
 from equality import facts_of, same_bits
+from launchers import launch, torchrun
 from models import dense_lm_args, lm_args
-from ports import free_port
 from test_sharded_checkpoints import SHARDED, load
 
 from fairseq_tutel.checkpoint.lease import NAME
@@ -162,26 +158,12 @@ def _wait_for_line(log, line, is_alive, seconds=90):
         time.sleep(0.02)
 
 
-def _launch(launcher, words, log):
-    command = [sys.executable, "-m", *launcher, *map(str, words)]
-    with open(log, "w") as file:
-        return subprocess.Popen(
-            command, cwd=ROOT, stdout=file, stderr=file, start_new_session=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )  # fmt: skip
-
-
-def _torchrun(ranks, *flags):
-    own = ("--nproc_per_node", str(ranks), "--master_port", str(free_port()), *map(str, flags))
-    return ("torch.distributed.run", *own, "-m", "fairseq_tutel.train")
-
-
 @LONG
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1"])
 def test_torchrun_forwards_a_signal_and_does_not_restart(lm_data, tmp_path, name):
     flags = ("--max-restarts", 3, "--signals-to-handle", "SIGTERM,SIGUSR1")
     words = lm_args(lm_data, tmp_path / "save", "--user-dir", USER_DIR, *SAVES, updates=100_000)
-    agent = _launch(_torchrun(2, *flags), words, log := tmp_path / "log")
+    agent = launch(torchrun(2, *flags), words, log := tmp_path / "log")
     _wait_for_line(log, '"num_updates": "4"', lambda: agent.poll() is None)
     agent.send_signal(signal.Signals[name])
     assert agent.wait(60) == 1
@@ -195,57 +177,46 @@ def test_torchrun_forwards_a_signal_and_does_not_restart(lm_data, tmp_path, name
 def test_processes_that_load_data_ignore_a_signal_to_all(lm_data, tmp_path, name):
     flags = ("--num-workers", 2, "--max-update", 2000)
     words = _words(lm_args, lm_data, tmp_path, "--user-dir", USER_DIR, *flags)
-    process = _launch(("fairseq_tutel.train",), words, log := tmp_path / "log")
+    process = launch(("fairseq_tutel.train",), words, log := tmp_path / "log")
     _wait_for_line(log, '"num_updates": "4"', lambda: process.poll() is None)
     os.killpg(process.pid, signal.Signals[name])
     assert process.wait(60) == EXIT_CODE, tail(log.read_text())
     assert updates_of(tmp_path) >= 4
 
 
-RANKS, MANY = (1, 2, 4), 50
-SAVED = re.compile(r"update (\d+) is saved in")
+SLOW_VALIDATION = """
+import sys, time
+sys.path.insert(0, {places!r})
+import faulty_places
+from fairseq.tasks.fairseq_task import FairseqTask
+valid_step = FairseqTask.valid_step
+def slowly(*args, **kwargs):
+    time.sleep(1)
+    print("a validation step")
+    return valid_step(*args, **kwargs)
+FairseqTask.valid_step = slowly
+"""
 
 
 @LONG
-@pytest.mark.parametrize("seed", range(40))
-def test_at_random_moments(lm_data, tmp_path, unbroken, seed):
-    """fairseq-train or torchrun; SIGTERM or SIGUSR1 to one rank, to all ranks or to the launcher."""
-    rng = random.Random(seed)
-    ranks, name = RANKS[seed % 3], ("SIGTERM", "SIGUSR1")[seed % 2]
-    flags = rng.choice(((), SHARDED, (*SHARDED, "--moe-save-async"), ("--moe-zero-stage", 1)))
-    flags = (*flags, "--batch-size", 1, "--max-update", MANY)  # within the first epoch
-    if ranks == 1:
-        launcher = ("fairseq_cli.train",)
-    else:
-        launcher = _torchrun(ranks, "--signals-to-handle", "SIGTERM,SIGUSR1")
-    words = _words(lm_args, lm_data, tmp_path, "--user-dir", USER_DIR, *flags)
-    process = _launch(launcher, words, log := tmp_path / "log")
-    begun = rng.choice(
-        ("Namespace|'_name'", "begin dry-run", "train_inner", "train_inner", "begin validation")
-    )
-    deadline = time.monotonic() + 90
-    while process.poll() is None and not re.search(begun, log.read_text()):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    time.sleep(rng.uniform(0, 0.3))
-    pids = [process.pid]
-    if ranks > 1 and rng.random() < 0.6:
-        pids = _children(process.pid)
-        pids = pids if rng.random() < 0.5 else pids[:1]
-    sent = time.monotonic()
-    for pid in pids if process.poll() is None else ():
-        os.kill(pid, signal.Signals[name])
-    process.wait(60)
-    text, seconds = log.read_text(), time.monotonic() - sent
-    assert seconds < 30 and not (tmp_path / "save" / NAME).exists(), tail(text)
-    if saved := SAVED.search(text):
-        assert updates_of(tmp_path) == int(saved[1])
-    print(f"{seed}: {ranks} ranks, {name} to {len(pids)}, {begun}: {saved and saved[0]}, {seconds:.1f} s")
-    env = {"FAULT": _environment(tmp_path)["FAULT"]}
-    fairseq("train", *_words(lm_args, lm_data, tmp_path, *flags), ranks=ranks, env=env)
-    same_end(unbroken(lm_args, ranks, *flags), tmp_path, MANY)
-
-
-def _children(pid):
-    found = subprocess.run(["ps", "-o", "pid=", "--ppid", str(pid)], capture_output=True, text=True)
-    return [int(child) for child in found.stdout.split()]
+@pytest.mark.parametrize("flags", [(), (*SHARDED, "--moe-save-async")])
+def test_a_long_validation_ends_after_half_of_the_time(lm_data, tmp_path, unbroken, flags):
+    """The signal comes before the second step of the first validation, after update 3."""
+    slow = tmp_path / "slow"
+    slow.mkdir()
+    (slow / "__init__.py").write_text(SLOW_VALIDATION.format(places=str(Path(PLACES).parent)))
+    words = _words(lm_args, lm_data, tmp_path, *flags, "--batch-size-valid", 1, "--user-dir", slow)
+    env = _environment(tmp_path, "valid", 2, 1, "SIGTERM")
+    run = wait(start("train", *words, "--moe-preemption-seconds", 12, ranks=2, env=env))
+    assert run.exit_codes == [EXIT_CODE] * 2, tail(run.output)
+    assert run.logs[0].count("ended the validation, which took too long after a signal") == 1
+    steps = [log.count("a validation step") for log in run.logs]
+    assert steps[0] == steps[1] and 2 < steps[0] <= 9  # 6 s hold at most seven more steps
+    assert "update 3 is saved in" in run.logs[0]
+    saved = load(tmp_path / "save")
+    assert saved["optimizer_history"][-1]["num_updates"] == 3 and saved["extra_state"]["val_loss"] is None
+    assert not (tmp_path / "save" / "checkpoint_best.pt").exists()
+    words = _words(lm_args, lm_data, tmp_path, *flags, "--batch-size-valid", 1)
+    again = fairseq("train", *words, ranks=2, env=env)
+    assert [int(s["valid_num_updates"]) for s in again.stats("valid")] == [6, 7]  # not 3
+    same_end(unbroken(lm_args, 2, *flags, "--batch-size-valid", 1), tmp_path)

@@ -1,6 +1,9 @@
 """Whether the ranks of a job that ended say what happened, in one sentence each."""
 
 import re
+import signal
+
+from fairseq_tutel.ranks.signals import EXIT_CODE
 
 from .job import Job
 from .plan import Fault
@@ -20,6 +23,8 @@ CLEAR = (
     r"the checkpoint keeps experts in \S+, which is corrupt or missing",
 )
 MISSING = re.compile(r"\branks? ([\d, -]+) did not (?:answer|reach)")
+# The line that says how a signal has ended a training.
+PREEMPTED = re.compile(r"a rank received a signal; (?:update (\d+) is saved in|there is nothing to save)")
 
 
 def last_error(log: str) -> str:
@@ -30,8 +35,11 @@ def last_error(log: str) -> str:
 
 def unclear(job: Job, fault: Fault) -> list[str]:
     """Return what is wrong with how a job ended: nothing where it is right, or was told clearly."""
+    if fault.what == "signal":
+        return unclear_after_signal(job, fault)
     problems = [f"rank {rank} hung" for rank in job.hung]
-    struck = {fault.rank} if job.fired and fault.what in ("kill", "stop") else set()
+    everyone = range(len(job.exit_codes)) if fault.target == "all" else [fault.rank]
+    struck = set(everyone) if job.fired and fault.what in ("kill", "stop") else set()
     told = []
     for rank, code in enumerate(job.exit_codes):
         if code == 0 or rank in struck or rank in job.hung:
@@ -49,6 +57,37 @@ def unclear(job: Job, fault: Fault) -> list[str]:
     if told and fault.what == "error" and "an injected fault" not in job.logs[fault.rank]:
         problems.append(f"rank {fault.rank} does not say its error: {told}")
     return problems
+
+
+def unclear_after_signal(job: Job, fault: Fault) -> list[str]:
+    """Return what is wrong with how a job ended after a signal.
+
+    It may have been over before, or have had no update, which a signal at start-up ends as it ends any
+    program. Otherwise every rank says by its exit code that it has saved; torchrun's is always 1.
+    """
+    problems = [f"rank {rank} hung" for rank in job.hung]
+    text, number = "\n".join(job.logs), signal.Signals[fault.detail]
+    is_preempted = any(PREEMPTED.search(log) for log in job.logs)
+    by_torchrun = fault.target == "torchrun"
+    codes = set(job.exit_codes)
+    if not any(codes):
+        return problems
+    if "will restart worker group" in text:
+        problems.append("torchrun started the ranks again")
+    if '"num_updates"' in text and not is_preempted and "done training" not in text:
+        problems.append(f"trained, and did not save: exit codes {job.exit_codes}, {_errors(job)}")
+    if is_preempted and codes != {1 if by_torchrun else EXIT_CODE}:
+        problems.append(f"saved, and has exit codes {job.exit_codes}, {_errors(job)}")
+    for rank, code in enumerate(job.exit_codes):
+        line = last_error(job.logs[rank])
+        told = any(re.search(pattern, line) for pattern in CLEAR)
+        if code not in (EXIT_CODE, -number, 1 if by_torchrun or told else EXIT_CODE):
+            problems.append(f"rank {rank} ended with {code}: {line or job.logs[rank][-200:]!r}")
+    return problems
+
+
+def _errors(job: Job) -> list[str]:
+    return [last_error(log) for log in job.logs]
 
 
 def missing(line: str) -> set[int]:

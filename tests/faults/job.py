@@ -1,14 +1,17 @@
-"""One training by fairseq's command line in forked ranks, watched so that nothing can hang."""
+"""One training by fairseq's command line, watched so that nothing can hang: forked ranks, or torchrun."""
 
 import json
 import os
 import signal
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from cli import start
+from launchers import launch, torchrun
 from models import lm_args
 
 from fairseq_tutel.plans import files as plan_files
@@ -68,6 +71,19 @@ def allowance(timeout: float, fault: Fault) -> float:
     return max(timeout + at_start, asleep) + health_check + SLACK_SECONDS
 
 
+def words_of(
+    data: Path, save_dir: Path, ranks: int, flags: Sequence[str], updates: int, timeout: float, *extra: str
+) -> list[Any]:
+    """Return the command line of a training; see `train`."""
+    places = {"most": MOST[ranks], "node": NODE[ranks], "plans": _plans(save_dir.parent, max(2, ranks))}
+    return lm_args(
+        data, save_dir, "--user-dir", PLACES, "--moe-comm-timeout", int(timeout), "--batch-size", 8,
+        "--save-interval-updates", SAVE_EVERY, "--moe-micro-batches", MICRO_BATCHES,
+        *([] if "--optimizer" in flags else SGD),
+        *[flag.format(**places) for flag in flags], *extra, updates=updates,
+    )  # fmt: skip
+
+
 def train(
     data: Path,
     save_dir: Path,
@@ -93,15 +109,16 @@ def train(
     fault = fault or Fault()
     marker = save_dir.parent / f"fired-{time.monotonic_ns()}"
     what = {**asdict(fault), "marker": str(marker), "save_dir": str(save_dir)}
-    places = {"most": MOST[ranks], "node": NODE[ranks], "plans": _plans(save_dir.parent, max(2, ranks))}
-    words = lm_args(
-        data, save_dir, "--user-dir", PLACES, "--moe-comm-timeout", int(timeout), "--batch-size", 8,
-        "--save-interval-updates", SAVE_EVERY, "--moe-micro-batches", MICRO_BATCHES,
-        *([] if "--optimizer" in flags else SGD),
-        *[flag.format(**places) for flag in flags], *extra, updates=updates,
-    )  # fmt: skip
+    words = words_of(data, save_dir, ranks, flags, updates, timeout, *extra)
+    env = {"FAULT": json.dumps(what)}
+    started: list[Any]
     with _starting:
-        started = start("train", *words, ranks=ranks, env={"FAULT": json.dumps(what)})
+        if fault.target == "torchrun":
+            log = save_dir.parent / "torchrun.log"
+            launcher = torchrun(ranks, "--signals-to-handle", "SIGTERM,SIGUSR1", "--max-restarts", 1)
+            started = [(launch(launcher, words, log, env), log)]
+        else:
+            started = start("train", *words, ranks=ranks, env=env)
     job = _watch(started, fault, marker, allowance(timeout, fault))
     marker.unlink(missing_ok=True)
     return job
@@ -116,7 +133,7 @@ def _plans(folder: Path, ranks: int) -> Path:
     return folder
 
 
-def _watch(started: list, fault: Fault, marker: Path, allowed: float) -> Job:
+def _watch(started: list[Any], fault: Fault, marker: Path, allowed: float) -> Job:
     """Wait for all ranks; strike at the fault's time; end who is stopped, or late."""
     processes = [process for process, _ in started]
     begin, fired, hung = time.monotonic(), None, []
@@ -124,9 +141,12 @@ def _watch(started: list, fault: Fault, marker: Path, allowed: float) -> Job:
         now = time.monotonic()
         if fired is None and marker.exists():
             fired = now
+            if fault.target != "rank":  # a rank that came by the place has struck itself
+                itself = fault.rank if fault.target == "all" else None
+                _strike([p for rank, p in enumerate(processes) if rank != itself], fault)
         if fired is None and fault.place == "time" and now - begin >= fault.seconds:
             fired = now
-            _strike(processes[fault.rank].pid, fault.what)
+            _strike(processes if fault.target != "rank" else [processes[fault.rank]], fault)
         late = now > fired + allowed if fired else now > begin + START_SECONDS + allowed
         # Nothing wakes a stopped rank but a launcher, when the others have ended.
         waited_for = [r for r in alive if not (fired and fault.what == "stop" and r == fault.rank)]
@@ -147,5 +167,10 @@ def _watch(started: list, fault: Fault, marker: Path, allowed: float) -> Job:
     )
 
 
-def _strike(pid: int, what: str) -> None:
-    os.kill(pid, {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}[what])
+def _strike(processes: Sequence[Any], fault: Fault) -> None:
+    number = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}.get(fault.what) or signal.Signals[
+        fault.detail
+    ]
+    for process in processes:
+        if process.is_alive():
+            os.kill(process.pid, number)

@@ -5,6 +5,7 @@ W ranks.
 
 import random
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 # Of the whole training: updates, and how often it saves (and validates).
 UPDATES = 8
@@ -12,6 +13,7 @@ SAVE_EVERY = 2
 # A checkpoint that a trial may start from was saved after so many.
 BEGUN = 4
 MICRO_BATCHES = 4  # of an update, over all ranks
+SECONDS_OF_TORCHRUN = 12.0  # from its start to about the end of a training
 
 # Where a rank can be hit, in faulty_places, and how often any rank comes by in a whole training; those of
 # the ranks that write files count for these alone.
@@ -21,6 +23,7 @@ PLACES = {
     "a step": {"train": 8, "backward": 8, "clip": 8, "update": 8},
     "a validation": {"valid": 4},
     "a save": {"gather": 4, "shard": 8, "write": 4, "rename": 11, "renamed": 11, "copy": 7, "saved": 4},
+    "a background save": {"gather": 4, "shard": 8, "write": 4, "rename": 11, "renamed": 11, "copy": 7},
     "any collective": {"collective": 33},
 }
 # Where ranks exchange rows they come by more collectives: some trials go for those.
@@ -60,6 +63,16 @@ BY_PLANS = ("--moe-collective-plans", "{plans}")
 ROWS_BY_PLANS = ("--moe-a2a-algorithm", "plan:linear_all_to_all")
 OF_OTHER_ROWS = {"6", "--moe-adaptive", "--moe-use-2dh"}
 
+# Checkpoints: in one file, in shards, or in shards that threads write.
+FORMATS = {
+    "full": ("--moe-checkpoint", "full"),
+    "sharded": ("--moe-checkpoint", "sharded"),
+    "background": ("--moe-checkpoint", "sharded", "--moe-save-async"),
+}
+# Two nodes, of which one is killed and another one joins, train as one does, so they have a sum's rounding.
+NODES = "node lost and gained"
+FLAGS_OF_NODES = ((), ("--moe-expert-count", "6"), ("--moe-zero-stage", "1"), ("--moe-balance-bias",))
+
 TEARS = ("truncate", "flip", "empty", "remove")
 
 
@@ -68,13 +81,14 @@ class Fault:
     """What happens to one rank of the first training.
 
     Attributes:
-        what: kill, stop, delay, error, nan, inf, empty or short (a batch); "none" for nothing.
+        what: kill, stop, delay, error, signal, node, nan, inf, empty or short (a batch), or "none".
         place: of PLACES, "samples", or "time": the parent strikes `seconds` after the start.
         when: at the how-many-th visit of the place.
         rank: which rank.
         seconds: of a delay, or to the parent's strike.
-        detail: which error; NaN in "input" or "weights".
+        detail: which error or signal; NaN in "input" or "weights"; "store": a rendezvous without a node.
         fraction: how much of a file is written, which of the weights.
+        target: "rank", "all" for a kill or signal of all ranks, or "torchrun" for a signal to it.
         messages: ranks cannot share memory, so that plans run by messages.
     """
 
@@ -85,6 +99,7 @@ class Fault:
     seconds: float = 0.0
     detail: str = ""
     fraction: float = 0.0
+    target: str = "rank"
     messages: bool = False
 
 
@@ -119,14 +134,14 @@ class Trial:
 
 def kinds() -> list[str]:
     """Return the kinds of trials; a seed's is the one that it is modulo their number."""
-    struck = [f"{what} in {phase}" for what in ("kill", "stop") for phase in PLACES]
-    late = [f"delay in {phase}" for phase in PLACES]
-    failing = [f"error in {phase}" for phase in PLACES]
+    kill, stop, late, failing, signals = (
+        [f"{what} in {phase}" for phase in PLACES] for what in ("kill", "stop", "delay", "error", "signal")
+    )
     torn = [f"{tear} a file" for tear in TEARS]
     others = ["nan", "inf", "full disk", "empty batch", "short batch", "other ranks"]
-    timed = ["kill at any time", "stop at any time"]
+    timed = ["kill at any time", "stop at any time", "signal at any time", NODES]
     # In turns, so that a few trials in a row differ.
-    columns = [struck[:6], torn, failing, others, struck[6:], timed, late]
+    columns = [kill, torn, failing, others, signals, stop, timed, late]
     longest = max(map(len, columns))
     return [column[i] for i in range(longest) for column in columns if i < len(column)]
 
@@ -137,23 +152,27 @@ def draw(seed: int, timeout: float, formats: tuple[str, ...] = (), plans: tuple[
     Args:
         seed: any whole number from 0.
         timeout: --moe-comm-timeout in seconds.
-        formats: values of --moe-checkpoint to draw from; none leaves the option out.
+        formats: of FORMATS, to draw from; none leaves the options out.
         plans: of PLANS, to draw from.
     """
     rng = random.Random(seed)
     every = kinds()
     kind = every[seed % len(every)]
-    ranks = rng.choice((1, 2, 2, 3, 4) if _may_be_alone(kind) else (2, 2, 3, 4))
-    flags = rng.choice(FLAGS)
-    if formats:
-        flags = (*flags, "--moe-checkpoint", rng.choice(formats))
-    same = rng.random() < 0.6 and kind != "other ranks"
-    after = ranks if same else rng.choice([w for w in (1, 2, 3, 4) if w != ranks])
     what, _, where = kind.partition(" ")
+    ranks = rng.choice((1, 2, 2, 3, 4) if _may_be_alone(kind) else (2, 2, 3, 4))
+    flags = rng.choice(FLAGS if kind != NODES else FLAGS_OF_NODES)
+    if where == "in a background save":
+        formats = ("background",)
+    if formats:
+        flags = (*flags, *FORMATS[rng.choice(formats)])
+    same = (rng.random() < 0.6 and kind != "other ranks") or what == "signal"
+    after = ranks if same else rng.choice([w for w in (1, 2, 3, 4) if w != ranks])
     by = rng.choice(plans)
+    begun = where in ("in a load", "a file") or (kind != "full disk" and rng.random() < 0.3)
+    if kind == NODES:
+        ranks, after, by, begun = 2, 1, "none", False
     if by != "none":
         flags = (*flags, *BY_PLANS, *(() if OF_OTHER_ROWS & set(flags) else ROWS_BY_PLANS))
-    begun = where in ("in a load", "a file") or (kind != "full disk" and rng.random() < 0.3)
     fault = _fault(rng, what, where, ranks, timeout, begun, "sharded" in flags)
     return Trial(
         seed=seed,
@@ -186,8 +205,13 @@ def _fault(
     rng: random.Random, what: str, where: str, ranks: int, timeout: float, begun: bool, sharded: bool
 ) -> Fault:
     rank = rng.randrange(ranks)
-    common = {"what": what, "rank": rank, "fraction": rng.random()}
+    common: dict[str, Any] = {"what": what, "rank": rank, "fraction": rng.random()}
     phase = where.removeprefix("in ")
+    if what == "signal":
+        common["target"] = rng.choice(("rank", "all", "torchrun"))
+        common["detail"] = rng.choice(("SIGTERM", "SIGUSR1"))
+    elif what == "kill" and phase == "a background save":
+        common["target"] = rng.choice(("rank", "all"))
     if phase in PLACES:
         place = rng.choice([name for name in PLACES[phase] if sharded or name not in OF_SHARDS])
         most = PLACES[phase][place]
@@ -199,14 +223,20 @@ def _fault(
         # Well below the time-out, or so far above that it has gone by.
         seconds = rng.choice((rng.uniform(0.1, 0.4) * timeout, timeout + rng.uniform(2, 3)))
         errors = ["sample", "disk"] + ["memory"] * (phase in ("a step", "a validation"))
-        return Fault(place=place, when=when, seconds=seconds, detail=rng.choice(errors), **common)
+        common.setdefault("detail", rng.choice(errors))
+        return Fault(place=place, when=when, seconds=seconds, **common)
     if what in ("nan", "inf"):
         detail = rng.choice(("input", "weights"))
         return Fault(place="train", when=rng.randint(1, 4 if begun else 8), detail=detail, **common)
     if where == "batch":
         return Fault(place="samples", when=rng.randint(1, 4 if begun else 8), **common)
     if where == "at any time":
-        return Fault(place="time", seconds=rng.uniform(0, 1.2), **common)
+        longest = SECONDS_OF_TORCHRUN if common.get("target") == "torchrun" else 1.2
+        return Fault(place="time", seconds=rng.uniform(0, longest), **common)
+    if what == "node":
+        detail = "store" if rank == 0 else rng.choice(("store", "agent"))
+        common |= {"detail": detail, "when": rng.randint(1, 3)}
+        return Fault(place="node", seconds=rng.uniform(0, 3), **common)
     if what == "other":
         common["what"] = "kill"
         return Fault(place="train", when=rng.randint(1, 4 if begun else 8), **common)

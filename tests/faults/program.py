@@ -36,8 +36,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--comm-timeout", type=int, default=6, help="--moe-comm-timeout (default: %(default)s)"
     )
     parser.add_argument(
-        "--format", nargs="+", default=["full", "sharded"], choices=("full", "sharded"),
-        help="values of --moe-checkpoint to draw from (default: both)",
+        "--format", nargs="+", default=list(plan.FORMATS), choices=plan.FORMATS,
+        help="forms of checkpoints to draw from: a file, shards, or shards by threads (default: all)",
     )  # fmt: skip
     parser.add_argument(
         "--plans", nargs="+", default=plan.PLANS, choices=plan.PLANS,
@@ -124,6 +124,7 @@ def _row(name: str, results: Sequence[trial.Result]) -> dict[str, object]:
         "fault": name,
         "trials": len(results),
         "ended clearly": sum(result.outcome == "ended" for result in good),
+        "preempted": sum(result.outcome == "preempted" for result in good),
         "went on": sum(result.outcome == "went on" for result in good),
         "not reached": sum(not result.fired for result in results),
         "resumed": sum(result.resumed for result in good),

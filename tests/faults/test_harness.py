@@ -2,6 +2,7 @@
 
 import random
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
@@ -23,10 +24,27 @@ def test_a_seed_says_all_and_all_kinds_come_in_turn():
     assert trials == [plan.draw(seed, 5) for seed in range(4 * len(kinds))]
     assert set(Counter(trial.kind for trial in trials).values()) == {4}
     assert {trial.ranks for trial in trials} == {1, 2, 3, 4}
-    drawn = [plan.draw(seed, 5, plans=("none",)).flags for seed in range(len(trials))]
+    drawn = [plan.draw(t.seed, 5, plans=("none",)).flags for t in trials if _chooses_flags(t)]
     assert {*drawn} == {*plan.FLAGS}
     assert sum("{plans}" in trial.flags for trial in trials) > len(trials) / 2
     assert sum(trial.compared for trial in trials) > len(trials) / 2
+
+
+def _chooses_flags(trial):
+    return "background" not in trial.kind and trial.kind != plan.NODES
+
+
+def test_signals_go_to_a_rank_all_ranks_and_torchrun_in_every_phase():
+    trials = [plan.draw(seed, 5, tuple(plan.FORMATS)) for seed in range(40 * len(plan.kinds()))]
+    faults = [trial.fault for trial in trials if trial.fault.what == "signal"]
+    phases = {f"signal in {phase}" for phase in plan.PLACES} | {"signal at any time"}
+    assert {t.kind for t in trials if t.fault.what == "signal"} == phases
+    drawn = {(fault.target, fault.detail) for fault in faults}
+    assert drawn == {(to, name) for to in ("rank", "all", "torchrun") for name in ("SIGTERM", "SIGUSR1")}
+    writing = [trial for trial in trials if trial.kind.endswith("in a background save")]
+    assert all("--moe-save-async" in trial.flags for trial in writing)
+    assert {t.fault.target for t in writing if t.fault.what == "kill"} == {"rank", "all"}
+    assert {trial.fault.rank for trial in trials if trial.kind == plan.NODES} == {0, 1}
 
 
 def test_every_kind_has_its_fault():
@@ -37,7 +55,8 @@ def test_every_kind_has_its_fault():
 
 
 def test_formats_of_checkpoints_are_drawn_where_they_are_given():
-    drawn = {plan.draw(seed, 5, ("full", "sharded"), ("none",)).flags[-2:] for seed in range(20)}
+    trials = [plan.draw(seed, 5, ("full", "sharded"), ("none",)) for seed in range(30)]
+    drawn = {trial.flags[-2:] for trial in trials if _chooses_flags(trial)}
     assert drawn == {("--moe-checkpoint", "full"), ("--moe-checkpoint", "sharded")}
 
 
@@ -63,6 +82,34 @@ KILLED = Fault("kill", "train", rank=1)
 def test_what_is_unclear_is_seen(codes, logs, hung, problem):
     problems = unclear(_job(codes, logs, hung), KILLED)
     assert (problems == []) if problem is None else any(p.startswith(problem) for p in problems)
+
+
+SIGNALLED = Fault("signal", "train", rank=1, detail="SIGTERM")
+SAVED = '"num_updates": "3"\na rank received a signal; update 3 is saved in save/checkpoint_last.pt, and …'
+NOTHING = "a rank received a signal; there is nothing to save before the first update"
+
+
+@pytest.mark.parametrize(
+    ("codes", "logs", "target", "problem"),
+    [
+        ((75, 75), (SAVED, ""), "rank", None),
+        ((75, 75), (NOTHING, ""), "all", None),
+        ((0, 0), ("", ""), "all", None),
+        ((1, -15), (MISSES_1, ""), "rank", None),
+        ((-15, -15), ("", ""), "all", None),
+        ((1,), (SAVED,), "torchrun", None),
+        ((-15,), ("",), "torchrun", None),
+        ((1,), (SAVED + "will restart worker group",), "torchrun", "torchrun started the ranks again"),
+        ((1,), ('"num_updates": "3"',), "torchrun", "trained, and did not save"),
+        ((-15, 1), ('"num_updates": "3"', MISSES_1), "rank", "trained, and did not save"),
+        ((75, 143), (SAVED, ""), "rank", "saved, and has exit codes"),
+        ((75, 1), (NOTHING, "Killed"), "rank", "saved, and has exit codes"),
+        ((-15, 1), ("", "Killed"), "rank", "rank 1 ended with 1: 'Killed'"),
+    ],
+)
+def test_a_signal_must_be_followed_by_a_save(codes, logs, target, problem):
+    problems = unclear(_job(codes, logs), replace(SIGNALLED, target=target))
+    assert (problems == []) if problem is None else problems[0].startswith(problem), problems
 
 
 def test_the_rank_that_failed_must_say_its_error():

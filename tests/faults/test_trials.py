@@ -10,10 +10,11 @@ import os
 import pytest
 from corpora import language
 
-from .plan import Fault, Trial
+from .plan import FORMATS, Fault, Trial
 from .trial import World, run
 
 TIMEOUT = 4
+BACKGROUND = FORMATS["background"]
 
 
 @pytest.fixture(scope="module")
@@ -38,6 +39,11 @@ TRIALS = {
         _trial("full disk", disk=2.5),
         _trial("nan", Fault("nan", "train", 3, rank=1, detail="input"), begun=True),
         _trial("other ranks", Fault("kill", "train", 7, rank=1), ranks_after=1),
+        _trial("kill all in a thread", Fault("kill", "shard", 6, rank=1, target="all"), flags=BACKGROUND),
+    ],
+    "preempted": [
+        _trial("signal", Fault("signal", "train", 6, rank=1, detail="SIGUSR1", target="all")),
+        _trial("signal to torchrun", Fault("signal", "valid", 2, detail="SIGTERM", target="torchrun")),
     ],
     "went on": [
         _trial("failing disk", Fault("error", "write", 2, detail="disk", fraction=0.5)),
@@ -50,7 +56,7 @@ TRIALS = {
 # tests/e2e has a kill in a copy, a stopped rank, a full disk, NaN and another number of ranks.
 LONG = (
     "kill in a copy", "stop in a collective", "full disk", "nan", "other ranks", "empty batch", "remove",
-    "kill before ranks meet", "failing disk",
+    "kill before ranks meet", "failing disk", "kill all in a thread", "signal", "signal to torchrun",
 )  # fmt: skip
 
 
@@ -66,5 +72,5 @@ def test_a_training_that_is_hit_ends_clearly_or_goes_on(outcome, trial, world):
     result = run(trial, world)
     assert not result.problems, result.problems
     assert (result.outcome, result.fired) == (outcome, True)
-    assert result.resumed == (outcome == "ended")
+    assert result.resumed == (outcome != "went on")
     assert result.compared == trial.compared

@@ -15,10 +15,12 @@ from pathlib import Path
 
 import torch
 
-from . import disk, files
-from .clear import last_error, unclear
+from fairseq_tutel.checkpoint import lease
+
+from . import disk, files, nodes
+from .clear import PREEMPTED, last_error, unclear
 from .job import Job, train
-from .plan import BEGUN, ROUNDED, UPDATES, Fault, Trial
+from .plan import BEGUN, NODES, ROUNDED, UPDATES, Fault, Trial
 
 SAVED = re.compile(r"Saved checkpoint \S+ \(epoch \d+ @ (\d+) updates")
 FROM_ANOTHER = "training resumes from"
@@ -32,7 +34,7 @@ class Result:
 
     Attributes:
         trial: its plan.
-        outcome: "ended" with a clear error, or "went on" to the end.
+        outcome: "ended" with a clear error, "preempted" by a signal, or "went on" to the end.
         fired: the fault happened: not every place is reached as often as the plan says.
         seconds: from the fault to the end of the training that was hit.
         resumed: another training went on from what was left, to the end.
@@ -104,11 +106,15 @@ def _run(trial: Trial, world: World, save_dir: Path) -> Result:
         begun = world.undisturbed(trial.flags, trial.ranks, BEGUN)
         shutil.copytree(begun, save_dir, dirs_exist_ok=True)
     torn = files.tear(trial.tear, save_dir, trial.seed) if trial.tear else None
-    job = train(world.data, save_dir, trial.ranks, trial.flags, UPDATES, world.timeout, fault=trial.fault)
+    common = trial.flags, UPDATES, world.timeout
+    if trial.kind == NODES:
+        job = nodes.train(world.data, save_dir, *common, fault=trial.fault)
+    else:
+        job = train(world.data, save_dir, trial.ranks, *common, fault=trial.fault)
     finished = not any(job.exit_codes)
     result = Result(
         trial,
-        outcome="went on" if finished else "ended",
+        outcome="went on" if finished else "preempted" if _preempted(job) else "ended",
         fired=job.fired or bool(torn) or bool(trial.disk),
         seconds=job.seconds,
         problems=unclear(job, trial.fault),
@@ -122,7 +128,7 @@ def _run(trial: Trial, world: World, save_dir: Path) -> Result:
         result = _go_on(result, world, save_dir, torn)
     at_its_end = not result.problems and files.updates_of(save_dir / "checkpoint_last.pt") == UPDATES
     if trial.compared and at_its_end:
-        ranks = trial.ranks if finished else trial.ranks_after
+        ranks = trial.ranks if finished and trial.kind != NODES else trial.ranks_after
         result.problems.extend(_difference(trial, world, save_dir, ranks))
         result = replace(result, compared=True)
     return result
@@ -138,14 +144,12 @@ def _go_on(result: Result, world: World, save_dir: Path, torn: Path | None) -> R
         torn.unlink(missing_ok=True)
         older = files.newest(p for p in _whole(trial, save_dir) if "last" not in p.name)
         extra = ("--restore-file", str(older))
-    # fairseq makes one update more of a training that was at its end.
-    one_more = _is_done(save_dir) and not extra
     job = train(world.data, save_dir, trial.ranks_after, trial.flags, UPDATES, world.timeout, extra=extra)
     if any(job.exit_codes) or job.hung:
         codes, errors = job.exit_codes, [last_error(log) for log in job.logs]
         result.problems.append(f"does not go on: exit codes {codes}, {errors}")
     else:
-        result.problems.extend(_at_the_end(save_dir, "after it went on,", one_more))
+        result.problems.extend(_at_the_end(save_dir, "after it went on,"))
         for path in files.checkpoints(save_dir):
             if torn is not None and files.belongs(torn, path):
                 continue  # what shared the torn file
@@ -167,9 +171,17 @@ def _loss(trial: Trial, save_dir: Path, job: Job, torn: Path | None) -> Iterator
             yield "did not go on from the newest checkpoint, or not with a word"
         return
     saved = [int(n) for n in SAVED.findall(job.logs[0])] + [BEGUN] * trial.begun
+    preempted = _preempted(job)
+    saved += [int(found[1]) for found in preempted if found[1]]
     newest = files.newest(whole)
     if saved and (newest is None or files.updates_of(newest) < max(saved)):
         yield f"update {max(saved)} was saved, and the newest whole checkpoint is {newest}"
+    if preempted and trial.kind != NODES and (save_dir / lease.NAME).exists():
+        yield "holds the lease after a signal has ended it"
+
+
+def _preempted(job: Job) -> list[re.Match[str]]:
+    return [found for log in job.logs for found in PREEMPTED.finditer(log)]
 
 
 def _whole(trial: Trial, save_dir: Path) -> list[Path]:
@@ -183,17 +195,11 @@ def _num_experts(trial: Trial) -> int:
     return int(flags[flags.index("--moe-expert-count") + 1]) if "--moe-expert-count" in flags else 4
 
 
-def _is_done(save_dir: Path) -> bool:
-    """Whether a folder's last checkpoint is that of a training's end."""
-    last = save_dir / "checkpoint_last.pt"
-    return last.exists() and files.updates_of(last) >= UPDATES
-
-
-def _at_the_end(save_dir: Path, when: str, one_more: bool = False) -> Iterator[str]:
+def _at_the_end(save_dir: Path, when: str) -> Iterator[str]:
     last = save_dir / "checkpoint_last.pt"
     if not last.exists():
         yield f"{when} there is no checkpoint_last.pt"
-    elif (updates := files.updates_of(last)) != UPDATES + one_more:
+    elif (updates := files.updates_of(last)) != UPDATES:
         yield f"{when} checkpoint_last.pt has {updates} of {UPDATES} updates"
 
 

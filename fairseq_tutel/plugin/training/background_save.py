@@ -176,6 +176,11 @@ class BackgroundSave:
         self._votes = Votes(written=lambda: float(self._has_written()))
         self._has_joined = self._fits = self._is_stopped = False
 
+    @property
+    def is_pending(self) -> bool:
+        """Whether a save has begun that is not committed."""
+        return self._save is not None
+
     @contextlib.contextmanager
     def installed(self, main: Any) -> Iterator[None]:
         """Context manager that continues a pending save after each update of fairseq's training loop."""

@@ -1,0 +1,127 @@
+"""Commands in processes of their own: fairseq-train, torchrun, and nodes that torchrun loses and gains."""
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+from cli import ROOT, tail
+from ports import free_port
+
+STORE = (
+    "import time, torch.distributed as d; "
+    "s = d.TCPStore('0.0.0.0', {port}, is_master=True, wait_for_workers=False); time.sleep(10**9)"
+)
+
+
+class Launched(subprocess.Popen):
+    """A command that may start processes, with the methods of a multiprocessing.Process."""
+
+    @property
+    def exitcode(self):
+        return self.poll()
+
+    def is_alive(self):
+        return self.poll() is None
+
+    def join(self):
+        self.wait()
+
+    def kill(self):
+        """Kill the command and the processes that it has started: torchrun's have sessions of their own."""
+        for pid in (*children(self.pid), self.pid):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+
+def launch(launcher, words, log, env=None):
+    """Start `python -m LAUNCHER WORDS`, whose output is appended to a log."""
+    command = [sys.executable, "-m", *map(str, launcher), *map(str, words)]
+    with open(log, "a") as file:
+        return Launched(
+            command, cwd=ROOT, stdout=file, stderr=file, start_new_session=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1", **(env or {})},
+        )  # fmt: skip
+
+
+def torchrun(ranks, *flags):
+    """Return the launcher that starts ranks on this machine."""
+    own = ("--nproc_per_node", ranks, "--master_port", free_port(), *flags)
+    return ("torch.distributed.run", *own, "-m", "fairseq_tutel.train")
+
+
+def children(pid):
+    """Return the IDs of the processes that a process has started."""
+    found = subprocess.run(["ps", "-o", "pid=", "--ppid", str(pid)], capture_output=True, text=True)
+    return [int(child) for child in found.stdout.split()]
+
+
+class Cluster:
+    """Two nodes with an agent of torchrun each, on this machine, and a store for their rendezvous.
+
+    Args:
+        folder: for the logs of the nodes.
+        words: the command line of the training.
+        has_store: the store is a process of its own, not in the agent of node 0.
+        seconds: per update.
+        last_call: seconds that a rendezvous waits for more nodes.
+    """
+
+    def __init__(self, folder, words, has_store, seconds=0.7, last_call=15):
+        self.folder, self.words, self.port = folder, words, free_port()
+        self.agents, self.has_store, self.last_call = {}, has_store, last_call
+        self._environment = {
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "SECONDS_PER_UPDATE": str(seconds)
+        }  # fmt: skip
+        command = [sys.executable, "-c", STORE.format(port=self.port)]
+        self.store = subprocess.Popen(command) if has_store else None
+
+    def start(self, node):
+        is_host = node == 0 and not self.has_store
+        if not is_host:
+            self._wait_for_store()
+        launcher = (
+            "torch.distributed.run", "--nnodes", "1:2", "--nproc_per_node", 1, "--max-restarts", 5,
+            "--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{self.port}",
+            "--rdzv-conf", f"is_host={int(is_host)},last_call_timeout={self.last_call}",
+            "--local-addr", "127.0.0.1", "--monitor-interval", 1, "-m", "fairseq_tutel.train",
+        )  # fmt: skip
+        self.agents[node] = launch(launcher, self.words, self.folder / f"{node}.log", self._environment)
+
+    def _wait_for_store(self):
+        def listens():
+            with socket.socket() as probe:
+                return probe.connect_ex(("127.0.0.1", self.port)) == 0
+
+        self.wait_until(listens)
+
+    def lose(self, node):
+        """Kill a node: its agent, and the ranks that the agent has started."""
+        agent = self.agents.pop(node)
+        agent.kill()
+        agent.wait()
+
+    def log(self):
+        return "\n".join(log.read_text() for log in sorted(self.folder.glob("[01].log")))
+
+    def wait_until(self, condition, seconds=240):
+        deadline = time.monotonic() + seconds
+        while not condition():
+            assert time.monotonic() < deadline, tail(self.log(), 100)
+            assert all(agent.poll() in (None, 0) for agent in self.agents.values()), tail(self.log(), 100)
+            time.sleep(0.2)
+
+    def has_ended(self):
+        """Whether the agents of all nodes have ended without an error."""
+        return all(agent.poll() == 0 for agent in self.agents.values())
+
+    def close(self):
+        for node in list(self.agents):
+            if self.agents[node].poll() is None:
+                self.lose(node)
+        if self.store is not None:
+            self.store.kill()
+            self.store.wait()
