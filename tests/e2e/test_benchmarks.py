@@ -157,8 +157,8 @@ def test_a_model_on_a_small_machine(tmp_path):
     )
     assert code == 0, tail(output)
     found = json.loads(path.read_text())
-    titles = [f"{form}, others in {dtype}" for form in ("full, 8 experts in int4", "pruned, 8 experts in int8")
-              for dtype in ("bf16", "int8")]  # fmt: skip
+    forms = ("full, 8 experts in int4", "pruned, 8 experts in int8")
+    titles = [f"{form}, others in {dtype}" for form in forms for dtype in ("bf16", "int8")]
     assert [*found["configurations"]] == titles and plot.stat().st_size
     for cold, warm in zip(found["rows"][::2], found["rows"][1::2], strict=True):
         assert cold["variant"] == "1 core, beam 1, cold" and warm["variant"] == "1 core, beam 1, warm"
@@ -168,6 +168,8 @@ def test_a_model_on_a_small_machine(tmp_path):
         assert sum(cold["parts"].values()) == pytest.approx(cold["seconds"])
     sizes = {name: facts["bytes"] for name, facts in found["configurations"].items()}
     assert sizes[titles[0]] < sizes[titles[2]]
+    code, output = run("small_machine", "--quick", "--folder", tmp_path, "--model-dim", 128)
+    assert code == 2 and "whose small-machine-full has a model of other sizes" in tail(output, 1)
     code, output = run("small_machine", "--quick", "--folder", tmp_path, "--dtype", "bf16")
     assert code == 0 and "written in 0 s" in output  # the models are used again
     assert not [*tmp_path.glob("small-machine-*")]
