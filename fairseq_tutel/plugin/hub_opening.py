@@ -19,6 +19,7 @@ from fairseq_tutel.moe.option_table import options_of
 from fairseq_tutel.plugin.feed_forward import moe_layers
 from fairseq_tutel.plugin.hub_interfaces import Interface, interface_of
 from fairseq_tutel.plugin.registration.process import REASON, is_machine_error, is_refusal, sentence_of
+from fairseq_tutel.plugin.run_state import RUN
 from fairseq_tutel.plugin.training.task import InferenceMixin, give_mixin
 
 ENCODERS = {"bpe": BPE_REGISTRY, "tokenizer": TOKENIZER_REGISTRY}
@@ -48,6 +49,9 @@ def open_interface(
     # the training run saved has no effect.
     names = {each: name for name, each in INFERENCE_DTYPES.items()}
     built = {"moe_inference_dtype": names.get(dtype, "auto")}
+    # Models of an ensemble share an expert store. A model of an earlier call would leave its experts in the
+    # cache of a shared store.
+    RUN.stores.clear()
     beside = {key: str(folder / name) for key, name in GPT2_FILES.items() if (folder / name).is_file()}
     try:
         opened = hub_utils.from_pretrained(

@@ -154,6 +154,15 @@ def test_python_ignores_the_inference_dtype_of_the_training_run(mt, mt_data, tmp
         assert not any(isinstance(module, QuantizedLinear) for module in model.modules())
 
 
+def test_models_of_an_ensemble_share_a_store_but_not_with_other_models(mt, mt_data):
+    def stores(path):
+        models = ft.from_checkpoint(path, mt_data, moe_expert_store="on-demand").models
+        return {model.encoder.layers[0].fc1.experts.weights._store for model in models}
+
+    found = [stores(mt), stores(mt), stores(f"{mt}:{mt}")]
+    assert [len(each) for each in found] == [1] * 3 and len(set().union(*found)) == 3
+
+
 @LONG
 def test_an_ensemble_has_one_store(mt, mt_data):
     both = f"{mt}:{mt}"
