@@ -36,7 +36,7 @@ from benchmarks.bad_option import BadOption
 from benchmarks.machine import facts
 from benchmarks.output import Report, Row
 from benchmarks.released import anonymous_bytes
-from benchmarks.small_machine_model import Shape
+from benchmarks.small_machine_model import SIZES, Shape
 
 GB = 10**9
 FORMS = {
@@ -63,13 +63,7 @@ def main(words: list[str] | None = None) -> int:
     add("--tokens", type=int, default=20, help="tokens of a sentence and of its translation")
     add("--cache", default="4GB", help="--moe-expert-cache")
     add("--compute", default="quantized", help="--moe-expert-compute")
-    add(
-        "--dtype",
-        nargs="+",
-        choices=("bf16", "int8"),
-        default=["bf16", "int8"],
-        help="--moe-inference-dtype",
-    )
+    add("--dtype", nargs="+", choices=DTYPES, default=[*DTYPES], help="--moe-inference-dtype")
     for field in fields(Shape):
         flag, kind = f"--{field.name.replace('_', '-')}", type(field.default)
         add(flag, type=kind, default=argparse.SUPPRESS, help="size of the model, in place of its form's")
@@ -83,8 +77,9 @@ def _measure(options: argparse.Namespace) -> int:
     shown = {key: value for key, value in command.shown(options).items() if key != "folder"}
     report = Report("small_machine", "", machine, shown, options.json)
     for form in options.forms:
-        shape = replace(FORMS[form], **(TINY if options.quick else {}), **_given(options))
+        shape = replace(FORMS[form], **((TINY if options.quick else {}) | _given(options)))
         folder = options.folder / f"small-machine-{form}"
+        _refuse_other_model(shape, folder)
         try:
             seconds = _write(shape, folder)
             size = sum(file.stat().st_size for file in folder.rglob("*") if not file.is_symlink())
@@ -107,6 +102,17 @@ def _measure(options: argparse.Namespace) -> int:
 def _given(options: argparse.Namespace) -> dict[str, Any]:
     """Return the sizes of the model that the command line sets."""
     return {field.name: vars(options)[field.name] for field in fields(Shape) if field.name in options}
+
+
+def _refuse_other_model(shape: Shape, folder: Path) -> None:
+    """Raise BadOption if a folder has a model of other sizes."""
+    sizes = folder / SIZES
+    found = Shape(**json.loads(sizes.read_text())) if sizes.exists() else None
+    if (folder / "model.pt").exists() and found != shape:
+        raise BadOption(
+            f"--folder is {folder.parent}, whose {folder.name} has a model of other sizes; remove it, or "
+            "give another folder."
+        )
 
 
 def _write(shape: Shape, folder: Path) -> float:

@@ -8,7 +8,7 @@ import json
 import math
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from fairseq_tutel.ranks.groups import Slice
 
 LANGUAGES = ("aaa_Latn", "bbb_Latn")
 DTYPE = torch.bfloat16  # of all weights that are not quantized
+SIZES = "sizes.json"  # the file of a model's `Shape`
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,6 +104,7 @@ def write(shape: Shape, folder: Path) -> None:
     saved = from_hf.checkpoint(NLLB_MOE, Setup(options, config, "", [*LANGUAGES]), vocabulary, weights)
     for name, stack in _write_experts(shape, counts, folder).items():
         saved.weights[name] = stack.record()
+    (folder / SIZES).write_text(json.dumps(asdict(shape)))
     saved.write(folder / from_hf.CHECKPOINT)
     from_hf.write_vocabulary(vocabulary, folder, folder)
 

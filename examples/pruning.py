@@ -6,7 +6,8 @@ DATA_BIN is binarized parallel text, such as OUT/bin of translation.sh. For each
 sizes of quickstart.sh but 16 experts per layer is trained for 300 updates. Loads and importances are
 collected on the first 2,000 sentences of train, and perplexity is measured on valid. A share of the experts
 of each layer is kept, or ("global") of the whole model. "random" keeps the same random experts in all
-layers. Skips models and results that OUT has. Prints a table at the end.
+layers. BLEU is measured on test, for experts that are kept by load and by importance. Skips models and
+results that OUT has. Prints a table at the end.
 Environment: SEEDS ("1 2 3"), SHARES ("0.75 0.5 0.25"), OMP_NUM_THREADS (all cores).
 """
 
@@ -16,6 +17,7 @@ import json
 import math
 import os
 import random
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -49,6 +51,7 @@ WAYS = {
     "load, global": ("load", "--globally"),
     "importance, global": ("importance", "--globally"),
 }
+TRANSLATED = ("load", "importance")  # ways whose BLEU is measured
 
 
 def run(*words: object) -> None:
@@ -58,6 +61,11 @@ def run(*words: object) -> None:
         contextlib.redirect_stdout(io.StringIO()),
     ):
         tool()
+
+
+def command(name: str, *words: object) -> list[str]:
+    """Return the command line of a command of fairseq."""
+    return [str(Path(sys.executable).with_name(f"fairseq-{name}")), *map(str, words)]
 
 
 def train(data: Path, folder: Path, seed: int) -> Path:
@@ -75,9 +83,8 @@ def train(data: Path, folder: Path, seed: int) -> Path:
             "--save-dir",
             folder,
         ]
-        program = Path(sys.executable).with_name("fairseq-train")
         with (folder / "output.txt").open("w") as log:
-            subprocess.run([program, *map(str, words)], check=True, stdout=log, stderr=log)
+            subprocess.run(command("train", *words), check=True, stdout=log, stderr=log)
     if not (folder / "use.json").exists():
         outputs = ("--output", folder / "tokens.html", "--output-statistics", folder / "use.json")
         run("tokens", path, data, "--split", "train", "--limit", 2000, *outputs, "--overwrite")
@@ -102,25 +109,44 @@ def perplexity(path: Path, data: Path) -> float:
     return math.exp(loss / tokens)
 
 
+def bleu(path: Path, data: Path) -> float:
+    """Return the BLEU of a model on the set test, as fairseq-generate prints it."""
+    words = [data, "--user-dir", ROOT / "user_dir", "--path", path, "--beam", 5, "--batch-size", 64]
+    words += ["--required-batch-size-multiple", 1, "--remove-bpe", "sentencepiece", "--num-workers", 0]
+    run = subprocess.run(
+        command("generate", *words), check=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    return float(re.findall(r"BLEU4 = ([\d.]+)", run.stdout)[-1])
+
+
 def results(data: Path, folder: Path, seed: int, shares: list[float]) -> dict[str, float]:
-    """Return the perplexities of the model of a seed, by share and way of pruning; 1 is the whole model."""
+    """Return the scores of the models of a seed by name, such as "0.5 load"; "1" is the whole model.
+
+    A name is that of a perplexity, or with ", BLEU" that of a BLEU.
+    """
     path, file, use = train(data, folder, seed), folder / "results.json", folder / "use.json"
-    found = json.loads(file.read_text()) if file.exists() else {"1": perplexity(path, data)}
+    found = json.loads(file.read_text()) if file.exists() else {}
+    rules: dict[str, tuple[object, ...]] = {"1": ()}
     chosen = random.Random(seed)
     for share in shares:
-        rules = {
-            way: ("--share", share, "--by", *words, "--statistics", use) for way, words in WAYS.items()
-        }
+        for way, words in WAYS.items():
+            rules[f"{share:g} {way}"] = ("--share", share, "--by", *words, "--statistics", use)
         gone = chosen.sample(range(EXPERTS), EXPERTS - round(share * EXPERTS))
-        rules["random"] = ("--drop", ",".join(map(str, gone)))
-        for way, words in rules.items():
-            name = f"{share:g} {way}"
-            if name not in found:
-                pruned = folder / "pruned.pt"
-                run("convert", "prune", path, *words, "--output", pruned, "--overwrite")
-                found[name] = perplexity(pruned, data)
-                file.write_text(json.dumps(found, indent=1))
-                print(f"seed {seed}, {name}: {found[name]:.2f}", flush=True)
+        rules[f"{share:g} random"] = ("--drop", ",".join(map(str, gone)))
+    for name, words in rules.items():
+        scores = {name: perplexity}
+        if name.partition(" ")[2] in ("", *TRANSLATED):
+            scores[f"{name}, BLEU"] = bleu
+        missing = [score for score in scores if score not in found]
+        if not missing:
+            continue
+        model = folder / "pruned.pt" if words else path
+        if words:
+            run("convert", "prune", path, *words, "--output", model, "--overwrite")
+        for score in missing:
+            found[score] = scores[score](model, data)
+            file.write_text(json.dumps(found, indent=1))
+            print(f"seed {seed}, {score}: {found[score]:.2f}", flush=True)
     return found
 
 
@@ -132,11 +158,14 @@ def main() -> None:
     seeds = [int(seed) for seed in os.environ.get("SEEDS", "1 2 3").split()]
     shares = [float(share) for share in os.environ.get("SHARES", "0.75 0.5 0.25").split()]
     found = [results(data, out / f"seed-{seed}", seed, shares) for seed in seeds]
-    ways = (*WAYS, "random")
-    rows = [["100 %", mean_of([each["1"] for each in found], 2)] + [""] * (len(ways) - 1)]
-    for share in shares:
-        numbers = [mean_of([each[f"{share:g} {way}"] for each in found], 2) for way in ways]
-        rows.append([f"{100 * share:g} %", *numbers])
+    ways = (*WAYS, "random", *(f"{way}, BLEU" for way in TRANSLATED))
+    whole = {"load": "1", "load, BLEU": "1, BLEU"}  # one column has the scores of the whole model
+
+    def row(share: str, names: list[str]) -> list[str]:
+        return [share, *(mean_of([each[name] for each in found], 2) if name else "" for name in names)]
+
+    rows = [row("100 %", [whole.get(way, "") for way in ways])]
+    rows += [row(f"{100 * share:g} %", [f"{share:g} {way}" for way in ways]) for share in shares]
     print(tabulate(rows, ["experts kept", *ways], tablefmt="github", disable_numparse=True))
 
 

@@ -21,6 +21,8 @@ MARK, VERSION = "expert_statistics", 1
 ALL = "all"
 # Maximum of the numbers that are not fractions; larger ones would overflow in sums.
 _LARGEST = 1e12
+# Minimum of the sum of a layer's activities, which is 1, and of its loads; smaller sums would underflow.
+_LEAST = 1e-6
 
 
 @dataclass(frozen=True)
@@ -106,7 +108,7 @@ def _layer(values: Mapping[str, Any]) -> LayerStatistics:
             if type(each) not in (int, float) or not 0 <= each <= largest:
                 raise ValueError(f"{shown(each)} is not a number from 0 to {largest:g}")
     found = LayerStatistics(tokens, *lists)
-    if not any(found.activity) or not any(found.load):
+    if min(sum(found.activity), sum(found.load)) < _LEAST:
         raise ValueError("a layer has no assignments")
     return found
 

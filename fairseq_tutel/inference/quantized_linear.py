@@ -1,6 +1,8 @@
 """Linear layers in int8, for inference on a CPU: each token of a decoder reads half of bf16's bytes."""
 
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -28,6 +30,12 @@ class QuantizedLinear(nn.Module):
         self.matrix = replace(matrix, values=matrix.values.clone(), scales=matrix.scales.clone())
         self.bias = linear.bias
         self.in_features, self.out_features = linear.in_features, linear.out_features
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        """Change the dtype of the unpacked matrix with that of the model, as in `model.half()`."""
+        super()._apply(fn, recurse)
+        self.matrix = self.matrix.to(fn(self.matrix.scales.new_empty(0, dtype=self.matrix.dtype)).dtype)
+        return self
 
     @property
     def weight(self) -> Tensor:

@@ -13,6 +13,8 @@ from fairseq_tutel.checkpoint.files import read_file
 from fairseq_tutel.checkpoint.saved import SavedModel
 from fairseq_tutel.plugin import register
 
+# The dtypes of an opened model.
+DTYPES = (torch.float32, torch.bfloat16, torch.int8, torch.float16, torch.float64)
 # File names to try in a --save-dir, in this order.
 USUAL = ("checkpoint_best.pt", "checkpoint_last.pt", "model.pt")
 
@@ -47,7 +49,7 @@ def from_checkpoint(
 
     Raises:
         ValueError: a file is missing, corrupt or not a checkpoint; dictionaries are missing; an option is
-            unknown; or the model has no interface.
+            unknown; the dtype is not one of `DTYPES`; or the model has no interface.
         ImportError: fairseq is not installed.
 
     Example:
@@ -55,6 +57,8 @@ def from_checkpoint(
         >>> isinstance(model.translate("ein kleiner Hund"), str)
         True
     """
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype is {dtype}; give one of {', '.join(map(str, DTYPES))}.")
     place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     handlers, level = [*logging.root.handlers], logging.root.level
     register()

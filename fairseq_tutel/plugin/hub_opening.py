@@ -19,9 +19,12 @@ from fairseq_tutel.moe.option_table import options_of
 from fairseq_tutel.plugin.feed_forward import moe_layers
 from fairseq_tutel.plugin.hub_interfaces import Interface, interface_of
 from fairseq_tutel.plugin.registration.process import REASON, is_machine_error, is_refusal, sentence_of
+from fairseq_tutel.plugin.run_state import RUN
 from fairseq_tutel.plugin.training.task import InferenceMixin, give_mixin
 
 ENCODERS = {"bpe": BPE_REGISTRY, "tokenizer": TOKENIZER_REGISTRY}
+# The dtype argument of each value of --moe-inference-dtype.
+INFERENCE_DTYPES = {"bf16": torch.bfloat16, "int8": torch.int8}
 # Minimum of max_tokens, as in fairseq-generate, because training's value may be shorter than a sentence.
 MAX_TOKENS = 12000
 # Option of GPT-2's BPE -> its file next to a checkpoint. fairseq finds the files of other kinds of BPE.
@@ -41,9 +44,14 @@ def open_interface(
     `options` replace saved options; `known` are the keys of the saved options.
     """
     folder = files[0].parent
-    # A MoE model is built in this dtype, because a copy in fp32 might not fit into memory.
-    names = {torch.bfloat16: "bf16", torch.int8: "int8"}
-    built = {"moe_inference_dtype": names[dtype]} if dtype in names else {}
+    dtype = INFERENCE_DTYPES.get(str(options.get("moe_inference_dtype", "")), dtype)
+    # A MoE model is built in this dtype, because a copy in fp32 might not fit into memory. A value that
+    # the training run saved has no effect.
+    names = {each: name for name, each in INFERENCE_DTYPES.items()}
+    built = {"moe_inference_dtype": names.get(dtype, "auto")}
+    # Models of an ensemble share an expert store. A model of an earlier call would leave its experts in the
+    # cache of a shared store.
+    RUN.stores.clear()
     beside = {key: str(folder / name) for key, name in GPT2_FILES.items() if (folder / name).is_file()}
     try:
         opened = hub_utils.from_pretrained(

@@ -168,6 +168,8 @@ def test_a_model_on_a_small_machine(tmp_path):
         assert sum(cold["parts"].values()) == pytest.approx(cold["seconds"])
     sizes = {name: facts["bytes"] for name, facts in found["configurations"].items()}
     assert sizes[titles[0]] < sizes[titles[2]]
+    code, output = run("small_machine", "--quick", "--folder", tmp_path, "--model-dim", 128)
+    assert code == 2 and "whose small-machine-full has a model of other sizes" in tail(output, 1)
     code, output = run("small_machine", "--quick", "--folder", tmp_path, "--dtype", "bf16")
     assert code == 0 and "written in 0 s" in output  # the models are used again
     assert not [*tmp_path.glob("small-machine-*")]

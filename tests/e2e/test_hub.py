@@ -222,6 +222,8 @@ REFUSED = {
     "beams is not an option of this model": {"of": "mt", "beams": 5},
     "has 'moe_expert_stor', which is not an option": {"moe_expert_stor": "on-demand"},
     "moe_expert_store: invalid value 'far'": {"moe_expert_store": "far"},
+    "dtype is torch.int32; give one of torch.float32, ": {"dtype": torch.int32},
+    "dtype is int8; give one of torch.float32, ": {"dtype": "int8"},
 }
 
 

@@ -11,6 +11,7 @@ from models import lm_args, mt_args
 from tool_in_process import convert
 
 import fairseq_tutel as ft
+from fairseq_tutel.checkpoint.saved import SavedModel
 from fairseq_tutel.inference.quantized_linear import QuantizedLinear
 
 SHARDED = ("--moe-checkpoint", "sharded")
@@ -133,13 +134,33 @@ def test_commands_multiply_quantized_experts(mt_data, tmp_path, packing):
         assert model.translate("w1 w3 w9", beam=2, max_len_b=5)
 
 
-def test_python_opens_a_model_with_a_decoder_in_int8(mt, mt_data):
-    model = ft.from_checkpoint(mt, mt_data, dtype=torch.int8, moe_expert_store="on-demand")
+@pytest.mark.parametrize("how", [{"dtype": torch.int8}, {"moe_inference_dtype": "int8"}])
+def test_python_opens_a_model_with_a_decoder_in_int8(mt, mt_data, how):
+    model = ft.from_checkpoint(mt, mt_data, moe_expert_store="on-demand", **how)
     decoder = model.models[0].decoder
     assert isinstance(decoder.output_projection, QuantizedLinear)
     assert not any(type(module) is torch.nn.Linear for module in decoder.modules())
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
     assert model.translate("w1 w3 w9", beam=2, max_len_b=5)
+
+
+def test_python_ignores_the_inference_dtype_of_the_training_run(mt, mt_data, tmp_path):
+    saved = SavedModel.open(mt)
+    saved.options_of("task")["moe_inference_dtype"] = "int8"
+    saved.write(tmp_path / "saved.pt")
+    for dtype in (torch.float32, torch.bfloat16):
+        model = ft.from_checkpoint(tmp_path / "saved.pt", mt_data, dtype=dtype)
+        assert {p.dtype for p in model.parameters()} == {dtype}
+        assert not any(isinstance(module, QuantizedLinear) for module in model.modules())
+
+
+def test_models_of_an_ensemble_share_a_store_but_not_with_other_models(mt, mt_data):
+    def stores(path):
+        models = ft.from_checkpoint(path, mt_data, moe_expert_store="on-demand").models
+        return {model.encoder.layers[0].fc1.experts.weights._store for model in models}
+
+    found = [stores(mt), stores(mt), stores(f"{mt}:{mt}")]
+    assert [len(each) for each in found] == [1] * 3 and len(set().union(*found)) == 3
 
 
 @LONG

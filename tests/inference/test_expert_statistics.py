@@ -62,6 +62,7 @@ REFUSED = {
     "no fraction": (LAYER | {"confidence": [1.5, 0]}, "1.5 is not a number from 0 to 1"),
     "tokens": (LAYER | {"tokens": 0}, "tokens is 0"),
     "nothing": (LAYER | {"activity": [0, 0]}, "a layer has no assignments"),
+    "almost nothing": (LAYER | {"activity": [5e-324, 0]}, "a layer has no assignments"),
 }
 
 

@@ -37,6 +37,16 @@ def test_attention_computes_with_and_without_its_modules_calls():
         assert (found - expected).norm() < 0.02 * expected.norm()
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_the_unpacked_matrix_gets_the_dtype_of_the_model(dtype):
+    """Of a model in fp16 (--fp16), fairseq's attention passes the weights to a function of torch."""
+    attention = MultiheadAttention(64, 4, self_attention=True).eval()
+    quantize_linear_layers(attention, without=nn.Identity)
+    assert attention.to(dtype).q_proj.weight.dtype == dtype
+    assert attention(*[torch.randn(5, 2, 64, dtype=dtype)] * 3)[0].dtype == dtype
+
+
 def test_some_layers_stay():
     model = nn.ModuleDict(
         {"inner": nn.Sequential(nn.Linear(16, 4)), "left": nn.Sequential(nn.Linear(16, 4), nn.ReLU())}

@@ -32,8 +32,9 @@ def _to_sharded(arguments: argparse.Namespace, inputs: list[Path], output: Path)
     """Move experts to shard files next to the checkpoint.
 
     A training run reads both sharded and full checkpoints. --expert-dtype quantizes the experts' matrices;
-    int8 and int4 have a scale for each row. The checkpoint stores the quantization error, which `inspect`
-    prints. Optimizer state keeps its dtype.
+    int8 has a scale for each row, and int4 one for 64 values of a row (or for each row, if a size of the
+    matrix is not a multiple of 64). The checkpoint stores the quantization error, which `inspect` prints.
+    Optimizer state keeps its dtype.
     """
     from fairseq_tutel.checkpoint.saved import SavedModel
     from fairseq_tutel.convert import sharded
