@@ -4,6 +4,9 @@ The plan runs in rounds. In each round, a rank sends at most one message to each
 all chunks for that rank, one after another. Between rounds, the rank copies and sums in the plan's order.
 Only a rank itself writes its memory, so each call has its own `tmp`.
 
+If ranks of a CPU host share `mailboxes`, their messages go through shared memory. The round starts its
+messages to other hosts first, so both kinds are on their way at the same time.
+
 There is no thread. `start` sends the first round, and `wait` sends the later rounds. So all ranks of a
 group must start calls, and wait for them, in the same order. On a GPU the host never waits.
 """
@@ -18,22 +21,26 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fairseq_tutel.plans.executors.layout import Layout, Move, Sizes, walk
+from fairseq_tutel.plans.executors.mailboxes import Bytes, Mailboxes
 from fairseq_tutel.plans.format import Plan
 from fairseq_tutel.ranks import world
 
 MOST_SIZES = 256  # the number of sizes for which a plan stays compiled
 HALF = (torch.float16, torch.bfloat16)
 Run = tuple[str, int, int]  # buffer, first element, length
+Message = tuple[int, list[Run]]  # other rank, runs of elements
 
 
 class Round(NamedTuple):
     """The work of one rank in a round of a plan: it exchanges messages, and then it adds chunks.
 
-    A message is (other rank, runs of elements), and a sum is (sources, target).
+    `posted` and `fetched` are messages through mailboxes. A sum is (sources, target).
     """
 
-    send: list[tuple[int, list[Run]]]
-    receive: list[tuple[int, list[Run]]]
+    send: list[Message]
+    receive: list[Message]
+    posted: list[Message]
+    fetched: list[Message]
     sums: list[tuple[list[Run], Run]]
 
 
@@ -41,9 +48,13 @@ class Call:
     """A handle to wait for a collective that has started and exchanges messages between ranks."""
 
     def __init__(
-        self, rounds: Sequence[Round], buffers: dict[str, Tensor], group: dist.ProcessGroup | None
+        self,
+        rounds: Sequence[Round],
+        buffers: dict[str, Tensor],
+        group: dist.ProcessGroup | None,
+        mailboxes: Mailboxes | None,
     ) -> None:
-        self.rounds, self.buffers, self.group = rounds, buffers, group
+        self.rounds, self.buffers, self.group, self.mailboxes = rounds, buffers, group, mailboxes
         self.at = 0
         self.works: list[dist.Work] = []
         self.sent: list[Tensor] = []  # kept until the sends have ended
@@ -52,8 +63,10 @@ class Call:
 
     def is_completed(self) -> bool:
         """Return whether `wait` would return without waiting for another rank."""
-        left = len(self.rounds) - self.at
-        return left == 0 or (left == 1 and all(work.is_completed() for work in self.works))
+        left = self.rounds[self.at :]
+        if len(left) == 1 and not (left[0].posted or left[0].fetched):
+            return all(work.is_completed() for work in self.works)
+        return not left
 
     def wait(self) -> None:
         """Run the remaining rounds; on a GPU, queue them on the stream instead of waiting."""
@@ -63,17 +76,23 @@ class Call:
     @torch.no_grad()
     def _end_round(self) -> None:
         """Wait for the messages of this round, compute the sums of this rank, and start the next round."""
+        this = self.rounds[self.at]
+        if self.mailboxes is not None and (this.posted or this.fetched):
+            self.mailboxes.exchange(*(self._pieces(messages) for messages in (this.posted, this.fetched)))
         for work in self.works:
             work.wait()
         for message, runs in self.came:
             for part, run in zip(message.split([run[2] for run in runs]), runs, strict=True):
                 self._view(run).copy_(part)
-        for sources, target in self.rounds[self.at].sums:
+        for sources, target in this.sums:
             add_up([self._view(run) for run in sources], self._view(target))
         self.works, self.sent, self.came = [], [], []
         self.at += 1
         if self.at < len(self.rounds):
             self._send(self.rounds[self.at])
+
+    def _pieces(self, messages: Sequence[Message]) -> list[tuple[int, list[Bytes]]]:
+        return [(rank, [_bytes(self._view(run)) for run in runs]) for rank, runs in messages]
 
     def _send(self, messages: Round) -> None:
         operations = []
@@ -120,11 +139,14 @@ def add_up(sources: Sequence[Tensor], out: Tensor) -> None:
 class TwoSided:
     """Runs one rank's part of a collective plan by send and receive.
 
-    The checker must have accepted the plan.
+    The checker must have accepted the plan. `mailboxes` are those of this rank's host; either all ranks of
+    the group have mailboxes, or none.
     """
 
-    def __init__(self, plan: Plan, group: dist.ProcessGroup | None) -> None:
-        self.plan, self.group, self.is_new = plan, group, True
+    def __init__(
+        self, plan: Plan, group: dist.ProcessGroup | None, mailboxes: Mailboxes | None = None
+    ) -> None:
+        self.plan, self.group, self.mailboxes, self.is_new = plan, group, mailboxes, True
         self.walked, self.rank = walk(plan), dist.get_rank(group)
         self._for_sizes = lru_cache(MOST_SIZES)(self._compiled)
         last = max((move.round for move in self.walked.moves), default=0)
@@ -148,23 +170,30 @@ class TwoSided:
         self.is_new = False
         rounds, slots = self._for_sizes(sizes)
         tmp = own.new_empty(slots, *own.shape[1:])
-        return Call(rounds, {"in": own, "out": out, "tmp": tmp}, self.group)
+        return Call(rounds, {"in": own, "out": out, "tmp": tmp}, self.group, self.mailboxes)
 
     def _compiled(self, sizes: Sizes) -> tuple[list[Round], int]:
         """Return this rank's rounds for shards of the given sizes, and the number of elements of `tmp`."""
         layout = Layout(self.walked, sizes)
         rounds = []
         for moves, messages in zip(self._sums, self._messages, strict=True):
-            send, receive = [], []
+            this = Round([], [], [], [], [each for move in moves for each in _sums(move, layout)])
             for (source, target), puts in messages.items():
-                runs = _joined(puts, layout, is_sent=source == self.rank)
-                if runs and source == self.rank:
-                    send.append((target, runs))
-                elif runs:
-                    receive.append((source, runs))
-            sums = [each for move in moves for each in _sums(move, layout)]
-            rounds.append(Round(send, receive, sums))
+                is_sent = source == self.rank
+                other = target if is_sent else source
+                is_near = self.mailboxes is not None and other in self.mailboxes
+                if runs := _joined(puts, layout, is_sent):
+                    if is_sent:
+                        (this.posted if is_near else this.send).append((other, runs))
+                    else:
+                        (this.fetched if is_near else this.receive).append((other, runs))
+            rounds.append(this)
         return rounds, layout.starts(self.rank, "tmp")[-1]
+
+
+def _bytes(part: Tensor) -> Bytes:
+    """Return the bytes of a contiguous tensor on a CPU, without a copy."""
+    return part.detach().view(-1).view(torch.uint8).numpy()
 
 
 def _joined(puts: Sequence[Move], layout: Layout, is_sent: bool) -> list[Run]:
