@@ -148,8 +148,7 @@ def measured(
 
 def mailboxes_of(network: Network) -> Mailboxes:
     """Return the mailboxes of this rank's box. Collective."""
-    (members,) = (ranks for ranks in network.hosts.values() if dist.get_rank() in ranks)
-    return Mailboxes(None, members)
+    return Mailboxes(None, [host for host, _ in network.places])
 
 
 def by_plan(plan: Plan, mailboxes: Mailboxes | None = None) -> Form:

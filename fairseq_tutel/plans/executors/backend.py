@@ -130,14 +130,13 @@ class _OnCpu:
 
     def _shared(self) -> tuple[OneSided | TwoSided, str]:
         """Return a program that uses shared memory where it can, and the words for the log. Collective."""
-        own, number = self.hosts[dist.get_rank(self.group)], len(set(self.hosts))
+        number = len(set(self.hosts))
         if number == 1:
             return OneSided(self.plan, self.group), "in shared memory"
         if number == len(self.hosts):
             return TwoSided(self.plan, self.group), "by messages: each rank is on another host"
-        mailboxes = Mailboxes(self.group, [rank for rank, host in enumerate(self.hosts) if host == own])
         how = "in shared memory on each host, and by messages between hosts"
-        return TwoSided(self.plan, self.group, mailboxes), how
+        return TwoSided(self.plan, self.group, Mailboxes(self.group, self.hosts)), how
 
 
 Program = _OnCpu | TwoSided

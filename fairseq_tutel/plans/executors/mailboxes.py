@@ -27,15 +27,17 @@ Messages = Iterable[tuple[int, Sequence[Bytes]]]
 class Mailboxes:
     """The mailboxes of the ranks of a group that are on this rank's host.
 
-    All ranks of the group must construct this together. `members` has the ranks on this host, in ascending
-    order.
+    All ranks of the group must construct this together. `hosts` has the host of each rank.
 
     Raises:
         SharedMemoryError: the ranks of a host cannot share memory; all ranks of the group raise this error.
         CommunicationError: a rank did not take part in the construction.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None, members: Sequence[int]) -> None:
+    def __init__(self, group: dist.ProcessGroup | None, hosts: Sequence[int]) -> None:
+        self.hosts = hosts
+        own = hosts[dist.get_rank(group)]
+        members = [rank for rank, host in enumerate(hosts) if host == own]
         self._index = {rank: index for index, rank in enumerate(members)}
         count = len(members)
         self._slot = min(SLOT_BYTES, MOST_BYTES // count // SLOTS)
@@ -43,10 +45,6 @@ class Mailboxes:
         region = SLOTS * self._slot * count
         self._memory = SharedMemory(group, 2 * count * count, region, region, members)
         self._moved = 0  # slots that this rank has filled or emptied
-
-    def __contains__(self, rank: int) -> bool:
-        """Return whether a rank of the group is on this rank's host."""
-        return rank in self._index
 
     def exchange(self, send: Messages, receive: Messages) -> None:
         """Send and receive messages at the same time.
