@@ -15,9 +15,10 @@ import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from functools import partial
-from itertools import product
+from itertools import cycle, product
 from multiprocessing.connection import Connection
 from pathlib import Path
+from random import Random
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -36,8 +37,11 @@ from fairseq_tutel.plans.format import Plan
 from fairseq_tutel.plans.generators import GENERATORS, make, usual
 
 BASE = "gloo"
-COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
+RAGGED = "ragged_"
+COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", RAGGED + "all_to_all")
 SIZES = (8, 64, 512, 4096, 32768, 262144, 2097152, 16777216, 67108864)
+# Of a ragged all-to-all: floats of a row, and how many sizes take turns, more than a plan keeps compiled.
+ROW, DIFFERENT = 64, 1000
 EXECUTORS = {"plan_shm": OneSided, "plan_p2p": TwoSided}
 # Of one turn, by the slowest way's first time; calls in a row, at most; turns, at least.
 TURN_SECONDS, MOST_CALLS, LEAST_ROUNDS = 0.01, 50, 5
@@ -129,24 +133,15 @@ def _configuration(
     collective: str, ranks: int, size: int, options: argparse.Namespace, programs: dict[Any, Any]
 ) -> list[Row]:
     """Return a row for each way; of rank 0 they are those of all."""
-    shard = max(1, size // 4 // (1 if collective == "all_reduce" else ranks))
-    large = shard if collective == "all_reduce" else shard * ranks
-    before = shard if collective == "all_gather" else large
-    after = shard if collective == "reduce_scatter" else large
-    # Whole numbers: sums are the same in any order.
-    own = (torch.arange(before) % 251 + dist.get_rank()).float()
-    out = torch.empty(after)
-    wanted = own.clone() if collective == "all_reduce" else torch.empty(after)
-    _by_gloo(collective, wanted, own)
-    ways: dict[str, Call] = {BASE: partial(_by_gloo, collective, out, own)}
-    notes = {BASE: ""}
-    for executor, plan in _plans(collective, ranks, before * 4, options.all_plans):
-        way = f"{executor} {plan.name.split()[0]}"
+    made, notes = {}, {BASE: ""}
+    for executor, plan in _plans(collective.removeprefix(RAGGED), ranks, size, options.all_plans):
+        note = plan.name.split()[0]
+        way = f"{executor} {note}" if options.all_plans else executor
         if (executor, plan.digest) not in programs:
             programs[executor, plan.digest] = EXECUTORS[executor](plan, None)
-        program = programs[executor, plan.digest]
-        name = way if options.all_plans else executor
-        ways[name], notes[name] = partial(_by_plan, program, own, out, shard), way.split(" ", 1)[1]
+        made[way], notes[way] = programs[executor, plan.digest], note
+    prepared = _ragged if collective.startswith(RAGGED) else _even
+    ways, out, wanted, num_bytes = prepared(collective, ranks, size, made)
     rows: list[Row] = []
     for way in [each for each in ways if each != BASE]:
         out.fill_(-1)
@@ -158,9 +153,63 @@ def _configuration(
             del ways[way]
     out.zero_()  # whose sums are no more than that, call after call
     for way, row in against(_times(ways, options.seconds), BASE).items():
-        rate = {"rate": large * 4 / row["seconds"], "rate_unit": "B/s"}
+        rate = {"rate": num_bytes / row["seconds"], "rate_unit": "B/s"}
         rows.append({"variant": way, "status": "ok", "note": notes[way], **row, **rate})
     return rows
+
+
+def _even(
+    collective: str, ranks: int, size: int, programs: dict[str, Any]
+) -> tuple[dict[str, Call], Tensor, Tensor, int]:
+    """Return the ways of a collective of equal shards, their output, gloo's, and the number of bytes."""
+    shard = max(1, size // 4 // (1 if collective == "all_reduce" else ranks))
+    large = shard if collective == "all_reduce" else shard * ranks
+    before = shard if collective == "all_gather" else large
+    after = shard if collective == "reduce_scatter" else large
+    # Whole numbers: sums are the same in any order.
+    own = (torch.arange(before) % 251 + dist.get_rank()).float()
+    out = torch.empty(after)
+    wanted = own.clone() if collective == "all_reduce" else torch.empty(after)
+    _by_gloo(collective, wanted, own)
+    ways: dict[str, Call] = {BASE: partial(_by_gloo, collective, out, own)}
+    ways |= {way: partial(_by_plan, program, own, out, shard) for way, program in programs.items()}
+    return ways, out, wanted, large * 4
+
+
+def _ragged(
+    _: str, ranks: int, size: int, programs: dict[str, Any]
+) -> tuple[dict[str, Call], Tensor, Tensor, int]:
+    """Return the ways of an all-to-all whose blocks have other sizes in every call; else like `_even`."""
+    rank, dice = dist.get_rank(), Random(size)
+    mean = max(1, size // 4 // ranks // ROW)
+    sizes = [
+        tuple(tuple(dice.randrange(2 * mean + 1) for _ in range(ranks)) for _ in range(ranks))
+        for _ in range(DIFFERENT)
+    ]
+    most = 2 * mean * ranks
+    own = torch.arange(most * ROW).view(most, ROW).remainder(251).add(rank).float()
+    out = torch.empty(most, ROW)
+
+    def calls(run: Callable[[Tensor, Tensor, Any], object]) -> Call:
+        """Return a function that goes through the sizes, one a call."""
+        each = cycle(sizes)
+
+        def call() -> None:
+            now = next(each)
+            run(own[: sum(now[rank])], out[: sum(row[rank] for row in now)], now)
+
+        return call
+
+    def by_gloo(rows: Tensor, there: Tensor, now: Any) -> None:
+        dist.all_to_all_single(there, rows, [row[rank] for row in now], list(now[rank]))
+
+    def by_plan(program: Any) -> Callable[[Tensor, Tensor, Any], object]:
+        return lambda rows, there, now: program.start(rows, there, now).wait()
+
+    out.fill_(-1)
+    calls(by_gloo)()
+    ways = {BASE: calls(by_gloo)} | {way: calls(by_plan(program)) for way, program in programs.items()}
+    return ways, out, out.clone(), mean * ranks * ROW * 4
 
 
 def _plans(collective: str, ranks: int, num_bytes: int, is_all: bool) -> Iterator[tuple[str, Plan]]:

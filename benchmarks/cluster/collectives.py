@@ -19,7 +19,9 @@ from torch import Tensor
 
 from benchmarks.cluster.settings import Settings
 from benchmarks.cluster.timing import Step, interleaved, summary
+from fairseq_tutel.planning.links import Load
 from fairseq_tutel.plans.checker import check
+from fairseq_tutel.plans.executors.mailboxes import Mailboxes
 from fairseq_tutel.plans.executors.two_sided import TwoSided
 from fairseq_tutel.plans.forestcoll.forest import grow_for
 from fairseq_tutel.plans.format import Plan
@@ -30,6 +32,7 @@ from fairseq_tutel.plans.network import Network, from_json, routed
 COLLECTIVES = ("all_gather", "all_reduce")
 FLOAT_BYTES = 4
 SLICES = 4
+HYBRID = "hybrid "
 Form = Callable[[Tensor, Tensor], object]
 
 
@@ -39,9 +42,12 @@ def collectives(settings: Settings) -> Iterator[dict[str, Any]]:
     network = from_json(json.loads(settings.collectives[0]))
     shard_bytes = 1024 * settings.shard_kib
     alpha = alpha_of(network.ranks, settings.more_repeats)
+    mailboxes = mailboxes_of(network)
     for collective in COLLECTIVES:
         plans = plans_of(network, collective)
-        forms = {name: _by_plan(plan) for name, plan in plans.items()} | {"gloo": GLOO[collective]}
+        forms = {"gloo": GLOO[collective]}
+        for name, (plan, hybrid) in plans.items():
+            forms[name] = by_plan(plan, mailboxes if hybrid else None)
         for name, times in measured(collective, shard_bytes, forms, settings.repeats).items():
             row = {
                 "section": "collectives",
@@ -53,22 +59,27 @@ def collectives(settings: Settings) -> Iterator[dict[str, Any]]:
                 **summary(times),
             }
             if name in plans:
-                row |= predicted(network, plans[name], shard_bytes, settings.unit_mbit, alpha)
+                plan, hybrid = plans[name]
+                row |= predicted(network, plan, shard_bytes, settings.unit_mbit, alpha, hybrid)
             yield row
 
 
-def plans_of(network: Network, collective: str) -> dict[str, Plan]:
-    """Return the plans that are compared."""
+def plans_of(network: Network, collective: str) -> dict[str, tuple[Plan, bool]]:
+    """Return the plans that are compared, and whether each uses shared memory inside boxes."""
     forests = grow_for(network, collective)
-    return {
+    found = {
         "forest": forest(collective, *forests),
         "sliced": forest(collective, *forests, slices=SLICES),
         "ring": ring(collective, network.ranks),
     }
+    plans = {name: (plan, False) for name, plan in found.items()}
+    if len(network.hosts) < network.ranks:
+        plans |= {HYBRID + name: (found[name], True) for name in ("forest", "sliced")}
+    return plans
 
 
 def predicted(
-    network: Network, plan: Plan, shard_bytes: int, unit_mbit: float, alpha: float
+    network: Network, plan: Plan, shard_bytes: int, unit_mbit: float, alpha: float, hybrid: bool = False
 ) -> dict[str, Any]:
     """Return the seconds of a plan by rounds, and by the busiest link alone.
 
@@ -78,20 +89,26 @@ def predicted(
         shard_bytes: of a rank, before an all-gather.
         unit_mbit: of a link of bandwidth 1.
         alpha: seconds of a message.
+        hybrid: transfers inside a box take no time.
     """
-    size = shard_bytes * (network.ranks if plan.collective == "all_reduce" else 1)
+    size = shard_bytes * (1 if plan.collective == "all_gather" else network.ranks)
     unit = 1e6 * unit_mbit / 8
     report = check(plan)
-    loads = tuple(routed(network, load) for load in report.loads)
+    box = {rank: host for host, ranks in network.hosts.items() for rank in ranks}
+
+    def over_links(load: Load) -> Load:
+        far = {pair: part for pair, part in load.items() if not hybrid or box[pair[0]] != box[pair[1]]}
+        return routed(network, far)
 
     def seconds_per_byte(link: tuple[int, int]) -> float:
         return 1 / (unit * network.matrix[link[0]][link[1]])
 
+    loads = tuple(map(over_links, report.loads))
     return {
         "predicted": replace(report, loads=loads).predicted(size, alpha, seconds_per_byte),
         "busiest": max(
             float(part) * size * seconds_per_byte(link)
-            for link, part in routed(network, report.bytes_of_link).items()
+            for link, part in over_links(report.bytes_of_link).items()
         ),
         "depth": report.depth,
     }
@@ -99,7 +116,7 @@ def predicted(
 
 def alpha_of(ranks: int, repeats: int) -> float:
     """Return the seconds of a message: a ring all-gather of one float per rank, divided by its depth."""
-    forms = {"ring": _by_plan(ring("all_gather", ranks))}
+    forms = {"ring": by_plan(ring("all_gather", ranks))}
     return median(measured("all_gather", FLOAT_BYTES, forms, repeats)["ring"]) / ranks
 
 
@@ -113,10 +130,13 @@ def measured(
     """
     ranks, rank, shard = dist.get_world_size(), dist.get_rank(), shard_bytes // FLOAT_BYTES
     owners = torch.arange(ranks, dtype=torch.float32).repeat_interleave(shard)
+    own, right = owners + rank, ranks * owners + sum(range(ranks))
     if collective == "all_gather":
         own, right = torch.full((shard,), float(rank)), owners
-    else:
-        own, right = owners + rank, ranks * owners + sum(range(ranks))
+    elif collective == "reduce_scatter":
+        right = right[rank * shard : (rank + 1) * shard].clone()
+    elif collective == "all_to_all":
+        right = owners + rank
     outs = {name: torch.empty_like(right) for name in forms}
     steps: dict[str, Step] = {name: partial(form, own, outs[name]) for name, form in forms.items()}
     times = interleaved(steps, repeats)
@@ -126,9 +146,16 @@ def measured(
     return times
 
 
-def _by_plan(plan: Plan) -> Form:
-    program = TwoSided(plan, None)
-    return lambda own, out: program.start(own, out, own.numel()).wait()
+def mailboxes_of(network: Network) -> Mailboxes:
+    """Return the mailboxes of this rank's box. Collective."""
+    return Mailboxes(None, [host for host, _ in network.places])
+
+
+def by_plan(plan: Plan, mailboxes: Mailboxes | None = None) -> Form:
+    """Return a function that runs a plan by messages, or with mailboxes inside boxes."""
+    program = TwoSided(plan, None, mailboxes)
+    shards = plan.ranks if plan.collective == "all_to_all" else 1
+    return lambda own, out: program.start(own, out, min(own.numel(), out.numel()) // shards).wait()
 
 
 def _all_reduce(own: Tensor, out: Tensor) -> None:
@@ -138,5 +165,7 @@ def _all_reduce(own: Tensor, out: Tensor) -> None:
 
 GLOO: dict[str, Form] = {
     "all_gather": lambda own, out: dist.all_gather_into_tensor(out, own),
+    "reduce_scatter": lambda own, out: dist.reduce_scatter_tensor(out, own),
     "all_reduce": _all_reduce,
+    "all_to_all": lambda own, out: dist.all_to_all_single(out, own),
 }

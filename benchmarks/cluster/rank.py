@@ -13,6 +13,7 @@ from benchmarks.cluster.collectives import collectives
 from benchmarks.cluster.delay import delayed_messages
 from benchmarks.cluster.messages import all_to_alls, links
 from benchmarks.cluster.overlap import overlaps
+from benchmarks.cluster.plans import plans
 from benchmarks.cluster.settings import Settings
 from benchmarks.cluster.training import training
 from benchmarks.cluster.tuning import tuning
@@ -24,6 +25,7 @@ SECTIONS = {
     "tuner": tuning,
     "training": training,
     "collectives": collectives,
+    "plans": plans,
 }
 
 

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from benchmarks.cluster.network import MOST_NODES
 
 SECTIONS = ("links", "a2a", "overlap", "tuner")
-NEEDS_FAIRSEQ = ("training",)  # and takes longer: asked for by name
+BY_NAME = ("training", "plans")  # not measured by default; training needs fairseq
 NETWORKS = ("boxes:2x4:10:1", "cluster:2x4:10:1", "benchmarks/cluster/line.json")
 AT_LEAST_1 = (
     *("local", "rate_mbit", "sizes_kib", "repeats", "experts", "model_dim", "hidden_dim", "tokens"),
@@ -108,7 +108,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add(
         "--sections",
         nargs="+",
-        choices=(*SECTIONS, *NEEDS_FAIRSEQ),
+        choices=(*SECTIONS, *BY_NAME),
         default=list(SECTIONS),
         help="what to measure",
     )

@@ -164,13 +164,33 @@ def _collectives(rows: list[Row]) -> str:
             "KiB a shard": [row["forest"]["shard_bytes"] // 1024 for row in cells.values()],
             **{
                 f"{by}: predicted; measured, ms": [
-                    f"{1e3 * row[by]['predicted']:.0f}; {_ms(row[by])}" for row in cells.values()
+                    f"{1e3 * row[by]['predicted']:.0f}; {_ms(row[by])}" if by in row else ""
+                    for row in cells.values()
                 ]
-                for by in ("forest", "sliced", "ring")
+                for by in ("forest", "sliced", "ring", "hybrid forest", "hybrid sliced")
             },
             "gloo": [_ms(row["gloo"]) for row in cells.values()],
         }
     )
+
+
+def _plans(rows: list[Row]) -> str:
+    """A line for a collective and a size: the median of each way over gloo's."""
+    cells: dict[tuple[str, int], dict[str, Row]] = {}
+    for row in rows:
+        cells.setdefault((row["collective"], row["bytes"]), {})[row["by"]] = row
+    tables = []
+    for collective in dict.fromkeys(name for name, _ in cells):
+        own = {size: cell for (name, size), cell in cells.items() if name == collective}
+        ways = [by for by in next(iter(own.values())) if by != "gloo"]
+        columns: dict[str, list[Any]] = {
+            collective: [f"{size // 1024} KiB" for size in own],
+            "gloo, ms": [_ms(cell["gloo"]) for cell in own.values()],
+        }
+        for by in ways:
+            columns[by] = [f"{cell[by]['seconds'] / cell['gloo']['seconds']:.2f}" for cell in own.values()]
+        tables.append(_table(columns))
+    return "\n\n".join(tables)
 
 
 TABLES: dict[str, tuple[str, Callable[[list[Row]], str]]] = {
@@ -181,6 +201,7 @@ TABLES: dict[str, tuple[str, Callable[[list[Row]], str]]] = {
     "tuner": ("Tuner", _tuners),
     "training": ("An update of a language model by fairseq's Trainer", _trainings),
     "collectives": ("Collectives over a network's links", _collectives),
+    "plans": ("Collective plans between nodes, over gloo's time", _plans),
 }
 
 

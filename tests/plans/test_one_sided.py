@@ -53,8 +53,9 @@ def bytes_put(program, m, dtype):
     for _, steps in program._compiled(m, 1, dtype):
         views = dict(steps.regions)
         for code, target, _ in (step for lane in steps.lanes for step in lane):
-            if code == COPY and target in views and views[target].rank != program.rank:
-                total[program.rank, views[target].rank] += views[target].length * dtype.itemsize
+            if code == COPY and target in views and views[target][1] != program.rank:
+                _, owner, _, length = views[target]
+                total[program.rank, owner] += length * dtype.itemsize
     return total
 
 

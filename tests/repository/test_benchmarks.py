@@ -75,7 +75,7 @@ def test_a_quick_run_of_collectives_leaves_file_and_plot(tmp_path):
     done = run("-m", "benchmarks.collectives", *words)
     found = json.loads(path.read_text())
     assert (found["base"], found["complete"]) == ("gloo", True)
-    assert len(found["configurations"]) == 4 * 2 and len(found["rows"]) == 3 * 4 * 2
+    assert len(found["configurations"]) == 5 * 2 and len(found["rows"]) == 3 * 5 * 2
     for row in found["rows"]:
         assert row["status"] == "ok" and row["rate"] > 0 and row["ratio"] > 0
         assert row["note"] in {"gloo": [""]}.get(row["variant"], ["one_phase", "linear"])

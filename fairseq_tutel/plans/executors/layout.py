@@ -12,7 +12,7 @@ from functools import cache
 from itertools import accumulate
 from typing import NamedTuple
 
-from fairseq_tutel.plans.checker.data import Kind, check_data, kind_of
+from fairseq_tutel.plans.checker.data import Kind, check_data
 from fairseq_tutel.plans.checker.order import Order
 from fairseq_tutel.plans.format import Place, Plan
 
@@ -88,21 +88,25 @@ class Layout:
         self.width, self.window = width, window
         self.length, self.starts = cache(self._length), cache(self._starts)
 
-    def _whole(self, kind: Kind) -> int:
-        sizes = self.sizes
-        m = sizes if isinstance(sizes, int) else sizes[kind.source][kind.target]
+    def _part(self, m: int, chunk: int) -> int:
+        """Return the number of elements of a chunk of a shard of m rows."""
+        if self.plan.chunks == 1:
+            return m * self.width
         s = -(-m // self.plan.chunks)
-        return (min((kind.chunk + 1) * s, m) - min(kind.chunk * s, m)) * self.width
+        return (min((chunk + 1) * s, m) - min(chunk * s, m)) * self.width
 
     def _length(self, kind: Kind) -> int:
-        length, window = self._whole(kind), self.window
+        sizes, window = self.sizes, self.window
+        length = self._part(
+            sizes if isinstance(sizes, int) else sizes[kind.source][kind.target], kind.chunk
+        )
         return length if window is None else min(max(length - window.start, 0), len(window))
 
     def _starts(self, rank: int, buffer: str) -> Sequence[int]:
         """Return the index of each chunk's first element in a rank's buffer, then the buffer's length."""
         if buffer in ("in", "out"):
-            places = (Place(buffer, chunk) for chunk in range(self.plan.size_of(buffer)))
-            lengths = [self._whole(kind_of(self.plan, rank, place)) for place in places]
+            chunks = range(self.plan.chunks)
+            lengths = [self._part(m, chunk) for m in self._shards(rank, buffer) for chunk in chunks]
         elif self.window:
             stride, slots = len(self.window), self.plan.temporary + self.plan.out_chunks
             return range(0, (slots + 1) * stride, stride)
@@ -111,13 +115,28 @@ class Layout:
             lengths = [max(map(self.length, each), default=0) for each in kinds]
         return [0, *accumulate(lengths)]
 
+    def _shards(self, rank: int, buffer: str) -> Sequence[int]:
+        """Return the number of rows of each shard in a rank's `in` or `out`."""
+        sizes = self.sizes
+        if isinstance(sizes, int):
+            return [sizes] * (self.plan.size_of(buffer) // self.plan.chunks)
+        return sizes[rank] if buffer == "in" else [row[rank] for row in sizes]
+
     def runs(self, kinds: Sequence[Kind], *ends: End) -> list[tuple[list[tuple[int, str, int]], int]]:
         """Join chunks that are adjacent in all buffers into runs; skip empty chunks.
 
         Returns:
             For each run, a list of (rank, buffer, first element) for each end, and the run's length.
         """
-        starts = [(self.starts(rank, place.buffer), place.chunk) for rank, place in ends]
+        starts = [(self.starts(rank, buffer), chunk) for rank, (buffer, chunk) in ends]
+        if len(kinds) == 1:  # the usual case in an all_to_all, whose sizes may change in every call
+            n = self.length(kinds[0])
+            pairs = zip(ends, starts, strict=True)
+            return (
+                [([(rank, buffer, own[chunk]) for (rank, (buffer, _)), (own, chunk) in pairs], n)]
+                if n
+                else []
+            )
         found: list[tuple[list[int], int]] = []
         for i, kind in enumerate(kinds):
             length, at = self.length(kind), [own[first + i] for own, first in starts]

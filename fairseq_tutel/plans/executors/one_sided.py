@@ -43,17 +43,11 @@ COPY, REDUCE, SIGNAL, WAIT, POST, PEND = range(6)
 CODES = {"signal": SIGNAL, "wait": WAIT, "post": POST, "pend": PEND}
 # The code of an operation; the number of its target view, channel or semaphore; its source views' numbers.
 Step = tuple[int, Any, Any]
+# A range of elements in the caller's tensors (`in`, `out`) or in shared memory (`tmp`, `staged`): buffer,
+# rank, first element, length. A plain tuple, because ragged rows need new views in every call.
+View = tuple[str, int, int, int]
 # Lists by the number of a view: its bytes, and its tensor if it is part of a sum.
 Views = tuple[list[Any], list[Any]]
-
-
-class View(NamedTuple):
-    """A range of elements in the caller's tensors (`in`, `out`) or in shared memory (`tmp`, `staged`)."""
-
-    buffer: str
-    rank: int
-    start: int
-    length: int
 
 
 class Steps(NamedTuple):
@@ -80,8 +74,6 @@ class Program:
 
     def __init__(self, walked: Walked, rank: int) -> None:
         plan = walked.plan
-        ours = [move for move in walked.moves if rank in move.ranks]
-        self.kinds = sorted({kind for move in ours for kind in move.kinds})
         is_staged = any(move.op == "put" and move.target[1].buffer == "out" for move in walked.moves)
         self.staged = plan.out_chunks if is_staged else 0
 
@@ -89,47 +81,53 @@ class Program:
             owner, (buffer, chunk) = end
             return owner, Place("staged" if is_staged and buffer == "out" else buffer, chunk)
 
-        at = {
+        moves = {
             move.site: move._replace(sources=tuple(map(home, move.sources)), target=home(move.target))
-            for move in ours
+            for move in walked.moves
+            if move.site[0] == rank
         }
+
+        def step_of(step: PlanStep, lane: int, index: int) -> Step | Move:
+            number = step.semaphore if step.channel is None else step.channel
+            return moves.get((rank, lane, index)) or (CODES[step.op], number, None)
+
         self.lanes = [
-            [(step, at.get((rank, lane, index))) for index, step in enumerate(steps)]
+            [step_of(step, lane, index) for index, step in enumerate(steps) if step.op != "flush"]
             for lane, steps in enumerate(plan.programs[rank])
         ]
         kinds = tuple(kind_of(plan, rank, Place("out", chunk)) for chunk in range(self.staged))
         ends = (rank, Place("staged", 0)), (rank, Place("out", 0))
         self.last = Move((rank, 0, 0), "copy", ends[:1], ends[1], kinds, 0)
+        self.kinds = sorted({kind for move in (*moves.values(), self.last) for kind in move.kinds})
 
     def steps(self, layout: Layout) -> Steps:
         """Return the steps of this rank for one slice of the data, which is the window of the layout."""
         views: dict[View, int] = {}
         summed: set[int] = set()
 
-        def moved(move: Move) -> Iterator[Step]:
-            for ends, length in layout.runs(move.kinds, *move.sources, move.target):
-                *sources, target = [
-                    views.setdefault(View(buffer, rank, start, length), len(views))
-                    for rank, buffer, start in ends
-                ]
-                if len(sources) == 1:
-                    yield COPY, target, sources[0]
-                else:
-                    summed.update(sources, [target])
-                    yield REDUCE, target, sources
+        def steps_of(lane: Iterable[Step | Move]) -> list[Step]:
+            found: list[Step] = []
+            for each in lane:
+                if not isinstance(each, Move):
+                    found.append(each)
+                    continue
+                for ends, length in layout.runs(each.kinds, *each.sources, each.target):
+                    numbers = [
+                        views.setdefault((buffer, rank, start, length), len(views))
+                        for rank, buffer, start in ends
+                    ]
+                    if len(numbers) == 2:
+                        found.append((COPY, numbers[1], numbers[0]))
+                    else:
+                        found.append((REDUCE, numbers[-1], numbers[:-1]))
+                        summed.update(numbers)
+            return found
 
-        def steps_of(step: PlanStep, move: Move | None) -> Iterator[Step]:
-            if move is not None:
-                yield from moved(move)
-            elif step.op in CODES:
-                yield CODES[step.op], step.semaphore if step.channel is None else step.channel, None
-
-        lanes = [[each for pair in lane for each in steps_of(*pair)] for lane in self.lanes]
-        last = list(moved(self.last))
+        lanes, last = [steps_of(lane) for lane in self.lanes], steps_of([self.last])
         callers: list[tuple[int, View]] = []
         regions: list[tuple[int, View]] = []
         for view, number in views.items():
-            (callers if view.buffer in ("in", "out") else regions).append((number, view))
+            (callers if view[0] in ("in", "out") else regions).append((number, view))
         return Steps(lanes, last, callers, regions, summed, {})
 
 

@@ -19,7 +19,7 @@ import struct
 import time
 import uuid
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from typing import Any, cast
 
@@ -30,6 +30,7 @@ import torch.distributed as dist
 from fairseq_tutel.ranks import world
 from fairseq_tutel.ranks.guard import name_ranks, timeout_of_groups
 
+OPERATION = "the opening of shared memory"
 FOLDER = "/dev/shm"
 # i686 is not in this list, because it writes 64 bits in two stores.
 ORDERED = ("x86_64", "AMD64")
@@ -50,19 +51,28 @@ class SharedMemoryError(OSError):
 
 
 class SharedMemory:
-    """Memory that the ranks of a group share: int64 `words`, and a region of bytes for each rank.
+    """Memory that ranks of a host share: int64 `words`, and a region of bytes for each of these ranks.
 
-    All ranks must construct this together. The caller can use `lines` cache lines of words. A region has
-    `size` bytes at first, and can grow to `region` bytes.
+    All ranks of the group must construct this together. The caller can use `lines` cache lines of words. A
+    region has `size` bytes at first, and can grow to `region` bytes. `members` has the ranks of the group
+    that are on this rank's host; None means all. Other methods number ranks by their index in `members`.
 
     Raises:
         SharedMemoryError: the ranks cannot share memory; the message has the reason.
         CommunicationError: a rank did not take part in the construction.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None, lines: int, region: int, size: int) -> None:
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None,
+        lines: int,
+        region: int,
+        size: int,
+        members: Sequence[int] | None = None,
+    ) -> None:
         self.group, self.size = group, size
-        self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
+        self.members = range(dist.get_world_size(group)) if members is None else members
+        self.rank, self.ranks = self.members.index(dist.get_rank(group)), len(self.members)
         self._first = self.ranks + 1  # one line per rank for `barrier`, and one line for `grow`
         self._start = _whole_pages((self._first + lines) * WORDS_OF_LINE * 8)
         self._region = _whole_pages(region)
@@ -74,35 +84,39 @@ class SharedMemory:
         weakref.finalize(self, os.close, self._descriptor)
 
     def _share(self) -> int:
-        """Open one file on all ranks, lock one byte of it for each rank, and return the file descriptor."""
-        operation = "the opening of shared memory"
+        """Open one file on all members, lock one byte of it for each, and return the file descriptor."""
         path, problem, descriptor = "", "", -1
         if self.rank == 0:
             path = f"{FOLDER}/{PREFIX}{uuid.uuid4().hex}"
             descriptor, problem = _open(path, os.O_CREAT | os.O_EXCL)
             path = "" if problem else path
         try:
-            name = world.broadcast_object(path, operation, self.group)
+            name = world.all_gather_object(path, OPERATION, self.group)[self.members[0]]
             if name and self.rank:
                 descriptor, problem = _open(name, os.O_NOFOLLOW)
             if descriptor >= 0:
                 fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, self.rank)
             # After this exchange, all ranks hold their locks.
-            problems = world.all_gather_object(problem, operation, self.group)
+            problem = self._first_problem(problem)
         finally:
             if path:
                 os.unlink(path)
-        found = (f"on rank {rank} of the group, {each}" for rank, each in enumerate(problems) if each)
-        problem = next(found, "")
-        if path and not problem:
-            os.ftruncate(descriptor, self._start + self.ranks * self._region)
-            problem = self._allocate(descriptor, self.size, self._start)
-        problem = world.broadcast_object(problem, operation, self.group)
+        if not problem:
+            if path:
+                os.ftruncate(descriptor, self._start + self.ranks * self._region)
+                problem = self._allocate(descriptor, self.size, self._start)
+            problem = self._first_problem(problem)
         if problem:
             if descriptor >= 0:
                 os.close(descriptor)
             raise SharedMemoryError(f"The ranks cannot share memory: {problem}.")
         return descriptor
+
+    def _first_problem(self, own: str) -> str:
+        """Return the problem of the first rank of the group that has one, or "". Collective."""
+        problems = world.all_gather_object(own, OPERATION, self.group)
+        found = (f"on rank {rank} of the group, {each}" for rank, each in enumerate(problems) if each)
+        return next(found, "")
 
     def _allocate(self, descriptor: int, size: int, words: int = 0) -> str:
         """Allocate `words` bytes for all words and `size` bytes per region; return an error text, or ""."""
@@ -139,7 +153,7 @@ class SharedMemory:
                 backoff.pause([source])
 
     def barrier(self) -> None:
-        """Wait until all ranks of the group have called this function."""
+        """Wait until all members have called this function."""
         self._barriers += 1
         self.words[self.rank * WORDS_OF_LINE] = self._barriers
         for rank in range(self.ranks):
@@ -148,8 +162,8 @@ class SharedMemory:
     def grow(self, size: int) -> bool:
         """Grow all regions to `size` bytes, and return whether there was enough memory.
 
-        All ranks must call this together. The contents of the regions are lost. At least half of the folder
-        stays free for other users, such as data loaders.
+        All members must call this together. The contents of the regions are lost. At least half of the
+        folder stays free for other users, such as data loaders.
         """
         self.barrier()
         self._generation += 1
@@ -166,7 +180,7 @@ class SharedMemory:
         return grown
 
     def has_ended(self, rank: int) -> bool:
-        """Return whether another rank's process has ended, which is the case if it holds no lock."""
+        """Return whether a member's process has ended, which is the case if it holds no lock."""
         request = struct.pack(FLOCK, fcntl.F_WRLCK, os.SEEK_SET, rank, 1, 0)
         answer = fcntl.fcntl(self._descriptor, fcntl.F_GETLK, request)
         return bool(struct.unpack(FLOCK, answer)[0] == fcntl.F_UNLCK)
@@ -182,7 +196,7 @@ class Backoff:
         self._ended: set[int] = set()
 
     def pause(self, sources: Iterable[int]) -> None:
-        """Pause between two checks while waiting for the ranks `sources` of the group.
+        """Pause between two checks while waiting for the members `sources`.
 
         Raises:
             DistBackendError: one of these ranks has ended, or the timeout of groups has passed.
@@ -206,7 +220,8 @@ class Backoff:
 
     def _names(self, ranks: Iterable[int]) -> str:
         group = self._memory.group
-        return name_ranks(sorted(world.rank_in_job(rank, group) for rank in ranks))
+        members = self._memory.members
+        return name_ranks(sorted(world.rank_in_job(members[rank], group) for rank in ranks))
 
 
 def timeout_of(group: dist.ProcessGroup | None) -> timedelta:

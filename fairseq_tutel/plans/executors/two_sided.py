@@ -4,6 +4,12 @@ The plan runs in rounds. In each round, a rank sends at most one message to each
 all chunks for that rank, one after another. Between rounds, the rank copies and sums in the plan's order.
 Only a rank itself writes its memory, so each call has its own `tmp`.
 
+If ranks of a CPU host share `mailboxes`, their messages go through shared memory. The round starts its
+messages to other hosts first, so both kinds are on their way at the same time.
+
+On CPUs, a round with many messages (`FEWEST`) is one all_to_all of torch. Gloo runs it in its own threads,
+so it takes half the time of single messages if there are more ranks than cores.
+
 There is no thread. `start` sends the first round, and `wait` sends the later rounds. So all ranks of a
 group must start calls, and wait for them, in the same order. On a GPU the host never waits.
 """
@@ -17,33 +23,46 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fairseq_tutel.plans.executors.direct import received_directly
 from fairseq_tutel.plans.executors.layout import Layout, Move, Sizes, walk
+from fairseq_tutel.plans.executors.mailboxes import Bytes, Mailboxes
 from fairseq_tutel.plans.format import Plan
 from fairseq_tutel.ranks import world
 
 MOST_SIZES = 256  # the number of sizes for which a plan stays compiled
+# A round is an all_to_all if at least one of so many pairs of ranks exchanges a message.
+FEWEST = 3
 HALF = (torch.float16, torch.bfloat16)
 Run = tuple[str, int, int]  # buffer, first element, length
+Message = tuple[int, list[Run]]  # other rank, runs of elements
 
 
 class Round(NamedTuple):
     """The work of one rank in a round of a plan: it exchanges messages, and then it adds chunks.
 
-    A message is (other rank, runs of elements), and a sum is (sources, target).
+    `posted` and `fetched` are messages through mailboxes. A sum is (sources, target). If `is_dense`, the
+    other messages are one all_to_all.
     """
 
-    send: list[tuple[int, list[Run]]]
-    receive: list[tuple[int, list[Run]]]
+    send: list[Message]
+    receive: list[Message]
+    posted: list[Message]
+    fetched: list[Message]
     sums: list[tuple[list[Run], Run]]
+    is_dense: bool
 
 
 class Call:
     """A handle to wait for a collective that has started and exchanges messages between ranks."""
 
     def __init__(
-        self, rounds: Sequence[Round], buffers: dict[str, Tensor], group: dist.ProcessGroup | None
+        self,
+        rounds: Sequence[Round],
+        buffers: dict[str, Tensor],
+        group: dist.ProcessGroup | None,
+        mailboxes: Mailboxes | None,
     ) -> None:
-        self.rounds, self.buffers, self.group = rounds, buffers, group
+        self.rounds, self.buffers, self.group, self.mailboxes = rounds, buffers, group, mailboxes
         self.at = 0
         self.works: list[dist.Work] = []
         self.sent: list[Tensor] = []  # kept until the sends have ended
@@ -52,8 +71,10 @@ class Call:
 
     def is_completed(self) -> bool:
         """Return whether `wait` would return without waiting for another rank."""
-        left = len(self.rounds) - self.at
-        return left == 0 or (left == 1 and all(work.is_completed() for work in self.works))
+        left = self.rounds[self.at :]
+        if len(left) == 1 and not (left[0].posted or left[0].fetched):
+            return all(work.is_completed() for work in self.works)
+        return not left
 
     def wait(self) -> None:
         """Run the remaining rounds; on a GPU, queue them on the stream instead of waiting."""
@@ -63,32 +84,60 @@ class Call:
     @torch.no_grad()
     def _end_round(self) -> None:
         """Wait for the messages of this round, compute the sums of this rank, and start the next round."""
+        this = self.rounds[self.at]
+        if self.mailboxes is not None and (this.posted or this.fetched):
+            self.mailboxes.exchange(*(self._pieces(messages) for messages in (this.posted, this.fetched)))
         for work in self.works:
             work.wait()
         for message, runs in self.came:
             for part, run in zip(message.split([run[2] for run in runs]), runs, strict=True):
                 self._view(run).copy_(part)
-        for sources, target in self.rounds[self.at].sums:
+        for sources, target in this.sums:
             add_up([self._view(run) for run in sources], self._view(target))
         self.works, self.sent, self.came = [], [], []
         self.at += 1
         if self.at < len(self.rounds):
             self._send(self.rounds[self.at])
 
+    def _pieces(self, messages: Sequence[Message]) -> list[tuple[int, list[Bytes]]]:
+        return [(rank, [_bytes(self._view(run)) for run in runs]) for rank, runs in messages]
+
     def _send(self, messages: Round) -> None:
+        if messages.is_dense and self.buffers["in"].is_cpu:
+            self.works = [self._all_to_all(messages)]
+            return
         operations = []
         for rank, runs in messages.receive:
-            whole = self._view(runs[0])
-            if len(runs) > 1:
-                whole = whole.new_empty(sum(run[2] for run in runs), *whole.shape[1:])
-                self.came.append((whole, runs))
-            operations.append(self._operation(dist.irecv, whole, rank))
+            operations.append(self._operation(dist.irecv, self._place(runs), rank))
         for rank, runs in messages.send:
-            views = [self._view(run) for run in runs]
-            self.sent.append(views[0] if len(views) == 1 else torch.cat(views))
-            operations.append(self._operation(dist.isend, self.sent[-1], rank))
+            operations.append(self._operation(dist.isend, self._content(runs), rank))
         if operations:
             self.works = dist.batch_isend_irecv(operations)
+
+    def _all_to_all(self, messages: Round) -> dist.Work:
+        """Start the messages of a round as one all_to_all of bytes; some of them may be empty."""
+        own, ranks = self.buffers["in"], dist.get_world_size(self.group)
+        row = own.shape[1:].numel() * own.itemsize
+        (receive, come), (send, leave) = (
+            _side(messages, ranks, row) for messages in (messages.receive, messages.send)
+        )
+        whole, sent = _flat(self._place(come)), _flat(self._content(leave))
+        return dist.all_to_all_single(whole, sent, receive, send, group=self.group, async_op=True)
+
+    def _place(self, runs: Sequence[Run]) -> Tensor:
+        """Return the tensor in which a message arrives; `_end_round` copies it if it has several runs."""
+        if len(runs) == 1:
+            return self._view(runs[0])
+        own = self.buffers["in"]
+        whole = own.new_empty(sum(run[2] for run in runs), *own.shape[1:])
+        self.came.append((whole, runs))
+        return whole
+
+    def _content(self, runs: Sequence[Run]) -> Tensor:
+        """Return the tensor of a message that is sent."""
+        views = [self._view(run) for run in runs] or [self.buffers["in"][:0]]
+        self.sent.append(views[0] if len(views) == 1 else torch.cat(views))
+        return self.sent[-1]
 
     def _operation(self, direction: Any, tensor: Tensor, rank: int) -> dist.P2POp:
         return dist.P2POp(direction, tensor, world.rank_in_job(rank, self.group), self.group)
@@ -120,22 +169,36 @@ def add_up(sources: Sequence[Tensor], out: Tensor) -> None:
 class TwoSided:
     """Runs one rank's part of a collective plan by send and receive.
 
-    The checker must have accepted the plan.
+    The checker must have accepted the plan. `mailboxes` are those of this rank's host; either all ranks of
+    the group have mailboxes, or none.
     """
 
-    def __init__(self, plan: Plan, group: dist.ProcessGroup | None) -> None:
-        self.plan, self.group, self.is_new = plan, group, True
+    def __init__(
+        self, plan: Plan, group: dist.ProcessGroup | None, mailboxes: Mailboxes | None = None
+    ) -> None:
+        self.plan, self.group, self.mailboxes, self.is_new = plan, group, mailboxes, True
         self.walked, self.rank = walk(plan), dist.get_rank(group)
         self._for_sizes = lru_cache(MOST_SIZES)(self._compiled)
         last = max((move.round for move in self.walked.moves), default=0)
         self._sums: list[list[Move]] = [[] for _ in range(last + 1)]
         self._messages: list[dict[tuple[int, int], list[Move]]]
         self._messages = [defaultdict(list) for _ in range(last + 1)]
-        for move in self.walked.moves:
-            if move.op == "put" and self.rank in move.ranks:
+        ours = [move for move in self.walked.moves if self.rank in move.ranks]
+        for move in received_directly(ours, self.rank):
+            if move.op == "put":
                 self._messages[move.round][move.ranks].append(move)
-            elif move.op != "put" and move.ranks[0] == self.rank:
+            else:
                 self._sums[move.round].append(move)
+        far: list[set[tuple[int, int]]] = [set() for _ in range(last + 1)]
+        for move in self.walked.moves:
+            if move.op == "put" and not self._is_near(*move.ranks):
+                far[move.round].add(move.ranks)
+        self._are_dense = [FEWEST * len(pairs) >= plan.ranks * (plan.ranks - 1) for pairs in far]
+
+    def _is_near(self, rank: int, other: int) -> bool:
+        """Return whether messages between two ranks go through mailboxes."""
+        hosts = self.mailboxes.hosts if self.mailboxes else range(self.plan.ranks)
+        return hosts[rank] == hosts[other]
 
     def start(self, own: Tensor, out: Tensor, sizes: Sizes) -> Call:
         """Start the collective, and return a handle to wait for it.
@@ -148,23 +211,49 @@ class TwoSided:
         self.is_new = False
         rounds, slots = self._for_sizes(sizes)
         tmp = own.new_empty(slots, *own.shape[1:])
-        return Call(rounds, {"in": own, "out": out, "tmp": tmp}, self.group)
+        return Call(rounds, {"in": own, "out": out, "tmp": tmp}, self.group, self.mailboxes)
 
     def _compiled(self, sizes: Sizes) -> tuple[list[Round], int]:
         """Return this rank's rounds for shards of the given sizes, and the number of elements of `tmp`."""
         layout = Layout(self.walked, sizes)
         rounds = []
-        for moves, messages in zip(self._sums, self._messages, strict=True):
-            send, receive = [], []
-            for (source, target), puts in messages.items():
-                runs = _joined(puts, layout, is_sent=source == self.rank)
-                if runs and source == self.rank:
-                    send.append((target, runs))
-                elif runs:
-                    receive.append((source, runs))
+        for moves, messages, is_dense in zip(self._sums, self._messages, self._are_dense, strict=True):
             sums = [each for move in moves for each in _sums(move, layout)]
-            rounds.append(Round(send, receive, sums))
+            this = Round([], [], [], [], sums, is_dense)
+            for (source, target), puts in messages.items():
+                is_sent = source == self.rank
+                other = target if is_sent else source
+                is_near = self._is_near(source, target)
+                if runs := _joined(puts, layout, is_sent):
+                    if is_sent:
+                        (this.posted if is_near else this.send).append((other, runs))
+                    else:
+                        (this.fetched if is_near else this.receive).append((other, runs))
+            rounds.append(this)
         return rounds, layout.starts(self.rank, "tmp")[-1]
+
+
+def _bytes(part: Tensor) -> Bytes:
+    """Return the bytes of a contiguous tensor on a CPU as an array, without a copy."""
+    return _flat(part).numpy()
+
+
+def _flat(part: Tensor) -> Tensor:
+    """Return the bytes of a contiguous tensor as a view."""
+    return part.detach().view(-1).view(torch.uint8)
+
+
+def _side(messages: Sequence[Message], ranks: int, row: int) -> tuple[list[int], list[Run]]:
+    """Return the bytes of the messages to or from each rank, and all runs in the order of ranks.
+
+    A row has `row` bytes.
+    """
+    sizes, runs = [0] * ranks, []
+    for rank, own in sorted(messages):
+        sizes[rank] = row * sum(length for _, _, length in own)
+        for run in own:
+            _append(runs, run)
+    return sizes, runs
 
 
 def _joined(puts: Sequence[Move], layout: Layout, is_sent: bool) -> list[Run]:
@@ -173,11 +262,17 @@ def _joined(puts: Sequence[Move], layout: Layout, is_sent: bool) -> list[Run]:
     for put in puts:
         end = put.sources[0] if is_sent else put.target
         for ((_, buffer, start),), length in layout.runs(put.kinds, end):
-            if found and found[-1][0] == buffer and sum(found[-1][1:]) == start:
-                found[-1] = (buffer, found[-1][1], found[-1][2] + length)
-            else:
-                found.append((buffer, start, length))
+            _append(found, (buffer, start, length))
     return found
+
+
+def _append(runs: list[Run], run: Run) -> None:
+    """Append a run, or extend the last run if both are adjacent."""
+    buffer, start, length = run
+    if runs and runs[-1][0] == buffer and sum(runs[-1][1:]) == start:
+        runs[-1] = (buffer, runs[-1][1], runs[-1][2] + length)
+    else:
+        runs.append(run)
 
 
 def _sums(move: Move, layout: Layout) -> Iterator[tuple[list[Run], Run]]:
