@@ -142,7 +142,7 @@ def test_ranks_that_fairseq_spawns_get_the_signal(lm_data, tmp_path):
         lm_data, tmp_path / "save", "--user-dir", SPAWNING, "--distributed-world-size", 2,
         "--ddp-backend", "legacy_ddp", "--distributed-backend", "gloo", "--cpu", updates=100_000,
     )  # fmt: skip
-    process = _launch(("fairseq_cli.train",), words, log := tmp_path / "log")
+    process = launch(("fairseq_cli.train",), words, log := tmp_path / "log")
     _wait_for_line(log, '"num_updates": "3"', lambda: process.poll() is None)
     process.send_signal(signal.SIGTERM)
     assert process.wait(60) == EXIT_CODE, tail(log.read_text())
