@@ -182,17 +182,20 @@ def _softmax_top_k_backward(t: Tensors) -> Call:
     return Call(arguments=(probs_TE, t.ids_TK, dprobs_TE, t.weights_TK), work=work)
 
 
-def _assign_slots(t: Tensors) -> Call:
-    ids_KT = t.ids_TK.t().contiguous()
-    return Call(arguments=(ids_KT, len(t.fc1)), work=2 * ids_KT.nbytes)
+def _assign_rows(t: Tensors) -> Call:
+    # Reads the ids; writes the slots and three maps.
+    return Call(arguments=(t.ids_TK, len(t.fc1)), work=5 * t.ids_TK.nbytes)
 
 
-def _assign_slots_by(t: Tensors) -> Call:
-    ids_KT = t.ids_TK.t().contiguous()
-    # Any order will do: the assignments by weight, as in batch-prioritized routing.
-    order_N = t.weights_TK.t().flatten().argsort(descending=True)
-    work = 2 * ids_KT.nbytes + order_N.nbytes
-    return Call(arguments=(order_N, ids_KT, len(t.fc1)), work=work)
+def _gather_values(t: Tensors) -> Call:
+    work = _bytes(t.gate_R, t.row_of_TK, t.weights_TK)
+    return Call(arguments=(t.gate_R, t.row_of_TK), work=work)
+
+
+def _load_loss(t: Tensors) -> Call:
+    mass_E = t.logits_TE.softmax(dim=1).sum(dim=0)
+    num_tokens = torch.full((), len(t.x_TD), device=mass_E.device)
+    return Call(arguments=(mass_E, t.groups.counts, num_tokens), work=2 * mass_E.nbytes)
 
 
 def _stride_copy(t: Tensors) -> Call:
@@ -238,10 +241,11 @@ CALLS: dict[str, Callable[[Tensors], Call]] = {
     "gather_rows": _gather_rows,
     "gather_sum": _gather_sum,
     "gather_dot": _gather_dot,
+    "gather_values": _gather_values,
     "softmax_top_k": _softmax_top_k,
     "softmax_top_k_backward": _softmax_top_k_backward,
-    "assign_slots": _assign_slots,
-    "assign_slots_by": _assign_slots_by,
+    "assign_rows": _assign_rows,
+    "load_loss": _load_loss,
     "stride_copy": _stride_copy,
     "grouped_linear": _grouped_linear,
     "grouped_weight_grad": _grouped_weight_grad,

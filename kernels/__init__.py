@@ -15,10 +15,11 @@ OPS = (
     "gather_rows",
     "gather_sum",
     "gather_dot",
+    "gather_values",
     "softmax_top_k",
     "softmax_top_k_backward",
-    "assign_slots",
-    "assign_slots_by",
+    "assign_rows",
+    "load_loss",
     "stride_copy",
     "grouped_linear",
     "grouped_weight_grad",
@@ -56,7 +57,9 @@ def backend_for(requested: str, device: torch.device) -> tuple[str, str]:
     return "reference", f"{lacking}; experts run one at a time, with one host synchronization per layer"
 
 
-def ops(requested: str, device: torch.device, dtype: torch.dtype = torch.float32) -> Any:
+def ops(
+    requested: str, device: torch.device, dtype: torch.dtype = torch.float32, fp32_products: str = "torch"
+) -> Any:
     """Return a namespace with the kernels and the FFN functions of the requested backend.
 
     Args:
@@ -64,6 +67,7 @@ def ops(requested: str, device: torch.device, dtype: torch.dtype = torch.float32
         device: the device of the tensors.
         dtype: the dtype of the experts' products. fp64 products run in torch, since the GPU kernels do not
             support fp64.
+        fp32_products: a choice of --moe-fp32-products.
     """
     backend, _ = backend_for(requested, device)
     if backend == "reference":
@@ -71,7 +75,9 @@ def ops(requested: str, device: torch.device, dtype: torch.dtype = torch.float32
     from fairseq_tutel.kernels import triton_ops
 
     is_wide = dtype == torch.float64 and not interpreted()
-    return triton_ops.IN_FP64 if is_wide else triton_ops.BY_PRODUCTS
+    if is_wide:
+        return triton_ops.IN_FP64
+    return triton_ops.IN_TF32X3 if fp32_products == "tf32x3" else triton_ops.BY_PRODUCTS
 
 
 @functools.cache

@@ -91,7 +91,7 @@ def ffn_backward(
         dy_ND: [R, D] without gates. With gates [N, D]: forward added gate[r] times the output of row r to
             row index[r] of the tensor that has this gradient.
         x_ND: as in forward.
-        index_R: as in forward; None without gates.
+        index_R: as in forward; required with gates.
         gate_R: [R] in dy's dtype or wider, or None.
         weights: as in forward.
         saved: the activations that forward saved.

@@ -10,12 +10,13 @@ class Groups:
     """The sizes of the experts' groups of consecutive rows. Rows after the last group have no expert.
 
     Each of `host` and `counts` is computed from the other at its first access. On a GPU, `host`
-    synchronizes with the device. Kernels therefore read `counts`.
+    synchronizes with the device. Kernels therefore read `counts` or `tiles`.
     """
 
     def __init__(self, counts_E: Tensor | None, host: Sequence[int] | None) -> None:
         self._counts, self._host = counts_E, host
         self._device = None if counts_E is None else counts_E.device
+        self._tiles: tuple[int, Tensor] | None = None
 
     @classmethod
     def of_tensor(cls, counts_E: Tensor) -> "Groups":
@@ -43,3 +44,17 @@ class Groups:
         if self._counts is None:
             self._counts = torch.tensor(self._host, dtype=torch.int64, device=self._device)
         return self._counts
+
+    def tiles(self, num_rows: int) -> Tensor:
+        """The tables of row tiles for R rows that Triton kernels read; see `triton_tiles.row_tiles`.
+
+        They are computed at the first call, for all products of forward and backward.
+        """
+        if self._tiles is not None and self._tiles[0] == num_rows:
+            return self._tiles[1]
+        from fairseq_tutel.kernels.triton_tiles import row_tiles
+
+        tiles = row_tiles(self.counts, num_rows)
+        if not torch.compiler.is_compiling():  # a compiled autograd node must not change other objects
+            self._tiles = num_rows, tiles
+        return tiles

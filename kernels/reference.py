@@ -16,8 +16,8 @@ from fairseq_tutel.kernels.activations import ACTIVATIONS
 from fairseq_tutel.kernels.ffn_by_expert import clear_tail, ffn_activations, ffn_backward, ffn_forward
 from fairseq_tutel.kernels.groups import Groups
 from fairseq_tutel.kernels.products import linear
-from fairseq_tutel.kernels.reference_route import assign_slots as assign_slots
-from fairseq_tutel.kernels.reference_route import assign_slots_by as assign_slots_by
+from fairseq_tutel.kernels.reference_route import assign_rows as assign_rows
+from fairseq_tutel.kernels.reference_route import load_loss as load_loss
 from fairseq_tutel.kernels.reference_route import softmax_top_k as softmax_top_k
 from fairseq_tutel.kernels.reference_route import softmax_top_k_backward as softmax_top_k_backward
 
@@ -99,6 +99,19 @@ def gather_dot(rows_RD: Tensor, row_of_TK: Tensor, y_TD: Tensor) -> Tensor:
         copies_ND.masked_fill_(holes_N1, 0.0)
     copies_TKD = copies_ND.view(num_tokens, top_k, rows_RD.shape[1])
     return torch.bmm(copies_TKD, y_TD.unsqueeze(2)).squeeze(2)
+
+
+def gather_values(values_N: Tensor, index_X: Tensor) -> Tensor:
+    """Read values by index: result[x] = values[index[x]], or 0 where the index is -1.
+
+    Args:
+        values_N: [N], any float dtype.
+        index_X: int64 in -1 .. N - 1, of any shape, which is also the shape of the result.
+    """
+    if values_N.shape[0] == 0:
+        return values_N.new_zeros(index_X.shape)
+    read_X = values_N.index_select(0, index_X.reshape(-1).clamp_min(0)).view(index_X.shape)
+    return read_X.masked_fill_(index_X < 0, 0.0)
 
 
 def _holes(index_N: Tensor) -> Tensor | None:
@@ -236,7 +249,7 @@ def ffn_down_backward(
 
     Args:
         dy_ND: [R, D], or [N, D] if `index_R` gives each row's source.
-        index_R: [R] int64; -1 only in the tail; None without gates.
+        index_R: [R] int64; -1 only in the tail.
         gate_R: [R] in dy's dtype or wider, whose tail is not read; None for ones and no dgate.
         fc2_weight: [E, D, H] in dy's dtype.
         fc2_bias: [E, D] or None.

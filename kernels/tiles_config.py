@@ -5,6 +5,7 @@ compiles for its hardware without register spills (`benchmarks.compile_table` pr
 checks them).
 """
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -46,8 +47,8 @@ class Config:
 # gradient of the hidden rows; weight: a weight gradient.
 KINDS = ("up", "glu_up", "linear", "hidden", "glu_hidden", "weight")
 HARDWARE = ("hopper", "ampere", "amd")
-# half: fp16 and bf16; tf32; ieee: fp32 without tensor cores.
-PRECISIONS = ("half", "tf32", "ieee")
+# half: fp16 and bf16; tf32; tf32x3: fp32 as three TF32 products; ieee: fp32 without tensor cores.
+PRECISIONS = ("half", "tf32", "tf32x3", "ieee")
 
 # Small tiles, so that tests cover the edges of tiles. The cost of an interpreted program hardly depends on
 # its tile size.
@@ -74,6 +75,8 @@ _TABLE: dict[tuple[str, str], dict[str, tuple[Config, ...]]] = {
         "glu_up": (Config(128, 64, 32, 8, 4), Config(64, 64, 32, 4, 4)),
         "glu_hidden": (Config(128, 64, 32, 8, 4), Config(64, 64, 32, 4, 4)),
     },
+    # The rest of every operand after its TF32 number is an operand, too.
+    ("hopper", "tf32x3"): {"": (Config(64, 64, 32, 4, 3), Config(64, 64, 16, 4, 3))},
     # These tiles need at most 96 KiB of shared memory, so they also run on consumer GPUs.
     ("ampere", "half"): {
         "": (Config(128, 128, 64, 8, 3), Config(128, 128, 32, 8, 4), Config(64, 128, 32, 4, 4)),
@@ -84,6 +87,10 @@ _TABLE: dict[tuple[str, str], dict[str, tuple[Config, ...]]] = {
         "": (Config(128, 128, 32, 8, 3), Config(64, 128, 32, 4, 3)),
         "glu_up": (Config(128, 64, 32, 8, 3), Config(64, 64, 32, 4, 3)),
         "glu_hidden": (Config(128, 64, 32, 8, 3), Config(64, 64, 32, 4, 3)),
+    },
+    ("ampere", "tf32x3"): {
+        "": (Config(64, 64, 32, 4, 3), Config(64, 64, 16, 4, 3)),
+        "glu_up": (Config(64, 32, 32, 4, 3), Config(64, 32, 16, 4, 3)),
     },
     # These tiles need at most 64 KiB of shared memory.
     ("amd", "half"): {
@@ -153,10 +160,13 @@ def choose(
         launch: runs the product with a configuration; may be called any number of times.
     """
     rows, experts, n, k = shape
-    # Candidates depend only on the bucket of the sizes, because timings are stored per bucket.
-    classes = autotune.bucket(rows), autotune.bucket(experts)
-    choices = candidates(kind, hardware, precision, *classes, n, k)
-    return autotune.pick(kind, (hardware, precision, *shape), choices, launch)
+    # Candidates depend only on the bucket of rows and experts, because timings are stored per bucket.
+    key = hardware, precision, autotune.bucket(rows), autotune.bucket(experts), n, k
+    return autotune.pick(kind, key, functools.partial(_candidates, kind, *key), launch)
+
+
+# Building the candidates takes longer than a launch.
+_candidates = functools.lru_cache(candidates)
 
 
 def _fit(block: int, size: int) -> int:

@@ -22,20 +22,28 @@ from fairseq_tutel.kernels.triton_launch import (
     input_precision_of,
 )
 from fairseq_tutel.kernels.triton_operands import add_product, load_bias, store_tile
-from fairseq_tutel.kernels.triton_tiles import place, read_tile, tile_table
+from fairseq_tutel.kernels.triton_tiles import num_tiles, place, read_tile, table_start
 
 
-def grouped_linear(rows_RI: Tensor, weight_EOI: Tensor, bias_EO: Tensor | None, groups: Groups) -> Tensor:
+def grouped_linear(
+    rows_RI: Tensor, weight_EOI: Tensor, bias_EO: Tensor | None, groups: Groups, tf32x3: bool = False
+) -> Tensor:
     """Multiply each row of group e by its expert's weight: out[r] = rows[r] @ weight[e].T + bias[e]."""
-    return triton_linear(rows_RI, weight_EOI, bias_EO, None, None, groups.counts)
+    return triton_linear(rows_RI, weight_EOI, bias_EO, None, None, groups.tiles(len(rows_RI)), tf32x3)
 
 
 def ffn_up_backward(
-    dh_RH: Tensor, fc1_weight: Tensor, dg_RH: Tensor | None, fc3_weight: Tensor | None, groups: Groups
+    dh_RH: Tensor,
+    fc1_weight: Tensor,
+    dg_RH: Tensor | None,
+    fc3_weight: Tensor | None,
+    groups: Groups,
+    tf32x3: bool = False,
 ) -> Tensor:
     """Compute the gradient of the FFN's input rows from the gradients of fc1's and fc3's outputs."""
     fc3_weight = None if fc3_weight is None else fc3_weight.mT
-    return triton_linear(dh_RH, fc1_weight.mT, None, dg_RH, fc3_weight, groups.counts)
+    tiles = groups.tiles(len(dh_RH))
+    return triton_linear(dh_RH, fc1_weight.mT, None, dg_RH, fc3_weight, tiles, tf32x3)
 
 
 def _linear_shape(
@@ -44,7 +52,8 @@ def _linear_shape(
     bias_EO: Tensor | None,
     more_RI: Tensor | None,
     more_weight_EOI: Tensor | None,
-    counts_E: Tensor,
+    tiles: Tensor,
+    tf32x3: bool,
 ) -> Tensor:
     return rows_RI.new_empty(rows_RI.shape[0], weight_EOI.shape[1])
 
@@ -56,7 +65,8 @@ def triton_linear(
     bias_EO: Tensor | None,
     more_RI: Tensor | None,
     more_weight_EOI: Tensor | None,
-    counts_E: Tensor,
+    tiles: Tensor,
+    tf32x3: bool,
 ) -> Tensor:
     """Compute rows @ weight.T + bias + more @ more_weight.T, with the weights of each row's expert."""
     num_experts, out_dim, in_dim = weight_EOI.shape
@@ -69,23 +79,24 @@ def triton_linear(
     bias_EO = None if bias_EO is None else bias_EO.contiguous()
 
     def launch(config: Config) -> None:
-        table = tile_table(counts_E, num_rows, config.block_m)
+        tiles_m = num_tiles(num_rows, num_experts, config.block_m)
         rows_read = described(rows, [config.block_m, config.block_k])
         weights_read, k_inner = described_weights(weights, config.block_n, config.block_k)
         rows_from, weights_from = rows_read or rows, weights_read or weights
-        _linear_kernel[(table.shape[1] * triton.cdiv(out_dim, config.block_n),)](
+        _linear_kernel[(tiles_m * triton.cdiv(out_dim, config.block_n),)](
             rows_from[0],
             weights_from[0],
             bias_EO,
             rows_from[1] if len(rows) > 1 else None,
             weights_from[1] if len(rows) > 1 else None,
             out_RO,
-            table,
-            table.shape[1],
+            tiles,
+            table_start(num_rows, num_experts, config.block_m),
+            tiles_m,
             out_dim,
             in_dim,
             *weights[0].stride(),
-            PRECISION=input_precision_of(rows_RI),
+            PRECISION=input_precision_of(rows_RI, tf32x3),
             ACC=accumulator_of(rows_RI.dtype),
             ROWS_DESCRIPTOR=rows_read is not None,
             WEIGHT_DESCRIPTOR=weights_read is not None,
@@ -96,11 +107,12 @@ def triton_linear(
         )
 
     with torch.cuda.device_of(rows_RI):
-        launch(chosen("linear", rows_RI, (num_rows, num_experts, out_dim, in_dim), launch))
+        shape = num_rows, num_experts, out_dim, in_dim
+        launch(chosen("linear", rows_RI, shape, launch, tf32x3))
     return out_RO
 
 
-@triton.jit(do_not_specialize=["tiles_m"])
+@triton.jit(do_not_specialize=["start", "tiles_m"])
 def _linear_kernel(
     rows,
     weight,
@@ -108,7 +120,8 @@ def _linear_kernel(
     more,
     more_weight,
     out,
-    table,
+    tiles,
+    start,
     tiles_m,
     N,
     K,
@@ -126,7 +139,7 @@ def _linear_kernel(
     GROUP: tl.constexpr,
 ):
     m, n_tile = place(tl.program_id(0), tiles_m, tl.cdiv(N, BLOCK_N), GROUP)
-    expert, first, end = read_tile(table, tiles_m, m)
+    expert, first, end = read_tile(tiles, start, tiles_m, m)
     if first >= end:
         return
     n = n_tile * BLOCK_N

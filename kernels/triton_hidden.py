@@ -30,7 +30,7 @@ from fairseq_tutel.kernels.triton_operands import (
     rows_operand,
     store_tile,
 )
-from fairseq_tutel.kernels.triton_tiles import place, read_tile, tile_table
+from fairseq_tutel.kernels.triton_tiles import num_tiles, place, read_tile, table_start
 
 
 def ffn_down_backward(
@@ -44,6 +44,7 @@ def ffn_down_backward(
     g_RH: Tensor | None,
     groups: Groups,
     activation: str,
+    tf32x3: bool = False,
 ) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
     """Compute the backward pass through the FFN's second linear map (fc2) and the activation.
 
@@ -60,8 +61,9 @@ def ffn_down_backward(
         a_RH,
         h_RH,
         g_RH,
-        groups.counts,
+        groups.tiles(len(dy_ND if index_R is None else index_R)),
         activation if g_RH is None else "swish",
+        tf32x3,
     )
     return (
         dh_RH,
@@ -80,8 +82,9 @@ def _hidden_shapes(
     a_RH: Tensor | None,
     h_RH: Tensor | None,
     g_RH: Tensor | None,
-    counts_E: Tensor,
+    tiles: Tensor,
     activation: str,
+    tf32x3: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     num_rows = dy_ND.shape[0] if index_R is None else index_R.shape[0]
     dh_RH = dy_ND.new_empty(num_rows, fc2_weight.shape[2])
@@ -102,16 +105,17 @@ def triton_hidden(
     a_RH: Tensor | None,
     h_RH: Tensor | None,
     g_RH: Tensor | None,
-    counts_E: Tensor,
+    tiles: Tensor,
     activation: str,
+    tf32x3: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Launch the kernel of `ffn_down_backward`; return empty tensors for results that are not needed.
 
-    The arguments are the arguments of `ffn_down_backward`, with counts [E] int64 in place of groups.
+    The arguments are those of `ffn_down_backward`, with the tables of `row_tiles` in place of groups.
     `activation` is the function that was applied to h. With g it is "swish".
     """
     dh_RH, dg_RH, gated_RH, dgate_R = _hidden_shapes(
-        dy_ND, index_R, gate_R, fc2_weight, fc2_bias, a_RH, h_RH, g_RH, counts_E, activation
+        dy_ND, index_R, gate_R, fc2_weight, fc2_bias, a_RH, h_RH, g_RH, tiles, activation, tf32x3
     )
     if dh_RH.numel() == 0:
         return dh_RH, dg_RH, gated_RH, dgate_R
@@ -125,7 +129,7 @@ def triton_hidden(
     sum_dtype = torch.promote_types(dy_ND.dtype, torch.float32)
 
     def launch(config: Config) -> None:
-        table = tile_table(counts_E, num_rows, config.block_m)
+        tiles_m = num_tiles(num_rows, num_experts, config.block_m)
         tiles_n = triton.cdiv(hidden_dim, config.block_n) + (gate_R is not None and fc2_bias is not None)
         # Each column tile has one partial sum. The partial sums are added in a fixed order without atomics,
         # so the result is deterministic.
@@ -136,7 +140,7 @@ def triton_hidden(
         if index_R is None:
             rows_read = described([dy_ND], [config.block_m, config.block_k])
         weights_read, k_inner = described_weights([weight_EHD], config.block_n, config.block_k)
-        _hidden_kernel[(table.shape[1] * tiles_n,)](
+        _hidden_kernel[(tiles_m * tiles_n,)](
             (rows_read or [dy_ND])[0],
             index_R,
             gate_R,
@@ -149,14 +153,15 @@ def triton_hidden(
             None if g_RH is None else dg_RH,
             gated_RH if a_RH is None or gate_R is not None else None,
             parts_nR,
-            table,
-            table.shape[1],
+            tiles,
+            table_start(num_rows, num_experts, config.block_m),
+            tiles_m,
             num_rows,
             hidden_dim,
             model_dim,
             *weight_EHD.stride(),
             ACTIVATION=activation,
-            PRECISION=input_precision_of(dy_ND),
+            PRECISION=input_precision_of(dy_ND, tf32x3),
             ACC=accumulator_of(dy_ND.dtype),
             ROWS_DESCRIPTOR=rows_read is not None,
             WEIGHT_DESCRIPTOR=weights_read is not None,
@@ -168,15 +173,22 @@ def triton_hidden(
             num_stages=config.stages,
         )
         if parts_nR is not None:
-            dgate_R.copy_(parts_nR.sum(0))
+            _sum_parts(parts_nR, dgate_R)
 
     shape = (num_rows, num_experts, hidden_dim, model_dim)
     with torch.cuda.device_of(dy_ND):
-        launch(chosen("hidden" if g_RH is None else "glu_hidden", dy_ND, shape, launch))
+        launch(chosen("hidden" if g_RH is None else "glu_hidden", dy_ND, shape, launch, tf32x3))
     return dh_RH, dg_RH, gated_RH, dgate_R
 
 
-@triton.jit(do_not_specialize=["tiles_m", "num_rows"])
+def _sum_parts(parts_nR: Tensor, dgate_R: Tensor) -> None:
+    if parts_nR.dtype == dgate_R.dtype:
+        torch.sum(parts_nR, dim=0, out=dgate_R)
+    else:
+        dgate_R.copy_(parts_nR.sum(0))
+
+
+@triton.jit(do_not_specialize=["start", "tiles_m", "num_rows"])
 def _hidden_kernel(
     dy,
     index,
@@ -190,7 +202,8 @@ def _hidden_kernel(
     dg_out,
     a_out,
     parts,
-    table,
+    tiles,
+    start,
     tiles_m,
     num_rows,
     N,
@@ -215,7 +228,7 @@ def _hidden_kernel(
     if HAS_DOTS:
         tiles_n += 1  # the programs of the last tile column compute <dy, bias>
     m, n_tile = place(tl.program_id(0), tiles_m, tiles_n, GROUP)
-    expert, first, end = read_tile(table, tiles_m, m)
+    expert, first, end = read_tile(tiles, start, tiles_m, m)
     if first >= end:
         return
     if HAS_DOTS:  # noqa: SIM102 (the first condition is evaluated at compile time)

@@ -29,22 +29,32 @@ def hardware_of(device: torch.device) -> str:
     return "hopper" if torch.cuda.get_device_capability(device) >= (9, 0) else "ampere"
 
 
-def precision_of(dtype: torch.dtype) -> str:
-    """Return the precision of a dtype's matrix products: "half", "ieee", or, if torch allows it, "tf32"."""
+def precision_of(dtype: torch.dtype, tf32x3: bool = False) -> str:
+    """Return the precision of a dtype's matrix products: one of PRECISIONS in tiles_config.
+
+    fp32 is "ieee", or "tf32" if torch allows it. With `tf32x3` it is "tf32x3" on an NVIDIA GPU.
+    """
     if dtype in (torch.float16, torch.bfloat16):
         return "half"
+    if dtype != torch.float32 or torch.version.hip is not None:
+        return "ieee"
+    if tf32x3:
+        return "tf32x3"
     switch = torch.backends.cuda.matmul
     # torch raises an error if allow_tf32 is read after fp32_precision was set.
     newer = getattr(switch, "fp32_precision", None)
-    is_tf32 = (newer == "tf32" if newer else switch.allow_tf32) and torch.version.hip is None
-    return "tf32" if is_tf32 and dtype == torch.float32 else "ieee"
+    return "tf32" if (newer == "tf32" if newer else switch.allow_tf32) else "ieee"
 
 
 def chosen(
-    kind: str, rows: Tensor, shape: tuple[int, int, int, int], launch: Callable[[Config], None]
+    kind: str,
+    rows: Tensor,
+    shape: tuple[int, int, int, int],
+    launch: Callable[[Config], None],
+    tf32x3: bool = False,
 ) -> Config:
     """Return the tile configuration for a grouped matrix product with these rows; see `choose`."""
-    return choose(kind, hardware_of(rows.device), precision_of(rows.dtype), shape, launch)
+    return choose(kind, hardware_of(rows.device), precision_of(rows.dtype, tf32x3), shape, launch)
 
 
 def accumulator_of(dtype: torch.dtype) -> tl.dtype:
@@ -57,11 +67,12 @@ def has_descriptors(device: torch.device) -> bool:
     return TensorDescriptor is not None and hardware_of(device) == "hopper"
 
 
-def input_precision_of(rows: Tensor) -> str:
+def input_precision_of(rows: Tensor, tf32x3: bool = False) -> str:
     """Return the precision constant for the kernels' matrix products; on a GPU it affects only fp32."""
     if hardware_of(rows.device) == "interpreted" and rows.dtype == torch.bfloat16:
         return "interpreted"
-    return "tf32" if precision_of(rows.dtype) == "tf32" else "ieee"
+    precision = precision_of(rows.dtype, tf32x3)
+    return "ieee" if precision == "half" else precision
 
 
 def described(tensors: list[Tensor], block: list[int]) -> list[Any] | None:

@@ -1,8 +1,8 @@
 """Assigns row tiles to programs on the device, so that the host does not read the row counts.
 
-The grid has R // BLOCK_M + E + 1 row tiles, which is an upper bound. Rows after the last group form an
-additional group with expert -1. A row of the table is (expert, first row, end of the group's rows). In an
-unused tile, the first row is not below the end.
+The grid of a product has R // BLOCK_M + E + 1 row tiles, which is an upper bound. Rows after the last group
+form an additional group with expert -1. A row of the table is (expert, first row, end of the group's rows).
+In an unused tile, the first row is not below the end.
 """
 
 import torch
@@ -10,59 +10,101 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fairseq_tutel.kernels.opaque import opaque
+
+# Rows of a tile in every configuration of `tiles_config`.
+BLOCKS_M = (16, 32, 64, 128, 256)
 BLOCK_TILES = 32
 BLOCK_EXPERTS = 64
 
 
-def tile_table(counts_E: Tensor, num_rows: int, block_m: int) -> Tensor:
-    """Return the table of row tiles, [3, tiles] int64, computed on the device from row counts [E] int64."""
+def num_tiles(num_rows: int, num_experts: int, block_m: int) -> int:
+    """Return the number of row tiles in the table for tiles of `block_m` rows."""
+    return num_rows // block_m + num_experts + 1
+
+
+def table_start(num_rows: int, num_experts: int, block_m: int) -> int:
+    """Return the position in `row_tiles` of the table for tiles of `block_m` rows."""
+    smaller = (num_tiles(num_rows, num_experts, block) for block in BLOCKS_M if block < block_m)
+    return num_experts + 1 + 3 * sum(smaller)
+
+
+def _fake_row_tiles(counts_E: Tensor, num_rows: int) -> Tensor:
     num_experts = counts_E.shape[0]
-    num_tiles = num_rows // block_m + num_experts + 1
-    table = torch.empty(3, num_tiles, dtype=torch.int64, device=counts_E.device)
-    _tile_table_kernel[(triton.cdiv(num_tiles, BLOCK_TILES),)](
-        counts_E.contiguous(),
-        table,
-        num_rows,
-        num_experts,
-        num_tiles,
-        BLOCK_M=block_m,
-        BLOCK_E=BLOCK_EXPERTS,
-        BLOCK_T=BLOCK_TILES,
-    )
-    return table
+    return counts_E.new_empty(table_start(num_rows, num_experts, 2 * BLOCKS_M[-1]))
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_tiles"])
-def _tile_table_kernel(
+@opaque(_fake_row_tiles)
+def row_tiles(counts_E: Tensor, num_rows: int) -> Tensor:
+    """Return the first row of every expert, and the tables of row tiles for all BLOCKS_M, in one tensor.
+
+    Args:
+        counts_E: [E] int64, the number of rows of each expert.
+        num_rows: R, at least the sum of the counts.
+
+    Returns:
+        [E + 1 + 3 * tiles] int64: the first row of each expert and the end of the last one, then a table
+        [3, tiles] for each size in BLOCKS_M.
+    """
+    tiles, num_experts = _fake_row_tiles(counts_E, num_rows), counts_E.shape[0]
+    most = num_tiles(num_rows, num_experts, BLOCKS_M[0])
+    with torch.cuda.device_of(counts_E):
+        _row_tiles_kernel[(triton.cdiv(most, BLOCK_TILES), len(BLOCKS_M))](
+            counts_E.contiguous(),
+            tiles,
+            num_rows,
+            num_experts,
+            SMALLEST=BLOCKS_M[0],
+            BLOCK_E=BLOCK_EXPERTS,
+            BLOCK_T=BLOCK_TILES,
+        )
+    return tiles
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _row_tiles_kernel(
     counts,
-    table,
+    tiles,
     num_rows,
     num_experts,
-    num_tiles,
-    BLOCK_M: tl.constexpr,
+    SMALLEST: tl.constexpr,
     BLOCK_E: tl.constexpr,
     BLOCK_T: tl.constexpr,
 ):
+    # The second grid index is the size of the tiles: BLOCKS_M doubles from each to the next.
+    block_m = tl.full([], SMALLEST, tl.int64)
+    table = tiles + num_experts + 1
+    for _ in range(tl.program_id(1)):
+        table += 3 * (num_rows // block_m + num_experts + 1)
+        block_m *= 2
+    num_tiles = num_rows // block_m + num_experts + 1
+    if tl.program_id(0) * BLOCK_T >= num_tiles:
+        return
     tile = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T).to(tl.int64)
     expert = tl.full([BLOCK_T], -1, tl.int64)
     first = tl.zeros([BLOCK_T], tl.int64)
     end = tl.zeros([BLOCK_T], tl.int64)
     rows_before = tl.full([], 0, tl.int64)
     tiles_before = tl.full([], 0, tl.int64)
+    is_first = tl.program_id(0) + tl.program_id(1) == 0
+    written = tl.where(is_first, num_experts, 0)  # the first program writes the experts' first rows
     for first_expert in range(0, num_experts, BLOCK_E):
         e = first_expert + tl.arange(0, BLOCK_E)
         count = tl.load(counts + e, mask=e < num_experts, other=0)
-        tiles = (count + BLOCK_M - 1) // BLOCK_M
+        tiles_of = (count + block_m - 1) // block_m
         row_end = rows_before + tl.cumsum(count, 0)
-        tile_end = tiles_before + tl.cumsum(tiles, 0)
-        offset = tile[:, None] - (tile_end - tiles)[None, :]
-        own = (offset >= 0) & (offset < tiles[None, :])  # at most one expert per tile
+        tile_end = tiles_before + tl.cumsum(tiles_of, 0)
+        offset = tile[:, None] - (tile_end - tiles_of)[None, :]
+        own = (offset >= 0) & (offset < tiles_of[None, :])  # at most one expert per tile
         expert += tl.sum(tl.where(own, e[None, :] + 1, 0), 1)
-        first += tl.sum(tl.where(own, (row_end - count)[None, :] + offset * BLOCK_M, 0), 1)
+        first += tl.sum(tl.where(own, (row_end - count)[None, :] + offset * block_m, 0), 1)
         end += tl.sum(tl.where(own, row_end[None, :], 0), 1)
+        tl.store(tiles + e, row_end - count, mask=e < written)
         rows_before += tl.sum(count, 0)
-        tiles_before += tl.sum(tiles, 0)
-    first = tl.where(expert < 0, rows_before + (tile - tiles_before) * BLOCK_M, first)
+        tiles_before += tl.sum(tiles_of, 0)
+    if is_first:
+        tl.store(tiles + num_experts, rows_before)
+    first = tl.where(expert < 0, rows_before + (tile - tiles_before) * block_m, first)
     end = tl.where(expert < 0, num_rows, end)
     inside = tile < num_tiles
     tl.store(table + tile, expert, mask=inside)
@@ -80,8 +122,9 @@ def place(pid, tiles_m, tiles_n, GROUP: tl.constexpr):
 
 
 @triton.jit
-def read_tile(table, tiles_m, m):
-    """Read row tile m from the table: return its expert, its first row, and the end of the rows."""
+def read_tile(tiles, start, tiles_m, m):
+    """Read row tile m of the table at `start`: return its expert, first row, and the end of the rows."""
+    table = tiles + start
     expert = tl.load(table + m)
     first = tl.load(table + tiles_m + m)
     end = tl.load(table + 2 * tiles_m + m)

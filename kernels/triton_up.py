@@ -31,7 +31,7 @@ from fairseq_tutel.kernels.triton_operands import (
     rows_operand,
     store_tile,
 )
-from fairseq_tutel.kernels.triton_tiles import place, read_tile, tile_table
+from fairseq_tutel.kernels.triton_tiles import num_tiles, place, read_tile, table_start
 
 
 def ffn_up(
@@ -44,6 +44,7 @@ def ffn_up(
     groups: Groups,
     activation: str,
     keep: bool,
+    tf32x3: bool = False,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Compute the FFN up to fc2's input: a = act(fc1(x)), or silu(fc1(x)) * fc3(x) for gated experts."""
     is_glu = fc3_weight is not None
@@ -55,9 +56,10 @@ def ffn_up(
         fc1_bias,
         fc3_weight,
         fc3_bias,
-        groups.counts,
+        groups.tiles(len(x_ND if index_R is None else index_R)),
         "swish" if is_glu else activation,
         keep_h,
+        tf32x3,
     )
     return a_RH, h_RH if keep_h else None, g_RH if keep_h and is_glu else None
 
@@ -69,9 +71,10 @@ def _up_shapes(
     fc1_bias: Tensor | None,
     fc3_weight: Tensor | None,
     fc3_bias: Tensor | None,
-    counts_E: Tensor,
+    tiles: Tensor,
     activation: str,
     keep_h: bool,
+    tf32x3: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     num_rows = x_ND.shape[0] if index_R is None else index_R.shape[0]
     a_RH = x_ND.new_empty(num_rows, fc1_weight.shape[1])
@@ -88,17 +91,18 @@ def triton_up(
     fc1_bias: Tensor | None,
     fc3_weight: Tensor | None,
     fc3_bias: Tensor | None,
-    counts_E: Tensor,
+    tiles: Tensor,
     activation: str,
     keep_h: bool,
+    tf32x3: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Launch the kernel of `ffn_up`; return empty tensors for results that are not needed.
 
-    The arguments are the arguments of `ffn_up`, with counts [E] int64 in place of groups. `activation` is
+    The arguments are those of `ffn_up`, with the tables of `row_tiles` in place of groups. `activation` is
     applied to h. With fc3 it is "swish". `keep_h`: whether to return h and, with fc3, g.
     """
     a_RH, h_RH, g_RH = _up_shapes(
-        x_ND, index_R, fc1_weight, fc1_bias, fc3_weight, fc3_bias, counts_E, activation, keep_h
+        x_ND, index_R, fc1_weight, fc1_bias, fc3_weight, fc3_bias, tiles, activation, keep_h, tf32x3
     )
     if a_RH.numel() == 0:
         return a_RH, h_RH, g_RH
@@ -112,13 +116,13 @@ def triton_up(
     weights = alike([fc1_weight] if fc3_weight is None else [fc1_weight, fc3_weight])
 
     def launch(config: Config) -> None:
-        table = tile_table(counts_E, num_rows, config.block_m)
+        tiles_m = num_tiles(num_rows, num_experts, config.block_m)
         rows_read = None
         if index_R is None:
             rows_read = described([x_ND], [config.block_m, config.block_k])
         weights_read, k_inner = described_weights(weights, config.block_n, config.block_k)
         weights_from = weights_read or weights
-        _up_kernel[(table.shape[1] * triton.cdiv(hidden_dim, config.block_n),)](
+        _up_kernel[(tiles_m * triton.cdiv(hidden_dim, config.block_n),)](
             (rows_read or [x_ND])[0],
             index_R,
             weights_from[0],
@@ -128,13 +132,14 @@ def triton_up(
             a_RH,
             h_RH if keep_h else None,
             g_RH if keep_h and is_glu else None,
-            table,
-            table.shape[1],
+            tiles,
+            table_start(num_rows, num_experts, config.block_m),
+            tiles_m,
             hidden_dim,
             model_dim,
             *weights[0].stride(),
             ACTIVATION=activation,
-            PRECISION=input_precision_of(x_ND),
+            PRECISION=input_precision_of(x_ND, tf32x3),
             ACC=accumulator_of(x_ND.dtype),
             ROWS_DESCRIPTOR=rows_read is not None,
             WEIGHT_DESCRIPTOR=weights_read is not None,
@@ -146,11 +151,11 @@ def triton_up(
 
     shape = (num_rows, num_experts, hidden_dim, model_dim)
     with torch.cuda.device_of(x_ND):
-        launch(chosen("glu_up" if is_glu else "up", x_ND, shape, launch))
+        launch(chosen("glu_up" if is_glu else "up", x_ND, shape, launch, tf32x3))
     return a_RH, h_RH, g_RH
 
 
-@triton.jit(do_not_specialize=["tiles_m"])
+@triton.jit(do_not_specialize=["start", "tiles_m"])
 def _up_kernel(
     x,
     index,
@@ -161,7 +166,8 @@ def _up_kernel(
     a_out,
     h_out,
     g_out,
-    table,
+    tiles,
+    start,
     tiles_m,
     N,
     K,
@@ -180,7 +186,7 @@ def _up_kernel(
     GROUP: tl.constexpr,
 ):
     m, n_tile = place(tl.program_id(0), tiles_m, tl.cdiv(N, BLOCK_N), GROUP)
-    expert, first, end = read_tile(table, tiles_m, m)
+    expert, first, end = read_tile(tiles, start, tiles_m, m)
     if first >= end:
         return
     n = n_tile * BLOCK_N

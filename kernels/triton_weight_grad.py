@@ -27,10 +27,13 @@ def grouped_weight_grad(
     rows_index_R: Tensor | None = None,
     bias: bool = False,
     bias_scale_R: Tensor | None = None,
+    tf32x3: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """Return the gradients of each expert's weight and bias, summed over the expert's rows."""
+    num_experts = len(groups.counts)
+    tiles = groups.tiles(len(dout_NO if dout_index_R is None else dout_index_R))
     dweight_EOI, dbias_EO = triton_weight_grad(
-        dout_NO, rows_NI, groups.counts, dout_index_R, rows_index_R, bias, bias_scale_R
+        dout_NO, rows_NI, tiles, num_experts, dout_index_R, rows_index_R, bias, bias_scale_R, tf32x3
     )
     return dweight_EOI, dbias_EO if bias else None
 
@@ -38,13 +41,15 @@ def grouped_weight_grad(
 def _weight_grad_shapes(
     dout_NO: Tensor,
     rows_NI: Tensor,
-    counts_E: Tensor,
+    tiles: Tensor,
+    num_experts: int,
     dout_index_R: Tensor | None,
     rows_index_R: Tensor | None,
     bias: bool,
     bias_scale_R: Tensor | None,
+    tf32x3: bool,
 ) -> tuple[Tensor, Tensor]:
-    num_experts, out_dim = counts_E.shape[0], dout_NO.shape[1]
+    out_dim = dout_NO.shape[1]
     dweight_EOI = dout_NO.new_empty(num_experts, out_dim, rows_NI.shape[1])
     dbias_EO = dout_NO.new_empty(num_experts, out_dim) if bias else dout_NO.new_empty(0)
     return dweight_EOI, dbias_EO
@@ -54,24 +59,29 @@ def _weight_grad_shapes(
 def triton_weight_grad(
     dout_NO: Tensor,
     rows_NI: Tensor,
-    counts_E: Tensor,
+    tiles: Tensor,
+    num_experts: int,
     dout_index_R: Tensor | None,
     rows_index_R: Tensor | None,
     bias: bool,
     bias_scale_R: Tensor | None,
+    tf32x3: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Launch the kernel of `grouped_weight_grad`; without `bias`, the bias gradient is empty."""
+    """Launch the kernel of `grouped_weight_grad`; without `bias`, the bias gradient is empty.
+
+    The arguments are the arguments of `grouped_weight_grad`, with the tables of `row_tiles` and the number
+    of experts in place of groups.
+    """
     dweight_EOI, dbias_EO = _weight_grad_shapes(
-        dout_NO, rows_NI, counts_E, dout_index_R, rows_index_R, bias, bias_scale_R
+        dout_NO, rows_NI, tiles, num_experts, dout_index_R, rows_index_R, bias, bias_scale_R, tf32x3
     )
     if dweight_EOI.numel() == 0:
         return dweight_EOI, dbias_EO
-    num_experts, out_dim, in_dim = dweight_EOI.shape
-    dout_NO, rows_NI, counts_E = dout_NO.contiguous(), rows_NI.contiguous(), counts_E.contiguous()
+    _, out_dim, in_dim = dweight_EOI.shape
+    dout_NO, rows_NI = dout_NO.contiguous(), rows_NI.contiguous()
     dout_index_R, rows_index_R, bias_scale_R = (
         None if t is None else t.contiguous() for t in (dout_index_R, rows_index_R, bias_scale_R)
     )
-    ends_E = counts_E.cumsum(0)
 
     def launch(config: Config) -> None:
         columns = triton.cdiv(in_dim, config.block_n) + bias
@@ -81,13 +91,12 @@ def triton_weight_grad(
             rows_NI,
             rows_index_R,
             bias_scale_R,
-            counts_E,
-            ends_E,
+            tiles,
             dweight_EOI,
             dbias_EO if bias else None,
             out_dim,
             in_dim,
-            PRECISION=input_precision_of(dout_NO),
+            PRECISION=input_precision_of(dout_NO, tf32x3),
             ACC=accumulator_of(dout_NO.dtype),
             BLOCK_O=config.block_m,
             BLOCK_I=config.block_n,
@@ -100,7 +109,7 @@ def triton_weight_grad(
     num_rows = (dout_NO if dout_index_R is None else dout_index_R).shape[0]
     shape = (num_rows, num_experts, in_dim, out_dim)
     with torch.cuda.device_of(dout_NO):
-        launch(chosen("weight", dout_NO, shape, launch))
+        launch(chosen("weight", dout_NO, shape, launch, tf32x3))
     return dweight_EOI, dbias_EO
 
 
@@ -145,8 +154,7 @@ def _weight_grad_kernel(
     rows,
     rows_index,
     bias_scale,
-    counts,
-    ends,
+    starts,
     dweight,
     dbias,
     OUT,
@@ -163,8 +171,8 @@ def _weight_grad_kernel(
         tiles_i += 1  # the programs of the last tile column sum the bias
     expert = tl.program_id(0) // (tiles_o * tiles_i)
     tile_o, tile_i = place(tl.program_id(0) % (tiles_o * tiles_i), tiles_o, tiles_i, GROUP)
-    end = tl.load(ends + expert).to(tl.int32)
-    first = end - tl.load(counts + expert).to(tl.int32)
+    first = tl.load(starts + expert).to(tl.int32)
+    end = tl.load(starts + expert + 1).to(tl.int32)
     o = tile_o * BLOCK_O + tl.arange(0, BLOCK_O)
     if dbias is not None:  # noqa: SIM102 (the first condition is evaluated at compile time)
         if tile_i == tiles_i - 1:

@@ -89,6 +89,6 @@ def _there_and_back(
 
     def step() -> None:
         with torch.no_grad():
-            exchange.exchange_rows(rows, counts, options, lambda received, _: received)
+            exchange.exchange_rows(rows, counts, options, lambda received, *_: received)
 
     return step

@@ -14,8 +14,8 @@ from fairseq_tutel.kernels.tiles_config import Config, candidates
 # A layer with full tiles: rows of all experts, experts, H or I, D or O.
 SHAPE = (65536, 8, 8192, 2048)
 
-# tf32 is fp32 with torch's switch on.
-PRECISIONS = {"fp32": "ieee", "tf32": "tf32", "fp16": "half", "bf16": "half"}
+# tf32 is fp32 with torch's switch on, tf32x3 is fp32 with --moe-fp32-products tf32x3.
+PRECISIONS = {"fp32": "ieee", "tf32": "tf32", "tf32x3": "tf32x3", "fp16": "half", "bf16": "half"}
 
 # Epilogues differ by a few instructions an element: everywhere the plainest and the one with two maps,
 # and all of them once, where compiling is quickest.
@@ -31,16 +31,20 @@ def hardware_of_target(target: GPUTarget) -> str:
 
 
 def product_variants(target: GPUTarget) -> Iterator[Variant]:
-    """Yield the tile table and every product, in every dtype but fp64, which is for the interpreter."""
+    """Yield the row tiles and every product, in every dtype but fp64, which is for the interpreter."""
     yield variant(
-        "tile_table/i64",
-        triton_tiles._tile_table_kernel,
-        {"counts": "i64", "table": "i64"},
-        ("num_rows", "num_experts", "num_tiles"),
-        {"BLOCK_M": 128, "BLOCK_E": triton_tiles.BLOCK_EXPERTS, "BLOCK_T": triton_tiles.BLOCK_TILES},
+        "row_tiles/i64",
+        triton_tiles._row_tiles_kernel,
+        {"counts": "i64", "tiles": "i64"},
+        ("num_rows", "num_experts"),
+        {
+            "SMALLEST": triton_tiles.BLOCKS_M[0],
+            "BLOCK_E": triton_tiles.BLOCK_EXPERTS,
+            "BLOCK_T": triton_tiles.BLOCK_TILES,
+        },
     )
     for precision in PRECISIONS:
-        if precision == "tf32" and target.backend == "hip":
+        if precision.startswith("tf32") and target.backend == "hip":
             continue
         is_all = target.arch == ALL_ON and precision == ALL_IN
         for activation in (*ACTIVATIONS, "swiglu") if is_all else EVERYWHERE:
@@ -62,12 +66,12 @@ class _Reading:
 
     @property
     def dtype(self) -> str:
-        return "fp32" if self.precision == "tf32" else self.precision
+        return "fp32" if self.precision.startswith("tf32") else self.precision
 
     @property
     def constants(self) -> dict[str, Any]:
         return {
-            "PRECISION": "tf32" if self.precision == "tf32" else "ieee",
+            "PRECISION": self.precision if self.precision.startswith("tf32") else "ieee",
             "ACC": ACCUMULATORS[self.dtype],
         }
 
@@ -89,8 +93,8 @@ def _up(target: GPUTarget, precision: str, activation: str) -> Variant:
     return _product(
         f"ffn_up/{precision}/{activation}",
         triton_up._up_kernel,
-        pointers | {"index": "i64", "table": "i64"},
-        ("tiles_m", "N", "K"),
+        pointers | {"index": "i64", "tiles": "i64"},
+        ("start", "tiles_m", "N", "K"),
         {"ACTIVATION": "swish" if glu else activation} | dict.fromkeys(absent),
         ("weight", "gate_weight") if glu else ("weight",),
         True,
@@ -110,8 +114,8 @@ def _hidden(target: GPUTarget, precision: str, activation: str) -> Variant:
     return _product(
         f"ffn_down_backward/{precision}/{activation}",
         triton_hidden._hidden_kernel,
-        pointers | {"index": "i64", "gate": "fp32", "parts": "fp32", "table": "i64"},
-        ("tiles_m", "num_rows", "N", "K"),
+        pointers | {"index": "i64", "gate": "fp32", "parts": "fp32", "tiles": "i64"},
+        ("start", "tiles_m", "num_rows", "N", "K"),
         {"ACTIVATION": "swish" if glu else activation, "QUARTERS": target.backend == "cuda"}
         | dict.fromkeys(absent),
         ("weight",),
@@ -128,8 +132,8 @@ def _linear(target: GPUTarget, precision: str, more: bool) -> Variant:
     result = _product(
         f"ffn_up_backward/{precision}/glu" if more else f"grouped_linear/{precision}/bias",
         triton_gemm._linear_kernel,
-        dict.fromkeys(("out", *rows) if more else ("out", "bias", *rows), dtype) | {"table": "i64"},
-        ("tiles_m", "N", "K"),
+        dict.fromkeys(("out", *rows) if more else ("out", "bias", *rows), dtype) | {"tiles": "i64"},
+        ("start", "tiles_m", "N", "K"),
         dict.fromkeys(("bias",) if more else ("more", "more_weight")),
         ("weight", "more_weight") if more else ("weight",),
         not more,
@@ -147,7 +151,7 @@ def _weight_grad(target: GPUTarget, precision: str, gated: bool) -> Variant:
     reading = _reading(target, "weight", precision)
     config = reading.config
     pointers = dict.fromkeys(("dout", "rows", "dweight", "dbias"), reading.dtype)
-    pointers |= dict.fromkeys(("dout_index" if gated else "rows_index", "counts", "ends"), "i64")
+    pointers |= dict.fromkeys(("dout_index" if gated else "rows_index", "starts"), "i64")
     if gated:
         pointers["bias_scale"] = "fp32"
     absent = ("rows_index",) if gated else ("dout_index", "bias_scale")

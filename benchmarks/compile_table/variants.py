@@ -9,7 +9,14 @@ from typing import Any
 
 import triton.language as tl
 
-from fairseq_tutel.kernels import triton_copy, triton_dispatch, triton_plan, triton_route
+from fairseq_tutel.kernels import (
+    triton_balance,
+    triton_copy,
+    triton_dispatch,
+    triton_place,
+    triton_plan,
+    triton_route,
+)
 from fairseq_tutel.kernels.tiles_config import Config
 
 DTYPES = ("fp32", "fp16", "bf16", "fp64")
@@ -98,14 +105,30 @@ def dispatch_variants() -> Iterator[Variant]:
             ("model_dim", "top_k"),
             {"ACC": acc, "BLOCK_D": 1024},
         )
+        yield variant(
+            f"gather_values/{dtype}",
+            triton_dispatch._gather_values_kernel,
+            {"values_ptr": dtype, "index_ptr": "i64", "read_ptr": dtype},
+            ("size",),
+            {"BLOCK": triton_dispatch.BLOCK_VALUES},
+        )
 
 
 def route_variants() -> Iterator[Variant]:
     """Yield every kernel of the routing."""
     for dtype in DTYPES:
         yield from _gate_variants(dtype)
-    for op, has_order in (("assign_slots", False), ("assign_slots_by", True)):
-        yield from _slot_variants(op, has_order)
+    yield from _row_variants(has_order=False)
+    yield from _row_variants(has_order=True)
+    for dtype in ("fp32", "fp64"):
+        yield variant(
+            f"load_loss/in_{dtype}",
+            triton_balance._load_loss_kernel,
+            {"load_ptr": "i64", "tokens_ptr": "i64"}
+            | dict.fromkeys(("mass_ptr", "loss_ptr", "gradient_ptr"), dtype),
+            ("num_experts",),
+            {"ACC": ACCUMULATORS[dtype], "BLOCK_E": NUM_EXPERTS},
+        )
     for dtype in (*DTYPES, "u8"):
         yield variant(
             f"stride_copy/{dtype}",
@@ -117,15 +140,17 @@ def route_variants() -> Iterator[Variant]:
 
 
 def _gate_variants(dtype: str) -> Iterator[Variant]:
+    """With several choices per token, whose weights are divided by their sum."""
     block_t, block_e = triton_route._tile(NUM_EXPERTS, dtype == "fp64")
     tile = {"ACC": ACCUMULATORS[dtype], "BLOCK_T": block_t, "BLOCK_E": block_e}
+    constants = {"NORMALIZE": True, "TINY": 1e-38, **tile}
     sizes = ("num_tokens", "num_experts", "top_k")
     yield variant(
         f"softmax_top_k/{dtype}",
         triton_route._softmax_top_k_kernel,
         {"logits_ptr": dtype, "probs_ptr": dtype, "ids_ptr": "i64", "weights_ptr": dtype},
         sizes,
-        tile,
+        {**constants, "BLOCK_K": 8},
     )
     yield variant(
         f"softmax_top_k_backward/{dtype}",
@@ -137,36 +162,42 @@ def _gate_variants(dtype: str) -> Iterator[Variant]:
             "dweights_ptr": dtype,
             "dlogits_ptr": dtype,
         },
-        sizes,
-        {"HAS_DPROBS": True, "HAS_DWEIGHTS": True, **tile},
+        (*sizes, "dprobs_stride"),
+        constants,
     )
 
 
-def _slot_variants(op: str, has_order: bool) -> Iterator[Variant]:
-    sizes = ("num_blocks", "length", "num_experts", "time", "batch")
-    constants = {"HAS_ORDER": has_order, "BLOCK": triton_route.BLOCK_N}
+def _row_variants(has_order: bool) -> Iterator[Variant]:
+    """In token order without padding and limit, or in another order with both."""
+    ids: dict[str, str] = {"ids": "i64"}
+    absent: dict[str, Any] = {}
+    if has_order:
+        ids |= {"asked": "u8", "order": "i64"}
+    else:
+        absent = dict.fromkeys(("asked", "order"))
+    by = "_by_order" if has_order else ""
+    sizes = ("num_blocks", "length", "num_tokens", "top_k", "num_experts", "time", "batch")
+    constants = {"BLOCK": triton_place.BLOCK_N, "BLOCK_E": triton_place.COUNT_BLOCK_E, **absent}
     yield variant(
-        f"{op}/count",
-        triton_route._count_kernel,
-        {"ids_ptr": "i64", "order_ptr": "i64", "counts_ptr": "i32"},
+        f"assign_rows/count{by}", triton_place._count_kernel, {**ids, "starts": "i32"}, sizes, constants
+    )
+    limit: dict[str, str] = {"limit": "i64"} if has_order else {}
+    no_limit: dict[str, Any] = {} if has_order else {"limit": None}
+    yield variant(
+        f"assign_rows/scan{by}",
+        triton_place._scan_kernel,
+        {"starts": "i32", **dict.fromkeys(("assigned", "kept", "dropped"), "i64"), **limit},
+        ("chains", "num_blocks", "num_experts"),
+        {"BLOCK_B": triton_place.SCAN_BLOCK_B, "BLOCK_E": triton_place.SCAN_BLOCK_E, **no_limit},
+    )
+    results = ("kept", "slots_out", "row_of", "source_of", "token_of")
+    yield variant(
+        f"assign_rows/place{by}",
+        triton_place._place_kernel,
+        {**ids, "starts": "i32", **dict.fromkeys(results, "i64"), **limit},
         sizes,
-        {**constants, "BLOCK_E": triton_route.COUNT_BLOCK_E},
+        {**constants, "PEERS": triton_place.PEERS, **no_limit},
     )
-    yield variant(
-        f"{op}/place",
-        triton_route._place_kernel,
-        {"ids_ptr": "i64", "order_ptr": "i64", "starts_ptr": "i32", "slots_ptr": "i64"},
-        (*sizes, "num_tokens", "top_k"),
-        {**constants, "PEERS": triton_route.PEERS},
-    )
-    if not has_order:
-        yield variant(
-            f"{op}/scan",
-            triton_route._scan_kernel,
-            {"counts_ptr": "i32", "totals_ptr": "i64"},
-            ("chains", "num_blocks", "num_experts"),
-            {"BLOCK_B": triton_route.SCAN_BLOCK_B, "BLOCK_E": triton_route.SCAN_BLOCK_E},
-        )
 
 
 def plan_variants() -> Iterator[Variant]:

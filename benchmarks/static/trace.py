@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from fairseq_tutel import kernels
-from fairseq_tutel.kernels import triton_launch, triton_ops
+from fairseq_tutel.kernels import gate_product, triton_launch, triton_ops
 
 # Operations that allocate a tensor or change only its shape. Views are recognized by their schema.
 FREE = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "_unsafe_view", "detach",
@@ -95,6 +95,7 @@ def recorded() -> Iterator[Trace]:
         enter(mock.patch.object(triton.runtime.JITFunction, "run", launch))
         enter(mock.patch.object(triton_launch, "hardware_of", lambda device: "hopper"))
         enter(mock.patch.object(torch, "is_autocast_enabled", lambda *_: False))
+        enter(mock.patch.object(gate_product, "is_supported", lambda x, _: x.dtype == torch.bfloat16))
         enter(mock.patch.object(kernels, "ops", lambda *_: triton_ops.BY_PRODUCTS))
         enter(_Operations(trace))
         yield trace

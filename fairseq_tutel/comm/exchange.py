@@ -44,7 +44,9 @@ from fairseq_tutel.kernels.groups import Groups
 from fairseq_tutel.planning.strategy import Strategy
 from fairseq_tutel.ranks.groups import Grid
 
-ExpertFn = Callable[[Tensor, Groups], Tensor]
+# Runs the local experts on rows that are sorted by rank: (rows, row counts, map to the experts' order, its
+# inverse) -> outputs in the order of the rows.
+ExpertFn = Callable[[Tensor, Groups, Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,11 +86,11 @@ class Chunk:
     device: Counts
     host: Counts
 
-    def regrouping(self) -> tuple[Tensor, Tensor, Groups]:
-        """Return an index map that sorts received rows by expert, its inverse, and the row counts."""
+    def regrouping(self) -> tuple[Groups, Tensor, Tensor]:
+        """Return the row counts, an index map that sorts received rows by expert, and its inverse."""
         per_expert = self.host.arriving_PE.sum(0).tolist()
         to_expert, to_source = regroup_maps(self.device.arriving_PE, sum(per_expert))
-        return to_expert, to_source, Groups(self.device.arriving_PE.sum(0), per_expert)
+        return Groups(self.device.arriving_PE.sum(0), per_expert), to_expert, to_source
 
 
 def exchange_rows(
@@ -100,7 +102,7 @@ def exchange_rows(
 ) -> Tensor:
     """Dispatch rows to the ranks of their experts, run `expert_fn` on them, and combine. Collective.
 
-    The rows [R, D] and the input of `expert_fn` are sorted by expert. Rows are compact, with an unused tail
+    The rows [R, D] are sorted by expert. Rows are compact, with an unused tail
     that the result lacks, or padded to E * C. `counts_E` int64 is the number of kept rows of each expert.
     Without padding, ranks first exchange row counts and compare call IDs.
     """
@@ -120,9 +122,8 @@ def exchange_rows(
     if number == 1:
         (chunk,) = chunks
         received_RD = chunk.all_to_all.dispatch(rows_RD)
-        to_expert, to_source, groups = chunk.regrouping()
-        out_RD = expert_fn(permute(received_RD, to_expert, to_source), groups)
-        rows_RD = chunk.all_to_all.combine(permute(out_RD, to_source, to_expert))
+        out_RD = expert_fn(received_RD, *chunk.regrouping())
+        rows_RD = chunk.all_to_all.combine(out_RD)
     else:  # in parallel to the experts
         blocks_BC = torch.stack([chunk.device.leaving_PE.reshape(-1) for chunk in chunks], 1)
         to_chunk, to_block = regroup_maps(blocks_BC, len(rows_RD))
@@ -132,10 +133,7 @@ def exchange_rows(
         returning = []
         for chunk, started in zip(chunks, leaving, strict=True):
             received_RD = started.finish()
-            to_expert, to_source, groups = chunk.regrouping()
-            out_RD = permute(
-                expert_fn(permute(received_RD, to_expert, to_source), groups), to_source, to_expert
-            )
+            out_RD = expert_fn(received_RD, *chunk.regrouping())
             returning.append(chunk.all_to_all.start(out_RD, combine=True))
         rows_RD = torch.cat([started.finish() for started in returning])
         rows_RD = permute(rows_RD, to_block, to_chunk)

@@ -7,7 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fairseq_tutel import kernels
 from fairseq_tutel.comm.collectives import all_reduce
+from fairseq_tutel.kernels.first_order import first_order
 from fairseq_tutel.moe.choice import scores_of
 from fairseq_tutel.moe.routing import GateOutput, Routing
 
@@ -21,7 +23,7 @@ def gshard_loss(routing: Routing, gate: GateOutput | None = None) -> Tensor:
 
     Args:
         routing: the assignments of the micro-batch.
-        gate: not used; other balance losses need it.
+        gate: its backend computes the loss; None for the best of the device.
 
     Returns:
         [] at least fp32, differentiable.
@@ -33,12 +35,12 @@ def gshard_loss(routing: Routing, gate: GateOutput | None = None) -> Tensor:
         >>> [round(float(ft.gshard_loss(ft.route(logits, 1))), 2) for logits in (even, collapsed)]
         [1.0, 4.0]
     """
-    return _load_times_probability(routing, routing.assigned_KE[0])
+    return _load_times_probability(routing, routing.assigned_KE[0], gate)
 
 
 def gshard_all_loss(routing: Routing, gate: GateOutput | None = None) -> Tensor:
     """Return the GShard balance loss, computed from all K choices of each token, not only the first."""
-    return _load_times_probability(routing, routing.assigned_KE.sum(dim=0))
+    return _load_times_probability(routing, routing.assigned_KE.sum(dim=0), gate)
 
 
 def gshard_global_loss(routing: Routing, gate: GateOutput) -> Tensor:
@@ -49,7 +51,7 @@ def gshard_global_loss(routing: Routing, gate: GateOutput) -> Tensor:
     assigned_E = routing.assigned_KE.sum(dim=0)
     if gate.num_ranks > 1:
         all_reduce(assigned_E, "the all-reduce of expert loads for the gshard_global loss")
-    return _load_times_probability(routing, assigned_E)
+    return _load_times_probability(routing, assigned_E, gate)
 
 
 def gshard_sequence_loss(routing: Routing, gate: GateOutput) -> Tensor:
@@ -116,12 +118,27 @@ def z_loss(routing: Routing, gate: GateOutput) -> Tensor:
     return square_T.sum() / routing.num_tokens.clamp_min(1)
 
 
-def _load_times_probability(routing: Routing, load_E: Tensor) -> Tensor:
+def _load_times_probability(routing: Routing, load_E: Tensor, gate: GateOutput | None) -> Tensor:
     """Return E * sum_e (expert e's share of the load) * (expert e's mean probability)."""
-    probs_TE = _real_probs(routing)
-    share_E = load_E.to(probs_TE.dtype) / load_E.sum().clamp_min(1).to(probs_TE.dtype)
-    tokens = routing.num_tokens.clamp_min(1).to(probs_TE.dtype)
-    return probs_TE.shape[1] * (share_E * probs_TE.sum(dim=0)).sum() / tokens
+    mass_E = _real_probs(routing).sum(dim=0)
+    ops = kernels.ops("auto" if gate is None else gate.backend, mass_E.device)
+    if ops is kernels.reference:
+        return ops.load_loss(mass_E, load_E, routing.num_tokens)[0]
+    return _LoadLoss.apply(mass_E, load_E, routing.num_tokens, ops)
+
+
+class _LoadLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, mass_E: Tensor, load_E: Tensor, num_tokens: Tensor, ops: Any) -> Tensor:
+        loss, gradient_E = ops.load_loss(mass_E, load_E, num_tokens)
+        ctx.save_for_backward(gradient_E)
+        return loss
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
+        (gradient_E,) = ctx.saved_tensors
+        return dloss * gradient_E, None, None, None
 
 
 def _cv_squared(routing: Routing, values_TE: Tensor) -> Tensor:

@@ -1,8 +1,8 @@
 """Expert capacity: the number of slots of an expert, and the order in which assignments get slots.
 
 T tokens, E experts, K top_k, N = K * T assignments, where j * T + t is choice j of token t. A drop policy
-is the order in which assignments get slots; the last assignments are dropped. The kernels `assign_slots`
-and `assign_slots_by` number the assignments of every expert in that order.
+is the order in which assignments get slots; the last assignments are dropped. The kernel `assign_rows`
+numbers the assignments of every expert in that order.
 """
 
 from dataclasses import dataclass
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from fairseq_tutel import kernels
+from fairseq_tutel.kernels.reference_route import Rows
 from fairseq_tutel.moe.config import MoEConfig
 from fairseq_tutel.options.option import CAPACITY, is_number
 
@@ -168,37 +169,34 @@ def sentence_order(num_tokens: int, time_first: tuple[int, int] | None, device: 
     return tokens_T if time_first is None else tokens_T.view(time_first).t().reshape(-1)
 
 
-def take_slots(
+def place_assignments(
     expert_ids_TK: Tensor,
     scores_TE: Tensor,
     requested_TK: Tensor | None,
+    num_tokens: Tensor,
     config: MoEConfig,
     batch: MicroBatch,
-) -> tuple[Tensor, Tensor]:
-    """Number the requested assignments of each expert; return (slots_TK, assigned_KE) as in `Routing`."""
-    num_tokens, num_experts = scores_TE.shape
-    ids_KT = expert_ids_TK.t()  # for the kernels, expert E marks a left-out assignment
+) -> Rows:
+    """Give each expert's requested assignments slots and, within the capacity, rows.
+
+    Args:
+        expert_ids_TK: int64, the chosen experts.
+        scores_TE: detached, the experts' scores, which order assignments in some drop policies.
+        requested_TK: bool, False for assignments to leave out; None for none. Padding is always left out.
+        num_tokens: [] int64, the number of tokens without padding.
+        config: the options of the layer.
+        batch: the arguments of the micro-batch.
+    """
+    length, num_experts = scores_TE.shape
+    top_k, capacity, asked_TK = expert_ids_TK.shape[1], batch.capacity, requested_TK
     if batch.real_T is not None:
-        ids_KT = torch.where(batch.real_T, ids_KT, num_experts)
-    if requested_TK is not None:
-        ids_KT = torch.where(requested_TK.t(), ids_KT, num_experts)
-    ids_KT, ops = ids_KT.contiguous(), kernels.ops(config.backend, scores_TE.device)
-    if config.drop_policy == "position" or not batch.capacity.is_limited:
-        return ops.assign_slots(ids_KT, num_experts, batch.time_first)
-    position_T = sentence_order(num_tokens, batch.time_first, scores_TE.device)
-    order = DROP_POLICIES[config.drop_policy]
-    order_N = order(scores_TE, expert_ids_TK, position_T, batch.training)
-    return ops.assign_slots_by(order_N, ids_KT, num_experts)
-
-
-def keep(
-    slots_TK: Tensor, assigned_KE: Tensor, capacity: Capacity, num_tokens: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the mask of assignments within the capacity, and counts: (kept_TK, dropped_K, counts_E)."""
-    kept_TK, counts_E = slots_TK >= 0, assigned_KE.sum(dim=0)
-    if not capacity.is_limited:
-        return kept_TK, torch.zeros_like(assigned_KE[:, 0]), counts_E
-    top_k, num_experts = assigned_KE.shape
-    limit = capacity.slots(top_k, num_experts, num_tokens)
-    full_TK = slots_TK >= limit
-    return kept_TK & ~full_TK, full_TK.sum(dim=0), torch.minimum(counts_E, limit)
+        real_TK = batch.real_T.unsqueeze(1).expand(-1, top_k)
+        asked_TK = real_TK if requested_TK is None else real_TK & requested_TK
+    limit = capacity.slots(top_k, num_experts, num_tokens) if capacity.is_limited else None
+    order_N, time_first = None, batch.time_first
+    if limit is not None and config.drop_policy != "position":
+        position_T = sentence_order(length, time_first, scores_TE.device)
+        order = DROP_POLICIES[config.drop_policy]
+        order_N, time_first = order(scores_TE, expert_ids_TK, position_T, batch.training), None
+    ops = kernels.ops(config.backend, scores_TE.device)
+    return ops.assign_rows(expert_ids_TK, num_experts, asked_TK, order_N, time_first, limit)

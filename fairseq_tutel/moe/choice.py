@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fairseq_tutel import kernels
 from fairseq_tutel.kernels.first_order import first_order
-from fairseq_tutel.kernels.reference_route import choose_experts
+from fairseq_tutel.kernels.reference_route import choose_experts, normalized
 from fairseq_tutel.moe.capacity import MicroBatch
 from fairseq_tutel.moe.config import MoEConfig
 from fairseq_tutel.options.option import is_whole
@@ -62,8 +62,9 @@ def choose(logits_TE: Tensor, config: MoEConfig, batch: MicroBatch) -> Chosen:
     check_top_k(top_k, logits_TE.shape[1], config)
     ways = ways_of(config, batch)
     ops = kernels.ops(config.backend, logits_TE.device)
+    normalize = config.normalize_gate == "before" and top_k > 1
     if not ways and config.score_function == "softmax" and ops is not kernels.reference:
-        probs_TE, expert_ids_TK, weights_TK = softmax_top_k(logits_TE, top_k, ops)
+        probs_TE, expert_ids_TK, weights_TK = softmax_top_k(logits_TE, top_k, ops, normalize)
         scores_TE = probs_TE
     else:
         scores_TE, probs_TE = scores_of(logits_TE, config.score_function)
@@ -72,17 +73,10 @@ def choose(logits_TE: Tensor, config: MoEConfig, batch: MicroBatch) -> Chosen:
             keys_TE = way(keys_TE, logits_TE.detach())
         expert_ids_TK = choose_experts(keys_TE, top_k)
         weights_TK = scores_TE.gather(1, expert_ids_TK)
-    if config.normalize_gate == "before" and top_k > 1:
-        weights_TK = normalized(weights_TK)
+        weights_TK = normalized(weights_TK) if normalize else weights_TK
     return Chosen(
         scores_TE=scores_TE.detach(), probs_TE=probs_TE, expert_ids_TK=expert_ids_TK, weights_TK=weights_TK
     )
-
-
-def normalized(weights_TK: Tensor) -> Tensor:
-    """Return the weights divided by their sum for each token."""
-    total_T1 = weights_TK.sum(dim=1, keepdim=True)
-    return weights_TK / total_T1.clamp_min(torch.finfo(weights_TK.dtype).tiny)
 
 
 def check_top_k(top_k: int, num_experts: int, config: MoEConfig) -> None:
@@ -104,21 +98,28 @@ def scores_of(logits_TE: Tensor, score_function: str) -> tuple[Tensor, Tensor]:
     return scores_TE, normalized(scores_TE)
 
 
-def softmax_top_k(logits_TE: Tensor, top_k: int, ops: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Choose experts by softmax and top-k in one kernel and one autograd node, for default options."""
+def softmax_top_k(
+    logits_TE: Tensor, top_k: int, ops: Any, normalize: bool = False
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Choose experts by softmax and top-k in one kernel and one autograd node, for default options.
+
+    With `normalize`, a token's weights are divided by their sum.
+    """
     if torch.is_autocast_enabled(logits_TE.device.type):  # as torch.softmax does
         logits_TE = logits_TE.to(torch.promote_types(logits_TE.dtype, torch.float32))
-    return _SoftmaxTopK.apply(logits_TE, top_k, ops)
+    return _SoftmaxTopK.apply(logits_TE, top_k, ops, normalize)
 
 
 class _SoftmaxTopK(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits_TE: Tensor, top_k: int, ops: Any) -> tuple[Tensor, Tensor, Tensor]:
-        probs_TE, ids_TK, weights_TK = ops.softmax_top_k(logits_TE, top_k)
+    def forward(
+        ctx: Any, logits_TE: Tensor, top_k: int, ops: Any, normalize: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        probs_TE, ids_TK, weights_TK = ops.softmax_top_k(logits_TE, top_k, normalize)
         ctx.save_for_backward(probs_TE, ids_TK)
         ctx.mark_non_differentiable(ids_TK)
         ctx.set_materialize_grads(False)
-        ctx.ops = ops
+        ctx.ops, ctx.normalize = ops, normalize
         return probs_TE, ids_TK, weights_TK
 
     @staticmethod
@@ -128,8 +129,9 @@ class _SoftmaxTopK(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         probs_TE, ids_TK = ctx.saved_tensors
         if dprobs_TE is None and dweights_TK is None:
-            return None, None, None
-        return ctx.ops.softmax_top_k_backward(probs_TE, ids_TK, dprobs_TE, dweights_TK), None, None
+            return None, None, None, None
+        dlogits_TE = ctx.ops.softmax_top_k_backward(probs_TE, ids_TK, dprobs_TE, dweights_TK, ctx.normalize)
+        return dlogits_TE, None, None, None
 
 
 def rsample_keys(keys_TE: Tensor, logits_TE: Tensor, score_function: str) -> Tensor:

@@ -318,13 +318,20 @@ class MoEConfig:
         help="recompute the experts' hidden layer in the backward pass: less memory, more computation; the "
         "result is the same",
     )
+    fp32_products: str = kernels(
+        "torch", choices=("torch", "tf32x3"),
+        no_effect=(because(lambda f: not f.gpu, "products on a CPU are exact fp32 products"),),
+        help="matrix products of fp32 experts on a GPU: torch uses torch's TF32 setting, which is off by "
+        "default; tf32x3 computes each as three TF32 products on tensor cores, with about 22 bits instead "
+        "of 24, on NVIDIA GPUs with Triton kernels",
+    )
     kernel_tuning_seconds: float = kernels(
         3.0, unit="seconds", rule=NOT_NEGATIVE,
         no_effect=(because(lambda f: not f.gpu, "kernels are timed on GPUs only"),),
-        help="time limit for measuring which kernel configurations are fastest on this GPU, compilation "
-        "included; the timings are cached for later processes; 0 uses the default configurations; the "
-        "result is the same up to rounding; the environment variable FAIRSEQ_TUTEL_TUNE_SECONDS "
-        "overrides it",
+        help="time limit for measuring which kernel configurations are fastest on this GPU, without the "
+        "time for compiling them; timings and compiled kernels are cached for later processes, and ranks "
+        "share the timings; 0 uses the default configurations; the result is the same up to rounding; the "
+        "environment variable FAIRSEQ_TUTEL_TUNE_SECONDS overrides it",
     )
     exchange: str = communication(
         "ragged", choices=("ragged", "padded"), no_effect=(ALL_LOCAL, NO_ROWS),

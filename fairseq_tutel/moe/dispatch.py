@@ -12,6 +12,7 @@ from torch import Tensor
 
 from fairseq_tutel import kernels
 from fairseq_tutel.kernels.first_order import first_order
+from fairseq_tutel.kernels.reference_route import token_of
 from fairseq_tutel.moe.routing import Routing
 
 
@@ -74,7 +75,7 @@ class _Dispatch(torch.autograd.Function):
             ctx.save_for_backward(None, None, row_of_TK)
             return ops.gather_rows(x_TD, token_of_R)
         ctx.save_for_backward(x_TD, weights_TK, row_of_TK)
-        scale_R = read_assignments(weights_TK.reshape(-1), source_of_R)
+        scale_R = ops.gather_values(weights_TK.reshape(-1), source_of_R)
         return ops.gather_rows(x_TD, token_of_R, scale_R)
 
     @staticmethod
@@ -115,21 +116,7 @@ class _Combine(torch.autograd.Function):
         dy_TD, token_of_R = dy_TD.contiguous(), token_of(source_of_R, ctx.top_k)
         if weights_TK is None:
             return ctx.ops.gather_rows(dy_TD, token_of_R), None, None, None, None
-        scale_R = read_assignments(weights_TK.reshape(-1), source_of_R)
+        scale_R = ctx.ops.gather_values(weights_TK.reshape(-1), source_of_R)
         drows_RD = ctx.ops.gather_rows(dy_TD, token_of_R, scale_R)
         dweights_TK = ctx.ops.gather_dot(rows_RD, row_of_TK, dy_TD).to(weights_TK.dtype)
         return drows_RD, dweights_TK, None, None, None
-
-
-def token_of(source_of_R: Tensor, top_k: int) -> Tensor:
-    """Return the token of each row; -1 marks an empty row."""
-    if top_k == 1:
-        return source_of_R
-    return source_of_R.div(top_k, rounding_mode="floor")
-
-
-def read_assignments(values_N: Tensor, index_R: Tensor) -> Tensor:
-    """Read one value per assignment: values[index]. The result for index -1 must not be used."""
-    if values_N.shape[0] == 0:
-        return values_N.new_zeros(index_R.shape[0])
-    return values_N.index_select(0, index_R.clamp_min(0))

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from fairseq_tutel.comm import exchange
 from fairseq_tutel.comm.call_id import CallCounter, CallId
-from fairseq_tutel.comm.regroup import permute, regroup_maps
+from fairseq_tutel.comm.regroup import regroup_maps
 from fairseq_tutel.comm.transfer import ExchangeTimer
 from fairseq_tutel.kernels.groups import Groups
 from fairseq_tutel.moe.adaptive import nearest_degree, weights_of
@@ -108,7 +108,7 @@ class Exchange:
             routing = padded(routing, capacity)
         weights = self._gathered(weights, x_TD.device)
         rows_RD = dispatch(x_TD, routing, config.backend, config.prescore)
-        expert_fn = partial(self.experts.call, weights=weights)
+        expert_fn = partial(self.experts.run_unsorted, weights=weights)
         rows_RD = exchange.exchange_rows(rows_RD, routing.counts_E, options, expert_fn, call_id)
         return combine(rows_RD, routing, config.backend, config.prescore)
 
@@ -122,7 +122,7 @@ class Exchange:
         shape = len(counts_E) * capacity, self.config.model_dim
         rows_RD = torch.zeros(shape, device=device, dtype=self.experts.dtype)
         weights = self._gathered(weights, device)
-        expert_fn = partial(self.experts.call, weights=weights)
+        expert_fn = partial(self.experts.run_unsorted, weights=weights)
         exchange.exchange_rows(rows_RD, counts_E, options, expert_fn, call_id)
 
     def _gathered(self, weights: Weights, device: torch.device) -> Weights:
@@ -157,8 +157,8 @@ class OwnExperts:
         groups = Groups.of_tensor(counts_Pe.sum(0))
         rows_RD = dispatch(x_TD, routing, config.backend, config.prescore)[: sum(groups.host)]
         to_expert, to_source = regroup_maps(counts_Pe, len(rows_RD))
-        rows_RD = experts.call(permute(rows_RD, to_expert, to_source), groups, weights)
-        return combine(permute(rows_RD, to_source, to_expert), routing, config.backend, config.prescore)
+        rows_RD = experts.run_unsorted(rows_RD, groups, to_expert, to_source, weights)
+        return combine(rows_RD, routing, config.backend, config.prescore)
 
 
 Dispatcher = Local | Exchange

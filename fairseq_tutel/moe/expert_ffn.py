@@ -1,23 +1,22 @@
 """The FFN of all experts as one autograd node that saves only its input, hidden rows and routing.
 
-With a routing, the node includes dispatch, experts and combine. It reads rows directly from the tokens, and
+With row maps, the node includes dispatch, experts and combine. It reads rows directly from the tokens, and
 computes the gradient of the gate weights from the hidden rows h. It therefore saves neither dispatched rows
-nor expert outputs. T tokens, D model_dim, H hidden_dim, E experts, K top_k, R rows, N rows of x (T with a
-routing, R without).
+nor expert outputs. T tokens, D model_dim, H hidden_dim, E experts, K top_k, R rows, N rows of x (T with row
+maps, R without).
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fairseq_tutel.kernels.first_order import first_order
 from fairseq_tutel.kernels.groups import Groups
+from fairseq_tutel.kernels.reference_route import token_of
 from fairseq_tutel.kernels.weights import NAMES, FFNWeights, SavedActivations
-from fairseq_tutel.moe.dispatch import read_assignments, token_of
 from fairseq_tutel.moe.expert_stack import Tensors
-from fairseq_tutel.moe.routing import Routing
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,21 +29,34 @@ class FFNCall:
     recompute: bool = False  # whether backward computes h again instead of saving it
 
 
-def ffn(x_ND: Tensor, tensors: Tensors, call: FFNCall, routing: Routing | None = None) -> Tensor:
+class RowMaps(NamedTuple):
+    """The maps between the T rows of the FFN's input and output and the R rows of its experts.
+
+    Attributes:
+        weights_TK: factors of the experts' outputs; None for ones.
+        row_of_TK: as in `Routing`.
+        source_of_R: as in `Routing`.
+        token_of_R: as in `Routing`.
+    """
+
+    weights_TK: Tensor | None
+    row_of_TK: Tensor
+    source_of_R: Tensor
+    token_of_R: Tensor
+
+
+def ffn(x_ND: Tensor, tensors: Tensors, call: FFNCall, maps: RowMaps | None = None) -> Tensor:
     """Run the experts' FFNs and return each row's output [R, D], or each token's weighted sum [T, D].
 
-    Without a routing, `x_ND` holds rows sorted by expert, and rows after the last group give 0. With a
-    routing, `x_ND` holds the tokens. The routing must use the compact layout and keep all rows on this
-    rank.
+    Without maps, `x_ND` holds rows sorted by expert, and rows after the last group give 0. With maps,
+    `x_ND` holds the tokens. The maps must have the compact layout and keep all rows on this rank.
     """
     named = [tensors.get(name) for name in NAMES]
-    maps: tuple[Tensor | None, ...] = None, None, None
-    if routing is not None:
-        maps = routing.weights_TK, routing.row_of_TK, routing.source_of_R
+    given = maps or (None, None, None, None)
     if torch.is_grad_enabled():
-        return _FFN.apply(call, x_ND, *maps, *named)
+        return _FFN.apply(call, x_ND, *given, *named)
     # Without gradients the tensors may be an expert tensor list, which autograd cannot save.
-    return _FFN.forward(_NoGraph(), call, x_ND, *maps, *named)
+    return _FFN.forward(_NoGraph(), call, x_ND, *given, *named)
 
 
 class _NoGraph:
@@ -65,12 +77,12 @@ class _FFN(torch.autograd.Function):
         weights_TK: Tensor | None,
         row_of_TK: Tensor | None,
         source_of_R: Tensor | None,
+        token_of_R: Tensor | None,
         *named: Any,
     ) -> Tensor:
         ctx.call, keep = call, not call.recompute and any(ctx.needs_input_grad)
-        index_R = _index(row_of_TK, source_of_R)
         of_call = FFNWeights.of(named), call.groups, call.activation
-        y, saved = call.ops.ffn_forward(x_ND, index_R, *of_call, keep=keep)
+        y, saved = call.ops.ffn_forward(x_ND, token_of_R, *of_call, keep=keep)
         if row_of_TK is not None:
             y = call.ops.gather_sum(y, row_of_TK, weights_TK)
         ctx.save_for_backward(
@@ -83,30 +95,25 @@ class _FFN(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x_ND, weights_TK, row_of_TK, source_of_R, a_RH, h_RH, g_RH, *named = ctx.saved_tensors
         call, ops, needs = ctx.call, ctx.call.ops, ctx.needs_input_grad
-        index_R = _index(row_of_TK, source_of_R)
+        # The tokens of the rows are computed again, because another saved map would take 8 T K bytes.
+        index_R = None
+        if row_of_TK is not None:
+            index_R = token_of(source_of_R, row_of_TK.shape[1])
         of_call = FFNWeights.of(named), call.groups, call.activation
         saved = SavedActivations(a_RH, h_RH, g_RH)
         if call.recompute:
             saved = ops.ffn_activations(x_ND, index_R, *of_call)
         gate_R = None
         if weights_TK is not None:
-            gate_R = read_assignments(weights_TK.reshape(-1), source_of_R)
+            gate_R = ops.gather_values(weights_TK.reshape(-1), source_of_R)
         grads = ops.ffn_backward(
             dy.contiguous(), x_ND, index_R, gate_R, of_call[0], saved, *of_call[1:], needs_dx=needs[1],
-            needs_weights=any(needs[5:]),
+            needs_weights=any(needs[6:]),
         )  # fmt: skip
         dx, dweights_TK = grads.x_RD, None
         if needs[1] and row_of_TK is not None:
             dx = ops.gather_sum(dx, row_of_TK)
         if needs[2]:
-            dots_N = read_assignments(grads.gate_R, row_of_TK.reshape(-1))
-            dweights_TK = dots_N.view(row_of_TK.shape).masked_fill(row_of_TK < 0, 0.0)
+            dweights_TK = ops.gather_values(grads.gate_R, row_of_TK)
         of_weights = [None] * len(named) if grads.weights is None else grads.weights.tensors()
-        return None, dx, dweights_TK, None, None, *of_weights
-
-
-def _index(row_of_TK: Tensor | None, source_of_R: Tensor | None) -> Tensor | None:
-    """Return the token of every row, or None if there is no routing."""
-    if row_of_TK is None or source_of_R is None:
-        return None
-    return token_of(source_of_R, row_of_TK.shape[1])
+        return None, dx, dweights_TK, None, None, None, *of_weights

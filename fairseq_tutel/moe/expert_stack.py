@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from fairseq_tutel.comm.gradients import mark_expert, mark_root_scaled
+from fairseq_tutel.comm.regroup import permute
 from fairseq_tutel.kernels.groups import Groups
 from fairseq_tutel.moe.config import MoEConfig
 from fairseq_tutel.moe.routing import Routing
@@ -167,6 +168,26 @@ class ExpertStack(nn.Module):
     def run_fused(self, x_TD: Tensor, routing: Routing, weights: Weights = OWN) -> Tensor:
         """Dispatch tokens, run their experts and combine; return each token's weighted sum of outputs."""
         raise NotImplementedError
+
+    def run_unsorted(
+        self,
+        rows_RD: Tensor,
+        groups: Groups,
+        to_expert_R: Tensor,
+        to_row_R: Tensor,
+        weights: Weights = OWN,
+    ) -> Tensor:
+        """Run the experts on rows in any order, and return the outputs in the order of the rows.
+
+        Args:
+            rows_RD: the rows, without unused rows.
+            groups: the number of rows of each expert.
+            to_expert_R: int64, the index in `rows_RD` of each row in the order of the experts.
+            to_row_R: int64, the inverse of `to_expert_R`.
+            weights: as in `forward`.
+        """
+        sorted_RD = permute(rows_RD, to_expert_R, to_row_R)
+        return permute(self.call(sorted_RD, groups, weights), to_row_R, to_expert_R)
 
     @property
     def checkpoints(self) -> bool:

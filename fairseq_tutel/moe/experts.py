@@ -14,7 +14,7 @@ from fairseq_tutel.kernels.first_order import first_order
 from fairseq_tutel.kernels.groups import Groups
 from fairseq_tutel.moe.build import construct, draw, draw_linear, hashed_seed, load_class, seeded_generator
 from fairseq_tutel.moe.config import MoEConfig, label_of
-from fairseq_tutel.moe.expert_ffn import FFNCall, ffn
+from fairseq_tutel.moe.expert_ffn import FFNCall, RowMaps, ffn
 from fairseq_tutel.moe.expert_stack import OWN, ExpertStack, Tensors, Weights
 from fairseq_tutel.moe.routing import Routing
 from fairseq_tutel.options.option import is_custom, require
@@ -90,10 +90,28 @@ class Experts(ExpertStack):
 
     def run_fused(self, x_TD: Tensor, routing: Routing, weights: Weights = OWN) -> Tensor:
         """Dispatch, run the experts and combine, as one autograd node; return each token's weighted sum."""
-        tensors, groups = weights.of_groups(self, routing.groups)
+        maps = RowMaps(routing.weights_TK, routing.row_of_TK, routing.source_of_R, routing.token_of_R)
+        return self._by_maps(x_TD, routing.groups, maps, weights)
+
+    def run_unsorted(
+        self,
+        rows_RD: Tensor,
+        groups: Groups,
+        to_expert_R: Tensor,
+        to_row_R: Tensor,
+        weights: Weights = OWN,
+    ) -> Tensor:
+        """Run the experts on rows in any order; fused experts read the rows in place, without sorting."""
+        if not self.can_fuse:
+            return super().run_unsorted(rows_RD, groups, to_expert_R, to_row_R, weights)
+        maps = RowMaps(None, to_row_R.unsqueeze(1), to_expert_R, to_expert_R)
+        return self._by_maps(rows_RD, groups, maps, weights)
+
+    def _by_maps(self, x_TD: Tensor, groups: Groups, maps: RowMaps, weights: Weights) -> Tensor:
+        tensors, groups = weights.of_groups(self, groups)
         tensors = self.prepared(tensors, x_TD.device)
-        call = self._call(groups, x_TD.device, tensors["fc1_weight"].dtype)
-        return ffn(x_TD.to(tensors["fc1_weight"].dtype), tensors, call, routing)
+        dtype = tensors["fc1_weight"].dtype
+        return ffn(x_TD.to(dtype), tensors, self._call(groups, x_TD.device, dtype), maps)
 
     @property
     def checkpoints(self) -> bool:
@@ -109,7 +127,7 @@ class Experts(ExpertStack):
     def _call(self, groups: Groups, device: torch.device, dtype: torch.dtype) -> FFNCall:
         config = self.config
         return FFNCall(
-            ops=kernels.ops(config.backend, device, dtype),
+            ops=kernels.ops(config.backend, device, dtype, config.fp32_products),
             groups=groups,
             activation=config.activation,
             recompute=config.recompute_experts,
@@ -118,7 +136,8 @@ class Experts(ExpertStack):
     def _by_parts(self, rows_RD: Tensor, groups: Groups, tensors: Tensors) -> Tensor:
         def linear(name: str, rows: Tensor) -> Tensor:
             weight, bias = tensors[f"{name}_weight"], tensors.get(f"{name}_bias")
-            return grouped_linear(rows, groups, weight, bias, self.config.backend)
+            config = self.config
+            return grouped_linear(rows, groups, weight, bias, config.backend, config.fp32_products)
 
         norm = self.hidden_layer_norm
         return feed_forward(rows_RD, linear, self.config, self.activate, norm, self.training)
@@ -238,7 +257,12 @@ def build_experts(config: MoEConfig, part: Part, device: str | None = None) -> E
 
 
 def grouped_linear(
-    rows: Tensor, groups: Groups, weight: Tensor, bias: Tensor | None = None, backend: str = "auto"
+    rows: Tensor,
+    groups: Groups,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    backend: str = "auto",
+    fp32_products: str = "torch",
 ) -> Tensor:
     """Apply each expert's linear map to its rows: rows[r] @ weight[i].T + bias[i] for r in group i.
 
@@ -249,7 +273,7 @@ def grouped_linear(
         dtype = torch.get_autocast_dtype(rows.device.type)
         rows, weight = rows.to(dtype), weight.to(dtype)
         bias = None if bias is None else bias.to(dtype)
-    ops = kernels.ops(backend, rows.device, rows.dtype)
+    ops = kernels.ops(backend, rows.device, rows.dtype, fp32_products)
     if not torch.is_grad_enabled():  # without gradients the weights may be an expert tensor list
         return ops.grouped_linear(rows, weight, bias, groups)
     return _GroupedLinear.apply(rows, weight, bias, groups, ops)

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fairseq_tutel.kernels import gate_product
 from fairseq_tutel.moe.build import build_custom, hashed_seed, redraw, seeded_generator
 from fairseq_tutel.moe.call import Call
 from fairseq_tutel.moe.config import MoEConfig, label_of
@@ -26,7 +27,8 @@ def num_scores(config: MoEConfig) -> int:
 class LinearGate(nn.Module):
     """A gate with one linear map without bias, in fp32 (fp64 for fp64 input) if `gate_fp32` is set.
 
-    With half precision, rounding could change a token's experts between two forwards.
+    With half-precision logits, rounding could change a token's experts between two forwards. On a GPU, bf16
+    tokens and weights are multiplied without fp32 copies; see `kernels.gate_product`.
     """
 
     def __init__(self, config: MoEConfig) -> None:
@@ -46,6 +48,8 @@ class LinearGate(nn.Module):
         dtype = torch.promote_types(x_TD.dtype, torch.float32)
         # For few tokens, entering the context manager would take half of the gate's time.
         if not torch.is_autocast_enabled(x_TD.device.type):
+            if gate_product.is_supported(x_TD, self.weight):
+                return gate_product.product(x_TD, self.weight)
             return F.linear(x_TD.to(dtype), self.weight.to(dtype))
         with torch.autocast(x_TD.device.type, enabled=False):
             return F.linear(x_TD.to(dtype), self.weight.to(dtype))

@@ -1,9 +1,9 @@
 """The MoE layer: routing, experts, balance losses. T tokens, D model_dim, E experts, K top_k, R rows."""
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -218,7 +218,7 @@ class MoELayer(nn.Module):
             logits_TE=logits_TE, clean_TE=clean_TE, noise=noise_std(config),
             score_function=config.score_function, sentences=call.sentences, time_first=call.time_first,
             cmr_T1=None if self.beside is None else self.beside.cmr_gate_of(x_TD),
-            num_ranks=self.topology.world_size if self.training else 1,
+            num_ranks=self.topology.world_size if self.training else 1, backend=config.backend,
         )  # fmt: skip
         bias_E = None if self.balance_bias is None else self.balance_bias.bias
         batch = call.micro_batch(config, self.training, bias_E)
@@ -251,15 +251,14 @@ class MoELayer(nn.Module):
     def balance(self, routing: Routing) -> MoEOutput:
         """Return the balance losses of a routing from `route`. Some losses make this a collective call."""
         if can_defer(self.training):
-            return DeferredOutput(partial(self._balance, routing), routing=routing)
+            return DeferredOutput(functools.partial(self._balance, routing), routing=routing)
         return self._balance(routing)
 
     def _balance(self, routing: Routing) -> MoEOutput:
         assert routing.gate is not None
         named = balance_losses(self.balance_weights, routing, routing.gate)
-        total = torch.zeros((), device=routing.probs_TE.device, dtype=routing.probs_TE.dtype)
-        for name, loss in named.items():
-            total = total + self.balance_weights[name] * loss
+        weighted = [self.balance_weights[name] * loss for name, loss in named.items()]
+        total = functools.reduce(torch.add, weighted) if weighted else routing.probs_TE.new_zeros(())
         cmr_sum = None if routing.gate.cmr_T1 is None else sum_of_gate(routing.gate.cmr_T1, routing.real_T)
         return MoEOutput(balance_loss=total, losses=named, cmr_sum=cmr_sum, routing=routing)
 

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from fairseq_tutel.kernels.groups import Groups
-from fairseq_tutel.moe.capacity import Capacity, MicroBatch, keep, sentence_order, take_slots
+from fairseq_tutel.kernels.reference_route import normalized, row_maps, token_of
+from fairseq_tutel.moe.capacity import Capacity, MicroBatch, place_assignments, sentence_order
 from fairseq_tutel.moe.choice import (
     Chosen,
     check_top_k,
     choose,
     experts_choose,
-    normalized,
     sampled_choices,
     scores_of,
 )
@@ -37,6 +37,7 @@ class GateOutput:
     time_first: bool = False  # whether token t is (t // S, t % S) or (t // time, t % time)
     cmr_T1: Tensor | None = None  # differentiable, the CMR gate g of each token; None without CMR
     num_ranks: int = 1  # number of ranks whose load `gshard_global` sums; 1 in evaluation
+    backend: str = "auto"  # of the kernels
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,6 +67,7 @@ class Routing:
         real_T: bool, False for padding; None if there is no padding.
         row_of_TK: int64, row of each assignment; -1: no row.
         source_of_R: int64, assignment of each row; -1: empty row.
+        token_of_R: int64, token of each row; -1: empty row.
         capacity: rows per expert in the padded layout (row = e * C + slot); None in the compact layout
             (row = offset of e + slot).
         gate: values for balance losses; None if there was no gate.
@@ -87,6 +89,7 @@ class Routing:
     real_T: Tensor | None
     row_of_TK: Tensor
     source_of_R: Tensor
+    token_of_R: Tensor
     capacity: int | None
     gate: GateOutput | None = None
 
@@ -117,16 +120,14 @@ def placed(chosen: Chosen, config: MoEConfig, batch: MicroBatch, gate: GateOutpu
     requested_TK = None
     if config.second_expert_policy == "random" and batch.training and top_k > 1:
         requested_TK = sampled_choices(weights_TK)
-    slots_TK, assigned_KE = take_slots(expert_ids_TK, chosen.scores_TE, requested_TK, config, batch)
     num_tokens = _count_tokens(expert_ids_TK, batch.real_T)
-    kept_TK, dropped_K, counts_E = keep(slots_TK, assigned_KE, batch.capacity, num_tokens)
+    rows = place_assignments(expert_ids_TK, chosen.scores_TE, requested_TK, num_tokens, config, batch)
     if config.normalize_gate == "after" and top_k > 1:
-        weights_TK = normalized(weights_TK.masked_fill(~kept_TK, 0.0))
-    weights_TK = scaled(weights_TK, config, batch.training)
-    return _laid_out(
-        kept_TK, expert_ids_TK.numel(), expert_ids_TK=expert_ids_TK, weights_TK=weights_TK,
-        slots_TK=slots_TK, counts_E=counts_E, assigned_KE=assigned_KE, dropped_K=dropped_K,
-        num_tokens=num_tokens, probs_TE=chosen.probs_TE, real_T=batch.real_T, gate=gate,
+        weights_TK = normalized(weights_TK.masked_fill(rows.row_of_TK < 0, 0.0))
+    return Routing(
+        expert_ids_TK=expert_ids_TK, weights_TK=scaled(weights_TK, config, batch.training),
+        num_tokens=num_tokens, probs_TE=chosen.probs_TE, real_T=batch.real_T, capacity=None, gate=gate,
+        **rows._asdict(),
     )  # fmt: skip
 
 
@@ -168,10 +169,12 @@ def _decide_by_experts(
     dropped_K[0] = num_tokens - taken_TE.any(dim=1).sum()
     most = min(capacity.most_slots(top_k, num_experts, length), length)
     weights_TK = scaled(weights_TK, config, batch.training)
-    return _laid_out(
-        kept_TK, most * num_experts, expert_ids_TK=expert_ids_TK, weights_TK=weights_TK,
-        slots_TK=slots_TK, counts_E=counts_E, assigned_KE=assigned_KE, dropped_K=dropped_K,
-        num_tokens=num_tokens, probs_TE=probs_TE, real_T=real_T, gate=gate,
+    row_of_TK, source_of_R = row_maps(expert_ids_TK, slots_TK, kept_TK, counts_E, None, most * num_experts)
+    return Routing(
+        expert_ids_TK=expert_ids_TK, weights_TK=weights_TK, slots_TK=slots_TK, counts_E=counts_E,
+        assigned_KE=assigned_KE, dropped_K=dropped_K, num_tokens=num_tokens, probs_TE=probs_TE,
+        real_T=real_T, row_of_TK=row_of_TK, source_of_R=source_of_R,
+        token_of_R=token_of(source_of_R, columns), capacity=None, gate=gate,
     )  # fmt: skip
 
 
@@ -183,20 +186,15 @@ def _count_tokens(values_TX: Tensor, real_T: Tensor | None) -> Tensor:
     return torch.full((), len(values_TX), device=values_TX.device)
 
 
-def _laid_out(kept_TK: Tensor, most_rows: int, **decided: Any) -> Routing:
-    """Return a Routing with these fields, after assigning a row to each kept assignment."""
-    row_of_TK, source_of_R = _row_maps(
-        decided["expert_ids_TK"], decided["slots_TK"], kept_TK, decided["counts_E"], None, most_rows
-    )
-    return Routing(row_of_TK=row_of_TK, source_of_R=source_of_R, capacity=None, **decided)
-
-
 def padded(routing: Routing, capacity: int) -> Routing:
     """Return the routing with `capacity` rows per expert (the padded layout), made from a compact one."""
-    row_of_TK, source_of_R = _row_maps(
+    row_of_TK, source_of_R = row_maps(
         routing.expert_ids_TK, routing.slots_TK, routing.row_of_TK >= 0, routing.counts_E, capacity, 0
     )
-    return replace(routing, row_of_TK=row_of_TK, source_of_R=source_of_R, capacity=capacity)
+    token_of_R = token_of(source_of_R, row_of_TK.shape[1])
+    return replace(
+        routing, row_of_TK=row_of_TK, source_of_R=source_of_R, token_of_R=token_of_R, capacity=capacity
+    )
 
 
 def scaled(weights_TK: Tensor, config: MoEConfig, training: bool) -> Tensor:
@@ -222,33 +220,6 @@ def mask_outputs(values_TX: Tensor, masks: int, probability: float, training: bo
         return values_TX * (1 - probability)
     draws_TM = torch.rand(len(values_TX), masks, device=values_TX.device, dtype=torch.float32)
     return values_TX.masked_fill(draws_TM < probability, 0.0)
-
-
-def _row_maps(
-    expert_ids_TK: Tensor,
-    slots_TK: Tensor,
-    kept_TK: Tensor,
-    counts_E: Tensor,
-    capacity: int | None,
-    most_rows: int,
-) -> tuple[Tensor, Tensor]:
-    """Return the row of each kept assignment and the assignment of each row: row_of_TK, source_of_R.
-
-    On a GPU, the compact layout has `most_rows` rows, and the unused rows at the end have source -1. The
-    exact number of rows, which the CPU uses, would need a device-to-host read.
-    """
-    if capacity is None:
-        offsets_E = counts_E.cumsum(0) - counts_E
-        row_of_TK = offsets_E[expert_ids_TK] + slots_TK
-        num_rows = int(counts_E.sum()) if counts_E.device.type == "cpu" else most_rows
-    else:
-        row_of_TK = expert_ids_TK * capacity + slots_TK
-        num_rows = counts_E.shape[0] * capacity
-    # All assignments without a row write to one spare row after the last row. This row is then removed.
-    landing_N = torch.where(kept_TK, row_of_TK, num_rows).flatten()
-    source_of_R = landing_N.new_full((num_rows + 1,), -1)
-    source_of_R[landing_N] = torch.arange(landing_N.numel(), device=landing_N.device)
-    return torch.where(kept_TK, row_of_TK, -1), source_of_R[:num_rows]
 
 
 def route(

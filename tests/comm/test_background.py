@@ -76,7 +76,7 @@ layer(x)
 if dist.get_rank() == 1:
     def fail(*_, **__):
         raise ValueError("a broken expert")
-    layer.experts.forward = fail
+    layer.experts.run_unsorted = fail
 layer(x)[0].sum().backward()
 """
 

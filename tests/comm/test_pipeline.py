@@ -124,7 +124,7 @@ def test_all_chunks_leave_before_the_first_expert_works_and_backward_runs_in_rev
     names, numbers = iter("01"), iter(range(2))
     monkeypatch.setattr(exchange, "_all_to_all", lambda *_: Diary(name=next(names), lines=lines))
 
-    def expert_fn(rows, groups):
+    def expert_fn(rows, *regrouping):
         i = next(numbers)
         lines.append(f"experts {i}")
         rows = rows * 2
@@ -185,19 +185,19 @@ def fails_in_the_second_chunk(rank, when):
     guard.set_timeout(1)
     layer = MoELayer(CONFIG, make_topology([4]), seed=2)
     layer.follow(Strategy(overlap=3))
-    original, calls = layer.experts.forward, []
+    original, calls = layer.experts.run_unsorted, []
 
     def fail(_):
         raise ValueError("a broken expert")
 
-    def forward(rows, counts, weights):
+    def run(rows, *others, **named):
         calls.append(rows)
-        out = original(rows, counts, weights)
+        out = original(rows, *others, **named)
         if rank == 1 and len(calls) == 2:
             fail(out) if when == "forward" else out.register_hook(fail)
         return out
 
-    layer.experts.forward = forward
+    layer.experts.run_unsorted = run
     layer(torch.randn(12, CONFIG.model_dim, requires_grad=True))[0].sum().backward()
 
 

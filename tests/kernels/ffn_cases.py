@@ -30,7 +30,8 @@ class Case:
         activation: a name in ACTIVATIONS.
         glu: whether there is fc3.
         bias: whether the maps have biases.
-        gathered: rows are picked from 2/3 as many tokens, and have gates.
+        gathered: rows are picked from 2/3 as many tokens.
+        gated: gathered rows have gates.
         keep: backward gets h, g and a; else what ffn_up(keep=True) returned, and computes a again.
         strided: weights lie transposed in memory.
     """
@@ -44,6 +45,7 @@ class Case:
     glu: bool = False
     bias: bool = True
     gathered: bool = True
+    gated: bool = True
     keep: bool = True
     strided: bool = False
 
@@ -88,7 +90,9 @@ def inputs(case: Case, device: str) -> dict[str, Any]:
         gate = torch.rand(rows, generator=generator, dtype=torch.float64)
         gate[used:] = float("nan")
         wide = torch.promote_types(dtype, torch.float32)
-        given |= {"index": index.to(device), "gate": gate.to(wide).to(device)}
+        given["index"] = index.to(device)
+        if case.gated:
+            given["gate"] = gate.to(wide).to(device)
     else:
         given["x"][used:] = float("nan")
         given["dy"][used:] = float("nan")

@@ -62,3 +62,25 @@ def by_counting(
             taken[expert] += 1
             assigned[j][expert] += 1
     return slots, assigned
+
+
+def rows_by_counting(
+    ids_TK: Tensor, slots: list[list[int]], limit: int | None, num_experts: int
+) -> dict[str, list]:
+    """Lay the assignments with a slot below the limit out as rows, expert by expert."""
+    top_k = ids_TK.shape[1]
+    flat = [slot for token in slots for slot in token]
+    kept = [slot >= 0 and (limit is None or slot < limit) for slot in flat]
+    of_rows = sorted((e, flat[i], i) for i, e in enumerate(ids_TK.flatten().tolist()) if kept[i])
+    sources = [i for _, _, i in of_rows]
+    row_of = [-1] * len(flat)
+    for row, source in enumerate(sources):
+        row_of[source] = row
+    return {
+        "counts": [sum(e == expert for e, _, _ in of_rows) for expert in range(num_experts)],
+        "dropped": [
+            sum(flat[i] >= 0 and not kept[i] for i in range(j, len(flat), top_k)) for j in range(top_k)
+        ],
+        "row_of": [row_of[i : i + top_k] for i in range(0, len(flat), top_k)],
+        "sources": sources,
+    }

@@ -2,6 +2,8 @@
 
 import json
 import logging
+import threading
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -34,18 +36,33 @@ class Bench:
     def launch(self, config: Config) -> None:
         self.tried.append(config.block)
 
+    def compile_all(self, launches) -> list[Exception | None]:
+        """Take a minute for all; not a trial."""
+        errors: list[Exception | None] = []
+        tried, self.now = list(self.tried), self.now + 60
+        for launch in launches:
+            try:
+                launch()
+                errors.append(None)
+            except Exception as error:
+                errors.append(error)
+        self.tried = tried
+        return errors
+
     def measure(self, run) -> float:
         run()
         self.now += 1.0
         return self.milliseconds[self.tried[-1]]
 
-    def tuner(self, path: Path, seconds: float = 10.0, identity=IDENTITY) -> Tuner:
+    def tuner(self, path: Path, seconds: float = 10.0, place: tuple[int, int] = (0, 1)) -> Tuner:
         return Tuner(
             seconds,
-            lambda: TuningCache(path, identity),
+            lambda: TuningCache(path, IDENTITY),
             measure=self.measure,
             clock=lambda: self.now,
             allowed=lambda: True,
+            compile_all=self.compile_all,
+            place=lambda: place,
         )
 
 
@@ -62,10 +79,10 @@ def test_the_fastest_is_picked_and_settled(path):
     bench = Bench(TIMES)
     tuner = bench.tuner(path)
     for _ in range(2):
-        assert tuner.pick("up", (8, torch.bfloat16), BLOCKS, bench.launch) == Config(32)
+        assert tuner.pick("up", (8, torch.bfloat16), lambda: BLOCKS, bench.launch) == Config(32)
     assert bench.tried == [16, 32, 64]
-    tuner.pick("up", (16, torch.bfloat16), BLOCKS, bench.launch)
-    tuner.pick("down", (8, torch.bfloat16), BLOCKS, bench.launch)
+    tuner.pick("up", (16, torch.bfloat16), lambda: BLOCKS, bench.launch)
+    tuner.pick("down", (8, torch.bfloat16), lambda: BLOCKS, bench.launch)
     assert len(bench.tried) == 9
 
 
@@ -73,48 +90,85 @@ def test_sizes_of_one_class_are_measured_once(path):
     bench = Bench(TIMES)
     tuner = bench.tuner(path)
     for rows in (9, 12, 16):
-        assert tuner.pick("up", (rows, True, "half"), BLOCKS, bench.launch) == Config(32)
+        assert tuner.pick("up", (rows, True, "half"), lambda: BLOCKS, bench.launch) == Config(32)
     assert bench.tried == [16, 32, 64]
     assert list(tuner.cache.entries) == ["up (16, True, 'half')"]
 
 
 def test_a_later_process_measures_nothing_again(path):
     bench = Bench(TIMES)
-    bench.tuner(path).pick("up", (8,), BLOCKS, bench.launch)
+    bench.tuner(path).pick("up", (8,), lambda: BLOCKS, bench.launch)
     later = Bench({})
-    assert later.tuner(path).pick("up", (8,), BLOCKS, later.launch) == Config(32)
+    assert later.tuner(path).pick("up", (8,), lambda: BLOCKS, later.launch) == Config(32)
     assert later.tried == []
 
 
 def test_when_the_budget_is_spent_the_rest_is_left_for_a_later_process(path):
     bench = Bench(TIMES)
     tuner = bench.tuner(path, seconds=1.5)
-    assert tuner.pick("up", (8,), BLOCKS, bench.launch) == Config(32)
+    assert tuner.pick("up", (8,), lambda: BLOCKS, bench.launch) == Config(32)
     assert bench.tried == [16, 32]
-    assert tuner.pick("up", (9,), BLOCKS, bench.launch) == Config(16)  # the default, untried
+    assert tuner.pick("up", (9,), lambda: BLOCKS, bench.launch) == Config(16)  # the default, untried
     assert bench.tried == [16, 32]
     later = Bench({64: 0.5})
-    assert later.tuner(path).pick("up", (8,), BLOCKS, later.launch) == Config(64)
+    assert later.tuner(path).pick("up", (8,), lambda: BLOCKS, later.launch) == Config(64)
     assert later.tried == [64]
+
+
+@pytest.mark.parametrize(
+    "rank, ranks, own", [(0, 2, [16, 32]), (1, 2, [32, 64]), (2, 4, [32]), (3, 4, [64])]
+)
+def test_ranks_begin_with_different_candidates_and_read_each_other_s_timings(path, rank, ranks, own):
+    bench = Bench(TIMES)
+    tuner = bench.tuner(path, place=(rank, ranks))
+    tuner.cache = tuner.open_cache()  # before the other ranks have written theirs
+    others = [block for block in TIMES if block not in own]
+    TuningCache(path, IDENTITY).add("up (8,)", {repr(Config(block)): TIMES[block] for block in others})
+    assert tuner.pick("up", (8,), lambda: BLOCKS, bench.launch) == Config(32)
+    assert bench.tried == own
+
+
+def test_a_rank_alone_measures_all_candidates(path):
+    bench = Bench(TIMES)
+    assert bench.tuner(path, place=(1, 2)).pick("up", (8,), lambda: BLOCKS, bench.launch) == Config(32)
+    assert bench.tried == [32, 64, 16]
+
+
+def test_candidates_are_launched_at_the_same_time_and_their_errors_returned(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: "a stream")
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext(streams.append(stream)))
+    streams, all_there, error = [], threading.Barrier(3), RuntimeError("PassManager::run failed")
+
+    def fail() -> None:
+        all_there.wait(60)
+        raise error
+
+    wait = lambda: all_there.wait(60)  # noqa: E731
+    assert autotune.launch_all([wait, fail, wait]) == [None, error, None]
+    assert streams == ["a stream"] * 3
+
+
+def test_without_a_process_group_there_is_one_rank():
+    assert autotune.rank_and_ranks() == (0, 1)
 
 
 def test_without_a_budget_the_default_is_taken_and_no_file_read(path):
     bench = Bench(TIMES)
-    bench.tuner(path).pick("up", (8,), BLOCKS, bench.launch)
+    bench.tuner(path).pick("up", (8,), lambda: BLOCKS, bench.launch)
     none = bench.tuner(path, seconds=0)
-    assert none.pick("up", (8,), BLOCKS, bench.launch) == Config(16)
+    assert none.pick("up", (8,), lambda: BLOCKS, bench.launch) == Config(16)
     assert none.cache is None and len(bench.tried) == 3
 
 
 def test_nothing_is_measured_for_one_candidate_or_where_nothing_may_be(path):
     bench = Bench(TIMES)
     tuner = bench.tuner(path)
-    assert tuner.pick("up", (8,), BLOCKS[:1], bench.launch) == Config(16)
+    assert tuner.pick("up", (8,), lambda: BLOCKS[:1], bench.launch) == Config(16)
     tuner.allowed = lambda: False
-    assert tuner.pick("up", (8,), BLOCKS, bench.launch) == Config(16)
+    assert tuner.pick("up", (8,), lambda: BLOCKS, bench.launch) == Config(16)
     assert bench.tried == [] and not path.parent.exists()
     tuner.allowed = lambda: True
-    assert tuner.pick("up", (8,), BLOCKS, bench.launch) == Config(32)
+    assert tuner.pick("up", (8,), lambda: BLOCKS, bench.launch) == Config(32)
 
 
 def failing(error: Exception, block: int = 32):
@@ -134,13 +188,13 @@ def test_a_candidate_that_cannot_compile_is_dropped_with_its_reason(path):
         ("down", RuntimeError("PassManager::run failed\nmore of it")),
     ):
         tuner = bench.tuner(path)
-        assert tuner.pick(kind, (8,), BLOCKS[1:], failing(error)) == Config(64)
-        assert tuner.pick(f"only {kind}", (8,), BLOCKS[1:2] * 2, failing(error)) == Config(32)
+        assert tuner.pick(kind, (8,), lambda: BLOCKS[1:], failing(error)) == Config(64)
+        assert tuner.pick(f"only {kind}", (8,), lambda: BLOCKS[1:2] * 2, failing(error)) == Config(32)
     kept = TuningCache(path, IDENTITY).entries
     assert "out of resource: shared memory" in kept["up (8,)"]["Config(block=32)"]
     assert kept["down (8,)"]["Config(block=32)"] == "RuntimeError: PassManager::run failed"
     # Nor is it tried again.
-    again = bench.tuner(path).pick("up", (8,), BLOCKS[1:], failing(AssertionError()))
+    again = bench.tuner(path).pick("up", (8,), lambda: BLOCKS[1:], failing(AssertionError()))
     assert again == Config(64)
 
 
@@ -150,7 +204,7 @@ def test_other_errors_are_errors(path, error):
     bench = Bench(TIMES)
     bench.measure = lambda run: run() or 1.0
     with pytest.raises(type(error)):
-        bench.tuner(path).pick("up", (8,), BLOCKS, failing(error))
+        bench.tuner(path).pick("up", (8,), lambda: BLOCKS, failing(error))
 
 
 @pytest.mark.parametrize(
@@ -169,7 +223,7 @@ def test_a_torn_or_foreign_file_is_warned_of_once_and_replaced(path, content, ca
     bench = Bench(TIMES)
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
-            assert bench.tuner(path).pick("up", (8,), BLOCKS, bench.launch) == Config(32)
+            assert bench.tuner(path).pick("up", (8,), lambda: BLOCKS, bench.launch) == Config(32)
     assert len(caplog.records) == 1 and "measured again" in caplog.text and str(path) in caplog.text
     assert bench.tried == [16, 32, 64]
     assert json.loads(path.read_text())["identity"] == IDENTITY
@@ -185,7 +239,7 @@ def test_a_cache_that_cannot_be_used_is_warned_of_and_ignored(path, place, caplo
     with caplog.at_level(logging.WARNING):
         tuner = bench.tuner(path)
         for key in (8, 9):
-            assert tuner.pick("up", (key,), BLOCKS, bench.launch) == Config(32)
+            assert tuner.pick("up", (key,), lambda: BLOCKS, bench.launch) == Config(32)
     assert "cannot be written" in caplog.text
     assert len(caplog.records) == len({r.getMessage() for r in caplog.records}) <= 2
     assert not list(path.parent.parent.rglob("*.part"))
@@ -282,7 +336,7 @@ def test_a_bad_budget_in_the_environment_is_refused_by_a_sentence(fresh, monkeyp
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what holds without a GPU")
 def test_without_a_gpu_the_default_is_picked(fresh):
-    assert autotune.pick("up", (8,), BLOCKS, failing(AssertionError(), 16)) == Config(16)
+    assert autotune.pick("up", (8,), lambda: BLOCKS, failing(AssertionError(), 16)) == Config(16)
 
 
 def test_buckets_are_powers_of_two():
@@ -302,9 +356,9 @@ def test_on_a_gpu_the_one_that_does_less_is_picked_but_not_in_a_capture(fresh, p
     tuner = Tuner(60.0, lambda: TuningCache(path, IDENTITY))
     launch(configs[0])
     with torch.cuda.graph(torch.cuda.CUDAGraph()):
-        assert tuner.pick("product", (), configs, launch) == Config(64)
-    assert tuner.pick("product", (), configs, launch) == Config(1)
+        assert tuner.pick("product", (), lambda: configs, launch) == Config(64)
+    assert tuner.pick("product", (), lambda: configs, launch) == Config(1)
     kept = TuningCache(path, IDENTITY).entries["product ()"]
     assert kept["Config(block=64)"] > 10 * kept["Config(block=1)"]
     with torch.cuda.graph(torch.cuda.CUDAGraph()):  # one captures once
-        assert tuner.pick("product", (), configs, launch) == Config(1)
+        assert tuner.pick("product", (), lambda: configs, launch) == Config(1)

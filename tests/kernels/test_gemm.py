@@ -45,6 +45,8 @@ def test_gradients_in_every_dtype(interpreter, dtype, glu):
         replace(SMALL, activation="gelu", keep=False, tail=0),
         replace(SMALL, gathered=False),
         replace(SMALL, gathered=False, glu=True, bias=False),
+        replace(SMALL, gated=False),
+        replace(SMALL, gated=False, glu=True),
         replace(SMALL, strided=True, glu=True),
         Case((7,), tail=0),
         Case((5, 3), model_dim=100, hidden_dim=17),
@@ -58,6 +60,43 @@ def test_gradients_in_every_dtype(interpreter, dtype, glu):
 )
 def test_gradients_of_cases(interpreter, case):
     interpreter.run(compare_interpreted, case)
+
+
+def compare_tf32x3(case: Case) -> None:
+    from fairseq_tutel.kernels import (
+        triton_gemm,
+        triton_hidden,
+        triton_launch,
+        triton_up,
+        triton_weight_grad,
+    )
+
+    found = []
+    multiply = triton_launch.input_precision_of
+    modules = triton_gemm, triton_hidden, triton_up, triton_weight_grad
+    for module in modules:
+        module.input_precision_of = lambda *given: found.append(multiply(*given)) or found[-1]
+    try:
+        device = torch.device("cpu")
+        compare(kernels.ops("triton", device, fp32_products="tf32x3"), reference, case, "cpu")
+    finally:
+        for module in modules:
+            module.input_precision_of = multiply
+    assert set(found) == {"tf32x3"}
+
+
+def test_gradients_of_three_tf32_products(interpreter):
+    interpreter.run(compare_tf32x3, replace(SMALL, glu=True))
+
+
+def test_the_precision_of_fp32_alone_changes(monkeypatch):
+    from fairseq_tutel.kernels.triton_launch import precision_of
+
+    dtypes = torch.float32, torch.float64, torch.bfloat16
+    assert [precision_of(dtype, True) for dtype in dtypes] == ["tf32x3", "ieee", "half"]
+    assert [precision_of(dtype) for dtype in dtypes] == ["ieee", "ieee", "half"]
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    assert precision_of(torch.float32, True) == "ieee"
 
 
 def compare_in_tiles_of_a_gpu(case: Case) -> None:
@@ -114,21 +153,29 @@ def test_gradients_with_tensor_descriptors(interpreter, gathered, strided):
 
 
 def make_tables() -> None:
-    from fairseq_tutel.kernels.triton_tiles import tile_table
+    from fairseq_tutel.kernels.triton_tiles import BLOCKS_M, num_tiles, row_tiles, table_start
 
-    for counts, num_rows, block in (
-        ((5, 0, 16, 17), 40, 16),
-        ((0,), 0, 16),
-        ((3,), 3, 16),
-        ((1,) * 130, 500, 16),
+    for counts, num_rows in (
+        ((5, 0, 16, 17), 40),
+        ((0,), 0),
+        ((3,), 3),
+        ((1,) * 130, 500),
+        ((700, 40), 801),
     ):
-        expected, first = [], 0
-        for e, count in [*enumerate(counts), (-1, num_rows - sum(counts))]:
-            expected += [(e, first + i, first + count) for i in range(0, count, block)]
-            first += count
-        table = tile_table(torch.tensor(counts), num_rows, block).T.tolist()
-        assert [tuple(row) for row in table[: len(expected)]] == expected, counts
-        assert all(first >= end for _, first, end in table[len(expected) :]), counts
+        tiles = row_tiles(torch.tensor(counts), num_rows)
+        firsts = [sum(counts[:e]) for e in range(len(counts) + 1)]
+        assert tiles[: len(counts) + 1].tolist() == firsts
+        for block in BLOCKS_M:
+            expected = []
+            ends = [*firsts[1:], num_rows]
+            for e, (first, end) in enumerate(zip(firsts, ends, strict=True)):
+                owner = e if e < len(counts) else -1
+                expected += [(owner, row, end) for row in range(first, end, block)]
+            size, start = (f(num_rows, len(counts), block) for f in (num_tiles, table_start))
+            table = tiles[start : start + 3 * size].view(3, size).T.tolist()
+            assert [tuple(row) for row in table[: len(expected)]] == expected, (counts, block)
+            assert all(first >= end for _, first, end in table[len(expected) :]), (counts, block)
+        assert len(tiles) == start + 3 * size
 
 
 def test_the_tile_table_is_the_groups_cut_in_tiles(interpreter):

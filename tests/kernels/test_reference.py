@@ -68,6 +68,16 @@ def test_gather_dot_is_direct_indexing(shape, dtype):
     check(dots_TK, direct_dot(i.rows_RD, i.row_of_TK, i.y_TD), dtype)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=name_of)
+@pytest.mark.parametrize("shape", SHAPES, ids=name_of)
+def test_gather_values_is_direct_indexing(shape, dtype):
+    i = inputs(*shape, dtype)
+    values = [*i.rows_RD[:, 0].tolist(), 0.0]  # index -1 is the last
+    expected = [[values[r] for r in rows] for rows in i.row_of_TK.tolist()]
+    got = reference.gather_values(i.rows_RD[:, 0], i.row_of_TK)
+    assert got.dtype == dtype and got.shape == i.row_of_TK.shape and got.tolist() == expected
+
+
 def test_a_hole_is_zero_whatever_lies_in_row_0():
     x_TD = torch.full((3, 2), float("nan"))
     hole_R = torch.tensor([-1, -1])
@@ -76,6 +86,7 @@ def test_a_hole_is_zero_whatever_lies_in_row_0():
     assert torch.equal(reference.gather_sum(x_TD, hole_R.view(1, 2), weights_TK), torch.zeros(1, 2))
     dots_TK = reference.gather_dot(x_TD, hole_R.view(1, 2), torch.ones(1, 2))
     assert torch.equal(dots_TK, torch.zeros(1, 2))
+    assert torch.equal(reference.gather_values(x_TD[:, 0], hole_R), torch.zeros(2))
 
 
 def test_inputs_are_left_alone():

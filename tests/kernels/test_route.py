@@ -1,16 +1,11 @@
-"""The routing kernels: plain torch against brute force, Triton against both.
-
-On a GPU (`-m gpu`): the compiled kernels with 100,000 tokens, without host synchronization.
-"""
+"""Softmax with top-k, and layers: plain torch against brute force, Triton against both."""
 
 import dataclasses
-import weakref
-from unittest import mock
 
 import pytest
 import torch
 from cases import DTYPES, TOLERANCE, name_of
-from route_cases import LOGITS, asking, best_first, by_counting, choices, logits, order, sentence_first
+from route_cases import LOGITS, best_first, choices, logits
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -20,16 +15,6 @@ from fairseq_tutel.moe.capacity import Capacity, MicroBatch
 from fairseq_tutel.moe.choice import softmax_top_k
 from fairseq_tutel.moe.dispatch import combine, dispatch
 from fairseq_tutel.moe.routing import decide, padded
-
-# K, (time, batch), E: no token, one, several blocks, several tiles of experts.
-SLOTS = (
-    (2, (0, 3), 4),
-    (1, (1, 1), 1),
-    (3, (9, 7), 5),
-    (1, (63, 1), 8),
-    (2, (10, 100), 3),
-    (4, (7, 21), 100),
-)
 
 
 def close(got: Tensor, expected: Tensor) -> None:
@@ -46,6 +31,10 @@ def compare_softmax_top_k(backend: str, shape: tuple[int, int], dtype: torch.dty
         close(probs_TE, torch.softmax(logits_TE, dim=1))
         assert ids_TK.tolist() == best_first(probs_TE, top_k)
         assert torch.equal(weights_TK, probs_TE.gather(1, ids_TK))
+        if top_k <= 5:
+            *same, normalized_TK = ops.softmax_top_k(logits_TE, top_k, True)
+            assert torch.equal(same[0], probs_TE) and torch.equal(same[1], ids_TK)
+            close(normalized_TK, (weights_TK / weights_TK.sum(dim=1, keepdim=True)).to(dtype))
         # By logits, too: one that lies above another may tie with it, rounded, but never lose to it.
         assert not logits_TE.gather(1, ids_TK).diff(dim=1).gt(0).any()
 
@@ -75,14 +64,28 @@ def compare_backward_gradients(backend: str, dtype: torch.dtype, device: str):
                 torch.randn(like.shape, generator=generator, dtype=torch.float64).to(like)
                 for like in (probs_TE, weights_TK)
             )
-            for given in ((dprobs, dweights), (None, dweights), (dprobs, None)):
-                grads = [torch.zeros_like(probs_TE) if given[0] is None else given[0], given[1]]
-                total = grads[0].double()
-                if grads[1] is not None:
-                    total = total.scatter_add(1, ids_TK, grads[1].double())
-                p = probs_TE.double()
-                expected = p * (total - (p * total).sum(1, keepdim=True))
-                close(ops.softmax_top_k_backward(probs_TE, ids_TK, *given), expected.to(dtype))
+            # A balance loss gives all tokens one row, of stride 0.
+            for given in (
+                (dprobs, dweights, False),
+                (None, dweights, False),
+                (dprobs.t().contiguous().t(), None, False),
+                (dprobs[:1].expand_as(dprobs), dweights, True),
+                (None, dweights, True),
+            ):
+                got = ops.softmax_top_k_backward(probs_TE, ids_TK, *given)
+                close(got, expected_gradient(probs_TE, ids_TK, *given))
+
+
+def expected_gradient(probs_TE: Tensor, ids_TK: Tensor, dprobs, dweights, normalize: bool) -> Tensor:
+    """Return the gradient of the logits by autograd in fp64."""
+    p = probs_TE.double().requires_grad_()
+    weights_TK = p.gather(1, ids_TK)
+    if normalize:
+        weights_TK = weights_TK / weights_TK.sum(dim=1, keepdim=True)
+    loss = (p * (0 if dprobs is None else dprobs.double())).sum()
+    loss = loss + (weights_TK * (0 if dweights is None else dweights.double())).sum()
+    (dp,) = torch.autograd.grad(loss, p)
+    return (p * (dp - (p * dp).sum(1, keepdim=True))).detach().to(probs_TE.dtype)
 
 
 def compare_node_gradients(backend: str):
@@ -100,58 +103,6 @@ def compare_node_gradients(backend: str):
             plain = plain if used is probs_TE else plain.topk(top_k).values
             (expected,) = torch.autograd.grad(plain.square().sum(), x_TE)
             close(grad, expected)
-
-
-def compare_slots(backend: str, shape: tuple[int, tuple[int, int], int], device: str):
-    ops = kernels.ops(backend, torch.device(device))
-    top_k, (time, batch), num_experts = shape
-    ids_KT = asking(top_k, time * batch, num_experts)
-    order_N = order(top_k, time * batch)
-    on_device, order_there = ids_KT.to(device), order_N.to(device)
-    for got, copies in (
-        (ops.assign_slots(on_device, num_experts), list(range(ids_KT.numel()))),
-        (ops.assign_slots(on_device, num_experts, (time, batch)), sentence_first(top_k, time, batch)),
-        (ops.assign_slots_by(order_there, on_device, num_experts), order_N.tolist()),
-    ):
-        slots_TK, assigned_KE = got
-        assert slots_TK.dtype == assigned_KE.dtype == torch.int64
-        expected = by_counting(ids_KT, copies, num_experts)
-        assert (slots_TK.tolist(), assigned_KE.tolist()) == expected
-        assert slots_TK.is_contiguous()
-
-
-def compare_long_scan(device: str):
-    """More blocks than one tile of the scan, at several experts' worth of tiles."""
-    from fairseq_tutel.kernels import triton_route
-
-    block = 16 if device == "cpu" else triton_route.SCAN_BLOCK_B  # an interpreter is slow
-    ids_KT = asking(1, (block + 2) * triton_route.BLOCK_N, 9).to(device)
-    ops = kernels.ops("triton", ids_KT.device)
-    with mock.patch.object(triton_route, "SCAN_BLOCK_B", block):
-        found = ops.assign_slots(ids_KT, 9)
-    for got, expected in zip(found, reference.assign_slots(ids_KT, 9), strict=True):
-        assert torch.equal(got, expected)
-
-
-def starts_held_at_once() -> int:
-    """Return the most tables of blocks, [blocks, E] each, that one numbering of copies keeps."""
-    from fairseq_tutel.kernels import triton_route
-
-    make, made, held = triton_route._block_starts, [], []
-
-    def counted(*arguments):
-        table = make(*arguments)
-        made.append(weakref.ref(table))
-        held.append(sum(each() is not None for each in made))
-        return table
-
-    triton_route._block_starts = counted
-    try:
-        triton_route.assign_slots_by(order(2, 9), asking(2, 9, 4), 4)
-    finally:
-        triton_route._block_starts = make
-    assert len(held) == 2
-    return max(held)
 
 
 def compare_stride_copy(backend: str, device: str):
@@ -242,21 +193,28 @@ def uses_of_the_fused_gate(options: dict, biased: bool, training: bool) -> int:
 
 def fake_results(time_first: tuple[int, int] | None) -> list[tuple]:
     """Call every op on tensors that have no data; a host read of them is an error."""
+    from fairseq_tutel.kernels import triton_tiles
+
     ops = kernels.ops("triton", torch.device("cuda"))
     with FakeTensorMode():
         x = torch.empty(6, 5, device="cuda", dtype=torch.bfloat16)
         rows = torch.empty(12, device="cuda", dtype=torch.int64)
-        ids, narrow = rows.view(2, 6), torch.empty(6, 2, device="cuda", dtype=torch.bfloat16)
+        ids, narrow = rows.view(6, 2), torch.empty(6, 2, device="cuda", dtype=torch.bfloat16)
+        asked = torch.empty(6, 2, device="cuda", dtype=torch.bool)
+        limit = torch.empty((), device="cuda", dtype=torch.int64)
         found = [
             *ops.softmax_top_k(x, 2),
-            ops.softmax_top_k_backward(x, rows.view(6, 2), None, narrow),
-            *ops.assign_slots(ids, 5, time_first),
-            *ops.assign_slots_by(rows, ids, 5),
+            *ops.softmax_top_k(x, 2, True),
+            ops.softmax_top_k_backward(x, ids, None, narrow, True),
+            *ops.assign_rows(ids, 5, None, None, time_first),
+            *ops.assign_rows(ids, 5, asked, rows, None, limit),
             ops.stride_copy(x, 2, 3),
             ops.gather_rows(x, rows),
             ops.gather_rows(x, rows, narrow.view(12)),
             ops.gather_sum(x, rows.view(6, 2)),
             ops.gather_dot(x, rows.view(6, 2), x),
+            ops.gather_values(narrow.view(12), ids),
+            triton_tiles.row_tiles(rows, 100),
         ]
     assert all(f.device.type == "cuda" for f in found)
     return [(tuple(f.shape), str(f.dtype).removeprefix("torch.")) for f in found]
@@ -279,11 +237,6 @@ def test_backward_gradients_of_the_reference(dtype):
 
 def test_node_gradients_of_the_reference():
     compare_node_gradients("reference")
-
-
-@pytest.mark.parametrize("shape", SLOTS, ids=str)
-def test_slots_are_those_of_counting(shape):
-    compare_slots("reference", shape, "cpu")
 
 
 def test_regrouped_blocks_are_those_of_indexing():
@@ -340,23 +293,6 @@ def test_interpreted_node_gradients(interpreter):
 
 
 @triton
-@pytest.mark.parametrize("shape", SLOTS, ids=str)
-def test_interpreted_slots(interpreter, shape):
-    interpreter.run(compare_slots, "triton", shape, "cpu")
-
-
-@triton
-def test_an_interpreted_scan_over_several_tiles_of_blocks(interpreter):
-    interpreter.run(compare_long_scan, "cpu")
-
-
-@triton
-def test_a_numbering_by_an_order_keeps_one_table_of_blocks(interpreter):
-    """With two, 100 000 tokens among 256 experts need more than their ids in bytes."""
-    assert interpreter.run(starts_held_at_once) == [1]
-
-
-@triton
 def test_interpreted_regrouping(interpreter):
     interpreter.run(compare_stride_copy, "triton", "cpu")
 
@@ -398,20 +334,24 @@ def test_when_the_gate_is_fused(interpreter, options, biased, training, times):
 @triton
 @pytest.mark.parametrize("time_first", (None, (2, 3)))
 def test_fake_tensors_pass_through_without_a_launch(time_first):
+    gate = [((6, 5), "bfloat16"), ((6, 2), "int64"), ((6, 2), "bfloat16")]
+    rows = [((6, 2), "int64"), ((2, 5), "int64"), ((5,), "int64"), ((2,), "int64"), ((6, 2), "int64"),
+            ((12,), "int64"), ((12,), "int64")]  # fmt: skip
+    # Tiles of 16 to 256 rows: 13 for each number of rows // 16 and so on, and three numbers for each.
+    tiles = 13 + 3 * sum(100 // size + 13 for size in (16, 32, 64, 128, 256))
     assert fake_results(time_first) == [
+        *gate,
+        *gate,
         ((6, 5), "bfloat16"),
-        ((6, 2), "int64"),
-        ((6, 2), "bfloat16"),
-        ((6, 5), "bfloat16"),
-        ((6, 2), "int64"),
-        ((2, 5), "int64"),
-        ((6, 2), "int64"),
-        ((2, 5), "int64"),
+        *rows,
+        *rows,
         ((6, 5), "bfloat16"),
         ((12, 5), "bfloat16"),
         ((12, 5), "bfloat16"),
         ((6, 5), "bfloat16"),
         ((6, 2), "bfloat16"),
+        ((6, 2), "bfloat16"),
+        ((tiles,), "int64"),
     ]
 
 
@@ -424,11 +364,8 @@ def test_compiled_softmax_top_k_and_its_gradients(dtype):
 
 
 @pytest.mark.gpu
-def test_compiled_slots_and_regrouping():
+def test_compiled_regrouping_and_strange_logits():
     compare_strange_logits("triton", "cuda")
-    for shape in SLOTS:
-        compare_slots("triton", shape, "cuda")
-    compare_long_scan("cuda")
     compare_stride_copy("triton", "cuda")
 
 
@@ -441,27 +378,3 @@ def test_a_compiled_layer_s_routing_and_gradients(options):
 @pytest.mark.gpu
 def test_gradients_of_the_walk_in_one_compiled_graph():
     compare_compiled_gradients("cuda")
-
-
-@pytest.mark.gpu
-def test_100_000_tokens_among_256_experts_need_no_table_of_both_and_no_wait():
-    ids_KT = asking(8, 100_000, 256).cuda()
-    order_N = order(8, 100_000).cuda()
-    ops = kernels.ops("triton", ids_KT.device)
-    ops.assign_slots(ids_KT, 256)
-    ops.assign_slots_by(order_N, ids_KT, 256)
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        by_position = ops.assign_slots(ids_KT, 256)
-        by_order = ops.assign_slots_by(order_N, ids_KT, 256)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    assert torch.cuda.max_memory_allocated() - before < 100_000 * 256
-    for got, expected in (
-        (by_position, reference.assign_slots(ids_KT, 256)),
-        (by_order, reference.assign_slots_by(order_N, ids_KT, 256)),
-    ):
-        assert all(torch.equal(*pair) for pair in zip(got, expected, strict=True))

@@ -42,6 +42,7 @@ def test_the_tuner_chooses_where_there_is_one(monkeypatch):
     asked, launched = [], []
 
     def pick(kind, key, choices, launch):
+        choices = choices()
         asked.append((kind, key, len(choices)))
         launch(choices[-1])
         return choices[-1]
@@ -57,3 +58,26 @@ def test_the_tuner_chooses_where_there_is_one(monkeypatch):
 def test_without_a_gpu_the_default_is_taken():
     chosen = tiles_config.choose("up", "hopper", "half", LARGE, lambda config: None)
     assert chosen == candidates("up", "hopper", "half", *LARGE)[0]
+
+
+def test_every_tile_has_a_table_of_rows():
+    triton_tiles = pytest.importorskip("fairseq_tutel.kernels.triton_tiles")
+    rows = {
+        config.block_m
+        for hardware in (*HARDWARE, "interpreted")
+        for precision in PRECISIONS
+        for kind in set(KINDS) - {"weight"}
+        for shape in (LARGE, (0, 3, 1, 1), (1000, 30, 48, 48), (300, 6, 48, 48))
+        for config in candidates(kind, hardware, precision, *shape)
+    }
+    assert rows == set(triton_tiles.BLOCKS_M)
+
+
+def test_candidates_are_built_once(monkeypatch):
+    tiles_config._candidates.cache_clear()
+    built = []
+    monkeypatch.setattr(tiles_config, "_fit", lambda block, size: built.append(block) or block)
+    for rows in (1000, 1024, 600):  # one bucket
+        tiles_config.choose("up", "hopper", "half", (rows, 4, 96, 32), lambda config: None)
+    assert len(built) == 3 * 4
+    tiles_config._candidates.cache_clear()

@@ -87,6 +87,7 @@ BAD = [
     ("init_std", -0.1, ("init_std is -0.1", "at least 0")),
     ("backend", "cuda", ("--moe-backend", "'cuda'", "choose one of auto, reference, triton.")),
     ("kernel_tuning_seconds", -1.0, ("--moe-kernel-tuning-seconds", "is -1.0", "at least 0")),
+    ("fp32_products", "tf32", ("--moe-fp32-products", "is 'tf32'", "choose one of torch, tf32x3.")),
     ("exchange", "even", ("--moe-exchange", "'even'", "choose one of ragged, padded")),
     ("a2a_algorithm", "ring", ("--moe-a2a-algorithm", "'ring'", "one of linear, 2dh, auto, or plan:")),
     ("a2a_algorithm", "plan:", ("--moe-a2a-algorithm", "'plan:'", "or plan:NAME")),

@@ -1,0 +1,53 @@
+"""The last step of the GShard balance losses in Triton, forward and gradient in one launch. E experts."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fairseq_tutel.kernels.opaque import opaque
+from fairseq_tutel.kernels.triton_launch import accumulator_of
+
+
+def _fake_load_loss(mass_E: Tensor, load_E: Tensor, num_tokens: Tensor) -> tuple[Tensor, Tensor]:
+    return mass_E.new_empty(()), mass_E.new_empty(mass_E.shape)
+
+
+@opaque(_fake_load_loss)
+def load_loss(mass_E: Tensor, load_E: Tensor, num_tokens: Tensor) -> tuple[Tensor, Tensor]:
+    """Return a GShard balance loss, and its gradient for the sums of probabilities."""
+    mass_E, load_E = mass_E.contiguous(), load_E.contiguous()
+    loss, gradient_E = _fake_load_loss(mass_E, load_E, num_tokens)
+    with torch.cuda.device_of(mass_E):
+        _load_loss_kernel[(1,)](
+            mass_E,
+            load_E,
+            num_tokens,
+            loss,
+            gradient_E,
+            len(mass_E),
+            ACC=accumulator_of(mass_E.dtype),
+            BLOCK_E=triton.next_power_of_2(len(mass_E)),
+        )
+    return loss, gradient_E
+
+
+@triton.jit
+def _load_loss_kernel(
+    mass_ptr,
+    load_ptr,
+    tokens_ptr,
+    loss_ptr,
+    gradient_ptr,
+    num_experts,
+    ACC: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+):
+    experts = tl.arange(0, BLOCK_E)
+    inside = experts < num_experts
+    load = tl.load(load_ptr + experts, mask=inside, other=0)
+    share = load.to(ACC) / tl.maximum(tl.sum(load, axis=0), 1).to(ACC)
+    tokens = tl.maximum(tl.load(tokens_ptr), 1).to(ACC)
+    mass = tl.load(mass_ptr + experts, mask=inside, other=0.0).to(ACC)
+    tl.store(loss_ptr, num_experts * tl.sum(share * mass, axis=0) / tokens)
+    tl.store(gradient_ptr + experts, num_experts * share / tokens, mask=inside)

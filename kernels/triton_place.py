@@ -1,0 +1,350 @@
+"""Triton kernels that assign slots and rows; they replace `reference_route.assign_rows` on GPUs.
+
+Slots are computed by a block scan in three steps: a histogram of every block of assignments, an exclusive
+sum over the blocks, and comparisons of the ids within a block. The last step also writes both row maps.
+The scan needs no atomics, sort, [T, E] tensor or host read. T tokens, E experts, K top_k, N = K * T
+assignments, where j * T + t is choice j of token t.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fairseq_tutel.kernels.opaque import opaque
+from fairseq_tutel.kernels.reference_route import Rows
+
+# Assignments per block. A slot costs BLOCK_N comparisons, and the scan takes N / BLOCK_N steps. PEERS
+# assignments are compared at a time, because comparing all at once spills scalar registers on gfx942. Not
+# tuned for speed.
+BLOCK_N, PEERS = 128, 16
+# Experts that are compared at a time.
+COUNT_BLOCK_E = 32
+# Tile of the scan over blocks. It covers few experts per program, because only programs run in parallel.
+SCAN_BLOCK_B, SCAN_BLOCK_E = 256, 8
+
+
+def assign_rows(
+    ids_TK: Tensor,
+    num_experts: int,
+    asked_TK: Tensor | None = None,
+    order_N: Tensor | None = None,
+    time_first: tuple[int, int] | None = None,
+    limit: Tensor | None = None,
+) -> Rows:
+    """Number each expert's assignments and lay the kept ones out as rows, expert by expert.
+
+    The number of rows is N, since the exact number would need a host read. Unused rows have source -1.
+    """
+    time, batch = time_first or (1, ids_TK.shape[0])
+    found = place_assignments(ids_TK, asked_TK, order_N, limit, num_experts, time, batch)
+    # With one choice, an assignment's number is its token's.
+    token_of_R = found[5] if ids_TK.shape[1] == 1 else found[6]
+    return Rows(*found[:6], token_of_R)
+
+
+def _fake_place_assignments(
+    ids_TK: Tensor,
+    asked_TK: Tensor | None,
+    order_N: Tensor | None,
+    limit: Tensor | None,
+    num_experts: int,
+    time: int,
+    batch: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    num_tokens, top_k = ids_TK.shape
+    size = num_tokens * top_k
+    return (
+        ids_TK.new_empty(num_tokens, top_k),
+        ids_TK.new_empty(top_k, num_experts),
+        ids_TK.new_empty(num_experts),
+        ids_TK.new_empty(top_k),
+        ids_TK.new_empty(num_tokens, top_k),
+        ids_TK.new_empty(size),
+        ids_TK.new_empty(0 if top_k == 1 else size),
+    )
+
+
+@opaque(_fake_place_assignments)
+def place_assignments(
+    ids_TK: Tensor,
+    asked_TK: Tensor | None,
+    order_N: Tensor | None,
+    limit: Tensor | None,
+    num_experts: int,
+    time: int,
+    batch: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Launch the kernels of `assign_rows`; return the fields of `Rows`, with no token_of_R for K = 1.
+
+    Args:
+        ids_TK: as in `assign_rows`.
+        asked_TK: as in `assign_rows`.
+        order_N: as in `assign_rows`. None: first choices before second choices, then tokens by (sentence,
+            time).
+        limit: as in `assign_rows`.
+        num_experts: E.
+        time: the time steps of a time-first layout, where token t is (t // batch, t % batch); else 1.
+        batch: T / time.
+    """
+    found = _fake_place_assignments(ids_TK, asked_TK, order_N, limit, num_experts, time, batch)
+    slots_TK, assigned_KE, counts_E, dropped_K, row_of_TK, source_of_R, token_of_R = found
+    if ids_TK.numel() == 0:
+        for counts in (assigned_KE, counts_E, dropped_K):
+            counts.zero_()
+        return found
+    ids_TK = ids_TK.contiguous()
+    num_tokens, top_k = ids_TK.shape
+    asked = None if asked_TK is None else asked_TK.contiguous().view(torch.uint8)
+    sizes = num_tokens, top_k, num_experts, time, batch
+    results = assigned_KE, counts_E, dropped_K, limit
+    with torch.cuda.device_of(ids_TK):
+        starts_BE = _block_starts(ids_TK, asked, None, sizes, results)
+        chains, length = top_k, num_tokens
+        if order_N is not None:
+            order_N = order_N.contiguous()
+            # An order may mix choices, so its blocks do not give the counts per choice.
+            del starts_BE  # frees the memory for the next tensor, which has the same size
+            starts_BE = _block_starts(ids_TK, asked, order_N, sizes, (None, *results[1:]))
+            chains, length = 1, top_k * num_tokens
+        num_blocks = triton.cdiv(length, BLOCK_N)
+        _place_kernel[(chains * num_blocks,)](
+            ids_TK,
+            asked,
+            order_N,
+            limit,
+            starts_BE,
+            counts_E,
+            slots_TK,
+            row_of_TK,
+            source_of_R,
+            None if top_k == 1 else token_of_R,
+            num_blocks,
+            length,
+            *sizes,
+            BLOCK=BLOCK_N,
+            PEERS=PEERS,
+            BLOCK_E=COUNT_BLOCK_E,
+        )
+    if limit is not None:
+        torch.sum(slots_TK >= limit, dim=0, out=dropped_K)
+    return found
+
+
+def _block_starts(
+    ids_TK: Tensor,
+    asked: Tensor | None,
+    order_N: Tensor | None,
+    sizes: tuple[int, ...],
+    results: tuple[Tensor | None, ...],
+) -> Tensor:
+    """Return each expert's number of assignments before each block, and write the counts to `results`.
+
+    The blocks split K chains of T assignments each, or with an order one chain of N. The result is
+    [chains * blocks, E] int32, chain by chain.
+    """
+    num_tokens, top_k, num_experts, *_ = sizes
+    chains, length = (top_k, num_tokens) if order_N is None else (1, top_k * num_tokens)
+    num_blocks = triton.cdiv(length, BLOCK_N)
+    starts_BE = ids_TK.new_empty(chains * num_blocks, num_experts, dtype=torch.int32)
+    _count_kernel[(chains * num_blocks, triton.cdiv(num_experts, COUNT_BLOCK_E))](
+        ids_TK,
+        asked,
+        order_N,
+        starts_BE,
+        num_blocks,
+        length,
+        *sizes,
+        BLOCK=BLOCK_N,
+        BLOCK_E=COUNT_BLOCK_E,
+    )
+    _scan_kernel[(triton.cdiv(num_experts, SCAN_BLOCK_E),)](
+        starts_BE, *results, chains, num_blocks, num_experts, BLOCK_B=SCAN_BLOCK_B, BLOCK_E=SCAN_BLOCK_E
+    )
+    return starts_BE
+
+
+@triton.jit
+def _assignments_at(
+    ids,
+    asked,
+    order,
+    chain,
+    positions,
+    length,
+    num_tokens,
+    top_k,
+    num_experts,
+    time,
+    batch,
+):
+    """Load the assignments at these positions, as t * K + j, and their experts; E for no expert."""
+    inside = positions < length
+    if order is not None:
+        # Divisions of 64 bits would spill scalar registers on AMD.
+        n = tl.load(order + positions, mask=inside, other=0).to(tl.int32)
+        tokens, choices = (n % num_tokens).to(tl.int64), n // num_tokens
+    else:
+        tokens, choices = (positions % time * batch + positions // time).to(tl.int64), chain
+    sources = tokens * top_k + choices
+    wanted = inside
+    if asked is not None:
+        wanted = inside & (tl.load(asked + sources, mask=inside, other=0) != 0)
+    # Comparisons in 32 bits need half as many instructions.
+    return sources, tl.load(ids + sources, mask=wanted, other=num_experts).to(tl.int32)
+
+
+@triton.jit(do_not_specialize=["num_blocks", "length", "num_tokens", "time", "batch"])
+def _count_kernel(
+    ids,
+    asked,
+    order,
+    starts,
+    num_blocks,
+    length,
+    num_tokens,
+    top_k,
+    num_experts,
+    time,
+    batch,
+    BLOCK: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+):
+    block = tl.program_id(0)
+    positions = block % num_blocks * BLOCK + tl.arange(0, BLOCK)
+    _, own = _assignments_at(
+        ids,
+        asked,
+        order,
+        block // num_blocks,
+        positions,
+        length,
+        num_tokens,
+        top_k,
+        num_experts,
+        time,
+        batch,
+    )
+    experts = tl.program_id(1) * BLOCK_E + tl.arange(0, BLOCK_E)
+    counts = tl.sum((own[:, None] == experts[None, :]).to(tl.int32), axis=0)
+    tl.store(starts + block.to(tl.int64) * num_experts + experts, counts, mask=experts < num_experts)
+
+
+@triton.jit(do_not_specialize=["chains", "num_blocks"])
+def _scan_kernel(
+    starts,
+    assigned,
+    kept,
+    dropped,
+    limit,
+    chains,
+    num_blocks,
+    num_experts,
+    BLOCK_B: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+):
+    """Replace each block's expert counts by the sums of all earlier blocks, and write the totals."""
+    experts = tl.program_id(0) * BLOCK_E + tl.arange(0, BLOCK_E)
+    inside = experts < num_experts
+    before = tl.zeros([BLOCK_E], dtype=tl.int32)
+    for chain in range(chains):
+        before_chain = before
+        for first in range(0, num_blocks, BLOCK_B):
+            blocks = first + tl.arange(0, BLOCK_B)
+            rows = (chain * num_blocks + blocks).to(tl.int64)
+            cells = rows[:, None] * num_experts + experts[None, :]
+            mask = (blocks < num_blocks)[:, None] & inside[None, :]
+            counts = tl.load(starts + cells, mask=mask, other=0)
+            earlier = tl.cumsum(counts, axis=0) - counts
+            tl.store(starts + cells, before[None, :] + earlier, mask=mask)
+            before += tl.sum(counts, axis=0)
+        if assigned is not None:
+            tl.store(assigned + chain * num_experts + experts, before - before_chain, mask=inside)
+        if tl.program_id(0) == 0:
+            tl.store(dropped + chain, 0)
+    rows = before.to(tl.int64)
+    if limit is not None:
+        rows = tl.minimum(rows, tl.load(limit))
+    tl.store(kept + experts, rows, mask=inside)
+
+
+@triton.jit(do_not_specialize=["num_blocks", "length", "num_tokens", "time", "batch"])
+def _place_kernel(
+    ids,
+    asked,
+    order,
+    limit,
+    starts,
+    kept,
+    slots_out,
+    row_of,
+    source_of,
+    token_of,
+    num_blocks,
+    length,
+    num_tokens,
+    top_k,
+    num_experts,
+    time,
+    batch,
+    BLOCK: tl.constexpr,
+    PEERS: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+):
+    block = tl.program_id(0)
+    chain, first = block // num_blocks, block % num_blocks * BLOCK
+    positions = first + tl.arange(0, BLOCK)
+    sources, own = _assignments_at(
+        ids,
+        asked,
+        order,
+        chain,
+        positions,
+        length,
+        num_tokens,
+        top_k,
+        num_experts,
+        time,
+        batch,
+    )
+    has_slot = own < num_experts
+    slots = tl.load(starts + block.to(tl.int64) * num_experts + own, mask=has_slot, other=0)
+    for shift in range(0, BLOCK, PEERS):
+        peers = first + shift + tl.arange(0, PEERS)
+        _, theirs = _assignments_at(
+            ids,
+            asked,
+            order,
+            chain,
+            peers,
+            length,
+            num_tokens,
+            top_k,
+            num_experts,
+            time,
+            batch,
+        )
+        before = (own[:, None] == theirs[None, :]) & (peers[None, :] < positions[:, None])
+        slots += tl.sum(before.to(tl.int32), axis=1)
+    offsets = tl.zeros([BLOCK], dtype=tl.int32)  # rows of the experts before one's own
+    total = tl.zeros([], dtype=tl.int32)
+    for first_expert in range(0, num_experts, BLOCK_E):
+        experts = first_expert + tl.arange(0, BLOCK_E)
+        rows = tl.load(kept + experts, mask=experts < num_experts, other=0).to(tl.int32)
+        offsets += tl.sum(tl.where(experts[None, :] < own[:, None], rows[None, :], 0), axis=1)
+        total += tl.sum(rows, axis=0)
+    has_row = has_slot
+    if limit is not None:
+        has_row = has_slot & (slots < tl.load(limit))
+    inside = positions < length
+    tl.store(slots_out + sources, tl.where(has_slot, slots, -1), mask=inside)
+    tl.store(row_of + sources, tl.where(has_row, offsets + slots, -1), mask=inside)
+    rows = (offsets + slots).to(tl.int64)
+    tl.store(source_of + rows, sources, mask=has_row)
+    # Each program also clears its part of the unused rows at the end.
+    unused = (chain * length + positions).to(tl.int64)
+    is_unused = inside & (unused >= total)
+    tl.store(source_of + unused, -1, mask=is_unused)
+    if token_of is not None:
+        tl.store(token_of + rows, sources // top_k, mask=has_row)
+        tl.store(token_of + unused, -1, mask=is_unused)

@@ -1,0 +1,123 @@
+"""The gate's product of bf16 operands with fp32 results: exact products, and gradients with 16 bits.
+
+On a GPU (`-m gpu`): against fp32 copies, with a profile of the kernels' operands.
+"""
+
+import pytest
+import torch
+from torch import Tensor
+
+from fairseq_tutel import MoEConfig, MoELayer
+from fairseq_tutel.kernels import gate_product
+from fairseq_tutel.moe.gates import build_gate
+
+SHAPES = ((0, 8, 3), (1, 8, 1), (1, 5, 8), (33, 40, 8), (200, 64, 100))
+
+
+def operands(tokens: int, model_dim: int, experts: int, device: str) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(tokens + experts)
+    drawn = [torch.randn(n, model_dim, generator=generator) for n in (tokens, experts)]
+    return [t.bfloat16().to(device).requires_grad_() for t in drawn]
+
+
+def softmax_gradient(logits_TE: Tensor) -> Tensor:
+    """Return a gradient whose sum over the experts cancels, as the gradient through a softmax does."""
+    generator = torch.Generator().manual_seed(5)
+    drawn = torch.randn(logits_TE.shape, generator=generator)
+    return (drawn - drawn.mean(dim=1, keepdim=True)).to(logits_TE.device)
+
+
+def compare(device: str) -> None:
+    for shape in SHAPES:
+        x_TD, weight_ED = operands(*shape, device)
+        with torch.no_grad():
+            weight_ED += 20  # a part that all experts share, which cancels in the gradient of x
+        logits_TE = gate_product.product(x_TD, weight_ED)
+        assert logits_TE.dtype == torch.float32
+        wide = [t.detach().double().requires_grad_() for t in (x_TD, weight_ED)]
+        expected_TE = wide[0] @ wide[1].t()
+        torch.testing.assert_close(logits_TE.double(), expected_TE, rtol=1e-5, atol=1e-4)
+        dlogits_TE = softmax_gradient(logits_TE)
+        got = torch.autograd.grad(logits_TE, (x_TD, weight_ED), dlogits_TE)
+        exact = torch.autograd.grad(expected_TE, wide, dlogits_TE.double())
+        for grad, other in zip(got, exact, strict=True):
+            assert grad.dtype == torch.bfloat16
+            # Half a unit of bf16, and what 16 bits leave of a sum of terms of size 20.
+            torch.testing.assert_close(grad.double(), other, rtol=2**-8, atol=2e-2)
+
+
+def test_logits_and_gradients_are_those_of_fp64():
+    compare("cpu")
+
+
+def test_one_bf16_number_would_not_do():
+    """The bound of the test above fails if the gradient of the logits is rounded to bf16."""
+    _, weight_ED = operands(200, 64, 100, "cpu")
+    dlogits_TE = softmax_gradient(torch.empty(200, 100))
+    weight_ED = (weight_ED.detach() + 20).double()
+    rounded, exact = dlogits_TE.bfloat16().double() @ weight_ED, dlogits_TE.double() @ weight_ED
+    assert (rounded - exact).abs().max() > 1e-1
+
+
+def test_only_the_gradients_that_are_needed_are_computed():
+    x_TD, weight_ED = operands(5, 8, 4, "cpu")
+    for given, wanted in (((x_TD.detach(), weight_ED), weight_ED), ((x_TD, weight_ED.detach()), x_TD)):
+        logits_TE = gate_product.product(*given)
+        (grad,) = torch.autograd.grad(logits_TE.square().sum(), wanted)
+        assert grad.shape == wanted.shape
+
+
+@pytest.mark.parametrize("kind", ("linear", "biased"))
+def test_a_gate_uses_it_for_bf16_operands_and_gives_the_logits_of_fp32_copies(kind, monkeypatch):
+    config = MoEConfig(model_dim=16, hidden_dim=8, num_experts=5, gate_type=kind)
+    gate = build_gate(config, kind)
+    gate.reset_parameters(torch.Generator().manual_seed(1))
+    gate.bfloat16()
+    x_TD = torch.randn(9, 16, generator=torch.Generator().manual_seed(2)).bfloat16()
+    used, real = [], gate_product.product
+
+    def product(*given):
+        used.append(given)
+        return real(*given)
+
+    monkeypatch.setattr(gate_product, "product", product)
+    copies = gate(x_TD)
+    assert not used  # on a CPU, F.linear multiplies fp32 copies
+    monkeypatch.setattr(gate_product, "is_supported", lambda x, w: x.dtype == w.dtype == torch.bfloat16)
+    torch.testing.assert_close(gate(x_TD), copies)
+    assert len(used) == 1
+    for dtypes in ((torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)):
+        gate.to(dtypes[1])
+        assert gate(x_TD.to(dtypes[0])).dtype == torch.float32
+    with torch.autocast("cpu", torch.bfloat16):
+        gate.bfloat16()(x_TD)
+    assert len(used) == 1
+
+
+def test_a_cpu_fp16_and_fp32_are_not_supported():
+    x_TD, weight_ED = operands(2, 8, 4, "cpu")
+    assert not gate_product.is_supported(x_TD, weight_ED)
+    on_meta = [t.detach().to("meta") for t in (x_TD, weight_ED)]
+    assert not gate_product.is_supported(*on_meta)
+
+
+def test_a_layer_trains_with_it(monkeypatch):
+    monkeypatch.setattr(gate_product, "is_supported", lambda x, w: x.dtype == w.dtype == torch.bfloat16)
+    results = []
+    for is_new in (True, False):
+        if not is_new:
+            monkeypatch.setattr(gate_product, "is_supported", lambda x, w: False)
+        config = MoEConfig(model_dim=16, hidden_dim=8, num_experts=4, top_k=2, balance_loss="gshard")
+        layer = MoELayer(config, seed=1).bfloat16()
+        x = torch.randn(30, 16, generator=torch.Generator().manual_seed(2)).bfloat16().requires_grad_()
+        y, output = layer(x)
+        (y.float().square().sum() + output.balance_loss).backward()
+        results.append([y.detach(), x.grad, layer.gate.weight.grad])
+    for got, expected in zip(*results, strict=True):
+        torch.testing.assert_close(got, expected)
+
+
+@pytest.mark.gpu
+def test_compiled_logits_and_gradients_are_those_of_fp64():
+    compare("cuda")
+    assert gate_product.is_supported(*operands(2, 8, 4, "cuda"))

@@ -1,0 +1,71 @@
+"""The GShard balance loss in one launch, against the reference and finite differences."""
+
+import pytest
+import torch
+
+from fairseq_tutel import MoEConfig, MoELayer, kernels
+from fairseq_tutel.kernels import reference
+
+pytest.importorskip("triton")
+LOSSES = ("gshard", "gshard_all:2,gshard:0.5", "gshard_global", "switch,z:0.1")
+
+
+def compare(device: str) -> None:
+    ops = kernels.ops("triton", torch.device(device))
+    generator = torch.Generator().manual_seed(1)
+    for num_experts, tokens in ((1, 3), (5, 0), (8, 100), (130, 9)):
+        for dtype in (torch.float32, torch.float64):
+            mass_E = torch.rand(num_experts, generator=generator, dtype=dtype).to(device)
+            load_E = torch.randint(0, tokens + 1, (num_experts,), generator=generator).to(device)
+            arguments = mass_E, load_E, torch.tensor(tokens, device=device)
+            got, expected = ops.load_loss(*arguments), reference.load_loss(*arguments)
+            assert all(t.dtype == dtype for t in got)
+            torch.testing.assert_close(got, expected)
+
+
+def check_reference() -> None:
+    mass_E = torch.rand(6, dtype=torch.float64).requires_grad_()
+    load_E, tokens = torch.tensor([3, 0, 1, 2, 5, 1]), torch.tensor(12)
+    loss, gradient_E = reference.load_loss(mass_E, load_E, tokens)
+    plain = 6 * sum(float(n) / 12 * m for n, m in zip(load_E, mass_E.tolist(), strict=True)) / 12
+    assert loss.item() == pytest.approx(plain)
+    torch.testing.assert_close(torch.autograd.grad(loss, mass_E)[0], gradient_E.detach())
+
+
+def run_layer(backend: str, loss: str, device: str) -> list[torch.Tensor]:
+    config = MoEConfig(6, 5, 5, top_k=2, capacity_factor=0.6, balance_loss=loss, backend=backend)
+    layer = MoELayer(config, seed=1).to(device).double()
+    generator = torch.Generator().manual_seed(2)
+    x = torch.randn(4, 7, 6, generator=generator, dtype=torch.float64).to(device).requires_grad_()
+    padding_mask = (torch.arange(28, device=device) % 5 == 4).view(4, 7)
+    found = []
+    for mask in (None, padding_mask):
+        _, output = layer(x, mask)
+        found.append(output.balance_loss.detach())
+        found += torch.autograd.grad(output.balance_loss, [x, layer.gate.weight])
+    return found
+
+
+def compare_layers(device: str) -> None:
+    for loss in LOSSES:
+        ours, plain = (run_layer(backend, loss, device) for backend in ("triton", "reference"))
+        for got, expected in zip(ours, plain, strict=True):
+            torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-12)
+
+
+def test_the_reference_is_its_formula():
+    check_reference()
+
+
+def test_the_interpreted_loss_is_the_reference_s(interpreter):
+    interpreter.run(compare, "cpu")
+
+
+def test_losses_and_gradients_of_an_interpreted_layer(interpreter):
+    interpreter.run(compare_layers, "cpu")
+
+
+@pytest.mark.gpu
+def test_the_compiled_loss_is_the_reference_s():
+    compare("cuda")
+    compare_layers("cuda")

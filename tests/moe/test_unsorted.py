@@ -1,0 +1,57 @@
+"""Experts on rows in any order: fused experts read them through an index, others sort them first."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from fairseq_tutel import MoEConfig
+from fairseq_tutel.kernels.groups import Groups
+from fairseq_tutel.moe.experts import Experts
+
+OPTIONS = ({}, {"expert_type": "glu"}, {"hidden_layer_norm": True}, {"recompute_experts": True})
+
+
+def build(options: dict, dtype: torch.dtype = torch.float64) -> Experts:
+    experts = Experts(MoEConfig(6, 5, 4, **options))
+    experts.reset_parameters(1, "layer")
+    return experts.to(dtype)
+
+
+def run(experts: Experts, rows: Tensor, counts: tuple, order: Tensor, sorts: bool) -> list[Tensor]:
+    """Return the outputs and all gradients; with `sorts`, from rows that are sorted before."""
+    x = rows.clone().requires_grad_()
+    groups, inverse = Groups.of_host(counts, rows.device), order.argsort()
+    y = experts(x[order], groups)[inverse] if sorts else experts.run_unsorted(x, groups, order, inverse)
+    generator = torch.Generator().manual_seed(3)
+    dy = torch.randn(y.shape, generator=generator, dtype=torch.float64).to(y.dtype)
+    leaves = [x, *experts.parameters()]
+    return [y.detach(), *torch.autograd.grad(y, leaves, dy, materialize_grads=True)]
+
+
+@pytest.mark.parametrize("counts", ((3, 0, 5, 1), (0, 0, 0, 0), (1, 0, 0, 0)), ids=str)
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_outputs_and_gradients_are_those_of_sorted_rows(options, counts):
+    experts = build(options)
+    assert experts.can_fuse is not options.get("hidden_layer_norm", False)
+    generator = torch.Generator().manual_seed(2)
+    rows = torch.randn(sum(counts), 6, generator=generator, dtype=torch.float64)
+    order = torch.randperm(sum(counts), generator=generator)
+    pairs = zip(*(run(experts, rows, counts, order, sorts) for sorts in (False, True)), strict=True)
+    for got, expected in pairs:
+        torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_without_gradients_too():
+    experts, rows, order = build({}), torch.randn(7, 6, dtype=torch.float64), torch.randperm(7)
+    groups = Groups.of_host((2, 0, 4, 1), rows.device)
+    with torch.no_grad():
+        got = experts.run_unsorted(rows, groups, order, order.argsort())
+        assert torch.equal(got, experts(rows[order], groups)[order.argsort()])
+
+
+def test_hooks_see_sorted_rows():
+    experts, order, seen = build({}), torch.tensor([2, 0, 1]), []
+    rows = torch.randn(3, 6, dtype=torch.float64)
+    experts.register_forward_pre_hook(lambda module, given: seen.append(given[0]))
+    experts.run_unsorted(rows, Groups.of_host((1, 1, 1, 0), rows.device), order, order.argsort())
+    assert torch.equal(seen[0], rows[order])
