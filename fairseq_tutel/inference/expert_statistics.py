@@ -23,6 +23,8 @@ ALL = "all"
 _LARGEST = 1e12
 # Minimum of the sum of a layer's activities, which is 1, and of its loads; smaller sums would underflow.
 _LEAST = 1e-6
+# Maximum number of language pairs in an error message.
+_MOST_NAMES = 20
 
 
 @dataclass(frozen=True)
@@ -127,7 +129,7 @@ def pooled(
         if pair not in statistics:
             raise ValueError(
                 f"{flag} has {shown(pair)}, but {path} has no statistics of this pair; choose from "
-                f"{', '.join(map(repr, statistics))}."
+                f"{_some(statistics)}."
             )
     parts: dict[str, list[LayerStatistics]] = {}
     for pair in dict.fromkeys(pairs or statistics):
@@ -140,6 +142,13 @@ def pooled(
                 "statistics of one model."
             )
     return {label: _mean(layers) for label, layers in parts.items()}
+
+
+def _some(pairs: Iterable[str]) -> str:
+    """Return the first language pairs of a file for an error message."""
+    names = [shown(pair) for pair in pairs]
+    more = ", …" if len(names) > _MOST_NAMES else ""
+    return ", ".join(names[:_MOST_NAMES]) + more
 
 
 def _mean(layers: Sequence[LayerStatistics]) -> LayerStatistics:

@@ -49,13 +49,16 @@ class QuantizedLinear(nn.Module):
         return y_nO.view(*x.shape[:-1], self.out_features)
 
 
-def quantize_linear_layers(module: nn.Module, without: type[nn.Module]) -> None:
+def quantize_linear_layers(module: nn.Module, without: type[nn.Module]) -> int:
     """Replace the linear layers within a module, in place, except within modules of the type `without`.
 
-    Layers whose input dimension torch's kernel cannot read stay.
+    Layers whose input dimension torch's kernel cannot read stay. Returns the number of replaced layers.
     """
+    count = 0
     for name, child in module.named_children():
         if type(child) is nn.Linear and child.in_features % LANES == 0:
             setattr(module, name, QuantizedLinear(child))
+            count += 1
         elif not isinstance(child, without):
-            quantize_linear_layers(child, without)
+            count += quantize_linear_layers(child, without)
+    return count

@@ -17,6 +17,7 @@ from fairseq.tasks.translation_multi_simple_epoch import TranslationMultiSimpleE
 from fairseq_cli.generate import get_symbols_to_strip_from_output
 from torch import nn
 
+from fairseq_tutel.plugin.registration.process import sentence_of
 from fairseq_tutel.vision.images import UnreadableImageError, decoded, fitted, normalisation
 
 GENERATION = {
@@ -91,7 +92,7 @@ class Generating(Interface):
         """Generate with beam search; return fairseq's hypotheses for each sentence.
 
         Raises:
-            ValueError: an option is unknown, or the beam size is invalid.
+            ValueError: an option is unknown, the beam size is invalid, or the model has NaN weights.
         """
         unknown = sorted(options.keys() - GENERATION)
         if unknown:
@@ -108,7 +109,13 @@ class Generating(Interface):
                 # BART's attention keeps the largest beam size so far.
                 if hasattr(model, "set_beam_size"):
                     model.set_beam_size(beam)
-            return super().generate(tokens, beam, verbose, *args, **options)  # type: ignore[misc]
+            try:
+                return super().generate(tokens, beam, verbose, *args, **options)  # type: ignore[misc]
+            except Exception as error:
+                text = sentence_of(error)
+                if text is None:
+                    raise
+                raise ValueError(text) from error
 
 
 class Translation(Generating, hub_utils.GeneratorHubInterface):

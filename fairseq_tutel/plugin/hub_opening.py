@@ -73,8 +73,8 @@ def open_interface(
         _settle(cfg, options)
         if not isinstance(task, InferenceMixin):  # a dense model
             give_mixin(task)
-        if dtype == torch.int8 and not any(map(moe_layers, models)):
-            raise ValueError("dtype is torch.int8, but the model has no experts; give torch.bfloat16.")
+        if dtype == torch.int8 and not all(map(moe_layers, models)):
+            raise ValueError("dtype is torch.int8, but a model has no experts; give torch.bfloat16.")
         for model in models:
             model.to(device=device, dtype=torch.bfloat16 if dtype == torch.int8 else dtype)
         return interface_of(models[0], task)(cfg, task, models).to(device).eval()

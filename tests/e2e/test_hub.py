@@ -2,6 +2,7 @@
 
 import io
 import logging
+import math
 import re
 import runpy
 import shutil
@@ -209,6 +210,13 @@ def test_a_model_without_an_interface_is_refused():
     for interface in (Denoising, MaskedLanguageModel):  # stock's take the first alone
         with pytest.raises(ValueError, match=r"2 checkpoints, but a .* cannot be an ensemble; give"):
             interface(None, None, [torch.nn.Linear(1, 1)] * 2)
+
+
+def test_a_model_with_nan_weights_is_one_sentence(mt):
+    model = fairseq_tutel.from_checkpoint(mt)
+    model.models[0].encoder.embed_tokens.weight.data.fill_(math.nan)
+    with pytest.raises(ValueError, match=r"^the model gives no word a finite score, for example because"):
+        model.translate("w1 w2")
 
 
 REFUSED = {

@@ -140,6 +140,7 @@ def test_python_opens_a_model_with_a_decoder_in_int8(mt, mt_data, how):
     decoder = model.models[0].decoder
     assert isinstance(decoder.output_projection, QuantizedLinear)
     assert not any(type(module) is torch.nn.Linear for module in decoder.modules())
+    assert not any(isinstance(module, QuantizedLinear) for module in model.models[0].encoder.modules())
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
     assert model.translate("w1 w3 w9", beam=2, max_len_b=5)
 

@@ -87,6 +87,8 @@ def test_a_missing_file_pair_or_layer_is_named(path, tmp_path):
         ValueError, match=r"^--keep-for has 'en-fr', but .* choose from 'de-en', 'fr-en'\.$"
     ):
         pooled(BOTH, ["en-fr"], path, "--keep-for")
+    with pytest.raises(ValueError, match=r"choose from 'p0', .*, 'p19', …\.$"):
+        pooled({f"p{i}": BOTH["fr-en"] for i in range(30)}, ["en-fr"], path, "--keep-for")
     with pytest.raises(ValueError, match="has statistics of 3 experts for encoder_0, but the layer has 8"):
         of_layer(BOTH["de-en"], "encoder_0", 8, path, "--statistics")
     with pytest.raises(ValueError, match="has no statistics for decoder_1, but the layer has 3"):

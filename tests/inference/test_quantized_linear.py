@@ -53,7 +53,7 @@ def test_some_layers_stay():
     )
     model["odd"] = nn.Linear(17, 4)
     model["left"].__class__ = type("Left", (nn.Sequential,), {})
-    quantize_linear_layers(model, without=type(model["left"]))
+    assert quantize_linear_layers(model, without=type(model["left"])) == 1
     assert isinstance(model["inner"][0], QuantizedLinear)
     assert type(model["left"][0]) is nn.Linear is type(model["odd"])
 

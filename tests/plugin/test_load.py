@@ -9,6 +9,7 @@ import pytest
 import torch
 from fairseq import checkpoint_utils, utils
 from fairseq.models import FairseqDecoder
+from fairseq.modules.multihead_attention import MultiheadAttention
 from torch import nn
 
 from fairseq_tutel import MoEConfig, plugin
@@ -235,9 +236,24 @@ def test_large_matrices_of_an_opened_model_are_not_initialized():
 
 @pytest.mark.parametrize(
     ("device", "model", "reason"),
-    [("cpu", nn.Linear(2, 2), "this model has no decoder"), ("cuda", None, "the model is not on a CPU")],
+    [
+        ("cpu", nn.Sequential(MultiheadAttention(4, 2)), "this model has no decoder"),
+        ("cuda", None, "the model is not on a CPU"),
+    ],
 )
 def test_int8_needs_a_decoder_on_a_cpu(device, model, reason):
     task = argparse.Namespace(cfg=argparse.Namespace(moe_inference_dtype="int8"))
     with pytest.raises(ValueError, match=f"--moe-inference-dtype is int8, but {reason}; give bf16"):
         quantize_when_loaded(model or FairseqDecoder({}), task, torch.device(device))
+
+
+@pytest.mark.parametrize(("in_features", "is_logged"), [(17, True), (32, False)])
+def test_a_decoder_that_stays_in_bf16_is_logged(in_features, is_logged, caplog):
+    task, decoder = (
+        argparse.Namespace(cfg=argparse.Namespace(moe_inference_dtype="int8")),
+        FairseqDecoder({}),
+    )
+    decoder.inner = nn.Linear(in_features, 16)
+    quantize_when_loaded(decoder, task, torch.device("cpu"))
+    decoder.load_state_dict(decoder.state_dict())
+    assert ("--moe-inference-dtype int8 is replaced by bf16" in caplog.text) == is_logged

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from fairseq.models import FairseqDecoder
+from fairseq.modules.multihead_attention import MultiheadAttention
 from torch import Tensor, nn
 from torch.nn import init
 from torch.overrides import TorchFunctionMode
@@ -21,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 from fairseq_tutel.inference.expert_statistics import of_layer, pooled, read_statistics
 from fairseq_tutel.inference.expert_store import Counters, ExpertStore
 from fairseq_tutel.inference.quantized_linear import quantize_linear_layers
+from fairseq_tutel.kernels.quantized import LANES
 from fairseq_tutel.moe.config import MoEConfig
 from fairseq_tutel.moe.expert_stack import ExpertStack
 from fairseq_tutel.moe.experts import build_experts
@@ -34,6 +36,7 @@ from fairseq_tutel.ranks import world
 from fairseq_tutel.ranks.groups import Topology
 from fairseq_tutel.ranks.progress import progress
 
+logger = logging.getLogger(__name__)
 # Logs JSON lines like fairseq's, under a short name: "… | INFO | expert_store | {"calls": …}".
 counters_logger = logging.getLogger("expert_store")
 # Elements. Larger matrices of an opened model are not initialized.
@@ -130,15 +133,24 @@ def quantize_when_loaded(model: nn.Module, task: Any, device: torch.device) -> N
     """
     if read(StoreConfig, config_of(task)).moe_inference_dtype != "int8":
         return
-    decoders = [module for module in model.modules() if isinstance(module, FairseqDecoder)]
+    # In fairseq, the class of an encoder's attention is also a subclass of FairseqDecoder.
+    decoders = [
+        module
+        for module in model.modules()
+        if isinstance(module, FairseqDecoder) and not isinstance(module, MultiheadAttention)
+    ]
     if device.type != "cpu" or not decoders:
         reason = "this model has no decoder" if device.type == "cpu" else "the model is not on a CPU"
         raise ValueError(f"--moe-inference-dtype is int8, but {reason}; give bf16.")
 
     def quantize(module: nn.Module, keys: Any) -> None:
         try:
-            for decoder in decoders:
-                quantize_linear_layers(decoder, without=MoEFeedForward)
+            if not sum([quantize_linear_layers(each, without=MoEFeedForward) for each in decoders]):
+                logger.warning(
+                    "--moe-inference-dtype int8 is replaced by bf16: the decoder has no linear layer whose "
+                    "input dimension is a multiple of %d",
+                    LANES,
+                )
         except ValueError as error:
             raise ValueError(f"--moe-inference-dtype is int8, but {error}; give bf16.") from error
 

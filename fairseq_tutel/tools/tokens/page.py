@@ -99,7 +99,7 @@ def _refuse(arguments: argparse.Namespace) -> None:
     for flag, path in outputs.items():
         if path:
             refuse_output(path, [Path(arguments.model)], arguments.overwrite, flag)
-    if arguments.output == arguments.output_statistics:
+    if arguments.output_statistics and arguments.output.resolve() == arguments.output_statistics.resolve():
         raise ValueError(f"--output and --output-statistics are both {arguments.output}; give two files.")
     if arguments.limit < 1:
         raise ValueError(f"--limit is {arguments.limit}; give a number of at least 1.")
