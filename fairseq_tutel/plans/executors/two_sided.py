@@ -7,8 +7,9 @@ Only a rank itself writes its memory, so each call has its own `tmp`.
 If ranks of a CPU host share `mailboxes`, their messages go through shared memory. The round starts its
 messages to other hosts first, so both kinds are on their way at the same time.
 
-On CPUs, a round in which each rank sends to all others is one all_to_all of torch. Gloo runs it in its own
-threads, so it takes about half the time of single messages if there are more ranks than cores.
+On CPUs, a round in which each rank sends to all ranks (of other hosts, with mailboxes) is one all_to_all of
+torch. Gloo runs it in its own threads, so it takes about half the time of single messages if there are more
+ranks than cores.
 
 There is no thread. `start` sends the first round, and `wait` sends the later rounds. So all ranks of a
 group must start calls, and wait for them, in the same order. On a GPU the host never waits.
@@ -17,6 +18,7 @@ group must start calls, and wait for them, in the same order. On a GPU the host 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
+from itertools import permutations
 from typing import Any, NamedTuple
 
 import torch
@@ -191,7 +193,9 @@ class TwoSided:
         for move in self.walked.moves:
             if move.op == "put" and not self._is_near(*move.ranks):
                 far[move.round].add(move.ranks)
-        self._are_dense = [len(pairs) == plan.ranks * (plan.ranks - 1) for pairs in far]
+        pairs = permutations(range(plan.ranks), 2)
+        every = {pair for pair in pairs if not self._is_near(*pair)}
+        self._are_dense = [bool(found) and found == every for found in far]
 
     def _is_near(self, rank: int, other: int) -> bool:
         """Return whether messages between two ranks go through mailboxes."""
