@@ -2,6 +2,7 @@
 
 import itertools
 import random
+import re
 import time
 
 import mortal
@@ -249,6 +250,9 @@ def test_a_dead_or_stopped_rank_is_named(tmp_path, fate, victim, size):
     said, seconds = mortal.run(until_the_end, 4, survivors, str(tmp_path), fate, victim, size)
     for rank, sentence in zip(survivors, said, strict=True):
         assert f"CommunicationError: rank {rank} could not finish a plan" in sentence
-        assert f"rank {victim} did not answer a health check of 1 s" in sentence
+        # On a busy machine, a rank that waits for a rank which is ending may be late, too.
+        assert re.search(
+            rf"ranks? [\d, -]*{victim}\b[\d, -]* did not answer a health check of 1 s", sentence
+        )
     assert seconds < 15  # two timeouts, two health checks and a busy machine
     assert list(tmp_path.iterdir()) == []

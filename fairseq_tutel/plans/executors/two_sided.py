@@ -7,8 +7,9 @@ Only a rank itself writes its memory, so each call has its own `tmp`.
 If ranks of a CPU host share `mailboxes`, their messages go through shared memory. The round starts its
 messages to other hosts first, so both kinds are on their way at the same time.
 
-On CPUs, a round with many messages (`FEWEST`) is one all_to_all of torch. Gloo runs it in its own threads,
-so it takes half the time of single messages if there are more ranks than cores.
+On CPUs, a round in which each rank sends to all ranks (of other hosts, with mailboxes) is one all_to_all of
+torch. Gloo runs it in its own threads, so it takes about half the time of single messages if there are more
+ranks than cores.
 
 There is no thread. `start` sends the first round, and `wait` sends the later rounds. So all ranks of a
 group must start calls, and wait for them, in the same order. On a GPU the host never waits.
@@ -17,6 +18,7 @@ group must start calls, and wait for them, in the same order. On a GPU the host 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
+from itertools import permutations
 from typing import Any, NamedTuple
 
 import torch
@@ -30,8 +32,6 @@ from fairseq_tutel.plans.format import Plan
 from fairseq_tutel.ranks import world
 
 MOST_SIZES = 256  # the number of sizes for which a plan stays compiled
-# A round is an all_to_all if at least one of so many pairs of ranks exchanges a message.
-FEWEST = 3
 HALF = (torch.float16, torch.bfloat16)
 Run = tuple[str, int, int]  # buffer, first element, length
 Message = tuple[int, list[Run]]  # other rank, runs of elements
@@ -124,7 +124,7 @@ class Call:
         whole, sent = _flat(self._place(come)), _flat(self._content(leave))
         return dist.all_to_all_single(whole, sent, receive, send, group=self.group, async_op=True)
 
-    def _place(self, runs: Sequence[Run]) -> Tensor:
+    def _place(self, runs: list[Run]) -> Tensor:
         """Return the tensor in which a message arrives; `_end_round` copies it if it has several runs."""
         if len(runs) == 1:
             return self._view(runs[0])
@@ -193,7 +193,9 @@ class TwoSided:
         for move in self.walked.moves:
             if move.op == "put" and not self._is_near(*move.ranks):
                 far[move.round].add(move.ranks)
-        self._are_dense = [FEWEST * len(pairs) >= plan.ranks * (plan.ranks - 1) for pairs in far]
+        pairs = permutations(range(plan.ranks), 2)
+        every = {pair for pair in pairs if not self._is_near(*pair)}
+        self._are_dense = [bool(found) and found == every for found in far]
 
     def _is_near(self, rank: int, other: int) -> bool:
         """Return whether messages between two ranks go through mailboxes."""
@@ -248,7 +250,8 @@ def _side(messages: Sequence[Message], ranks: int, row: int) -> tuple[list[int],
 
     A row has `row` bytes.
     """
-    sizes, runs = [0] * ranks, []
+    sizes = [0] * ranks
+    runs: list[Run] = []
     for rank, own in sorted(messages):
         sizes[rank] = row * sum(length for _, _, length in own)
         for run in own:
