@@ -4,6 +4,7 @@ Rank R writes a line of JSON for each save to FOLDER/saves-R.jsonl: the form, th
 stood still, and the growth of the process's own memory.
 """
 
+import ctypes
 import json
 import os
 import threading
@@ -77,6 +78,7 @@ class _Memory:
     """Samples the memory of this process, without pages of files, from its creation on."""
 
     def __init__(self) -> None:
+        ctypes.CDLL(None).malloc_trim(0)  # otherwise blocks that an earlier save has freed are used again
         self._before = self._highest = anonymous_bytes(os.getpid())
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)

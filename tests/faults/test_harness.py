@@ -118,6 +118,8 @@ def test_the_rank_that_failed_must_say_its_error():
     assert unclear(_job((1, 1), logs), fault) == []
     logs = [MISSES_1, COMMUNICATION + "ranks 0-1 all answered a health check"]
     assert "does not say its error" in unclear(_job((1, 1), logs), fault)[0]
+    logs = [MISSES_1, "error: rank 1 ran out of memory in a training step; lower --max-tokens"]
+    assert unclear(_job((1, 1), logs), replace(fault, detail="memory")) == []
 
 
 @pytest.fixture
