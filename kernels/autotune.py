@@ -104,7 +104,7 @@ def launch_all(launches: Sequence[Callable[[], None]]) -> list[BaseException | N
     stream = torch.cuda.current_stream()
 
     def run(launch: Callable[[], None]) -> None:
-        with torch.cuda.stream(stream):
+        with torch.cuda.stream(stream), torch.no_grad():  # both are settings of a thread
             launch()
 
     with ThreadPoolExecutor(len(launches)) as pool:

@@ -15,7 +15,7 @@ from fairseq_tutel.kernels.opaque import opaque
 from fairseq_tutel.kernels.reference_route import Rows
 
 # Assignments per block. A slot costs BLOCK_N comparisons, and the scan takes N / BLOCK_N steps. PEERS
-# assignments are compared at a time, because comparing all at once spills scalar registers on gfx942. Not
+# assignments are compared at a time, because comparing 32 at once spills scalar registers on gfx90a. Not
 # tuned for speed.
 BLOCK_N, PEERS = 128, 16
 # Experts that are compared at a time.

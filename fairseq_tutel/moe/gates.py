@@ -27,8 +27,8 @@ def num_scores(config: MoEConfig) -> int:
 class LinearGate(nn.Module):
     """A gate with one linear map without bias, in fp32 (fp64 for fp64 input) if `gate_fp32` is set.
 
-    With half-precision logits, rounding could change a token's experts between two forwards. On a GPU, bf16
-    tokens and weights are multiplied without fp32 copies; see `kernels.gate_product`.
+    With half-precision logits, rounding could change a token's experts between two forwards. On an NVIDIA
+    GPU, bf16 tokens and weights are multiplied without fp32 copies; see `kernels.gate_product`.
     """
 
     def __init__(self, config: MoEConfig) -> None:

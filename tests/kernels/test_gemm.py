@@ -45,7 +45,7 @@ def test_gradients_in_every_dtype(interpreter, dtype, glu):
         replace(SMALL, activation="gelu", keep=False, tail=0),
         replace(SMALL, gathered=False),
         replace(SMALL, gathered=False, glu=True, bias=False),
-        replace(SMALL, gated=False),
+        pytest.param(replace(SMALL, gated=False), marks=pytest.mark.long),
         replace(SMALL, gated=False, glu=True),
         replace(SMALL, strided=True, glu=True),
         Case((7,), tail=0),
