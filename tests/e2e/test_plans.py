@@ -1,7 +1,6 @@
 """Training with collective plans: bit-identical to a fixed order of sums, close to torch's collectives."""
 
 import json
-import re
 from pathlib import Path
 
 import pytest
@@ -117,7 +116,7 @@ def test_ranks_of_two_hosts_train_the_same_bits(lm_data, tmp_path):
 
 
 @pytest.mark.long
-def test_a_killed_rank_of_two_hosts_is_named_by_the_others(lm_data, tmp_path):
+def test_a_killed_rank_of_two_hosts_ends_the_others(lm_data, tmp_path):
     plans = write(tmp_path / "files", [2, 4])
     words = lm_args(
         *(lm_data, tmp_path / "run", "--user-dir", FAULTY, "--moe-comm-timeout", 3),
@@ -128,5 +127,5 @@ def test_a_killed_rank_of_two_hosts_is_named_by_the_others(lm_data, tmp_path):
     assert "runs in shared memory on each host, and by messages between hosts" in run.output
     for rank in (0, 1, 2):
         assert f"CommunicationError: rank {rank} could not finish " in run.logs[rank]
-        # On a busy machine, a rank that waits for a rank which is ending may be late, too.
-        assert re.search(r"ranks? [\d, -]*3 did not answer a health check of 3 s", run.logs[rank])
+    # Only rank 2 is sure to wait for rank 3 itself. Others may wait for a rank that ends because of it.
+    assert "rank 3 did not answer a health check of 3 s" in run.logs[2]
