@@ -36,6 +36,9 @@ NOT_RUN = {
         "bash benchmarks/gpu.sh": "GPU",
         "python docs/make_performance.py": "rewrites the page; tests/repository/test_performance_page.py",
     },
+    "docs/inference.md": {
+        "fairseq-interactive": "variables; tests/e2e/test_stored_experts.py",
+    },
     "docs/released.md": {
         "LANGUAGES=": "variables; tests/e2e/test_released.py",
         "TASK=": "variables; tests/e2e/test_released.py",
@@ -92,7 +95,9 @@ FILES = {
         "bpe.model": "bpe.model",
     },
     "docs/distillation.md": {"TEACHER.pt": "teacher/checkpoint_best.pt"},
-    "docs/inference.md": {"SAVE": "mt", "CONVENTIONAL.pt": "plain/checkpoint_best.pt"},
+    "docs/inference.md": {
+        "SAVE": "mt", "CONVENTIONAL.pt": "plain/checkpoint_best.pt", "nllb-moe-54b": "released/moe",
+    },
     "docs/parallelism.md": {
         "LM.pt": "lm/checkpoint_best.pt", "A.pt": "plain/checkpoint_best.pt",
         "B.pt": "plain/checkpoint_last.pt",
