@@ -43,7 +43,7 @@ def weight_grad(dout_nO: Tensor, rows_nI: Tensor, dweight_OI: Tensor, dbias_O: T
     """Write a linear map's gradients to dweight (dout.T @ rows) and, if given, to dbias (sum of dout)."""
     is_float = dout_nO.dtype == torch.float32
     if is_float and 1 < len(rows_nI) <= MOST_CLEARED:
-        # The result is bit-identical to the result of a single product.
+        # With more than two rows, the result is bit-identical to the result of a single product.
         _cleared_and_added(dout_nO, rows_nI, dweight_OI)
     else:
         torch.mm(dout_nO.t(), rows_nI, out=dweight_OI)
@@ -58,6 +58,9 @@ def weight_grad(dout_nO: Tensor, rows_nI: Tensor, dweight_OI: Tensor, dbias_O: T
 
 def _cleared_and_added(dout_nO: Tensor, rows_nI: Tensor, dweight_OI: Tensor) -> None:
     out_dim, in_dim = dweight_OI.shape
+    if len(rows_nI) == 2:  # 0.21 vs. 0.28 ms for [1024, 512], 0.22 vs. 0.47 ms for [512, 1024]
+        torch.mul(dout_nO[0].unsqueeze(1), rows_nI[0], out=dweight_OI).addr_(dout_nO[1], rows_nI[1])
+        return
     step = out_dim
     # With several threads, every part would need two barriers.
     if len(rows_nI) <= MOST_IN_PARTS and torch.get_num_threads() == 1:

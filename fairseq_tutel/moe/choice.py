@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fairseq_tutel import kernels
 from fairseq_tutel.kernels.first_order import first_order
-from fairseq_tutel.kernels.reference_route import choose_experts, normalized
+from fairseq_tutel.kernels.reference_route import choose_experts, normalized, row_softmax
 from fairseq_tutel.moe.capacity import MicroBatch
 from fairseq_tutel.moe.config import MoEConfig
 from fairseq_tutel.options.option import is_whole
@@ -63,7 +63,7 @@ def choose(logits_TE: Tensor, config: MoEConfig, batch: MicroBatch) -> Chosen:
     ways = ways_of(config, batch)
     ops = kernels.ops(config.backend, logits_TE.device)
     normalize = config.normalize_gate == "before" and top_k > 1
-    if not ways and config.score_function == "softmax" and ops is not kernels.reference:
+    if not ways and config.score_function == "softmax":
         probs_TE, expert_ids_TK, weights_TK = softmax_top_k(logits_TE, top_k, ops, normalize)
         scores_TE = probs_TE
     else:
@@ -92,7 +92,7 @@ def check_top_k(top_k: int, num_experts: int, config: MoEConfig) -> None:
 def scores_of(logits_TE: Tensor, score_function: str) -> tuple[Tensor, Tensor]:
     """Return the experts' scores, and the scores normalized to sum to 1 per token: scores_TE, probs_TE."""
     if score_function == "softmax":
-        probs_TE = torch.softmax(logits_TE, dim=1)
+        probs_TE = row_softmax(logits_TE)
         return probs_TE, probs_TE
     scores_TE = torch.sigmoid(logits_TE)
     return scores_TE, normalized(scores_TE)
@@ -101,12 +101,17 @@ def scores_of(logits_TE: Tensor, score_function: str) -> tuple[Tensor, Tensor]:
 def softmax_top_k(
     logits_TE: Tensor, top_k: int, ops: Any, normalize: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Choose experts by softmax and top-k in one kernel and one autograd node, for default options.
+    """Choose experts by softmax and top-k in one op and one autograd node, for default options.
 
     With `normalize`, a token's weights are divided by their sum.
     """
-    if torch.is_autocast_enabled(logits_TE.device.type):  # as torch.softmax does
+    device = logits_TE.device.type
+    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(
+        device
+    ):  # as torch.softmax does
         logits_TE = logits_TE.to(torch.promote_types(logits_TE.dtype, torch.float32))
+    if not (torch.is_grad_enabled() and logits_TE.requires_grad):
+        return ops.softmax_top_k(logits_TE, top_k, normalize)
     return _SoftmaxTopK.apply(logits_TE, top_k, ops, normalize)
 
 

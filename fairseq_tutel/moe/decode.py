@@ -10,12 +10,14 @@ from collections.abc import Sequence
 from functools import cached_property, partial
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from fairseq_tutel.kernels.few_rows import ffn_of_few
 from fairseq_tutel.kernels.groups import Groups
-from fairseq_tutel.moe.capacity import MicroBatch
-from fairseq_tutel.moe.choice import choose
+from fairseq_tutel.kernels.reference_route import softmax_top_k
+from fairseq_tutel.moe.capacity import MicroBatch, capacity_of
+from fairseq_tutel.moe.choice import choose, ways_of
 from fairseq_tutel.moe.config import MoEConfig
 from fairseq_tutel.moe.deferred import Deferred
 from fairseq_tutel.moe.expert_stack import ExpertStack, Tensors, Weights
@@ -23,6 +25,8 @@ from fairseq_tutel.moe.routing import GateOutput, Routing, placed, scaled
 
 # The decode path is faster up to this number of assignments.
 MOST_ASSIGNMENTS = 256
+
+Known = dict[str, Tensor]
 
 
 class DecodeRouting(Deferred, Routing):
@@ -76,6 +80,46 @@ def decide_few(logits_TE: Tensor, config: MoEConfig, batch: MicroBatch, gate: Ga
     )
 
 
+def suits_one(config: MoEConfig, has_bias: bool) -> bool:
+    """Return whether the options of a layer allow `run_one`. `has_bias` is set with a balance bias."""
+    batch = MicroBatch(top_k=config.top_k, capacity=capacity_of(config, training=False))
+    return (
+        config.choice == "tokens"
+        and list(config.gate_types) == ["linear"]
+        and config.backend != "triton"
+        and config.score_function == "softmax"
+        and config.normalize_gate != "after"
+        and not (config.prescore or config.shared_experts or config.residual or config.cmr or config.fom)
+        and not (has_bias or ways_of(config, batch) or batch.capacity.is_limited)
+    )
+
+
+def run_one(
+    x_1D: Tensor, gate_weight_ED: Tensor, experts: ExpertStack, config: MoEConfig
+) -> tuple[Tensor, Known]:
+    """Route a single token and run its experts, with fewer steps than the decode path of several tokens.
+
+    The layer's Python code is usually not in the CPU's caches, so each step takes microseconds. The bits
+    equal the bits of the gate, `decide_few` and `run_few`. x, gate and experts must be in fp32, and the
+    experts must be this rank's parameters.
+
+    Returns:
+        The output [1, D], and the fields of `DecodeRouting` that are known.
+    """
+    top_k = config.top_k
+    normalize = config.normalize_gate == "before" and top_k > 1
+    logits_1E = F.linear(x_1D, gate_weight_ED)
+    probs_1E, ids_1K, weights_1K = softmax_top_k(logits_1E, top_k, normalize)
+    weights_1K = scaled(weights_1K, config, training=False)
+    stacks = [(name, getattr(experts, name)) for name in experts.names]
+    outs = [
+        ffn_of_few(x_1D, {name: stack[e] for name, stack in stacks}, experts.config.activation)
+        for e in ids_1K.flatten().tolist()
+    ]
+    known = {"expert_ids_TK": ids_1K, "weights_TK": weights_1K, "probs_TE": probs_1E}
+    return _weighted(outs[0] if top_k == 1 else torch.cat(outs), weights_1K), known
+
+
 def run_few(experts: ExpertStack, x_TD: Tensor, routing: DecodeRouting, weights: Weights) -> Tensor:
     """Run the experts that have rows one by one, and return each token's weighted sum of outputs [T, D]."""
     run = partial(_run_expert, experts)
@@ -105,14 +149,18 @@ def _dispatch(x_TD: Tensor, routing: DecodeRouting) -> Sequence[Tensor]:
 
 def _combine(outs: Sequence[Tensor], routing: DecodeRouting) -> Tensor:
     """Return each token's weighted sum of expert outputs, [T, D]. `outs` has the order of `_dispatch`."""
-    weights_TK = routing.weights_TK.to(outs[0].dtype)
-    num_tokens, top_k = weights_TK.shape
     rows = [assignment for own in routing.assignments.values() for assignment in own]
-    outs_ND = _in_order(outs, rows, num_tokens * top_k)
+    outs_ND = _in_order(outs, rows, routing.weights_TK.numel())
+    return _weighted(outs_ND, routing.weights_TK)
+
+
+def _weighted(outs_ND: Tensor, weights_TK: Tensor) -> Tensor:
+    """Return each token's weighted sum of the outputs of its assignments [T, D]; may overwrite outs_ND."""
+    weights_TK = weights_TK.to(outs_ND.dtype)
+    num_tokens, top_k = weights_TK.shape
     if top_k == 1:
         return outs_ND.mul_(weights_TK)
-    outs_TKD = outs_ND.view(num_tokens, top_k, -1)
-    return torch.bmm(weights_TK.unsqueeze(1), outs_TKD).squeeze(1)
+    return torch.bmm(weights_TK.unsqueeze(1), outs_ND.view(num_tokens, top_k, -1)).squeeze(1)
 
 
 def _in_order(outs: Sequence[Tensor], rows: Sequence[int], num_assignments: int) -> Tensor:

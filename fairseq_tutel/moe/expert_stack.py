@@ -23,6 +23,12 @@ logger = logging.getLogger(__name__)
 Tensors = Mapping[str, Any]
 
 
+def is_hooked(module: nn.Module) -> bool:
+    """Return whether a module has forward or backward hooks."""
+    before, after = module._forward_pre_hooks, module._forward_hooks
+    return bool(before or after or module._backward_pre_hooks or module._backward_hooks)
+
+
 class Weights:
     """Source of the weight tensors that experts compute with: given tensors, or the own parameters."""
 
@@ -152,8 +158,7 @@ class ExpertStack(nn.Module):
     @property
     def is_hooked(self) -> bool:
         """Whether the module has forward or backward hooks, such as the hooks of torch.nn.utils.prune."""
-        before, after = self._forward_pre_hooks, self._forward_hooks
-        return bool(before or after or self._backward_pre_hooks or self._backward_hooks)
+        return is_hooked(self)
 
     @property
     def call(self) -> Callable[..., Tensor]:

@@ -16,14 +16,22 @@ from fairseq_tutel.moe.adaptive import static_strategy
 from fairseq_tutel.moe.balance import BalanceBias, balance_losses
 from fairseq_tutel.moe.balance_options import parse_balance_loss
 from fairseq_tutel.moe.call import Call
-from fairseq_tutel.moe.capacity import Capacity
+from fairseq_tutel.moe.capacity import Capacity, MicroBatch
 from fairseq_tutel.moe.config import MoEConfig
-from fairseq_tutel.moe.decode import are_few, decide_few
+from fairseq_tutel.moe.decode import DecodeRouting, are_few, decide_few, run_one, suits_one
 from fairseq_tutel.moe.deferred import Deferred, can_defer
 from fairseq_tutel.moe.dispatchers import Dispatcher, OwnExperts, choose_dispatcher
-from fairseq_tutel.moe.expert_stack import ExpertStack, Weights
+from fairseq_tutel.moe.expert_stack import OWN, ExpertStack, Weights, is_hooked
 from fairseq_tutel.moe.experts import build_experts
-from fairseq_tutel.moe.gates import build_gate, gate_input, gate_logits, noise_std, noisy_logits, reset_gate
+from fairseq_tutel.moe.gates import (
+    LinearGate,
+    build_gate,
+    gate_input,
+    gate_logits,
+    noise_std,
+    noisy_logits,
+    reset_gate,
+)
 from fairseq_tutel.moe.routing import GateOutput, Routing, decide, mask_outputs
 from fairseq_tutel.moe.shared_experts import SharedResidualExperts, sum_of_gate
 from fairseq_tutel.options.option import is_whole
@@ -61,7 +69,7 @@ class DeferredOutput(Deferred, MoEOutput):
 class MoELayer(nn.Module):
     """A mixture of experts that replaces a feed-forward layer.
 
-    The forward pass calls `route`, `apply_routing` and `balance`.
+    The forward pass calls `route`, `apply_routing` and `balance`, or for a single token `decode_one`.
 
     Args:
         config: the options of the layer.
@@ -134,6 +142,7 @@ class MoELayer(nn.Module):
     def configure(self, config: MoEConfig, gate_configs: Sequence[MoEConfig]) -> None:
         """Replace the configurations of the layer and of each gate, but keep the existing modules."""
         self.config, self._dispatcher = config, None
+        self._suits_one: bool | None = None  # whether the options allow `decode_one`; None: not known yet
         self.gate_configs = [
             # Checks options that the layer's losses require of every gate, such as noise.
             dataclasses.replace(c, balance_loss=config.balance_loss)
@@ -182,6 +191,9 @@ class MoELayer(nn.Module):
         Raises:
             ValueError: x, a mask, token IDs or an override are invalid.
         """
+        given = padding_mask, token_ids, capacity_factor, top_k, gate_index
+        if x.numel() == self.config.model_dim and given == (None,) * 5 and self.decodes_one(x, time_first):
+            return self.decode_one(x, time_first)
         call = Call.of(
             x,
             self.config.model_dim,
@@ -197,6 +209,41 @@ class MoELayer(nn.Module):
         y_TD = self.apply_routing(x_TD, routing)
         return y_TD.view(*call.shape, y_TD.shape[1]), self.balance(routing)
 
+    def decodes_one(self, x: Tensor, time_first: bool) -> bool:
+        """Return whether `decode_one` can compute this input: one token, fp32, and default options."""
+        gate: Any = self.gate
+        experts: Any = self.experts
+        if self._suits_one is None:
+            is_plain = type(gate) is LinearGate and self.topology.expert_group is None
+            self._suits_one = is_plain and suits_one(self.config, self.balance_bias is not None)
+        return (
+            self._suits_one
+            and can_defer(self.training)
+            and self.router is None
+            and experts.weights is OWN
+            and experts.can_fuse
+            and not is_hooked(gate)
+            and x.dtype == torch.float32 == gate.weight.dtype == experts.fc1_weight.dtype
+            and x.device.type == "cpu"
+            and x.shape[-1:] == (self.config.model_dim,)
+            and not (time_first and x.dim() != 3)
+            and not torch.is_autocast_enabled("cpu")
+        )
+
+    def decode_one(self, x: Tensor, time_first: bool) -> tuple[Tensor, MoEOutput]:
+        """Compute a single token; its losses, slots and rows are computed at their first access."""
+        gate: Any = self.gate
+        y_1D, known = run_one(x.reshape(1, -1), gate.weight, self.experts, self.config)
+        routed = functools.partial(self._route_one, x, time_first)
+        routing = DecodeRouting(routed, **known, real_T=None, capacity=None)
+        return y_1D.view(x.shape), self.balance(routing)
+
+    def _route_one(self, x: Tensor, time_first: bool) -> Routing:
+        """Return the complete routing of a token that `decode_one` has computed."""
+        call = Call.of(x, self.config.model_dim, time_first=time_first)
+        logits_TE, gate_output, batch, config = self._scored(call.tokens(x), call)
+        return decide(logits_TE, config, batch, gate_output)
+
     def routing_of(self, x_TD: Tensor, call: Call) -> Routing:
         """Return the routing of a forward pass, from the router set by `route_by`, or else from `route`."""
         if self.router is None:
@@ -209,6 +256,19 @@ class MoELayer(nn.Module):
 
     def route(self, x_TD: Tensor, call: Call) -> Routing:
         """Choose experts for every token with the gate; this needs neither experts nor other ranks."""
+        logits_TE, gate_output, batch, config = self._scored(x_TD, call)
+        if can_defer(self.training) and self.dispatcher.decodes and are_few(logits_TE, config, batch):
+            return decide_few(logits_TE, config, batch, gate_output)
+        routing = decide(logits_TE, config, batch, gate_output)
+        if self.training and call.is_new:
+            if self.balance_bias is not None:
+                self.balance_bias.count(routing.assigned_KE)
+            if self._watches_load:
+                self.busiest = routing.assigned_KE.sum(0).max()
+        return routing
+
+    def _scored(self, x_TD: Tensor, call: Call) -> tuple[Tensor, GateOutput, MicroBatch, MoEConfig]:
+        """Run the gate; return the logits and the other arguments of `decide`."""
         index = self.config.gate_index if call.gate_index is None else call.gate_index
         gate, config = self.gate_at(index)
         seen_TD = gate_input(x_TD, config, self.training)
@@ -222,15 +282,7 @@ class MoELayer(nn.Module):
         )  # fmt: skip
         bias_E = None if self.balance_bias is None else self.balance_bias.bias
         batch = call.micro_batch(config, self.training, bias_E)
-        if can_defer(self.training) and self.dispatcher.decodes and are_few(logits_TE, config, batch):
-            return decide_few(logits_TE, config, batch, gate_output)
-        routing = decide(logits_TE, config, batch, gate_output)
-        if self.training and call.is_new:
-            if self.balance_bias is not None:
-                self.balance_bias.count(routing.assigned_KE)
-            if self._watches_load:
-                self.busiest = routing.assigned_KE.sum(0).max()
-        return routing
+        return logits_TE, gate_output, batch, config
 
     def apply_routing(self, x_TD: Tensor, routing: Routing, local: bool = False) -> Tensor:
         """Send every token through its experts and return the outputs [T, D]. Collective across ranks.

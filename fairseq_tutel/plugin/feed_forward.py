@@ -176,19 +176,17 @@ class MoEFeedForward(MoELayer):
     def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
         """Return the experts' output for x [time, batch, D] or [batch, time, D]; 0 for padding tokens."""
         self._prepare_ranks()
-        call = Call.of(
-            x,
-            self.config.model_dim,
-            self._mask_of(x),
-            self._token_ids,
-            time_first=not self.batch_first,
-            is_new=not self.seen,
-        )
-        x_TD = call.tokens(x)
-        routing = self.routing_of(x_TD, call)
-        y = self.apply_routing(x_TD, routing, self.context.keeps_rows(self)).view(x.shape)
-        output = self.balance(routing)
-        if call.is_new:
+        mask, time_first, is_new = self._mask_of(x), not self.batch_first, not self.seen
+        is_one = x.numel() == self.config.model_dim and mask is None and self._token_ids is None
+        if is_one and self.decodes_one(x, time_first):
+            y, output = self.decode_one(x, time_first)
+        else:
+            call = Call.of(x, self.config.model_dim, mask, self._token_ids, time_first, is_new=is_new)
+            x_TD = call.tokens(x)
+            routing = self.routing_of(x_TD, call)
+            y = self.apply_routing(x_TD, routing, self.context.keeps_rows(self)).view(x.shape)
+            output = self.balance(routing)
+        if is_new:
             make = partial(_record, output)
             self.record = DeferredRecord(make) if can_defer(self.training) else make()
             self.seen = True
