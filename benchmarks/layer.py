@@ -30,11 +30,15 @@ BASE = "dense"
 # The other thing that times are compared with.
 PRODUCTS = "products"
 CASES = {"cpu": CPU_CASES, "cuda": CUDA_CASES}
-DTYPES = {"cpu": torch.float32, "cuda": torch.bfloat16}
+DTYPES = {"cpu": "fp32", "cuda": "bf16"}
+OF_NAMES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 # Forward and backward; on a GPU also the forward in training alone.
 MODES = {"cpu": ("forward+backward",), "cuda": ("forward", "forward+backward")}
+# Of a single token: without gradients, with caches that hold other data, as between the layers of a model.
+INFERENCE = "inference"
+CACHES_BYTES = 2**26
 # Operations of a mode, in forwards: a backward is a product for the input and one for the weights.
-FORWARDS = {"forward": 1, "forward+backward": 3}
+FORWARDS = {"forward": 1, INFERENCE: 1, "forward+backward": 3}
 ROUNDS, WARM = {"cpu": 15, "cuda": 20}, {"cpu": 1, "cuda": 10}
 QUICK_ROUNDS = 2
 
@@ -48,7 +52,8 @@ def main(words: list[str] | None = None, builders: Mapping[str, Builder] = BUILD
     """
     parser = command.parser_of("layer", "Time one MoE layer and other implementations of it.")
     add = parser.add_argument
-    add("--device", choices=("cpu", "cuda"), default="cpu", help="cpu in float32, cuda in bfloat16")
+    add("--device", choices=("cpu", "cuda"), default="cpu", help="where")
+    add("--dtype", choices=OF_NAMES, help="fp32 on cpu and bf16 on cuda by default")
     add("--configs", help="names separated by commas, or small; all of the device by default")
     add("--variants", help="names separated by commas; all by default, dense always")
     add("--threads", type=int, nargs="+", default=[1, 2], help="on a CPU, each number separately")
@@ -70,7 +75,7 @@ def _measure(options: argparse.Namespace, builders: Mapping[str, Builder]) -> in
     for number in (*options.threads, options.rounds or 1):
         if number < 1:
             raise BadOption(f"--threads or --rounds has {number}; give whole numbers, at least 1.")
-    dtype = DTYPES[device.type]
+    dtype = OF_NAMES[options.dtype or DTYPES[device.type]]
     # As the plugin does in training on a CPU; dense layers become faster, too.
     keeps = device.type == "cpu" and not options.release_memory and keep_freed_memory()
     report = Report(
@@ -120,10 +125,12 @@ def _rows_of(
             torch.set_num_threads(threads)
         rounds = QUICK_ROUNDS if options.quick else options.rounds or ROUNDS[device.type]
         timed = []
-        for mode in MODES[device.type]:
+        is_one = on_cpu and case.tokens == 1
+        for mode in (INFERENCE,) if is_one else MODES[device.type]:
             steps = {key: step_of(mode, each, inputs) for key, each in variants.items()}
+            before = torch.empty(CACHES_BYTES if is_one else 0, dtype=torch.uint8).zero_
             with command.busy_core(options.busy):
-                took = timing.interleaved(steps, rounds, device, WARM[device.type])
+                took = timing.interleaved(steps, rounds, device, WARM[device.type], before)
             alone = timing.against(took, PRODUCTS)
             for key, summary in timing.against(took, BASE).items():
                 flops = FORWARDS[mode] * case.forward_flops
@@ -189,6 +196,9 @@ def step_of(mode: str, variant: Variant, inputs: Inputs) -> timing.Step:
     """Return a forward that saves activations for backward, or a forward and a backward."""
     if mode == "forward":
         return lambda: variant(inputs.x_TD)
+    if mode == INFERENCE:
+        variant.eval()
+        return torch.inference_mode()(lambda: variant(inputs.x_TD))
 
     def step() -> None:
         _drop_gradients(variant, inputs)

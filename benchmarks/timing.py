@@ -16,7 +16,11 @@ Clock = Callable[[Step], Callable[[], float]]
 
 
 def interleaved(
-    steps: Mapping[str, Step], rounds: int, device: torch.device, warm: int = 1
+    steps: Mapping[str, Step],
+    rounds: int,
+    device: torch.device,
+    warm: int = 1,
+    before: Step = lambda: None,
 ) -> dict[str, list[float]]:
     """Run every step `warm` rounds unmeasured and then `rounds` rounds, each round in another order.
 
@@ -25,6 +29,7 @@ def interleaved(
         rounds: at least 1.
         device: whose clock counts.
         warm: rounds that do not count.
+        before: runs before every step, and is not timed.
 
     Returns:
         `rounds` times of each step, in seconds, round by round.
@@ -37,6 +42,7 @@ def interleaved(
         order = names[first:] + names[:first]
         # Backwards every other time, or each would always find the caches that the same one left.
         for name in order[:: -1 if number % 2 else 1]:
+            before()
             reading = clock(steps[name])
             if number >= warm:
                 readings[name].append(reading)

@@ -10,6 +10,7 @@ from functools import partial
 from benchmarks.layer_cases import Case
 from benchmarks.layer_inputs import Inputs
 from benchmarks.peers import (
+    bare,
     dense,
     einsum,
     grouped_mm,
@@ -35,6 +36,7 @@ OWN: dict[str, Builder] = {
     "einsum_modules": einsum.build_of_modules,
     "einsum_drops": einsum.build_with_drops,
     "products": products.build,
+    "bare": bare.build,
     "loop": loop.build,
     "grouped_mm": grouped_mm.build,
 }

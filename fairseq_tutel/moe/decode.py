@@ -6,7 +6,7 @@ Slots, row maps and losses are computed at their first access. The results equal
 assignments, R rows, n rows of one expert.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property, partial
 
 import torch
@@ -20,13 +20,11 @@ from fairseq_tutel.moe.capacity import MicroBatch, capacity_of
 from fairseq_tutel.moe.choice import choose, ways_of
 from fairseq_tutel.moe.config import MoEConfig
 from fairseq_tutel.moe.deferred import Deferred
-from fairseq_tutel.moe.expert_stack import ExpertStack, Tensors, Weights
+from fairseq_tutel.moe.expert_stack import OWN, ExpertStack, Tensors, Weights
 from fairseq_tutel.moe.routing import GateOutput, Routing, placed, scaled
 
 # The decode path is faster up to this number of assignments.
 MOST_ASSIGNMENTS = 256
-
-Known = dict[str, Tensor]
 
 
 class DecodeRouting(Deferred, Routing):
@@ -80,8 +78,8 @@ def decide_few(logits_TE: Tensor, config: MoEConfig, batch: MicroBatch, gate: Ga
     )
 
 
-def suits_one(config: MoEConfig, has_bias: bool) -> bool:
-    """Return whether the options of a layer allow `run_one`. `has_bias` is set with a balance bias."""
+def is_plain(config: MoEConfig, has_bias: bool) -> bool:
+    """Return whether the options of a layer allow `decode`. `has_bias` is set with a balance bias."""
     batch = MicroBatch(top_k=config.top_k, capacity=capacity_of(config, training=False))
     return (
         config.choice == "tokens"
@@ -94,30 +92,44 @@ def suits_one(config: MoEConfig, has_bias: bool) -> bool:
     )
 
 
-def run_one(
-    x_1D: Tensor, gate_weight_ED: Tensor, experts: ExpertStack, config: MoEConfig
-) -> tuple[Tensor, Known]:
-    """Route a single token and run its experts, with fewer steps than the decode path of several tokens.
+def decode(
+    x_TD: Tensor,
+    gate_weight_ED: Tensor,
+    experts: ExpertStack,
+    config: MoEConfig,
+    compute: Callable[[], Routing],
+) -> tuple[Tensor, DecodeRouting]:
+    """Route a few tokens and run their experts, with as few steps as possible.
 
-    The layer's Python code is usually not in the CPU's caches, so each step takes microseconds. The bits
-    equal the bits of the gate, `decide_few` and `run_few`. x, gate and experts must be in fp32, and the
-    experts must be this rank's parameters.
+    Between two calls, the model evicts this code from the CPU's caches, so each step takes microseconds.
+    The bits equal the bits of the gate, `decide_few` and `run_few`. Tokens, gate and experts must be in
+    fp32, and the experts must be this rank's parameters.
+
+    Args:
+        x_TD: the tokens; none is padding.
+        gate_weight_ED: the weight of the linear gate.
+        experts: the experts.
+        config: the options of the layer; see `is_plain`.
+        compute: returns the complete routing.
 
     Returns:
-        The output [1, D], and the fields of `DecodeRouting` that are known.
+        The outputs [T, D], and the routing, which calls `compute` when other fields are read.
     """
     top_k = config.top_k
     normalize = config.normalize_gate == "before" and top_k > 1
-    logits_1E = F.linear(x_1D, gate_weight_ED)
-    probs_1E, ids_1K, weights_1K = softmax_top_k(logits_1E, top_k, normalize)
-    weights_1K = scaled(weights_1K, config, training=False)
+    probs_TE, ids_TK, weights_TK = softmax_top_k(F.linear(x_TD, gate_weight_ED), top_k, normalize)
+    weights_TK = scaled(weights_TK, config, training=False)
+    routing = DecodeRouting(
+        compute, expert_ids_TK=ids_TK, weights_TK=weights_TK, probs_TE=probs_TE, real_T=None, capacity=None
+    )
+    if len(x_TD) > 1:
+        return run_few(experts, x_TD, routing, OWN), routing
     stacks = [(name, getattr(experts, name)) for name in experts.names]
     outs = [
-        ffn_of_few(x_1D, {name: stack[e] for name, stack in stacks}, experts.config.activation)
-        for e in ids_1K.flatten().tolist()
+        ffn_of_few(x_TD, {name: stack[e] for name, stack in stacks}, experts.config.activation)
+        for e in ids_TK.flatten().tolist()
     ]
-    known = {"expert_ids_TK": ids_1K, "weights_TK": weights_1K, "probs_TE": probs_1E}
-    return _weighted(outs[0] if top_k == 1 else torch.cat(outs), weights_1K), known
+    return _weighted(outs[0] if top_k == 1 else torch.cat(outs), weights_TK), routing
 
 
 def run_few(experts: ExpertStack, x_TD: Tensor, routing: DecodeRouting, weights: Weights) -> Tensor:

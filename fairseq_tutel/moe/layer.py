@@ -18,7 +18,7 @@ from fairseq_tutel.moe.balance_options import parse_balance_loss
 from fairseq_tutel.moe.call import Call
 from fairseq_tutel.moe.capacity import Capacity, MicroBatch
 from fairseq_tutel.moe.config import MoEConfig
-from fairseq_tutel.moe.decode import DecodeRouting, are_few, decide_few, run_one, suits_one
+from fairseq_tutel.moe.decode import MOST_ASSIGNMENTS, are_few, decide_few, decode, is_plain
 from fairseq_tutel.moe.deferred import Deferred, can_defer
 from fairseq_tutel.moe.dispatchers import Dispatcher, OwnExperts, choose_dispatcher
 from fairseq_tutel.moe.expert_stack import OWN, ExpertStack, Weights, is_hooked
@@ -69,7 +69,7 @@ class DeferredOutput(Deferred, MoEOutput):
 class MoELayer(nn.Module):
     """A mixture of experts that replaces a feed-forward layer.
 
-    The forward pass calls `route`, `apply_routing` and `balance`, or for a single token `decode_one`.
+    The forward pass calls `route`, `apply_routing` and `balance`, or for few tokens `decode`.
 
     Args:
         config: the options of the layer.
@@ -142,7 +142,7 @@ class MoELayer(nn.Module):
     def configure(self, config: MoEConfig, gate_configs: Sequence[MoEConfig]) -> None:
         """Replace the configurations of the layer and of each gate, but keep the existing modules."""
         self.config, self._dispatcher = config, None
-        self._suits_one: bool | None = None  # whether the options allow `decode_one`; None: not known yet
+        self._is_plain: bool | None = None  # whether the options allow `decode`; None: not known yet
         self.gate_configs = [
             # Checks options that the layer's losses require of every gate, such as noise.
             dataclasses.replace(c, balance_loss=config.balance_loss)
@@ -192,8 +192,8 @@ class MoELayer(nn.Module):
             ValueError: x, a mask, token IDs or an override are invalid.
         """
         given = padding_mask, token_ids, capacity_factor, top_k, gate_index
-        if x.numel() == self.config.model_dim and given == (None,) * 5 and self.decodes_one(x, time_first):
-            return self.decode_one(x, time_first)
+        if given == (None,) * 5 and self.decodes(x, time_first):
+            return self.decode(x, time_first)
         call = Call.of(
             x,
             self.config.model_dim,
@@ -209,15 +209,17 @@ class MoELayer(nn.Module):
         y_TD = self.apply_routing(x_TD, routing)
         return y_TD.view(*call.shape, y_TD.shape[1]), self.balance(routing)
 
-    def decodes_one(self, x: Tensor, time_first: bool) -> bool:
-        """Return whether `decode_one` can compute this input: one token, fp32, and default options."""
+    def decodes(self, x: Tensor, time_first: bool) -> bool:
+        """Return whether `decode` can compute this input: few tokens in fp32, and default options."""
+        config = self.config
         gate: Any = self.gate
         experts: Any = self.experts
-        if self._suits_one is None:
-            is_plain = type(gate) is LinearGate and self.topology.expert_group is None
-            self._suits_one = is_plain and suits_one(self.config, self.balance_bias is not None)
+        if self._is_plain is None:
+            is_own = type(gate) is LinearGate and self.topology.expert_group is None
+            self._is_plain = is_own and is_plain(config, self.balance_bias is not None)
         return (
-            self._suits_one
+            self._is_plain
+            and 0 < x.numel() * config.top_k <= MOST_ASSIGNMENTS * config.model_dim
             and can_defer(self.training)
             and self.router is None
             and experts.weights is OWN
@@ -225,21 +227,21 @@ class MoELayer(nn.Module):
             and not is_hooked(gate)
             and x.dtype == torch.float32 == gate.weight.dtype == experts.fc1_weight.dtype
             and x.device.type == "cpu"
-            and x.shape[-1:] == (self.config.model_dim,)
+            and x.shape[-1:] == (config.model_dim,)
             and not (time_first and x.dim() != 3)
             and not torch.is_autocast_enabled("cpu")
         )
 
-    def decode_one(self, x: Tensor, time_first: bool) -> tuple[Tensor, MoEOutput]:
-        """Compute a single token; its losses, slots and rows are computed at their first access."""
+    def decode(self, x: Tensor, time_first: bool) -> tuple[Tensor, MoEOutput]:
+        """Compute a few tokens; their losses, slots and rows are computed at the first access."""
         gate: Any = self.gate
-        y_1D, known = run_one(x.reshape(1, -1), gate.weight, self.experts, self.config)
-        routed = functools.partial(self._route_one, x, time_first)
-        routing = DecodeRouting(routed, **known, real_T=None, capacity=None)
-        return y_1D.view(x.shape), self.balance(routing)
+        x_TD = x.reshape(-1, x.shape[-1])
+        routed = functools.partial(self._route_all, x, time_first)
+        y_TD, routing = decode(x_TD, gate.weight, self.experts, self.config, routed)
+        return y_TD.view(x.shape), self.balance(routing)
 
-    def _route_one(self, x: Tensor, time_first: bool) -> Routing:
-        """Return the complete routing of a token that `decode_one` has computed."""
+    def _route_all(self, x: Tensor, time_first: bool) -> Routing:
+        """Return the complete routing of tokens that `decode` has computed."""
         call = Call.of(x, self.config.model_dim, time_first=time_first)
         logits_TE, gate_output, batch, config = self._scored(call.tokens(x), call)
         return decide(logits_TE, config, batch, gate_output)

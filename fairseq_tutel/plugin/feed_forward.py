@@ -177,9 +177,8 @@ class MoEFeedForward(MoELayer):
         """Return the experts' output for x [time, batch, D] or [batch, time, D]; 0 for padding tokens."""
         self._prepare_ranks()
         mask, time_first, is_new = self._mask_of(x), not self.batch_first, not self.seen
-        is_one = x.numel() == self.config.model_dim and mask is None and self._token_ids is None
-        if is_one and self.decodes_one(x, time_first):
-            y, output = self.decode_one(x, time_first)
+        if mask is None and self._token_ids is None and self.decodes(x, time_first):
+            y, output = self.decode(x, time_first)
         else:
             call = Call.of(x, self.config.model_dim, mask, self._token_ids, time_first, is_new=is_new)
             x_TD = call.tokens(x)

@@ -85,11 +85,14 @@ SINGLE = [case for case in CASES if case not in ("hash", "cosine")]
 
 @torch.no_grad()
 @pytest.mark.parametrize("time_first", (False, True))
+@pytest.mark.parametrize("count", (1, 6, 30))
 @pytest.mark.parametrize("case", SINGLE)
-def test_a_single_token_has_the_bits_of_the_decode_path(monkeypatch, case, time_first):
-    layer, x = build(**CASES[case]), tokens(1).view(1, 1, 6)
+def test_the_shorter_way_has_the_bits_of_the_decode_path(monkeypatch, case, count, time_first):
+    layer, x = build(**CASES[case]), tokens(count).view(-1, min(count, 3), 6)
+    is_taken = "sigmoid" not in case and "masks" not in case
+    assert layer.decodes(x, time_first) is is_taken
     y, output = layer(x, time_first=time_first)
-    monkeypatch.setattr(layer, "decodes_one", lambda *_: False)
+    monkeypatch.setattr(layer, "decodes", lambda *_: False)
     expected, general = layer(x, time_first=time_first)
     assert torch.equal(y, expected) and y.shape == x.shape
     got, wanted = fields(output), fields(general)
@@ -118,35 +121,38 @@ def earlier_router(layer, x):
 
 @torch.no_grad()
 @pytest.mark.parametrize("change", (hooked, hooked_gate, other_weights, earlier_router))
-def test_a_single_token_takes_no_shorter_way(change):
+def test_nothing_takes_the_shorter_way_with(change):
     layer, x = build(), tokens(1)
-    assert layer.decodes_one(x, False)
+    assert layer.decodes(x, False)
     change(layer, x)
-    assert not layer.decodes_one(x, False)
+    assert not layer.decodes(x, False)
 
 
-def test_what_a_single_token_needs_for_the_shorter_way():
+def test_what_the_shorter_way_needs():
     layer, x = build(), tokens(1)
-    assert not layer.decodes_one(x, False)  # gradients
+    assert not layer.decodes(x, False)  # gradients
     with torch.no_grad():
-        assert layer.decodes_one(x, False)
-        assert not layer.decodes_one(x, True)  # time_first needs three dimensions
-        assert not layer.decodes_one(x.double(), False) and not build(torch.float64).decodes_one(x, False)
-        assert not build().to(torch.bfloat16).decodes_one(x, False)
+        assert layer.decodes(x, False)
+        assert not layer.decodes(x, True)  # time_first needs three dimensions
+        assert layer.decodes(tokens(MOST_ASSIGNMENTS), False)
+        assert not layer.decodes(tokens(MOST_ASSIGNMENTS + 1), False)
+        assert not layer.decodes(tokens(0), False)
+        assert not layer.decodes(x.double(), False) and not build(torch.float64).decodes(x, False)
+        assert not build().to(torch.bfloat16).decodes(x, False)
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            assert not layer.decodes_one(x, False)
+            assert not layer.decodes(x, False)
         for options in (*GENERAL.values(), *({**CASES[case]} for case in ("masks, CMR", "hash", "cosine"))):
-            assert not build(**options).decodes_one(x, False), options
+            assert not build(**options).decodes(x, False), options
         mask = torch.ones(1, dtype=torch.bool)
         assert not layer(x, padding_mask=mask)[0].any()
         assert layer(x, top_k=2)[1].routing.expert_ids_TK.shape == (1, 2)
         with pytest.raises(ValueError, match="model_dim is 6"):
             layer(x.view(2, 3))
-        assert not layer.train().decodes_one(x, False)
+        assert not layer.train().decodes(x, False)
 
 
 @torch.no_grad()
-def test_a_single_token_uses_new_weights_and_options():
+def test_the_shorter_way_uses_new_weights_and_options():
     layer, x = build(), tokens(1)
     before, _ = layer(x)
     layer.load_state_dict(build(seed=2).state_dict())
