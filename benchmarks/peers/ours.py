@@ -62,8 +62,8 @@ def formula_bytes(case: Case, dtype: torch.dtype, recompute: bool) -> int:
     """
     tokens, experts, copies = case.tokens, case.num_experts, case.tokens * case.top_k
     hidden = 0 if recompute else copies * case.hidden_dim * (2 if case.is_glu else 1)
-    # Weights before and after they are divided by their sum; the sum, as it is and bounded.
-    numbers = tokens * experts + (tokens if case.top_k == 1 else 2 * copies + 2 * tokens)
+    # The probabilities and the weights.
+    numbers = tokens * experts + copies
     # The gate is in fp32 at least: of x and its own weights in half precision it keeps wider copies.
     wide = max(dtype.itemsize, 4)
     if wide > dtype.itemsize:
