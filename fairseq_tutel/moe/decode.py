@@ -20,7 +20,7 @@ from fairseq_tutel.moe.capacity import MicroBatch, capacity_of
 from fairseq_tutel.moe.choice import choose, ways_of
 from fairseq_tutel.moe.config import MoEConfig
 from fairseq_tutel.moe.deferred import Deferred
-from fairseq_tutel.moe.expert_stack import OWN, ExpertStack, Tensors, Weights
+from fairseq_tutel.moe.expert_stack import ExpertStack, Tensors, Weights
 from fairseq_tutel.moe.routing import GateOutput, Routing, placed, scaled
 
 # The decode path is faster up to this number of assignments.
@@ -122,14 +122,16 @@ def decode(
     routing = DecodeRouting(
         compute, expert_ids_TK=ids_TK, weights_TK=weights_TK, probs_TE=probs_TE, real_T=None, capacity=None
     )
-    if len(x_TD) > 1:
-        return run_few(experts, x_TD, routing, OWN), routing
     stacks = [(name, getattr(experts, name)) for name in experts.names]
-    outs = [
-        ffn_of_few(x_TD, {name: stack[e] for name, stack in stacks}, experts.config.activation)
-        for e in ids_TK.flatten().tolist()
-    ]
-    return _weighted(outs[0] if top_k == 1 else torch.cat(outs), weights_TK), routing
+
+    def run(e: int, rows_nD: Tensor) -> Tensor:
+        return ffn_of_few(rows_nD, {name: stack[e] for name, stack in stacks}, experts.config.activation)
+
+    if len(x_TD) == 1:
+        outs = [run(e, x_TD) for e in ids_TK.flatten().tolist()]
+        return _weighted(outs[0] if top_k == 1 else torch.cat(outs), weights_TK), routing
+    outs = list(map(run, routing.assignments, _dispatch(x_TD, routing)))
+    return _combine(outs, routing), routing
 
 
 def run_few(experts: ExpertStack, x_TD: Tensor, routing: DecodeRouting, weights: Weights) -> Tensor:
@@ -162,8 +164,7 @@ def _dispatch(x_TD: Tensor, routing: DecodeRouting) -> Sequence[Tensor]:
 def _combine(outs: Sequence[Tensor], routing: DecodeRouting) -> Tensor:
     """Return each token's weighted sum of expert outputs, [T, D]. `outs` has the order of `_dispatch`."""
     rows = [assignment for own in routing.assignments.values() for assignment in own]
-    outs_ND = _in_order(outs, rows, routing.weights_TK.numel())
-    return _weighted(outs_ND, routing.weights_TK)
+    return _weighted(_in_order(outs, rows, routing.weights_TK.numel()), routing.weights_TK)
 
 
 def _weighted(outs_ND: Tensor, weights_TK: Tensor) -> Tensor:
