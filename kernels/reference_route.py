@@ -7,6 +7,7 @@ import math
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 
@@ -129,24 +130,61 @@ def assign_rows(
         asked_TK: bool, in any strides; False for an assignment that is left out. None: none is left out.
         order_N: [K * T] int64, the assignments in the order in which they take slots; assignment j * T + t
             is choice j of token t. None: first choices before second choices, then in token order.
-        time_first: as in `assign_slots`; None with `order_N`.
+        time_first: (time, batch) if token t is (t // batch, t % batch). The token order is then (sentence,
+            time). None with `order_N`.
         limit: [] int64, the number of slots of an expert; later assignments are dropped. None: no limit.
     """
+    num_tokens, top_k = ids_TK.shape
     ids_KT = ids_TK.t() if asked_TK is None else torch.where(asked_TK.t(), ids_TK.t(), num_experts)
-    ids_KT = ids_KT.contiguous()
-    if order_N is None:
-        slots_TK, assigned_KE = assign_slots(ids_KT, num_experts, time_first)
-    else:
-        slots_TK, assigned_KE = assign_slots_by(order_N, ids_KT, num_experts)
-    kept_TK, counts_E = slots_TK >= 0, assigned_KE.sum(dim=0)
-    if limit is None:
-        dropped_K = torch.zeros_like(assigned_KE[:, 0])
-    else:
-        full_TK = slots_TK >= limit
-        kept_TK, dropped_K, counts_E = kept_TK & ~full_TK, full_TK.sum(dim=0), counts_E.minimum(limit)
-    row_of_TK, source_of_R = row_maps(ids_TK, slots_TK, kept_TK, counts_E, None, ids_TK.numel())
-    token_of_R = token_of(source_of_R, ids_TK.shape[1])
+    sources_KT = torch.arange(ids_TK.numel(), device=ids_TK.device).view(num_tokens, top_k).t()
+    # In slot order: the expert, and the assignment t * K + j.
+    ids_N, sources_N = (_in_order(values_KT, order_N, time_first) for values_KT in (ids_KT, sources_KT))
+    # Sorted, each expert's assignments are adjacent, and the assignments without an expert are last.
+    ids_N, where_N = ids_N.sort(stable=True)
+    sources_N, places_N = sources_N.gather(0, where_N), torch.arange(len(ids_N), device=ids_N.device)
+    starts_E = torch.searchsorted(ids_N, torch.arange(num_experts + 1, device=ids_N.device))
+    slots_N, row_N, counts_E = places_N - starts_E.gather(0, ids_N), places_N, starts_E.diff()
+    assigned_KE = ids_KT.new_zeros(top_k, num_experts + 1)
+    assigned_KE = assigned_KE.scatter_add_(1, ids_KT, torch.ones_like(ids_KT))[:, :num_experts].contiguous()
+    dropped_K = assigned_KE.new_zeros(top_k)
+    if asked_TK is not None:
+        slots_N = slots_N.where(ids_N < num_experts, -1)
+        row_N = row_N.where(slots_N >= 0, -1)
+    if limit is not None:
+        dropped_K.scatter_add_(0, sources_N % top_k, (slots_N >= limit).to(torch.int64))
+        counts_E = counts_E.minimum(limit)
+        row_N = F.pad(counts_E.cumsum(0), (1, 0)).gather(0, ids_N) + slots_N
+        row_N = row_N.where((slots_N >= 0) & (slots_N < limit), -1)
+    slots_TK, row_of_TK = (
+        torch.empty_like(values_N).scatter_(0, sources_N, values_N).view(num_tokens, top_k)
+        for values_N in (slots_N, row_N)
+    )
+    source_of_R = sources_N if row_N is places_N else _compacted(sources_N, row_N)
+    token_of_R = token_of(source_of_R, top_k)
     return Rows(slots_TK, assigned_KE, counts_E, dropped_K, row_of_TK, source_of_R, token_of_R)
+
+
+def _in_order(values_KT: Tensor, order_N: Tensor | None, time_first: tuple[int, int] | None) -> Tensor:
+    """Return values of all assignments in the order in which they take slots; see `assign_rows`."""
+    if time_first is not None:
+        values_KT = values_KT.reshape(len(values_KT), *time_first).transpose(1, 2)
+    values_N = values_KT.reshape(-1)
+    return values_N if order_N is None else values_N.gather(0, order_N)
+
+
+def _compacted(sources_N: Tensor, row_N: Tensor) -> Tensor:
+    """Return the assignment of each row: the sources with a row, which are in the order of the rows.
+
+    On a GPU, there are as many rows as assignments, and the unused rows at the end have source -1. The
+    exact number, which the CPU uses, would need a device-to-host read.
+    """
+    kept_N = row_N >= 0
+    if row_N.device.type == "cpu":
+        return sources_N[kept_N]
+    # All assignments without a row write to one spare row after the last row. This row is then removed.
+    spare = len(row_N)
+    source_of_R = sources_N.new_full((spare + 1,), -1)
+    return source_of_R.scatter_(0, row_N.where(kept_N, spare), sources_N)[:spare]
 
 
 def row_maps(
@@ -181,61 +219,6 @@ def token_of(source_of_R: Tensor, top_k: int) -> Tensor:
     if top_k == 1:
         return source_of_R
     return source_of_R.div(top_k, rounding_mode="floor")
-
-
-def assign_slots(
-    ids_KT: Tensor, num_experts: int, time_first: tuple[int, int] | None = None
-) -> tuple[Tensor, Tensor]:
-    """Number each expert's assignments: all tokens' first choices before all second choices.
-
-    Within a choice, the order is the token order.
-
-    Args:
-        ids_KT: [K, T] int64, the expert of each assignment; E for no expert.
-        num_experts: E.
-        time_first: (time, batch) if token t is (t // batch, t % batch). The token order is then also
-            (sentence, time).
-
-    Returns:
-        slots_TK: [T, K] int64, -1 for assignments without an expert.
-        assigned_KE: [K, E] int64, the number of tokens whose j-th choice is e.
-    """
-    top_k, num_tokens = ids_KT.shape
-    if time_first is not None:
-        ids_KT = ids_KT.reshape(top_k, *time_first).transpose(1, 2).reshape(top_k, num_tokens)
-    sorted_KT, order_KT = ids_KT.contiguous().sort(dim=1, stable=True)
-    edges = torch.arange(num_experts + 1, device=ids_KT.device).expand(top_k, -1).contiguous()
-    starts_KE = torch.searchsorted(sorted_KT, edges)  # [K, E + 1]
-    assigned_KE = starts_KE.diff(dim=1)
-    earlier_KE = assigned_KE.cumsum(0) - assigned_KE
-    base_KE = torch.nn.functional.pad(earlier_KE, (0, 1)) - starts_KE
-    places_KT = torch.arange(num_tokens, device=ids_KT.device) + base_KE.gather(1, sorted_KT)
-    places_KT = torch.where(sorted_KT < num_experts, places_KT, -1)
-    slots_KT = torch.empty_like(places_KT).scatter_(1, order_KT, places_KT)
-    if time_first is not None:
-        time, batch = time_first
-        slots_KT = slots_KT.reshape(top_k, batch, time).transpose(1, 2).reshape(top_k, num_tokens)
-    return slots_KT.t().contiguous(), assigned_KE
-
-
-def assign_slots_by(order_N: Tensor, ids_KT: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
-    """Number each expert's assignments in a given order, and return results as `assign_slots` does.
-
-    Args:
-        order_N: [K * T] int64, the assignments in the order in which they take slots; assignment j * T + t
-            is choice j of token t.
-        ids_KT: [K, T] int64, the expert of each assignment; E for no expert.
-        num_experts: E.
-    """
-    top_k, num_tokens = ids_KT.shape
-    assigned_KE = ids_KT.new_zeros(top_k, num_experts + 1)
-    assigned_KE.scatter_add_(1, ids_KT, torch.ones_like(ids_KT))
-    sorted_N, where_N = ids_KT.flatten()[order_N].sort(stable=True)
-    starts_E = torch.searchsorted(sorted_N, torch.arange(num_experts + 1, device=sorted_N.device))
-    places_N = torch.arange(len(sorted_N), device=sorted_N.device) - starts_E[sorted_N]
-    places_N = torch.where(sorted_N < num_experts, places_N, -1)
-    slots_N = torch.empty_like(places_N).scatter_(0, order_N[where_N], places_N)
-    return slots_N.view(top_k, num_tokens).t().contiguous(), assigned_KE[:, :num_experts]
 
 
 def load_loss(mass_E: Tensor, load_E: Tensor, num_tokens: Tensor) -> tuple[Tensor, Tensor]:
