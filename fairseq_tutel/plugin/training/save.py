@@ -24,7 +24,7 @@ from fairseq_tutel.moe.option_table import TaskConfig
 from fairseq_tutel.optim.moe_optimizer import ONLY_OF_RANK, MoEOptimizerMixin, innermost_optimizer
 from fairseq_tutel.options.option import read
 from fairseq_tutel.plugin.run_state import RUN
-from fairseq_tutel.plugin.training import finite
+from fairseq_tutel.plugin.training import finite, memory
 from fairseq_tutel.plugin.training.background_save import BackgroundSave
 from fairseq_tutel.plugin.training.ema import ExpertEMA
 from fairseq_tutel.plugin.training.expert_states import ExpertStates
@@ -49,7 +49,8 @@ def run_training(main: Any, cfg: Any, **kwargs: Any) -> Any:
     options = read(TaskConfig, getattr(cfg, "task", None))
     background = BackgroundSave() if options.moe_save_async and writes else None
     in_background = contextlib.nullcontext() if background is None else background.installed(main)
-    with writing(save_dir, writes), finite.checked_at_start(main), at_signals, in_background:
+    explained = memory.refused_in_training(main)
+    with writing(save_dir, writes), finite.checked_at_start(main), explained, at_signals, in_background:
         # With FSDP's sharded state, each rank has its own file, whose suffix is set later.
         sharded = cfg.distributed_training.use_sharded_state
         given, saves = cfg.checkpoint.restore_file, RUN.num_saves
