@@ -34,11 +34,14 @@ OF_PYTHON = (signal.SIG_DFL, signal.default_int_handler)
 @contextlib.contextmanager
 def watched(names: Iterable[str], seconds: float, forwards: bool = False) -> Iterator["SignalWatch"]:
     """Context manager that receives signals in its block; see `SignalWatch`."""
-    watch = SignalWatch(names, seconds, forwards)
+    watch, is_ending = SignalWatch(names, seconds, forwards), False
     try:
         yield watch
+    except SystemExit as error:
+        is_ending = error.code == EXIT_CODE
+        raise
     finally:
-        watch.close()
+        watch.close(is_ending)
 
 
 class SignalWatch:
@@ -84,10 +87,13 @@ class SignalWatch:
         """Record that from now on the process has work that it can save."""
         self._has_work = True
 
-    def close(self) -> None:
-        """Restore the handlers. After a signal, further signals are ignored while the process ends."""
+    def close(self, is_ending: bool = False) -> None:
+        """Restore the handlers. After a signal, further signals are ignored while the process ends.
+
+        `is_ending`: a signal ends this process, although perhaps only another rank has received one yet.
+        """
         for number, before in self._before.items():
-            signal.signal(number, signal.SIG_IGN if self.received else before)
+            signal.signal(number, signal.SIG_IGN if is_ending or self.received else before)
         if self._sets_descriptor:
             signal.set_wakeup_fd(self._descriptor)
         self._before = {}

@@ -65,11 +65,20 @@ def _train_with_fault(data, folder, fault, ranks, rank=0, updates=6):
     return wait(start("train", *args, ranks=ranks, env=env))
 
 
-def test_a_failing_rank_ends_the_job_with_its_error(lm_data, tmp_path):
-    run = _train_with_fault(lm_data, tmp_path, "step:3:oom", ranks=2, rank=1)
+@pytest.mark.parametrize(
+    ("fault", "ranks", "where"),
+    [
+        ("step:3:oom", 2, "the training step of update 2"),
+        ("update:3:oom", 2, "training, after 2 updates"),
+        ("update:3:oom", 1, "training, after 2 updates"),
+    ],
+)
+def test_a_rank_without_memory_ends_the_job_with_its_error(lm_data, tmp_path, fault, ranks, where):
+    rank = ranks - 1
+    run = _train_with_fault(lm_data, tmp_path, fault, ranks, rank)
     assert all(code not in (0, None) for code in run.exit_codes)
-    sentence = "rank 1 ran out of memory in the training step of update 2"
-    assert run.logs[1].splitlines()[-1].startswith(f"error: {sentence}")
+    sentence = f"error: rank {rank} ran out of memory in {where}; lower --max-tokens"
+    assert run.logs[rank].splitlines()[-1].startswith(sentence)
 
 
 def test_a_nan_ends_every_rank_with_one_sentence(lm_data, tmp_path):

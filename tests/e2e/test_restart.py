@@ -157,6 +157,16 @@ def test_a_finished_training_that_is_started_again_changes_no_file(lm_data, tmp_
     assert _files(tmp_path / "save") == saved
 
 
+def test_a_finished_run_makes_the_last_copy_that_a_kill_prevented(lm_data, tmp_path, undisturbed):
+    shutil.copytree(undisturbed, tmp_path / "save")
+    last = tmp_path / "save" / "checkpoint_last.pt"
+    content = last.read_bytes()
+    last.unlink()
+    again = fairseq("train", *lm_args(lm_data, tmp_path / "save", updates=UPDATES), ranks=2)
+    assert f"--max-update {UPDATES} is already reached" in again.output
+    assert last.read_bytes() == content
+
+
 LONG = pytest.mark.long
 
 

@@ -1,5 +1,6 @@
 """Which checkpoint a training goes on from where checkpoint_last.pt is not there: the newest whole one."""
 
+import errno
 import os
 import re
 import shutil
@@ -31,7 +32,7 @@ def save(folder, name, updates, **more):
 def config(folder, **options):
     stock = {
         "restore_file": "checkpoint_last.pt", "finetune_from_model": None, "continue_once": None,
-        "checkpoint_suffix": "",
+        "checkpoint_suffix": "", "no_save": False, "no_last_checkpoints": False,
     }  # fmt: skip
     return SimpleNamespace(save_dir=str(folder), **{**stock, **options})
 
@@ -141,13 +142,60 @@ def test_what_is_no_file_is_not_begun_with(tmp_path, flag, kind):
         checkpoint_to_load(cfg)
 
 
+def run_config(folder, sharded=False, **options):
+    distributed = SimpleNamespace(use_sharded_state=sharded)
+    return SimpleNamespace(checkpoint=config(folder, **options), distributed_training=distributed)
+
+
 @pytest.mark.parametrize("sharded", [False, True])
 def test_a_training_run_chooses_its_file_before_main(tmp_path, sharded):
     saved = save(tmp_path, "checkpoint_1_4.pt", 4)
-    cfg = SimpleNamespace(
-        checkpoint=config(tmp_path, no_save=False),
-        distributed_training=SimpleNamespace(use_sharded_state=sharded),
-    )
+    cfg = run_config(tmp_path, sharded)
     begun = run_training(lambda cfg: (cfg.checkpoint.restore_file, RUN.checkpoint), cfg)
     assert begun == (("checkpoint_last.pt", None) if sharded else (saved, saved))
     assert RUN.checkpoint is None
+
+
+@pytest.mark.parametrize("older", [True, False])
+def test_a_run_that_saves_nothing_brings_the_last_checkpoint_up_to_date(tmp_path, caplog, older):
+    """After a kill between the copies of a save, where --max-update or --max-epoch is reached."""
+    caplog.set_level("INFO")
+    last = tmp_path / "checkpoint_last.pt"
+    if older:
+        save(tmp_path, last.name, 6)
+        time.sleep(0.02)
+    newest = Path(save(tmp_path, "checkpoint_best.pt", 8))
+    run_training(lambda cfg: None, run_config(tmp_path))
+    assert last.read_bytes() == newest.read_bytes()
+    assert "copied checkpoint_best.pt to checkpoint_last.pt, which was older or missing" in caplog.text
+    assert sorted(os.listdir(tmp_path)) == ["checkpoint_best.pt", "checkpoint_last.pt"]
+    inode = last.stat().st_ino
+    run_training(lambda cfg: None, run_config(tmp_path))
+    assert last.stat().st_ino == inode
+
+
+@pytest.mark.parametrize(
+    "options", [{"no_save": True}, {"no_last_checkpoints": True}, {"restore_file": "given"}, "saves"]
+)
+def test_the_last_checkpoint_is_not_replaced_if_the_user_or_a_save_decided(tmp_path, options):
+    newest = save(tmp_path, "checkpoint_1_8.pt", 8)
+    saves = options == "saves"
+    options = {} if saves else options | ({"restore_file": newest} if "restore_file" in options else {})
+
+    def main(cfg):
+        RUN.update(num_saves=RUN.num_saves + saves)
+
+    run_training(main, run_config(tmp_path, **options))
+    assert not (tmp_path / "checkpoint_last.pt").exists()
+
+
+def test_a_full_disk_at_this_copy_is_one_sentence(tmp_path, monkeypatch):
+    save(tmp_path, "checkpoint_1_8.pt", 8)
+
+    def fail(*paths):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(shutil, "copyfile", fail)
+    with pytest.raises(ValueError, match=r"checkpoint_last\.pt could not be written: No space left"):
+        run_training(lambda cfg: None, run_config(tmp_path))
+    assert os.listdir(tmp_path) == ["checkpoint_1_8.pt"]

@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 import signal
+import sys
 import time
 
 import forkserver
@@ -48,6 +49,18 @@ def _records_and_merges():
 
 def test_the_first_signal_is_recorded_and_one_soon_after_is_merged():
     assert _run(_records_and_merges) == 0
+
+
+def _ends_before_its_signal():
+    try:
+        with watched(["SIGTERM"], SECONDS):
+            sys.exit(EXIT_CODE)  # because of a signal to another rank
+    finally:
+        _send(signal.SIGTERM)
+
+
+def test_a_signal_after_the_end_of_all_ranks_does_not_change_the_exit_code():
+    assert _run(_ends_before_its_signal) == EXIT_CODE
 
 
 def _restores():

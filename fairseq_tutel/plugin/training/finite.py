@@ -258,9 +258,7 @@ def _checked(original: Any) -> Any:
             refuse_loaded(cfg, trainer)
             limit = world.broadcast_object(_reached_limit(cfg, trainer), "the check of limits")
             if limit is not None:
-                logger.info(
-                    "%s is already reached, so nothing was trained or saved; raise it to continue", limit
-                )
+                logger.info("%s is already reached, so nothing was trained; raise it to continue", limit)
                 return [None], True
         return original(cfg, trainer, task, epoch_itr)
 

@@ -24,7 +24,7 @@ from fairseq_tutel.moe.option_table import TaskConfig
 from fairseq_tutel.optim.moe_optimizer import ONLY_OF_RANK, MoEOptimizerMixin, innermost_optimizer
 from fairseq_tutel.options.option import read
 from fairseq_tutel.plugin.run_state import RUN
-from fairseq_tutel.plugin.training import finite
+from fairseq_tutel.plugin.training import finite, memory
 from fairseq_tutel.plugin.training.background_save import BackgroundSave
 from fairseq_tutel.plugin.training.ema import ExpertEMA
 from fairseq_tutel.plugin.training.expert_states import ExpertStates
@@ -49,17 +49,46 @@ def run_training(main: Any, cfg: Any, **kwargs: Any) -> Any:
     options = read(TaskConfig, getattr(cfg, "task", None))
     background = BackgroundSave() if options.moe_save_async and writes else None
     in_background = contextlib.nullcontext() if background is None else background.installed(main)
-    with writing(save_dir, writes), finite.checked_at_start(main), at_signals, in_background:
+    explained = memory.refused_in_training(main)
+    with writing(save_dir, writes), finite.checked_at_start(main), explained, at_signals, in_background:
         # With FSDP's sharded state, each rank has its own file, whose suffix is set later.
         sharded = cfg.distributed_training.use_sharded_state
+        given, saves = cfg.checkpoint.restore_file, RUN.num_saves
         checkpoint = None if sharded else checkpoint_to_load(cfg.checkpoint)
+        replaces_last = cfg.checkpoint.restore_file != given
         with RUN.having(checkpoint=checkpoint, background=background):
             result = main(cfg, **kwargs)
             if background is not None:
                 background.finish()
+        is_preempted = preemption is not None and preemption.result
+        if replaces_last and writes and RUN.num_saves == saves and not is_preempted:
+            _update_last(cfg.checkpoint)
     if preemption is not None and preemption.result:
         end_process(preemption.result)
     return result
+
+
+def _update_last(cfg: Any) -> None:
+    """Copy the checkpoint from which the run resumed to checkpoint_last.pt. Collective.
+
+    A kill between two copies of a save leaves an older checkpoint_last.pt, or none. If the next run saves
+    nothing, for example because --max-update is reached, no save replaces it.
+    """
+    if cfg.no_last_checkpoints:
+        return
+    last = os.path.join(cfg.save_dir, "checkpoint_last.pt")
+
+    def copy_newest() -> None:
+        if RUN.lease is not None:
+            RUN.lease.confirm()
+        try:
+            PathManager.copy(cfg.restore_file, last, overwrite=True)
+        except OSError as error:
+            raise ValueError(error.args[-1]) from error  # `unwritten` made the message
+        name = os.path.basename(cfg.restore_file)
+        logger.info("copied %s to checkpoint_last.pt, which was older or missing", name)
+
+    run_on_rank_zero(copy_newest, "rank 0's copy to checkpoint_last.pt")
 
 
 @contextlib.contextmanager

@@ -1,9 +1,8 @@
 """Mixins that let fairseq's tasks train and use models with experts, on one or several ranks."""
 
-import contextlib
 import logging
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from numbers import Number
 from typing import Any
 from weakref import WeakSet
@@ -27,7 +26,7 @@ from fairseq_tutel.plugin.feed_forward import MoEFeedForward, contexts_of, moe_l
 from fairseq_tutel.plugin.opening.several_ranks import NoSentences
 from fairseq_tutel.plugin.registration.variants import change_class
 from fairseq_tutel.plugin.run_state import RUN, config_of, root_of
-from fairseq_tutel.plugin.training import finite
+from fairseq_tutel.plugin.training import finite, memory
 from fairseq_tutel.plugin.training.epoch_iterator import ElasticEpochBatchIterator
 from fairseq_tutel.ranks import world
 from fairseq_tutel.ranks.guard import guarded
@@ -169,7 +168,7 @@ class MoETaskMixin(InferenceMixin):
             if isinstance(module, FairseqEncoder):
                 module._backward_hooks.clear()  # fairseq's hooks fail on an encoder's dict of lists
         step = f"the training step of update {update_num}"
-        with guarded(step), _out_of_memory_ends_the_job(step):
+        with guarded(step), memory.refused_on_several_ranks(step):
             result = super().train_step(  # type: ignore[misc]
                 sample, model, criterion, optimizer, update_num, ignore_grad, **kwargs
             )
@@ -220,7 +219,7 @@ class MoETaskMixin(InferenceMixin):
         for context in contexts_of(moe_layers(model)):
             context.begin_step()
         step = "a validation step"
-        with guarded(step), _out_of_memory_ends_the_job(step):
+        with guarded(step), memory.refused_on_several_ranks(step):
             return super().valid_step(sample, model, criterion, **kwargs)  # type: ignore[misc]
 
     def begin_valid_epoch(self, epoch: int, model: nn.Module) -> None:
@@ -302,24 +301,6 @@ def _zero(value: Any) -> Any:
     if torch.is_tensor(value):
         return torch.zeros_like(value)
     return type(value)(0) if isinstance(value, Number) else value  # type: ignore[call-arg]
-
-
-@contextlib.contextmanager
-def _out_of_memory_ends_the_job(what: str) -> Iterator[None]:
-    """Context manager that makes an out-of-memory error end the job if there are several ranks.
-
-    fairseq would skip the batch on this rank only, and the others would wait in an all-to-all for ever.
-    """
-    try:
-        yield
-    except RuntimeError as error:
-        topology = RUN.topology
-        if topology.world_size == 1 or "out of memory" not in str(error):
-            raise
-        raise MemoryError(
-            f"rank {topology.rank} ran out of memory in {what}; lower --max-tokens or --batch-size, or "
-            "add --checkpoint-activations."
-        ) from error
 
 
 def give_mixin(task: Any) -> None:

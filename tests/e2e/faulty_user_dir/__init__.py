@@ -3,8 +3,8 @@
 FAULT is "where:when:what": where = step (a training forward), save (half of a checkpoint is
 written), copy (half of checkpoint_last is written), generate (a batch is decoded) or update (after an
 optimizer's step); when = the how-many-th call; what = kill, stop (until somebody lets it go on), oom,
-error, full (the disk is full), nan, or after an update the tensor that gets a NaN: expert, master or
-exp_avg_sq. FAULT_RANK is the rank it happens on.
+error, full (the disk is full), nan, or after an update oom or the tensor that gets a NaN: expert, master
+or exp_avg_sq. FAULT_RANK is the rank it happens on.
 """
 
 import os
@@ -43,6 +43,10 @@ def _kill():
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def _run_out_of_memory():
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+
 def _forward(original):
     def wrapper(self, model, sample, reduce=True):
         what = _fault("step") if model.training else None
@@ -51,7 +55,7 @@ def _forward(original):
         if what == "stop":
             os.kill(os.getpid(), signal.SIGSTOP)
         if what == "oom":
-            raise RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB")
+            _run_out_of_memory()
         if what == "error":
             raise KeyError("a broken sample")
         if what == "full":
@@ -102,6 +106,8 @@ def _optimizer_step(original):
     def wrapper(self, optimizer, model, update_num):
         original(self, optimizer, model, update_num)
         what, inner = _fault("update"), innermost_optimizer(optimizer)
+        if what == "oom":
+            _run_out_of_memory()
         if what is not None:
             zero = getattr(inner, "zero", None)
             own = list(zero.parameters if zero else inner.params)[-1]
