@@ -37,6 +37,7 @@ class ExpertEMA(EMA):
     """fairseq's EMA of a model with experts; each rank averages its own experts."""
 
     model: nn.Module
+    config: Any  # fairseq's EMAConfig
     fp32_params: dict[str, Any]
     decay: float
 
@@ -55,6 +56,15 @@ class ExpertEMA(EMA):
                 if key in own:
                     own[key] = own_part({AVERAGE: own[key]}, parameter, RUN.topology)[AVERAGE]
         super().build_fp32_params(own)
+
+    def step(self, new_model: nn.Module, updates: int | None = None) -> None:
+        """Average the weights if the number of updates is a multiple of --ema-update-freq.
+
+        fairseq counts from the start of the process, so a resumed run would average at other updates.
+        """
+        if updates is not None and self.config.ema_update_freq > 1:
+            self.update_freq_counter = (updates - 1) % self.config.ema_update_freq
+        super().step(new_model, updates)
 
     @torch.no_grad()
     def _step_internal(self, new_model: nn.Module, updates: Any = None) -> None:
