@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from cli import USER_DIR, fairseq
+from cli import USER_DIR, fairseq, refused
 from equality import same_bits
 from models import lm_args
 from tool_in_process import convert, tool
@@ -92,6 +92,8 @@ def test_the_average_begins_with_the_weights_of_a_checkpoint_without_one(lm_data
     assert "checkpoint_last.pt has no moving average, so --store-ema starts with its weights" in run.output
     before, after = (_load(tmp_path / f"checkpoint_1_{update}.pt") for update in (2, 3))
     same_bits(dict(before["model"]), dict(after["extra_state"]["ema"]))
+    run = fairseq("train", *lm_args(lm_data, tmp_path, *words[3:], updates=3))
+    assert "checkpoint_last.pt has a moving average, which ends here; add --store-ema" in run.output
 
 
 def test_tools_keep_the_average_and_make_it_the_weights(lm_data, tmp_path):
@@ -110,6 +112,9 @@ def test_tools_keep_the_average_and_make_it_the_weights(lm_data, tmp_path):
             same_bits(dict(expected[name]), dict(found[name]))
             experts = [value for key, value in written[name].items() if ".experts." in key]
             assert experts and all(is_record(value) == (folder == again) for value in experts)
+    seeded = (*AVERAGED, "--ema-seed-model", saved / LAST)
+    output = refused("train", *lm_args(lm_data, tmp_path / "seeded", *seeded, updates=1))
+    assert "which is a sharded checkpoint; give a full checkpoint of a run" in output.splitlines()[-1]
     average = saved / "ema.pt"
     tool("average", saved / LAST, "--ema", "--output", average)
     same_bits(dict(expected["ema_fp32_params"]), dict(torch.load(average, weights_only=False)["model"]))
