@@ -12,14 +12,15 @@ from fairseq_tutel.checkpoint.shards import ShardedTensor, unbind
 from fairseq_tutel.zero.state import MASTER
 
 
-def average(paths: list[Path]) -> SavedModel:
+def average(paths: list[Path], of_ema: bool = False) -> SavedModel:
     """Average the weights of checkpoints; return a copy of the first checkpoint with these weights.
 
+    With `of_ema`, the weights are the moving averages of --store-ema, in fp32 if a file has them in fp32.
     Memory holds the averaged weights and, for sharded checkpoints, one tensor of each checkpoint. Tied
     tensors stay tied. Raises ValueError if names or shapes of the weights differ.
     """
     opened = [SavedModel.open(path, "INPUTS", keep_shards=True) for path in paths]
-    models: list[dict[str, Any]] = [saved.weights for saved in opened]
+    models: list[dict[str, Any]] = [_ema_of(saved) if of_ema else saved.weights for saved in opened]
     for path, model in zip(paths[1:], models[1:], strict=True):
         _refuse_other_weights(paths[0], models[0], path, model)
     averaged: OrderedDict[str, Any] = OrderedDict()
@@ -40,6 +41,17 @@ def average(paths: list[Path]) -> SavedModel:
     kept = {key: _without(MASTER, part) for key, part in first.items() if key != "model"}
     unbind(kept)
     return SavedModel({**kept, "model": averaged})
+
+
+def _ema_of(saved: SavedModel) -> dict[str, Any]:
+    extra = saved.state.get("extra_state") or {}
+    found = extra.get("ema_fp32_params") or extra.get("ema")
+    if not (found and isinstance(found, dict)):
+        raise ValueError(
+            f"INPUTS names {saved.path}, which has no moving average of --store-ema; give another "
+            "checkpoint, or remove --ema."
+        )
+    return found
 
 
 def _without(name: str, tree: Any) -> Any:

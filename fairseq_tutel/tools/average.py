@@ -1,6 +1,6 @@
 """average: average the weights of several checkpoints, and write one checkpoint.
 
-The flags are the same as in fairseq's scripts/average_checkpoints.py, which is not in fairseq's wheel.
+The flags but --ema are those of fairseq's scripts/average_checkpoints.py, which is not in fairseq's wheel.
 Inputs may be sharded checkpoints; the output is one file. Everything except the weights is copied from the
 first file. With --num-epoch-checkpoints or --num-update-checkpoints, the first file is the newest one. fp32
 master weights are left out.
@@ -38,6 +38,8 @@ def add_to(tools: Any) -> None:
         number.add_argument(flag_of(key), type=int, metavar="N", help=f"average the {which}")
     text = "ignore checkpoints after epoch (or update) X"
     parser.add_argument("--checkpoint-upper-bound", type=int, metavar="X", help=text)
+    text = "average the moving averages that --store-ema saved, instead of the weights"
+    parser.add_argument("--ema", action="store_true", help=text)
     parser.set_defaults(run=run)
 
 
@@ -48,7 +50,7 @@ def run(arguments: argparse.Namespace) -> None:
     inputs = chosen_inputs(arguments)
     refuse_output(arguments.output, inputs, arguments.overwrite)
     print("averaging", *inputs, sep="\n  ")
-    average(inputs).write(arguments.output)
+    average(inputs, arguments.ema).write(arguments.output)
     print(f"wrote {arguments.output}")
 
 

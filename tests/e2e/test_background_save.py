@@ -99,6 +99,43 @@ def test_training_goes_on_while_threads_write(lm_data, tmp_path):
     assert first["optimizer_history"][-1]["num_updates"] == 2
 
 
+FAILS_WHILE_A_THREAD_WRITES = """
+import time
+from fairseq.trainer import Trainer
+from fairseq_tutel.plugin import register
+register()
+from fairseq_tutel.checkpoint import experts
+write, train_step = experts.write_file, Trainer.train_step
+def write_slowly(*args):
+    time.sleep({seconds})
+    write(*args)
+experts.write_file = write_slowly
+def train_or_fail(self, samples):
+    time.sleep(0.3)  # meanwhile, threads write
+    if self.get_num_updates() == {update}:
+        raise KeyError("an injected fault")
+    return train_step(self, samples)
+Trainer.train_step = train_or_fail
+"""
+PENDING = {  # after update 2
+    "experts": {"seconds": 1, "update": 2},
+    "rename": {"seconds": 0, "update": 3},  # the file is complete, but has its temporary name
+}
+
+
+@pytest.mark.parametrize("case", [pytest.param(c, marks=[LONG] * (c != "experts")) for c in PENDING])
+def test_an_error_of_training_leaves_no_files_of_a_pending_save(lm_data, tmp_path, case):
+    failing = tmp_path / "failing"
+    failing.mkdir()
+    (failing / "__init__.py").write_text(FAILS_WHILE_A_THREAD_WRITES.format(**PENDING[case]))
+    flags = (*ASYNC, "--user-dir", failing, "--disable-validation")
+    run = wait(start("train", *_words(lm_data, tmp_path, *flags), ranks=2))
+    assert run.exit_codes == [1, 1] and "an injected fault" in run.output
+    assert "update 2 in the background" in run.output
+    left = {path.name for path in (tmp_path / "save").rglob("*")}
+    assert left <= {folders.PARENT, "crash.pt"}
+
+
 FAULTS = {
     "kill of a writing thread": ("kill", "shard", 4, 1),
     "kill of the main file": ("kill", "write", 2, 0),
@@ -154,8 +191,15 @@ def test_a_signal_waits_for_the_thread(lm_data, tmp_path, name):
 def test_stock_s_flag_means_the_same(lm_data, tmp_path):
     run = _train(lm_data, tmp_path, 1, *SHARDED, "--write-checkpoints-asynchronously")
     assert "update 8 in the background" in run.output
-    output = refused("train", *_words(lm_data, tmp_path, "--moe-save-async"), env=_environment(tmp_path))
-    assert "--moe-save-async is set, which needs --moe-checkpoint sharded" in output.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    "flag", ["--write-checkpoints-asynchronously", pytest.param("--moe-save-async", marks=LONG)]
+)
+def test_a_full_checkpoint_is_refused(lm_data, tmp_path, flag):
+    """fairseq itself would end with exit code 0 before it trains, if the package iopath is missing."""
+    output = refused("train", *_words(lm_data, tmp_path, flag), env=_environment(tmp_path))
+    assert f"error: {flag} is set, which needs --moe-checkpoint sharded; add" in output.splitlines()[-1]
 
 
 @LONG
@@ -174,4 +218,5 @@ def test_too_little_memory_is_refused(lm_data, tmp_path):
     )
     output = refused("train", *_words(lm_data, tmp_path, *ASYNC, "--user-dir", poor), ranks=2)
     assert "--moe-save-async is set, which needs 0.00 GiB of host memory on" in output.splitlines()[-1]
+    assert output.count("| train_inner |") == 1  # the first save would be after update 2
     assert not os.path.exists(tmp_path / "save" / "checkpoint_last.pt")

@@ -1,13 +1,14 @@
 """--store-ema on several ranks: the average of all experts is saved, and resumed on any number of ranks."""
 
+import re
 from pathlib import Path
 
 import pytest
 import torch
-from cli import fairseq
+from cli import USER_DIR, fairseq, refused
 from equality import same_bits
 from models import lm_args
-from tool_in_process import convert
+from tool_in_process import convert, tool
 
 from fairseq_tutel.checkpoint.shards import bind, is_record, unbind
 
@@ -91,14 +92,16 @@ def test_the_average_begins_with_the_weights_of_a_checkpoint_without_one(lm_data
     assert "checkpoint_last.pt has no moving average, so --store-ema starts with its weights" in run.output
     before, after = (_load(tmp_path / f"checkpoint_1_{update}.pt") for update in (2, 3))
     same_bits(dict(before["model"]), dict(after["extra_state"]["ema"]))
+    run = fairseq("train", *lm_args(lm_data, tmp_path, *words[3:], updates=3))
+    assert "checkpoint_last.pt has a moving average, which ends here; add --store-ema" in run.output
 
 
-def test_converters_keep_the_average(lm_data, tmp_path):
+def test_tools_keep_the_average_and_make_it_the_weights(lm_data, tmp_path):
     saved, full, again = (tmp_path / name for name in ("saved", "full", "again"))
     full.mkdir()
     again.mkdir()
     words = (*AVERAGED, "--ema-fp32", *SHARDED)
-    fairseq("train", *lm_args(lm_data, saved, *words, updates=1))
+    fairseq("train", *lm_args(lm_data, saved, *words, updates=3))
     convert("full", saved / LAST, "--output", full / LAST)
     convert("sharded", full / LAST, "--output", again / LAST)
     expected = _load(saved / LAST)["extra_state"]
@@ -109,6 +112,15 @@ def test_converters_keep_the_average(lm_data, tmp_path):
             same_bits(dict(expected[name]), dict(found[name]))
             experts = [value for key, value in written[name].items() if ".experts." in key]
             assert experts and all(is_record(value) == (folder == again) for value in experts)
+    seeded = (*AVERAGED, "--ema-seed-model", saved / LAST)
+    output = refused("train", *lm_args(lm_data, tmp_path / "seeded", *seeded, updates=1))
+    assert "which is a sharded checkpoint; give a full checkpoint of a run" in output.splitlines()[-1]
+    average = saved / "ema.pt"
+    tool("average", saved / LAST, "--ema", "--output", average)
+    same_bits(dict(expected["ema_fp32_params"]), dict(torch.load(average, weights_only=False)["model"]))
+    words = (lm_data, "--user-dir", USER_DIR, "--tokens-per-sample", 16)
+    losses = [fairseq("eval-lm", *words, "--path", path).output for path in (saved / LAST, average)]
+    assert len({re.search(r"Loss \(base 2\): ([\d.]+)", text)[1] for text in losses}) == 2
 
 
 def test_a_save_in_the_background_has_the_averages(lm_data, tmp_path):

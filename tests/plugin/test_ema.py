@@ -34,9 +34,9 @@ class _Model(nn.Module):
         self.table += 1
 
 
-def _config(wide):
+def _config(wide, freq=1):
     return SimpleNamespace(
-        ema_decay=0.9, ema_seed_model=None, ema_fp32=wide, ema_update_freq=1, ema_start_update=0
+        ema_decay=0.9, ema_seed_model=None, ema_fp32=wide, ema_update_freq=freq, ema_start_update=0
     )
 
 
@@ -64,6 +64,23 @@ def test_the_arithmetic_is_fairseq_s(wide, half):
         assert torch.equal(ours.fp32_params[key], value), key
     assert ours.fp32_params == {} or (ours.fp32_params["out.weight"].dtype == torch.float32)
     assert not torch.equal(ours.get_model().out.weight, model.out.weight)
+
+
+def test_a_resumed_run_averages_after_the_same_updates():
+    """--ema-update-freq 3 averages after updates 3 and 6, as fairseq's own does without a resume."""
+    model = _Model()
+    model.draw(1)
+    ours, stock = ExpertEMA(model, _config(False, 3)), EMA(model, _config(False, 3), skip_keys={"table"})
+    for update in range(1, 9):
+        if update == 5:  # a new process restores the average of the checkpoint
+            state = dict(ours.get_model().state_dict())
+            ours = ExpertEMA(model, _config(False, 3))
+            ours.restore(state)
+        model.draw(update)
+        for ema in (ours, stock):
+            ema.step(model, update)
+        for key, value in stock.get_model().state_dict().items():
+            assert torch.equal(ours.get_model().state_dict()[key], value), (update, key)
 
 
 @pytest.mark.parametrize("wide", [False, True])

@@ -40,10 +40,9 @@ class _Ranks:
     def __init__(self, ranks, micro_batches, state=None, fix=False, **options):
         self.fix, self.iterators = fix, []
         for rank in range(ranks):
-            iterator = ElasticEpochBatchIterator(
-                _Numbers(prefetches=fix), _only, [[i] for i in range(NUM_BATCHES)], num_shards=ranks,
-                shard_id=rank, **options,
-            )  # fmt: skip
+            made = {"batch_sampler": [[i] for i in range(NUM_BATCHES)], **options}
+            dataset = _Numbers(prefetches=fix)
+            iterator = ElasticEpochBatchIterator(dataset, _only, num_shards=ranks, shard_id=rank, **made)
             iterator.set_update_freq([1], micro_batches)
             if state is not None:
                 iterator.load_state_dict(state)
@@ -146,6 +145,28 @@ def test_only_an_incomplete_update_is_left_out(size, updates, ranks):
     found = _Ranks(ranks, size, skip_remainder_batch=True).take()
     expected = _Ranks(1, size).take()[:updates]
     assert [_real(update) for update in found] == [_real(update) for update in expected]
+
+
+@pytest.mark.parametrize("is_dynamic", [False, True])
+@pytest.mark.parametrize(("before", "after"), [((1, 4), (2, 8)), ((3, 4), (3, 9)), ((2, 0), (8, 0))])
+def test_a_rest_that_is_less_than_an_update_is_skipped_at_a_resume(before, after, is_dynamic, caplog):
+    """`before` and `after` are numbers of ranks and of micro-batches; the rest has seven batches."""
+    caplog.set_level(logging.INFO)
+    options = {"skip_remainder_batch": True}
+    if is_dynamic:  # each epoch has other batches
+        numbers = range(NUM_BATCHES)
+        options["batch_sampler"] = lambda _, epoch: [[(i + epoch) % NUM_BATCHES] for i in numbers]
+    job = _Ranks(*before, **options)
+    job.take(16 // (before[1] or before[0]))
+    later = _Ranks(*after, job.state(), **options)
+    assert "rest of epoch 1 is less than an update, so --skip-remainder-batch skips it" in caplog.text
+    assert later.iterators[0].epoch == 2
+    assert later.take() == _Ranks(*after, epoch=2, **options).take() != []
+
+
+def test_an_epoch_without_an_update_is_refused():
+    with pytest.raises(ValueError, match="is 24, but an epoch has 23 batches, all of which --skip"):
+        _Ranks(2, NUM_BATCHES + 1, skip_remainder_batch=True)
 
 
 def _root(count=8, freq=(1,), ranks=3):

@@ -33,6 +33,36 @@ def test_a_sharding_wrapper_is_refused_for_experts_before_fairseq_looks_for_its_
         wrapped.run_with_root(ran.append, cfg)
 
 
+SEEDS = {
+    "missing": (None, r"^--ema-seed-model names \S+a\.pt, which does not exist; give"),
+    "without": ({}, r"a\.pt, which has no moving average of --store-ema; give a full checkpoint of a run"),
+    "good": ({"ema": {"w": torch.ones(2)}}, None),
+}
+
+
+@pytest.mark.parametrize("case", SEEDS)
+def test_a_seed_of_averages_is_checked_before_the_model_is_built(tmp_path, case):
+    (extra, expected), ran = SEEDS[case], []
+    if extra is not None:
+        torch.save({"model": {"w": torch.ones(2)}, "extra_state": extra}, tmp_path / "a.pt")
+    cfg = config(ema={"store_ema": True, "ema_seed_model": str(tmp_path / "a.pt")})
+    cfg.model._name = "moe_transformer_lm"
+    if expected is None:
+        wrapped.run_with_root(ran.append, cfg)
+        assert ran == [cfg]
+        return
+    with pytest.raises(ValueError, match=expected):
+        wrapped.run_with_root(ran.append, cfg)
+
+
+@pytest.mark.parametrize("decay", [-0.1, 1.5])
+def test_a_decay_that_is_no_average_is_refused(decay):
+    cfg = config(ema={"store_ema": True, "ema_decay": decay})
+    cfg.model._name = "moe_transformer_lm"
+    with pytest.raises(ValueError, match=rf"^--ema-decay is {decay}; give a number from 0 to 1"):
+        wrapped.run_with_root(lambda cfg: None, cfg)
+
+
 @pytest.mark.parametrize(
     ("section", "key", "value"), [("optimization", "lr", [0.1, math.nan]), ("model", "dropout", math.nan)]
 )

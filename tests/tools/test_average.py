@@ -79,6 +79,23 @@ def test_weights_are_averaged_and_all_else_is_the_first_file_s(tmp_path):
     assert not (tmp_path / "mean.pt.tmp").exists()
 
 
+@pytest.mark.parametrize("kind", ["full", "sharded"])
+@pytest.mark.parametrize("is_wide", [False, True])
+def test_moving_averages_replace_the_weights(tmp_path, kind, is_wide):
+    ema = {key: value * 2 for key, value in load(save(tmp_path / "other.pt", 5))["model"].items()}
+    extra = {"ema": ema}
+    if is_wide:
+        extra["ema_fp32_params"] = {key: value.float() / 3 for key, value in ema.items()}
+    file = save(tmp_path / "a.pt", extra_state=extra)
+    if kind == "sharded":
+        convert("sharded", "--input", file, "--output", file := tmp_path / "sharded.pt")
+    tool("average", file, "--ema", "--output", tmp_path / "ema.pt")
+    found, expected = load(tmp_path / "ema.pt")["model"], extra["ema_fp32_params" if is_wide else "ema"]
+    assert found.keys() == expected.keys()
+    for key, value in expected.items():
+        assert torch.equal(found[key], value) and found[key].dtype == value.dtype, key
+
+
 EPOCHS = [f"checkpoint{n}.pt" for n in (1, 2, 9, 10, 11)]
 UPDATES = [f"checkpoint_{epoch}_{update}.pt" for epoch, update in ((1, 500), (1, 90), (2, 1000))]
 BESTS = [f"checkpoint.best_loss_{value}.pt" for value in ("2.0001", "10.5000", "9.1231")]
@@ -179,6 +196,10 @@ REFUSED = {
     "output is a device": (
         ("GOOD", "--output", "/dev/null"),
         "--output is /dev/null, which is not an ordinary file; give another name",
+    ),
+    "no moving average": (
+        ("GOOD", "--ema"),
+        "INPUTS names GOOD, which has no moving average of --store-ema; give another checkpoint, or remove",
     ),
     "a device": (("/dev/null",), "INPUTS names /dev/null, which is a pipe, device or socket"),
 }  # fmt: skip

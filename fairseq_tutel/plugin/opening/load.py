@@ -198,10 +198,15 @@ def _warn_of_quantized(state: Any, path: str) -> None:
 def _begin_average(state: Any, path: str) -> None:
     """With --store-ema, start the moving average at the weights of a checkpoint that has no average.
 
-    fairseq would read the weights after it has deleted them.
+    fairseq would read the weights after it has deleted them. Without --store-ema, log an average that ends.
     """
     extra, cfg = state.get("extra_state"), RUN.cfg
-    if cfg is not None and cfg.ema.store_ema and isinstance(extra, dict) and "ema" not in extra:
+    if cfg is None or not isinstance(extra, dict):
+        return
+    if not cfg.ema.store_ema:
+        if "ema" in extra:
+            logger.info("%s has a moving average, which ends here; add --store-ema to continue it", path)
+    elif "ema" not in extra:
         logger.info("%s has no moving average, so --store-ema starts with its weights", path)
         extra["ema"] = dict(state["model"])
 

@@ -153,7 +153,7 @@ def _refuse_nan(cfg: Any) -> None:
 
 
 def _check_model(cfg: Any) -> None:
-    """Raise an error for a --ddp-backend that breaks experts; warn of MoE options on a dense model."""
+    """Raise an error for stock options that break experts; warn of MoE options on a dense model."""
     if cfg.common_eval.path is not None:
         return
     name = getattr(cfg.model, "ensemble_arch", None) or getattr(cfg.model, "_name", None)
@@ -169,6 +169,7 @@ def _check_model(cfg: Any) -> None:
         )
     else:
         startup.take_over_async(cfg)
+        ema.refuse_bad_options(cfg.ema)
 
 
 def build_optimizer(original: Any) -> Any:

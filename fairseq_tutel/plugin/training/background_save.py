@@ -24,12 +24,12 @@ from typing import Any
 import torch
 from fairseq import utils
 
-from fairseq_tutel.checkpoint import atomic_save, experts
+from fairseq_tutel.checkpoint import atomic_save, experts, folders
 from fairseq_tutel.checkpoint.files import walk
 from fairseq_tutel.checkpoint.shards import MARK
 from fairseq_tutel.files.atomic import temporary_of
-from fairseq_tutel.plugin.registration.process import call_at_end
 from fairseq_tutel.plugin.run_state import RUN
+from fairseq_tutel.plugin.training.expert_states import ExpertStates
 from fairseq_tutel.plugin.training.loop import Votes, wrapping
 from fairseq_tutel.ranks import world
 from fairseq_tutel.ranks.host_memory import GIB, refuse_too_little
@@ -134,6 +134,15 @@ class _Save:
         if saved is not None and hasattr(self._task, "post_save"):
             self._task.post_save(saved, self.updates)
 
+    def discard(self) -> None:
+        """Remove from --save-dir what is not committed; other ranks may still write."""
+        if self.path is None:  # only rank 0 has a path
+            return
+        if self.writes_experts:
+            folders.discard(self._folder)
+        with contextlib.suppress(OSError):
+            os.remove(self.temporary)
+
     def _raise_error(self) -> None:
         assert self.work is not None
         if self.work.error is not None:
@@ -169,9 +178,15 @@ class _Save:
 
 
 class BackgroundSave:
-    """Saves checkpoints in the background: at most one at a time. All methods but `stop` are collective."""
+    """Saves checkpoints in the background: at most one at a time. All methods are collective.
 
-    def __init__(self) -> None:
+    Args:
+        states_of: a function from the checkpoint options and the trainer to the tensors of experts that are
+            saved in shard files besides the parameters; None if no experts are saved in shard files.
+    """
+
+    def __init__(self, states_of: Callable[[Any, Any], ExpertStates | None]) -> None:
+        self._states_of = states_of
         self._save: _Save | None = None
         self._votes = Votes(written=lambda: float(self._has_written()))
         self._has_joined = self._fits = self._is_stopped = False
@@ -183,11 +198,15 @@ class BackgroundSave:
 
     @contextlib.contextmanager
     def installed(self, main: Any) -> Iterator[None]:
-        """Context manager that continues a pending save after each update of fairseq's training loop."""
-        with wrapping(main, self._train, self._validate_and_save) as is_training:
-            if is_training:
-                call_at_end(self.stop)
-            yield
+        """Context manager that continues a pending save after each update of fairseq's training loop.
+
+        If the block raises an error, the pending save is abandoned.
+        """
+        with wrapping(main, self._train, self._validate_and_save):
+            try:
+                yield
+            finally:
+                self._abandon()
 
     def _train(self, original: Any) -> Any:
         @functools.wraps(original)
@@ -201,35 +220,34 @@ class BackgroundSave:
 
     def _validate_and_save(self, original: Any) -> Any:
         @functools.wraps(original)
-        def validate_and_save(*args: Any) -> Any:
+        def validate_and_save(cfg: Any, trainer: Any, *args: Any) -> Any:
+            # Before the first update, there is no optimizer state.
+            if not self._fits and trainer.get_num_updates() > 0:
+                self._check_memory(cfg.checkpoint, trainer)
             if self._save is not None and self._votes.total("written") == world.size():
                 self._step()
-            return original(*args)
+            return original(cfg, trainer, *args)
 
         return validate_and_save
 
     def begin(
-        self, original: Any, cfg: Any, trainer: Any, epoch_itr: Any, val_loss: Any, inner: Any, states: Any
+        self, original: Any, cfg: Any, trainer: Any, epoch_itr: Any, val_loss: Any, states: ExpertStates
     ) -> None:
         """Copy the state of all ranks, and start to write it.
 
-        `original` is fairseq's save_checkpoint. `inner` and `states` are the optimizer and its tensors; see
-        `ExpertStates`.
+        `original` is fairseq's save_checkpoint, which gets the next four arguments.
         """
         save = _Save(original, cfg, trainer, epoch_itr, val_loss)
         if not save.find_target():
             return
         trainer.consolidate_optimizer()  # as fairseq does
         model, topology = trainer.get_model(), RUN.topology
-        if not self._fits:
-            _refuse_too_little_memory(model, topology, states)
-            self._fits = True
         folder = experts.begin_folder(Path(cfg.save_dir))
         copies = experts.CopiedExperts(model, topology, states.of)
         pending = {name: {MARK: 0, PENDING: list(name)} for name in copies.names}
         experts.save_as_records(model, pending)
-        if inner is not None:
-            inner.save_state(states.by_index(pending), topology)
+        if states.inner is not None:
+            states.inner.save_state(states.by_index(pending), topology)
         if save.path is not None:
             with contextlib.nullcontext() if states.ema is None else states.ema.saved_with(pending):
                 save.hold(_copied(trainer.state_dict()))
@@ -247,11 +265,20 @@ class BackgroundSave:
             if all(world.all_gather_object(ended, "the end of a save in the background")):
                 self._step()
 
-    def stop(self) -> None:
-        """Abandon the pending save, because this process ends; not collective."""
-        self._is_stopped = True
-        while self._save is not None and self._save.work is not None and not self._save.work.has_ended:
-            self._save.work.look()
+    def _check_memory(self, cfg: Any, trainer: Any) -> None:
+        """Raise an error if the copies do not fit in host memory; the first update is not yet lost work."""
+        states = self._states_of(cfg, trainer)
+        if states is not None:
+            _refuse_too_little_memory(trainer.get_model(), RUN.topology, states)
+        self._fits = True
+
+    def _abandon(self) -> None:
+        """End the thread of the pending save, if any, and remove its files; not collective."""
+        self._is_stopped, save = True, self._save
+        if save is not None:
+            while save.work is not None and not save.work.has_ended:
+                save.work.look()
+            save.discard()
 
     def _has_written(self) -> bool:
         save = self._save
@@ -272,7 +299,7 @@ class BackgroundSave:
         self._save = None
 
 
-def _refuse_too_little_memory(model: Any, topology: Any, states: Any) -> None:
+def _refuse_too_little_memory(model: Any, topology: Any, states: ExpertStates) -> None:
     """Raise an error if the copies of all ranks do not fit in host memory. Collective."""
     own = experts.CopiedExperts.bytes_needed(model, topology, states.of)
     if world.is_first():

@@ -7,6 +7,7 @@ resume on any number of ranks.
 import contextlib
 import functools
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,6 +15,8 @@ from fairseq.models.ema.ema import EMA
 from torch import Tensor, nn
 
 from fairseq_tutel.checkpoint.experts import expert_modules, gather_experts, gather_to_first
+from fairseq_tutel.checkpoint.saved import SavedModel
+from fairseq_tutel.checkpoint.shards import ShardedTensor
 from fairseq_tutel.moe.expert_stack import ExpertStack
 from fairseq_tutel.optim.moe_optimizer import own_part
 from fairseq_tutel.plugin.run_state import RUN
@@ -33,10 +36,36 @@ def build_ema(original: Any) -> Any:
     return wrapper
 
 
+def refuse_bad_options(cfg: Any) -> None:
+    """Raise an error for an invalid --ema-decay or --ema-seed-model; `cfg` is an EMAConfig.
+
+    fairseq reads the seed model after the first update, and does not check the decay.
+    """
+    if not cfg.store_ema:
+        return
+    if not 0 <= cfg.ema_decay <= 1:
+        raise ValueError(f"--ema-decay is {cfg.ema_decay:g}; give a number from 0 to 1.")
+    path = cfg.ema_seed_model
+    if path is None:
+        return
+    saved = SavedModel.open(Path(path), "--ema-seed-model", keep_shards=True)
+    found = (saved.state.get("extra_state") or {}).get("ema")
+    problem = None
+    if not (found and isinstance(found, dict)):
+        problem = "which has no moving average of --store-ema"
+    elif any(isinstance(value, ShardedTensor) for value in found.values()):
+        problem = "which is a sharded checkpoint"
+    if problem is not None:
+        raise ValueError(
+            f"--ema-seed-model is {path}, {problem}; give a full checkpoint of a run with --store-ema."
+        )
+
+
 class ExpertEMA(EMA):
     """fairseq's EMA of a model with experts; each rank averages its own experts."""
 
     model: nn.Module
+    config: Any  # fairseq's EMAConfig
     fp32_params: dict[str, Any]
     decay: float
 
@@ -55,6 +84,15 @@ class ExpertEMA(EMA):
                 if key in own:
                     own[key] = own_part({AVERAGE: own[key]}, parameter, RUN.topology)[AVERAGE]
         super().build_fp32_params(own)
+
+    def step(self, new_model: nn.Module, updates: int | None = None) -> None:
+        """Average the weights if the number of updates is a multiple of --ema-update-freq.
+
+        fairseq counts from the start of the process, so a resumed run would average at other updates.
+        """
+        if updates is not None and self.config.ema_update_freq > 1:
+            self.update_freq_counter = (updates - 1) % self.config.ema_update_freq
+        super().step(new_model, updates)
 
     @torch.no_grad()
     def _step_internal(self, new_model: nn.Module, updates: Any = None) -> None:

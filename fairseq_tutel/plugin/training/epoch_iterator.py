@@ -12,11 +12,14 @@ order of batches is then that of fairseq on N ranks. An update takes ceil(N / W)
 """
 
 import itertools
+import logging
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from fairseq.data.iterators import EpochBatchIterator, ShardedIterator
+
+logger = logging.getLogger(__name__)
 
 
 class _Resumed(NamedTuple):
@@ -35,6 +38,7 @@ class ElasticEpochBatchIterator(EpochBatchIterator):
     _micro_batches = 0
     num_shards: int
     shard_id: int
+    _next_epoch_itr: Any
     _resumed: _Resumed | None = None
     _start = 0
 
@@ -77,6 +81,19 @@ class ElasticEpochBatchIterator(EpochBatchIterator):
         if consumed > 0 and not (same_position and saved_shards == self._order_shards):
             self._resumed = _Resumed(state_dict["epoch"], consumed, start, saved_shards)
         super().load_state_dict({**state_dict, "iterations_in_epoch": start})
+        rest = self._next_epoch_itr
+        if self.skip_remainder_batch and rest is not None and len(rest) - rest.n < update_freq:
+            # fairseq's training loop fails in an epoch without an update.
+            self._skip_rest_of_epoch()
+
+    def _skip_rest_of_epoch(self) -> None:
+        logger.info(
+            "the rest of epoch %d is less than an update, so --skip-remainder-batch skips it", self.epoch
+        )
+        self._next_epoch_itr = None
+        if callable(self.batch_sampler):
+            self._frozen_batches = None  # each epoch has other batches
+        self.epoch += 1
 
     def _get_iterator_for_epoch(
         self, epoch: int, shuffle: bool, fix_batches_to_gpus: bool = False, offset: int = 0
@@ -125,6 +142,11 @@ class ElasticEpochBatchIterator(EpochBatchIterator):
         if resumed is None or resumed.epoch != epoch:
             resumed = _Resumed(epoch, 0, 0, size)
         in_order = self._global_order(epoch, fix_batches_to_gpus, shuffle, resumed.order_shards)
+        if self.skip_remainder_batch and len(in_order) < size:
+            raise ValueError(
+                f"--moe-micro-batches is {size}, but an epoch has {len(in_order)} batches, all of which "
+                "--skip-remainder-batch would skip; remove --skip-remainder-batch, or give a smaller N."
+            )
         batches: list[Any] = [[]] * resumed.start  # the sampler drops them
         for first in range(resumed.consumed, len(in_order), size):
             update = in_order[first : first + size]

@@ -22,7 +22,7 @@ class ExpertStates:
     """
 
     def __init__(self, trainer: Trainer, inner: MoEOptimizerMixin | None, ema: ExpertEMA | None) -> None:
-        self._model, self._inner, self.ema = trainer.get_model(), inner, ema
+        self._model, self.inner, self.ema = trainer.get_model(), inner, ema
         self._averages = {} if ema is None else ema.averages_of(self._model)
         # The optimizer identifies a parameter, or its fp32 master, by the index in this list.
         trained = getattr(trainer.optimizer, "fp16_params", None) or (inner.model_params() if inner else [])
@@ -31,7 +31,7 @@ class ExpertStates:
     def of(self, parameter: Any) -> Mapping[str, Tensor]:
         """Return the stacked tensors of the optimizer and averages for an expert parameter. Collective."""
         index = self._index_of.get(id(parameter))
-        state = {} if self._inner is None or index is None else self._inner.expert_state(index)
+        state = {} if self.inner is None or index is None else self.inner.expert_state(index)
         return {**state, **self._averages.get(id(parameter), {})}
 
     def by_index(self, records: Mapping[tuple[str, str], Any]) -> dict[int, dict[str, Any]]:
@@ -54,6 +54,6 @@ class ExpertStates:
         Each parameter and average is saved in fp32, and has an fp32 master copy if it is in half precision.
         """
         others = [p for p in self._model.parameters() if not is_expert(p)]
-        copies = [1 if self._inner is None else 4 - (p.element_size() >= 4) for p in others]
+        copies = [1 if self.inner is None else 4 - (p.element_size() >= 4) for p in others]
         averages = 0 if self.ema is None else 1 + bool(self.ema.fp32_params)
         return sum(4 * p.numel() * (count + averages) for p, count in zip(others, copies, strict=True))

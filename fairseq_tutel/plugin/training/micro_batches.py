@@ -26,7 +26,7 @@ def set_update_freq(root: Any, ranks: int) -> None:
     if given not in ([1], rounds):
         raise ValueError(
             f"--update-freq is {', '.join(map(str, given))}, but --moe-micro-batches {count} sets it to "
-            f"{rounds[0]} on {ranks} ranks; remove --update-freq."
+            f"{rounds[0]} on {_number(ranks, 'rank')}; remove --update-freq."
         )
     root.optimization.update_freq = rounds
     empty = rounds[0] * ranks - count

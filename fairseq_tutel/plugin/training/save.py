@@ -47,7 +47,7 @@ def run_training(main: Any, cfg: Any, **kwargs: Any) -> Any:
     preemption = None if RUN.signals is None else Preemption(RUN.signals)
     at_signals = contextlib.nullcontext() if preemption is None else preemption.installed(main)
     options = read(TaskConfig, getattr(cfg, "task", None))
-    background = BackgroundSave() if options.moe_save_async and writes else None
+    background = BackgroundSave(_states_in_shards) if options.moe_save_async and writes else None
     in_background = contextlib.nullcontext() if background is None else background.installed(main)
     explained = memory.refused_in_training(main)
     with writing(save_dir, writes), finite.checked_at_start(main), explained, at_signals, in_background:
@@ -161,10 +161,9 @@ def save_checkpoint(original: Any) -> Any:
         if RUN.lease is not None:
             RUN.lease.confirm()  # another run may have taken it over
         with RUN.having(is_saving=True):
-            if RUN.background is not None and _has_experts_in_shards(trainer):
-                inner = _saved_by_parameter(cfg, trainer)
-                states = ExpertStates(trainer, inner, _expert_average(trainer))
-                RUN.background.begin(original, cfg, trainer, epoch_itr, val_loss, inner, states)
+            states = None if RUN.background is None else _states_in_shards(cfg, trainer)
+            if RUN.background is not None and states is not None:
+                RUN.background.begin(original, cfg, trainer, epoch_itr, val_loss, states)
                 path = None
             else:
                 with _completed(cfg, trainer):
@@ -187,8 +186,9 @@ def _completed(cfg: Any, trainer: Any) -> Iterator[None]:
     shared = (topology.expert_parallel_size > 1 and has_experts) or getattr(inner, "is_apart", False)
     ema = _expert_average(trainer)
     with contextlib.ExitStack() as until_saved:
-        if _has_experts_in_shards(trainer):
-            records = write_in_shards(trainer, _saved_by_parameter(cfg, trainer), topology, ema)
+        states = _states_in_shards(cfg, trainer)
+        if states is not None:
+            records = write_in_shards(trainer, states, topology)
             if ema is not None:
                 until_saved.enter_context(ema.saved_with(records))
         elif shared:
@@ -206,8 +206,11 @@ def _expert_average(trainer: Any) -> ExpertEMA | None:
     return average if isinstance(average, ExpertEMA) else None
 
 
-def _has_experts_in_shards(trainer: Any) -> bool:
-    return saves_shards(trainer.task) and bool(experts.expert_modules(trainer.get_model()))
+def _states_in_shards(cfg: Any, trainer: Any) -> ExpertStates | None:
+    """Return the tensors that shard files have besides the parameters; None if no experts are sharded."""
+    if not (saves_shards(trainer.task) and experts.expert_modules(trainer.get_model())):
+        return None
+    return ExpertStates(trainer, _saved_by_parameter(cfg, trainer), _expert_average(trainer))
 
 
 def _saved_by_parameter(cfg: Any, trainer: Any) -> MoEOptimizerMixin | None:
@@ -220,17 +223,16 @@ def _saved_by_parameter(cfg: Any, trainer: Any) -> MoEOptimizerMixin | None:
 
 
 def write_in_shards(
-    trainer: Trainer, inner: MoEOptimizerMixin | None, topology: Topology, ema: ExpertEMA | None
+    trainer: Trainer, states: ExpertStates, topology: Topology
 ) -> dict[tuple[str, str], dict[str, Any]]:
     """Write the experts of every rank, their optimizer state and averages to shard files. Collective.
 
     The next checkpoint refers to these files. Returns the records by layer and name of the tensor.
     """
-    states = ExpertStates(trainer, inner, ema)
     save_dir = Path(trainer.cfg.checkpoint.save_dir)
     records = experts.save_in_shards(trainer.get_model(), topology, states.of, save_dir)
-    if inner is not None:
-        inner.save_state(states.by_index(records), topology)
+    if states.inner is not None:
+        states.inner.save_state(states.by_index(records), topology)
     return records
 
 

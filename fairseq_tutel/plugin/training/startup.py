@@ -189,11 +189,17 @@ def saves_shards_by(task_cfg: Any) -> bool:
 
 
 def take_over_async(cfg: Any) -> None:
-    """Replace --write-checkpoints-asynchronously by --moe-save-async for a sharded checkpoint, in place.
+    """Replace --write-checkpoints-asynchronously by --moe-save-async in place; refuse a full checkpoint.
 
     fairseq's option needs the package iopath, and writes files in place: a kill can leave a truncated file.
+    Without iopath, fairseq ends with exit code 0 before it trains.
     """
-    if cfg.checkpoint.write_checkpoints_asynchronously and saves_shards_by(cfg.task):
+    if cfg.checkpoint.write_checkpoints_asynchronously:
+        if not saves_shards_by(cfg.task):
+            raise ValueError(
+                "--write-checkpoints-asynchronously is set, which needs --moe-checkpoint sharded; add it, "
+                "or remove --write-checkpoints-asynchronously."
+            )
         cfg.checkpoint.write_checkpoints_asynchronously, cfg.task.moe_save_async = False, True
 
 
@@ -279,11 +285,6 @@ def _refuse_options(root: Any, on_gpu: bool) -> None:
             options.moe_checkpoint == "sharded" and PathManager.path_requires_pathmanager(save_dir),
             f"--save-dir is {save_dir}, which is not a local folder, but --moe-checkpoint sharded needs a "
             "local folder; give one, or --moe-checkpoint full.",
-        ),
-        (
-            root.checkpoint.write_checkpoints_asynchronously,
-            "--write-checkpoints-asynchronously is set, which needs --moe-checkpoint sharded; add it, or "
-            "remove --write-checkpoints-asynchronously.",
         ),
         (
             options.moe_save_async and options.moe_checkpoint != "sharded",
