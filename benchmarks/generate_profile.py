@@ -94,9 +94,10 @@ def main(words: list[str] | None = None) -> int:
 
 
 def _measure(options: argparse.Namespace) -> int:
-    for flag in ("threads", "rounds"):
-        if getattr(options, flag) < 1:
-            raise BadOption(f"--{flag} is {getattr(options, flag)}; give at least 1.")
+    for flag, values in vars(options).items():
+        for value in values if isinstance(values, list) else [values]:
+            if isinstance(value, int) and value < 1 and not isinstance(value, bool):
+                raise BadOption(f"--{flag} is {value}; give at least 1.")
     device = device_of("cpu")
     torch.set_num_threads(options.threads)
     shape = SHAPES["moe_transformer"]

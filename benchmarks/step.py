@@ -1,7 +1,8 @@
 """`python -m benchmarks.step`: a training step by fairseq's Trainer, with optimizer and clipping.
 
-The MoE model is compared with the dense one of equal active FLOPs, and with the einsum formulation of MoE
-layers. All have torch's fused Adam, which is faster than fairseq's, except dense_stock_adam.
+The MoE model is compared with the dense one of equal active FLOPs, with the einsum formulation of MoE
+layers, and with the bare operations of relu experts. All have torch's fused Adam, which is faster than
+fairseq's, except dense_stock_adam.
 """
 
 import argparse
@@ -16,7 +17,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from benchmarks import command, timing
 from benchmarks.bad_option import BadOption
-from benchmarks.einsum_model import EinsumFeedForward
+from benchmarks.einsum_model import BareFeedForward, EinsumFeedForward
 from benchmarks.fairseq_models import SHAPES, Built, Shape, build, replaced, samples_of, words_of
 from benchmarks.layer_check import TOLERANCES, relative_errors
 from benchmarks.machine import device_of, facts
@@ -24,7 +25,8 @@ from benchmarks.output import Report, Row
 from fairseq_tutel.plugin.feed_forward import MoEFeedForward
 
 BASE = "dense"
-VARIANTS = (BASE, "dense_stock_adam", "moe", "moe_einsum")
+VARIANTS = (BASE, "dense_stock_adam", "moe", "moe_einsum", "moe_bare")
+REPLACED = {"moe_einsum": EinsumFeedForward, "moe_bare": BareFeedForward}
 ROUNDS, QUICK_ROUNDS = 7, 2
 PROFILED = (BASE, "moe")
 ENTRIES = 10
@@ -61,7 +63,7 @@ def _measure(options: argparse.Namespace) -> int:
     for top_k in options.top_k:
         measured(replace(shape, top_k=top_k), options, device, report)
     report.finish(options.plot)
-    return int(any(row["status"] != "ok" for row in report.rows))
+    return int(any(row["status"] not in ("ok", "skipped") for row in report.rows))
 
 
 def measured(shape: Shape, options: argparse.Namespace, device: torch.device, report: Report) -> None:
@@ -70,6 +72,9 @@ def measured(shape: Shape, options: argparse.Namespace, device: torch.device, re
     rows: dict[str, Row] = {name: {"variant": name, "status": "ok"} for name in VARIANTS}
     built = {name: _built(name, shape, device) for name in VARIANTS}
     rows["moe_einsum"] |= _compared(built["moe"].model, built["moe_einsum"].model, shape)
+    if (activation := built["moe"].cfg.model.activation_fn) != "relu" or device.type != "cpu":
+        reason = f"it has relu experts on a CPU, and this model {activation} on {device.type}"
+        rows["moe_bare"] |= {"status": "skipped", "reason": reason}
     steps = {name: step_of(each, samples) for name, each in built.items() if rows[name]["status"] == "ok"}
     rounds = QUICK_ROUNDS if options.quick else options.rounds
     with command.busy_core(options.busy):
@@ -89,11 +94,11 @@ def _built(name: str, shape: Shape, device: torch.device) -> Built:
     """Return a variant's model."""
     optimizer = "adam" if name == "dense_stock_adam" else "moe_adam"
     moe = name.startswith("moe")
-    # The balance loss and the metrics are left out for einsum: in its favour.
+    # einsum and the bare operations have no balance loss and no metrics, which is an advantage.
     words = words_of(shape, moe=moe, balanced=name == "moe", optimizer=optimizer)
     built = build(shape, words, device)
-    if name == "moe_einsum":
-        replaced(built.model, MoEFeedForward, EinsumFeedForward)
+    if name in REPLACED:
+        replaced(built.model, MoEFeedForward, REPLACED[name])
     return built
 
 

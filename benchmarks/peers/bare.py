@@ -34,7 +34,7 @@ class Bare(Variant):
         """Return y_TD."""
         if len(x_TD) == 1 and not torch.is_grad_enabled():
             return self._of_one(x_TD)
-        return _Bare.apply(x_TD, self.gate, self.fc1, self.fc2, self.top_k)
+        return bare_moe(x_TD, self.gate, self.fc1, self.fc2, self.top_k)
 
     def _of_one(self, x_1D: Tensor) -> Tensor:
         _, ids_1K, weights_1K = softmax_top_k(F.linear(x_1D, self.gate), self.top_k, self.top_k > 1)
@@ -43,6 +43,11 @@ class Bare(Variant):
             for e in ids_1K[0].tolist()
         ]
         return weights_1K @ torch.cat(of_each)
+
+
+def bare_moe(x_TD: Tensor, gate_ED: Tensor, fc1_EHD: Tensor, fc2_EDH: Tensor, top_k: int) -> Tensor:
+    """Return y_TD of a layer with relu experts."""
+    return _Bare.apply(x_TD, gate_ED, fc1_EHD, fc2_EDH, top_k)
 
 
 class _Bare(torch.autograd.Function):

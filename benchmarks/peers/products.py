@@ -36,7 +36,8 @@ class Products(Variant):
         order_R = ids_TK.flatten().argsort(stable=True)
         token_R = order_R // case.top_k
         self.x_RD = inputs.x_TD.detach()[token_R]
-        self.dy_RD = inputs.dy_TD[token_R] * weights_TK.flatten()[order_R].unsqueeze(1)
+        scale_R1 = weights_TK.flatten()[order_R].unsqueeze(1)
+        self.dy_RD = inputs.dy_TD[token_R] * scale_R1.to(inputs.dy_TD.dtype)
 
     def forward(self, x_TD: Tensor) -> Tensor:
         """Return the outputs of the first T rows."""

@@ -51,7 +51,7 @@ def measured(module, path, *words, unit="tokens/s"):
     assert code == 0, tail(output)
     found = json.loads(path.read_text())
     assert found["complete"] and found["benchmark"] == module and found["base"] == "dense"
-    for row in found["rows"]:
+    for row in (row for row in found["rows"] if row["status"] != "skipped"):
         assert row["seconds"] > 0 and row["ratio"] > 0 and row["rate_unit"] == unit
     return found, output
 
@@ -61,14 +61,31 @@ def test_a_step_of_a_language_model(tmp_path):
     about = found["configurations"]["moe_transformer_lm_gpt k2"]
     # One of two layers has experts, of which a token takes two of 32 hidden dimensions each.
     assert about["dense_ffn_dim"] == 48
-    names = ["dense", "dense_stock_adam", "moe", "moe_einsum"]
+    names = ["dense", "dense_stock_adam", "moe", "moe_einsum", "moe_bare"]
     assert [row["variant"] for row in found["rows"]] == names
+    assert found["rows"][-1]["status"] == "skipped" and "gelu" in found["rows"][-1]["reason"]
     for name in ("dense", "moe"):
         entries = about["profile"][name]
         assert len(entries) == 10 and entries[0].keys() == {"name", "self_ms", "share", "calls"}
         assert entries == sorted(entries, key=lambda entry: -entry["self_ms"])
         assert f"{name}: the 10 largest" in output
     assert "| moe_einsum |" in " ".join(output.split())
+
+
+def test_a_step_of_the_recipe_has_the_bare_operations(tmp_path):
+    found, _ = measured("step", tmp_path / "out.json", "--arch", "language_model_recipe")
+    assert {row["variant"]: row["status"] for row in found["rows"]}["moe_bare"] == "ok"
+
+
+def test_beam_search(tmp_path):
+    words = ("--batches", 1, 3, "--beams", 2)
+    found, output = measured("generate_profile", tmp_path / "out.json", *words)
+    assert list(found["configurations"]) == ["batch 1, beam 2", "batch 3, beam 2"]
+    shares = [row["shares"] for row in found["rows"] if row["variant"] == "moe"]
+    for each in shares:
+        assert list(each) == ["products", "layer", "model", "search"]
+        assert min(each.values()) > 0 and sum(each.values()) == pytest.approx(1, abs=0.3)  # medians
+    assert len(shares) == 2 and "layer" in output
 
 
 def test_generation(tmp_path):
@@ -126,6 +143,8 @@ def test_what_is_wrong_is_reported(tmp_path):
         ("step", ["--rounds", 0], "--rounds is 0; give at least 1"),
         ("vision", ["--capacity", 0], "--capacity is 0.0; einsum has no other"),
         ("generate", ["--tokens", 0], "--tokens is 0; give at least 1"),
+        ("generate_profile", ["--rounds", 0], "--rounds is 0; give at least 1"),
+        ("generate_profile", ["--batches", 0], "--batches is 0; give at least 1"),
     ],
 )
 def test_what_cannot_be_measured_is_refused(module, words, reason):

@@ -68,6 +68,21 @@ def test_a_quick_run_of_the_layer_leaves_file_table_and_plot(bench, tmp_path, ca
     assert plot.stat().st_size > 1000
 
 
+@pytest.mark.parametrize("dtype", ("fp32", "bf16"))
+def test_one_token_is_inference_and_the_bare_operations_are_the_layer(bench, tmp_path, dtype):
+    path = tmp_path / "out.json"
+    words = ["--configs", "one_token_k2,small_recipe", "--variants", "ours/auto,products,bare", "--quick"]
+    assert bench.layer.main([*words, "--dtype", dtype, "--threads", "1", "--json", str(path)]) == 0
+    rows = {(row["configuration"], row["variant"]): row for row in json.loads(path.read_text())["rows"]}
+    assert rows["one_token_k2", "ours/auto"]["mode"] == "inference"
+    assert rows["small_recipe", "ours/auto"]["mode"] == "forward+backward"
+    for name in ("one_token_k2", "small_recipe"):
+        if dtype == "fp32":
+            assert rows[name, "bare"]["status"] == "ok" and rows[name, "bare"]["error"] < 1e-5
+        else:
+            assert rows[name, "bare"]["status"] == "skipped" and rows[name, "products"]["status"] == "ok"
+
+
 @pytest.mark.long
 def test_a_quick_run_of_collectives_leaves_file_and_plot(tmp_path):
     path, plot = tmp_path / "out.json", tmp_path / "out.png"
