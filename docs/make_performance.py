@@ -16,7 +16,7 @@ import page
 DOCS = Path(__file__).resolve().parent
 PAGE = DOCS / "performance.md"
 RESULTS = DOCS.parent / "benchmarks" / "results"
-BENCHMARKS = ("layer", "ops", "step", "generate", "collectives")
+BENCHMARKS = ("layer", "ops", "step", "generate", "generate_profile", "collectives")
 COMPILED = "compiled.md"
 STATIC = ("static_before.json", "static.json")
 OURS = "ours/auto"
@@ -40,6 +40,11 @@ class Result(NamedTuple):
     def device(self) -> str:
         """Return "cpu" or "cuda"."""
         return "cpu" if self.content["machine"]["device"].startswith("CPU") else "cuda"
+
+    @property
+    def is_usual(self) -> bool:
+        """Return whether the configurations and dtype are those of the main tables and plots."""
+        return self.name.startswith(f"{self.content['benchmark']}_cpu")
 
     @property
     def command(self) -> str:
@@ -69,7 +74,8 @@ def filled_in(text: str, folder: Path = RESULTS) -> str:
     def of(benchmark: str, device: str = "cpu") -> list[Result]:
         return [r for r in results if r.content["benchmark"] == benchmark and r.device == device]
 
-    cpu, cuda = of("layer"), of("layer", "cuda")
+    cuda = of("layer", "cuda")
+    cpu, special = ([r for r in of("layer") if r.is_usual is usual] for usual in (True, False))
     step = of("step") + of("step", "cuda")
     generate = of("generate") + of("generate", "cuda")
     by_hand = "python -m benchmarks.{} --json benchmarks/results/{}.json"
@@ -78,15 +84,20 @@ def filled_in(text: str, folder: Path = RESULTS) -> str:
     tables = {
         "runs": (runs_table(results), by_hand.format("layer", "layer_cpu")),
         "layer cpu": (layer_table(cpu), by_hand.format("layer", "layer_cpu")),
+        "layer special": (layer_table(special), by_hand.format("layer --configs small", "layer_small")),
         "memory cpu": (memory_table(cpu), by_hand.format("layer", "layer_cpu")),
         "left out": (
-            left_out_table(cpu + cuda + step + generate),
+            left_out_table(cpu + special + cuda + step + generate),
             by_hand.format("layer", "layer_cpu"),
         ),
         "ops cpu": (ops_table(of("ops")), by_hand.format("ops", "ops_cpu")),
         "step": (step_table(step), by_hand.format("step --top-k 1 2 --profile", "step_cpu")),
         "profile": (profile_table(step), by_hand.format("step --profile", "step_cpu")),
         "generate": (generate_table(generate), by_hand.format("generate", "generate_cpu")),
+        "beam search": (
+            beam_search_table(of("generate_profile")),
+            by_hand.format("generate_profile", "generate_profile"),
+        ),
         "collectives": (
             collectives_table(of("collectives")),
             by_hand.format("collectives", "collectives"),
@@ -161,6 +172,19 @@ def step_table(results: Iterable[Result]) -> str:
 def generate_table(results: Iterable[Result]) -> str:
     """Return the time over dense's, a line for each batch."""
     return _ratios(results, "dense", "tokens/s", lambda row: f"{row['rate']:.0f}")
+
+
+def beam_search_table(results: Iterable[Result]) -> str:
+    """Return the time over dense's and the share of each part, a line for each batch and beam size."""
+    rows = []
+    for result in results:
+        found = {(row["configuration"], row["variant"]): row for row in result.content["rows"]}
+        for configuration in result.content["configurations"]:
+            dense, moe = found[configuration, "dense"], found[configuration, "moe"]
+            shares = [f"{100 * share:.1f} %" for share in moe["shares"].values()]
+            rows.append([configuration, f"{dense['rate']:.0f}", _ratio(moe), *shares])
+    parts = ["products", "rest of MoE layers", "other modules", "search"]
+    return _table(rows, ["configuration", "dense, tokens/s", "moe", *parts])
 
 
 def collectives_table(results: Iterable[Result]) -> str:
@@ -420,7 +444,7 @@ def draw(folder: Path = RESULTS) -> None:
         rows = {}
         for result in read(folder):
             content = result.content
-            if content["benchmark"] == benchmark and result.device == "cpu":
+            if content["benchmark"] == benchmark and result.device == "cpu" and result.is_usual:
                 for row in content["rows"]:
                     # Of several files the first, which of a step is not the one from before.
                     if row.get("threads", 1) == 1:

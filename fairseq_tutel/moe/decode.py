@@ -31,6 +31,11 @@ class DecodeRouting(Deferred, Routing):
     """The routing of a few tokens, which computes slots and rows only at their first access."""
 
     @cached_property
+    def gate(self) -> GateOutput | None:  # type: ignore[override]
+        """The values for balance losses, also if they are computed later; `Routing` has a default."""
+        return self.__getattr__("gate")
+
+    @cached_property
     def assignments(self) -> dict[int, list[int]]:
         """The assignments t * K + j of each expert that has tokens, by expert ID. One read by the host."""
         ids_TK = self.expert_ids_TK

@@ -74,10 +74,9 @@ def test_the_decode_path_equals_the_general_path(monkeypatch, case, padding):
 
 def fields(output):
     """Return the tensors of a MoEOutput and its routing, by name."""
-    routing = output.routing
+    losses, routing = {"total": output.balance_loss, **output.losses}, output.routing
     names = [field.name for field in dataclasses.fields(Routing) if field.name not in ("gate", "capacity")]
-    tensors = {name: getattr(routing, name) for name in names}
-    return {"total": output.balance_loss, **output.losses, **tensors, "logits": routing.gate.logits_TE}
+    return {**losses, **{name: getattr(routing, name) for name in names}, "logits": routing.gate.logits_TE}
 
 
 SINGLE = [case for case in CASES if case not in ("hash", "cosine")]
