@@ -348,6 +348,7 @@ def _is_sound(tensor: ShardedTensor) -> bool:
     return bool(
         NAME.fullmatch(tensor.folder)
         and all(Path(piece.file).name == piece.file for piece in tensor.pieces)
+        and all(isinstance(text, str) for piece in tensor.pieces for text in (piece.key, piece.digest))
         and isinstance(tensor.dtype, torch.dtype)
         and all(type(size) is int and size >= 0 for size in (*shape, dim))
         and count >= 1
