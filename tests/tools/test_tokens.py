@@ -89,6 +89,14 @@ def test_choices_of_gates_are_counted_per_pair_as_a_loop_counts_them(options):
         assert use.load == pytest.approx(5 * load_E / load_E.sum())
 
 
+def test_probabilities_that_are_not_finite_are_no_statistics():
+    layer = MoEFeedForward(ft.MoEConfig(4, 4, 5), ft.Topology(), 1, "decoder.layers.3.fc1").eval()
+    counts = ExpertCounts()
+    counts.add("de-en", layer, ft.route(torch.full((3, 5), torch.nan), 2))
+    with pytest.raises(ValueError, match="the gate of decoder_3 gives probabilities that are not finite"):
+        counts.statistics()
+
+
 def test_the_page_keeps_a_layer_that_some_samples_did_not_see():
     other = "decoder.layers.0.fc1"
     made = content([sample(["a"], [[1]])], {LAYER: 2, other: 2})
