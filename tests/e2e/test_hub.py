@@ -231,8 +231,14 @@ REFUSED = {
     "has 'moe_expert_stor', which is not an option": {"moe_expert_stor": "on-demand"},
     "moe_expert_store: invalid value 'far'": {"moe_expert_store": "far"},
     "dtype is torch.int32; give one of torch.float32, ": {"dtype": torch.int32},
+    "dtype is torch.float16, but moe_inference_dtype is bf16; remove one": {
+        "dtype": torch.float16, "moe_inference_dtype": "bf16",
+    },
+    "nowhere.model does not exist, but .* needs it to read text; put it into": {
+        "bpe": "sentencepiece", "sentencepiece_model": "nowhere.model",
+    },
     "dtype is int8; give one of torch.float32, ": {"dtype": "int8"},
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("sentence", REFUSED)
