@@ -18,15 +18,19 @@ from fairseq_tutel.files.untrusted import printable
 from fairseq_tutel.moe.option_table import options_of
 from fairseq_tutel.plugin.feed_forward import moe_layers
 from fairseq_tutel.plugin.hub_interfaces import Interface, interface_of
-from fairseq_tutel.plugin.registration.process import REASON, is_machine_error, is_refusal, sentence_of
+from fairseq_tutel.plugin.registration.process import (
+    ENCODER_FILE,
+    REASON,
+    is_machine_error,
+    is_refusal,
+    sentence_of,
+)
 from fairseq_tutel.plugin.run_state import RUN
 from fairseq_tutel.plugin.training.task import InferenceMixin, give_mixin
 
 ENCODERS = {"bpe": BPE_REGISTRY, "tokenizer": TOKENIZER_REGISTRY}
 # The dtype argument of each value of --moe-inference-dtype.
 INFERENCE_DTYPES = {"bf16": torch.bfloat16, "int8": torch.int8}
-# fairseq's error for a missing file of a bpe or tokenizer.
-MISSING_FILE = re.compile("file (.*) not found", re.DOTALL)
 # Minimum of max_tokens, as in fairseq-generate, because training's value may be shorter than a sentence.
 MAX_TOKENS = 12000
 # Option of GPT-2's BPE -> its file next to a checkpoint. fairseq finds the files of other kinds of BPE.
@@ -117,7 +121,7 @@ def _text_of(error: Exception, files: Sequence[Path], data: Path) -> str | None:
             return f"{error.full_key} needs the option {missing[1]}; give both options."
         reason = text.partition("\n")[0]
         return f"{error.full_key or 'an option'}: {reason[:1].lower()}{reason[1:]}."
-    if found := MISSING_FILE.fullmatch(text):
+    if found := ENCODER_FILE.fullmatch(text):
         return (
             f"{found[1]} does not exist, but {files[0]} needs it to read text; put it into "
             f"{files[0].parent}, or give its path as an option, such as sentencepiece_model=…."
