@@ -19,8 +19,8 @@ import json
 import math
 import os
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -118,6 +118,12 @@ class ShardedTensor:
     def read_into(self, out: Tensor, expert: int) -> None:
         """Write one expert's tensor into `out`."""
         self._read_expert(out, expert, Slice(), 0)
+
+    def select(self, experts: Sequence[int]) -> "ShardedTensor":
+        """Return the stacked tensor of some experts, which is read on demand too."""
+        s = self.slicing.count
+        pieces = tuple(piece for e in experts for piece in self.pieces[e * s : (e + 1) * s])
+        return replace(self, shape=(len(experts), *self.shape[1:]), pieces=pieces)
 
     def whole(self) -> Tensor:
         """Return the complete stacked tensor [E, ...]."""
