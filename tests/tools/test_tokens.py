@@ -48,6 +48,11 @@ def test_loads_and_typical_tokens_are_counted():
     assert "language" not in found.tables
 
 
+def test_the_number_of_experts_per_token_may_differ():
+    found = statistics([sample(["a"], [[0, 1, 2]]), sample(["b", "c"], [[3], [3]])], LAYER, 4)
+    assert found.load_E.tolist() == pytest.approx([0.2, 0.2, 0.2, 0.4])
+
+
 def test_languages_and_images_have_their_tables():
     both = [sample(["x"], [[0]], language="de"), sample(["y", "z"], [[1], [0]], language="en")]
     labels, parts = statistics(both, LAYER, 2).tables["language"]
