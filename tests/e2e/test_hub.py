@@ -123,7 +123,7 @@ def test_dictionaries_are_found_beside_the_checkpoint_or_given(lm, lm_data, tmp_
         assert fairseq_tutel.from_checkpoint(path, bpe="characters").apply_bpe("ab") == "a b"
     assert logging.root.level == level
     (tmp_path / "sentencepiece.bpe.model").touch()  # what is given goes before it
-    with pytest.raises(OSError, match=r"^file given not found"):
+    with pytest.raises(ValueError, match=r"^given does not exist, but "):
         fairseq_tutel.from_checkpoint(path, sentencepiece_model="given")
     (tmp_path / "dict.txt").write_text("w1 1\n")
     with pytest.raises(ValueError, match=r"does not fit this command's model, data"):
