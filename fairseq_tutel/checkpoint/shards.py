@@ -19,8 +19,8 @@ import json
 import math
 import os
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -118,6 +118,12 @@ class ShardedTensor:
     def read_into(self, out: Tensor, expert: int) -> None:
         """Write one expert's tensor into `out`."""
         self._read_expert(out, expert, Slice(), 0)
+
+    def select(self, experts: Sequence[int]) -> "ShardedTensor":
+        """Return the stacked tensor of some experts, which is read on demand too."""
+        s = self.slicing.count
+        pieces = tuple(piece for e in experts for piece in self.pieces[e * s : (e + 1) * s])
+        return replace(self, shape=(len(experts), *self.shape[1:]), pieces=pieces)
 
     def whole(self) -> Tensor:
         """Return the complete stacked tensor [E, ...]."""
@@ -348,6 +354,7 @@ def _is_sound(tensor: ShardedTensor) -> bool:
     return bool(
         NAME.fullmatch(tensor.folder)
         and all(Path(piece.file).name == piece.file for piece in tensor.pieces)
+        and all(isinstance(text, str) for piece in tensor.pieces for text in (piece.key, piece.digest))
         and isinstance(tensor.dtype, torch.dtype)
         and all(type(size) is int and size >= 0 for size in (*shape, dim))
         and count >= 1

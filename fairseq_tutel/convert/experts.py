@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fairseq_tutel.checkpoint.saved import DENSE, LAYER_NORM, PARTS, Layer, SavedModel
+from fairseq_tutel.checkpoint.shards import ShardedTensor
 from fairseq_tutel.convert.configs import (
     Tensors,
     configs_of,
@@ -71,7 +72,10 @@ def regroup(
             load = (loads or {}).get(layer)
             for name in _per_expert(saved, layer, config):
                 stack = weights[name]
-                weights[name] = torch.stack([_mean(stack, group, load) for group in of_layer])
+                if isinstance(stack, ShardedTensor) and all(len(group) == 1 for group in of_layer):
+                    weights[name] = stack.select([i for (i,) in of_layer])
+                else:
+                    weights[name] = torch.stack([_mean(stack, group, load) for group in of_layer])
         try:
             chosen = config.top_k if top_k is None else top_k
             dataclasses.replace(config, num_experts=len(of_layer), top_k=chosen)

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
+from fairseq_tutel.files.untrusted import shown
 from fairseq_tutel.moe.config import ALL_LOCAL, LAYER, NOT_TUNED, ONE_RANK
 from fairseq_tutel.options.option import (
     AT_LEAST_0,
@@ -43,6 +44,7 @@ CACHE_SIZES = (
     f"({', '.join(UNITS)}), or {AUTO}"
 )
 NO_STORE = needs(lambda f: f.store.moe_expert_store != "resident", "--moe-expert-store")
+NOT_OPENED = because(lambda f: not f.opened, "the model is not opened for inference")
 NO_CACHE = needs(lambda f: f.store.moe_expert_cache != "0", "--moe-expert-cache")
 SIDE_FREQ: Rule = (whole(-1)[0], "give a whole number of layers, at least 0, or -1 for --moe-freq")
 ZERO_STAGE: Rule = (
@@ -294,7 +296,7 @@ class StoreConfig:
         "dtype, which is slower",
     )
     moe_inference_dtype: str = memory(
-        "auto", choices=("auto", "bf16", "int8"),
+        "auto", choices=("auto", "bf16", "int8"), no_effect=(NOT_OPENED,),
         help="dtype of a model that is opened for inference (no effect in training): auto, the dtype that "
         "the command sets; bf16, which takes half of the memory of fp32; int8, bf16 with the linear layers "
         "of the decoder in int8, except for experts, which is faster for few sentences on a CPU",
@@ -370,7 +372,7 @@ def cache_limits(cache: int | str) -> tuple[int | None, int | None]:
     """Parse the size of an expert cache to (bytes, experts), one of which is None, or raise ValueError."""
     limits = _limits_of(str(cache))
     if limits is None:
-        raise ValueError(f"cache (--moe-expert-cache) is {cache!r}; {CACHE_SIZES}.")
+        raise ValueError(f"cache (--moe-expert-cache) is {shown(cache)}; {CACHE_SIZES}.")
     return limits
 
 
@@ -381,7 +383,7 @@ def _signals_of(text: str) -> tuple[str, ...] | None:
 
 
 def _limits_of(text: str) -> tuple[int | None, int | None] | None:
-    if text.strip().isdecimal():
+    if text.strip().isdecimal() and len(text) <= 18:  # Python does not convert very long numbers
         return None, int(text)
     size = bytes_of(text)
     return None if size is None else (size, None)

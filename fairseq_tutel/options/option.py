@@ -16,7 +16,8 @@ T = TypeVar("T")
 Rule = tuple[Callable[[Any], bool], str]
 KINDS: dict[Any, str] = {int: "a whole number", float: "a number", bool: "true or false", str: "a word"}
 UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
-_SIZE = re.compile(r"(\d+(?:\.\d+)?) *([KMG]i?B)")
+# Longer numbers would overflow.
+_SIZE = re.compile(r"(\d{1,18}(?:\.\d{1,18})?) *([KMG]i?B)")
 
 
 @dataclass(frozen=True)

@@ -38,6 +38,7 @@ class Facts:
     pregated: bool = False  # whether gates read the input of an earlier layer
     tuned: bool = False  # whether the tuner chooses the layers' strategy
     store: StoreConfig = field(default_factory=StoreConfig)
+    opened: bool = False  # whether the model is opened from a checkpoint for inference
 
 
 def warn_of_no_effect(config: Any, facts: Facts) -> None:

@@ -18,7 +18,13 @@ from fairseq_tutel.files.untrusted import printable
 from fairseq_tutel.moe.option_table import options_of
 from fairseq_tutel.plugin.feed_forward import moe_layers
 from fairseq_tutel.plugin.hub_interfaces import Interface, interface_of
-from fairseq_tutel.plugin.registration.process import REASON, is_machine_error, is_refusal, sentence_of
+from fairseq_tutel.plugin.registration.process import (
+    ENCODER_FILE,
+    REASON,
+    is_machine_error,
+    is_refusal,
+    sentence_of,
+)
 from fairseq_tutel.plugin.run_state import RUN
 from fairseq_tutel.plugin.training.task import InferenceMixin, give_mixin
 
@@ -44,11 +50,13 @@ def open_interface(
     `options` replace saved options; `known` are the keys of the saved options.
     """
     folder = files[0].parent
-    dtype = INFERENCE_DTYPES.get(str(options.get("moe_inference_dtype", "")), dtype)
+    options = {key: str(value) if isinstance(value, Path) else value for key, value in options.items()}
+    name = str(options.get("moe_inference_dtype", "auto"))
+    dtype = _dtype_of(dtype, name)
     # A MoE model is built in this dtype, because a copy in fp32 might not fit into memory. A value that
     # the training run saved has no effect.
     names = {each: name for name, each in INFERENCE_DTYPES.items()}
-    built = {"moe_inference_dtype": names.get(dtype, "auto")}
+    built = {"moe_inference_dtype": names.get(dtype, "auto") if name == "auto" else name}
     # Models of an ensemble share an expert store. A model of an earlier call would leave its experts in the
     # cache of a shared store.
     RUN.stores.clear()
@@ -64,8 +72,8 @@ def open_interface(
                 "load_checkpoint_heads": True,
                 "sample_break_mode": "eos",
                 **beside,
-                **built,
                 **options,
+                **built,
             },
         )
         cfg, task, models = opened["args"], opened["task"], opened["models"]
@@ -83,6 +91,15 @@ def open_interface(
         if text is None:
             raise
         raise ValueError(printable(text).replace("\n", " ")) from error
+
+
+def _dtype_of(dtype: torch.dtype, name: str) -> torch.dtype:
+    """Return the dtype for the argument `dtype` and the option moe_inference_dtype; refuse two dtypes."""
+    wanted = INFERENCE_DTYPES.get(name, dtype)
+    # float32 is the default, and with int8 all other weights are in bfloat16.
+    if dtype not in (torch.float32, torch.bfloat16, wanted):
+        raise ValueError(f"dtype is {dtype}, but moe_inference_dtype is {name}; remove one of them.")
+    return wanted
 
 
 def _text_of(error: Exception, files: Sequence[Path], data: Path) -> str | None:
@@ -104,6 +121,11 @@ def _text_of(error: Exception, files: Sequence[Path], data: Path) -> str | None:
             return f"{error.full_key} needs the option {missing[1]}; give both options."
         reason = text.partition("\n")[0]
         return f"{error.full_key or 'an option'}: {reason[:1].lower()}{reason[1:]}."
+    if found := ENCODER_FILE.fullmatch(text):
+        return (
+            f"{found[1]} does not exist, but {files[0]} needs it to read text; put it into "
+            f"{files[0].parent}, or give its path as an option, such as sentencepiece_model=…."
+        )
     if is_refusal(error) or is_machine_error(error) or isinstance(error, ImportError | OSError):
         return None
     reason = f"{type(error).__name__}: {error}"[:REASON]

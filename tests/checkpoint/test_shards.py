@@ -156,6 +156,8 @@ def test_no_memory_is_taken_by_sizes_that_no_file_has(tmp_path, shape):
         ({"slices": [3, 1], "pieces": [PIECE] * 12}, "fairseq_tutel did not write"),
         ({"slices": [2, 0], "pieces": [PIECE] * 8}, "fairseq_tutel did not write"),
         ({"pieces": [["a.safetensors"]]}, "fairseq_tutel did not write"),
+        ({"pieces": [[PIECE[0], 0, PIECE[2]]] * 4}, "fairseq_tutel did not write"),
+        ({"pieces": [[*PIECE[:2], 0]] * 4}, "fairseq_tutel did not write"),
     ],
 )
 def test_a_record_of_others_is_refused(tmp_path, change, sentence):

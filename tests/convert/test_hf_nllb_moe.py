@@ -337,6 +337,7 @@ def test_kept_experts_are_a_pruned_model(tmp_path):
         ("[0, 1]", (), "keeps 0 experts in encoder.layers.3"),
         ("[0, 1]", ("--keep-for", "deu_Latn-fra_Latn"), "has no languages"),
         ('{"deu_Latn": [0, 1]}', ("--keep-for", "deu_Latn-fra_Latn"), "no list for fra_Latn"),
+        ('{"encoder_1": [0, 1]}', ("--keep-for", ""), "--keep-for has '', but"),
         ("{", (), "cannot be read"),
     ],
 )

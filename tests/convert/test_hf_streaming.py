@@ -1,12 +1,14 @@
 """The import of many experts, interrupted: the same command continues and gives the same bytes."""
 
 import errno
+import json
 import os
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+from unittest import mock
 
 import nllb
 import pytest
@@ -168,6 +170,21 @@ def test_an_unfinished_folder_is_used_by_one_process_and_is_not_a_user_s(release
     (folder / "letters.txt").write_text("mine")
     assert "is the place of unfinished work" in refusal(*command)
     assert (folder / "letters.txt").read_text() == "mine"
+
+
+def test_a_journal_with_other_results_is_one_sentence(released, tmp_path, monkeypatch):
+    command = ("from-hf", released, "--output", tmp_path / "ours", *WORDS)
+    with monkeypatch.context() as patch:
+        patch.setattr(atomic_save, "write", mock.Mock(side_effect=KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            convert(*command)
+    journal = tmp_path / "ours.unfinished" / unfinished.JOURNAL
+    key, first, *others = journal.read_text().splitlines()
+    step, found = json.loads(first)
+    for result in (3, {}, dict.fromkeys(found, 3), {name: ["00", "x", 0, 0] for name in found}):
+        journal.write_text("\n".join([key, json.dumps([step, result]), *others, ""]))
+        text = refusal(*command)
+        assert "but its journal has other results (" in text and "; remove the folder" in text
 
 
 def test_an_existing_output_is_replaced_only_if_asked(released, whole, tmp_path):

@@ -153,7 +153,7 @@ def test_opening_reads_no_expert_but_those_to_prefetch(mt, mt_data, tmp_path):
     opened = ft.from_checkpoint(mt, mt_data, **cached)
     store = opened.models[0].encoder.layers[0].fc1.experts.weights._store
     assert store.counters.bytes == store.counters.fetches == 0
-    opened = ft.from_checkpoint(mt, mt_data, **cached, moe_expert_prefetch=str(mt.parent / "use.json"))
+    opened = ft.from_checkpoint(mt, mt_data, **cached, moe_expert_prefetch=mt.parent / "use.json")
     counters = opened.models[0].encoder.layers[0].fc1.experts.weights._store.counters
     assert counters.fetches == 3 and counters.bytes == 3 * store._stacks[0][1].layout.num_bytes
 

@@ -123,7 +123,7 @@ def test_dictionaries_are_found_beside_the_checkpoint_or_given(lm, lm_data, tmp_
         assert fairseq_tutel.from_checkpoint(path, bpe="characters").apply_bpe("ab") == "a b"
     assert logging.root.level == level
     (tmp_path / "sentencepiece.bpe.model").touch()  # what is given goes before it
-    with pytest.raises(OSError, match=r"^file given not found"):
+    with pytest.raises(ValueError, match=r"^given does not exist, but "):
         fairseq_tutel.from_checkpoint(path, sentencepiece_model="given")
     (tmp_path / "dict.txt").write_text("w1 1\n")
     with pytest.raises(ValueError, match=r"does not fit this command's model, data"):
@@ -231,8 +231,14 @@ REFUSED = {
     "has 'moe_expert_stor', which is not an option": {"moe_expert_stor": "on-demand"},
     "moe_expert_store: invalid value 'far'": {"moe_expert_store": "far"},
     "dtype is torch.int32; give one of torch.float32, ": {"dtype": torch.int32},
+    "dtype is torch.float16, but moe_inference_dtype is bf16; remove one": {
+        "dtype": torch.float16, "moe_inference_dtype": "bf16",
+    },
+    "nowhere.model does not exist, but .* needs it to read text; put it into": {
+        "bpe": "sentencepiece", "sentencepiece_model": "nowhere.model",
+    },
     "dtype is int8; give one of torch.float32, ": {"dtype": "int8"},
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("sentence", REFUSED)

@@ -134,7 +134,14 @@ def test_commands_multiply_quantized_experts(mt_data, tmp_path, packing):
         assert model.translate("w1 w3 w9", beam=2, max_len_b=5)
 
 
-@pytest.mark.parametrize("how", [{"dtype": torch.int8}, {"moe_inference_dtype": "int8"}])
+INT8 = [
+    {"dtype": torch.int8},
+    {"moe_inference_dtype": "int8"},
+    {"dtype": torch.int8, "moe_inference_dtype": "auto"},
+]
+
+
+@pytest.mark.parametrize("how", INT8, ids=str)
 def test_python_opens_a_model_with_a_decoder_in_int8(mt, mt_data, how):
     model = ft.from_checkpoint(mt, mt_data, moe_expert_store="on-demand", **how)
     decoder = model.models[0].decoder

@@ -305,6 +305,8 @@ def test_what_is_no_evaluation_is_refused():
         ({"tier": "tape"}, "choose from host, disk."),
         ({"eviction": "mru"}, "choose from lfu, lru, fifo."),
         ({"cache": "3 cats"}, "give a number of experts, such as 64, a size with a unit, such as"),
+        ({"cache": "9" * 400 + "GB"}, r"is '9{59}…; give a number of experts, such as 64, a size"),
+        ({"cache": "9" * 5000}, "…; give a number of experts, such as 64, a size with a unit"),
         (
             {"cache": "0.5KB", "tier": "host"},
             "is 500 bytes, but one expert has 896 bytes; give at least this",

@@ -55,7 +55,8 @@ def test_shared_and_expert_parameters_are_counted_apart():
 
 
 # Two nodes of two ranks that exchange tokens; an expert has two slices.
-ACROSS = {"ranks": 4, "expert_parallel_size": 4, "slices": 2, "over_nodes": True, "gpu": True}
+ACROSS = {"ranks": 4, "expert_parallel_size": 4, "slices": 2, "over_nodes": True, "gpu": True,
+          "opened": True}  # fmt: skip
 STORED, CACHED = StoreConfig("on-demand"), StoreConfig("on-demand", moe_expert_cache="8")
 ALL_HERE = "every rank has all experts"
 TUNER = "the tuner chooses"
@@ -81,6 +82,7 @@ IDLE = [
     ({"moe_expert_tier": "disk"}, {"store": StoreConfig()}, "no effect without --moe-expert-store"),
     ({"moe_expert_cache": "8"}, {"store": StoreConfig()}, "8 has no effect without --moe-expert-store"),
     ({"moe_expert_cache_policy": "lru"}, {"store": STORED}, "has no effect without --moe-expert-cache"),
+    ({"moe_inference_dtype": "bf16"}, {"opened": False}, "the model is not opened for inference"),
     ({"moe_freq": 1}, {"sides": SidesConfig(1, 1)}, "--encoder-moe-freq and --decoder-moe-freq are given"),
 ]  # fmt: skip
 

@@ -91,6 +91,13 @@ def test_a_store_that_needs_pregating_is_refused_for_another_model():
         store_options(task, layer, True, False, torch.device("cpu"))
 
 
+@pytest.mark.parametrize("opened", [True, False])
+def test_a_dtype_of_inference_has_no_effect_in_training(opened, caplog):
+    task, layer = argparse.Namespace(moe_inference_dtype="bf16"), MoEConfig(4, 8, 2)
+    store_options(task, layer, opened, False, torch.device("cpu"))
+    assert ("--moe-inference-dtype bf16 has no effect: " in caplog.text) == (not opened)
+
+
 FOREIGN = {
     "empty": b"",
     "text": b"no checkpoint",

@@ -9,6 +9,7 @@ import pytest
 import torch
 from fairseq.data import Dictionary, audio, data_utils, indexed_dataset
 from fairseq.data.audio import audio_utils
+from fairseq.data.encoders.sentencepiece_bpe import SentencepieceBPE, SentencepieceConfig
 from fairseq.data.iterators import EpochBatchIterator
 from fairseq.models import FairseqIncrementalDecoder, FairseqLanguageModel
 from fairseq.sequence_generator import SequenceGenerator
@@ -41,6 +42,12 @@ def test_an_empty_text_is_named(tmp_path, capsys):
     assert said.startswith(f"error: the data file {tmp_path}/valid.bin is empty; run fairseq-pre")
     gc.collect()
     assert "_bin_buffer_mmap" not in capsys.readouterr().err
+
+
+def test_a_missing_file_of_a_bpe_is_named():
+    bpe = OmegaConf.structured(SentencepieceConfig(sentencepiece_model="nowhere.model"))
+    said = sentence(lambda: SentencepieceBPE(bpe))
+    assert said.startswith("error: nowhere.model does not exist, but --bpe or --tokenizer needs it; give")
 
 
 @pytest.mark.parametrize("multiple", [1, 8])

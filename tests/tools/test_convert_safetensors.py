@@ -179,7 +179,7 @@ def test_what_is_no_such_folder_is_refused(case, folder, tmp_path):
 
 def test_what_cannot_be_written_so_is_refused(tmp_path):
     path = save(tmp_path / "a.pt")
-    for size in ("5", "0GB", "many"):
+    for size in ("5", "0GB", "many", "9" * 400 + "GB"):
         message = refusal(*there(tmp_path), "--max-shard-size", size)
         assert message.startswith(f"--max-shard-size is {size}; give a size with a unit (KB")
     (tmp_path / "f").mkdir()

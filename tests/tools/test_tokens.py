@@ -48,6 +48,11 @@ def test_loads_and_typical_tokens_are_counted():
     assert "language" not in found.tables
 
 
+def test_the_number_of_experts_per_token_may_differ():
+    found = statistics([sample(["a"], [[0, 1, 2]]), sample(["b", "c"], [[3], [3]])], LAYER, 4)
+    assert found.load_E.tolist() == pytest.approx([0.2, 0.2, 0.2, 0.4])
+
+
 def test_languages_and_images_have_their_tables():
     both = [sample(["x"], [[0]], language="de"), sample(["y", "z"], [[1], [0]], language="en")]
     labels, parts = statistics(both, LAYER, 2).tables["language"]
@@ -87,6 +92,14 @@ def test_choices_of_gates_are_counted_per_pair_as_a_loop_counts_them(options):
         assert use.activity == pytest.approx(first_E / first_E.sum())
         assert use.confidence == pytest.approx(prob_E / np.maximum(first_E, 1), abs=1e-6)
         assert use.load == pytest.approx(5 * load_E / load_E.sum())
+
+
+def test_probabilities_that_are_not_finite_are_no_statistics():
+    layer = MoEFeedForward(ft.MoEConfig(4, 4, 5), ft.Topology(), 1, "decoder.layers.3.fc1").eval()
+    counts = ExpertCounts()
+    counts.add("de-en", layer, ft.route(torch.full((3, 5), torch.nan), 2))
+    with pytest.raises(ValueError, match="the gate of decoder_3 gives probabilities that are not finite"):
+        counts.statistics()
 
 
 def test_the_page_keeps_a_layer_that_some_samples_did_not_see():

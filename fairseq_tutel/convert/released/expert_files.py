@@ -141,12 +141,18 @@ def _committed(
     targets: Mapping[str, Target], stacks: Stacks, work: Unfinished, writing: Path
 ) -> dict[str, ShardedTensor]:
     """Give the folder of the shard files its final name; return the stacked tensors with their files."""
-    written = {name: entry for entries in work.journal.values() for name, entry in entries.items()}
     by_stack: dict[str, dict[int, tuple[Piece, RoundingError]]] = {}
-    for name, target in targets.items():
-        content, *error = written[name]
-        piece = Piece(target.file, target.key, content), RoundingError(*error)
-        by_stack.setdefault(target.stack, {})[target.expert] = piece
+    try:
+        written = {name: entry for entries in work.journal.values() for name, entry in entries.items()}
+        for name, target in targets.items():
+            content, *errors = written[name]
+            piece = Piece(target.file, target.key, str(content)), RoundingError(*map(float, errors))
+            by_stack.setdefault(target.stack, {})[target.expert] = piece
+    except (AttributeError, KeyError, TypeError, ValueError) as reason:
+        raise ValueError(
+            f"{work.folder} is the place of unfinished work, but its journal has other results "
+            f"({type(reason).__name__}: {reason}); remove the folder, or give another --output."
+        ) from reason
     pieces = {stack: [found[e] for e in sorted(found)] for stack, found in by_stack.items()}
     names = [f"{p.file} {p.key} {p.digest}" for found in pieces.values() for p, _ in found]
     committed = f"{folders.PARENT}/{folders.name_of(names)}"

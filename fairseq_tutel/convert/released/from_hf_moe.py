@@ -21,6 +21,7 @@ from fairseq_tutel.convert.released.folder import CONFIG, ReleasedFolder
 from fairseq_tutel.convert.released.keep import kept_experts
 from fairseq_tutel.convert.released.unfinished import finishing, key_of
 from fairseq_tutel.convert.released.vocabulary import vocabulary_of
+from fairseq_tutel.files.untrusted import shown
 from fairseq_tutel.ranks.groups import Slice
 
 # Change this number if the same input and options give other files.
@@ -55,7 +56,8 @@ def convert(
     """
     if how.pairs and how.keep is None:
         raise ValueError(
-            f"--keep-for is {','.join(how.pairs)}, but no experts are listed; add --keep-experts FILE."
+            f"--keep-for is {shown(','.join(how.pairs))}, but no experts are listed; add --keep-experts "
+            "FILE."
         )
     config = folder.config()
     family = from_hf.family_of(config)

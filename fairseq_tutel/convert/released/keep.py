@@ -97,8 +97,9 @@ def _of_pairs(path: Path, content: Any, pairs: Sequence[str], border: int) -> li
         for language, is_decoder in ((source, False), (target, True)):
             if language not in content:
                 raise ValueError(
-                    f"--keep-for has {pair}, but {path} has no list for {language or 'its target'}; give "
-                    "pairs such as eng_Latn-fra_Latn, with languages of that file."
+                    f"--keep-for has {shown(pair)}, but {path} has no list for "
+                    f"{language or 'a language'}; give pairs such as eng_Latn-fra_Latn, with languages of "
+                    "that file."
                 )
             found |= {i for i in _checked(path, content[language]) if (i >= border) == is_decoder}
     return sorted(found)

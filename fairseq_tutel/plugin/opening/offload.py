@@ -58,7 +58,7 @@ def store_options(
             "memory; remove it."
         )
     if world.is_first():
-        warn_of_no_effect(options, Facts(layer=layer, sides=SidesConfig(), store=options))
+        warn_of_no_effect(options, Facts(layer=layer, sides=SidesConfig(), store=options, opened=opened))
     if policy == "pregated" and not pregated:
         raise ValueError(
             "--moe-expert-store is pregated, but this model has no pre-gating; give a model with "

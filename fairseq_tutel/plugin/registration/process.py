@@ -50,6 +50,8 @@ OPENS_DATA = {"setup_task", "load_dataset"}
 # Functions that read data while a checkpoint is being opened.
 READING = {"load_dataset", "get_train_iterator"}
 MISSING_MODULE = re.compile(r"No module named '([\w.]+)'|Please install (\w+)")
+# fairseq's error for a missing file of a bpe or tokenizer.
+ENCODER_FILE = re.compile("file (.*) not found", re.DOTALL)
 MISSING_SPLIT = re.compile(r"Dataset not found: (\S+) \((.*)\)")
 # The last line of the traceback that a spawned rank passes to the process that spawned it.
 RANK_ERROR = re.compile(r"\.RankError: (error: .*)\s*\Z")
@@ -261,8 +263,15 @@ def _missing_module(error: BaseException, frames: Sequence[FrameType]) -> str | 
 
 
 def _missing_file(error: BaseException, frames: Sequence[FrameType]) -> str | None:
+    if not isinstance(error, OSError):
+        return None
+    if (found := ENCODER_FILE.fullmatch(str(error))) and _is_of_fairseq(frames[-1]):
+        return (
+            f"{found[1]} does not exist, but --bpe or --tokenizer needs it; give the path of an existing "
+            "file, such as --sentencepiece-model FILE."
+        )
     found = re.fullmatch("Model file not found: (.*)", str(error), re.DOTALL)
-    if not (isinstance(error, OSError) and found):
+    if not found:
         return None
     return f"--path is {found[1]}, which does not exist; give an existing checkpoint file."
 

@@ -81,8 +81,7 @@ def _merge(arguments: argparse.Namespace, inputs: list[Path]) -> tuple[SavedMode
     return saved, f"; means are {'weighted by load' if load else 'unweighted'}{NEW_RUN}"
 
 
-@one_file
-def _prune(arguments: argparse.Namespace, inputs: list[Path]) -> tuple[SavedModel, str]:
+def _prune(arguments: argparse.Namespace, inputs: list[Path], output: Path) -> str:
     """Remove experts, chosen by ID, by load or by importance.
 
     If none of a token's experts is removed and its weights are normalized to the sum 1, its output does not
@@ -93,6 +92,7 @@ def _prune(arguments: argparse.Namespace, inputs: list[Path]) -> tuple[SavedMode
     over these tokens. `tokens --output-statistics` writes both to a file.
     """
     from fairseq_tutel.checkpoint.saved import SavedModel
+    from fairseq_tutel.convert import sharded
     from fairseq_tutel.convert.configs import configs_of
     from fairseq_tutel.convert.experts import regroup
 
@@ -118,7 +118,8 @@ def _prune(arguments: argparse.Namespace, inputs: list[Path]) -> tuple[SavedMode
     groups = {layer: [[i] for i in ids] for layer, ids in kept.items()}
     for line in regroup(saved, groups, top_k=arguments.moe_top_k):
         print(line)
-    return saved, NEW_RUN
+    sharded.to_full(saved, output)
+    return NEW_RUN
 
 
 def _refuse_prune(arguments: argparse.Namespace) -> None:

@@ -37,7 +37,7 @@ def _from_hf(arguments: argparse.Namespace, inputs: list[Path], output: Path) ->
     how = Experts(
         expert_dtype=arguments.expert_dtype or "",
         keep=arguments.keep_experts,
-        pairs=arguments.keep_for.split(",") if arguments.keep_for else (),
+        pairs=arguments.keep_for.split(",") if arguments.keep_for is not None else (),
     )
     with ReleasedFolder(inputs[0]) as folder:
         if isinstance(from_hf.family_of(folder.config()), MoEFamily):

@@ -36,7 +36,18 @@ class ExpertCounts:
         layers[layer.label] = layers.get(layer.label, 0) + sums_3E
 
     def statistics(self) -> Statistics:
-        """Return the statistics of every pair and layer that routed a token."""
+        """Return the statistics of every pair and layer that routed a token.
+
+        Raises:
+            ValueError: a gate gave probabilities that are not finite.
+        """
+        for layers in self._sums.values():
+            for label, sums_3E in layers.items():
+                if not sums_3E.isfinite().all():
+                    raise ValueError(
+                        f"--output-statistics is given, but the gate of {label} gives probabilities that "
+                        "are not finite, for example because weights are NaN; give another MODEL."
+                    )
         return {
             pair: {label: _statistics(sums_3E) for label, sums_3E in layers.items() if sums_3E[2].any()}
             for pair, layers in self._sums.items()

@@ -35,7 +35,9 @@ class LayerStatistics:
 def statistics(samples: Sequence[Sample], layer: str, num_experts: int) -> LayerStatistics:
     """Return the statistics of one MoE layer over all samples whose tokens it routed."""
     seen = [sample for sample in samples if layer in sample.experts]
-    experts_NK = np.concatenate([sample.experts[layer] for sample in seen])
+    # If experts choose tokens, K differs between batches.
+    most = max(sample.experts[layer].shape[1] for sample in seen)
+    experts_NK = np.concatenate([_padded(sample.experts[layer], most) for sample in seen])
     lengths = [len(sample.experts[layer]) for sample in seen]
     # All patches of an image count as its class.
     texts = [
@@ -58,6 +60,12 @@ def statistics(samples: Sequence[Sample], layer: str, num_experts: int) -> Layer
         bins = [(language, i, i + 1) for i, language in enumerate(languages)]
         tables["language"] = _binned(number_N, experts_NK, num_experts, bins)
     return LayerStatistics(load_E, _typical(names, counts_VE, load_E), tables)
+
+
+def _padded(experts_TK: np.ndarray, width: int) -> np.ndarray:
+    """Return expert IDs [T, width], with -1 in the added columns."""
+    more = width - experts_TK.shape[1]
+    return np.pad(experts_TK, ((0, 0), (0, more)), constant_values=-1)
 
 
 def _counts(row_N: np.ndarray, experts_NK: np.ndarray, rows: int, num_experts: int) -> np.ndarray:
