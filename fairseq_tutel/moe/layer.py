@@ -191,8 +191,8 @@ class MoELayer(nn.Module):
         Raises:
             ValueError: x, a mask, token IDs or an override are invalid.
         """
-        given = padding_mask, token_ids, capacity_factor, top_k, gate_index
-        if given == (None,) * 5 and self.decodes(x, time_first):
+        is_default = capacity_factor is None and top_k is None and gate_index is None
+        if is_default and padding_mask is None and token_ids is None and self.decodes(x, time_first):
             return self.decode(x, time_first)
         call = Call.of(
             x,
