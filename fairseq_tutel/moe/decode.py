@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from functools import cached_property, partial
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from fairseq_tutel.kernels.few_rows import ffn_of_few
@@ -99,7 +98,7 @@ def is_plain(config: MoEConfig, has_bias: bool) -> bool:
 
 def decode(
     x_TD: Tensor,
-    gate_weight_ED: Tensor,
+    logits_TE: Tensor,
     experts: ExpertStack,
     config: MoEConfig,
     compute: Callable[[], Routing],
@@ -107,12 +106,12 @@ def decode(
     """Route a few tokens and run their experts, with as few steps as possible.
 
     Between two calls, the model evicts this code from the CPU's caches, so each step takes microseconds.
-    The bits equal the bits of the gate, `decide_few` and `run_few`. Tokens, gate and experts must be in
-    fp32, and the experts must be this rank's parameters.
+    The bits equal the bits of `decide_few` and `run_few`. Tokens, logits and experts must be in fp32, and
+    the experts must be this rank's parameters.
 
     Args:
         x_TD: the tokens; none is padding.
-        gate_weight_ED: the weight of the linear gate.
+        logits_TE: the gate's logits.
         experts: the experts.
         config: the options of the layer; see `is_plain`.
         compute: returns the complete routing.
@@ -122,7 +121,7 @@ def decode(
     """
     top_k = config.top_k
     normalize = config.normalize_gate == "before" and top_k > 1
-    probs_TE, ids_TK, weights_TK = softmax_top_k(F.linear(x_TD, gate_weight_ED), top_k, normalize)
+    probs_TE, ids_TK, weights_TK = softmax_top_k(logits_TE, top_k, normalize)
     weights_TK = scaled(weights_TK, config, training=False)
     routing = DecodeRouting(
         compute, expert_ids_TK=ids_TK, weights_TK=weights_TK, probs_TE=probs_TE, real_T=None, capacity=None

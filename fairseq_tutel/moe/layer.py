@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fairseq_tutel.comm.call_id import CallCounter
@@ -16,7 +17,7 @@ from fairseq_tutel.moe.adaptive import static_strategy
 from fairseq_tutel.moe.balance import BalanceBias, balance_losses
 from fairseq_tutel.moe.balance_options import parse_balance_loss
 from fairseq_tutel.moe.call import Call
-from fairseq_tutel.moe.capacity import Capacity, MicroBatch
+from fairseq_tutel.moe.capacity import Capacity
 from fairseq_tutel.moe.config import MoEConfig
 from fairseq_tutel.moe.decode import MOST_ASSIGNMENTS, are_few, decide_few, decode, is_plain
 from fairseq_tutel.moe.deferred import Deferred, can_defer
@@ -236,15 +237,16 @@ class MoELayer(nn.Module):
         """Compute a few tokens; their losses, slots and rows are computed at the first access."""
         gate: Any = self.gate
         x_TD = x.reshape(-1, x.shape[-1])
-        routed = functools.partial(self._route_all, x, time_first)
-        y_TD, routing = decode(x_TD, gate.weight, self.experts, self.config, routed)
+        logits_TE = F.linear(x_TD, gate.weight)
+        routed = functools.partial(self._route_all, logits_TE, x, time_first)
+        y_TD, routing = decode(x_TD, logits_TE, self.experts, self.config, routed)
         return y_TD.view(x.shape), self.balance(routing)
 
-    def _route_all(self, x: Tensor, time_first: bool) -> Routing:
+    def _route_all(self, logits_TE: Tensor, x: Tensor, time_first: bool) -> Routing:
         """Return the complete routing of tokens that `decode` has computed."""
-        call = Call.of(x, self.config.model_dim, time_first=time_first)
-        logits_TE, gate_output, batch, config = self._scored(call.tokens(x), call)
-        return decide(logits_TE, config, batch, gate_output)
+        call, config = Call.of(x, self.config.model_dim, time_first=time_first), self.config
+        gate_output = self._gate_output(logits_TE, logits_TE, call, config)
+        return decide(logits_TE, config, call.micro_batch(config, self.training), gate_output)
 
     def routing_of(self, x_TD: Tensor, call: Call) -> Routing:
         """Return the routing of a forward pass, from the router set by `route_by`, or else from `route`."""
@@ -258,7 +260,15 @@ class MoELayer(nn.Module):
 
     def route(self, x_TD: Tensor, call: Call) -> Routing:
         """Choose experts for every token with the gate; this needs neither experts nor other ranks."""
-        logits_TE, gate_output, batch, config = self._scored(x_TD, call)
+        index = self.config.gate_index if call.gate_index is None else call.gate_index
+        gate, config = self.gate_at(index)
+        seen_TD = gate_input(x_TD, config, self.training)
+        clean_TE = gate_logits(gate, seen_TD, call, config)
+        logits_TE = noisy_logits(clean_TE, config, self.training)
+        cmr_T1 = None if self.beside is None else self.beside.cmr_gate_of(x_TD)
+        gate_output = self._gate_output(logits_TE, clean_TE, call, config, cmr_T1)
+        bias_E = None if self.balance_bias is None else self.balance_bias.bias
+        batch = call.micro_batch(config, self.training, bias_E)
         if can_defer(self.training) and self.dispatcher.decodes and are_few(logits_TE, config, batch):
             return decide_few(logits_TE, config, batch, gate_output)
         routing = decide(logits_TE, config, batch, gate_output)
@@ -269,22 +279,20 @@ class MoELayer(nn.Module):
                 self.busiest = routing.assigned_KE.sum(0).max()
         return routing
 
-    def _scored(self, x_TD: Tensor, call: Call) -> tuple[Tensor, GateOutput, MicroBatch, MoEConfig]:
-        """Run the gate; return the logits and the other arguments of `decide`."""
-        index = self.config.gate_index if call.gate_index is None else call.gate_index
-        gate, config = self.gate_at(index)
-        seen_TD = gate_input(x_TD, config, self.training)
-        clean_TE = gate_logits(gate, seen_TD, call, config)
-        logits_TE = noisy_logits(clean_TE, config, self.training)
-        gate_output = GateOutput(
+    def _gate_output(
+        self,
+        logits_TE: Tensor,
+        clean_TE: Tensor,
+        call: Call,
+        config: MoEConfig,
+        cmr_T1: Tensor | None = None,
+    ) -> GateOutput:
+        return GateOutput(
             logits_TE=logits_TE, clean_TE=clean_TE, noise=noise_std(config),
             score_function=config.score_function, sentences=call.sentences, time_first=call.time_first,
-            cmr_T1=None if self.beside is None else self.beside.cmr_gate_of(x_TD),
-            num_ranks=self.topology.world_size if self.training else 1, backend=config.backend,
+            cmr_T1=cmr_T1, num_ranks=self.topology.world_size if self.training else 1,
+            backend=config.backend,
         )  # fmt: skip
-        bias_E = None if self.balance_bias is None else self.balance_bias.bias
-        batch = call.micro_batch(config, self.training, bias_E)
-        return logits_TE, gate_output, batch, config
 
     def apply_routing(self, x_TD: Tensor, routing: Routing, local: bool = False) -> Tensor:
         """Send every token through its experts and return the outputs [T, D]. Collective across ranks.

@@ -151,6 +151,14 @@ def test_what_the_shorter_way_needs():
 
 
 @torch.no_grad()
+def test_a_later_change_of_the_gate_does_not_change_a_routing():
+    layer, x = build(), tokens(3)
+    output, expected = layer(x)[1], layer(x)[1].balance_loss
+    layer.gate.weight.neg_()
+    assert torch.equal(output.balance_loss, expected)
+
+
+@torch.no_grad()
 def test_the_shorter_way_uses_new_weights_and_options():
     layer, x = build(), tokens(1)
     before, _ = layer(x)
