@@ -15,13 +15,7 @@ from fairseq_tutel.kernels.groups import Groups
 from fairseq_tutel.kernels.opaque import opaque
 from fairseq_tutel.kernels.tiles_config import Config
 from fairseq_tutel.kernels.triton_activations import activate, activate_backward
-from fairseq_tutel.kernels.triton_launch import (
-    accumulator_of,
-    chosen,
-    described,
-    described_weights,
-    input_precision_of,
-)
+from fairseq_tutel.kernels.triton_launch import chosen, operands
 from fairseq_tutel.kernels.triton_operands import (
     add_product,
     load_bias,
@@ -136,15 +130,14 @@ def triton_hidden(
         parts_nR = None
         if gate_R is not None:
             parts_nR = torch.empty(tiles_n, num_rows, dtype=sum_dtype, device=dy_ND.device)
-        rows_read = None
-        if index_R is None:
-            rows_read = described([dy_ND], [config.block_m, config.block_k])
-        weights_read, k_inner = described_weights([weight_EHD], config.block_n, config.block_k)
+        (dy_from,), (weight_from,), constants = operands(
+            [dy_ND], [weight_EHD], config, tf32x3, are_gathered=index_R is not None
+        )
         _hidden_kernel[(tiles_m * tiles_n,)](
-            (rows_read or [dy_ND])[0],
+            dy_from,
             index_R,
             gate_R,
-            (weights_read or [weight_EHD])[0],
+            weight_from,
             fc2_bias,
             a_RH,
             h_RH,
@@ -161,16 +154,9 @@ def triton_hidden(
             model_dim,
             *weight_EHD.stride(),
             ACTIVATION=activation,
-            PRECISION=input_precision_of(dy_ND, tf32x3),
-            ACC=accumulator_of(dy_ND.dtype),
-            ROWS_DESCRIPTOR=rows_read is not None,
-            WEIGHT_DESCRIPTOR=weights_read is not None,
-            K_INNER=k_inner,
-            **config.blocks,
             # On AMD, quarters need twice the shared memory of halves.
             QUARTERS=torch.version.hip is None,
-            num_warps=config.warps,
-            num_stages=config.stages,
+            **constants,
         )
         if parts_nR is not None:
             _sum_parts(parts_nR, dgate_R)

@@ -126,7 +126,7 @@ def _hidden(target: GPUTarget, precision: str, activation: str) -> Variant:
 
 def _linear(target: GPUTarget, precision: str, more: bool) -> Variant:
     """As the down-projection, with a bias, or as the gradient of rows that went through two maps."""
-    reading = _reading(target, "linear", precision)
+    reading = _reading(target, "glu_dx" if more else "linear", precision)
     dtype, config = reading.dtype, reading.config
     rows = ("rows", "more") if more else ("rows",)
     result = _product(
