@@ -64,8 +64,8 @@ _TABLE: dict[tuple[str, str], dict[str, tuple[Config, ...]]] = {
             Config(128, 256, 64, 8, 3),
             Config(64, 128, 64, 4, 4),
         ),
-        # These need more than 128 registers, so one program per multiprocessor runs with any stages.
-        "hidden": (Config(128, 128, 64, 8, 4), Config(128, 128, 64, 8, 3), Config(64, 128, 64, 4, 4)),
+        "hidden": (Config(128, 128, 64, 8, 3), Config(128, 128, 64, 8, 4), Config(64, 128, 64, 4, 4)),
+        # This needs more than 128 registers, so one program per multiprocessor runs with any stages.
         "glu_hidden": (Config(128, 128, 64, 8, 4), Config(128, 64, 64, 8, 4), Config(64, 128, 64, 8, 4)),
         # This product has two accumulators, which need as many registers as one accumulator of 256 columns.
         "glu_up": (Config(128, 128, 64, 8, 3), Config(128, 64, 64, 8, 4), Config(64, 128, 64, 8, 3)),

@@ -116,7 +116,7 @@ def _hidden(target: GPUTarget, precision: str, activation: str) -> Variant:
         triton_hidden._hidden_kernel,
         pointers | {"index": "i64", "gate": "fp32", "parts": "fp32", "tiles": "i64"},
         ("start", "tiles_m", "num_rows", "N", "K"),
-        {"ACTIVATION": "swish" if glu else activation, "QUARTERS": target.backend == "cuda"}
+        {"ACTIVATION": "swish" if glu else activation, "IS_CUDA": target.backend == "cuda"}
         | dict.fromkeys(absent),
         ("weight",),
         False,
