@@ -55,6 +55,9 @@ tests/kernels/test_gemm_gpu.py -k "any_number_of_rows"
 tests/kernels/test_gemm_gpu.py -k "every_candidate"
 tests/kernels/test_gemm_gpu.py -k "not any_number_of_rows and not every_candidate"
 tests/kernels/test_route.py
+tests/kernels/test_rows.py
+tests/kernels/test_gate_product.py
+tests/kernels/test_load_loss.py
 tests/kernels/test_triton.py
 tests/kernels/test_triton_plan.py
 tests/kernels/test_autotune.py

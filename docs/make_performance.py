@@ -19,6 +19,7 @@ RESULTS = DOCS.parent / "benchmarks" / "results"
 BENCHMARKS = ("layer", "ops", "step", "generate", "generate_profile", "collectives")
 COMPILED = "compiled.md"
 STATIC = ("static_before.json", "static.json")
+SHOWN_PEERS = ("sm_90", "gfx942")
 OURS = "ours/auto"
 
 # See benchmarks/output.py.
@@ -109,6 +110,7 @@ def filled_in(text: str, folder: Path = RESULTS) -> str:
             f"python -m benchmarks.compile_table --markdown benchmarks/results/{COMPILED}",
         ),
         "static kernels": (static_kernels_table(folder), by_static),
+        "static peers": (static_peers_table(folder), by_static),
         "static layers": (static_layers_table(folder), by_static),
     }
     shown = {
@@ -388,17 +390,31 @@ def compiled_table(path: Path) -> str:
     )
 
 
+STATIC_COLUMNS = {
+    "registers": "registers", "shared": "shared, B", "programs": "programs", "spilled": "spilled",
+    "mma": "MMA", "other_per_mma": "others per MMA", "barriers": "barriers",
+}  # fmt: skip
+
+
 def static_kernels_table(folder: Path) -> str:
     """Return each kernel's figures before and after the changes, a line for each kernel and target."""
-    columns = {
-        "registers": "registers", "shared": "shared, B", "programs": "programs", "spilled": "spilled",
-        "mma": "MMA", "other_per_mma": "others per MMA", "barriers": "barriers",
-    }  # fmt: skip
     rows = [
-        [*key, *(_before_and_after(before, after, name) for name in columns)]
+        [*key, *(_before_and_after(before, after, name) for name in STATIC_COLUMNS)]
         for key, before, after in _static(folder, "kernels", ("target", "kernel"))
     ]
-    return _table(rows, ["target", "kernel", *columns.values()])
+    return _table(rows, ["target", "kernel", *STATIC_COLUMNS.values()])
+
+
+def static_peers_table(folder: Path) -> str:
+    """Return the figures of other projects' kernels on SHOWN_PEERS, a line for each kernel and target."""
+    path = folder / STATIC[-1]
+    found = json.loads(path.read_text())["peers"] if path.exists() else []
+    rows = [
+        [row["target"], row["kernel"], *(row[name] for name in STATIC_COLUMNS)]
+        for row in found
+        if row["target"] in SHOWN_PEERS
+    ]
+    return _table(rows, ["target", "kernel", *STATIC_COLUMNS.values()])
 
 
 def static_layers_table(folder: Path) -> str:

@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from fairseq_tutel.kernels import interpreted
 from fairseq_tutel.kernels.tuning_cache import Timings, TuningCache
 
 logger = logging.getLogger(__name__)
@@ -93,7 +94,7 @@ def may_measure() -> bool:
     """Return whether kernels can be timed now: on a GPU, and not during graph capture or tracing."""
     if torch.compiler.is_compiling() or not torch.cuda.is_available():
         return False
-    return not torch.cuda.is_current_stream_capturing() and not _interpreted()
+    return not torch.cuda.is_current_stream_capturing() and not interpreted()
 
 
 def launch_all(launches: Sequence[Callable[[], None]]) -> list[BaseException | None]:
@@ -112,10 +113,16 @@ def launch_all(launches: Sequence[Callable[[], None]]) -> list[BaseException | N
 
 
 def rank_and_ranks() -> tuple[int, int]:
-    """Return this process's rank and the number of ranks; (0, 1) without a process group."""
-    if dist.is_available() and dist.is_initialized():
-        return dist.get_rank(), dist.get_world_size()
-    return 0, 1
+    """Return this process's rank and the number of ranks; (0, 1) without a process group.
+
+    Only ranks of this host count if the launcher sets their number, because hosts rarely share a cache.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        return 0, 1
+    rank, ranks = os.environ.get("LOCAL_RANK"), os.environ.get("LOCAL_WORLD_SIZE")
+    if rank and ranks:
+        return int(rank), int(ranks)
+    return dist.get_rank(), dist.get_world_size()
 
 
 class Tuner:
@@ -231,12 +238,6 @@ def _cannot_compile(error: BaseException) -> bool:
 
     # Both LLVM failures and GPU errors are RuntimeErrors. GPU errors must not be ignored.
     return isinstance(error, TritonError) or (type(error) is RuntimeError and "PassManager" in str(error))
-
-
-def _interpreted() -> bool:
-    from triton import knobs
-
-    return bool(knobs.runtime.interpret)
 
 
 def _seconds_of(given: str | None, otherwise: float) -> float:

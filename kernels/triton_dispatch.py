@@ -22,32 +22,9 @@ MAX_BLOCK_D = 1024
 BLOCK_VALUES = 1024
 
 
-def _fake_gather_rows(x_TD: Tensor, index_R: Tensor, scale_R: Tensor | None = None) -> Tensor:
-    return x_TD.new_empty(index_R.shape[0], x_TD.shape[1])
-
-
-@opaque(_fake_gather_rows)
 def gather_rows(x_TD: Tensor, index_R: Tensor, scale_R: Tensor | None = None) -> Tensor:
     """Gather rows: rows[r] = scale[r] * x[index[r]], or 0 where index[r] is -1."""
-    x_TD, index_R = x_TD.contiguous(), index_R.contiguous()
-    scale_R = None if scale_R is None else scale_R.contiguous()
-    rows_RD = _fake_gather_rows(x_TD, index_R)
-    if rows_RD.numel() == 0:
-        return rows_RD
-    num_rows, model_dim = rows_RD.shape
-    block_d = _block_d(model_dim)
-    with torch.cuda.device_of(x_TD):
-        _gather_rows_kernel[(num_rows, triton.cdiv(model_dim, block_d))](
-            x_TD,
-            index_R,
-            x_TD if scale_R is None else scale_R,
-            rows_RD,
-            model_dim,
-            HAS_SCALE=scale_R is not None,
-            ACC=accumulator_of(x_TD.dtype),
-            BLOCK_D=block_d,
-        )
-    return rows_RD
+    return gather_sum(x_TD, index_R.unsqueeze(1), None if scale_R is None else scale_R.unsqueeze(1))
 
 
 def _fake_gather_sum(rows_RD: Tensor, row_of_TK: Tensor, weights_TK: Tensor | None = None) -> Tensor:
@@ -69,11 +46,10 @@ def gather_sum(rows_RD: Tensor, row_of_TK: Tensor, weights_TK: Tensor | None = N
         _gather_sum_kernel[(num_tokens, triton.cdiv(model_dim, block_d))](
             rows_RD,
             row_of_TK,
-            rows_RD if weights_TK is None else weights_TK,
+            weights_TK,
             y_TD,
             model_dim,
             top_k,
-            HAS_WEIGHTS=weights_TK is not None,
             ACC=accumulator_of(rows_RD.dtype),
             BLOCK_K=min(triton.next_power_of_2(top_k), 4),
             BLOCK_D=block_d,
@@ -139,30 +115,6 @@ def _gather_values_kernel(values_ptr, index_ptr, read_ptr, size, BLOCK: tl.const
 
 
 @triton.jit
-def _gather_rows_kernel(
-    x_ptr,
-    index_ptr,
-    scale_ptr,
-    rows_ptr,
-    model_dim,
-    HAS_SCALE: tl.constexpr,
-    ACC: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
-    row = tl.program_id(0).to(tl.int64)
-    columns = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
-    inside = columns < model_dim
-    token = tl.load(index_ptr + row)
-    filled = token >= 0
-    end = tl.where(filled, model_dim, 0)  # no columns are read for index -1
-    values = tl.load(x_ptr + token * model_dim + columns, mask=columns < end, other=0.0)
-    if HAS_SCALE:
-        scale = tl.load(scale_ptr + row, mask=filled, other=0.0)
-        values = values.to(ACC) * scale.to(ACC)
-    tl.store(rows_ptr + row * model_dim + columns, values, mask=inside)
-
-
-@triton.jit
 def _gather_sum_kernel(
     rows_ptr,
     row_of_ptr,
@@ -170,7 +122,6 @@ def _gather_sum_kernel(
     y_ptr,
     model_dim,
     top_k,
-    HAS_WEIGHTS: tl.constexpr,
     ACC: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -189,7 +140,7 @@ def _gather_sum_kernel(
             end = tl.where(kept, model_dim, 0)
             values = tl.load(rows_ptr + row * model_dim + columns, mask=columns < end, other=0.0)
             values = values.to(ACC)
-            if HAS_WEIGHTS:
+            if weights_ptr is not None:
                 values *= tl.load(weights_ptr + copy, mask=kept, other=0.0).to(ACC)
             total += values
     tl.store(y_ptr + token * model_dim + columns, total, mask=inside)

@@ -13,14 +13,7 @@ from torch import Tensor
 from fairseq_tutel.kernels.groups import Groups
 from fairseq_tutel.kernels.opaque import opaque
 from fairseq_tutel.kernels.tiles_config import Config
-from fairseq_tutel.kernels.triton_launch import (
-    accumulator_of,
-    alike,
-    chosen,
-    described,
-    described_weights,
-    input_precision_of,
-)
+from fairseq_tutel.kernels.triton_launch import alike, chosen, operands
 from fairseq_tutel.kernels.triton_operands import add_product, load_bias, store_tile
 from fairseq_tutel.kernels.triton_tiles import num_tiles, place, read_tile, table_start
 
@@ -80,9 +73,7 @@ def triton_linear(
 
     def launch(config: Config) -> None:
         tiles_m = num_tiles(num_rows, num_experts, config.block_m)
-        rows_read = described(rows, [config.block_m, config.block_k])
-        weights_read, k_inner = described_weights(weights, config.block_n, config.block_k)
-        rows_from, weights_from = rows_read or rows, weights_read or weights
+        rows_from, weights_from, constants = operands(rows, weights, config, tf32x3)
         _linear_kernel[(tiles_m * triton.cdiv(out_dim, config.block_n),)](
             rows_from[0],
             weights_from[0],
@@ -96,19 +87,14 @@ def triton_linear(
             out_dim,
             in_dim,
             *weights[0].stride(),
-            PRECISION=input_precision_of(rows_RI, tf32x3),
-            ACC=accumulator_of(rows_RI.dtype),
-            ROWS_DESCRIPTOR=rows_read is not None,
-            WEIGHT_DESCRIPTOR=weights_read is not None,
-            K_INNER=k_inner,
-            **config.blocks,
-            num_warps=config.warps,
-            num_stages=config.stages,
+            **constants,
         )
 
+    # Forward and backward have the same sizes, but backward reads weights along their other dimension.
+    kind = "glu_dx" if more_RI is not None else "linear" if weights[0].stride(2) == 1 else "dx"
     with torch.cuda.device_of(rows_RI):
         shape = num_rows, num_experts, out_dim, in_dim
-        launch(chosen("linear", rows_RI, shape, launch, tf32x3))
+        launch(chosen(kind, rows_RI, shape, launch, tf32x3))
     return out_RO
 
 

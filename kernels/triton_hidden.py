@@ -15,13 +15,7 @@ from fairseq_tutel.kernels.groups import Groups
 from fairseq_tutel.kernels.opaque import opaque
 from fairseq_tutel.kernels.tiles_config import Config
 from fairseq_tutel.kernels.triton_activations import activate, activate_backward
-from fairseq_tutel.kernels.triton_launch import (
-    accumulator_of,
-    chosen,
-    described,
-    described_weights,
-    input_precision_of,
-)
+from fairseq_tutel.kernels.triton_launch import chosen, operands
 from fairseq_tutel.kernels.triton_operands import (
     add_product,
     load_bias,
@@ -136,15 +130,14 @@ def triton_hidden(
         parts_nR = None
         if gate_R is not None:
             parts_nR = torch.empty(tiles_n, num_rows, dtype=sum_dtype, device=dy_ND.device)
-        rows_read = None
-        if index_R is None:
-            rows_read = described([dy_ND], [config.block_m, config.block_k])
-        weights_read, k_inner = described_weights([weight_EHD], config.block_n, config.block_k)
+        (dy_from,), (weight_from,), constants = operands(
+            [dy_ND], [weight_EHD], config, tf32x3, are_gathered=index_R is not None
+        )
         _hidden_kernel[(tiles_m * tiles_n,)](
-            (rows_read or [dy_ND])[0],
+            dy_from,
             index_R,
             gate_R,
-            (weights_read or [weight_EHD])[0],
+            weight_from,
             fc2_bias,
             a_RH,
             h_RH,
@@ -161,16 +154,9 @@ def triton_hidden(
             model_dim,
             *weight_EHD.stride(),
             ACTIVATION=activation,
-            PRECISION=input_precision_of(dy_ND, tf32x3),
-            ACC=accumulator_of(dy_ND.dtype),
-            ROWS_DESCRIPTOR=rows_read is not None,
-            WEIGHT_DESCRIPTOR=weights_read is not None,
-            K_INNER=k_inner,
-            **config.blocks,
             # On AMD, quarters need twice the shared memory of halves.
-            QUARTERS=torch.version.hip is None,
-            num_warps=config.warps,
-            num_stages=config.stages,
+            IS_CUDA=torch.version.hip is None,
+            **constants,
         )
         if parts_nR is not None:
             _sum_parts(parts_nR, dgate_R)
@@ -221,7 +207,7 @@ def _hidden_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     GROUP: tl.constexpr,
-    QUARTERS: tl.constexpr,
+    IS_CUDA: tl.constexpr,
 ):
     tiles_n = tl.cdiv(N, BLOCK_N)
     HAS_DOTS: tl.constexpr = gate is not None and bias is not None
@@ -259,19 +245,20 @@ def _hidden_kernel(
         K_INNER,
         BLOCK_K,
     )
-    r = first + tl.arange(0, BLOCK_M)
-    last_read = tl.where(expert < 0, 0, end)  # the tail is not read
+    rows = tl.arange(0, BLOCK_M)
+    count = (end - first).to(tl.int32)  # 32 bits need fewer registers
+    readable = tl.where(expert < 0, 0, count)  # the tail is not read
     scale = tl.full([BLOCK_M], 1, ACC)
     if gate is not None:
-        scale = tl.load(gate + r, mask=r < last_read, other=0.0).to(ACC)
+        scale = tl.load(gate + first + rows, mask=rows < readable, other=0.0).to(ACC)
     # Parts reduce register use, because the epilogue holds up to six values per element.
     part = tl.zeros([BLOCK_M], dtype=ACC)
     halves = da.reshape(BLOCK_M, 2, BLOCK_N // 2).permute(0, 2, 1).split()
     for half in tl.static_range(2):
         parts_of_half = (halves[half],)
-        if QUARTERS:
+        if IS_CUDA:
             parts_of_half = halves[half].reshape(BLOCK_M, 2, BLOCK_N // 4).permute(0, 2, 1).split()
-        for i in tl.static_range(2 if QUARTERS else 1):
+        for i in tl.static_range(2 if IS_CUDA else 1):
             column = n + half * (BLOCK_N // 2) + i * (BLOCK_N // 4)
             part += _hidden_backward(
                 parts_of_half[i],
@@ -283,14 +270,18 @@ def _hidden_kernel(
                 dg_out,
                 a_out,
                 first,
-                end,
-                last_read,
+                count,
+                readable,
                 column,
                 N,
                 ACTIVATION,
             )
     if gate is not None:
-        tl.store(parts + n_tile.to(tl.int64) * num_rows + r, part, mask=r < end)
+        part_at = parts + n_tile.to(tl.int64) * num_rows
+        if IS_CUDA:
+            tl.store(part_at + first + rows, part, mask=rows < count)
+        else:  # on gfx950, the other form adds 23 instructions to the main loop
+            tl.store(part_at + (first + rows), part, mask=first + rows < end)
 
 
 @triton.jit
@@ -329,20 +320,20 @@ def _hidden_backward(
     dg_out,
     a_out,
     first,
-    end,
-    last_read,
+    count,
+    readable,
     n,
     N,
     ACTIVATION: tl.constexpr,
 ):
     """Write one tile of the hidden gradients dh and dg, and of scale * a; return <da, a> of each row."""
     if a_in is not None:
-        a = load_tile(a_in, first, last_read, n, N, da.shape[0], da.shape[1]).to(da.dtype)
+        a = load_tile(a_in + first * N, 0, readable, n, N, da.shape[0], da.shape[1]).to(da.dtype)
         kept = a
     if h_in is not None:
-        kept = load_tile(h_in, first, last_read, n, N, da.shape[0], da.shape[1]).to(da.dtype)
+        kept = load_tile(h_in + first * N, 0, readable, n, N, da.shape[0], da.shape[1]).to(da.dtype)
     if g_in is not None:
-        g = load_tile(g_in, first, last_read, n, N, da.shape[0], da.shape[1]).to(da.dtype)
+        g = load_tile(g_in + first * N, 0, readable, n, N, da.shape[0], da.shape[1]).to(da.dtype)
     if a_in is None:
         a = activate(kept, ACTIVATION)
         if g_in is not None:
@@ -350,10 +341,10 @@ def _hidden_backward(
         a = a.to(dh_out.dtype.element_ty).to(da.dtype)  # as forward rounded it
     part = tl.sum(da * a, 1)
     if a_out is not None:
-        store_tile(a_out, a * scale[:, None], first, end, n, N)
+        store_tile(a_out + first * N, a * scale[:, None], 0, count, n, N)
     da *= scale[:, None]
     if g_in is not None:
-        store_tile(dg_out, da * activate(kept, ACTIVATION), first, end, n, N)
+        store_tile(dg_out + first * N, da * activate(kept, ACTIVATION), 0, count, n, N)
         da *= g
-    store_tile(dh_out, activate_backward(da, kept, ACTIVATION), first, end, n, N)
+    store_tile(dh_out + first * N, activate_backward(da, kept, ACTIVATION), 0, count, n, N)
     return part

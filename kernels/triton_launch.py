@@ -7,8 +7,8 @@ from typing import Any
 import torch
 import triton.language as tl
 from torch import Tensor
-from triton import knobs
 
+from fairseq_tutel.kernels import interpreted
 from fairseq_tutel.kernels.tiles_config import Config, choose
 
 try:
@@ -22,7 +22,7 @@ ALIGNMENT = 16  # bytes; TMA requires it for a tensor's address and all strides 
 @functools.cache
 def hardware_of(device: torch.device) -> str:
     """Return the hardware class of a device: a member of HARDWARE in tiles_config, or "interpreted"."""
-    if knobs.runtime.interpret:
+    if interpreted():
         return "interpreted"
     if torch.version.hip is not None:
         return "amd"
@@ -82,19 +82,41 @@ def described(tensors: list[Tensor], block: list[int]) -> list[Any] | None:
     return [TensorDescriptor(t, list(t.shape), list(t.stride()), block) for t in tensors]
 
 
-def described_weights(
-    weights_ENK: list[Tensor], block_n: int, block_k: int
-) -> tuple[list[Any] | None, bool]:
-    """Return TMA descriptors of the weights, and whether the summed dimension k is the contiguous one.
+def operands(
+    rows: list[Tensor],
+    weights_ENK: list[Tensor],
+    config: Config,
+    tf32x3: bool,
+    are_gathered: bool = False,
+) -> tuple[list[Any], list[Any], dict[str, Any]]:
+    """Return the arguments of a product's kernel for rows and weights, and its constants and options.
+
+    Rows and weights are TMA descriptors if all of them support TMA, otherwise tensors.
 
     Args:
-        weights_ENK: weights with equal strides; see `alike`.
-        block_n: columns of a tile.
-        block_k: elements summed per step.
+        rows: the rows of each product.
+        weights_ENK: the weights of each product, with equal strides; see `alike`.
+        config: the tile sizes.
+        tf32x3: whether to compute fp32 products as three TF32 products.
+        are_gathered: whether the kernel reads the rows through an index map.
     """
-    if weights_ENK[0].stride(2) == 1:
-        return described(weights_ENK, [1, block_n, block_k]), True
-    return described([w.mT for w in weights_ENK], [1, block_k, block_n]), False
+    rows_read = None if are_gathered else described(rows, [config.block_m, config.block_k])
+    k_inner = weights_ENK[0].stride(2) == 1
+    if k_inner:
+        weights_read = described(weights_ENK, [1, config.block_n, config.block_k])
+    else:
+        weights_read = described([w.mT for w in weights_ENK], [1, config.block_k, config.block_n])
+    constants = {
+        "PRECISION": input_precision_of(rows[0], tf32x3),
+        "ACC": accumulator_of(rows[0].dtype),
+        "ROWS_DESCRIPTOR": rows_read is not None,
+        "WEIGHT_DESCRIPTOR": weights_read is not None,
+        "K_INNER": k_inner,
+        **config.blocks,
+        "num_warps": config.warps,
+        "num_stages": config.stages,
+    }
+    return rows_read or rows, weights_read or weights_ENK, constants
 
 
 def alike(weights: list[Tensor]) -> list[Tensor]:

@@ -15,14 +15,7 @@ from fairseq_tutel.kernels.groups import Groups
 from fairseq_tutel.kernels.opaque import opaque
 from fairseq_tutel.kernels.tiles_config import Config
 from fairseq_tutel.kernels.triton_activations import activate
-from fairseq_tutel.kernels.triton_launch import (
-    accumulator_of,
-    alike,
-    chosen,
-    described,
-    described_weights,
-    input_precision_of,
-)
+from fairseq_tutel.kernels.triton_launch import alike, chosen, operands
 from fairseq_tutel.kernels.triton_operands import (
     load_bias,
     load_rows,
@@ -117,13 +110,11 @@ def triton_up(
 
     def launch(config: Config) -> None:
         tiles_m = num_tiles(num_rows, num_experts, config.block_m)
-        rows_read = None
-        if index_R is None:
-            rows_read = described([x_ND], [config.block_m, config.block_k])
-        weights_read, k_inner = described_weights(weights, config.block_n, config.block_k)
-        weights_from = weights_read or weights
+        (x_from,), weights_from, constants = operands(
+            [x_ND], weights, config, tf32x3, are_gathered=index_R is not None
+        )
         _up_kernel[(tiles_m * triton.cdiv(hidden_dim, config.block_n),)](
-            (rows_read or [x_ND])[0],
+            x_from,
             index_R,
             weights_from[0],
             fc1_bias,
@@ -139,14 +130,7 @@ def triton_up(
             model_dim,
             *weights[0].stride(),
             ACTIVATION=activation,
-            PRECISION=input_precision_of(x_ND, tf32x3),
-            ACC=accumulator_of(x_ND.dtype),
-            ROWS_DESCRIPTOR=rows_read is not None,
-            WEIGHT_DESCRIPTOR=weights_read is not None,
-            K_INNER=k_inner,
-            **config.blocks,
-            num_warps=config.warps,
-            num_stages=config.stages,
+            **constants,
         )
 
     shape = (num_rows, num_experts, hidden_dim, model_dim)

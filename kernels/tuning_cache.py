@@ -1,8 +1,8 @@
 """A cache of kernel timings on disk.
 
-There is one JSON file per GPU, Triton version, package version and kernel source. Several ranks may write
-at the same time, so a process merges the current content of the file and replaces the file atomically. If a
-file cannot be read or written, one warning is logged and the kernels are measured again.
+There is one JSON file per GPU, Triton version and kernel source. Several ranks may write at the same time,
+so a process merges the current content of the file and replaces the file atomically. If a file cannot be
+read or written, one warning is logged and the kernels are measured again.
 """
 
 import functools
@@ -12,7 +12,6 @@ import logging
 import os
 import platform
 import tempfile
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -110,7 +109,6 @@ def identity_here() -> dict[str, str]:
         "device": device,
         "arch": arch,
         "triton": _triton_version(),
-        "fairseq_tutel": _version("fairseq-tutel"),
         "source": _source_hash(),
     }
 
@@ -122,13 +120,6 @@ def _triton_version() -> str:
     except ImportError:
         return "none"
     return triton.__version__
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "none"
 
 
 @functools.cache

@@ -116,7 +116,7 @@ def _hidden(target: GPUTarget, precision: str, activation: str) -> Variant:
         triton_hidden._hidden_kernel,
         pointers | {"index": "i64", "gate": "fp32", "parts": "fp32", "tiles": "i64"},
         ("start", "tiles_m", "num_rows", "N", "K"),
-        {"ACTIVATION": "swish" if glu else activation, "QUARTERS": target.backend == "cuda"}
+        {"ACTIVATION": "swish" if glu else activation, "IS_CUDA": target.backend == "cuda"}
         | dict.fromkeys(absent),
         ("weight",),
         False,
@@ -126,7 +126,7 @@ def _hidden(target: GPUTarget, precision: str, activation: str) -> Variant:
 
 def _linear(target: GPUTarget, precision: str, more: bool) -> Variant:
     """As the down-projection, with a bias, or as the gradient of rows that went through two maps."""
-    reading = _reading(target, "linear", precision)
+    reading = _reading(target, "glu_dx" if more else "linear", precision)
     dtype, config = reading.dtype, reading.config
     rows = ("rows", "more") if more else ("rows",)
     result = _product(

@@ -84,19 +84,22 @@ def dispatch_variants() -> Iterator[Variant]:
         # Gate weights are at least fp32 unless the gate itself is asked to run in half precision.
         weight = "*fp64" if dtype == "fp64" else "*fp32"
         for optional in (False, True):
+            pointers = {"rows_ptr": dtype, "row_of_ptr": "i64", "y_ptr": dtype}
+            pointers |= {"weights_ptr": weight} if optional else {}
+            constants = {"ACC": acc, "BLOCK_D": 1024, **({} if optional else {"weights_ptr": None})}
             yield variant(
                 f"gather_rows/{dtype}/{'scaled' if optional else 'plain'}",
-                triton_dispatch._gather_rows_kernel,
-                {"x_ptr": dtype, "index_ptr": "i64", "scale_ptr": weight, "rows_ptr": dtype},
+                triton_dispatch._gather_sum_kernel,
+                pointers,
                 ("model_dim",),
-                {"HAS_SCALE": optional, "ACC": acc, "BLOCK_D": 1024},
+                {"top_k": 1, "BLOCK_K": 1, **constants},
             )
             yield variant(
                 f"gather_sum/{dtype}/{'weighted' if optional else 'plain'}",
                 triton_dispatch._gather_sum_kernel,
-                {"rows_ptr": dtype, "row_of_ptr": "i64", "weights_ptr": weight, "y_ptr": dtype},
+                pointers,
                 ("model_dim", "top_k"),
-                {"HAS_WEIGHTS": optional, "ACC": acc, "BLOCK_K": 2, "BLOCK_D": 1024},
+                {"BLOCK_K": 2, **constants},
             )
         yield variant(
             f"gather_dot/{dtype}",

@@ -12,7 +12,7 @@ from tabulate import tabulate
 from benchmarks import static
 from benchmarks.bad_option import BadOption
 from benchmarks.output import refuse_unwritable
-from benchmarks.static import kernels, layers
+from benchmarks.static import kernels, layers, peers
 
 
 def main(words: Sequence[str] | None = None) -> None:
@@ -32,12 +32,15 @@ def main(words: Sequence[str] | None = None) -> None:
         chosen = _targets(options.targets)
     except BadOption as error:
         parser.error(str(error))
-    compiled = list(kernels.rows(chosen, options.only))
-    print(tabulate(compiled, headers="keys"))
+    compiled, others = (list(each.rows(chosen, options.only)) for each in (kernels, peers))
+    print(tabulate(compiled + others, headers="keys"))
     traced = [] if options.only else list(layers.rows())
     print(tabulate([{k: v for k, v in row.items() if k != "names"} for row in traced], headers="keys"))
     if options.json:
-        found = {"benchmark": "static", "triton": triton.__version__, "kernels": compiled, "layers": traced}
+        found = {
+            "benchmark": "static", "triton": triton.__version__, "kernels": compiled, "peers": others,
+            "layers": traced,
+        }  # fmt: skip
         options.json.write_text(json.dumps(found, indent=1) + "\n")
 
 

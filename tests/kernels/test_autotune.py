@@ -152,6 +152,17 @@ def test_without_a_process_group_there_is_one_rank():
     assert autotune.rank_and_ranks() == (0, 1)
 
 
+def test_the_ranks_of_a_host_share_the_candidates(monkeypatch):
+    for name, value in (("is_initialized", True), ("get_rank", 13), ("get_world_size", 16)):
+        monkeypatch.setattr(autotune.dist, name, lambda value=value: value)
+    for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    assert autotune.rank_and_ranks() == (13, 16)
+    monkeypatch.setenv("LOCAL_RANK", "5")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    assert autotune.rank_and_ranks() == (5, 8)
+
+
 def test_without_a_budget_the_default_is_taken_and_no_file_read(path):
     bench = Bench(TIMES)
     bench.tuner(path).pick("up", (8,), lambda: BLOCKS, bench.launch)
@@ -255,13 +266,8 @@ def test_another_version_or_device_has_timings_of_its_own(monkeypatch, tmp_path)
         assert TuningCache.here().path != cache.path, part
 
 
-def test_another_triton_is_told_apart_whatever_its_package_is_called(monkeypatch):
+def test_another_version_of_triton_is_another_identity(monkeypatch):
     triton = pytest.importorskip("triton")
-
-    def version(package: str) -> str:
-        raise tuning_cache.PackageNotFoundError(package)  # pytorch-triton-rocm, say
-
-    monkeypatch.setattr(tuning_cache, "version", version)
     assert tuning_cache.identity_here()["triton"] == triton.__version__
     monkeypatch.setattr(triton, "__version__", "99.0")
     assert tuning_cache.identity_here()["triton"] == "99.0"

@@ -59,6 +59,18 @@ def test_one_bf16_number_would_not_do():
     assert (rounded - exact).abs().max() > 1e-1
 
 
+def test_a_gradient_that_is_not_finite_stays_so_in_its_row_and_column():
+    """A loss scaler must find it in the gradients of the token and of the expert, and in no other."""
+    x_TD, weight_ED = operands(6, 8, 4, "cpu")
+    for value in (float("inf"), float("-inf"), float("nan")):
+        dlogits_TE = torch.ones(6, 4)
+        dlogits_TE[2, 1] = value
+        grads = torch.autograd.grad(gate_product.product(x_TD, weight_ED), (x_TD, weight_ED), dlogits_TE)
+        for grad, place in zip(grads, (2, 1), strict=True):
+            expected = torch.arange(len(grad)) != place
+            assert torch.equal(grad.isfinite(), expected.unsqueeze(1).expand_as(grad))
+
+
 def test_only_the_gradients_that_are_needed_are_computed():
     x_TD, weight_ED = operands(5, 8, 4, "cpu")
     for given, wanted in (((x_TD.detach(), weight_ED), weight_ED), ((x_TD, weight_ED.detach()), x_TD)):

@@ -63,17 +63,11 @@ def test_gradients_of_cases(interpreter, case):
 
 
 def compare_tf32x3(case: Case) -> None:
-    from fairseq_tutel.kernels import (
-        triton_gemm,
-        triton_hidden,
-        triton_launch,
-        triton_up,
-        triton_weight_grad,
-    )
+    from fairseq_tutel.kernels import triton_launch, triton_weight_grad
 
     found = []
     multiply = triton_launch.input_precision_of
-    modules = triton_gemm, triton_hidden, triton_up, triton_weight_grad
+    modules = triton_launch, triton_weight_grad
     for module in modules:
         module.input_precision_of = lambda *given: found.append(multiply(*given)) or found[-1]
     try:
@@ -97,6 +91,32 @@ def test_the_precision_of_fp32_alone_changes(monkeypatch):
     assert [precision_of(dtype) for dtype in dtypes] == ["ieee", "ieee", "half"]
     monkeypatch.setattr(torch.version, "hip", "7.0")
     assert precision_of(torch.float32, True) == "ieee"
+
+
+def tuned_kinds(case: Case) -> set[str]:
+    """Return the kinds under which the products of a layer are tuned."""
+    from fairseq_tutel.kernels import triton_launch
+
+    kinds = set()
+    choose = triton_launch.choose
+
+    def recorded(kind: str, *given):
+        kinds.add(kind)
+        return choose(kind, *given)
+
+    triton_launch.choose = recorded
+    try:
+        run(kernels.ops("triton", torch.device("cpu")), case, inputs(case, "cpu"))
+    finally:
+        triton_launch.choose = choose
+    return kinds
+
+
+def test_forward_and_backward_products_of_the_same_sizes_are_tuned_separately(interpreter):
+    forward, backward = {"up", "linear"}, {"hidden", "dx", "weight"}
+    assert interpreter.run(tuned_kinds, SMALL) == [forward | backward]
+    forward, backward = {"glu_up", "linear"}, {"glu_hidden", "glu_dx", "weight"}
+    assert interpreter.run(tuned_kinds, replace(SMALL, glu=True)) == [forward | backward]
 
 
 def compare_in_tiles_of_a_gpu(case: Case) -> None:
@@ -130,17 +150,12 @@ def compare_described(case: Case) -> None:
         used.append(descriptors is not None)
         return descriptors
 
-    from fairseq_tutel.kernels import triton_gemm, triton_hidden, triton_up
-
-    for module in (triton_launch, triton_gemm, triton_hidden, triton_up):
-        module.described = counting
+    triton_launch.described = counting
     triton_launch.has_descriptors = lambda device: True
     try:
         compare_interpreted(case)
     finally:
-        triton_launch.has_descriptors = plain
-        for module in (triton_launch, triton_gemm, triton_hidden, triton_up):
-            module.described = described
+        triton_launch.has_descriptors, triton_launch.described = plain, described
     assert used and all(used)
 
 

@@ -81,3 +81,31 @@ def test_the_command_writes_a_row_per_kernel(tmp_path, monkeypatch, capsys):
     with pytest.raises(SystemExit):
         static.main(["--targets", "sm_70"])
     assert "--targets has 'sm_70'; choose from sm_80" in capsys.readouterr().err
+
+
+def test_a_launch_of_an_autotuned_kernel_of_another_project_is_a_variant(monkeypatch):
+    import torch
+    import triton
+
+    from benchmarks.static import peers
+    from fairseq_tutel.kernels.triton_dispatch import _gather_values_kernel as kernel
+
+    tuned = triton.autotune([triton.Config({"BLOCK": 64}, num_warps=2, num_stages=5)], key=[])(kernel)
+    values, index = (torch.empty(9, dtype=dtype) for dtype in (torch.bfloat16, torch.int32))
+    found = peers._variant(tuned, (values, index), {"read_ptr": values, "size": 9})
+    pointers = {"values_ptr": "*bf16", "index_ptr": "*i32", "read_ptr": "*bf16"}
+    assert found.signature == {**pointers, "size": "i32", "BLOCK": "constexpr"}
+    assert (found.constants, found.name) == ({"BLOCK": 64}, "liger/bf16/gather_values_kernel")
+    assert found.options == {"num_warps": 2, "num_stages": 5}
+    monkeypatch.setattr(peers, "find_spec", lambda name: None)
+    assert list(peers.rows(["sm_90"], "")) == []
+
+
+def test_the_products_of_liger_kernel_compile(tmp_path, monkeypatch):
+    pytest.importorskip("liger_kernel", reason="not run: needs liger-kernel")
+    from benchmarks.static import peers
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("LIGER_FUSED_MOE_AUTOTUNE", "0")
+    (row,) = peers.rows(["sm_90"], "dW2")
+    assert row["status"] == "ok" and row["mma"] > 0

@@ -319,3 +319,13 @@ def test_a_quick_run_of_quantized_products_measures_and_compares(tmp_path):
     assert all(row["status"] == "ok" and row["ratio"] > 0 and row["error"] < 2**-8 for row in rows)
     errors = {row["variant"]: row["error"] for row in found["rows"] if "normal" in row["configuration"]}
     assert errors["bf16"] < errors["int8"] < errors["int4"] < errors["int4 with a scale per row"]
+
+
+def test_the_gpu_script_runs_all_kernel_tests_that_need_a_gpu():
+    script = (ROOT / "benchmarks" / "gpu.sh").read_text()
+    paths = [
+        path for path in (ROOT / "tests" / "kernels").glob("test_*.py") if "mark.gpu" in path.read_text()
+    ]
+    assert len(paths) >= 8
+    for path in paths:
+        assert f"tests/kernels/{path.name}" in script, path.name
