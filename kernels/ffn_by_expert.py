@@ -126,7 +126,7 @@ def _up(
 
         return run
 
-    thread_pool.for_each(worker, _sizes(blocks), x_ND.shape[1] * hidden_dim)
+    thread_pool.for_each(worker, _sizes(blocks), _row_work(x_ND, hidden_dim))
     if w.is_glu or not kind.keeps_output:
         return SavedActivations(h_RH=h_RH, g_RH=g_RH)
     return SavedActivations(a_RH=h_RH)  # the activation was computed in place
@@ -194,7 +194,7 @@ def ffn_backward(
 
         return run
 
-    thread_pool.for_each(worker, _sizes(blocks), x_ND.shape[1] * hidden_dim)
+    thread_pool.for_each(worker, _sizes(blocks), _row_work(x_ND, hidden_dim))
     if outs is not None:
         _clear(outs, groups.host)
     if grads.x_RD is not None:
@@ -239,6 +239,14 @@ def _blocks(weights: FFNWeights, groups: Groups, x_ND: Tensor) -> list[Block]:
     """Return the blocks of rows that are computed together; with several threads, each has one expert."""
     row_bytes = weights.fc1_weight.shape[1] * x_ND.itemsize
     return blocks_of(groups.host, BLOCK_BYTES // row_bytes if torch.get_num_threads() == 1 else 0)
+
+
+def _row_work(x_ND: Tensor, hidden_dim: int) -> int:
+    """Return the multiplications of one row with one weight; 0 on a GPU, so that one thread runs all experts.
+
+    Other threads would launch GPU work on their own stream instead of the caller's.
+    """
+    return x_ND.shape[1] * hidden_dim if x_ND.device.type == "cpu" else 0
 
 
 def _sizes(blocks: Sequence[Block]) -> list[int]:
