@@ -242,9 +242,9 @@ def _blocks(weights: FFNWeights, groups: Groups, x_ND: Tensor) -> list[Block]:
 
 
 def _row_work(x_ND: Tensor, hidden_dim: int) -> int:
-    """Return the multiplications of one row with one weight; 0 on a GPU, so that one thread runs all experts.
+    """Return the multiplications of one row and weight, or 0 on a GPU, where one thread runs all experts.
 
-    Other threads would launch GPU work on their own stream instead of the caller's.
+    Other threads would launch work on their own stream instead of the caller's.
     """
     return x_ND.shape[1] * hidden_dim if x_ND.device.type == "cpu" else 0
 
