@@ -143,6 +143,8 @@ def _go_on(result: Result, world: World, save_dir: Path, torn: Path | None) -> R
             result.problems.append(f"{torn.name} was torn, and the training does not say so")
         torn.unlink(missing_ok=True)
         older = files.newest(p for p in _whole(trial, save_dir) if "last" not in p.name)
+        if older is None:  # all checkpoints share the file
+            return result
         extra = ("--restore-file", str(older))
     job = train(world.data, save_dir, trial.ranks_after, trial.flags, UPDATES, world.timeout, extra=extra)
     if any(job.exit_codes) or job.hung:
