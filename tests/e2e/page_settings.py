@@ -160,7 +160,7 @@ MT_FLAGS = {
     "--criterion": "moe_label_smoothed_cross_entropy", "--lr": "0.01", "--max-tokens": "400",
 }  # fmt: skip
 # The checkpoints of the fixture `shelf` that are averaged.
-KEPT = "--save-interval-updates 2 --keep-best-checkpoints 5 --max-tokens 400 --max-epoch 9"
+KEPT = "--save-interval-updates 2 --keep-best-checkpoints 5 --max-tokens 400 --max-epoch 9 --store-ema"
 STOCK = "--task translation --criterion label_smoothed_cross_entropy --optimizer adam"
 MOE_FLAGS = {"--moe-freq": "1", "--moe-expert-count": "4"}
 RANKS = {"fairseq_tutel.train", "fairseq_tutel.run"}
