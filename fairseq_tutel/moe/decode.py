@@ -82,8 +82,8 @@ def decide_few(logits_TE: Tensor, config: MoEConfig, batch: MicroBatch, gate: Ga
     )
 
 
-def is_plain(config: MoEConfig, has_bias: bool) -> bool:
-    """Return whether the options of a layer allow `decode`. `has_bias` is set with a balance bias."""
+def is_plain(config: MoEConfig) -> bool:
+    """Return whether the options of a layer allow `decode`."""
     batch = MicroBatch(top_k=config.top_k, capacity=capacity_of(config, training=False))
     return (
         config.choice == "tokens"
@@ -92,7 +92,7 @@ def is_plain(config: MoEConfig, has_bias: bool) -> bool:
         and config.score_function == "softmax"
         and config.normalize_gate != "after"
         and not (config.prescore or config.shared_experts or config.residual or config.cmr or config.fom)
-        and not (has_bias or ways_of(config, batch) or batch.capacity.is_limited)
+        and not (config.balance_bias or ways_of(config, batch) or batch.capacity.is_limited)
     )
 
 

@@ -24,9 +24,13 @@ Tensors = Mapping[str, Any]
 
 
 def is_hooked(module: nn.Module) -> bool:
-    """Return whether a module has forward or backward hooks."""
+    """Return whether a module has forward or backward hooks, or a `forward` of its own.
+
+    Some libraries replace the `forward` of a single module instead of registering a hook.
+    """
     before, after = module._forward_pre_hooks, module._forward_hooks
-    return bool(before or after or module._backward_pre_hooks or module._backward_hooks)
+    has_hooks = bool(before or after or module._backward_pre_hooks or module._backward_hooks)
+    return has_hooks or "forward" in vars(module)
 
 
 class Weights:
@@ -157,7 +161,7 @@ class ExpertStack(nn.Module):
 
     @property
     def is_hooked(self) -> bool:
-        """Whether the module has forward or backward hooks, such as the hooks of torch.nn.utils.prune."""
+        """Whether calls must run hooks, such as the hooks of torch.nn.utils.prune; see the function."""
         return is_hooked(self)
 
     @property

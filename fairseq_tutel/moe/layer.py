@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.modules.module import _has_any_global_hook
 
 from fairseq_tutel.comm.call_id import CallCounter
 from fairseq_tutel.comm.transfer import ExchangeTimer
@@ -22,7 +23,7 @@ from fairseq_tutel.moe.config import MoEConfig
 from fairseq_tutel.moe.decode import MOST_ASSIGNMENTS, are_few, decide_few, decode, is_plain
 from fairseq_tutel.moe.deferred import Deferred, can_defer
 from fairseq_tutel.moe.dispatchers import Dispatcher, OwnExperts, choose_dispatcher
-from fairseq_tutel.moe.expert_stack import OWN, ExpertStack, Weights, is_hooked
+from fairseq_tutel.moe.expert_stack import ExpertStack, Weights, is_hooked
 from fairseq_tutel.moe.experts import build_experts
 from fairseq_tutel.moe.gates import (
     LinearGate,
@@ -38,6 +39,9 @@ from fairseq_tutel.moe.shared_experts import SharedResidualExperts, sum_of_gate
 from fairseq_tutel.options.option import is_whole
 from fairseq_tutel.planning.strategy import Strategy
 from fairseq_tutel.ranks.groups import Topology
+
+# The methods of a layer that `decode` replaces.
+SKIPPED = ("routing_of", "route", "apply_routing")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,6 +101,7 @@ class MoELayer(nn.Module):
     """
 
     router: Any = None  # routes several layers with `routing_of`, as in inference/pregate.py
+    _is_plain: bool | None = None  # whether class and options allow `decode`; None: not known yet
 
     def __init__(
         self,
@@ -142,8 +147,7 @@ class MoELayer(nn.Module):
 
     def configure(self, config: MoEConfig, gate_configs: Sequence[MoEConfig]) -> None:
         """Replace the configurations of the layer and of each gate, but keep the existing modules."""
-        self.config, self._dispatcher = config, None
-        self._is_plain: bool | None = None  # whether the options allow `decode`; None: not known yet
+        self.config, self._dispatcher, self._is_plain = config, None, None
         self.gate_configs = [
             # Checks options that the layer's losses require of every gate, such as noise.
             dataclasses.replace(c, balance_loss=config.balance_loss)
@@ -212,20 +216,27 @@ class MoELayer(nn.Module):
 
     def decodes(self, x: Tensor, time_first: bool) -> bool:
         """Return whether `decode` can compute this input: few tokens in fp32, and default options."""
+        if not can_defer(
+            self.training
+        ):  # checked first: torch.compile compiles again if `_is_plain` changes
+            return False
+        if self._is_plain is None:
+            self._is_plain = self._has_plain_options()
         config = self.config
         gate: Any = self.gate
         experts: Any = self.experts
-        if self._is_plain is None:
-            is_own = type(gate) is LinearGate and self.topology.expert_group is None
-            self._is_plain = is_own and is_plain(config, self.balance_bias is not None)
         return (
             self._is_plain
             and 0 < x.numel() * config.top_k <= MOST_ASSIGNMENTS * config.model_dim
-            and can_defer(self.training)
             and self.router is None
-            and experts.weights is OWN
+            and self.beside is None
+            and self.balance_bias is None
+            and vars(self).keys().isdisjoint(SKIPPED)  # no method is replaced in this object
+            and experts.weights.are_own
             and experts.can_fuse
+            and type(gate) is LinearGate
             and not is_hooked(gate)
+            and not _has_any_global_hook()
             and x.dtype == torch.float32 == gate.weight.dtype == experts.fc1_weight.dtype
             and x.device.type == "cpu"
             and x.shape[-1:] == (config.model_dim,)
@@ -233,20 +244,20 @@ class MoELayer(nn.Module):
             and not torch.is_autocast_enabled("cpu")
         )
 
+    def _has_plain_options(self) -> bool:
+        """Return whether the options allow `decode`, and no subclass replaces the steps that it skips."""
+        is_stock = all(getattr(type(self), name) is getattr(MoELayer, name) for name in SKIPPED)
+        is_single = self.gate_configs == [self.config] and self.topology.expert_group is None
+        return is_stock and is_single and is_plain(self.config)
+
     def decode(self, x: Tensor, time_first: bool) -> tuple[Tensor, MoEOutput]:
         """Compute a few tokens; their losses, slots and rows are computed at the first access."""
         gate: Any = self.gate
         x_TD = x.reshape(-1, x.shape[-1])
         logits_TE = F.linear(x_TD, gate.weight)
-        routed = functools.partial(self._route_all, logits_TE, x, time_first)
+        routed = functools.partial(_route_all, logits_TE, self.config, x.shape[:-1], time_first)
         y_TD, routing = decode(x_TD, logits_TE, self.experts, self.config, routed)
         return y_TD.view(x.shape), self.balance(routing)
-
-    def _route_all(self, logits_TE: Tensor, x: Tensor, time_first: bool) -> Routing:
-        """Return the complete routing of tokens that `decode` has computed."""
-        call, config = Call.of(x, self.config.model_dim, time_first=time_first), self.config
-        gate_output = self._gate_output(logits_TE, logits_TE, call, config)
-        return decide(logits_TE, config, call.micro_batch(config, self.training), gate_output)
 
     def routing_of(self, x_TD: Tensor, call: Call) -> Routing:
         """Return the routing of a forward pass, from the router set by `route_by`, or else from `route`."""
@@ -266,7 +277,8 @@ class MoELayer(nn.Module):
         clean_TE = gate_logits(gate, seen_TD, call, config)
         logits_TE = noisy_logits(clean_TE, config, self.training)
         cmr_T1 = None if self.beside is None else self.beside.cmr_gate_of(x_TD)
-        gate_output = self._gate_output(logits_TE, clean_TE, call, config, cmr_T1)
+        num_ranks = self.topology.world_size if self.training else 1
+        gate_output = _gate_output(logits_TE, clean_TE, call, config, cmr_T1, num_ranks)
         bias_E = None if self.balance_bias is None else self.balance_bias.bias
         batch = call.micro_batch(config, self.training, bias_E)
         if can_defer(self.training) and self.dispatcher.decodes and are_few(logits_TE, config, batch):
@@ -278,21 +290,6 @@ class MoELayer(nn.Module):
             if self._watches_load:
                 self.busiest = routing.assigned_KE.sum(0).max()
         return routing
-
-    def _gate_output(
-        self,
-        logits_TE: Tensor,
-        clean_TE: Tensor,
-        call: Call,
-        config: MoEConfig,
-        cmr_T1: Tensor | None = None,
-    ) -> GateOutput:
-        return GateOutput(
-            logits_TE=logits_TE, clean_TE=clean_TE, noise=noise_std(config),
-            score_function=config.score_function, sentences=call.sentences, time_first=call.time_first,
-            cmr_T1=cmr_T1, num_ranks=self.topology.world_size if self.training else 1,
-            backend=config.backend,
-        )  # fmt: skip
 
     def apply_routing(self, x_TD: Tensor, routing: Routing, local: bool = False) -> Tensor:
         """Send every token through its experts and return the outputs [T, D]. Collective across ranks.
@@ -312,17 +309,10 @@ class MoELayer(nn.Module):
 
     def balance(self, routing: Routing) -> MoEOutput:
         """Return the balance losses of a routing from `route`. Some losses make this a collective call."""
+        weights = self.balance_weights
         if can_defer(self.training):
-            return DeferredOutput(functools.partial(self._balance, routing), routing=routing)
-        return self._balance(routing)
-
-    def _balance(self, routing: Routing) -> MoEOutput:
-        assert routing.gate is not None
-        named = balance_losses(self.balance_weights, routing, routing.gate)
-        weighted = [self.balance_weights[name] * loss for name, loss in named.items()]
-        total = functools.reduce(torch.add, weighted) if weighted else routing.probs_TE.new_zeros(())
-        cmr_sum = None if routing.gate.cmr_T1 is None else sum_of_gate(routing.gate.cmr_T1, routing.real_T)
-        return MoEOutput(balance_loss=total, losses=named, cmr_sum=cmr_sum, routing=routing)
+            return DeferredOutput(functools.partial(_balance, routing, weights), routing=routing)
+        return _balance(routing, weights)
 
     def follow(self, strategy: Strategy) -> None:
         """Use this execution strategy in later forward passes. All ranks must use the same strategy."""
@@ -369,3 +359,37 @@ class MoELayer(nn.Module):
             )
         gate = self.gate if index == 0 else self.other_gates[index - 1]
         return gate, self.gate_configs[index]
+
+
+# These functions do not use the layer. Its mode and options can change before a deferred result is read.
+
+
+def _balance(routing: Routing, balance_weights: dict[str, float]) -> MoEOutput:
+    assert routing.gate is not None
+    named = balance_losses(balance_weights, routing, routing.gate)
+    weighted = [balance_weights[name] * loss for name, loss in named.items()]
+    total = functools.reduce(torch.add, weighted) if weighted else routing.probs_TE.new_zeros(())
+    cmr_sum = None if routing.gate.cmr_T1 is None else sum_of_gate(routing.gate.cmr_T1, routing.real_T)
+    return MoEOutput(balance_loss=total, losses=named, cmr_sum=cmr_sum, routing=routing)
+
+
+def _route_all(logits_TE: Tensor, config: MoEConfig, shape: torch.Size, time_first: bool) -> Routing:
+    """Return the complete routing of tokens that `decode` has computed."""
+    call = Call(shape=tuple(shape), time_first=time_first)
+    gate_output = _gate_output(logits_TE, logits_TE, call, config)
+    return decide(logits_TE, config, call.micro_batch(config, training=False), gate_output)
+
+
+def _gate_output(
+    logits_TE: Tensor,
+    clean_TE: Tensor,
+    call: Call,
+    config: MoEConfig,
+    cmr_T1: Tensor | None = None,
+    num_ranks: int = 1,
+) -> GateOutput:
+    return GateOutput(
+        logits_TE=logits_TE, clean_TE=clean_TE, noise=noise_std(config),
+        score_function=config.score_function, sentences=call.sentences, time_first=call.time_first,
+        cmr_T1=cmr_T1, num_ranks=num_ranks, backend=config.backend,
+    )  # fmt: skip

@@ -9,6 +9,7 @@ import pytest
 import torch
 from compare import TOLERANCE, close
 from normal import normal
+from torch.nn.modules.module import register_module_forward_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fairseq_tutel import MoEConfig, MoELayer, Topology
@@ -18,6 +19,7 @@ from fairseq_tutel.moe import layer as layer_module
 from fairseq_tutel.moe.call import Call
 from fairseq_tutel.moe.decode import MOST_ASSIGNMENTS, DecodeRouting
 from fairseq_tutel.moe.expert_stack import Weights
+from fairseq_tutel.moe.gates import BiasedGate
 from fairseq_tutel.moe.routing import Routing
 from fairseq_tutel.plugin.feed_forward import MoEFeedForward
 
@@ -118,13 +120,123 @@ def earlier_router(layer, x):
     layer.route_by(SimpleNamespace(routing_of=lambda *_: routing))
 
 
+def replaced_gate(layer, x):
+    layer.gate = BiasedGate(layer.config)
+    torch.nn.init.ones_(layer.gate.weight)
+    torch.nn.init.normal_(layer.gate.bias)
+
+
+def own_forward(layer, x):
+    forward = layer.experts.forward
+    layer.experts.forward = lambda *args: 2 * forward(*args)
+
+
+def own_forward_of_the_gate(layer, x):
+    forward = layer.gate.forward
+    layer.gate.forward = lambda x_TD: -forward(x_TD)
+
+
+def own_route(layer, x):
+    route = layer.route
+    layer.route = lambda x_TD, call: route(-x_TD, call)
+
+
+def shared_experts(layer, x):
+    layer.beside = build(shared_experts=1).beside
+
+
+def bias(layer, x):
+    layer.balance_bias = build(balance_bias=True).balance_bias
+    layer.balance_bias.bias.copy_(torch.tensor([0, 0, 0, 9]))
+
+
+CHANGES = (
+    hooked, hooked_gate, other_weights, earlier_router, replaced_gate, own_forward,
+    own_forward_of_the_gate, own_route, shared_experts, bias,
+)  # fmt: skip
+
+
 @torch.no_grad()
-@pytest.mark.parametrize("change", (hooked, hooked_gate, other_weights, earlier_router))
+@pytest.mark.parametrize("change", CHANGES)
 def test_nothing_takes_the_shorter_way_with(change):
     layer, x = build(), tokens(1)
     assert layer.decodes(x, False)
+    before, _ = layer(x)
     change(layer, x)
     assert not layer.decodes(x, False)
+    assert change is earlier_router or not torch.equal(layer(x)[0], before)
+
+
+@torch.no_grad()
+def test_hooks_of_all_modules_see_the_gate():
+    layer, x, seen = build(), tokens(1), []
+    hook = register_module_forward_hook(lambda module, args, out: seen.append(module))
+    try:
+        layer(x)
+    finally:
+        hook.remove()
+    assert layer.gate in seen
+
+
+class Doubled(MoELayer):
+    def apply_routing(self, x_TD, routing, local=False):
+        return 2 * super().apply_routing(x_TD, routing, local)
+
+
+@torch.no_grad()
+def test_a_subclass_can_replace_a_step():
+    x = tokens(1)
+    assert torch.equal(Doubled(CONFIG, seed=1).eval()(x)[0], 2 * build()(x)[0])
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("options", ({"score_function": "sigmoid"}, {"top_k": 2}, {"expert_groups": 2}))
+def test_options_of_the_gate_alone_take_the_general_path(options):
+    own = dataclasses.replace(CONFIG, **options)
+    layer, x = MoELayer(CONFIG, seed=1, gate_configs=[own]).eval(), tokens(3)
+    assert not layer.decodes(x, False)
+    assert torch.equal(layer(x)[1].routing.weights_TK, build(**options)(x)[1].routing.weights_TK)
+
+
+LATE = (
+    {"capacity_factor": 0.2}, {"rsample": True}, {"balance_loss": "z"},
+    {"top_k": 2, "second_expert_policy": "random"},
+)  # fmt: skip
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("options", LATE, ids=str)
+def test_later_changes_of_the_layer_change_no_result(options):
+    layer, x = build(**options), tokens(20)
+    assert layer.decodes(x, False)
+    (_, output), (_, expected) = layer(x), layer(x)
+    wanted = fields(expected)
+    layer.train()
+    if "balance_loss" in options:
+        layer.configure(CONFIG, [CONFIG])
+    got = fields(output)
+    assert got.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        assert tensor is got[name] is None or torch.equal(got[name], tensor), name
+
+
+@torch.no_grad()
+def test_copies():
+    layer, x = build(), tokens(3)
+    y, output = layer(x)
+    data = pickle.dumps(output)
+    assert b"MoELayer" not in data  # a saved result has no weights
+    assert torch.equal(pickle.loads(data).balance_loss, output.balance_loss)
+    for copied in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
+        assert copied.decodes(x, False) and torch.equal(copied(x)[0], y)
+
+
+@torch.no_grad()
+def test_a_compiled_layer_stores_nothing(monkeypatch):
+    layer = build()
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    before = dict(vars(layer))
+    assert not layer.decodes(tokens(1), False) and vars(layer) == before
 
 
 def test_what_the_shorter_way_needs():
