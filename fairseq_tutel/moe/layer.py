@@ -216,9 +216,8 @@ class MoELayer(nn.Module):
 
     def decodes(self, x: Tensor, time_first: bool) -> bool:
         """Return whether `decode` can compute this input: few tokens in fp32, and default options."""
-        if not can_defer(
-            self.training
-        ):  # checked first: torch.compile compiles again if `_is_plain` changes
+        # This check comes first, because torch.compile compiles again if `_is_plain` changes.
+        if not can_defer(self.training):
             return False
         if self._is_plain is None:
             self._is_plain = self._has_plain_options()
