@@ -80,7 +80,7 @@ def table(seeds: list[dict[str, Any]]) -> str:
             values = [found[f"{experts}, {others}, {score}"] for found in seeds]
             base = [found[f"fp32, fp32, {score}"] for found in seeds]
             changes = [change(value, first) for value, first in zip(values, base, strict=True)]
-            row += [mean_of(values, 2), mean_of(changes, 2)]
+            row += [mean_of(values, 2), mean_of(changes, 2).replace("-0.00", "0.00")]
         rows.append(row)
     header = ["experts", "others", "bits per expert weight", "error of experts"]
     header += ["perplexity", "change, %", "BLEU", "change"]
