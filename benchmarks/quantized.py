@@ -7,7 +7,8 @@ For each number of rows, all variants run in one process, in turns:
 - int8, int4 unpacked: conversion to fp32 and the product.
 
 `error` is the relative difference (of the norm) to the product with the unpacked matrix in fp32. The last
-part prints the error of each format on normal and Laplace distributed weights.
+part prints the error of each format on normal and Laplace distributed weights, and for comparison the error
+of int4 with one scale per row, with and without clipping.
 """
 
 import argparse
@@ -23,11 +24,12 @@ from benchmarks.bad_option import BadOption
 from benchmarks.machine import facts
 from benchmarks.output import Report, Row
 from benchmarks.timing import against, interleaved
-from fairseq_tutel.checkpoint.quantized import Quantized, RoundingError
+from fairseq_tutel.checkpoint.quantized import LARGEST, Quantized, RoundingError
 from fairseq_tutel.kernels.quantized import has_kernel
 
 BASE = "fp32"
 FORMATS = ("int8", "int4")
+CLIPPING = 0.7  # of a row's largest magnitude; larger values are clipped
 DISTRIBUTIONS: dict[str, Callable[[int, int], Tensor]] = {
     "normal": torch.randn,
     "Laplace": lambda rows, width: torch.distributions.Laplace(0.0, 1.0).sample((rows, width)),
@@ -102,14 +104,28 @@ def _errors(weight: Tensor) -> list[Row]:
     """Return the error of each format on a matrix, and its bits per weight."""
     rows: list[Row] = []
     for name, in_rows in (("bf16", False), ("int8", False), ("int4", False), ("int4", True)):
-        form, error = Quantized(name, tuple(weight.shape), torch.float32, in_rows), RoundingError()
+        form = Quantized(name, tuple(weight.shape), torch.float32, in_rows)
         stored = form.quantize(weight)
-        error.add(weight, form.dequantize(stored))
         label = name + (" with a scale per row" if in_rows else "")
         bits = 8 * stored.nbytes / weight.numel()
-        note = f"{bits:.2f} bits per weight, worst row {error.worst_row:.1e}"
-        rows.append({"variant": label, "status": "ok", "error": error.relative, "bits": bits, "note": note})
+        rows.append(_error(label, weight, form.dequantize(stored), bits))
+    # The bits are those of the row above: only the scales differ.
+    rows.append(_error(f"int4 with a scale per row, times {CLIPPING}", weight, _clipped(weight), bits))
     return rows
+
+
+def _clipped(weight: Tensor) -> Tensor:
+    """Return a matrix after rounding to int4 with scales per row that clip the largest values."""
+    largest = LARGEST["int4"]
+    scales = weight.abs().amax(1, keepdim=True) * (CLIPPING / largest)
+    return (weight / scales).round().clamp(-largest, largest) * scales
+
+
+def _error(label: str, weight: Tensor, rounded: Tensor, bits: float) -> Row:
+    error = RoundingError()
+    error.add(weight, rounded)
+    note = f"{bits:.2f} bits per weight, worst row {error.worst_row:.1e}"
+    return {"variant": label, "status": "ok", "error": error.relative, "bits": bits, "note": note}
 
 
 if __name__ == "__main__":

@@ -318,7 +318,8 @@ def test_a_quick_run_of_quantized_products_measures_and_compares(tmp_path):
     assert {row["variant"] for row in rows} == {"fp32", "int8", "int4", "int8 unpacked", "int4 unpacked"}
     assert all(row["status"] == "ok" and row["ratio"] > 0 and row["error"] < 2**-8 for row in rows)
     errors = {row["variant"]: row["error"] for row in found["rows"] if "normal" in row["configuration"]}
-    assert errors["bf16"] < errors["int8"] < errors["int4"] < errors["int4 with a scale per row"]
+    rows = [errors[f"int4 with a scale per row{clipped}"] for clipped in ("", ", times 0.7")]
+    assert errors["bf16"] < errors["int8"] < errors["int4"] < min(rows)
 
 
 def test_the_gpu_script_runs_all_kernel_tests_that_need_a_gpu():
