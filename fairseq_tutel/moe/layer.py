@@ -221,24 +221,29 @@ class MoELayer(nn.Module):
             return False
         if self._is_plain is None:
             self._is_plain = self._has_plain_options()
-        config = self.config
-        gate: Any = self.gate
-        experts: Any = self.experts
+        # `Module.__getattr__` and properties would take as long as all other checks together.
+        config, own, modules = self.config, self.__dict__, self._modules
+        gate: Any = modules["gate"]
+        experts: Any = modules["experts"]
+        weight, fc1_weight = gate._parameters.get("weight"), experts._parameters.get("fc1_weight")
         return (
             self._is_plain
             and 0 < x.numel() * config.top_k <= MOST_ASSIGNMENTS * config.model_dim
+            and x.shape[-1] == config.model_dim
             and self.router is None
             and self.beside is None
             and self.balance_bias is None
-            and vars(self).keys().isdisjoint(SKIPPED)  # no method is replaced in this object
+            and not ("routing_of" in own or "route" in own or "apply_routing" in own)  # replaced methods
             and experts.weights.are_own
-            and experts.can_fuse
+            and not experts.training
+            and not is_hooked(experts)
             and type(gate) is LinearGate
             and not is_hooked(gate)
             and not _has_any_global_hook()
-            and x.dtype == torch.float32 == gate.weight.dtype == experts.fc1_weight.dtype
-            and x.device.type == "cpu"
-            and x.shape[-1:] == (config.model_dim,)
+            and weight is not None
+            and fc1_weight is not None
+            and x.dtype == torch.float32 == weight.dtype == fc1_weight.dtype
+            and x.is_cpu
             and not (time_first and x.dim() != 3)
             and not torch.is_autocast_enabled("cpu")
         )
@@ -247,7 +252,8 @@ class MoELayer(nn.Module):
         """Return whether the options allow `decode`, and no subclass replaces the steps that it skips."""
         is_stock = all(getattr(type(self), name) is getattr(MoELayer, name) for name in SKIPPED)
         is_single = self.gate_configs == [self.config] and self.topology.expert_group is None
-        return is_stock and is_single and is_plain(self.config)
+        has_one_node = getattr(self.experts, "is_one_node", False)
+        return is_stock and is_single and has_one_node and is_plain(self.config)
 
     def decode(self, x: Tensor, time_first: bool) -> tuple[Tensor, MoEOutput]:
         """Compute a few tokens; their losses, slots and rows are computed at the first access."""
