@@ -178,13 +178,16 @@ def _compacted(sources_N: Tensor, row_N: Tensor) -> Tensor:
     On a GPU, there are as many rows as assignments, and the unused rows at the end have source -1. The
     exact number, which the CPU uses, would need a device-to-host read.
     """
-    kept_N = row_N >= 0
     if row_N.device.type == "cpu":
-        return sources_N[kept_N]
+        return sources_N[row_N >= 0]
+    return _by_row(sources_N, row_N, len(row_N))
+
+
+def _by_row(sources_N: Tensor, row_N: Tensor, num_rows: int) -> Tensor:
+    """Return the assignment of each row, or -1 for an empty row. `row_N` is -1 for no row."""
     # All assignments without a row write to one spare row after the last row. This row is then removed.
-    spare = len(row_N)
-    source_of_R = sources_N.new_full((spare + 1,), -1)
-    return source_of_R.scatter_(0, row_N.where(kept_N, spare), sources_N)[:spare]
+    source_of_R = sources_N.new_full((num_rows + 1,), -1)
+    return source_of_R.scatter_(0, row_N.where(row_N >= 0, num_rows), sources_N)[:num_rows]
 
 
 def row_maps(
@@ -207,11 +210,9 @@ def row_maps(
     else:
         row_of_TK = ids_TK * capacity + slots_TK
         num_rows = counts_E.shape[0] * capacity
-    # All assignments without a row write to one spare row after the last row. This row is then removed.
-    landing_N = torch.where(kept_TK, row_of_TK, num_rows).flatten()
-    source_of_R = landing_N.new_full((num_rows + 1,), -1)
-    source_of_R[landing_N] = torch.arange(landing_N.numel(), device=landing_N.device)
-    return torch.where(kept_TK, row_of_TK, -1), source_of_R[:num_rows]
+    row_of_TK = row_of_TK.where(kept_TK, -1)
+    sources_N = torch.arange(row_of_TK.numel(), device=row_of_TK.device)
+    return row_of_TK, _by_row(sources_N, row_of_TK.flatten(), num_rows)
 
 
 def token_of(source_of_R: Tensor, top_k: int) -> Tensor:
