@@ -30,11 +30,6 @@ class DecodeRouting(Deferred, Routing):
     """The routing of a few tokens, which computes slots and rows only at their first access."""
 
     @cached_property
-    def gate(self) -> GateOutput | None:  # type: ignore[override]
-        """The values for balance losses, also if they are computed later; `Routing` has a default."""
-        return self.__getattr__("gate")
-
-    @cached_property
     def assignments(self) -> dict[int, list[int]]:
         """The assignments t * K + j of each expert that has tokens, by expert ID. One read by the host."""
         ids_TK = self.expert_ids_TK
@@ -83,7 +78,7 @@ def decide_few(logits_TE: Tensor, config: MoEConfig, batch: MicroBatch, gate: Ga
 
 
 def is_plain(config: MoEConfig) -> bool:
-    """Return whether the options of a layer allow `decode`."""
+    """Return whether the options of a layer allow `route_and_run`."""
     batch = MicroBatch(top_k=config.top_k, capacity=capacity_of(config, training=False))
     return (
         config.choice == "tokens"
@@ -96,7 +91,7 @@ def is_plain(config: MoEConfig) -> bool:
     )
 
 
-def decode(
+def route_and_run(
     x_TD: Tensor,
     logits_TE: Tensor,
     experts: ExpertStack,

@@ -20,7 +20,7 @@ from fairseq_tutel.moe.balance_options import parse_balance_loss
 from fairseq_tutel.moe.call import Call
 from fairseq_tutel.moe.capacity import Capacity
 from fairseq_tutel.moe.config import MoEConfig
-from fairseq_tutel.moe.decode import MOST_ASSIGNMENTS, are_few, decide_few, decode, is_plain
+from fairseq_tutel.moe.decode import MOST_ASSIGNMENTS, are_few, decide_few, is_plain, route_and_run
 from fairseq_tutel.moe.deferred import Deferred, can_defer
 from fairseq_tutel.moe.dispatchers import Dispatcher, OwnExperts, choose_dispatcher
 from fairseq_tutel.moe.expert_stack import ExpertStack, Weights, is_hooked
@@ -233,7 +233,7 @@ class MoELayer(nn.Module):
             and self.router is None
             and self.beside is None
             and self.balance_bias is None
-            and not ("routing_of" in own or "route" in own or "apply_routing" in own)  # replaced methods
+            and own.keys().isdisjoint(SKIPPED)  # no method is replaced in this object
             and experts.weights.are_own
             and not experts.training
             and not is_hooked(experts)
@@ -261,7 +261,7 @@ class MoELayer(nn.Module):
         x_TD = x.reshape(-1, x.shape[-1])
         logits_TE = F.linear(x_TD, gate.weight)
         routed = functools.partial(_route_all, logits_TE, self.config, x.shape[:-1], time_first)
-        y_TD, routing = decode(x_TD, logits_TE, self.experts, self.config, routed)
+        y_TD, routing = route_and_run(x_TD, logits_TE, self.experts, self.config, routed)
         return y_TD.view(x.shape), self.balance(routing)
 
     def routing_of(self, x_TD: Tensor, call: Call) -> Routing:

@@ -91,7 +91,7 @@ class Routing:
     source_of_R: Tensor
     token_of_R: Tensor
     capacity: int | None
-    gate: GateOutput | None = None
+    gate: GateOutput | None
 
     @cached_property
     def groups(self) -> Groups:

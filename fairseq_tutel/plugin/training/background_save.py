@@ -266,7 +266,7 @@ class BackgroundSave:
                 self._step()
 
     def _check_memory(self, cfg: Any, trainer: Any) -> None:
-        """Raise an error if the copies do not fit in host memory; the first update is not yet lost work."""
+        """Raise an error if the copies do not fit in host memory. Runs once, after the first update."""
         states = self._states_of(cfg, trainer)
         if states is not None:
             _refuse_too_little_memory(trainer.get_model(), RUN.topology, states)
