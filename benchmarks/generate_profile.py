@@ -8,8 +8,7 @@ translation model of `benchmarks.step`. A part's time excludes the parts inside 
 - model: all other modules: attention, embeddings, dense FFNs, output projection
 - search: the generator: beam search, reordering of the cache, bookkeeping
 
-`overhead` is the share of `layer` in a round, `ratio` the time of a round over that of the dense model with
-equal active FLOPs.
+`ratio` is the time of a round divided by that of the dense model with equal active FLOPs.
 """
 
 import argparse
@@ -94,10 +93,11 @@ def main(words: list[str] | None = None) -> int:
 
 
 def _measure(options: argparse.Namespace) -> int:
-    for flag, values in vars(options).items():
-        for value in values if isinstance(values, list) else [values]:
-            if isinstance(value, int) and value < 1 and not isinstance(value, bool):
-                raise BadOption(f"--{flag} is {value}; give at least 1.")
+    for flag in ("batches", "beams", "threads", "rounds"):
+        given = getattr(options, flag)
+        least = min(given) if isinstance(given, list) else given
+        if least < 1:
+            raise BadOption(f"--{flag} is {least}; give at least 1.")
     device = device_of("cpu")
     torch.set_num_threads(options.threads)
     shape = SHAPES["moe_transformer"]
@@ -136,7 +136,7 @@ def measured(built: dict[str, Built], shape: Shape, beam: int, tokens: int, roun
             shares[part].append(parts.seconds[part] / total)
     found = {part: median(each) for part, each in shares.items()}
     note = ", ".join(f"{part} {100 * share:.1f} %" for part, share in found.items())
-    rows[MOE] |= {"shares": found, "overhead": found["layer"], "note": note}
+    rows[MOE] |= {"shares": found, "note": note}
     return list(rows.values())
 
 
