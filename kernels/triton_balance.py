@@ -1,12 +1,11 @@
 """The last step of the GShard balance losses in Triton, forward and gradient in one launch. E experts."""
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from fairseq_tutel.kernels.opaque import opaque
-from fairseq_tutel.kernels.triton_launch import accumulator_of
+from fairseq_tutel.kernels.triton_launch import accumulator_of, launch
 
 
 def _fake_load_loss(mass_E: Tensor, load_E: Tensor, num_tokens: Tensor) -> tuple[Tensor, Tensor]:
@@ -18,17 +17,19 @@ def load_loss(mass_E: Tensor, load_E: Tensor, num_tokens: Tensor) -> tuple[Tenso
     """Return a GShard balance loss, and its gradient for the sums of probabilities."""
     mass_E, load_E = mass_E.contiguous(), load_E.contiguous()
     loss, gradient_E = _fake_load_loss(mass_E, load_E, num_tokens)
-    with torch.cuda.device_of(mass_E):
-        _load_loss_kernel[(1,)](
-            mass_E,
-            load_E,
-            num_tokens,
-            loss,
-            gradient_E,
-            len(mass_E),
-            ACC=accumulator_of(mass_E.dtype),
-            BLOCK_E=triton.next_power_of_2(len(mass_E)),
-        )
+    launch(
+        _load_loss_kernel,
+        (1,),
+        mass_E.device,
+        mass_E,
+        load_E,
+        num_tokens,
+        loss,
+        gradient_E,
+        len(mass_E),
+        ACC=accumulator_of(mass_E.dtype),
+        BLOCK_E=triton.next_power_of_2(len(mass_E)),
+    )
     return loss, gradient_E
 
 

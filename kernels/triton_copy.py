@@ -9,6 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fairseq_tutel.kernels.opaque import opaque
+from fairseq_tutel.kernels.triton_launch import launch
 
 BLOCK = 2048  # elements per program; not tuned
 
@@ -25,11 +26,18 @@ def stride_copy(rows_RD: Tensor, outer: int, inner: int) -> Tensor:
     if out_RD.numel() == 0:
         return out_RD
     size = rows_RD.numel() // (outer * inner)
-    with torch.cuda.device_of(rows_RD):
-        # One dimension, because the others of a grid end at 65,535.
-        _stride_copy_kernel[(triton.cdiv(size, BLOCK) * outer * inner,)](
-            rows_RD, out_RD, outer, inner, size, BLOCK=BLOCK
-        )
+    # One dimension, because the others of a grid end at 65,535.
+    launch(
+        _stride_copy_kernel,
+        (triton.cdiv(size, BLOCK) * outer * inner,),
+        rows_RD.device,
+        rows_RD,
+        out_RD,
+        outer,
+        inner,
+        size,
+        BLOCK=BLOCK,
+    )
     return out_RD
 
 

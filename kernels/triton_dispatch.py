@@ -8,13 +8,12 @@
 T tokens, D model_dim, K top_k, R rows.
 """
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from fairseq_tutel.kernels.opaque import opaque
-from fairseq_tutel.kernels.triton_launch import accumulator_of
+from fairseq_tutel.kernels.triton_launch import accumulator_of, launch
 
 # Maximum columns per program. One or two programs cover common model dimensions. The value is not tuned.
 MAX_BLOCK_D = 1024
@@ -42,18 +41,20 @@ def gather_sum(rows_RD: Tensor, row_of_TK: Tensor, weights_TK: Tensor | None = N
         return y_TD
     model_dim = y_TD.shape[1]
     block_d = _block_d(model_dim)
-    with torch.cuda.device_of(rows_RD):
-        _gather_sum_kernel[(num_tokens, triton.cdiv(model_dim, block_d))](
-            rows_RD,
-            row_of_TK,
-            weights_TK,
-            y_TD,
-            model_dim,
-            top_k,
-            ACC=accumulator_of(rows_RD.dtype),
-            BLOCK_K=min(triton.next_power_of_2(top_k), 4),
-            BLOCK_D=block_d,
-        )
+    launch(
+        _gather_sum_kernel,
+        (num_tokens, triton.cdiv(model_dim, block_d)),
+        rows_RD.device,
+        rows_RD,
+        row_of_TK,
+        weights_TK,
+        y_TD,
+        model_dim,
+        top_k,
+        ACC=accumulator_of(rows_RD.dtype),
+        BLOCK_K=min(triton.next_power_of_2(top_k), 4),
+        BLOCK_D=block_d,
+    )
     return y_TD
 
 
@@ -70,17 +71,19 @@ def gather_dot(rows_RD: Tensor, row_of_TK: Tensor, y_TD: Tensor) -> Tensor:
         return dots_TK
     num_tokens, top_k = dots_TK.shape
     model_dim = rows_RD.shape[1]
-    with torch.cuda.device_of(rows_RD):
-        _gather_dot_kernel[(num_tokens, top_k)](
-            rows_RD,
-            row_of_TK,
-            y_TD,
-            dots_TK,
-            model_dim,
-            top_k,
-            ACC=accumulator_of(rows_RD.dtype),
-            BLOCK_D=_block_d(model_dim),
-        )
+    launch(
+        _gather_dot_kernel,
+        (num_tokens, top_k),
+        rows_RD.device,
+        rows_RD,
+        row_of_TK,
+        y_TD,
+        dots_TK,
+        model_dim,
+        top_k,
+        ACC=accumulator_of(rows_RD.dtype),
+        BLOCK_D=_block_d(model_dim),
+    )
     return dots_TK
 
 
@@ -95,10 +98,16 @@ def gather_values(values_N: Tensor, index_X: Tensor) -> Tensor:
     read_X = _fake_gather_values(values_N, index_X)
     size = read_X.numel()
     if size:
-        with torch.cuda.device_of(values_N):
-            _gather_values_kernel[(triton.cdiv(size, BLOCK_VALUES),)](
-                values_N, index_X, read_X, size, BLOCK=BLOCK_VALUES
-            )
+        launch(
+            _gather_values_kernel,
+            (triton.cdiv(size, BLOCK_VALUES),),
+            values_N.device,
+            values_N,
+            index_X,
+            read_X,
+            size,
+            BLOCK=BLOCK_VALUES,
+        )
     return read_X
 
 

@@ -5,15 +5,13 @@ the interpreter supports, they are computed in fp64. One program writes each out
 deterministic.
 """
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from fairseq_tutel.kernels.groups import Groups
 from fairseq_tutel.kernels.opaque import opaque
-from fairseq_tutel.kernels.tiles_config import Config
-from fairseq_tutel.kernels.triton_launch import alike, chosen, operands
+from fairseq_tutel.kernels.triton_launch import alike, chosen, launch, operands
 from fairseq_tutel.kernels.triton_operands import add_product, load_bias, store_tile
 from fairseq_tutel.kernels.triton_tiles import num_tiles, place, read_tile, table_start
 
@@ -71,30 +69,29 @@ def triton_linear(
     weights = alike([w for w in (weight_EOI, more_weight_EOI) if w is not None])
     bias_EO = None if bias_EO is None else bias_EO.contiguous()
 
-    def launch(config: Config) -> None:
-        tiles_m = num_tiles(num_rows, num_experts, config.block_m)
-        rows_from, weights_from, constants = operands(rows, weights, config, tf32x3)
-        _linear_kernel[(tiles_m * triton.cdiv(out_dim, config.block_n),)](
-            rows_from[0],
-            weights_from[0],
-            bias_EO,
-            rows_from[1] if len(rows) > 1 else None,
-            weights_from[1] if len(rows) > 1 else None,
-            out_RO,
-            tiles,
-            table_start(num_rows, num_experts, config.block_m),
-            tiles_m,
-            out_dim,
-            in_dim,
-            *weights[0].stride(),
-            **constants,
-        )
-
     # Forward and backward have the same sizes, but backward reads weights along their other dimension.
     kind = "glu_dx" if more_RI is not None else "linear" if weights[0].stride(2) == 1 else "dx"
-    with torch.cuda.device_of(rows_RI):
-        shape = num_rows, num_experts, out_dim, in_dim
-        launch(chosen(kind, rows_RI, shape, launch, tf32x3))
+    tile = chosen(kind, rows_RI, (num_rows, num_experts, out_dim, in_dim), tf32x3)
+    tiles_m = num_tiles(num_rows, num_experts, tile.block_m)
+    rows_from, weights_from, constants = operands(rows, weights, tile, tf32x3)
+    launch(
+        _linear_kernel,
+        (tiles_m * triton.cdiv(out_dim, tile.block_n),),
+        rows_RI.device,
+        rows_from[0],
+        weights_from[0],
+        bias_EO,
+        rows_from[1] if len(rows) > 1 else None,
+        weights_from[1] if len(rows) > 1 else None,
+        out_RO,
+        tiles,
+        table_start(num_rows, num_experts, tile.block_m),
+        tiles_m,
+        out_dim,
+        in_dim,
+        *weights[0].stride(),
+        **constants,
+    )
     return out_RO
 
 

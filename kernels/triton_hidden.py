@@ -13,9 +13,8 @@ from torch import Tensor
 
 from fairseq_tutel.kernels.groups import Groups
 from fairseq_tutel.kernels.opaque import opaque
-from fairseq_tutel.kernels.tiles_config import Config
 from fairseq_tutel.kernels.triton_activations import activate, activate_backward
-from fairseq_tutel.kernels.triton_launch import chosen, operands
+from fairseq_tutel.kernels.triton_launch import chosen, launch, operands
 from fairseq_tutel.kernels.triton_operands import (
     add_product,
     load_bias,
@@ -122,48 +121,48 @@ def triton_hidden(
     weight_EHD = fc2_weight.mT
     sum_dtype = torch.promote_types(dy_ND.dtype, torch.float32)
 
-    def launch(config: Config) -> None:
-        tiles_m = num_tiles(num_rows, num_experts, config.block_m)
-        tiles_n = triton.cdiv(hidden_dim, config.block_n) + (gate_R is not None and fc2_bias is not None)
-        # Each column tile has one partial sum. The partial sums are added in a fixed order without atomics,
-        # so the result is deterministic.
-        parts_nR = None
-        if gate_R is not None:
-            parts_nR = torch.empty(tiles_n, num_rows, dtype=sum_dtype, device=dy_ND.device)
-        (dy_from,), (weight_from,), constants = operands(
-            [dy_ND], [weight_EHD], config, tf32x3, are_gathered=index_R is not None
-        )
-        _hidden_kernel[(tiles_m * tiles_n,)](
-            dy_from,
-            index_R,
-            gate_R,
-            weight_from,
-            fc2_bias,
-            a_RH,
-            h_RH,
-            g_RH,
-            dh_RH,
-            None if g_RH is None else dg_RH,
-            gated_RH if a_RH is None or gate_R is not None else None,
-            parts_nR,
-            tiles,
-            table_start(num_rows, num_experts, config.block_m),
-            tiles_m,
-            num_rows,
-            hidden_dim,
-            model_dim,
-            *weight_EHD.stride(),
-            ACTIVATION=activation,
-            # On AMD, quarters need twice the shared memory of halves.
-            IS_CUDA=torch.version.hip is None,
-            **constants,
-        )
-        if parts_nR is not None:
-            _sum_parts(parts_nR, dgate_R)
-
-    shape = (num_rows, num_experts, hidden_dim, model_dim)
-    with torch.cuda.device_of(dy_ND):
-        launch(chosen("hidden" if g_RH is None else "glu_hidden", dy_ND, shape, launch, tf32x3))
+    kind = "glu_hidden" if g_RH is not None else "relu_hidden" if activation == "relu" else "hidden"
+    tile = chosen(kind, dy_ND, (num_rows, num_experts, hidden_dim, model_dim), tf32x3)
+    tiles_m = num_tiles(num_rows, num_experts, tile.block_m)
+    tiles_n = triton.cdiv(hidden_dim, tile.block_n) + (gate_R is not None and fc2_bias is not None)
+    # Each column tile has one partial sum. The partial sums are added in a fixed order without atomics, so
+    # the result is deterministic.
+    parts_nR = None
+    if gate_R is not None:
+        parts_nR = torch.empty(tiles_n, num_rows, dtype=sum_dtype, device=dy_ND.device)
+    (dy_from,), (weight_from,), constants = operands(
+        [dy_ND], [weight_EHD], tile, tf32x3, are_gathered=index_R is not None
+    )
+    launch(
+        _hidden_kernel,
+        (tiles_m * tiles_n,),
+        dy_ND.device,
+        dy_from,
+        index_R,
+        gate_R,
+        weight_from,
+        fc2_bias,
+        a_RH,
+        h_RH,
+        g_RH,
+        dh_RH,
+        None if g_RH is None else dg_RH,
+        gated_RH if a_RH is None or gate_R is not None else None,
+        parts_nR,
+        tiles,
+        table_start(num_rows, num_experts, tile.block_m),
+        tiles_m,
+        num_rows,
+        hidden_dim,
+        model_dim,
+        *weight_EHD.stride(),
+        ACTIVATION=activation,
+        # On AMD, quarters need twice the shared memory of halves.
+        IS_CUDA=torch.version.hip is None,
+        **constants,
+    )
+    if parts_nR is not None:
+        _sum_parts(parts_nR, dgate_R)
     return dh_RH, dg_RH, gated_RH, dgate_R
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from fairseq_tutel.kernels.opaque import opaque
 from fairseq_tutel.kernels.reference_route import Rows
+from fairseq_tutel.kernels.triton_launch import launch
 
 # Assignments per block. A slot costs BLOCK_N comparisons, and the scan takes N / BLOCK_N steps. PEERS
 # assignments are compared at a time, because comparing 32 at once spills scalar registers on gfx90a. Not
@@ -98,34 +99,36 @@ def place_assignments(
     asked = None if asked_TK is None else asked_TK.contiguous().view(torch.uint8)
     sizes = num_tokens, top_k, num_experts, time, batch
     results = assigned_KE, counts_E, dropped_K, limit
-    with torch.cuda.device_of(ids_TK):
-        starts_BE = _block_starts(ids_TK, asked, None, sizes, results)
-        chains, length = top_k, num_tokens
-        if order_N is not None:
-            order_N = order_N.contiguous()
-            # An order may mix choices, so its blocks do not give the counts per choice.
-            del starts_BE  # frees the memory for the next tensor, which has the same size
-            starts_BE = _block_starts(ids_TK, asked, order_N, sizes, (None, *results[1:]))
-            chains, length = 1, top_k * num_tokens
-        num_blocks = triton.cdiv(length, BLOCK_N)
-        _place_kernel[(chains * num_blocks,)](
-            ids_TK,
-            asked,
-            order_N,
-            limit,
-            starts_BE,
-            counts_E,
-            slots_TK,
-            row_of_TK,
-            source_of_R,
-            None if top_k == 1 else token_of_R,
-            num_blocks,
-            length,
-            *sizes,
-            BLOCK=BLOCK_N,
-            PEERS=PEERS,
-            BLOCK_E=COUNT_BLOCK_E,
-        )
+    starts_BE = _block_starts(ids_TK, asked, None, sizes, results)
+    chains, length = top_k, num_tokens
+    if order_N is not None:
+        order_N = order_N.contiguous()
+        # An order may mix choices, so its blocks do not give the counts per choice.
+        del starts_BE  # frees the memory for the next tensor, which has the same size
+        starts_BE = _block_starts(ids_TK, asked, order_N, sizes, (None, *results[1:]))
+        chains, length = 1, top_k * num_tokens
+    num_blocks = triton.cdiv(length, BLOCK_N)
+    launch(
+        _place_kernel,
+        (chains * num_blocks,),
+        ids_TK.device,
+        ids_TK,
+        asked,
+        order_N,
+        limit,
+        starts_BE,
+        counts_E,
+        slots_TK,
+        row_of_TK,
+        source_of_R,
+        None if top_k == 1 else token_of_R,
+        num_blocks,
+        length,
+        *sizes,
+        BLOCK=BLOCK_N,
+        PEERS=PEERS,
+        BLOCK_E=COUNT_BLOCK_E,
+    )
     if limit is not None:
         torch.sum(slots_TK >= limit, dim=0, out=dropped_K)
     return found
@@ -147,7 +150,10 @@ def _block_starts(
     chains, length = (top_k, num_tokens) if order_N is None else (1, top_k * num_tokens)
     num_blocks = triton.cdiv(length, BLOCK_N)
     starts_BE = ids_TK.new_empty(chains * num_blocks, num_experts, dtype=torch.int32)
-    _count_kernel[(chains * num_blocks, triton.cdiv(num_experts, COUNT_BLOCK_E))](
+    launch(
+        _count_kernel,
+        (chains * num_blocks, triton.cdiv(num_experts, COUNT_BLOCK_E)),
+        ids_TK.device,
         ids_TK,
         asked,
         order_N,
@@ -158,8 +164,17 @@ def _block_starts(
         BLOCK=BLOCK_N,
         BLOCK_E=COUNT_BLOCK_E,
     )
-    _scan_kernel[(triton.cdiv(num_experts, SCAN_BLOCK_E),)](
-        starts_BE, *results, chains, num_blocks, num_experts, BLOCK_B=SCAN_BLOCK_B, BLOCK_E=SCAN_BLOCK_E
+    launch(
+        _scan_kernel,
+        (triton.cdiv(num_experts, SCAN_BLOCK_E),),
+        ids_TK.device,
+        starts_BE,
+        *results,
+        chains,
+        num_blocks,
+        num_experts,
+        BLOCK_B=SCAN_BLOCK_B,
+        BLOCK_E=SCAN_BLOCK_E,
     )
     return starts_BE
 

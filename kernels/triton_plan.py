@@ -14,6 +14,7 @@ from torch import Tensor
 
 from fairseq_tutel.kernels import interpreted
 from fairseq_tutel.kernels.reference_plan import COLUMNS, MOVE, SIGNAL, SPINS, PlanTable
+from fairseq_tutel.kernels.triton_launch import launch
 
 LINE = 32  # distance of semaphores in int32, so that each has a separate cache line of 128 bytes
 # BLOCK is not tuned.
@@ -47,25 +48,27 @@ def run_plan(memory: Tensor, table: PlanTable, calls: int, spins: int = SPINS) -
     ranges = [(0, levels, 0, calls)]
     if interpreted():
         ranges = [(at, at + 1, call, call + 1) for call in range(calls) for at in range(levels)]
-    with torch.cuda.device_of(memory):
-        for each in ranges:
-            _plan_kernel[(instances,)](
-                memory,
-                table.rows,
-                table.sources,
-                table.bounds,
-                semaphores,
-                stuck,
-                levels,
-                *each,
-                calls * table.call_elements,
-                table.call_elements,
-                table.tmp_elements,
-                spins,
-                IN_FP32=memory.dtype in (torch.float16, torch.bfloat16),
-                **CONSTANTS,
-                **OPTIONS,
-            )
+    for each in ranges:
+        launch(
+            _plan_kernel,
+            (instances,),
+            memory.device,
+            memory,
+            table.rows,
+            table.sources,
+            table.bounds,
+            semaphores,
+            stuck,
+            levels,
+            *each,
+            calls * table.call_elements,
+            table.call_elements,
+            table.tmp_elements,
+            spins,
+            IN_FP32=memory.dtype in (torch.float16, torch.bfloat16),
+            **CONSTANTS,
+            **OPTIONS,
+        )
     return stuck
 
 

@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fairseq_tutel.kernels.opaque import opaque
-from fairseq_tutel.kernels.triton_launch import accumulator_of
+from fairseq_tutel.kernels.triton_launch import accumulator_of, launch
 
 # Elements of a [tokens, experts] tile. With 4096 the fp64 kernel takes 25 s to compile for sm_80. With 1024
 # every kernel compiles in less than 1 s and needs at most 96 registers. Not tuned for speed on a GPU.
@@ -33,22 +33,24 @@ def softmax_top_k(logits_TE: Tensor, top_k: int, normalize: bool = False) -> tup
     if num_tokens == 0:
         return probs_TE, ids_TK, weights_TK
     block_t, block_e = _tile(num_experts, logits_TE.dtype == torch.float64)
-    with torch.cuda.device_of(logits_TE):
-        _softmax_top_k_kernel[(triton.cdiv(num_tokens, block_t),)](
-            logits_TE,
-            probs_TE,
-            ids_TK,
-            weights_TK,
-            num_tokens,
-            num_experts,
-            top_k,
-            NORMALIZE=normalize,
-            TINY=torch.finfo(logits_TE.dtype).tiny,
-            ACC=accumulator_of(logits_TE.dtype),
-            BLOCK_T=block_t,
-            BLOCK_E=block_e,
-            BLOCK_K=triton.next_power_of_2(top_k),
-        )
+    launch(
+        _softmax_top_k_kernel,
+        (triton.cdiv(num_tokens, block_t),),
+        logits_TE.device,
+        logits_TE,
+        probs_TE,
+        ids_TK,
+        weights_TK,
+        num_tokens,
+        num_experts,
+        top_k,
+        NORMALIZE=normalize,
+        TINY=torch.finfo(logits_TE.dtype).tiny,
+        ACC=accumulator_of(logits_TE.dtype),
+        BLOCK_T=block_t,
+        BLOCK_E=block_e,
+        BLOCK_K=triton.next_power_of_2(top_k),
+    )
     return probs_TE, ids_TK, weights_TK
 
 
@@ -80,23 +82,25 @@ def softmax_top_k_backward(
     if num_tokens == 0:
         return dlogits_TE
     block_t, block_e = _tile(num_experts, probs_TE.dtype == torch.float64)
-    with torch.cuda.device_of(probs_TE):
-        _softmax_top_k_backward_kernel[(triton.cdiv(num_tokens, block_t),)](
-            probs_TE,
-            ids_TK,
-            dprobs_TE,
-            dweights_TK,
-            dlogits_TE,
-            num_tokens,
-            num_experts,
-            ids_TK.shape[1],
-            0 if dprobs_TE is None else dprobs_TE.stride(0),
-            NORMALIZE=normalize,
-            TINY=torch.finfo(probs_TE.dtype).tiny,
-            ACC=accumulator_of(probs_TE.dtype),
-            BLOCK_T=block_t,
-            BLOCK_E=block_e,
-        )
+    launch(
+        _softmax_top_k_backward_kernel,
+        (triton.cdiv(num_tokens, block_t),),
+        probs_TE.device,
+        probs_TE,
+        ids_TK,
+        dprobs_TE,
+        dweights_TK,
+        dlogits_TE,
+        num_tokens,
+        num_experts,
+        ids_TK.shape[1],
+        0 if dprobs_TE is None else dprobs_TE.stride(0),
+        NORMALIZE=normalize,
+        TINY=torch.finfo(probs_TE.dtype).tiny,
+        ACC=accumulator_of(probs_TE.dtype),
+        BLOCK_T=block_t,
+        BLOCK_E=block_e,
+    )
     return dlogits_TE
 
 

@@ -5,14 +5,14 @@ form an additional group with expert -1. A row of the table is (expert, first ro
 In an unused tile, the first row is not below the end.
 """
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from fairseq_tutel.kernels.opaque import opaque
+from fairseq_tutel.kernels.triton_launch import launch
 
-# Rows of a tile in every configuration of `tiles_config`.
+# Rows of a tile in the table of `tiles`.
 BLOCKS_M = (16, 32, 64, 128, 256)
 BLOCK_TILES = 32
 BLOCK_EXPERTS = 64
@@ -48,16 +48,18 @@ def row_tiles(counts_E: Tensor, num_rows: int) -> Tensor:
     """
     tiles, num_experts = _fake_row_tiles(counts_E, num_rows), counts_E.shape[0]
     most = num_tiles(num_rows, num_experts, BLOCKS_M[0])
-    with torch.cuda.device_of(counts_E):
-        _row_tiles_kernel[(triton.cdiv(most, BLOCK_TILES), len(BLOCKS_M))](
-            counts_E.contiguous(),
-            tiles,
-            num_rows,
-            num_experts,
-            SMALLEST=BLOCKS_M[0],
-            BLOCK_E=BLOCK_EXPERTS,
-            BLOCK_T=BLOCK_TILES,
-        )
+    launch(
+        _row_tiles_kernel,
+        (triton.cdiv(most, BLOCK_TILES), len(BLOCKS_M)),
+        counts_E.device,
+        counts_E.contiguous(),
+        tiles,
+        num_rows,
+        num_experts,
+        SMALLEST=BLOCKS_M[0],
+        BLOCK_E=BLOCK_EXPERTS,
+        BLOCK_T=BLOCK_TILES,
+    )
     return tiles
 
 

@@ -13,9 +13,8 @@ from torch import Tensor
 from fairseq_tutel.kernels.activations import ACTIVATIONS
 from fairseq_tutel.kernels.groups import Groups
 from fairseq_tutel.kernels.opaque import opaque
-from fairseq_tutel.kernels.tiles_config import Config
 from fairseq_tutel.kernels.triton_activations import activate
-from fairseq_tutel.kernels.triton_launch import alike, chosen, operands
+from fairseq_tutel.kernels.triton_launch import alike, chosen, launch, operands
 from fairseq_tutel.kernels.triton_operands import (
     load_bias,
     load_rows,
@@ -108,34 +107,34 @@ def triton_up(
     is_glu = fc3_weight is not None
     weights = alike([fc1_weight] if fc3_weight is None else [fc1_weight, fc3_weight])
 
-    def launch(config: Config) -> None:
-        tiles_m = num_tiles(num_rows, num_experts, config.block_m)
-        (x_from,), weights_from, constants = operands(
-            [x_ND], weights, config, tf32x3, are_gathered=index_R is not None
-        )
-        _up_kernel[(tiles_m * triton.cdiv(hidden_dim, config.block_n),)](
-            x_from,
-            index_R,
-            weights_from[0],
-            fc1_bias,
-            weights_from[1] if is_glu else None,
-            fc3_bias,
-            a_RH,
-            h_RH if keep_h else None,
-            g_RH if keep_h and is_glu else None,
-            tiles,
-            table_start(num_rows, num_experts, config.block_m),
-            tiles_m,
-            hidden_dim,
-            model_dim,
-            *weights[0].stride(),
-            ACTIVATION=activation,
-            **constants,
-        )
-
-    shape = (num_rows, num_experts, hidden_dim, model_dim)
-    with torch.cuda.device_of(x_ND):
-        launch(chosen("glu_up" if is_glu else "up", x_ND, shape, launch, tf32x3))
+    kind = "glu_up" if is_glu else "relu_up" if activation == "relu" else "up"
+    tile = chosen(kind, x_ND, (num_rows, num_experts, hidden_dim, model_dim), tf32x3)
+    tiles_m = num_tiles(num_rows, num_experts, tile.block_m)
+    (x_from,), weights_from, constants = operands(
+        [x_ND], weights, tile, tf32x3, are_gathered=index_R is not None
+    )
+    launch(
+        _up_kernel,
+        (tiles_m * triton.cdiv(hidden_dim, tile.block_n),),
+        x_ND.device,
+        x_from,
+        index_R,
+        weights_from[0],
+        fc1_bias,
+        weights_from[1] if is_glu else None,
+        fc3_bias,
+        a_RH,
+        h_RH if keep_h else None,
+        g_RH if keep_h and is_glu else None,
+        tiles,
+        table_start(num_rows, num_experts, tile.block_m),
+        tiles_m,
+        hidden_dim,
+        model_dim,
+        *weights[0].stride(),
+        ACTIVATION=activation,
+        **constants,
+    )
     return a_RH, h_RH, g_RH
 
 

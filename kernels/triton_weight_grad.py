@@ -5,15 +5,13 @@ Each program writes one tile of one expert's weight gradient, or a part of its b
 across programs are needed. The gradients of an expert without rows are set to zero.
 """
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from fairseq_tutel.kernels.groups import Groups
 from fairseq_tutel.kernels.opaque import opaque
-from fairseq_tutel.kernels.tiles_config import Config
-from fairseq_tutel.kernels.triton_launch import accumulator_of, chosen, input_precision_of
+from fairseq_tutel.kernels.triton_launch import accumulator_of, chosen, input_precision_of, launch
 from fairseq_tutel.kernels.triton_operands import multiply
 from fairseq_tutel.kernels.triton_tiles import place
 
@@ -83,33 +81,32 @@ def triton_weight_grad(
         None if t is None else t.contiguous() for t in (dout_index_R, rows_index_R, bias_scale_R)
     )
 
-    def launch(config: Config) -> None:
-        columns = triton.cdiv(in_dim, config.block_n) + bias
-        _weight_grad_kernel[(num_experts * triton.cdiv(out_dim, config.block_m) * columns,)](
-            dout_NO,
-            dout_index_R,
-            rows_NI,
-            rows_index_R,
-            bias_scale_R,
-            tiles,
-            dweight_EOI,
-            dbias_EO if bias else None,
-            out_dim,
-            in_dim,
-            PRECISION=input_precision_of(dout_NO, tf32x3),
-            ACC=accumulator_of(dout_NO.dtype),
-            BLOCK_O=config.block_m,
-            BLOCK_I=config.block_n,
-            BLOCK_R=config.block_k,
-            GROUP=config.group,
-            num_warps=config.warps,
-            num_stages=config.stages,
-        )
-
     num_rows = (dout_NO if dout_index_R is None else dout_index_R).shape[0]
-    shape = (num_rows, num_experts, in_dim, out_dim)
-    with torch.cuda.device_of(dout_NO):
-        launch(chosen("weight", dout_NO, shape, launch, tf32x3))
+    tile = chosen("weight", dout_NO, (num_rows, num_experts, in_dim, out_dim), tf32x3)
+    columns = triton.cdiv(in_dim, tile.block_n) + bias
+    launch(
+        _weight_grad_kernel,
+        (num_experts * triton.cdiv(out_dim, tile.block_m) * columns,),
+        dout_NO.device,
+        dout_NO,
+        dout_index_R,
+        rows_NI,
+        rows_index_R,
+        bias_scale_R,
+        tiles,
+        dweight_EOI,
+        dbias_EO if bias else None,
+        out_dim,
+        in_dim,
+        PRECISION=input_precision_of(dout_NO, tf32x3),
+        ACC=accumulator_of(dout_NO.dtype),
+        BLOCK_O=tile.block_m,
+        BLOCK_I=tile.block_n,
+        BLOCK_R=tile.block_k,
+        GROUP=tile.group,
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+    )
     return dweight_EOI, dbias_EO
 
 

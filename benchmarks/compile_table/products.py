@@ -1,4 +1,4 @@
-"""The grouped products as a real layer launches them, for `build`: default tiles, aligned dimensions."""
+"""The grouped products as a real layer launches them, with every tile of the table, for `build`."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -9,10 +9,8 @@ from triton.backends.compiler import GPUTarget
 from benchmarks.compile_table.variants import ACCUMULATORS, Variant, variant
 from fairseq_tutel.kernels import triton_gemm, triton_hidden, triton_tiles, triton_up, triton_weight_grad
 from fairseq_tutel.kernels.activations import ACTIVATIONS
-from fairseq_tutel.kernels.tiles_config import Config, candidates
-
-# A layer with full tiles: rows of all experts, experts, H or I, D or O.
-SHAPE = (65536, 8, 8192, 2048)
+from fairseq_tutel.kernels.tiles import Tile, rows_of
+from fairseq_tutel.kernels.triton_launch import DESCRIPTORS, hardware_class
 
 # tf32 is fp32 with torch's switch on, tf32x3 is fp32 with --moe-fp32-products tf32x3.
 PRECISIONS = {"fp32": "ieee", "tf32": "tf32", "tf32x3": "tf32x3", "fp16": "half", "bf16": "half"}
@@ -24,10 +22,8 @@ ALL_ON, ALL_IN = "gfx942", "bf16"
 
 
 def hardware_of_target(target: GPUTarget) -> str:
-    """Return the class of tile sizes that `tiles_config` has for a target."""
-    if target.backend == "hip":
-        return "amd"
-    return "hopper" if target.arch >= 90 else "ampere"
+    """Return the hardware class that `tiles` has for a target."""
+    return "amd" if target.backend == "hip" else hardware_class(target.arch // 10)
 
 
 def product_variants(target: GPUTarget) -> Iterator[Variant]:
@@ -48,12 +44,17 @@ def product_variants(target: GPUTarget) -> Iterator[Variant]:
             continue
         is_all = target.arch == ALL_ON and precision == ALL_IN
         for activation in (*ACTIVATIONS, "swiglu") if is_all else EVERYWHERE:
-            yield _up(target, precision, activation)
-            yield _hidden(target, precision, activation)
-        yield _linear(target, precision, more=False)
-        yield _linear(target, precision, more=True)
-        yield _weight_grad(target, precision, gated=True)
-        yield _weight_grad(target, precision, gated=False)
+            prefix = {"swiglu": "glu_", "relu": "relu_"}.get(activation, "")
+            for reading in _readings(target, f"{prefix}up", precision):
+                yield _up(reading, activation)
+            for reading in _readings(target, f"{prefix}hidden", precision):
+                yield _hidden(target, reading, activation)
+        for kind in ("linear", "dx", "glu_dx"):
+            for reading in _readings(target, kind, precision):
+                yield _linear(kind, reading)
+        for reading in _readings(target, "weight", precision):
+            yield _weight_grad(reading, gated=True)
+            yield _weight_grad(reading, gated=False)
 
 
 @dataclass(frozen=True)
@@ -61,8 +62,9 @@ class _Reading:
     """How a kernel reads: the arguments of `_product` in addition to its own."""
 
     precision: str
-    config: Config
+    tile: Tile
     has_tma: bool
+    suffix: str  # of the kernel's name: empty for the tile of small shapes, otherwise the tile
 
     @property
     def dtype(self) -> str:
@@ -76,22 +78,26 @@ class _Reading:
         }
 
 
-def _reading(target: GPUTarget, kind: str, precision: str) -> _Reading:
+def _readings(target: GPUTarget, kind: str, precision: str) -> list[_Reading]:
+    """Return a reading for every tile that a product may have on a target."""
     hardware = hardware_of_target(target)
-    config = candidates(kind, hardware, PRECISIONS[precision], *SHAPE)[0]
-    return _Reading(precision, config, hardware == "hopper")
+    *large, small = (row.tile for row in rows_of(kind, hardware, PRECISIONS[precision]))
+    has_tma = hardware in DESCRIPTORS
+    return [
+        *(_Reading(precision, t, has_tma, f"/{t.block_m}x{t.block_n}x{t.stages}") for t in large),
+        _Reading(precision, small, has_tma, ""),
+    ]
 
 
-def _up(target: GPUTarget, precision: str, activation: str) -> Variant:
+def _up(reading: _Reading, activation: str) -> Variant:
     glu = activation == "swiglu"
-    reading = _reading(target, "glu_up" if glu else "up", precision)
     kept: tuple[str, ...] = ("h_out", "g_out", "gate_bias") if glu else ("h_out",)
     if not glu and ACTIVATIONS[activation].keeps_output:
         kept = ()
     pointers = dict.fromkeys(("x", "bias", "a_out", *kept), reading.dtype)
     absent = {"gate_weight", "gate_bias", "h_out", "g_out"} - {*kept, "gate_weight" if glu else ""}
     return _product(
-        f"ffn_up/{precision}/{activation}",
+        f"ffn_up/{reading.precision}/{activation}{reading.suffix}",
         triton_up._up_kernel,
         pointers | {"index": "i64", "tiles": "i64"},
         ("start", "tiles_m", "N", "K"),
@@ -102,17 +108,16 @@ def _up(target: GPUTarget, precision: str, activation: str) -> Variant:
     )
 
 
-def _hidden(target: GPUTarget, precision: str, activation: str) -> Variant:
+def _hidden(target: GPUTarget, reading: _Reading, activation: str) -> Variant:
     """With gates and biases; the activation is computed again unless it is saved."""
     glu = activation == "swiglu"
-    reading = _reading(target, "glu_hidden" if glu else "hidden", precision)
     given: tuple[str, ...] = ("h_in", "g_in", "dg_out", "a_out") if glu else ("h_in", "a_out")
     if not glu and ACTIVATIONS[activation].keeps_output:
         given = ("a_in", "a_out")
     absent = {"a_in", "h_in", "g_in", "dg_out", "a_out"} - set(given)
     pointers = dict.fromkeys(("dy", "bias", "dh_out", *given), reading.dtype)
     return _product(
-        f"ffn_down_backward/{precision}/{activation}",
+        f"ffn_down_backward/{reading.precision}/{activation}{reading.suffix}",
         triton_hidden._hidden_kernel,
         pointers | {"index": "i64", "gate": "fp32", "parts": "fp32", "tiles": "i64"},
         ("start", "tiles_m", "num_rows", "N", "K"),
@@ -124,51 +129,55 @@ def _hidden(target: GPUTarget, precision: str, activation: str) -> Variant:
     )
 
 
-def _linear(target: GPUTarget, precision: str, more: bool) -> Variant:
-    """As the down-projection, with a bias, or as the gradient of rows that went through two maps."""
-    reading = _reading(target, "glu_dx" if more else "linear", precision)
-    dtype, config = reading.dtype, reading.config
-    rows = ("rows", "more") if more else ("rows",)
+def _linear(kind: str, reading: _Reading) -> Variant:
+    """As the down-projection, with a bias, or as the gradient of rows that went through one or two maps."""
+    dtype, tile, two = reading.dtype, reading.tile, kind == "glu_dx"
+    name = f"grouped_linear/{reading.precision}/bias"
+    absent = ["more", "more_weight"]
+    if kind != "linear":
+        name = f"ffn_up_backward/{reading.precision}/{'glu' if two else 'one'}"
+        absent = ["bias"] if two else ["bias", "more", "more_weight"]
+    rows = ("rows", "more") if two else ("rows",)
     result = _product(
-        f"ffn_up_backward/{precision}/glu" if more else f"grouped_linear/{precision}/bias",
+        name + reading.suffix,
         triton_gemm._linear_kernel,
-        dict.fromkeys(("out", *rows) if more else ("out", "bias", *rows), dtype) | {"tiles": "i64"},
+        dict.fromkeys(("out", *rows) if "bias" in absent else ("out", "bias", *rows), dtype)
+        | {"tiles": "i64"},
         ("start", "tiles_m", "N", "K"),
-        dict.fromkeys(("bias",) if more else ("more", "more_weight")),
-        ("weight", "more_weight") if more else ("weight",),
-        not more,
+        dict.fromkeys(absent),
+        ("weight", "more_weight") if two else ("weight",),
+        kind == "linear",
         reading,
     )
     if reading.has_tma:
-        block = f"tensordesc<{dtype}[{config.block_m}, {config.block_k}]>"
+        block = f"tensordesc<{dtype}[{tile.block_m}, {tile.block_k}]>"
         result.signature.update(dict.fromkeys(rows, block))
         result.constants["ROWS_DESCRIPTOR"] = True
     return result
 
 
-def _weight_grad(target: GPUTarget, precision: str, gated: bool) -> Variant:
+def _weight_grad(reading: _Reading, gated: bool) -> Variant:
     """As fc2's, with gathered gradients of the output and gates, or as fc1's, with gathered tokens."""
-    reading = _reading(target, "weight", precision)
-    config = reading.config
+    tile = reading.tile
     pointers = dict.fromkeys(("dout", "rows", "dweight", "dbias"), reading.dtype)
     pointers |= dict.fromkeys(("dout_index" if gated else "rows_index", "starts"), "i64")
     if gated:
         pointers["bias_scale"] = "fp32"
     absent = ("rows_index",) if gated else ("dout_index", "bias_scale")
     return variant(
-        f"grouped_weight_grad/{precision}/{'fc2' if gated else 'fc1'}",
+        f"grouped_weight_grad/{reading.precision}/{'fc2' if gated else 'fc1'}{reading.suffix}",
         triton_weight_grad._weight_grad_kernel,
         pointers,
         ("OUT", "IN"),
         {
             **dict.fromkeys(absent),
-            "BLOCK_O": config.block_m,
-            "BLOCK_I": config.block_n,
-            "BLOCK_R": config.block_k,
-            "GROUP": config.group,
+            "BLOCK_O": tile.block_m,
+            "BLOCK_I": tile.block_n,
+            "BLOCK_R": tile.block_k,
+            "GROUP": tile.group,
             **reading.constants,
         },
-        config,
+        tile,
     )
 
 
@@ -183,7 +192,7 @@ def _product(
     reading: _Reading,
 ) -> Variant:
     """Add what all products over row tiles share: the weights, their strides and the tiles."""
-    config, dtype = reading.config, reading.dtype
+    tile, dtype = reading.tile, reading.dtype
     result = variant(
         name,
         kernel,
@@ -194,14 +203,14 @@ def _product(
             "ROWS_DESCRIPTOR": False,
             "WEIGHT_DESCRIPTOR": reading.has_tma,
             "K_INNER": k_inner,
-            **config.blocks,
+            **tile.blocks,
             **reading.constants,
             **constants,
         },
-        config,
+        tile,
     )
     if reading.has_tma:
-        block = (config.block_n, config.block_k) if k_inner else (config.block_k, config.block_n)
+        block = (tile.block_n, tile.block_k) if k_inner else (tile.block_k, tile.block_n)
         described = f"tensordesc<{dtype}[1, {block[0]}, {block[1]}]>"
         result.signature.update(dict.fromkeys(weights, described))
     return result

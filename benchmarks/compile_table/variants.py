@@ -17,7 +17,7 @@ from fairseq_tutel.kernels import (
     triton_plan,
     triton_route,
 )
-from fairseq_tutel.kernels.tiles_config import Config
+from fairseq_tutel.kernels.tiles import Tile
 
 DTYPES = ("fp32", "fp16", "bf16", "fp64")
 NUM_EXPERTS = 128
@@ -59,7 +59,7 @@ def variant(
     pointers: dict[str, str],
     integers: tuple[str, ...],
     constants: dict[str, Any],
-    config: Config | None = None,
+    tile: Tile | None = None,
 ) -> Variant:
     """Return the variant of these arguments, in the kernel's own order.
 
@@ -69,11 +69,11 @@ def variant(
         pointers: dtype of what each points to.
         integers: names of the 32-bit integers.
         constants: arguments that are fixed at compile time; None for an absent one.
-        config: its warps and stages; None for Triton's defaults.
+        tile: its warps and stages; None for Triton's defaults.
     """
     signature = {key: f"*{dtype.lstrip('*')}" for key, dtype in pointers.items()}
     signature |= dict.fromkeys(integers, "i32") | dict.fromkeys(constants, "constexpr")
-    options = {} if config is None else {"num_warps": config.warps, "num_stages": config.stages}
+    options = {} if tile is None else {"num_warps": tile.warps, "num_stages": tile.stages}
     return Variant(name, kernel, signature, constants, options)
 
 

@@ -3,9 +3,10 @@
 import argparse
 import contextlib
 import errno
+import logging
 import os
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, MutableMapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -19,7 +20,10 @@ from fairseq_tutel.checkpoint.malformed import refuse_malformed
 from fairseq_tutel.checkpoint.shards import bind, unbind
 from fairseq_tutel.files.atomic import renamed_when_whole
 from fairseq_tutel.files.untrusted import printable
+from fairseq_tutel.moe.option_table import RETIRED
 from fairseq_tutel.ranks.progress import progress
+
+logger = logging.getLogger(__name__)
 
 # The parts of a configuration; in a flat configuration, the key that holds the name of each part.
 PARTS = {"model": "arch", "task": "task", "criterion": "criterion", "optimizer": "optimizer"}
@@ -104,6 +108,7 @@ class SavedModel:
         if not isinstance(state, dict) or not isinstance(state.get("model"), dict):
             raise ValueError(f"{flag} names {path}, which holds no model; give a fairseq checkpoint.")
         refuse_malformed(state, f"{flag} {path}")
+        drop_retired(state, path)
         bind(state, path)
         if not keep_shards:
             unbind(state)
@@ -210,6 +215,20 @@ class SavedModel:
         """Write the checkpoint as one file; see `write_all` for errors."""
         unbind(self.state)
         write_all([(output, self.state)])
+
+
+def drop_retired(state: Mapping[str, Any], path: str | Path) -> None:
+    """Remove the options of `RETIRED` from a checkpoint, in place, and log them in one line."""
+    found = set()
+    for part in (state.get("args"), *(state.get("cfg") or {}).values()):
+        options = vars(part) if isinstance(part, argparse.Namespace) else part
+        if isinstance(options, MutableMapping):
+            for key in RETIRED.keys() & options.keys():
+                del options[key]
+                found.add(key)
+    if found:
+        reasons = ", ".join(f"{key} ({RETIRED[key]})" for key in sorted(found))
+        logger.info("%s has options that no longer exist and are ignored: %s", path, reasons)
 
 
 def _values(options: Any) -> dict[str, Any]:

@@ -325,14 +325,6 @@ class MoEConfig:
         "default; tf32x3 computes each as three TF32 products on tensor cores, with about 22 bits instead "
         "of 24, on NVIDIA GPUs with Triton kernels",
     )
-    kernel_tuning_seconds: float = kernels(
-        3.0, unit="seconds", rule=NOT_NEGATIVE,
-        no_effect=(because(lambda f: not f.gpu, "kernels are timed on GPUs only"),),
-        help="time limit for measuring which kernel configurations are fastest on this GPU, without the "
-        "time for compiling them; timings and compiled kernels are cached for later processes, and ranks "
-        "share the timings; 0 uses the default configurations; the result is the same up to rounding; the "
-        "environment variable FAIRSEQ_TUTEL_TUNE_SECONDS overrides it",
-    )
     exchange: str = communication(
         "ragged", choices=("ragged", "padded"), no_effect=(ALL_LOCAL, NO_ROWS),
         help="all-to-all buffers: ragged sends only the kept rows; padded sends buffers of equal size; the "

@@ -13,7 +13,6 @@ from torch.nn.modules.module import _has_any_global_hook
 
 from fairseq_tutel.comm.call_id import CallCounter
 from fairseq_tutel.comm.transfer import ExchangeTimer
-from fairseq_tutel.kernels import autotune
 from fairseq_tutel.moe.adaptive import static_strategy
 from fairseq_tutel.moe.balance import BalanceBias, balance_losses
 from fairseq_tutel.moe.balance_options import parse_balance_loss
@@ -125,7 +124,6 @@ class MoELayer(nn.Module):
         self._dispatcher: Dispatcher | None = None
         self._dispatcher_for: tuple[ExpertStack, Weights] | None = None
         self.configure(config, gate_configs or [config] * len(config.gate_types))
-        autotune.allow(config.kernel_tuning_seconds)  # applies to the whole process
         if gates is None:
             kinds = config.gate_types if gate_configs is None else [c.gate_type for c in gate_configs]
             gates = [build_gate(c, kind) for c, kind in zip(self.gate_configs, kinds, strict=True)]

@@ -11,6 +11,7 @@ import torch
 
 from fairseq_tutel.checkpoint.files import read_file
 from fairseq_tutel.checkpoint.saved import SavedModel
+from fairseq_tutel.moe.option_table import RETIRED
 from fairseq_tutel.plugin import register
 
 # The dtypes of an opened model.
@@ -73,7 +74,7 @@ def from_checkpoint(
         raise ValueError(f"path names {files[0]}, which contains no model; give a checkpoint.")
     saved = SavedModel(state)
     folder = _data_folder(data, str(saved.options_of("task").get("data") or ""), files[0].parent)
-    return open_interface(files, folder, place, dtype, options, saved.all_keys)
+    return open_interface(files, folder, place, dtype, options, saved.all_keys - RETIRED.keys())
 
 
 def files_of(path: str | Path, name: str = "path") -> list[Path]:

@@ -68,8 +68,6 @@ def _choices() -> Iterator[tuple[str, str]]:
     import torch
 
     from fairseq_tutel.kernels import backend_for
-    from fairseq_tutel.kernels.autotune import seconds_allowed
-    from fairseq_tutel.kernels.tuning_cache import TuningCache
 
     on_gpu = torch.cuda.is_available()
     device = torch.device("cuda" if on_gpu else "cpu")
@@ -79,12 +77,6 @@ def _choices() -> Iterator[tuple[str, str]]:
         except ValueError as error:
             choice = f"not available: {error}"
         yield f"kernels (--moe-backend {requested})", choice
-    cache = TuningCache.here()
-    yield "kernel timings", f"{len(cache.entries)} for this device and version, in {cache.path}"
-    try:
-        yield "kernel tuning", f"{seconds_allowed():g} s a process, on a GPU"
-    except ValueError as error:
-        yield "kernel tuning", f"refused: {error}"
     if on_gpu:
         yield "backend of torch.distributed", "nccl, since there is a GPU"
         yield "precisions", "fp32, --fp16, --bf16 and their memory-efficient forms, --amp"

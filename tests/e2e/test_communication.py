@@ -149,11 +149,8 @@ def test_masters_of_slices_survive_a_resume(lm_data, tmp_path):
 def test_options_with_nothing_to_do_say_so(lm_data, tmp_path):
     flags = (
         "--moe-adaptive", "auto", "--moe-a2a-algorithm", "2dh", "--moe-expert-parallel-size", 1,
-        "--moe-kernel-tuning-seconds", 1,
     )  # fmt: skip
     run = train(lm_data, tmp_path, *flags, ranks=2, updates=1)
-    no_gpu = "--moe-kernel-tuning-seconds 1.0 has no effect: kernels are timed on GPUs only"
-    assert no_gpu in run.output or torch.cuda.is_available()
     assert "--moe-adaptive auto has no effect: every rank has all experts" in run.output
     assert "--moe-a2a-algorithm 2dh has no effect: every rank has all experts" in run.output
 

@@ -6,8 +6,6 @@ import torch
 from tool_in_process import tool
 
 import fairseq_tutel
-from fairseq_tutel.kernels import autotune
-from fairseq_tutel.kernels.tuning_cache import TuningCache
 
 
 def _env():
@@ -35,18 +33,9 @@ def test_env_works_without_fairseq(monkeypatch):
     assert _env()["torch"] == torch.__version__
 
 
-def test_env_tells_another_apex_from_nvidia_s_and_counts_timings(tmp_path, monkeypatch):
+def test_env_tells_another_apex_from_nvidia_s(tmp_path, monkeypatch):
     assert _env()["apex"] == "not installed"
     (tmp_path / "apex").mkdir()
     (tmp_path / "apex" / "__init__.py").write_text("")
-    monkeypatch.setenv("FAIRSEQ_TUTEL_CACHE", str(tmp_path / "cache"))
-    cache = TuningCache.here()
-    cache.add("up (8,)", {"a": 1.0})
-    cache.add("up (16,)", {"a": 1.0})
-    monkeypatch.setenv("FAIRSEQ_TUTEL_TUNE_SECONDS", "abc")
-    monkeypatch.setattr(autotune, "_tuner", autotune._tuner.__wrapped__)
     monkeypatch.syspath_prepend(tmp_path)
-    found = _env()
-    assert found["apex"].startswith("a package of that name without NVIDIA's")
-    assert found["kernel tuning"].startswith("refused: FAIRSEQ_TUTEL_TUNE_SECONDS is 'abc'; give")
-    assert found["kernel timings"] == f"2 for this device and version, in {cache.path}"
+    assert _env()["apex"].startswith("a package of that name without NVIDIA's")

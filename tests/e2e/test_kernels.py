@@ -61,8 +61,3 @@ def test_a_training_is_the_same_by_every_kernel(lm_data, tmp_path, train, extra)
 def test_triton_without_a_gpu_is_refused_by_a_sentence(lm_data, tmp_path):
     said = refused("train", *lm_args(lm_data, tmp_path, "--moe-backend", "triton"))
     assert "--moe-backend) is 'triton' but the tensors are on cpu; run on a GPU" in said
-
-
-def test_a_negative_tuning_budget_is_refused_by_a_sentence(lm_data, tmp_path):
-    said = refused("train", *lm_args(lm_data, tmp_path, "--moe-kernel-tuning-seconds", -1))
-    assert "--moe-kernel-tuning-seconds) is -1.0; give a finite number, at least 0" in said

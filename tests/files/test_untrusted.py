@@ -14,7 +14,6 @@ from tool_in_process import refusal_of, tool
 
 from fairseq_tutel.checkpoint.lease import NAME, read, take
 from fairseq_tutel.files.untrusted import content_of, error_line, json_of, printable
-from fairseq_tutel.kernels.tuning_cache import TuningCache
 from fairseq_tutel.moe import update_tuner
 from fairseq_tutel.plans.format import to_json
 from fairseq_tutel.plans.generators import make
@@ -26,7 +25,6 @@ def test_a_deep_file_is_no_json(tmp_path):
     with pytest.raises(ValueError, match="nests too deeply"):
         json_of(path)
     assert read(str(path)) == (None, 0.0)
-    assert TuningCache(path, {}).entries == {}
 
 
 def test_what_is_no_ordinary_file_is_refused_at_once(tmp_path):
@@ -36,7 +34,6 @@ def test_what_is_no_ordinary_file_is_refused_at_once(tmp_path):
         for path in (tmp_path / "pipe", tmp_path, "/dev/zero", tmp_path / "socket"):
             with pytest.raises(OSError):
                 content_of(path)
-    assert TuningCache(tmp_path / "pipe", {}).entries == {}
 
 
 def test_a_folder_is_named(tmp_path):

@@ -93,43 +93,40 @@ def test_the_precision_of_fp32_alone_changes(monkeypatch):
     assert precision_of(torch.float32, True) == "ieee"
 
 
-def tuned_kinds(case: Case) -> set[str]:
-    """Return the kinds under which the products of a layer are tuned."""
-    from fairseq_tutel.kernels import triton_launch
+def kinds_of(case: Case) -> set[str]:
+    """Return the kinds of a layer's products, by which their tiles are chosen."""
+    from fairseq_tutel.kernels import tiles, triton_launch
 
     kinds = set()
-    choose = triton_launch.choose
-
-    def recorded(kind: str, *given):
-        kinds.add(kind)
-        return choose(kind, *given)
-
-    triton_launch.choose = recorded
+    triton_launch.choose = lambda kind, *given: kinds.add(kind) or tiles.choose(kind, *given)
     try:
         run(kernels.ops("triton", torch.device("cpu")), case, inputs(case, "cpu"))
     finally:
-        triton_launch.choose = choose
+        triton_launch.choose = tiles.choose
     return kinds
 
 
-def test_forward_and_backward_products_of_the_same_sizes_are_tuned_separately(interpreter):
-    forward, backward = {"up", "linear"}, {"hidden", "dx", "weight"}
-    assert interpreter.run(tuned_kinds, SMALL) == [forward | backward]
-    forward, backward = {"glu_up", "linear"}, {"glu_hidden", "glu_dx", "weight"}
-    assert interpreter.run(tuned_kinds, replace(SMALL, glu=True)) == [forward | backward]
+@pytest.mark.parametrize(
+    "options, forward, backward",
+    [
+        ({}, {"relu_up", "linear"}, {"relu_hidden", "dx", "weight"}),
+        ({"activation": "gelu"}, {"up", "linear"}, {"hidden", "dx", "weight"}),
+        ({"glu": True}, {"glu_up", "linear"}, {"glu_hidden", "glu_dx", "weight"}),
+    ],
+    ids=("relu", "gelu", "glu"),
+)
+def test_products_of_forward_and_backward_have_their_own_tiles(interpreter, options, forward, backward):
+    assert interpreter.run(kinds_of, replace(SMALL, **options)) == [forward | backward]
 
 
 def compare_in_tiles_of_a_gpu(case: Case) -> None:
-    from fairseq_tutel.kernels import tiles_config
+    from fairseq_tutel.kernels import tiles, triton_launch
 
-    small, tiles_config.INTERPRETED = (tiles_config.INTERPRETED, tiles_config.Config(128, 128, 64, 8, 4))
+    triton_launch.choose = lambda *_: tiles.Tile(128, 128, 64, 8, 4)
     try:
-        for kind in tiles_config.KINDS:
-            (config,) = tiles_config.candidates(kind, "interpreted", "half", 256, 3, 136, 150)
-            assert (config.block_m, config.block_n) == (128, 128)
         compare_interpreted(case)
     finally:
-        tiles_config.INTERPRETED = small
+        triton_launch.choose = tiles.choose
 
 
 @pytest.mark.parametrize("glu", (pytest.param(False, marks=pytest.mark.long), True), ids=("gelu", "glu"))

@@ -1,5 +1,6 @@
 """The compiled matrix products of experts on a GPU, with the tiles of real layers."""
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
@@ -7,7 +8,7 @@ import torch
 from ffn_cases import ACTS, Case, check, compare, inputs, oracle, run, skewed
 
 from fairseq_tutel import kernels
-from fairseq_tutel.kernels import reference, tiles_config, triton_launch
+from fairseq_tutel.kernels import reference, tiles, triton_launch
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.gpu
@@ -53,24 +54,30 @@ def test_compiled_gradients_of_cases(case):
     compare_compiled(case)
 
 
-@pytest.mark.parametrize("kind", tiles_config.KINDS)
-def test_compiled_gradients_with_every_candidate(kind, monkeypatch):
-    case, taken = replace(LAYER, glu=kind.startswith("glu")), set()
+@pytest.mark.parametrize("kind", tiles.KINDS.split())
+def test_compiled_gradients_with_every_tile_of_the_table(kind, monkeypatch):
+    activation = "gelu" if kind in ("up", "hidden") else "relu"
+    case, taken = replace(LAYER, glu=kind.startswith("glu"), activation=activation), set()
+    hardware = triton_launch.hardware_of(torch.device("cuda:0"))
+    for row in tiles.rows_of(kind, hardware, "half"):
 
-    def only(index: int):
-        def choose(asked: str, hardware: str, precision: str, shape: tuple, _):
-            found = tiles_config.candidates(asked, hardware, precision, *shape)
-            config = found[index % len(found) if asked == kind else 0]
-            taken.update([config] if asked == kind else [])
-            return config
+        def choose(asked, *shape, tile=row.tile):
+            taken.update([tile] if asked == kind else [])
+            return tile if asked == kind else tiles.choose(asked, *shape)
 
-        return choose
-
-    for index in range(4):
-        # Not by what is measured: a tuner that has settled asks for no candidates.
-        monkeypatch.setattr(triton_launch, "choose", only(index))
+        monkeypatch.setattr(triton_launch, "choose", choose)
         compare_compiled(case)
     assert taken
+
+
+def test_backward_runs_in_a_thread_that_has_no_context_yet():
+    """The launches of the first thread have loaded every kernel, so that no load binds the context."""
+    case = replace(LAYER, gathered=False, glu=True)
+    ops, given = kernels.ops("triton", torch.device("cuda")), inputs(case, "cuda")
+    expected = run(ops, case, given)
+    with ThreadPoolExecutor(1) as pool:
+        found = pool.submit(run, ops, case, given).result()
+    assert all(torch.equal(tensor, found[name]) for name, tensor in expected.items())
 
 
 def test_compiled_gradients_in_tf32_are_near(monkeypatch):

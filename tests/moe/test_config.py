@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from fairseq_tutel.kernels.activations import ACTIVATIONS
-from fairseq_tutel.kernels.autotune import SECONDS
 from fairseq_tutel.moe.balance import LOSSES
 from fairseq_tutel.moe.balance_options import parse_balance_loss
 from fairseq_tutel.moe.capacity import DROP_POLICIES
@@ -86,7 +85,6 @@ BAD = [
     ("activation_dropout", 1.0, ("--activation-dropout", "is 1.0", "from 0 to below 1")),
     ("init_std", -0.1, ("init_std is -0.1", "at least 0")),
     ("backend", "cuda", ("--moe-backend", "'cuda'", "choose one of auto, reference, triton.")),
-    ("kernel_tuning_seconds", -1.0, ("--moe-kernel-tuning-seconds", "is -1.0", "at least 0")),
     ("fp32_products", "tf32", ("--moe-fp32-products", "is 'tf32'", "choose one of torch, tf32x3.")),
     ("exchange", "even", ("--moe-exchange", "'even'", "choose one of ragged, padded")),
     ("a2a_algorithm", "ring", ("--moe-a2a-algorithm", "'ring'", "one of linear, 2dh, auto, or plan:")),
@@ -206,10 +204,6 @@ def test_the_names_that_may_be_chosen_are_those_there_is_something_for(name, our
     assert ", ".join(ours) in str(error.value)
     for choice in ours:
         MoEConfig(**GOOD, **{name: choice}, gate_noise=0.0 if choice == "hash" else 1.0)
-
-
-def test_the_time_for_kernel_tuning_is_that_of_the_tuner():
-    assert LAYER["kernel_tuning_seconds"].default == SECONDS
 
 
 @pytest.mark.parametrize("owner", BY_OWNER)

@@ -73,7 +73,6 @@ IDLE = [
     ({"adaptive_r": 2}, {"tuned": True}, TUNER),
     ({"parallel_type": "model"}, {"tuned": True}, TUNER),
     ({"adaptive": "auto"}, {"expert_parallel_size": 1}, ALL_HERE),
-    ({"kernel_tuning_seconds": 1.0}, {"gpu": False}, "kernels are timed on GPUs only"),
     ({"expert_grad_norm": "sqrt_world_size"}, {"ranks": 1}, "has no effect: the run has only one rank"),
     ({"moe_zero_stage": 1}, {"ranks": 1}, "--moe-zero-stage 1 has no effect: the run has only one rank"),
     ({"record_a2a_perf_stats": True}, {"expert_parallel_size": 1}, ALL_HERE),

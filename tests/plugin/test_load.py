@@ -1,6 +1,7 @@
 """A checkpoint's file at the doors by which it comes in: to be used, or to go on training from."""
 
 import argparse
+import logging
 import os
 import re
 import sys
@@ -65,6 +66,22 @@ def test_a_file_with_a_flipped_byte_is_used_only_by_the_user_s_word(tmp_path, mo
 def test_a_backend_that_is_no_more_is_read_as_auto(kind, saved, read, tmp_path):
     path = written(tmp_path, cfg={**STATE["cfg"], "task": kind(**saved)})
     assert checkpoint_utils.load_checkpoint_to_cpu(str(path), {})["cfg"]["task"] == kind(**read)
+
+
+@pytest.mark.parametrize("words", [({},), (None, False)], ids=["to use", "to train on"])
+@pytest.mark.parametrize("form", ["cfg", "args", "Namespace in cfg"])
+def test_a_removed_option_in_a_checkpoint_is_ignored_with_one_log_line(form, words, tmp_path, caplog):
+    caplog.set_level(logging.INFO)
+    key, kept = "moe_kernel_tuning_seconds", {"moe_freq": 1, "moe_backend": "auto"}
+    old = {**kept, key: 3.0}
+    kind = dict if form == "cfg" else argparse.Namespace
+    flat = argparse.Namespace(**old, arch="moe_transformer_lm", task="language_modeling")
+    parts = {"args": flat} if form == "args" else {"cfg": {"model": kind(**old), "task": kind(**old)}}
+    state = checkpoint_utils.load_checkpoint_to_cpu(str(written(tmp_path, **parts)), *words)
+    found = [options for options in (state["args"], state["cfg"]["model"], state["cfg"]["task"]) if options]
+    assert [options for options in found if key in options] == []
+    assert any("moe_backend" in options for options in found)
+    assert [key in record.getMessage() for record in caplog.records] == [True]
 
 
 def test_a_training_is_told_that_it_goes_on_from_rounded_experts(tmp_path, caplog):

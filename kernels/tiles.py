@@ -1,0 +1,169 @@
+"""The tile sizes of the grouped matrix products: one table by hardware, precision, kind and shape.
+
+`python -m benchmarks.tiles` times other tiles on the GPU at hand and prints rows for the table. A test
+compiles every tile of the table for its hardware and checks that no register spills.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import NamedTuple
+
+
+class Tile(NamedTuple):
+    """The tile sizes and launch parameters of one kernel for grouped matrix products.
+
+    Attributes:
+        block_m: rows of an output tile (O for a weight gradient, which has shape [O, I]).
+        block_n: columns of an output tile (I for a weight gradient).
+        block_k: elements summed per step (rows for a weight gradient).
+        warps: warps per program.
+        stages: pipeline stages, that is, steps whose loads are in flight at once.
+        group: row tiles that are processed together for all columns, so that weights are read from L2.
+    """
+
+    block_m: int
+    block_n: int
+    block_k: int
+    warps: int
+    stages: int
+    group: int = 8
+
+    @property
+    def blocks(self) -> dict[str, int]:
+        """The tile sizes as the compile-time constants of a kernel over row tiles."""
+        return {
+            "BLOCK_M": self.block_m,
+            "BLOCK_N": self.block_n,
+            "BLOCK_K": self.block_k,
+            "GROUP": self.group,
+        }
+
+
+class Row(NamedTuple):
+    """A row of the table.
+
+    Attributes:
+        hardware: hardware classes, separated by spaces; see `triton_launch.hardware_of`.
+        precisions: precisions, separated by spaces.
+        kinds: kinds of products, separated by spaces.
+        tile: the tile of these products.
+        reason: the device, shape and gain that chose the tile, or COMPILED.
+        where: a condition on (rows of an expert, rounded up to a power of two; n; k), with n and k of
+            `choose`; None holds for every shape.
+    """
+
+    hardware: str
+    precisions: str
+    kinds: str
+    tile: Tile
+    reason: str
+    where: Callable[[int, int, int], bool] | None = None
+
+
+# up, glu_up: x @ fc1.T with the activation; linear: one product; dx, glu_dx: the gradient of input rows, in
+# one or two products; hidden, glu_hidden: the gradient of the hidden rows; weight: a weight gradient. Other
+# activations than relu need more registers.
+KINDS = "up relu_up glu_up linear dx glu_dx hidden relu_hidden glu_hidden weight"
+# sm_80: all NVIDIA GPUs before sm_90; also sm_86 and sm_89, which have 99 KiB of shared memory.
+HARDWARE = "sm_80 sm_90 sm_100 sm_120 amd"
+# half: fp16 and bf16; tf32; tf32x3: fp32 as three TF32 products; ieee: fp32 without tensor cores.
+PRECISIONS = "half tf32 tf32x3 ieee"
+
+COMPILED = "not measured: a large tile that compiles without spilled registers"
+NVIDIA, NEWER, GLU = "sm_80 sm_90 sm_100 sm_120", "sm_90 sm_100 sm_120", "glu_up glu_hidden"
+
+# The first row that fits is used. The rows of the H100 were measured on one H100 80GB in bf16 with the
+# shapes A, C and E of benchmarks/layer_cases.py. The limits of a shape class lie between these shapes.
+TABLE = (
+    Row("sm_90", "half", "linear", Tile(256, 128, 64, 8, 3), "H100, C: 666 TFLOP/s",
+        lambda rows, n, k: rows >= 1024 and k >= 8192),
+    Row("sm_90", "half", "linear", Tile(256, 128, 64, 8, 4), "H100, A: 698 TFLOP/s",
+        lambda rows, n, k: rows >= 1024 and k >= 2048),
+    Row("sm_90", "half", "dx glu_dx", Tile(128, 256, 64, 8, 3),
+        "H100, A, C, E: 755, 708, 573 TFLOP/s, 7 to 18 % over 128 columns",
+        lambda rows, n, k: rows >= 1024),
+    Row("sm_90", "half", "relu_up", Tile(128, 256, 64, 8, 3), "H100, A: 583 TFLOP/s",
+        lambda rows, n, k: rows >= 1024),
+    Row("sm_90", "half", "relu_hidden", Tile(128, 256, 64, 8, 3),
+        "H100, A: 0.77 ms, 0.97 ms with 128 columns",
+        lambda rows, n, k: rows >= 1024),
+    Row("sm_90", "half", "weight", Tile(256, 128, 64, 8, 3), "H100, A and C, [D, H]: 530 and 482 TFLOP/s",
+        lambda rows, n, k: rows >= 1024 and n > k >= 1024),
+    Row("sm_90", "half", "glu_hidden", Tile(128, 128, 64, 8, 4), "H100, C and E: 427 and 339 TFLOP/s"),
+    Row("sm_90", "half", "linear glu_up weight", Tile(128, 128, 64, 8, 3),
+        "H100, E: 538, 561 and 466 TFLOP/s; glu_up also in C: 578 TFLOP/s"),
+    Row("sm_100 sm_120", "half", "glu_hidden", Tile(128, 128, 64, 8, 4), COMPILED),
+    Row(NEWER, "half", KINDS, Tile(128, 128, 64, 8, 3), COMPILED),
+    Row(NEWER, "tf32", GLU, Tile(128, 64, 32, 8, 4), COMPILED),
+    Row(NEWER, "tf32", KINDS, Tile(128, 128, 32, 8, 4), COMPILED),
+    # These tiles need at most 96 KiB of shared memory, so they also run on consumer GPUs.
+    Row("sm_80", "half", GLU, Tile(128, 64, 32, 8, 4), COMPILED),
+    Row("sm_80", "half", KINDS, Tile(128, 128, 64, 8, 3), COMPILED),
+    Row("sm_80", "tf32", GLU, Tile(128, 64, 32, 8, 3), COMPILED),
+    Row("sm_80", "tf32", KINDS, Tile(128, 128, 32, 8, 3), COMPILED),
+    # The rest of every operand after its TF32 number is an operand, too.
+    Row("sm_80 sm_120", "tf32x3", "glu_up", Tile(64, 32, 32, 4, 3), COMPILED),
+    Row(NVIDIA, "tf32x3", KINDS, Tile(64, 64, 32, 4, 3), COMPILED),
+    # Without matrix instructions, a thread holds its operands in registers.
+    Row(NVIDIA, "ieee", "glu_up", Tile(64, 32, 16, 8, 3), COMPILED),
+    Row(NVIDIA, "ieee", KINDS, Tile(64, 64, 16, 8, 3), COMPILED),
+    # These tiles need at most 64 KiB of shared memory.
+    Row("amd", "half", "glu_up", Tile(128, 128, 32, 8, 2), COMPILED),
+    Row("amd", "half", KINDS, Tile(128, 128, 64, 8, 2), COMPILED),
+    Row("amd", "ieee", GLU, Tile(128, 64, 32, 8, 2), COMPILED),
+    Row("amd", "ieee", KINDS, Tile(128, 128, 32, 8, 2), COMPILED),
+    # Small tiles, so that tests cover the edges of tiles. The cost of an interpreted program hardly depends
+    # on its tile size.
+    Row("interpreted", PRECISIONS, KINDS, Tile(64, 16, 16, 1, 1, 2), "for tests"),
+)  # fmt: skip
+
+
+def choose(kind: str, hardware: str, precision: str, rows: int, experts: int, n: int, k: int) -> Tile:
+    """Return the tile of a grouped matrix product, no larger than its matrices.
+
+    Args:
+        kind: one of KINDS.
+        hardware: one of HARDWARE, or "interpreted".
+        precision: one of PRECISIONS.
+        rows: the total rows of all experts.
+        experts: the number of experts.
+        n: columns of the result (I for a weight gradient).
+        k: the dimension that is summed over (O for a weight gradient).
+    """
+    return _chosen(kind, hardware, precision, _covering(rows // experts), n, k)
+
+
+@functools.cache  # one entry per product of a model and power of two of the rows
+def _chosen(kind: str, hardware: str, precision: str, rows: int, n: int, k: int) -> Tile:
+    found = rows_of(kind, hardware, precision)
+    tile = next(row.tile for row in found if row.where is None or row.where(rows, n, k))
+    return fitted(tile, kind, rows, n, k)
+
+
+def rows_of(kind: str, hardware: str, precision: str) -> list[Row]:
+    """Return the rows for a kind of product, in the order of the table; the last one is for every shape."""
+    found = []
+    for row in TABLE:
+        wanted = ((hardware, row.hardware), (precision, row.precisions), (kind, row.kinds))
+        if all(name in names.split() for name, names in wanted):
+            found.append(row)
+            if row.where is None:
+                break
+    return found
+
+
+def fitted(tile: Tile, kind: str, rows: int, n: int, k: int) -> Tile:
+    """Return a tile without the parts that lie outside the matrices; `rows` are the rows of an expert."""
+    if kind == "weight":
+        limits = {"block_m": k, "block_n": n}
+    else:
+        # A tile with more rows than an expert has would waste computation.
+        limits = {"block_m": rows, "block_n": n, "block_k": k}
+    return tile._replace(
+        **{name: min(getattr(tile, name), _covering(size)) for name, size in limits.items()}
+    )
+
+
+def _covering(size: int) -> int:
+    """Return the smallest power of two that is at least 16 and covers `size`."""
+    return max(16, 1 << max(size - 1, 0).bit_length())
