@@ -93,7 +93,7 @@ def recorded() -> Iterator[Trace]:
     with ExitStack() as stack:
         enter = stack.enter_context
         enter(mock.patch.object(triton.runtime.JITFunction, "run", launch))
-        enter(mock.patch.object(triton_launch, "hardware_of", lambda device: "hopper"))
+        enter(mock.patch.object(triton_launch, "hardware_of", lambda device: "sm_90"))
         enter(mock.patch.object(torch, "is_autocast_enabled", lambda *_: False))
         enter(mock.patch.object(gate_product, "is_supported", lambda x, _: x.dtype == torch.bfloat16))
         enter(mock.patch.object(kernels, "ops", lambda *_: triton_ops.BY_PRODUCTS))
