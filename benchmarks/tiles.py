@@ -28,9 +28,7 @@ ROUNDS, WARM, QUICK_ROUNDS = 20, 5, 1
 SIZES = ((64, 128), (128, 64), (128, 128), (128, 256), (256, 128))
 # The GPU is busy for about a millisecond before a product, so that its launch does not wait for the host.
 BUSY_CYCLES = 1_500_000
-CHOOSE = (
-    "fairseq_tutel.kernels.triton_launch.choose"  # every product gets its tile from it
-)
+CHOOSE = "fairseq_tutel.kernels.triton_launch.choose"  # every product gets its tile from it
 
 
 def main(words: list[str] | None = None) -> int:

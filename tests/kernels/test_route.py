@@ -1,7 +1,6 @@
 """Softmax with top-k, and layers: plain torch against brute force, Triton against both."""
 
 import dataclasses
-from unittest import mock
 
 import pytest
 import torch
@@ -170,12 +169,10 @@ def compare_compiled_gradients(device: str):
     generator = torch.Generator().manual_seed(0)
     results = []
     given = [torch.randn(9, d, generator=generator, dtype=torch.float64).to(device) for d in (4, 3)]
-    untraceable = torch.compiler.disable(torch.amp.is_autocast_available)  # as in torch 2.11
-    with mock.patch.object(torch.amp, "is_autocast_available", untraceable):
-        for forward in (walk, torch.compile(walk, backend="aot_eager", fullgraph=True)):
-            leaves = [tensor.clone().requires_grad_() for tensor in given]
-            loss = forward(*leaves)
-            results.append((loss.detach(), *torch.autograd.grad(loss, leaves)))
+    for forward in (walk, torch.compile(walk, backend="aot_eager", fullgraph=True)):
+        leaves = [tensor.clone().requires_grad_() for tensor in given]
+        loss = forward(*leaves)
+        results.append((loss.detach(), *torch.autograd.grad(loss, leaves)))
     for expected, got in zip(*results, strict=True):
         close(got, expected)
 
@@ -227,6 +224,28 @@ def fake_results(time_first: tuple[int, int] | None) -> list[tuple]:
 @pytest.mark.parametrize("shape", LOGITS, ids=str)
 def test_softmax_top_k_chooses_as_brute_force_does(shape, dtype):
     compare_softmax_top_k("reference", shape, dtype, "cpu")
+
+
+@pytest.mark.parametrize("autocast", (False, True))
+def test_the_choice_of_experts_is_one_graph_without_a_function_that_torch_2_11_cannot_trace(
+    autocast, monkeypatch
+):
+    untraceable = torch.compiler.disable(torch.amp.is_autocast_available)
+    monkeypatch.setattr(torch.amp, "is_autocast_available", untraceable)
+
+    def choose(logits_TE: Tensor) -> Tensor:
+        probs_TE, _, weights_TK = softmax_top_k(logits_TE, 2, reference)
+        return probs_TE.square().sum() + weights_TK.square().sum()
+
+    logits_TE = logits(9, 4, torch.bfloat16).requires_grad_()
+    results = []
+    for forward in (choose, torch.compile(choose, backend="aot_eager", fullgraph=True)):
+        with torch.autocast("cpu", enabled=autocast):
+            loss = forward(logits_TE)
+        results.append((loss.detach(), *torch.autograd.grad(loss, logits_TE)))
+    assert results[0][0].dtype == (torch.float32 if autocast else torch.bfloat16)
+    for expected, got in zip(*results, strict=True):
+        close(got, expected)
 
 
 def test_strange_logits_give_ids_all_the_same():
