@@ -61,8 +61,8 @@ class Row(NamedTuple):
 
 
 # up, glu_up: x @ fc1.T with the activation; linear: one product; dx, glu_dx: the gradient of input rows, in
-# one or two products; hidden, glu_hidden: the gradient of the hidden rows; weight: a weight gradient. relu_:
-# with relu, which needs the fewest registers.
+# one or two products; hidden, glu_hidden: the gradient of the hidden rows; weight: a weight gradient. With
+# relu, relu_up and relu_hidden need the fewest registers.
 KINDS = "up relu_up glu_up linear dx glu_dx hidden relu_hidden glu_hidden weight"
 # sm_80: all NVIDIA GPUs before sm_90; also sm_86 and sm_89, which have 99 KiB of shared memory.
 HARDWARE = "sm_80 sm_90 sm_100 sm_120 amd"
