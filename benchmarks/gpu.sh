@@ -59,7 +59,6 @@ tests/kernels/test_rows.py
 tests/kernels/test_gate_product.py
 tests/kernels/test_load_loss.py
 tests/kernels/test_triton.py
-tests/kernels/test_triton_plan.py
 tests/kernels/test_autotune.py
 LINES
 # Long enough to compile and measure every configuration of a product: a training does so in its first steps, a
