@@ -1,71 +1,95 @@
 #!/usr/bin/env bash
-# Everything that needs a GPU, on a machine with torch, triton, numpy and pytest alone, in under 9 minutes:
-# the kernels' tests, then benchmarks.ops, then benchmarks.layer with its fixed configurations.
+# What needs a GPU, on a machine with torch 2.11 or newer, triton and pytest; each part takes at most 4.5 minutes:
 #
-#     OUT=folder bash benchmarks/gpu.sh
+#     bash benchmarks/gpu.sh tests [FAIRSEQ_DIR]    all tests with the mark gpu, side by side
+#     bash benchmarks/gpu.sh speed [FAIRSEQ_DIR]    kernel and host times of one layer, training speed, a table
 #
-# Every part has a time limit and leaves its own file in $OUT (benchmarks/results by default) as it comes; a part
-# that fails or runs out of time does not stop the next. The exit status is 1 where any did, and gpu_parts.json
-# says which. Results alone stand in $OUT, six files; compiled kernels and the timings of their configurations are
-# kept in $CACHE, so a second run with the same one is faster.
+# FAIRSEQ_DIR is a folder with fairseq and what it imports, if Python does not find them by itself. Without fairseq
+# only the kernels' tests run, and no training. Every line is printed as it comes, and every step has a time limit.
+# The exit status is 1 if a step failed.
 cd "$(dirname "$0")/.." || exit 1
-
-OUT=${OUT:-benchmarks/results}
-CACHE=${CACHE:-${XDG_CACHE_HOME:-$HOME/.cache}/fairseq_tutel_gpu}
-mkdir -p "$OUT" "$CACHE" || exit 1
-OUT=$(cd "$OUT" && pwd)
-CACHE=$(cd "$CACHE" && pwd)
-export TRITON_CACHE_DIR="$CACHE/triton" XDG_CACHE_HOME="$CACHE" FAIRSEQ_TUTEL_CACHE="$CACHE/tuning"
-
-# Triton builds a small extension of Python's for every kernel that it launches.
-python3 - <<'CHECK' || exit 1
-import os, shutil, sys, sysconfig
-from pathlib import Path
-compilers = [os.environ["CC"]] if os.environ.get("CC") else ["gcc", "clang"]
-if not any(map(shutil.which, compilers)):
-    sys.exit(f"gpu.sh: no C compiler ({' or '.join(compilers)}), which Triton needs; install one, or set CC")
-header = Path(sysconfig.get_path("include")) / "Python.h"
-if not header.exists():
-    sys.exit(f"gpu.sh: {header} is missing, which Triton needs; install Python's headers (python3-dev)")
-CHECK
-if ! python3 -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then
-    echo "gpu.sh: torch finds no GPU here; run it on a machine that has one" >&2
-    exit 1
-fi
-
+part=$1
+export PYTHONUNBUFFERED=1 PYTHONPATH="$PWD${2:+:$(realpath "$2")}${PYTHONPATH:+:$PYTHONPATH}"
+END=265 # seconds of a part
 status=0
-parts=""
-# part NAME SECONDS COMMAND...: its output is shown and kept in $OUT/gpu_NAME.txt.
-part() {
-    local name=$1 seconds=$2 begin=$SECONDS
+lines=$(mktemp -d) || exit 1
+trap 'rm -rf "$lines"' EXIT
+
+python3 -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' ||
+    { echo "gpu.sh: torch finds no GPU here; run it on a machine that has one" >&2; exit 1; }
+has() { python3 -c 'import importlib.util, sys; sys.exit(importlib.util.find_spec(sys.argv[1]) is None)' "$1"; }
+
+# step NAME SECONDS COMMAND...: run a command, for at most the rest of the part; its output is also kept.
+step() {
+    local name=$1 seconds=$2 left=$((END - SECONDS))
     shift 2
-    timeout --kill-after=5 "$seconds" "$@" 2>&1 | tee "$OUT/gpu_$name.txt"
-    local code=${PIPESTATUS[0]} passed=true took=$((SECONDS - begin))
-    [ "$code" -eq 124 ] && echo "$name: stopped after its $seconds seconds"
-    [ "$code" -eq 0 ] || { passed=false; status=1; }
-    echo "$name: exit status $code after $took s"
-    parts+="${parts:+,}
- \"$name\": {\"passed\": $passed, \"status\": $code, \"seconds\": $took, \"limit\": $seconds}"
-    printf '{%s\n}\n' "$parts" > "$OUT/gpu_parts.json"
+    [ "$left" -gt 0 ] || { echo "$name: not run, no time is left"; status=1; return; }
+    timeout --kill-after=5 $((seconds < left ? seconds : left)) "$@" 2>&1 | tee -a "$lines/output"
+    local code=${PIPESTATUS[0]}
+    [ "$code" -eq 0 ] || { status=1; echo "$name: exit status $code (124: out of time)"; }
 }
 
-# Most of their time goes into compiling, which has cores enough: a process for each line.
-part kernels 140 xargs -P 6 -L 1 python3 -m pytest -m gpu -q <<'LINES'
-tests/kernels/test_gemm_gpu.py -k "any_number_of_rows"
-tests/kernels/test_gemm_gpu.py -k "every_candidate"
-tests/kernels/test_gemm_gpu.py -k "not any_number_of_rows and not every_candidate"
-tests/kernels/test_route.py
-tests/kernels/test_rows.py
-tests/kernels/test_gate_product.py
-tests/kernels/test_load_loss.py
-tests/kernels/test_triton.py
-tests/kernels/test_triton_plan.py
-tests/kernels/test_autotune.py
-LINES
-# Long enough to compile and measure every configuration of a product: a training does so in its first steps, a
-# few seconds a process. What ops found, layer reads.
-export FAIRSEQ_TUTEL_TUNE_SECONDS=50
-part ops 100 python3 -m benchmarks.ops --device cuda --json "$OUT/gpu_ops.json"
-export FAIRSEQ_TUTEL_TUNE_SECONDS=90
-part layer 290 python3 -m benchmarks.layer --device cuda --json "$OUT/gpu_layer.json"
+# Tests go to the processes in turn, because those of a file take about equally long.
+run_tests() {
+    local where=tests/kernels processes=12
+    has fairseq && where=tests
+    mapfile -t files < <(grep -rl --include='test_*.py' 'mark\.gpu' "$where")
+    python3 -m pytest -m gpu --collect-only -q "${files[@]}" > "$lines/collected" 2>&1 ||
+        { cat "$lines/collected"; status=1; }
+    grep '^tests/.*::' "$lines/collected" > "$lines/tests"
+    local count
+    count=$(wc -l < "$lines/tests")
+    echo "$count tests in $processes processes"
+    awk -v n="$processes" '{ print NR % n "\t" $0 }' "$lines/tests" | sort -s -n | cut -f 2- > "$lines/in_turn"
+    # grep makes one write of each line, so that lines of several processes do not mix.
+    step tests "$END" xargs -a "$lines/in_turn" -d '\n' -P "$processes" -n $(((count + processes - 1) / processes)) \
+        bash -c 'set -o pipefail; python3 -m pytest -v --no-header --tb=short "$@" | grep --line-buffered ""' _
+}
+
+train() {
+    local name=$1
+    shift
+    step "training, $name" 45 bash -c 'set -o pipefail; name=$1; shift; python3 -m fairseq_cli.train "$@" 2>&1 |
+        grep --line-buffered -E "train_inner|Error|error:" |
+        sed -u "s/.*train_inner | {/{\"case\": \"training\", \"variant\": \"$name\", /"' _ "$name" "$lines/bin" \
+        --user-dir user_dir --decoder-layers 12 --decoder-embed-dim 1024 --decoder-input-dim 1024 \
+        --decoder-output-dim 1024 --decoder-ffn-embed-dim 4096 --decoder-attention-heads 16 \
+        --share-decoder-input-output-embed --lr 0.0003 --clip-norm 1 --tokens-per-sample 512 --batch-size 32 \
+        --max-update 60 --log-format json --log-interval 10 --num-workers 0 --no-save --disable-validation \
+        --distributed-world-size 1 --bf16 "$@"
+}
+
+measure_speed() {
+    local speed=(python3 -m benchmarks.gpu_speed)
+    step kernels 60 "${speed[@]}"
+    step host 30 "${speed[@]}" --what host --cases S
+    if has fairseq; then
+        python3 - "$lines" <<'CORPUS'
+import random, sys
+draw = random.Random(1)
+words = [f"w{i}" for i in range(8000)]
+weights = [1 / (i + 1) for i in range(8000)]
+for split, count in (("train", 8000), ("valid", 10)):
+    with open(f"{sys.argv[1]}/{split}.txt", "w") as file:
+        for _ in range(count):
+            print(*draw.choices(words, weights, k=64), file=file)
+CORPUS
+        step corpus 30 python3 -m fairseq_cli.preprocess --only-source --trainpref "$lines/train.txt" \
+            --validpref "$lines/valid.txt" --destdir "$lines/bin" --workers 8 > /dev/null
+        train dense --task language_modeling --arch transformer_lm --criterion cross_entropy --optimizer adam
+        train moe --task moe_language_modeling --arch moe_transformer_lm --criterion moe_cross_entropy \
+            --optimizer moe_adam --moe-expert-count 8 --moe-top-k 1 --moe-freq 2
+    fi
+    # Last, and each by itself: some compile for long.
+    for peer in scattermoe tutel liger_kernel megablocks; do
+        has "$peer" && step "$peer" 25 "${speed[@]}" --variants "$peer"
+    done
+    "${speed[@]}" --table "$lines/output"
+}
+
+case $part in
+    tests) run_tests ;;
+    speed) measure_speed ;;
+    *) echo "gpu.sh: the part is '$part'; give tests or speed" >&2; exit 2 ;;
+esac
 exit $status

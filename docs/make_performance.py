@@ -20,7 +20,6 @@ BENCHMARKS = ("layer", "ops", "step", "generate", "generate_profile", "collectiv
 COMPILED = "compiled.md"
 STATIC = ("static_before.json", "static.json")
 SHOWN_PEERS = ("sm_90", "gfx942")
-OURS = "ours/auto"
 
 # See benchmarks/output.py.
 Row = dict[str, Any]
@@ -36,11 +35,6 @@ class Result(NamedTuple):
 
     name: str
     content: dict[str, Any]
-
-    @property
-    def device(self) -> str:
-        """Return "cpu" or "cuda"."""
-        return "cpu" if self.content["machine"]["device"].startswith("CPU") else "cuda"
 
     @property
     def is_usual(self) -> bool:
@@ -72,15 +66,12 @@ def filled_in(text: str, folder: Path = RESULTS) -> str:
     """
     results = read(folder)
 
-    def of(benchmark: str, device: str = "cpu") -> list[Result]:
-        return [r for r in results if r.content["benchmark"] == benchmark and r.device == device]
+    def of(benchmark: str) -> list[Result]:
+        return [r for r in results if r.content["benchmark"] == benchmark]
 
-    cuda = of("layer", "cuda")
     cpu, special = ([r for r in of("layer") if r.is_usual is usual] for usual in (True, False))
-    step = of("step") + of("step", "cuda")
-    generate = of("generate") + of("generate", "cuda")
+    step, generate = of("step"), of("generate")
     by_hand = "python -m benchmarks.{} --json benchmarks/results/{}.json"
-    by_script = "bash benchmarks/gpu.sh"
     by_static = f"python -m benchmarks.static --json benchmarks/results/{STATIC[-1]}"
     tables = {
         "runs": (runs_table(results), by_hand.format("layer", "layer_cpu")),
@@ -88,7 +79,7 @@ def filled_in(text: str, folder: Path = RESULTS) -> str:
         "layer special": (layer_table(special), by_hand.format("layer --configs small", "layer_small")),
         "memory cpu": (memory_table(cpu), by_hand.format("layer", "layer_cpu")),
         "left out": (
-            left_out_table(cpu + special + cuda + step + generate),
+            left_out_table(cpu + special + step + generate),
             by_hand.format("layer", "layer_cpu"),
         ),
         "ops cpu": (ops_table(of("ops")), by_hand.format("ops", "ops_cpu")),
@@ -103,8 +94,6 @@ def filled_in(text: str, folder: Path = RESULTS) -> str:
             collectives_table(of("collectives")),
             by_hand.format("collectives", "collectives"),
         ),
-        "layer cuda": (gpu_table(cuda), by_script),
-        "ops cuda": (ops_table(of("ops", "cuda")), by_script),
         "compiled": (
             compiled_table(folder / COMPILED),
             f"python -m benchmarks.compile_table --markdown benchmarks/results/{COMPILED}",
@@ -248,8 +237,6 @@ def _stem(name: str) -> str:
 
 
 def _where(result: Result, row: Row) -> str:
-    if result.device == "cuda":
-        return "GPU"
     threads = row.get("threads", result.content["options"]["threads"])
     return f"{threads} thread{'s' if threads > 1 else ''}"
 
@@ -304,7 +291,7 @@ def left_out_table(results: Iterable[Result]) -> str:
         for row in result.content["rows"]:
             if row["status"] != "ok":
                 where = found[row["variant"], f"{row['status']}: {row['reason']}"]
-                where.append(f"{result.device} {row['configuration']}")
+                where.append(row["configuration"])
     rows = [
         [variant, reason.replace("|", "\\|"), ", ".join(dict.fromkeys(where))]
         for (variant, reason), where in found.items()
@@ -328,36 +315,6 @@ def profile_table(results: Iterable[Result]) -> str:
 
 def _entry(entry: dict[str, Any]) -> list[str]:
     return [f"`{entry['name']}`", f"{entry['self_ms']:.1f}", f"{entry['share']:.1%}"]
-
-
-def gpu_table(results: Iterable[Result]) -> str:
-    """Return times and memory of every variant on a GPU, a line for each."""
-    rows = []
-    for name, content in results:
-        timed = [row for row in content["rows"] if _has_times(row)]
-        ours = {
-            (row["configuration"], row["mode"]): row["seconds"] for row in timed if row["variant"] == OURS
-        }
-        for row in timed:
-            own = ours.get((row["configuration"], row["mode"]))
-            rows.append(
-                [
-                    _stem(name),
-                    row["configuration"],
-                    row["mode"],
-                    row["variant"],
-                    _milliseconds(row["seconds"]),
-                    _rate(row),
-                    _ratio(row),
-                    f"{row['seconds'] / own:.2f}" if own else "-",
-                    _kept(row),
-                    _mebibytes(row["saved_bytes"]),
-                    _mebibytes(row["peak_bytes"]),
-                ]
-            )
-    header = ["file", "configuration", "mode", "variant", "ms", "rate", "over dense", f"over {OURS}",
-              "kept, MiB", "saved, MiB", "peak, MiB"]  # fmt: skip
-    return _table(rows, header)
 
 
 def compiled_table(path: Path) -> str:
@@ -460,7 +417,7 @@ def draw(folder: Path = RESULTS) -> None:
         rows = {}
         for result in read(folder):
             content = result.content
-            if content["benchmark"] == benchmark and result.device == "cpu" and result.is_usual:
+            if content["benchmark"] == benchmark and result.is_usual:
                 for row in content["rows"]:
                     # Of several files the first, which of a step is not the one from before.
                     if row.get("threads", 1) == 1:

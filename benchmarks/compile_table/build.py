@@ -16,7 +16,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from benchmarks.compile_table.products import product_variants
-from benchmarks.compile_table.variants import Variant, dispatch_variants, plan_variants, route_variants
+from benchmarks.compile_table.variants import Variant, dispatch_variants, route_variants
 
 TARGETS = (
     GPUTarget("cuda", 80, 32),
@@ -50,7 +50,6 @@ def variants(target: GPUTarget) -> Iterator[Variant]:
     """Yield every kernel in every dtype, as it is launched on a target."""
     yield from dispatch_variants()
     yield from route_variants()
-    yield from plan_variants()
     yield from product_variants(target)
 
 

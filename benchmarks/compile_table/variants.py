@@ -1,10 +1,10 @@
-"""Specialisations of kernels as an ahead-of-time compiler wants them described; of rows, routing, plans.
+"""Specialisations of kernels as an ahead-of-time compiler wants them described; of rows and routing.
 
 Routing is launched for 128 experts; every type that is copied is there.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import triton.language as tl
@@ -14,7 +14,6 @@ from fairseq_tutel.kernels import (
     triton_copy,
     triton_dispatch,
     triton_place,
-    triton_plan,
     triton_route,
 )
 from fairseq_tutel.kernels.tiles import Tile
@@ -201,16 +200,3 @@ def _row_variants(has_order: bool) -> Iterator[Variant]:
         sizes,
         {**constants, "PEERS": triton_place.PEERS, **no_limit},
     )
-
-
-def plan_variants() -> Iterator[Variant]:
-    """Yield what takes a plan's steps on one GPU."""
-    for dtype in DTYPES:
-        plan = variant(
-            f"run_plan/{dtype}",
-            triton_plan._plan_kernel,
-            {"memory": dtype, **dict.fromkeys(triton_plan.TABLES, "i32")},
-            triton_plan.NUMBERS,
-            {"IN_FP32": dtype in ("fp16", "bf16"), **triton_plan.CONSTANTS},
-        )
-        yield replace(plan, options=triton_plan.OPTIONS)

@@ -162,18 +162,33 @@ def global_grad_norm(parameters: Iterable[Tensor], topology: Topology) -> Tensor
 
 def clip_gradients(parameters: Iterable[Tensor], max_norm: float, norm: Tensor) -> None:
     """Multiply every gradient by min(1, max_norm / norm), in place; max_norm <= 0 disables clipping."""
-    if max_norm <= 0:
-        return
     grads = [p.grad for p in parameters if p.grad is not None]
+    if max_norm <= 0 or not grads:
+        return
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    for grad in grads:
-        grad.mul_(scale.to(grad.dtype))
+    torch._foreach_mul_(grads, scale)
 
 
 def square_norm(grads: list[Tensor], device: torch.device) -> Tensor:
     """Return the sum of squares of all gradients, in fp32 (fp64 for fp64); without gradients, return 0."""
+    return _norms(grads, device).square().sum()
+
+
+def local_grad_norm(parameters: Iterable[Tensor]) -> Tensor:
+    """Return the L2 norm of this rank's gradients, with the bits of fairseq's `clip_grad_norm_` on a CPU.
+
+    fairseq moves the norm to a GPU if the machine has one, even under --cpu. This norm stays where the
+    gradients are. The dtype is fp32 (fp64 for fp64 gradients).
+    """
+    parameters = list(parameters)
+    device = parameters[0].device if parameters else torch.device("cpu")
+    grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    return torch.linalg.vector_norm(_norms(grads, device))
+
+
+def _norms(grads: list[Tensor], device: torch.device) -> Tensor:
+    """Return the L2 norm of each gradient; without gradients, return a single 0."""
     if not grads:
-        return torch.zeros((), device=device, dtype=torch.float32)
+        return torch.zeros(1, device=device, dtype=torch.float32)
     dtype = torch.promote_types(grads[0].dtype, torch.float32)
-    norms = torch.stack([torch.linalg.vector_norm(g, dtype=dtype) for g in grads])
-    return norms.square().sum()
+    return torch.stack([torch.linalg.vector_norm(g, dtype=dtype) for g in grads])

@@ -138,10 +138,13 @@ class MoEOptimizerMixin:
         self.times_clipped += 1
         if self.zero is not None:
             return self.zero.clip(max_norm)
-        if RUN.topology.expert_parallel_size == 1:
-            return super().clip_grad_norm(max_norm, aggregate_norm_fn)  # type: ignore[misc]
         params = list(self.params)
-        norm = gradients.global_grad_norm(params, RUN.topology)
+        if RUN.topology.expert_parallel_size > 1:
+            norm = gradients.global_grad_norm(params, RUN.topology)
+        else:
+            norm = gradients.local_grad_norm(params)
+            if aggregate_norm_fn is not None:
+                norm = aggregate_norm_fn(norm)
         gradients.clip_gradients(params, max_norm, norm)
         return norm
 

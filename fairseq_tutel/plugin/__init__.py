@@ -69,7 +69,8 @@ def keep_freed_memory() -> bool:
     Example:
         >>> kept = ft.keep_freed_memory()  # once, at the start of a program
     """
-    if torch.cuda.is_available() or not sys.platform.startswith("linux"):
+    # torch.cuda.is_available would initialize CUDA, which then fails in every forked child.
+    if torch.cuda.device_count() or not sys.platform.startswith("linux"):
         return False
     mallopt = getattr(ctypes.CDLL(None), "mallopt", lambda *_: 0)  # only glibc has it
     done = [mallopt(parameter, value) == 1 for parameter, value in THRESHOLDS.items()]

@@ -81,7 +81,6 @@ EDITS = {
         ("--nproc_per_node 4", "--nproc_per_node 2"),
         ("--moe-expert-parallel-size 4", "--moe-expert-parallel-size 2"),
     ],
-    "docs/plans.md": [('"cuda"', '"cpu"')],
     "docs/report.md": [("ein kleiner Hund", "w1 w2"), ("eine große Katze", "w3")],
 }  # fmt: skip
 # Names on a page: the files of the fixture `shelf` that they stand for.
@@ -166,4 +165,4 @@ MOE_FLAGS = {"--moe-freq": "1", "--moe-expert-count": "4"}
 RANKS = {"fairseq_tutel.train", "fairseq_tutel.run"}
 QUICK_TOOLS = ("flags", "plan", "plan-check", "schedule")
 # Blocks without files and other ranks: the page, and the number of the block.
-QUICK_PYTHON = [("README.md", -1), ("docs/tutel.md", 0), ("docs/plans.md", 0), ("docs/site/api.md", 0)]
+QUICK_PYTHON = [("README.md", -1), ("docs/tutel.md", 0), ("docs/site/api.md", 0)]

@@ -1,16 +1,19 @@
 """Half precision through the command line: --bf16, memory-efficient, fp16 Adam moments, fp16, amp."""
 
+import re
+
 import pytest
 import torch
 from cli import HYDRA, USER_DIR, fairseq
 from equality import same_bits
-from models import lm_args
+from models import lm_args, mt_args
 
 ON_CPU = {
     "memory-efficient bf16, fp16 Adam stats": ("--memory-efficient-bf16", "--fp16-adam-stats"),
     "bf16 and fp16 Adam stats": ("--bf16", "--fp16-adam-stats"),
 }
 ON_GPU = {
+    "fp32": (),
     "fp16": ("--fp16",),
     "memory-efficient fp16": ("--memory-efficient-fp16",),
     "amp": ("--amp",),
@@ -18,15 +21,14 @@ ON_GPU = {
     "memory-efficient bf16": ("--memory-efficient-bf16",),
     "memory-efficient fp16, fp16 Adam stats": ("--memory-efficient-fp16", "--fp16-adam-stats"),
     "fp16, fp16 Adam stats": ("--fp16", "--fp16-adam-stats"),
+    "bf16, masters in host memory": ("--bf16", "--moe-offload-optimizer"),
+    "bf16, experts on two GPUs": ("--bf16", "--moe-expert-parallel-size", 2),
 }
 
 
-def _train(data, folder, *flags, updates=6, ranks=1, cpu=True):
+def _train(data, folder, *flags, updates=6, ranks=1):
     """Train on two micro-batches per update, whatever the number of ranks."""
-    # By itself fairseq takes all GPUs of a machine.
-    place = ("--cpu",) if cpu else ("--distributed-world-size", 1)
-    more = ("--update-freq", 2 // ranks, *place)
-    args = lm_args(data, folder, *more, *flags, updates=updates)
+    args = lm_args(data, folder, "--update-freq", 2 // ranks, "--cpu", *flags, updates=updates)
     return fairseq("train", *args, ranks=ranks)
 
 
@@ -99,11 +101,40 @@ def test_precision_bf16_through_hydra(key, lm_data, tmp_path):
     assert all(torch.equal(w, w.bfloat16().float()) for w in saved["model"].values())
 
 
+def _translation(data, folder, *flags, updates=6, ranks=1):
+    args = mt_args(data, folder, "--update-freq", 2 // ranks, *flags, updates=updates)
+    return fairseq("train", *args, ranks=ranks)
+
+
+@pytest.fixture(scope="module")
+def fp32_translation(mt_data, tmp_path_factory):
+    """Also shows that --cpu works on a machine with a GPU, and clips there."""
+    run = _translation(mt_data, tmp_path_factory.mktemp("fp32-mt"), "--cpu")
+    assert float(run.stats("train_inner")[-1]["gnorm"]) > 0.5
+    return run
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("precision", ON_GPU)
-def test_a_precision_of_a_gpu_trains_and_resumes(precision, lm_data, fp32_loss, tmp_path):
-    flags = ON_GPU[precision]
-    _train(lm_data, tmp_path, *flags, updates=3, cpu=False)
-    run = _train(lm_data, tmp_path, *flags, cpu=False)
-    (loss,) = [float(s["nll_loss"]) for s in run.stats("train_inner")][-1:]
-    assert loss == pytest.approx(fp32_loss[-1], rel=0.03)
+def test_a_precision_of_a_gpu_trains_clips_validates_resumes_and_generates(
+    precision, mt_data, fp32_translation, tmp_path
+):
+    flags, ranks = ON_GPU[precision], 2 if "two GPUs" in precision else 1
+    if torch.cuda.device_count() < ranks:
+        pytest.skip("not run: each rank needs a GPU")
+    if ranks == 1:  # by itself fairseq takes all GPUs of a machine
+        flags = ("--distributed-world-size", 1, *flags)
+    _translation(mt_data, tmp_path, *flags, updates=3, ranks=ranks)
+    run = _translation(mt_data, tmp_path, *flags, ranks=ranks)
+    for tag, loss, norm in (("train_inner", "nll_loss", "gnorm"), ("valid", "valid_nll_loss", None)):
+        found, expected = run.stats(tag)[-1], fp32_translation.stats(tag)[-1]
+        assert float(found[loss]) == pytest.approx(float(expected[loss]), rel=0.03)
+        if norm:
+            assert float(found[norm]) == pytest.approx(float(expected[norm]), rel=0.1)
+    half = ("--fp16",) if "fp16" in precision else ()
+    done = fairseq(
+        "generate", mt_data, "--user-dir", USER_DIR, "--path", tmp_path / "checkpoint_last.pt",
+        "--task", "moe_translation", "--beam", 2, "--max-len-b", 8,
+        "--required-batch-size-multiple", 1, *half,
+    )  # fmt: skip
+    assert len(re.findall(r"^H-", done.output, re.M)) == 21

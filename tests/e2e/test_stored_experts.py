@@ -95,6 +95,17 @@ def scores_of(lines):
     return sorted(float(score) for score in re.findall(r"^H-\d+\t(\S+)", "\n".join(lines), re.M))
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("tier", ["disk", "host"])
+@pytest.mark.parametrize("half", [(), ("--fp16",), ("--moe-inference-dtype", "bf16")], ids=str)
+def test_a_gpu_translates_with_experts_from_a_store(mt, mt_data, resident, half, tier):
+    more = ("--moe-expert-store", "pregated", "--moe-expert-tier", tier, "--moe-expert-cache", 3)
+    lines, run = generate(mt_data, mt, *more, *half, "--distributed-world-size", 1)
+    assert scores_of(lines) == pytest.approx(scores_of(resident), abs=0.05)
+    (found,) = run.stats("expert_store")
+    assert found["fetches"] > 0
+
+
 def test_two_ranks_multiply_quantized_experts_and_decoders(mt, mt_data, resident, tmp_path):
     convert("sharded", "--input", mt, "--output", tmp_path / "int8.pt", "--expert-dtype", "int8")
     flags = ("--moe-expert-parallel-size", 2, "--moe-expert-store", "on-demand")

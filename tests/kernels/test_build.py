@@ -70,9 +70,6 @@ def test_every_kernel_compiles_and_every_tile_of_the_table_fits(name, types, tmp
         code = kernel.asm["ptx" if name.startswith("sm") else "amdgcn"]
         if op in GEMMS and precision not in ("fp32", "fp64"):
             assert instruction in code, variant.name
-        if op == "run_plan":  # the order of a signal, and of a wait
-            for order in ("release", "acquire"):
-                assert re.search(rf'(gpu\.|"agent"\) ){order}', kernel.asm["llir"]), variant.name
         if name == "sm_90" and variant.name in LIMITS:
             other, barriers, programs = LIMITS[variant.name]
             loop = main_loop(kernel)
@@ -85,7 +82,7 @@ def test_every_kernel_compiles_and_every_tile_of_the_table_fits(name, types, tmp
             assert "v4.b32" in code, "the accesses are not 16 bytes wide"
         is_described = name in ("sm_90", "sm_100", "sm_120") and op in GEMMS - {"grouped_weight_grad"}
         assert bool(re.search(r"cp\.async\.bulk\.tensor", code)) == is_described, variant.name
-    assert {op for op, *_ in names} == {*kernels.OPS, "run_plan", "row_tiles"}
+    assert {op for op, *_ in names} == {*kernels.OPS, "row_tiles"}
     ups = {tuple(rest[:2]) for op, *rest in names if op == "ffn_up"}
     absent = {"fp64"} if name.startswith("sm") else {"fp64", "tf32", "tf32x3"}
     assert {precision for precision, _ in ups} == types - absent

@@ -5,9 +5,9 @@ import copy
 
 import pytest
 import torch
-from fairseq import optim
+from fairseq import optim, utils
 from fairseq.dataclass.configs import FairseqConfig
-from fairseq.optim import FP16Optimizer
+from fairseq.optim import FP16Optimizer, MemoryEfficientFP16Optimizer
 from omegaconf import OmegaConf
 
 from fairseq_tutel.optim import zero
@@ -125,6 +125,46 @@ def test_masters_in_shards_follow_fairseq_s_own(precision):
     torch.testing.assert_close(norms_2, norms, rtol=1e-5, atol=1e-6)
     for a, b in zip(plain, sharded, strict=True):
         torch.testing.assert_close(b, a, rtol=0.01, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    "precision, offload",
+    [
+        *(
+            (name, False)
+            for name in ("fp32", "fp16", "bf16", "memory_efficient_fp16", "memory_efficient_bf16")
+        ),
+        *((name, True) for name in ("fp32", "fp16", "bf16")),
+    ],
+)
+def test_clipping_does_not_use_a_gpu_where_the_gradients_are_not(precision, offload, monkeypatch):
+    """As with --cpu on a machine that has a GPU, to which fairseq moves the norm."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: pytest.fail("a GPU was used"))
+    half = precision.removeprefix("memory_efficient_")
+    dtype = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}[half]
+    flags = {} if half == "fp32" else {precision: True, half: True, "fp16_no_flatten_grads": True}
+    root = root_of(offload=offload, **flags)
+    parameters = parameters_of(dtype)
+    if half == "fp32":
+        optimizer = optim.build_optimizer(root.optimizer, parameters)
+    else:
+        kind = FP16Optimizer if half == precision else MemoryEfficientFP16Optimizer
+        optimizer = kind.build_optimizer(root, parameters)
+    assert float(update(optimizer, parameters, 0)) > 0.5  # clipped
+
+
+@pytest.mark.parametrize("count", [0, 1, 3, 100])
+def test_clipping_on_a_cpu_has_fairseq_s_bits(count):
+    generator = torch.Generator().manual_seed(count)
+    sets = [[torch.nn.Parameter(torch.zeros(7, 11 + i)) for i in range(count + 1)] for _ in range(2)]
+    for a, b in zip(*(parameters[:count] for parameters in sets), strict=True):  # the last has no gradient
+        a.grad = torch.randn(a.shape, generator=generator)
+        b.grad = a.grad.clone()
+    norm = optim.build_optimizer(root_of().optimizer, sets[0]).clip_grad_norm(0.5)
+    assert torch.equal(norm, utils.clip_grad_norm_(sets[1], 0.5))
+    for a, b in zip(*(parameters[:count] for parameters in sets), strict=True):
+        assert torch.equal(a.grad, b.grad)
 
 
 def test_an_overflow_skips_the_step_and_lowers_the_scale():

@@ -14,7 +14,8 @@ import torch
 
 ROOT = Path(__file__).parents[2]
 MODULES = (
-    "layer", "layer_cases", "layer_check", "layer_inputs", "memory", "op_inputs", "ops", "timing",
+    "gpu_speed", "layer", "layer_cases", "layer_check", "layer_inputs", "memory", "op_inputs", "ops",
+    "timing",
 )  # fmt: skip
 
 
@@ -322,11 +323,18 @@ def test_a_quick_run_of_quantized_products_measures_and_compares(tmp_path):
     assert errors["bf16"] < errors["int8"] < errors["int4"] < min(rows)
 
 
-def test_the_gpu_script_runs_all_kernel_tests_that_need_a_gpu():
-    script = (ROOT / "benchmarks" / "gpu.sh").read_text()
-    paths = [
-        path for path in (ROOT / "tests" / "kernels").glob("test_*.py") if "mark.gpu" in path.read_text()
-    ]
-    assert len(paths) >= 8
-    for path in paths:
-        assert f"tests/kernels/{path.name}" in script, path.name
+def test_a_quick_run_of_the_gpu_speed_prints_lines_and_a_table(bench, tmp_path, capsys):
+    words = ["--quick", "--variants", "dense,ours/auto,megablocks"]
+    assert bench.gpu_speed.main([*words, "--cases", "E"]) == 0
+    assert bench.gpu_speed.main([*words, "--cases", "S", "--what", "host"]) == 0
+    text = capsys.readouterr().out
+    rows = {(row["case"], row["variant"]): row for row in map(json.loads, text.splitlines())}
+    assert len(rows) == 6
+    for variant in ("dense", "ours/auto"):
+        assert rows["E", variant]["kernels_ms"] > 0 and rows["E", variant]["largest"]
+        assert rows["S", variant]["step_us"] >= rows["S", variant]["forward_us"] > 0
+    assert "skipped" in rows["E", "megablocks"] or torch.cuda.is_available()
+    (tmp_path / "lines").write_text(f"a log\n{text}")
+    assert bench.gpu_speed.main(["--table", str(tmp_path / "lines")]) == 0
+    shown = capsys.readouterr().out.splitlines()
+    assert len(shown) == 1 + 6 and str(rows["E", "dense"]["kernels_ms"]) in shown[1]

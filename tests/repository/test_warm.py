@@ -1,4 +1,8 @@
-"""The tests' own short way: what the fork server composed before a command's words are known is hydra's."""
+"""The fork server of the tests: what it composed is hydra's, and its children can use a GPU."""
+
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -34,3 +38,26 @@ def test_a_prepared_configuration_is_hydra_s(ranks):
     words = (*MT, *CRITERION, "--optimizer", "moe_adam", "--encoder-layers", "3", "--lr", "0.1,0.2")
     assert ranks(2).run(compare, words) == [(True, True)] * 2
     assert ranks(2).run(compare, words) == [(False, True)] * 2  # each serves once
+
+
+# Imports what the server imports, in a process that claims to have a GPU.
+IMPORT_ALL = """
+import importlib, traceback
+import torch
+from tests.helpers.forkserver import PRELOADED
+
+def initialises(*_):
+    traceback.print_stack()
+    raise SystemExit("CUDA was initialised, which then fails in every forked child")
+
+torch.cuda.device_count = lambda: 1  # reads the driver's library without initialising it
+torch.cuda.is_available = torch.cuda._lazy_init = initialises
+for module in PRELOADED:
+    importlib.import_module(module)
+"""
+
+
+def test_the_fork_server_does_not_initialise_cuda():
+    root = Path(__file__).parents[2]
+    done = subprocess.run([sys.executable, "-c", IMPORT_ALL], cwd=root, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

@@ -127,8 +127,8 @@ def limit_fairseq_groups() -> None:
 
 
 def allocate_gather_buffers(cfg: Any) -> None:
-    """Allocate the buffers of fairseq's all_gather_list in host memory if there is no GPU."""
-    if not torch.cuda.is_available():
+    """Allocate the buffers of fairseq's all_gather_list in host memory if the run uses no GPU."""
+    if device_of(cfg).type == "cpu":
         size, gather = cfg.common.all_gather_list_size, distributed_utils.all_gather_list
         gather._buffer = torch.empty(size * dist.get_world_size(), dtype=torch.uint8)
         gather._cpu_buffer = torch.empty(size, dtype=torch.uint8)
