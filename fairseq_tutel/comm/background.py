@@ -103,7 +103,8 @@ _streams: dict[torch.device, Any] = {}
 
 def _start_on_stream(function: Callable[[Tensor], Tensor], rows: Tensor) -> Wait:
     if rows.device not in _streams:
-        _streams[rows.device] = torch.cuda.Stream(rows.device)
+        # With the default priority, a combine would wait until the next experts' products have started.
+        _streams[rows.device] = torch.cuda.Stream(rows.device, priority=-1)
     stream = _streams[rows.device]
     stream.wait_stream(torch.cuda.current_stream(rows.device))
     with torch.cuda.stream(stream), torch.no_grad():

@@ -63,6 +63,11 @@ def is_replaced(collective: str, group: Group) -> bool:
     return _backend is not None and _backend.has(collective, group)
 
 
+def on_gloo(group: Group) -> bool:
+    """Return whether a group's tensors are in host memory, and gloo sends them."""
+    return dist.get_backend(group) == "gloo"
+
+
 def _chosen(collective: str, own: Tensor, operation: str, group: Group) -> Program | None:
     return _backend.chosen(collective, own, operation, group) if _backend else None
 
@@ -134,15 +139,15 @@ def start_reduce_scatter(
 ) -> Started:
     """Start a reduce-scatter: sum all ranks' `whole` [G * m] and write part g to `own` [m] on rank g.
 
-    Both tensors are contiguous. With `as_list` torch gets a list of G tensors, which gloo sums in another
-    order.
+    Both tensors are contiguous. With `as_list` gloo gets a list of G tensors, which it sums in another
+    order. NCCL would copy a list.
     """
     own, whole = own.view(-1), whole.view(-1)
     with guarded(operation, group):
         program = _chosen("reduce_scatter", whole, operation, group)
         if program is not None:
             work = program.start(whole, own, own.numel())
-        elif as_list:
+        elif as_list and on_gloo(group):
             parts = list(whole.view(dist.get_world_size(group), own.numel()))
             work = dist.reduce_scatter(own, parts, group=group, async_op=True)
         else:

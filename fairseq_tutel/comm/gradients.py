@@ -4,8 +4,8 @@ After the backward pass, an expert's gradient is a sum over the tokens of its EP
 parameters are averaged over the W ranks. Expert gradients get the same scale: they are summed over EP
 replicas and divided by W.
 
-torch.distributed reduces one parameter at a time, because the order of gloo's sum depends on an element's
-position in the tensor. A collective plan reduces buckets. Nothing is reduced during the backward pass:
+gloo reduces one parameter at a time, because the order of its sum depends on an element's position in the
+tensor. NCCL and collective plans reduce buckets. Nothing is reduced during the backward pass:
 
 - The last backward pass of an update is not known in advance.
 - With NCCL, simultaneous row exchanges would change the order of sums.
@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fairseq_tutel.comm.collectives import Group, Started, all_reduce, is_replaced, start_all_reduce
+from fairseq_tutel.comm.collectives import Group, Started, all_reduce, is_replaced, on_gloo, start_all_reduce
 from fairseq_tutel.ranks.groups import Topology
 
 BUCKET_BYTES = 25 * 2**20
@@ -82,7 +82,8 @@ def divide_gradients(parameters: Iterable[nn.Parameter], divisor: float) -> None
 
 
 def _sum(parameters: Iterable[nn.Parameter], operation: str, group: Group) -> None:
-    limit = BUCKET_BYTES if is_replaced("all_reduce", group) else 0
+    in_buckets = is_replaced("all_reduce", group) or not (dist.is_initialized() and on_gloo(group))
+    limit = BUCKET_BYTES if in_buckets else 0
     under_way: list[Started] = []
     for bucket in _buckets([p for p in parameters if p.requires_grad], limit):
         under_way.append(_start_sum(bucket, operation, group))
