@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fairseq_tutel.comm import background
 from fairseq_tutel.ranks import world
 from fairseq_tutel.ranks.guard import guarded
 
@@ -152,6 +153,7 @@ def start_reduce_scatter(
             work = dist.reduce_scatter(own, parts, group=group, async_op=True)
         else:
             work = _reduce_scatter(own, whole, group=group, async_op=True)
+            background.free_after(work, whole)
         return Started(work, operation, group)
 
 

@@ -17,7 +17,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fairseq_tutel.comm.collectives import Group, Started, all_reduce, is_replaced, on_gloo, start_all_reduce
+from fairseq_tutel.comm.collectives import (
+    Group,
+    Started,
+    all_reduce,
+    is_replaced,
+    on_gloo,
+    start_all_reduce,
+)
 from fairseq_tutel.ranks.groups import Topology
 
 BUCKET_BYTES = 25 * 2**20

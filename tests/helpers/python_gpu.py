@@ -351,7 +351,9 @@ of_host = torch.tensor
 @functools.cache
 def register() -> torch.library.Library:
     """Register the backend; torch has no way to remove it."""
-    backend_registration._setup_privateuseone_for_python_backend("gpu")
+    module = backend_registration._DummyBackendModule()
+    module.get_amp_supported_dtype = lambda: [torch.bfloat16]  # type: ignore[attr-defined]  # for autocast
+    backend_registration._setup_privateuseone_for_python_backend("gpu", module)
     library = torch.library.Library("_", "IMPL")
     for key in ("CUDA", "PrivateUse1"):  # for functions that make a tensor
         library.fallback(run, key)
