@@ -181,10 +181,13 @@ def gathered_and_saved(device, folder):
     records = save_in_shards(layer, topology, lambda parameter: {"moment": parameter.detach() * 3}, folder)
     bind(records, folder / "checkpoint.pt")
     tripled = records["experts", "fc1_weight.moment"].whole()
+    zero = ZeroState([layer.gate.weight], topology, 1, offload=True)
+    masters = zero.partitions[0].whole(zero.parameters[0].detach())
+    assert masters.device.type == "cpu"
     gather_everywhere(layer, topology)
     y, _ = layer.eval()(torch.ones(1, 4, device=device.name, dtype=torch.float64))
     drop_everywhere(layer)
-    return [[] if whole is None else [whole], tripled, y], most
+    return [[] if whole is None else [whole], tripled, masters, y], most
 
 
 def test_saves_read_the_gpu_and_an_offloaded_state_passes_it_part_by_part(ranks, tmp_path):

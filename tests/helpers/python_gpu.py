@@ -249,7 +249,8 @@ def run(op: Any, *args: Any, **kwargs: Any) -> Any:
         for leaf in tree_leaves(argument)
     ]
     returned = [each.alias_info for each in op._schema.returns]
-    if not any(info is not None and not info.is_write for info in returned):  # not a view
+    is_view = any(info is not None and not info.is_write for info in returned)
+    if not is_view and not any(only_shape in name for only_shape in ("aten.new_", "_like.")):
         for tensor in ours:
             settle(tensor)
             tensor.memory.use(stream, any(tensor is each for each in written), name)
