@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.utils import backend_registration
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from fairseq_tutel import kernels
 from fairseq_tutel.comm import collectives
 from fairseq_tutel.kernels import opaque
 
@@ -380,6 +381,7 @@ def gpu(index: int = 0) -> Iterator[Device]:
             *((dist, name, on_nccl(getattr(dist, name), *used)) for name, used in COLLECTIVES.items()),
             *((dist, name, logged(getattr(dist, name))) for name in ("all_gather_object", "broadcast_object_list")),
             *((torch, name, unpinned(getattr(torch, name))) for name in ("empty", "zeros", "empty_like")),
+            *([] if kernels.interpreted() else [(kernels, "_lacks_triton", lambda: "there is no GPU")]),
         ]  # fmt: skip
         for owner, name, new in replaced:
             stack.enter_context(mock.patch.object(owner, name, new))
