@@ -1,4 +1,4 @@
-"""Layers, trainings and saves on the GPUs of four ranks: results, order of collectives, waits of the host."""
+"""Layers, trainings and saves on the GPUs of four ranks: results, waits, and the order of collectives."""
 
 import itertools
 from unittest import mock
@@ -75,56 +75,60 @@ FORMS = {
 
 def layer_step(device, options, local, size):
     """Return the results of a layer, and what the host waits for in forward and in backward."""
-    config, rank = (
-        MoEConfig(**{"model_dim": 8, "hidden_dim": 8, "num_experts": 4, **options}),
-        dist.get_rank(),
-    )
+    config = MoEConfig(**{"model_dim": 8, "hidden_dim": 8, "num_experts": 4, **options})
     topology = make_topology([config.num_experts], size, local)
     layer = MoELayer(config, topology, seed=1).double().to(device.name)
-    x = torch.randn(9 + rank, 8, generator=torch.Generator().manual_seed(rank)).double().to(device.name)
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    x = torch.randn(9 + dist.get_rank(), 8, generator=generator, dtype=torch.float64).to(device.name)
     x.requires_grad_()
     device.waits.clear()
     y, output = layer(x)
     forward = list(device.waits)
     (y.square().sum() + output.balance_loss).backward()
-    backward = device.waits[len(forward):]  # fmt: skip
-    return [y, x.grad, *(parameter.grad for parameter in layer.parameters())], (forward, backward)
+    gradients = [x.grad, *(parameter.grad for parameter in layer.parameters())]
+    return [y, gradients], (forward, device.waits[len(forward) :])
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_a_layer_waits_for_one_small_copy_in_forward_and_for_nothing_in_backward(ranks, form):
     for forward, backward in run(ranks, layer_step, *FORMS[form])[0]:
-        ((what, numel),) = (
-            forward  # under r = 0 this is of the kernels in plain torch: Triton's need no copy
-        )
+        # Under r = 0 it is a copy for the kernels in plain torch, which those in Triton do not need.
+        ((what, numel),) = forward
         assert what == "to the host" and numel <= 16
         assert backward == []
 
 
-# Each with other options: layout, exchange, wrapper of the optimizer.
-TRAININGS = [
-    (Training("sgd", 2, 0.0), ()),
-    (Training("sgd", 1, 0.5, layout="four, gathered", bias=True), ()),
-    (Training("adamw", 2, 0.0, layout="four, two replicas", way="chunks", exchange="padded"), ()),
-    (Training("sgd", 2, 0.0, layout="slices, r 1", way="nodes", beside="shared"), ()),
-    (Training("sgd", 2, 0.0, layout="slices, r 2", recompute="non-reentrant"), ()),
-    (Training("sgd", 2, 0.0, layout="slices, r 0", choice="experts", prescore=True), ()),
-    (Training("adamw", 2, 0.0, way="nodes, chunks", recompute="reentrant"), (1, False)),
-    (Training("sgd", 2, 0.5, layout="four, two replicas", beside="residual", bias=True), (2, False)),
-    (Training("adamw", 1, 0.0, layout="four, two replicas"), (2, True)),
-    (Training("sgd", 2, 0.0, layout="four on every rank", beside="cmr", pregate=1), (0, True)),
-]
+# What is trained, and the stage and offload of an optimizer of partitions.
+TRAININGS = {
+    "linear": (Training("sgd", 2, 0.0),),
+    "gathered, bias": (Training("sgd", 1, 0.5, layout="four, gathered", bias=True),),
+    "padded chunks": (Training("adamw", 2, 0.0, layout="four", way="chunks", exchange="padded"),),
+    "nodes, slices": (Training("sgd", 2, 0.0, layout="slices, r 1", way="nodes", beside="shared"),),
+    "recomputed": (Training("sgd", 2, 0.0, layout="slices, r 2", recompute="non-reentrant"),),
+    "experts choose": (Training("sgd", 2, 0.0, layout="slices, r 0", choice="experts", prescore=True),),
+    "pregated, stage 1": (Training("adamw", 2, 0.0, beside="cmr", pregate=1), 1, False),
+    "each, stage 2":
+        (Training("adamw", 1, 0.0, layout="four on every rank", recompute="reentrant"), 2, False),
+    "replicas, stage 2, offload":
+        (Training("adamw", 1, 0.0, layout="four, two replicas", bias=True), 2, True),
+    "slices, stage 2":
+        (Training("sgd", 2, 0.0, layout="slices, r 1", way="chunks", recompute="non-reentrant"), 2, False),
+}  # fmt: skip
 
 
-def trained(device, training, zero):
-    if zero:
-        return train_in_partitions(training, *zero, updates=2, device=device.name), None
-    return train(training, updates=1, device=device.name), None
+def trained(device, training, *zero):
+    if device.name == "cpu":
+        return [], None
+    way = train_in_partitions if zero else train
+    result = way(training, *zero, updates=1, device=device.name)
+    return [], {key: tensor.cpu() for key, tensor in result.items()}
 
 
-@pytest.mark.parametrize(("training", "zero"), TRAININGS, ids=str)
-def test_trainings_give_the_cpu_s_numbers_and_ranks_start_collectives_in_one_order(ranks, training, zero):
-    run(ranks, trained, training, zero)
+@pytest.mark.parametrize("name", TRAININGS)
+def test_trainings_equal_one_rank_on_a_cpu_and_ranks_start_collectives_in_one_order(ranks, name):
+    found = run(ranks, trained, *TRAININGS[name])[0][0]
+    for key, expected in train(TRAININGS[name][0], updates=1).items():
+        torch.testing.assert_close(found[key], expected, rtol=1e-10, atol=1e-10, msg=key)
 
 
 def gradients_of_experts(device):
@@ -146,7 +150,7 @@ def test_nccl_sums_the_gradients_of_experts_in_buckets(ranks):
     assert [(c.name, len(c.ranks), c.numel) for c in log] == [("all_reduce", 2, 33), ("all_reduce", 4, 1)]
 
 
-def backward_of_stage_2(device):
+def backward_of_stage_2(device, completes):
     """Return how many weights' bytes a backward has more in use than forward, at most."""
     layers = nn.Sequential(*(nn.Linear(16, 16, bias=False) for _ in range(8))).to(device.name)
     with torch.no_grad():
@@ -155,22 +159,24 @@ def backward_of_stage_2(device):
     weight = layers[0].weight.nbytes
     zero = ZeroState(list(layers.parameters()), make_topology([4], 1), 2, bucket_bytes=weight)
     loss = layers(torch.ones(1, 16, device=device.name)).sum()
-    device.peak = before = device.allocated
+    device.completes, device.peak, before = completes, device.allocated, device.allocated
     loss.backward()
     more = (device.peak - before) / weight
     zero.finish_backward()
     return [bucket.gradient for bucket in zero.buckets], more
 
 
-def test_stage_2_frees_gradients_also_if_the_host_runs_ahead_of_the_collectives(ranks):
-    for more in run(ranks, backward_of_stage_2)[0]:
+@pytest.mark.parametrize("completes", [True, False])
+def test_stage_2_frees_gradients_also_if_the_host_runs_ahead_of_the_collectives(ranks, completes):
+    for more in run(ranks, backward_of_stage_2, completes)[0]:
         assert more < 2 + 8 / RANKS  # one on its way and one in the making, and the own part of each of 8
 
 
 def gathered_and_saved(device, folder):
     """Return a moment that is offloaded to the host, gathered on rank 0, and the most of it on the GPU."""
     topology = make_topology([4])
-    layer = MoELayer(MoEConfig(model_dim=4, hidden_dim=64, num_experts=4), topology, seed=1).double().to(device.name)
+    config = MoEConfig(model_dim=4, hidden_dim=64, num_experts=4)
+    layer = MoELayer(config, topology, seed=1).double().to(device.name)
     parameter = layer.experts.fc1_weight
     moment = parameter.detach().cpu() * 2
     device.peak = before = device.allocated

@@ -1,12 +1,13 @@
-"""A GPU in Python, for machines without one: `with gpu() as device: layer.to("cuda:0") …`.
+"""A GPU in Python, for machines without one: `with gpu() as device: layer.to(device.name) …`.
 
-Tensors report the device cuda:0, cuda:1, … and keep their values in host memory. CUDA's and NCCL's rules hold:
+Tensors report the device cuda:0, cuda:1, … and keep their values in host memory. The rules are those of
+CUDA and NCCL:
 
 - An operation that mixes tensors of the host and of the GPU raises.
 - Operations run on streams. One that uses another stream's tensor without a wait raises.
 - Memory that another stream may still use needs a wait, or `record_stream`, before it is freed.
-- Collectives take contiguous tensors of the GPU, and run on a stream of their group. The host runs ahead:
-  no collective is complete before the test sets `completes`.
+- Collectives take contiguous tensors of the GPU, and run on a stream of their group. The host runs ahead of
+  them: none is complete before the test sets `completes`.
 - A new thread has device 0.
 """
 
@@ -15,8 +16,6 @@ import dataclasses
 import functools
 import inspect
 import threading
-from collections.abc import Iterator
-from typing import Any
 from unittest import mock
 
 import torch
@@ -30,7 +29,7 @@ from fairseq_tutel.comm import collectives
 from fairseq_tutel.kernels import opaque
 
 aten = torch.ops.aten
-COPIES = (aten._to_copy.default, aten.copy_.default)
+COPY, READ = aten.copy_.default, aten._local_scalar_dense.default
 INDEXING = (aten.index.Tensor, aten.index_put_.default, aten._index_put_impl_.default)
 # The shapes of their results depend on values, so the host waits for these.
 SHAPED = ("nonzero", "unique", "masked_select", "bincount", "repeat_interleave.Tensor")
@@ -38,10 +37,13 @@ NCCL_DTYPES = {
     torch.int8, torch.uint8, torch.bool, torch.int32, torch.int64, torch.float16, torch.bfloat16,
     torch.float32, torch.float64,
 }  # fmt: skip
-# Of each collective: its arguments that are written, and those that are read.
+# The arguments that a collective writes, and those that it reads.
 COLLECTIVES = {
-    "all_reduce": (("tensor",), ()), "broadcast": (("tensor",), ()), "gather": (("gather_list",), ("tensor",)),
-    "all_to_all_single": (("output",), ("input",)), "reduce_scatter": (("output",), ("input_list",)),
+    (dist, "all_reduce"): (("tensor",), ()), (dist, "gather"): (("gather_list",), ("tensor",)),
+    (dist, "all_to_all_single"): (("output",), ("input",)),
+    (dist, "reduce_scatter"): (("output",), ("input_list",)),
+    (collectives, "_reduce_scatter"): (("output",), ("input",)),
+    (collectives, "_all_gather"): (("output_tensor",), ("input_tensor",)),
 }  # fmt: skip
 
 
@@ -62,59 +64,52 @@ class Device:
         waits: why the host waited for the GPU, and for how many elements.
         log: the collectives in the order in which this rank started them.
         faults: memory that was freed too early.
-        contexts: the indices of the GPUs on which a thread has created a context.
+        contexts: the indices of the GPUs that a thread has set, which creates a context.
         allocated, peak: bytes.
         completes: whether a collective that was started is complete.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name):
         self.name, self.index, self.completes = name, torch.device(name).index or 0, False
-        self.contexts = {self.index}
-        self.waits: list[tuple[str, int]] = []
-        self.log: list[Collective] = []
-        self.faults: list[str] = []
-        self.allocated = self.peak = 0
-        self.works: list[Work] = []
-        self.streams: dict[Any, Stream] = {}  # the default stream by index, NCCL's by group
+        self.waits, self.log, self.faults, self.works = [], [], [], []
+        self.contexts, self.allocated, self.peak = {self.index}, 0, 0
+        self.streams = {}  # the default stream by index, NCCL's by group
         self.thread = threading.local()
         self.thread.index = self.index
 
     @property
-    def current(self) -> int:
+    def current(self):
         """The device of this thread; autograd gives its threads the main thread's."""
-        is_new = not isinstance(threading.current_thread(), threading._DummyThread)
-        return getattr(self.thread, "index", 0 if is_new else self.index)
+        by_autograd = isinstance(threading.current_thread(), threading._DummyThread)
+        return getattr(self.thread, "index", self.index if by_autograd else 0)
 
-    def set_current(self, device: Any) -> None:
+    def set_current(self, device):
         self.thread.index = index_of(device)
         self.contexts.add(self.thread.index)
 
-    def stream(self, device: Any = None) -> "Stream":
+    def stream(self, device=None):
         """Return the current stream of this thread on a device."""
         index = index_of(device)
         chosen = getattr(self.thread, "streams", {})
         return chosen.get(index) or self.streams.setdefault(index, Stream(index))
 
     @contextlib.contextmanager
-    def on(self, stream: "Stream | None") -> Iterator[None]:
-        """As torch.cuda.stream: afterwards, the thread has the device that it had, with a context on it."""
-        if stream is None:
-            yield
-            return
-        device, streams = self.current, getattr(self.thread, "streams", {})
+    def on(self, stream):
+        """As torch.cuda.stream: at its end it sets the device that the thread had."""
+        index, streams = self.current, getattr(self.thread, "streams", {})
         self.set_current(stream.device)
         self.thread.streams = {**streams, stream.device.index: stream}
         try:
             yield
         finally:
             self.thread.streams = streams
-            self.set_current(device)
+            self.set_current(index)
 
 
 DEVICE = Device("cpu")
 
 
-def index_of(device: Any) -> int:
+def index_of(device):
     if not isinstance(device, int | None):
         device = torch.device(device)
         device = DEVICE.index if device.type == "gpu" else device.index  # C++ takes the device of an input
@@ -122,55 +117,47 @@ def index_of(device: Any) -> int:
 
 
 class Stream:
-    """A CUDA stream. `seen` has, by stream, the number of its operations that end before the next one here."""
+    """A CUDA stream; `seen` has, by stream, how many of its operations end before the next one here."""
 
-    def __init__(self, device: Any = None, priority: int = 0) -> None:
-        self.device, self.priority = torch.device("cuda", index_of(device)), priority
-        self.seen: dict[Stream, int] = {self: 0}
+    def __init__(self, device=None, priority=0):
+        self.device, self.priority, self.seen = torch.device("cuda", index_of(device)), priority, {self: 0}
 
-    def wait_event(self, event: "Event") -> None:
+    def wait_event(self, event):
         for stream, number in event.seen.items():
             self.seen[stream] = max(number, self.seen.get(stream, 0))
 
-    def wait_stream(self, other: "Stream") -> None:
-        self.wait_event(other.record_event())
+    wait_stream = wait_event  # what the other stream has done until now
 
-    def record_event(self, event: "Event | None" = None) -> "Event":
-        event = event or Event()
-        event.seen = dict(self.seen)
+    def record_event(self):
+        event = Event()
+        event.record(self)
         return event
 
-    def synchronize(self) -> None:
+    def synchronize(self):
         DEVICE.waits.append(("stream", 0))
 
 
 class Event:
-    def __init__(self, enable_timing: bool = False) -> None:
-        self.seen: dict[Stream, int] = {}
+    """A CUDA event."""
 
-    def record(self, stream: Stream | None = None) -> None:
-        (stream or DEVICE.stream()).record_event(self)
+    def record(self, stream=None):
+        self.seen = dict((stream or DEVICE.stream()).seen)
 
-    def synchronize(self) -> None:
+    def synchronize(self):
         DEVICE.waits.append(("event", 0))
-
-    def elapsed_time(self, other: "Event") -> float:
-        return 0.0
 
 
 class Memory:
-    """An allocation: its last write and its reads since then, each by stream with the operation's number."""
+    """An allocation: its last write and its reads since then, by stream, as the operation's number."""
 
-    def __init__(self, num_bytes: int, stream: Stream) -> None:
+    def __init__(self, num_bytes, stream):
         self.num_bytes, self.home, self.device = num_bytes, stream, DEVICE
-        self.write = {stream: stream.seen[stream]}
-        self.reads: dict[Stream, int] = {}
-        self.recorded: set[Stream] = set()
-        self.works: list[Work] = []
+        self.write, self.reads = {stream: stream.seen[stream]}, {}
+        self.recorded, self.works = set(), []
         DEVICE.allocated += num_bytes
         DEVICE.peak = max(DEVICE.peak, DEVICE.allocated)
 
-    def use(self, stream: Stream, writes: bool, what: str) -> None:
+    def use(self, stream, writes, what):
         """Note the last operation of a stream; raise if it does not wait for what it depends on."""
         before = self.write | self.reads if writes else self.write
         if any(stream.seen.get(other, 0) < number for other, number in before.items()):
@@ -179,7 +166,7 @@ class Memory:
             self.write, self.reads = {}, {}
         (self.write if writes else self.reads)[stream] = stream.seen[stream]
 
-    def __del__(self) -> None:
+    def __del__(self):
         self.device.allocated -= self.num_bytes
         for stream, number in (self.write | self.reads).items():
             if all(each.seen.get(stream, 0) < number for each in (self.home, *self.recorded)):
@@ -187,55 +174,55 @@ class Memory:
 
 
 class OnGpu(Tensor):
-    """A tensor on the GPU. Its values are in `held`. Python sees the device cuda:index, C++ sees gpu:0."""
+    """A tensor on the GPU, with its values in `held`. Python sees the device cuda:INDEX, C++ gpu:0."""
 
-    held: Tensor
     __torch_function__ = torch._C._disabled_torch_function_impl
 
     @staticmethod
-    def __new__(cls, held: Tensor, memory: Memory, index: int) -> "OnGpu":
+    def __new__(cls, held, memory, index):
         layout = {"strides": held.stride(), "storage_offset": held.storage_offset(), "dtype": held.dtype}
         return Tensor._make_wrapper_subclass(cls, held.shape, device=torch.device("gpu", 0), **layout)
 
-    def __init__(self, held: Tensor, memory: Memory, index: int) -> None:
+    def __init__(self, held, memory, index):
         self.held, self.memory, self.index = held, memory, index
 
-    def _set_data(self, value: "OnGpu") -> None:
+    def _set_data(self, value):
         Tensor.data.__set__(self, value)
         self.held, self.memory, self.index = value.held, value.memory, value.index
 
     device = property(lambda self: torch.device("cuda", self.index))
     is_cuda = property(lambda self: True)
-    data = property(lambda self: Tensor.data.__get__(self), _set_data)
+    data = property(Tensor.data.__get__, _set_data)
 
-    def __repr__(self, **_: Any) -> str:
+    def __repr__(self, **_):
         return f"OnGpu({self.held})"
 
-    def tolist(self) -> Any:
+    def tolist(self):
         return self.cpu().tolist()
 
-    def record_stream(self, stream: Stream) -> None:
+    def record_stream(self, stream):
         self.memory.recorded.add(stream)
 
     @classmethod
-    def __torch_dispatch__(cls, op: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+    def __torch_dispatch__(cls, op, types, args=(), kwargs=None):
         return run(op, *args, **(kwargs or {}))
 
 
-def run(op: Any, *args: Any, **kwargs: Any) -> Any:
-    """Run an operation that has arguments on the GPU, or makes a tensor there."""
+def run(op, *args, **kwargs):
+    """Run an operation that has arguments on the GPU, or that makes a tensor there."""
+    name, device = str(op), kwargs.pop("device", None)
     inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
     ours = [tensor for tensor in inputs if isinstance(tensor, OnGpu)]
     theirs = [tensor for tensor in inputs if not isinstance(tensor, OnGpu) and tensor.dim() > 0]
-    device, name = kwargs.pop("device", None), str(op)
-    to_host = device is not None and device.type == "cpu"
-    to_host |= op is aten.copy_.default and not isinstance(args[0], OnGpu)
+    to_host = (device is not None and device.type == "cpu") or (
+        op is COPY and not isinstance(args[0], OnGpu)
+    )
     indices = {tensor.index for tensor in ours}
-    if op not in COPIES and (len(indices) > 1 or (ours and theirs and op not in INDEXING)):
+    if op is not COPY and (len(indices) > 1 or (ours and theirs and op not in INDEXING)):
         raise RuntimeError(f"{name} mixes tensors of the host and of a GPU, or of two GPUs")
     by_mask = op in INDEXING and any(i is not None and i.dtype == torch.bool for i in args[1])
     is_shaped = any(each in name for each in SHAPED) and kwargs.get("output_size") is None
-    if op is aten._local_scalar_dense.default or by_mask or is_shaped:
+    if op is READ or by_mask or is_shaped:
         DEVICE.waits.append((name, inputs[0].numel()))
     elif (to_host or theirs) and not kwargs.get("non_blocking", args[2:] == (True,)):
         DEVICE.waits.append(("to the host" if to_host else "from the host", inputs[-1].numel()))
@@ -243,26 +230,20 @@ def run(op: Any, *args: Any, **kwargs: Any) -> Any:
     stream = DEVICE.stream(index)
     stream.seen[stream] += 1
     infos = [argument.alias_info for argument in op._schema.arguments]
-    written = [
-        leaf
-        for argument, info in zip(args, infos, strict=False)
-        if info is not None and info.is_write
-        for leaf in tree_leaves(argument)
-    ]
-    returned = [each.alias_info for each in op._schema.returns]
-    is_view = any(info is not None and not info.is_write for info in returned)
-    if not is_view and not any(only_shape in name for only_shape in ("aten.new_", "_like.")):
-        for tensor in ours:
+    written = tree_leaves([a for a, info in zip(args, infos, strict=False) if info and info.is_write])
+    is_view = any(each.alias_info and not each.alias_info.is_write for each in op._schema.returns)
+    for tensor in ours:
+        if not (is_view or "aten.new_" in name or "_like." in name):
             settle(tensor)
             tensor.memory.use(stream, any(tensor is each for each in written), name)
-    if device is not None:
-        kwargs["device"] = torch.device("cpu")
-    result = op(*values(args), **values(kwargs))
+    result = op(
+        *values(args), **values(kwargs), **({} if device is None else {"device": torch.device("cpu")})
+    )
     if to_host:
-        return args[0] if op is aten.copy_.default else result
+        return args[0] if op is COPY else result
     memories = {tensor.held.untyped_storage()._cdata: tensor.memory for tensor in ours}
 
-    def wrapped(found: Tensor) -> Tensor:
+    def wrapped(found):
         for tensor in ours:
             if tensor.held is found:
                 return tensor
@@ -272,42 +253,42 @@ def run(op: Any, *args: Any, **kwargs: Any) -> Any:
     return tree_map_only(Tensor, wrapped, result)
 
 
-def values(tree: Any) -> Any:
+def values(tree):
     return tree_map_only(OnGpu, lambda tensor: tensor.held, tree)
 
 
-def settle(tensor: OnGpu) -> None:
+def settle(tensor):
     """Let the collectives that use a tensor end, so that it has its values."""
     while tensor.memory.works:
         tensor.memory.works.pop().real.wait()
 
 
 class Work:
-    """A collective on its group's stream. As NCCL's, it keeps its tensors till `wait`, which blocks a stream."""
+    """A collective on its group's stream; like NCCL's, it keeps its tensors until a stream waits for it."""
 
-    def __init__(self, real: Any, stream: Stream, tensors: list[OnGpu]) -> None:
+    def __init__(self, real, stream, tensors):
         self.real, self.end, self.kept = real, stream.record_event(), tensors
         for tensor in tensors:
             tensor.memory.works.append(self)
         DEVICE.works.append(self)
 
-    def is_completed(self) -> bool:
+    def is_completed(self):
         return DEVICE.completes
 
-    def wait(self) -> None:
+    def wait(self):
         DEVICE.stream().wait_event(self.end)
         self.kept = []
 
 
-def on_nccl(original: Any, outs: tuple[str, ...], ins: tuple[str, ...]) -> Any:
+def on_nccl(original, outs, ins):
     """Return a collective with NCCL's rules; its arguments `outs` are written, and `ins` are read."""
     parameters, name = inspect.signature(original), original.__name__
 
     @functools.wraps(original)
-    def collective(*args: Any, **kwargs: Any) -> Any:
+    def collective(*args, **kwargs):
         given = parameters.bind(*args, **kwargs).arguments
         is_async, group = given.pop("async_op", False), given.get("group") or dist.group.WORLD
-        stream = DEVICE.streams.setdefault(group, Stream(priority=-1))
+        stream = DEVICE.streams.setdefault(group, Stream())
         stream.wait_stream(DEVICE.stream())
         stream.seen[stream] += 1
         used = {key: [t for t in tree_leaves(given.get(key)) if t is not None] for key in (*outs, *ins)}
@@ -318,8 +299,7 @@ def on_nccl(original: Any, outs: tuple[str, ...], ins: tuple[str, ...]) -> Any:
                 assert tensor.is_contiguous() and tensor.dtype in NCCL_DTYPES, f"{name} of {tensor}"
                 settle(tensor)
                 tensor.memory.use(stream, key in outs, name)
-        ranks = tuple(dist.get_process_group_ranks(group))
-        DEVICE.log.append(Collective(name, ranks, used[(*ins, *outs)[0]][0].numel()))
+        log(name, group, used[(*ins, *outs)[0]][0].numel())
         given = {key: values(value) for key, value in given.items()}
         work = Work(original(**given, async_op=True), stream, [t for each in used.values() for t in each])
         return work if is_async else work.wait()
@@ -327,34 +307,31 @@ def on_nccl(original: Any, outs: tuple[str, ...], ins: tuple[str, ...]) -> Any:
     return collective
 
 
-def logged(original: Any) -> Any:
-    """Return a collective of Python objects that is logged."""
-
+def of_objects(original):
     @functools.wraps(original)
-    def collective(*args: Any, group: Any = None, **kwargs: Any) -> Any:
-        ranks = tuple(dist.get_process_group_ranks(group or dist.group.WORLD))
-        DEVICE.log.append(Collective(original.__name__, ranks, 0))
+    def collective(*args, group=None, **kwargs):
+        log(original.__name__, group or dist.group.WORLD, 0)
         return original(*args, group=group, **kwargs)
 
     return collective
 
 
-def unpinned(allocate: Any) -> Any:
+def log(name, group, numel):
+    DEVICE.log.append(Collective(name, tuple(dist.get_process_group_ranks(group)), numel))
+
+
+def unpinned(allocate):
     return lambda *args, pin_memory=False, **kwargs: allocate(*args, **kwargs)
-
-
-def tensor(data: Any, *args: Any, device: Any = None, **kwargs: Any) -> Tensor:
-    return of_host(data, *args, **kwargs).to(device or "cpu")
 
 
 of_host = torch.tensor
 
 
 @functools.cache
-def register() -> torch.library.Library:
-    """Register the backend; torch has no way to remove it."""
+def register():
+    """Register the backend, which torch cannot remove; call it before autograd starts its threads."""
     module = backend_registration._DummyBackendModule()
-    module.get_amp_supported_dtype = lambda: [torch.bfloat16]  # type: ignore[attr-defined]  # for autocast
+    module.get_amp_supported_dtype = lambda: [torch.bfloat16]  # for autocast
     backend_registration._setup_privateuseone_for_python_backend("gpu", module)
     library = torch.library.Library("_", "IMPL")
     for key in ("CUDA", "PrivateUse1"):  # for functions that make a tensor
@@ -363,26 +340,25 @@ def register() -> torch.library.Library:
 
 
 @contextlib.contextmanager
-def gpu(index: int = 0) -> Iterator[Device]:
-    """Context manager in which this process has GPUs, of which it uses the one with this index."""
+def gpu(index=0):
+    """Context manager in which this process computes on the GPU with this index; yields its `Device`."""
     global DEVICE
     register()
     DEVICE = device = Device(f"cuda:{index}")
+    replaced = [
+        (torch.cuda, "_lazy_init", lambda: None), (torch.cuda, "Stream", Stream),
+        (torch.cuda, "Event", Event), (torch.cuda, "stream", device.on),
+        (torch.cuda, "current_stream", device.stream), (torch.cuda, "set_device", device.set_current),
+        (torch.cuda, "current_device", lambda: device.current),
+        (torch, "tensor", lambda data, device="cpu", **kwargs: of_host(data, **kwargs).to(device or "cpu")),
+        *((torch, name, unpinned(getattr(torch, name))) for name in ("empty", "zeros", "empty_like")),
+        (dist, "get_backend", lambda group=None: "nccl"),
+        *((owner, name, on_nccl(getattr(owner, name), *how)) for (owner, name), how in COLLECTIVES.items()),
+        *((dist, n, of_objects(getattr(dist, n))) for n in ("all_gather_object", "broadcast_object_list")),
+        (opaque, "FakeTensor", (opaque.FakeTensor, OnGpu)),
+        *([] if kernels.interpreted() else [(kernels, "_lacks_triton", lambda: "there is no GPU")]),
+    ]  # fmt: skip
     with contextlib.ExitStack() as stack:
-        replaced = [
-            (torch.cuda, "_lazy_init", lambda: None), (torch.cuda, "Stream", Stream),
-            (torch.cuda, "Event", Event), (torch.cuda, "stream", device.on),
-            (torch.cuda, "current_stream", device.stream), (torch.cuda, "set_device", device.set_current),
-            (torch.cuda, "current_device", lambda: device.current), (torch, "tensor", tensor),
-            (dist, "get_backend", lambda group=None: "nccl"),
-            (opaque, "FakeTensor", (opaque.FakeTensor, OnGpu)),
-            (collectives, "_all_gather", on_nccl(collectives._all_gather, ("output_tensor",), ("input_tensor",))),
-            (collectives, "_reduce_scatter", on_nccl(collectives._reduce_scatter, ("output",), ("input",))),
-            *((dist, name, on_nccl(getattr(dist, name), *used)) for name, used in COLLECTIVES.items()),
-            *((dist, name, logged(getattr(dist, name))) for name in ("all_gather_object", "broadcast_object_list")),
-            *((torch, name, unpinned(getattr(torch, name))) for name in ("empty", "zeros", "empty_like")),
-            *([] if kernels.interpreted() else [(kernels, "_lacks_triton", lambda: "there is no GPU")]),
-        ]  # fmt: skip
         for owner, name, new in replaced:
             stack.enter_context(mock.patch.object(owner, name, new))
         yield device

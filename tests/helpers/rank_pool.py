@@ -39,7 +39,7 @@ def join(rank: int, world_size: int, init_method: str) -> None:
 
 
 def join_on_gpus(*args) -> None:
-    """Initialise torch.distributed in a process that has a GPU in Python from its start, as autograd needs it."""
+    """Initialise torch.distributed, and `python_gpu` before autograd starts its threads."""
     import python_gpu
 
     python_gpu.register()

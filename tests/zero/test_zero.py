@@ -33,7 +33,6 @@ TRAININGS = {
 }
 TRAININGS["planned"] = dataclasses.replace(TRAININGS["replicas"], way="plans")
 CASES = [
-    ("four", 4, 1, False),
     ("four", 4, 2, True),
     ("four", 1, 2, False),
     ("four", 1, 0, True),
@@ -41,9 +40,7 @@ CASES = [
     ("replicas", 4, 1, True),
     ("replicas", 4, 0, True),
     ("replicas", 2, 2, False),
-    ("each", 4, 2, False),
     ("each", 2, 1, False),
-    ("slices", 4, 2, False),
     ("slices", 2, 1, True),
     ("planned", 4, 2, False),
     pytest.param("planned", 4, 1, False, marks=pytest.mark.long),

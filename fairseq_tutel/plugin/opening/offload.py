@@ -182,7 +182,9 @@ def fetch_when_loaded(model: nn.Module, options: StoreConfig) -> None:
         store, layers = _store_of(options), moe_layers(module)
         sources = [layer.experts.take_sources() for layer in layers]
         if options.moe_expert_tier == "host":
-            refuse_too_little(_bytes_on_host(layers, sources), "--moe-expert-tier host", "disk")
+            refuse_too_little(
+                _bytes_on_host(layers, sources), "--moe-expert-tier host", "--moe-expert-tier disk"
+            )
         with progress("preparing the expert store", len(layers), "layer") as advance:
             for layer, tensors in zip(layers, sources, strict=True):
                 store.add(layer.experts, tensors)

@@ -1,4 +1,4 @@
-"""A --user-dir that loads the plugin and reduces dense gradients by torch's wrapper, which is a GPU's default."""
+"""A --user-dir that loads the plugin and wraps the model in torch's DDP, which is the default on GPUs."""
 
 from fairseq.models import distributed_fairseq_model
 from torch.nn.parallel import DistributedDataParallel
