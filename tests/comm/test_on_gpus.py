@@ -6,7 +6,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from python_gpu import Device, gpu
+from python_gpu import WITHOUT_GPU, Device, gpu
 from torch import nn
 from torch.utils._pytree import tree_leaves
 from training import Training, train, train_in_partitions
@@ -25,6 +25,7 @@ from fairseq_tutel.ranks.guard import CommunicationError
 from fairseq_tutel.zero.state import ZeroState
 
 RANKS = 4
+pytestmark = WITHOUT_GPU
 
 
 def on_rank(function, *args):
@@ -38,6 +39,7 @@ def on_rank(function, *args):
         found, facts = function(device, *args)
         for one, other in zip(tree_leaves(expected), tree_leaves(found), strict=True):
             torch.testing.assert_close(other.cpu(), one, rtol=1e-12, atol=1e-12)
+        assert device.contexts == {device.index}  # no thread uses another rank's GPU
         return facts, device.log
 
 

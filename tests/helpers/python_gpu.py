@@ -18,11 +18,11 @@ import inspect
 import threading
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.utils import backend_registration
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from fairseq_tutel import kernels
 from fairseq_tutel.comm import collectives
@@ -211,7 +211,7 @@ class OnGpu(Tensor):
 def run(op, *args, **kwargs):
     """Run an operation that has arguments on the GPU, or that makes a tensor there."""
     name, device = str(op), kwargs.pop("device", None)
-    inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    inputs = tensors_of((args, kwargs))
     ours = [tensor for tensor in inputs if isinstance(tensor, OnGpu)]
     theirs = [tensor for tensor in inputs if not isinstance(tensor, OnGpu) and tensor.dim() > 0]
     to_host = (device is not None and device.type == "cpu") or (
@@ -230,7 +230,7 @@ def run(op, *args, **kwargs):
     stream = DEVICE.stream(index)
     stream.seen[stream] += 1
     infos = [argument.alias_info for argument in op._schema.arguments]
-    written = tree_leaves([a for a, info in zip(args, infos, strict=False) if info and info.is_write])
+    written = tensors_of([a for a, info in zip(args, infos, strict=False) if info and info.is_write])
     is_view = any(each.alias_info and not each.alias_info.is_write for each in op._schema.returns)
     for tensor in ours:
         if not (is_view or "aten.new_" in name or "_like." in name):
@@ -244,17 +244,34 @@ def run(op, *args, **kwargs):
     memories = {tensor.held.untyped_storage()._cdata: tensor.memory for tensor in ours}
 
     def wrapped(found):
+        if not isinstance(found, Tensor):
+            return found
         for tensor in ours:
             if tensor.held is found:
                 return tensor
         storage = found.untyped_storage()
         return OnGpu(found, memories.get(storage._cdata) or Memory(storage.nbytes(), stream), index)
 
-    return tree_map_only(Tensor, wrapped, result)
+    return mapped(wrapped, result)
+
+
+def mapped(function, tree):
+    """Return nested lists, tuples and dicts with function(leaf) for each leaf; torch's pytree is slower."""
+    if isinstance(tree, list | tuple):
+        return type(tree)([mapped(function, each) for each in tree])
+    if isinstance(tree, dict):
+        return {key: mapped(function, each) for key, each in tree.items()}
+    return function(tree)
 
 
 def values(tree):
-    return tree_map_only(OnGpu, lambda tensor: tensor.held, tree)
+    return mapped(lambda leaf: leaf.held if isinstance(leaf, OnGpu) else leaf, tree)
+
+
+def tensors_of(tree):
+    found = []
+    mapped(lambda leaf: found.append(leaf) if isinstance(leaf, Tensor) else None, tree)
+    return found
 
 
 def settle(tensor):
@@ -291,7 +308,7 @@ def on_nccl(original, outs, ins):
         stream = DEVICE.streams.setdefault(group, Stream())
         stream.wait_stream(DEVICE.stream())
         stream.seen[stream] += 1
-        used = {key: [t for t in tree_leaves(given.get(key)) if t is not None] for key in (*outs, *ins)}
+        used = {key: tensors_of(given.get(key)) for key in (*outs, *ins)}
         for key, tensors in used.items():
             assert name == "gather" or not isinstance(given[key], list), f"{name}: NCCL would copy a list"
             for tensor in tensors:
@@ -326,10 +343,14 @@ def unpinned(allocate):
 
 of_host = torch.tensor
 
+WITHOUT_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="not run: needs a machine without a GPU")
+
 
 @functools.cache
 def register():
     """Register the backend, which torch cannot remove; call it before autograd starts its threads."""
+    if torch.cuda.is_available():
+        return None
     module = backend_registration._DummyBackendModule()
     module.get_amp_supported_dtype = lambda: [torch.bfloat16]  # for autocast
     backend_registration._setup_privateuseone_for_python_backend("gpu", module)

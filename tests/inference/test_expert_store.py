@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from compare import close
-from python_gpu import gpu
+from python_gpu import WITHOUT_GPU, gpu
 from stored import BLOCKS, FFN, KINDS, as_read, model_of, opened, source_of, write
 
 from fairseq_tutel import ExpertStore, make_topology
@@ -136,6 +136,7 @@ def compare_on_gpu_in_python(folder):
         compare_on_gpu(folder, "host", 3, device.name)
 
 
+@WITHOUT_GPU
 def test_on_a_gpu_in_python_no_slot_is_used_on_two_streams_at_once(ranks, tmp_path):
     ranks(1, on_gpus=True).run(compare_on_gpu_in_python, write(model_of(FFN), tmp_path))
 

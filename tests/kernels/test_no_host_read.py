@@ -8,7 +8,7 @@ from unittest import mock
 import pytest
 import torch
 from compare import close
-from python_gpu import gpu
+from python_gpu import WITHOUT_GPU, gpu
 from torch import Tensor, nn
 
 from fairseq_tutel import MoEConfig, MoELayer, Topology
@@ -16,6 +16,7 @@ from fairseq_tutel.moe import layer as walk
 from fairseq_tutel.plugin.feed_forward import MoEFeedForward
 
 pytest.importorskip("triton")
+pytestmark = WITHOUT_GPU
 
 
 def step(layer: nn.Module, x: Tensor, mask: Tensor | None) -> Tensor:
