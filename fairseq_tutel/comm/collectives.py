@@ -64,11 +64,6 @@ def is_replaced(collective: str, group: Group) -> bool:
     return _backend is not None and _backend.has(collective, group)
 
 
-def on_gloo(group: Group) -> bool:
-    """Return whether a group's tensors are in host memory, and gloo sends them."""
-    return dist.get_backend(group) == "gloo"
-
-
 def _chosen(collective: str, own: Tensor, operation: str, group: Group) -> Program | None:
     return _backend.chosen(collective, own, operation, group) if _backend else None
 
@@ -148,7 +143,7 @@ def start_reduce_scatter(
         program = _chosen("reduce_scatter", whole, operation, group)
         if program is not None:
             work = program.start(whole, own, own.numel())
-        elif as_list and on_gloo(group):
+        elif as_list and not whole.is_cuda:
             parts = list(whole.view(dist.get_world_size(group), own.numel()))
             work = dist.reduce_scatter(own, parts, group=group, async_op=True)
         else:

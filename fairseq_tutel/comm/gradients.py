@@ -17,14 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fairseq_tutel.comm.collectives import (
-    Group,
-    Started,
-    all_reduce,
-    is_replaced,
-    on_gloo,
-    start_all_reduce,
-)
+from fairseq_tutel.comm.collectives import Group, Started, all_reduce, is_replaced, start_all_reduce
 from fairseq_tutel.ranks.groups import Topology
 
 BUCKET_BYTES = 25 * 2**20
@@ -89,10 +82,10 @@ def divide_gradients(parameters: Iterable[nn.Parameter], divisor: float) -> None
 
 
 def _sum(parameters: Iterable[nn.Parameter], operation: str, group: Group) -> None:
-    in_buckets = is_replaced("all_reduce", group) or not (dist.is_initialized() and on_gloo(group))
-    limit = BUCKET_BYTES if in_buckets else 0
+    trained = [p for p in parameters if p.requires_grad]
+    in_buckets = is_replaced("all_reduce", group) or any(p.is_cuda for p in trained)
     under_way: list[Started] = []
-    for bucket in _buckets([p for p in parameters if p.requires_grad], limit):
+    for bucket in _buckets(trained, BUCKET_BYTES if in_buckets else 0):
         under_way.append(_start_sum(bucket, operation, group))
         # At most two buckets at a time: one is stacked while the other is reduced.
         if len(under_way) > 1:

@@ -373,7 +373,6 @@ def gpu(index=0):
         (torch.cuda, "current_device", lambda: device.current),
         (torch, "tensor", lambda data, device="cpu", **kwargs: of_host(data, **kwargs).to(device or "cpu")),
         *((torch, name, unpinned(getattr(torch, name))) for name in ("empty", "zeros", "empty_like")),
-        (dist, "get_backend", lambda group=None: "nccl"),
         *((owner, name, on_nccl(getattr(owner, name), *how)) for (owner, name), how in COLLECTIVES.items()),
         *((dist, n, of_objects(getattr(dist, n))) for n in ("all_gather_object", "broadcast_object_list")),
         (opaque, "FakeTensor", (opaque.FakeTensor, OnGpu)),
