@@ -26,10 +26,11 @@ poison_empty()
 @pytest.fixture(scope="session")
 def ranks():
     """Return a function from a world size to its Ranks, which live as long as the test run."""
-    started: dict[int, Ranks] = {}
+    started: dict[tuple[int, bool], Ranks] = {}
 
-    def of(world_size: int) -> Ranks:
-        return started.setdefault(world_size, Ranks(world_size))
+    def of(world_size: int, on_gpus: bool = False) -> Ranks:
+        key = world_size, on_gpus
+        return started.setdefault(key, Ranks(*key))
 
     yield of
     for each in started.values():

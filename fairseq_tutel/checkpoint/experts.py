@@ -43,27 +43,29 @@ def expert_modules(model: nn.Module) -> list[ExpertStack]:
     return [m for m in model.modules() if isinstance(m, ExpertStack)]
 
 
-def gather_to_first(tensor: Tensor, topology: Topology, slicing: Slice | None = None) -> Tensor | None:
+def gather_to_first(tensor: Tensor, topology: Topology, parameter: Tensor | None = None) -> Tensor | None:
     """Gather one parameter of all experts in host memory on rank 0; return None on other ranks.
 
     Only the EP group of rank 0 communicates: its ranks hold every expert once. For a tensor that is not a
-    parameter, such as a moment of Adam, give the parameter's `slicing`.
+    parameter, such as a moment of Adam, give its parameter. If the tensor is offloaded to host memory, its
+    parts are copied to the parameter's device one at a time.
     """
     if topology.rank >= topology.expert_parallel_size:
         return None
-    slicing = slice_of(tensor) if slicing is None else slicing
+    parameter = tensor if parameter is None else parameter
     flat, size = tensor.detach().contiguous().view(-1), topology.expert_parallel_size
     first, group = topology.rank == 0, topology.expert_group
     whole = torch.empty(size, *tensor.shape, dtype=tensor.dtype) if first else None
     step = max(1, GATHERED_BYTES // (size * tensor.element_size()))
     for begin in range(0, len(flat), step):
-        run = flat[begin : begin + step]
+        run = flat[begin : begin + step].to(parameter.device)
         parts = collectives.gather(run, "the gathering of experts on rank 0", group)
         if whole is not None and parts is not None:
             for own, part in zip(whole.view(size, -1), parts, strict=True):
                 own[begin : begin + step] = part
     if whole is None:
         return None
+    slicing = slice_of(parameter)
     return join(list(whole), slicing) if slicing.count > 1 else whole.flatten(0, 1)
 
 

@@ -4,6 +4,7 @@ There is only one thread, so collectives start in the same order on every rank.
 """
 
 import atexit
+import functools
 import os
 import queue
 import sys
@@ -98,13 +99,26 @@ def _leave() -> None:
 atexit.register(_leave)
 
 
-_streams: dict[torch.device, Any] = {}
+# With the default priority, a combine would wait until the next experts' products have started.
+_exchange_stream = functools.cache(lambda device: torch.cuda.Stream(device, priority=-1))
+_waiting_stream = functools.cache(lambda device: torch.cuda.Stream(device))
+
+
+def free_after(work: Any, sent: Tensor) -> None:
+    """Let the memory of a tensor that the caller drops be used again once its collective has finished.
+
+    NCCL's handle keeps its tensors until a stream waits for it. If the stream of the computation waited,
+    ranks that send later could wait for this rank. So another stream does.
+    """
+    if sent.is_cuda:
+        stream = _waiting_stream(sent.device)
+        with torch.cuda.stream(stream):
+            work.wait()
+        sent.record_stream(stream)
 
 
 def _start_on_stream(function: Callable[[Tensor], Tensor], rows: Tensor) -> Wait:
-    if rows.device not in _streams:
-        _streams[rows.device] = torch.cuda.Stream(rows.device)
-    stream = _streams[rows.device]
+    stream = _exchange_stream(rows.device)
     stream.wait_stream(torch.cuda.current_stream(rows.device))
     with torch.cuda.stream(stream), torch.no_grad():
         rows.record_stream(stream)

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fairseq_tutel.comm import background
 from fairseq_tutel.ranks import world
 from fairseq_tutel.ranks.guard import guarded
 
@@ -134,19 +135,20 @@ def start_reduce_scatter(
 ) -> Started:
     """Start a reduce-scatter: sum all ranks' `whole` [G * m] and write part g to `own` [m] on rank g.
 
-    Both tensors are contiguous. With `as_list` torch gets a list of G tensors, which gloo sums in another
-    order.
+    Both tensors are contiguous. With `as_list` gloo gets a list of G tensors, which it sums in another
+    order. NCCL would copy a list.
     """
     own, whole = own.view(-1), whole.view(-1)
     with guarded(operation, group):
         program = _chosen("reduce_scatter", whole, operation, group)
         if program is not None:
             work = program.start(whole, own, own.numel())
-        elif as_list:
+        elif as_list and not whole.is_cuda:
             parts = list(whole.view(dist.get_world_size(group), own.numel()))
             work = dist.reduce_scatter(own, parts, group=group, async_op=True)
         else:
             work = _reduce_scatter(own, whole, group=group, async_op=True)
+            background.free_after(work, whole)
         return Started(work, operation, group)
 
 

@@ -4,8 +4,8 @@ After the backward pass, an expert's gradient is a sum over the tokens of its EP
 parameters are averaged over the W ranks. Expert gradients get the same scale: they are summed over EP
 replicas and divided by W.
 
-torch.distributed reduces one parameter at a time, because the order of gloo's sum depends on an element's
-position in the tensor. A collective plan reduces buckets. Nothing is reduced during the backward pass:
+gloo reduces one parameter at a time, because the order of its sum depends on an element's position in the
+tensor. NCCL and collective plans reduce buckets. Nothing is reduced during the backward pass:
 
 - The last backward pass of an update is not known in advance.
 - With NCCL, simultaneous row exchanges would change the order of sums.
@@ -82,9 +82,10 @@ def divide_gradients(parameters: Iterable[nn.Parameter], divisor: float) -> None
 
 
 def _sum(parameters: Iterable[nn.Parameter], operation: str, group: Group) -> None:
-    limit = BUCKET_BYTES if is_replaced("all_reduce", group) else 0
+    trained = [p for p in parameters if p.requires_grad]
+    in_buckets = is_replaced("all_reduce", group) or any(p.is_cuda for p in trained)
     under_way: list[Started] = []
-    for bucket in _buckets([p for p in parameters if p.requires_grad], limit):
+    for bucket in _buckets(trained, BUCKET_BYTES if in_buckets else 0):
         under_way.append(_start_sum(bucket, operation, group))
         # At most two buckets at a time: one is stacked while the other is reduced.
         if len(under_way) > 1:

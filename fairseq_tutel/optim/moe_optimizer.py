@@ -171,7 +171,11 @@ class MoEOptimizerMixin:
             super().step(*args, **kwargs)  # type: ignore[misc]
 
     def expert_state(self, index: int) -> dict[str, Tensor]:
-        """Return this rank's experts' optimizer state [e, ...], with fp32 master weights. Collective."""
+        """Return this rank's experts' optimizer state [e, ...], with fp32 master weights. Collective.
+
+        Some tensors may be in host memory: an offloaded state, and until the first step, a checkpoint's
+        tensors in fairseq's memory-efficient wrapper.
+        """
         parameter = self.model_params()[index]
         if self.zero is not None:
             state = self._whole_tensors(index)
@@ -182,9 +186,7 @@ class MoEOptimizerMixin:
             state = {
                 k: state[k] for k in sorted(state) if _is_per_expert(state[k], parameter, len(parameter))
             }
-        # A GPU's collectives cannot read host memory. Until the first step, fairseq's memory-efficient
-        # wrapper keeps a checkpoint's tensors in host memory.
-        return {key: value.to(parameter.device) for key, value in state.items()}
+        return state
 
     def gather_state(self, topology: Topology) -> None:
         """Gather the experts' optimizer state to rank 0 for its next `state_dict`. Collective."""
@@ -192,7 +194,7 @@ class MoEOptimizerMixin:
         for index, parameter in enumerate(self.model_params()):
             if gradients.is_expert(parameter):
                 gathered[index] = {
-                    key: gather_to_first(value, topology, slice_of(parameter))
+                    key: gather_to_first(value, topology, parameter)
                     for key, value in self.expert_state(index).items()
                 }
         self.save_state(gathered, topology)

@@ -80,10 +80,11 @@ def _value_of(path: Path, key: str) -> int | None:
     return None
 
 
-def refuse_too_little(num_bytes: int, flag: str) -> int:
+def refuse_too_little(num_bytes: int, flag: str, instead: str = "") -> int:
     """Raise ValueError on all ranks if the ranks of any machine need more memory than it has. Collective.
 
-    `num_bytes` is what this rank needs for the option `flag`. Returns the bytes that all ranks need.
+    `num_bytes` is what this rank needs for the option `flag`. `instead` is an option that needs less; by
+    default, the message says to remove `flag`. Returns the bytes that all ranks need.
     """
     mine = socket.gethostname(), num_bytes, available()
     needed: dict[str, int] = defaultdict(int)
@@ -96,7 +97,7 @@ def refuse_too_little(num_bytes: int, flag: str) -> int:
         if host in left and size > left[host]:
             raise ValueError(
                 f"{flag} is set, which needs {size / GIB:.2f} GiB of host memory on {host} for copies of "
-                f"experts and other state, but {left[host] / GIB:.2f} GiB are available; remove {flag}, or "
-                "use more nodes."
+                f"experts and other state, but {left[host] / GIB:.2f} GiB are available; "
+                f"{f'give {instead}' if instead else f'remove {flag}'}, or use more nodes."
             )
     return sum(needed.values())

@@ -86,7 +86,10 @@ class Partition:
 
     @torch.no_grad()
     def whole(self, value: Tensor) -> Tensor:
-        """Gather the complete state tensor of the parameter from all ranks of the group. Collective."""
+        """Gather a complete state tensor of the parameter from all ranks of the group. Collective.
+
+        The result is on the device of `value`, which is the host for an offloaded state.
+        """
         share, parameter = self.share, self.parameter
         if share.size == 1:
             return value.view(parameter.shape)
@@ -94,7 +97,7 @@ class Partition:
         own = value.new_zeros(self.length, device=parameter.device)
         own[: value.numel()].copy_(value)
         whole = all_gather(own, "the all-gather of the optimizer's state", share.group)
-        return whole.view(-1)[: parameter.numel()].view(parameter.shape)
+        return whole.view(-1)[: parameter.numel()].view(parameter.shape).to(value.device)
 
 
 class Bucket:

@@ -1,6 +1,5 @@
 """Work beside the computation, on a GPU's stream and in a thread."""
 
-import contextlib
 import os
 import subprocess
 import sys
@@ -12,58 +11,9 @@ from ports import free_port
 from fairseq_tutel.comm import background
 
 
-class OnGpu:
-    """A stream, or a tensor of a GPU; appends to `done` what is done with it."""
-
-    is_cuda, device = True, torch.device("cuda:0")
-
-    def __init__(self, done, name):
-        self.done, self.name = done, name
-
-    def wait_stream(self, other):
-        self.done.append(f"{self.name} waits for {other.name}")
-
-    def wait_event(self, event):
-        self.done.append(f"{self.name} waits for {event.recorded}")
-
-    def record_stream(self, stream):
-        self.done.append(f"{self.name} is kept for {stream.name}")
-
-
-def test_a_start_waits_for_what_came_before_and_what_follows_waits_for_it(monkeypatch):
-    done = []
-    current = [OnGpu(done, "main")]
-    made = iter(("side", "a second one"))
-
-    class Event:
-        def record(self, stream):
-            self.recorded = f"what {stream.name} did till then"
-            done.append(f"{stream.name} is marked")
-
-    @contextlib.contextmanager
-    def on(stream):
-        current.append(stream)
-        yield
-        current.pop()
-
-    def travel(rows):
-        done.append(f"{rows.name} travels on {current[-1].name}, with gradients {torch.is_grad_enabled()}")
-        return OnGpu(done, "out")
-
-    monkeypatch.setattr(background, "_streams", {})
-    monkeypatch.setattr(torch.cuda, "Stream", lambda device: OnGpu(done, next(made)))
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current[-1])
-    monkeypatch.setattr(torch.cuda, "stream", on)
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    pending = [background.start(travel, OnGpu(done, "rows")) for _ in range(2)]
-    done.append("the experts run")
-    assert pending[0]().name == "out"
-    one = [
-        "side waits for main", "rows is kept for side", "rows travels on side, with gradients False",
-        "side is marked",
-    ]  # fmt: skip
-    after = ["the experts run", "main waits for what side did till then", "out is kept for main"]
-    assert done == [*one, *one, *after]
+def test_the_stream_of_exchanges_has_a_higher_priority(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device, priority=0: priority)
+    assert background._exchange_stream.__wrapped__("cuda:0") < 0
 
 
 SCRIPT = """

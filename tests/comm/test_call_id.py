@@ -8,7 +8,6 @@ import torch.distributed as dist
 
 from fairseq_tutel import MoEConfig, MoELayer, Strategy, Topology, make_topology
 from fairseq_tutel.checkpoint.experts import drop_everywhere, gather_everywhere
-from fairseq_tutel.comm import call_id
 from fairseq_tutel.ranks.guard import CommunicationError
 
 CONFIG = MoEConfig(model_dim=4, hidden_dim=4, num_experts=4, top_k=1)
@@ -121,37 +120,6 @@ def frames_compiled():
 def test_a_compiled_layer_is_not_compiled_anew_for_every_call(ranks):
     for seen in ranks(2).run(frames_compiled):
         assert 0 < seen[1] == seen[-1]
-
-
-class OnGpu:
-    """Call IDs of a GPU, which are on the host after their event."""
-
-    is_cuda = True
-
-    def __init__(self, numbers):
-        self.numbers = numbers
-
-    def to(self, device, non_blocking):
-        assert device == "cpu" and non_blocking
-        return torch.tensor(self.numbers)
-
-
-def test_call_ids_of_a_gpu_are_compared_at_the_next_call(monkeypatch):
-    seen = []
-
-    class Event:
-        def record(self):
-            seen.append("record")
-
-        def synchronize(self):
-            seen.append("wait")
-
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(call_id, "_pending", [])
-    monkeypatch.setattr(call_id, "compare", lambda given, what, _: seen.append((given[0].item(), what)))
-    for i in range(3):
-        call_id.compare_later(OnGpu([i, i]), f"call {i}", None)
-    assert seen == ["record", *("wait", (0, "call 0"), "record"), *("wait", (1, "call 1"), "record")]
 
 
 @pytest.mark.parametrize("experts", (2, 6))

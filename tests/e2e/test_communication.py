@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,8 +19,9 @@ ALL_FOUR = ("--moe-expert-parallel-size", 4)
 IN_TWO_SLICES = ("--moe-expert-count", 1, "--moe-top-k", 1, "--moe-expert-parallel-size", 2)
 WAYS = {
     "experts gathered": (*ALL_FOUR, "--moe-parallel-type", "adaptive:0"),
-    "over two nodes, in chunks": (
+    "over two nodes, in chunks, in torch's DDP": (
         *ALL_FOUR, "--moe-use-2dh", "--moe-local-size", 2, "--moe-a2a-ffn-overlap-degree", 2,
+        "--user-dir", Path(__file__).parent / "torch_ddp_user_dir",
     ),
     "model, padded": (
         *ALL_FOUR, "--moe-parallel-type", "model", "--moe-exchange", "padded",
@@ -51,6 +53,7 @@ def plain(lm_data, tmp_path_factory):
 def test_every_way_trains_the_same_model(way, plain, lm_data, tmp_path):
     run = train(lm_data, tmp_path, *TWO_EXPERTS, *WAYS[way])
     assert "experts across ranks: shards of an expert 2, adaptive_r " in run.output
+    assert ("in torch's DistributedDataParallel" in run.output) == ("DDP" in way)
     got = loaded(tmp_path)
     assert facts_of(got) == pytest.approx(facts_of(plain), rel=1e-5, abs=1e-6)
     same_weights(plain["model"], got["model"], adam=False)

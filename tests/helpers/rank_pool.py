@@ -10,11 +10,15 @@ from workers import Workers
 
 
 class Ranks(Workers):
-    """`run` calls a function on every rank; inside, torch.distributed is initialised."""
+    """`run` calls a function on every rank; inside, torch.distributed is initialised.
 
-    def __init__(self, world_size: int) -> None:
+    With `on_gpus` the processes can use `python_gpu`.
+    """
+
+    def __init__(self, world_size: int, on_gpus: bool = False) -> None:
         self.folder: str | None = None
-        super().__init__(world_size, join, self._meeting_point, forkserver.context())
+        setup = join_on_gpus if on_gpus else join
+        super().__init__(world_size, setup, self._meeting_point, forkserver.context())
 
     def close(self) -> None:
         """End the ranks and remove their meeting point."""
@@ -32,3 +36,11 @@ def join(rank: int, world_size: int, init_method: str) -> None:
     dist.init_process_group(
         "gloo", init_method=init_method, rank=rank, world_size=world_size, timeout=timedelta(seconds=60)
     )
+
+
+def join_on_gpus(*args) -> None:
+    """Initialise torch.distributed, and `python_gpu` before autograd starts its threads."""
+    import python_gpu
+
+    python_gpu.register()
+    join(*args)

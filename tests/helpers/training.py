@@ -27,6 +27,7 @@ from fairseq_tutel.inference.pregate import pregate
 from fairseq_tutel.moe.balance import update_biases
 from fairseq_tutel.plans.executors.backend import PlanBackend
 from fairseq_tutel.ranks.groups import Topology
+from fairseq_tutel.zero.state import ZeroState
 
 UPDATES, MICRO_BATCHES = 20, 4
 MODEL_DIM = 6
@@ -191,9 +192,10 @@ def backward_update(
 ) -> tuple[Tensor, Tensor]:
     """Add up this rank's gradients of an update; return all ranks' sum of losses and of real tokens."""
     world, rank = place_in_world()
-    sums = torch.zeros(2, dtype=torch.float64)
+    device = model.dense.weight.device
+    sums = torch.zeros(2, dtype=torch.float64, device=device)
     for index in range(rank, MICRO_BATCHES, world):
-        x, target, mask = micro_batch(update, index)
+        x, target, mask = (tensor.to(device) for tensor in micro_batch(update, index))
         y, balance = model(x.requires_grad_(), mask)
         real = (~mask).sum()
         loss = (y - target).square()[~mask].sum() + 0.1 * real * balance
@@ -222,11 +224,11 @@ def outcome(
     return {"losses": torch.stack(losses), "norms": torch.stack(norms), **weights}
 
 
-def train(training: Training, updates: int = UPDATES) -> dict[str, Tensor]:
+def train(training: Training, updates: int = UPDATES, device: str = "cpu") -> dict[str, Tensor]:
     """Train, and return the losses, the norms and, on rank 0, the weights of everything."""
     world, _ = place_in_world()
     topology = training.topology()
-    model = Model(training, topology)
+    model = Model(training, topology).to(device)
     parameters = list(model.parameters())
     optimizer = OPTIMIZERS[training.optimizer](parameters)
     losses, norms = [], []
@@ -245,3 +247,31 @@ def train(training: Training, updates: int = UPDATES) -> dict[str, Tensor]:
         losses.append(loss_sum / tokens)
         norms.append(norm)
     return outcome(model, topology, losses, norms)
+
+
+def train_in_partitions(
+    training: Training, stage: int, offload: bool, updates: int = 4, device: str = "cpu"
+) -> dict[str, Tensor]:
+    """Train as `train` does, with an optimizer of partitions; return its losses, norms and weights."""
+    world, _ = place_in_world()
+    place = training.topology()
+    model = Model(training, place).to(device)
+    parameters = list(model.parameters())
+    # Buckets of several parameters, some larger than a bucket.
+    zero = ZeroState(parameters, place, stage, offload, bucket_bytes=600)
+    optimizer = OPTIMIZERS[training.optimizer](zero.parameters)
+    losses, norms = [], []
+    for update in range(updates):
+        zero.zero_grad()
+        loss_sum, tokens = backward_update(model, update, zero.finish_backward)
+        if stage > 0:
+            zero.reduce()
+        elif world > 1:
+            reduce_dense_gradients(parameters, world)
+            reduce_expert_gradients(parameters, place)
+        zero.multiply(world / float(tokens))
+        norms.append(zero.clip(CLIP_NORM))
+        zero.step(optimizer, optimizer.step)
+        update_biases(model)
+        losses.append(loss_sum / tokens)
+    return outcome(model, place, losses, norms)

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from compare import close
+from python_gpu import WITHOUT_GPU, gpu
 from stored import BLOCKS, FFN, KINDS, as_read, model_of, opened, source_of, write
 
 from fairseq_tutel import ExpertStore, make_topology
@@ -120,16 +121,30 @@ def test_a_cached_expert_in_use_again_does_not_leave_for_another():
         assert (store.counters.fetches, store.counters.hits) == (3, 3)
 
 
+def compare_on_gpu(folder, tier, count, device):
+    source = source_of(folder)
+    resident = as_read(model_of(FFN), source)
+    for policy in STORE_POLICIES:
+        with ExpertStore(policy, tier, cache=1) as store:
+            model = opened(FFN, store, source).to(device)
+            for x_TD in steps(count):
+                close(run(model, x_TD.to(device))[0].cpu(), run(resident, x_TD)[0], policy)
+
+
+def compare_on_gpu_in_python(folder):
+    with gpu() as device:
+        compare_on_gpu(folder, "host", 3, device.name)
+
+
+@WITHOUT_GPU
+def test_on_a_gpu_in_python_no_slot_is_used_on_two_streams_at_once(ranks, tmp_path):
+    ranks(1, on_gpus=True).run(compare_on_gpu_in_python, write(model_of(FFN), tmp_path))
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("tier", STORE_TIERS)
 def test_on_a_gpu_no_slot_is_written_while_it_is_read(tmp_path, tier):
-    source = source_of(write(model_of(FFN), tmp_path))
-    resident = as_read(model_of(FFN), source).cuda()
-    for policy in STORE_POLICIES:
-        with ExpertStore(policy, tier, cache=1) as store:
-            model = opened(FFN, store, source).cuda()
-            for x_TD in steps(20):
-                close(run(model, x_TD.cuda())[0], run(resident, x_TD.cuda())[0], policy)
+    compare_on_gpu(write(model_of(FFN), tmp_path), tier, 20, "cuda")
 
 
 @pytest.mark.parametrize("count", (8, 64))

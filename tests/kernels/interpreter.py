@@ -12,6 +12,9 @@ def interpret(_: int = 0) -> None:
     os.environ["TRITON_INTERPRET"] = "1"
     warnings.simplefilter("ignore")
     redirect_once()
+    import python_gpu
+
+    python_gpu.register()  # before autograd starts its threads
 
 
 def redirect_once() -> None:

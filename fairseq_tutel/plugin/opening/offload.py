@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import json
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn import init
 from torch.overrides import TorchFunctionMode
 
+from fairseq_tutel.checkpoint.shards import ShardedTensor
 from fairseq_tutel.inference.expert_statistics import of_layer, pooled, read_statistics
 from fairseq_tutel.inference.expert_store import Counters, ExpertStore
 from fairseq_tutel.inference.quantized_linear import quantize_linear_layers
@@ -34,6 +35,7 @@ from fairseq_tutel.plugin.registration.process import call_at_end
 from fairseq_tutel.plugin.run_state import RUN, config_of, is_opened, language_pair
 from fairseq_tutel.ranks import world
 from fairseq_tutel.ranks.groups import Topology
+from fairseq_tutel.ranks.host_memory import refuse_too_little
 from fairseq_tutel.ranks.progress import progress
 
 logger = logging.getLogger(__name__)
@@ -178,14 +180,29 @@ def fetch_when_loaded(model: nn.Module, options: StoreConfig) -> None:
         if any(".experts." in key for key in keys.missing_keys):  # torch raises an error afterwards
             return
         store, layers = _store_of(options), moe_layers(module)
+        sources = [layer.experts.take_sources() for layer in layers]
+        if options.moe_expert_tier == "host":
+            refuse_too_little(
+                _bytes_on_host(layers, sources), "--moe-expert-tier host", "--moe-expert-tier disk"
+            )
         with progress("preparing the expert store", len(layers), "layer") as advance:
-            for layer in layers:
-                store.add(layer.experts, layer.experts.take_sources())
+            for layer, tensors in zip(layers, sources, strict=True):
+                store.add(layer.experts, tensors)
                 advance(1)
         if options.moe_expert_prefetch:
             store.fill_cache(_most_used(layers, options))
 
     model.register_load_state_dict_post_hook(attach)
+
+
+def _bytes_on_host(layers: Sequence[MoEFeedForward], sources: Sequence[Mapping[str, Any]]) -> int:
+    """Return the bytes of this rank's experts in their stored format."""
+    num_bytes = 0
+    for layer, tensors in zip(layers, sources, strict=True):
+        for t in tensors.values():
+            of_all = t.stored_bytes if isinstance(t, ShardedTensor) else t.nbytes
+            num_bytes += of_all * layer.experts.num_local // t.shape[0]
+    return num_bytes
 
 
 def _pairs_to_prefetch(options: StoreConfig, task_cfg: Any) -> str:

@@ -20,7 +20,7 @@ from fairseq_tutel.checkpoint.shards import ShardedTensor
 from fairseq_tutel.moe.expert_stack import ExpertStack
 from fairseq_tutel.optim.moe_optimizer import own_part
 from fairseq_tutel.plugin.run_state import RUN
-from fairseq_tutel.ranks.groups import Topology, slice_of
+from fairseq_tutel.ranks.groups import Topology
 
 # Names of the averages of a parameter in shard files: in the model's dtype, and in fp32 (--ema-fp32).
 AVERAGE, WIDE_AVERAGE = "ema", "ema_fp32"
@@ -146,7 +146,7 @@ class ExpertEMA(EMA):
         wide = {}
         if self.fp32_params and topology.expert_parallel_size > 1:
             for key, parameter in self._experts():
-                wide[key] = gather_to_first(self.fp32_params[key], topology, slice_of(parameter))
+                wide[key] = gather_to_first(self.fp32_params[key], topology, parameter)
         with self._saved(wide if topology.rank == 0 else {}):
             yield
 
