@@ -11,6 +11,7 @@ import select
 import threading
 import time
 from collections.abc import Mapping
+from typing import Any, NoReturn
 
 import torch.distributed as dist
 
@@ -53,9 +54,7 @@ def keeps_the_store(environment: Mapping[str, str] = os.environ) -> bool:
 def no_store() -> str:
     """Return a clause for a rendezvous store that does not answer."""
     keeper = "the launcher" if keeps_the_store() else "rank 0"
-    return (
-        f"{keeper}, which runs the rendezvous store, has ended or is stopped; look at its log for the reason"
-    )
+    return f"{keeper}, which runs the rendezvous store, has ended or is stopped; look at its log"
 
 
 def write_for_torchrun(line: str) -> None:
@@ -70,6 +69,14 @@ def write_for_torchrun(line: str) -> None:
             pass
 
 
+def end_process(sentence: str, code: int = 1) -> NoReturn:
+    """Print an error and end this process at once, from any thread."""
+    line = error_line(sentence)
+    write_for_torchrun(line)
+    os.write(2, f"{line}\n".encode())  # the main thread may hold the lock of sys.stderr
+    os._exit(code)
+
+
 def look(after_signal: bool = False) -> str:
     """Return the job's first failure, or "" if there is none or this process has no watch.
 
@@ -82,11 +89,11 @@ class FailureWatch:
     """A thread that ends this process if a rank of the job has failed.
 
     Args:
-        store: the rendezvous store; the thread uses its own connection.
+        store: the rendezvous store, which can be cloned; the thread uses its own connection.
         rank: this rank.
     """
 
-    def __init__(self, store: dist.Store, rank: int) -> None:
+    def __init__(self, store: Any, rank: int) -> None:
         global _watch
         self._store, self._rank = store.clone(), rank
         self._failure, self._own_error = "", ""
@@ -115,8 +122,8 @@ class FailureWatch:
         """Report an error of this rank to all ranks; the process must end now, within END_SECONDS."""
         with self._lock:
             text = next(iter(str(error).splitlines()), "")[:SHOWN_CHARACTERS]
-            is_sentence = isinstance(error, SystemExit)
-            self._own_error = text.removeprefix("error: ") if is_sentence else f"{type(error).__name__}: {text}"
+            name = "" if isinstance(error, SystemExit) else f"{type(error).__name__}: "
+            self._own_error = name + text.removeprefix("error: ")
             self._due = time.monotonic() + END_SECONDS
         self.look()
         if self._rank == 0 and not keeps_the_store():
@@ -143,8 +150,10 @@ class FailureWatch:
                 return
             try:
                 self._failure = self._failure or self._find()
-            except RuntimeError:
+            except dist.DistNetworkError:
                 self._failure = no_store()
+            except dist.DistStoreError:  # a slow store: look again
+                pass
             if self._failure and not self._own_error:
                 grace = AFTER_SIGNAL_SECONDS if self._is_after_signal else GRACE_SECONDS
                 self._due = min(self._due, time.monotonic() + grace)
@@ -186,13 +195,8 @@ class FailureWatch:
             if self._own_error and time.monotonic() < self._due:
                 return  # the main thread has reported its own error meanwhile
             if self._own_error:
-                text = f"rank {self._rank} could not end within {END_SECONDS:g} s after its error."
-            else:
-                text = f"rank {self._rank} ends, because {self._failure}."
-                write_for_torchrun(error_line(text))
-            # The main thread may hold the lock of sys.stderr.
-            os.write(2, f"{error_line(text)}\n".encode())
-            os._exit(1)
+                end_process(f"rank {self._rank} could not end within {END_SECONDS:g} s after its error.")
+            end_process(f"rank {self._rank} ends, because {self._failure}.")
 
 
 _watch: FailureWatch | None = None
@@ -208,7 +212,7 @@ def _machine() -> str:
 
 
 def _handle_of(process: int) -> int | None:
-    """Return a descriptor that is readable when a process has ended, -1 if it has; None if not supported."""
+    """Return a descriptor that is readable after a process has ended; -1 if it has, None if unsupported."""
     try:
         return os.pidfd_open(process)
     except ProcessLookupError:

@@ -1,14 +1,12 @@
 """Convert failures of collectives to errors that name the rank, the operation and missing ranks.
 
-torch's errors name a socket at most. A rank with such an error looks for the job's failure in the rendezvous
-store (`failures`). If there is none, it runs a health check and names the ranks that did not answer. If torch
-would wait for that store forever, a timer ends the process. No code catches the CommunicationError, so it
-ends the process.
+torch's errors name a socket at most. A rank with such an error looks for the job's failure in the
+rendezvous store (`failures`). If there is none, it runs a health check and names the ranks that did not
+answer. If torch would wait for that store forever, a timer ends the process. No code catches the
+CommunicationError, so it ends the process.
 """
 
 import contextlib
-import os
-import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -18,7 +16,6 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from fairseq_tutel.files.untrusted import error_line
 from fairseq_tutel.ranks import failures
 
 # The longest time of a health check in seconds; a shorter time-out replaces it.
@@ -115,9 +112,7 @@ def _end(operation: str, rank: int | None, seconds: float) -> None:
     elif dist.is_initialized():  # the store has answered
         operation = "the first collective of all ranks"
         reason = "a rank, its GPU or the network hangs; look at the logs of all ranks with NCCL_DEBUG=INFO"
-    line = error_line(f"rank {rank} could not finish {operation} within {seconds:.0f} s: {reason}.")
-    print(line, file=sys.stderr, flush=True)
-    os._exit(1)
+    failures.end_process(f"rank {rank} could not finish {operation} within {seconds:.0f} s: {reason}.")
 
 
 def is_of_communication(error: BaseException) -> bool:
@@ -217,7 +212,7 @@ def _checked(store: dist.Store, rank: int, ranks: Sequence[int], seconds: float,
     # This has no effect if there is a failure.
     failures.publish(
         store,
-        f"{name_ranks(ranks)} answered a health check or ended during it, so a connection broke or one rank "
-        f"was late; look for the first error in their logs, or {longer} if a rank is only slow",
+        f"{name_ranks(ranks)} answered a health check or ended during it, so a connection broke or one "
+        f"rank was late; look for the first error in their logs, or {longer} if a rank is only slow",
     )
     return failures.published(store)

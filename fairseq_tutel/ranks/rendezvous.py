@@ -26,8 +26,8 @@ SCHEME = "restarted"
 # The URL for init_process_group, instead of env://.
 METHOD = f"{SCHEME}://"
 PREFIX = "fairseq_tutel/start"
-# Keys that NCCL errors leave in the store under no prefix. torch's monitor would read them in the next start
-# as errors of that start, and would end it after about 8 minutes.
+# Keys that NCCL errors leave in the store under no prefix. torch's monitor would take them for errors of
+# the next start, and would end that start after about 8 minutes.
 LEFT_BY_NCCL = ("exception_dump", "remote_error")
 # Seconds that rank 0 waits for confirmations before it checks for new requests.
 SHORTEST_SECONDS, LONGEST_SECONDS = 0.05, 1.0

@@ -146,9 +146,10 @@ class SignalWatch:
         """End this process at once, from any thread."""
         assert self.received is not None
         lost = "the newest saved checkpoint is complete" if self._has_work else "there was nothing to save"
-        # The main thread may hold the lock of sys.stderr.
-        os.write(2, f"error: this process received {self.received} and {reason}; {lost}.\n".encode())
-        os._exit(128 + signal.Signals[self.received] if self._has_work else EXIT_CODE)
+        failures.end_process(
+            f"this process received {self.received} and {reason}; {lost}.",
+            128 + signal.Signals[self.received] if self._has_work else EXIT_CODE,
+        )
 
     def _shield_child(self) -> None:
         """In a forked child, ignore the signals, except SIGTERM from this process.

@@ -46,8 +46,8 @@ def ending_together(operation: str) -> Iterator[None]:
     After its block, or an exit with code 0 or EXIT_CODE in it, all ranks wait for each other and then
     destroy all process groups. An exit without this can abort in NCCL.
     """
-    store = distributed_c10d._get_default_store() if dist.is_initialized() else None
-    if size() == 1 or store is None or not store.has_extended_api():
+    store: Any = distributed_c10d._get_default_store() if dist.is_initialized() else None
+    if store is None or not store.has_extended_api():
         yield
         return
     watch, end = FailureWatch(store, rank()), None

@@ -1,4 +1,4 @@
-"""A rank for torchrun: rank 2 fails while the others wait in C, as for a GPU. It is killed after a restart."""
+"""A rank for torchrun: rank 2 fails, and after a restart is killed, while the others wait in C."""
 
 import ctypes
 import os

@@ -168,7 +168,7 @@ def test_two_ranks_keep_their_own_experts(ranks, kind, packing, tmp_path):
 
 
 def test_the_thread_of_a_rank_makes_no_context_on_another_gpu(monkeypatch):
-    """As in CUDA, a new thread has device 0, and leaving a stream makes a context on the thread's device."""
+    """As in CUDA, a new thread has device 0, and leaving a stream makes a context on it."""
     local, contexts = threading.local(), []
 
     @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""A rank that fails ends all others, also those that wait in C, and all ranks end an ordinary run together."""
+"""A rank that fails ends all others, also those that wait in C; all ranks end an ordinary run together."""
 
 import ctypes
 import os
