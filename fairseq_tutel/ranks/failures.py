@@ -122,7 +122,8 @@ class FailureWatch:
         """Report an error of this rank to all ranks; the process must end now, within END_SECONDS."""
         with self._lock:
             text = next(iter(str(error).splitlines()), "")[:SHOWN_CHARACTERS]
-            name = "" if isinstance(error, SystemExit) else f"{type(error).__name__}: "
+            is_sentence = isinstance(error, SystemExit) and isinstance(error.code, str)
+            name = "" if is_sentence else f"{type(error).__name__}: "
             self._own_error = name + text.removeprefix("error: ")
             self._due = time.monotonic() + END_SECONDS
         self.look()
