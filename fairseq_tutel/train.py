@@ -1,8 +1,8 @@
 """Runs fairseq-train, or fairseq-hydra-train if --config-name is given, with the plugin on several ranks.
 
 Usage: `torchrun --nproc_per_node N -m fairseq_tutel.train <arguments of fairseq-train>`. The ranks are read
-from torchrun's environment. Collectives use gloo on CPU and NCCL on GPU. Without torchrun, the module
-trains in one process.
+from torchrun's environment. Collectives use gloo on CPU and NCCL on GPU. Without torchrun, fairseq starts
+one process per visible GPU, or trains in one process on a CPU.
 """
 
 import importlib
@@ -12,7 +12,6 @@ from collections.abc import Callable
 from operator import methodcaller
 from typing import Any
 
-from torch import distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 
 
@@ -23,7 +22,7 @@ def main() -> None:
 
 
 def run_command(name: str, call: Callable[[Any], object] = methodcaller("cli_main")) -> None:
-    """Run a command of `fairseq_cli` with the plugin loaded; destroy the process group after success."""
+    """Run a command of `fairseq_cli` with the plugin loaded."""
     if name != "hydra_train" and not _has("--user-dir"):
         sys.argv += ["--user-dir", os.path.dirname(os.path.abspath(__file__))]
     from fairseq_tutel.plugin.registration.third_party import hide_warnings
@@ -37,8 +36,6 @@ def run_command(name: str, call: Callable[[Any], object] = methodcaller("cli_mai
     # Register here: fairseq skips a --user-dir whose package is imported, and hydra imports it too late.
     register()
     call(module)
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 def _has(flag: str) -> bool:

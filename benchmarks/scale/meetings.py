@@ -20,17 +20,11 @@ def health_checks(quick: bool) -> Iterator[Row]:
     for world in (8,) if quick else WORLDS:
 
         def call(store: dist.Store, rank: int, world: int = world) -> bool:
-            # As a thread of a process would; where a tree has no `_missing`, every rank looked for all.
-            find = getattr(guard, "_missing", _every_rank_looks)
-            return find(store, rank, list(range(world)), guard.LONGEST_CHECK) == []
+            found = guard._checked(store, rank, range(world), guard.LONGEST_CHECK, "")
+            return "did not answer" not in found
 
         found = swarm.run(world, call)
         yield _row(world, found) | {"accusers": found["wrong"]}
-
-
-def _every_rank_looks(store: dist.Store, rank: int, ranks: list[int], seconds: float) -> list[int]:
-    store.set(f"{guard.PRESENT}/{rank}", "here")
-    return guard.wait_for(store, guard.PRESENT, ranks, seconds)
 
 
 def restarts(quick: bool) -> Iterator[Row]:

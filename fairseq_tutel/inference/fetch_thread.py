@@ -143,6 +143,8 @@ class Fetcher:
             try:
                 device = fetch.buffer.memory.device
                 if device.type == "cuda" and stream is None:
+                    # A new thread has device 0: leaving a stream there would create a context on GPU 0.
+                    torch.cuda.set_device(device)
                     stream = torch.cuda.Stream(device)
                 fetch.run(stream)
             except ValueError as error:  # an error in a file

@@ -1,25 +1,22 @@
 """Convert failures of collectives to errors that name the rank, the operation and missing ranks.
 
-torch's errors name a socket at most. A rank with such an error runs a health check over the rendezvous
-store and names the ranks that did not answer. If torch would wait for that store forever, a timer ends the
-process. No code catches the CommunicationError, so it ends the process.
+torch's errors name a socket at most. A rank with such an error looks for the job's failure in the
+rendezvous store (`failures`). If there is none, it runs a health check and names the ranks that did not
+answer. If torch would wait for that store forever, a timer ends the process. No code catches the
+CommunicationError, so it ends the process.
 """
 
 import contextlib
-import json
-import logging
-import os
-import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-logger = logging.getLogger(__name__)
+from fairseq_tutel.ranks import failures
 
 # The longest time of a health check in seconds; a shorter time-out replaces it.
 LONGEST_CHECK = 3.0
@@ -71,23 +68,23 @@ class guarded:  # noqa: N801 - a context manager
     """Context manager that converts a failed collective to a CommunicationError with an explanation.
 
     Usage: `with guarded("the exchange of …", group): collective`. Other errors, and errors that an inner
-    guard has explained, are not changed. `operation` completes "rank 1 could not finish …". `timed` is
-    False if the block also does other work.
+    guard has explained, are not changed. `operation` completes "rank 1 could not finish …".
     """
 
-    __slots__ = ("group", "operation", "start", "timed")
+    __slots__ = ("group", "operation")
 
-    def __init__(self, operation: str, group: dist.ProcessGroup | None = None, timed: bool = True) -> None:
-        self.operation, self.group, self.timed = operation, group, timed
+    def __init__(self, operation: str, group: dist.ProcessGroup | None = None) -> None:
+        self.operation, self.group = operation, group
 
     def __enter__(self) -> None:
-        self.start = time.perf_counter()
+        pass
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         if error is not None and is_of_communication(error):
-            after = f" and gave up after {time.perf_counter() - self.start:.1f} s" if self.timed else ""
-            what = f"could not finish {self.operation}{after}"
-            raise CommunicationError(_explain(what, self.group)) from error
+            reason = failures.look() or _check_health(self.group)
+            raise CommunicationError(
+                f"rank {dist.get_rank()} could not finish {self.operation}: {reason}."
+            ) from error
 
 
 @contextlib.contextmanager
@@ -109,11 +106,13 @@ def watched(operation: str, rank: int | None = None) -> Iterator[None]:
 
 
 def _end(operation: str, rank: int | None, seconds: float) -> None:
-    rank = dist.get_rank() if rank is None else rank
-    what = f"rank {rank} could not finish {operation} and gave up after {seconds:.0f} s"
-    name = f"{CommunicationError.__module__}.{CommunicationError.__name__}"
-    print(f"{name}: {what}: {_no_store()}", file=sys.stderr, flush=True)
-    os._exit(1)
+    reason = failures.no_store()
+    if rank is None:
+        rank = dist.get_rank()
+    elif dist.is_initialized():  # the store has answered
+        operation = "the first collective of all ranks"
+        reason = "a rank, its GPU or the network hangs; look at the logs of all ranks with NCCL_DEBUG=INFO"
+    failures.end_process(f"rank {rank} could not finish {operation} within {seconds:.0f} s: {reason}.")
 
 
 def is_of_communication(error: BaseException) -> bool:
@@ -137,10 +136,13 @@ def absent(store: dist.Store, prefix: str, ranks: Sequence[int]) -> list[int]:
 
 
 def wait_for(store: dist.Store, prefix: str, ranks: Sequence[int], seconds: float) -> list[int]:
-    """Wait at most `seconds` until each rank has a key `prefix/rank`; return the ranks without a key."""
+    """Wait at most `seconds` until each rank has a key `prefix/rank`; return the ranks without a key.
+
+    It returns earlier if the job has failed.
+    """
     deadline, pause = time.monotonic() + seconds, 0.05
     keys = [f"{prefix}/{rank}" for rank in ranks]
-    while not store.check(keys):
+    while not (store.check(keys) or store.check([failures.FAILED])):
         left = deadline - time.monotonic()
         if left <= 0:
             return absent(store, prefix, ranks)
@@ -168,87 +170,49 @@ def how_to_wait_longer(seconds: float) -> str:
     return "set --moe-comm-timeout above torch's default"
 
 
-def keeps_the_store(environment: Mapping[str, str] = os.environ) -> bool:
-    """Return whether the launcher, not rank 0, runs the rendezvous store.
-
-    A launcher may restart ranks with the same store.
-    """
-    return environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-
-
-def _no_store() -> str:
-    keeper = "the launcher" if keeps_the_store() else "rank 0"
-    return (
-        f"see {keeper}'s error above or in its log; it runs the rendezvous store, which does not answer, "
-        "so it has ended or is stopped."
-    )
-
-
-def _explain(what: str, group: dist.ProcessGroup | None) -> str:
-    rank = dist.get_rank()
-    members = range(dist.get_world_size()) if group is None else dist.get_process_group_ranks(group)
-    seconds = _timeout.total_seconds() if _timeout else 0
-    wait = min(seconds or LONGEST_CHECK, LONGEST_CHECK)
-    start = f"rank {rank} {what}: "
-    # A launcher may end this rank before the health check ends.
-    logger.error("%srunning a health check of all ranks for up to %g s", start, wait)
-    missing = _check_health(rank, sorted(members), wait)
-    longer = how_to_wait_longer(seconds)
-    if missing is None:
-        return start + _no_store()
-    if not missing:
-        return (
-            f"{start}{name_ranks(sorted(members))} all answered a health check, so a connection broke or "
-            f"one rank was late; look for the first error in their logs, or {longer} if a rank is only "
-            "slow."
-        )
-    name = name_ranks(missing)
-    return (
-        f"{start}{name} did not answer a health check of {wait:g} s; look at the log of {name} "
-        f"for the reason, or {longer} if it is only slow."
-    )
-
-
-def _check_health(rank: int, ranks: list[int], seconds: float) -> list[int] | None:
-    """Run a health check of some ranks; return the missing ranks, or None if the store does not answer."""
-    missing: list[list[int]] = []
+def _check_health(group: dist.ProcessGroup | None) -> str:
+    """Run a health check of a group's ranks; return a clause that names the missing ranks."""
+    ranks = range(dist.get_world_size()) if group is None else sorted(dist.get_process_group_ranks(group))
+    timeout = _timeout.total_seconds() if _timeout else 0
+    seconds = min(timeout or LONGEST_CHECK, LONGEST_CHECK)
+    found: list[str] = []
 
     def call() -> None:
         with contextlib.suppress(RuntimeError):
             store = distributed_c10d._get_default_store()
-            missing.append(_missing(store, rank, ranks, seconds))
+            found.append(_checked(store, dist.get_rank(), ranks, seconds, how_to_wait_longer(timeout)))
 
     # Calls to a store whose process is stopped never return.
     thread = threading.Thread(target=call, daemon=True)
     thread.start()
     thread.join(seconds + GRACE_SECONDS)
-    if rank == 0:
+    if dist.get_rank() == 0:
         time.sleep(GRACE_SECONDS)  # others may still read from this process
-    return missing[0] if missing else None
+    return found[0] if found else failures.no_store()
 
 
-def _missing(store: dist.Store, rank: int, ranks: list[int], seconds: float) -> list[int]:
-    """Mark this rank as present in the store, wait for the other ranks, and return the missing ranks.
+def _checked(store: dist.Store, rank: int, ranks: Sequence[int], seconds: float, longer: str) -> str:
+    """Mark this rank as present in the store, and return the job's failure.
 
-    The first rank checks all ranks and publishes the missing ones. The others check only those again, so W
-    ranks do not request W keys each. If the first rank ends before that, a second rank checks. If that
-    ends, too, this raises a DistStoreError. A failed job does not continue, so one set of keys suffices.
+    The first rank of a group waits for the marks of all others and publishes the failure, so W ranks do not
+    request W keys each. A failed job does not continue, so one set of keys suffices.
     """
-    deadline, answers = time.monotonic() + seconds, f"{PRESENT}/of/{hash(tuple(ranks))}"
     store.set(f"{PRESENT}/{rank}", "here")
-
-    def look() -> list[int]:
-        missing = wait_for(store, PRESENT, ranks, max(0.0, deadline - time.monotonic()))
-        store.set(f"{answers}/missing", json.dumps(missing))
-        return missing
-
-    if store.add(f"{answers}/first", 1) == 1:
-        return look()
-    try:
-        store.wait([f"{answers}/missing"], timedelta(seconds=seconds + GRACE_SECONDS / 4))
-    except dist.DistStoreError:
-        if store.add(f"{answers}/second", 1) == 1:
-            return look()
-        store.wait([f"{answers}/missing"], timedelta(seconds=GRACE_SECONDS / 2))
-    doubtful = json.loads(store.get(f"{answers}/missing"))
-    return wait_for(store, PRESENT, doubtful, max(0.0, deadline - time.monotonic()))
+    if store.add(f"{PRESENT}/of/{hash(tuple(ranks))}", 1) > 1:
+        # The first rank may end before it publishes a failure.
+        with contextlib.suppress(dist.DistStoreError):
+            store.wait([failures.FAILED], timedelta(seconds=seconds + GRACE_SECONDS / 2))
+    elif missing := wait_for(store, PRESENT, ranks, seconds):
+        name = name_ranks(missing)
+        failures.publish(
+            store,
+            f"{name} did not answer a health check of {seconds:g} s; look at the log of {name} for the "
+            f"reason, or {longer} if it is only slow",
+        )
+    # This has no effect if there is a failure.
+    failures.publish(
+        store,
+        f"{name_ranks(ranks)} answered a health check or ended during it, so a connection broke or one "
+        f"rank was late; look for the first error in their logs, or {longer} if a rank is only slow",
+    )
+    return failures.published(store)

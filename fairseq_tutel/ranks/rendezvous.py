@@ -26,15 +26,29 @@ SCHEME = "restarted"
 # The URL for init_process_group, instead of env://.
 METHOD = f"{SCHEME}://"
 PREFIX = "fairseq_tutel/start"
+# Keys that NCCL errors leave in the store under no prefix. torch's monitor would take them for errors of
+# the next start, and would end that start after about 8 minutes.
+LEFT_BY_NCCL = ("exception_dump", "remote_error")
 # Seconds that rank 0 waits for confirmations before it checks for new requests.
 SHORTEST_SECONDS, LONGEST_SECONDS = 0.05, 1.0
 
 
-def ranks_per_node(environment: Mapping[str, str] = os.environ) -> int:
-    """Return the number of ranks per node that torchrun, OpenMPI or Slurm has set; 0 if unknown.
+_spawned_ranks = 0
 
-    Slurm's SLURM_NTASKS_PER_NODE may be "8" or "8(x4)"; nodes of different sizes ("8,4") give 0.
+
+def set_spawned_ranks(count: int) -> None:
+    """Record how many ranks a process has spawned on this node; 0 if a launcher started the ranks."""
+    global _spawned_ranks
+    _spawned_ranks = count
+
+
+def ranks_per_node(environment: Mapping[str, str] = os.environ) -> int:
+    """Return the number of ranks per node: those spawned, or as torchrun, OpenMPI or Slurm has set it.
+
+    Slurm's SLURM_NTASKS_PER_NODE may be "8" or "8(x4)"; nodes of different sizes ("8,4") give 0: unknown.
     """
+    if _spawned_ranks:
+        return _spawned_ranks
     for name in ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "SLURM_NTASKS_PER_NODE"):
         found = re.fullmatch(r"(\d+)(\(x\d+\))?", environment.get(name, ""))
         if found:
@@ -44,7 +58,8 @@ def ranks_per_node(environment: Mapping[str, str] = os.environ) -> int:
 
 def own_gpu(environment: Mapping[str, str] = os.environ) -> int:
     """Return the index of this process's GPU among the GPUs that are visible to the process."""
-    return int(environment.get("LOCAL_RANK", 0)) % torch.cuda.device_count()
+    local_rank = environment.get("LOCAL_RANK", environment.get("RANK", 0))
+    return int(local_rank) % torch.cuda.device_count()
 
 
 @contextlib.contextmanager
@@ -78,6 +93,8 @@ def meeting(rank: int, world_size: int, seconds: int) -> Iterator[Callable[[], N
 def fresh(store: Store, rank: int, world_size: int, timeout: timedelta) -> Store:
     """Return a view of the store without keys of earlier starts of the job. Every rank must call it."""
     deadline = time.monotonic() + timeout.total_seconds()
+    for key in LEFT_BY_NCCL if rank == 0 else ():
+        store.delete_key(key)
     name = _publish_name(store, world_size, deadline) if rank == 0 else _request_name(store, rank, deadline)
     return PrefixStore(f"{PREFIX}/{name}", store)
 

@@ -1,5 +1,7 @@
 """Receives signals that ask this process to save its work and end, such as SIGTERM before a preemption.
 
+A launcher also sends SIGTERM to the other ranks after one has failed. Then `failures` ends this process.
+
 Python calls a signal's handler only in the main thread, which may wait in a collective. Therefore a thread
 reads the numbers of received signals from a socket, and ends the process if it does not end in time.
 """
@@ -16,6 +18,8 @@ import time
 import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any
+
+from fairseq_tutel.ranks import failures
 
 logger = logging.getLogger(__name__)
 
@@ -125,6 +129,8 @@ class SignalWatch:
                     os.kill(child.pid, number)
             logger.warning("received %s, and sent it to the ranks that this process started", name)
         elif is_first:
+            if failures.look(after_signal=True):
+                return
             if self._has_work:
                 text = "all ranks will save after the current update and end"
             else:
@@ -140,9 +146,10 @@ class SignalWatch:
         """End this process at once, from any thread."""
         assert self.received is not None
         lost = "the newest saved checkpoint is complete" if self._has_work else "there was nothing to save"
-        # The main thread may hold the lock of sys.stderr.
-        os.write(2, f"error: this process received {self.received} and {reason}; {lost}.\n".encode())
-        os._exit(128 + signal.Signals[self.received] if self._has_work else EXIT_CODE)
+        failures.end_process(
+            f"this process received {self.received} and {reason}; {lost}.",
+            128 + signal.Signals[self.received] if self._has_work else EXIT_CODE,
+        )
 
     def _shield_child(self) -> None:
         """In a forked child, ignore the signals, except SIGTERM from this process.

@@ -1,15 +1,19 @@
-"""The number of ranks, this process's rank, and collectives of pickled Python objects.
+"""The number of ranks, this process's rank, their common end, and collectives of pickled Python objects.
 
 Without torch.distributed there is one rank. `operation` names a collective in errors, see `guarded`.
 """
 
+import contextlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
+from fairseq_tutel.ranks.failures import FailureWatch
 from fairseq_tutel.ranks.guard import guarded
+from fairseq_tutel.ranks.signals import EXIT_CODE
 
 # Rank 0 reports at this interval whether its function has ended.
 PAUSE_SECONDS = 0.5
@@ -33,6 +37,37 @@ def is_first() -> bool:
 def rank_in_job(rank: int, group: dist.ProcessGroup | None) -> int:
     """Convert a rank within a group to the rank within the job; None is the group of all ranks."""
     return rank if group is None else dist.get_global_rank(group, rank)
+
+
+@contextlib.contextmanager
+def ending_together(operation: str) -> Iterator[None]:
+    """Context manager for the work of a rank: an error in it ends all ranks. Collective at its end.
+
+    After its block, or an exit with code 0 or EXIT_CODE in it, all ranks wait for each other and then
+    destroy all process groups. An exit without this can abort in NCCL.
+    """
+    store: Any = distributed_c10d._get_default_store() if dist.is_initialized() else None
+    if store is None or not store.has_extended_api():
+        yield
+        return
+    watch, end = FailureWatch(store, rank()), None
+    try:
+        with guarded(operation):
+            try:
+                yield
+            except SystemExit as error:
+                if error.code not in (None, 0, EXIT_CODE):
+                    raise
+                end = error
+        watch.expect_end()
+        all_gather_object(None, "the end of all ranks")
+    except BaseException as error:
+        watch.report(error)
+        raise
+    watch.close()
+    dist.destroy_process_group()
+    if end is not None:
+        raise end
 
 
 def all_gather_object(own: Any, operation: str, group: dist.ProcessGroup | None = None) -> list[Any]:

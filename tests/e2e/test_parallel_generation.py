@@ -173,8 +173,8 @@ def test_a_failing_rank_ends_the_command(mt, mt_data):
     run = wait(start("tutel-run", "generate", *words, ranks=2, env=env))
     assert 0 not in run.exit_codes
     assert "a broken sample" in run.logs[1].splitlines()[-1]
-    assert "rank 0 could not finish the agreement on the next layer" in run.logs[0]
-    assert "rank 1 did not answer a health check" in run.logs[0], tail(run.logs[0])
+    assert "error: rank 0 " in run.logs[0]
+    assert "rank 1 failed: KeyError: 'a broken sample'" in run.logs[0], tail(run.logs[0])
 
 
 @pytest.mark.long

@@ -126,6 +126,5 @@ def test_a_killed_rank_of_two_hosts_ends_the_others(lm_data, tmp_path):
     assert run.exit_codes[3] == -9 and 0 not in run.exit_codes
     assert "runs in shared memory on each host, and by messages between hosts" in run.output
     for rank in (0, 1, 2):
-        assert f"CommunicationError: rank {rank} could not finish " in run.logs[rank]
-    # Only rank 2 is sure to wait for rank 3 itself. Others may wait for a rank that ends because of it.
-    assert "rank 3 did not answer a health check of 3 s" in run.logs[2]
+        assert f"error: rank {rank} " in run.logs[rank]
+        assert "rank 3 ended without an error message" in run.logs[rank]

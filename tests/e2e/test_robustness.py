@@ -25,13 +25,10 @@ def test_a_killed_rank_is_named_by_the_others(lm_data, tmp_path):
     assert run.exit_codes[1] == -9 and 0 not in run.exit_codes
     for rank in (0, 2):
         error = _last_error(run.logs[rank])
-        assert f"CommunicationError: rank {rank} could not finish " in error, tail(run.logs[rank])
-        assert f"rank 1 did not answer a health check of {TIMEOUT_S} s; look at the log of rank 1" in error
-        # What torchrun leaves time for, which ends the others itself.
-        assert (
-            "gave up after" in run.logs[rank]
-            and ": running a health check of all ranks for up to 3 s" in run.logs[rank]
-        )
+        assert error.startswith(f"error: rank {rank} "), tail(run.logs[rank])
+        assert "rank 1 ended without an error message, as after SIGKILL" in error
+        assert run.logs[rank].count("rank 1 ended without") == 1
+        assert "Traceback" not in run.logs[rank], tail(run.logs[rank])
     assert not (tmp_path / "crash.pt").exists()
 
 
@@ -44,9 +41,7 @@ def test_a_stopped_rank_ends_the_others_in_time_in_what_fairseq_sends_too(lm_dat
     stopped.kill()
     run = wait(started)
     error = _last_error(run.logs[0])
-    assert (
-        "CommunicationError: rank 0 could not finish a collective of fairseq's own: rank 1 did not" in error
-    )
+    assert "error: rank 0 could not finish a collective of fairseq's own: rank 1 did not" in error
     assert f"raise --moe-comm-timeout (now {TIMEOUT_S}) if it is only slow" in error
     assert '"num_updates": "2"' in run.logs[0]
 

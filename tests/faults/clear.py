@@ -11,18 +11,17 @@ from .plan import Fault
 LAST_LINE = re.compile(r"^(?:[\w.]+\.)?(\w*(?:Error|Exception|Exit|Interrupt)|error)(?:: (.*))?$")
 # What a user can act on. All other errors are torch's, or Python's, own.
 CLEAR = (
-    r"CommunicationError: rank \d+ could not ",
-    r"CommunicationError: ranks? [\d, -]+ did not reach ",
+    r"error: rank \d+ (could not|ends, because) ",
+    r"error: ranks? [\d, -]+ did not reach ",
     r"an injected fault",
     r"rror: rank \d+ ran out of memory in ",
     r"rror: the loss or a gradient became NaN or infinite at update \d+",
     r"rror: .* which is corrupt",
     r"rror: (\[Errno \d+\] )?\S+ could not be written: ",
-    r"error: rank \d+ could not (write its experts|create or rename the folder)",
     r"\S+ keeps its experts in \S+, where \d+ files are missing",
     r"the checkpoint keeps experts in \S+, which is corrupt or missing",
 )
-MISSING = re.compile(r"\branks? ([\d, -]+) did not (?:answer|reach)")
+MISSING = re.compile(r"\branks? ([\d, -]+) (?:did not (?:answer|reach)|ended without|failed: )")
 # The line that says how a signal has ended a training.
 PREEMPTED = re.compile(r"a rank received a signal; (?:update (\d+) is saved in|there is nothing to save)")
 
@@ -93,7 +92,7 @@ def _errors(job: Job) -> list[str]:
 
 def missing(line: str) -> set[int]:
     """Return the ranks that a sentence says are missing; rank 0 keeps the store."""
-    found = {0} if "see rank 0's error above" in line else set()
+    found = {0} if "rank 0, which runs the rendezvous store" in line else set()
     for names in MISSING.findall(line):
         for part in names.split(","):
             first, _, last = part.strip().partition("-")

@@ -17,16 +17,17 @@ from fairseq_tutel.plugin.opening import offload
 from fairseq_tutel.plugin.registration import wrapped
 from fairseq_tutel.plugin.registration.process import end_readers, excepthook, refusals_are_sentences
 from fairseq_tutel.plugin.run_state import RUN
-from fairseq_tutel.plugin.training.startup import join_torchrun
+from fairseq_tutel.plugin.training.startup import join_torchrun, note_spawned_ranks
+from fairseq_tutel.ranks import rendezvous
 
 
-@pytest.mark.parametrize(("visible", "device"), [(4, 3), (1, 0)])
-def test_a_rank_takes_its_own_of_the_gpus_that_it_sees(monkeypatch, visible, device):
+@pytest.mark.parametrize(("visible", "local", "device"), [(4, "2", 2), (1, "2", 0), (4, None, 3)])
+def test_a_rank_takes_its_own_of_the_gpus_that_it_sees(monkeypatch, visible, local, device):
     for name, value in (
         ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "1"), ("WORLD_SIZE", "8"), ("RANK", "7"),
-        ("LOCAL_RANK", "3"),
+        ("LOCAL_RANK", local),
     ):  # fmt: skip
-        monkeypatch.setenv(name, value)
+        monkeypatch.setenv(name, value) if value else monkeypatch.delenv(name, raising=False)
     taken = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: visible)
@@ -36,7 +37,8 @@ def test_a_rank_takes_its_own_of_the_gpus_that_it_sees(monkeypatch, visible, dev
             "common": {"cpu": False},
             # As stock has it by then: no method was found, and the world is what one node sees.
             "distributed_training": {
-                "distributed_init_method": None, "distributed_world_size": 1, "ddp_backend": "pytorch_ddp",
+                "distributed_init_method": None, "distributed_world_size": visible,
+                "ddp_backend": "pytorch_ddp",
             },
         }
     )  # fmt: skip
@@ -45,6 +47,25 @@ def test_a_rank_takes_its_own_of_the_gpus_that_it_sees(monkeypatch, visible, dev
     assert taken == [joined.device_id] == [device]
     assert (joined.distributed_rank, joined.distributed_world_size) == (7, 8)
     assert joined.ddp_backend == "pytorch_ddp"
+
+
+@pytest.mark.parametrize(("num_procs", "ranks", "expected"), [(8, 16, 8), (8, 2, 2)])
+def test_a_node_has_as_many_ranks_as_fairseq_spawned_there(monkeypatch, num_procs, ranks, expected):
+    monkeypatch.setattr(rendezvous, "_spawned_ranks", 0)
+    slurm = {"SLURM_NTASKS_PER_NODE": "1"}  # as fairseq asks for, to spawn a rank for each GPU
+    cfg = OmegaConf.create(
+        {
+            "distributed_training": {
+                "distributed_init_method": "tcp://a:1", "distributed_no_spawn": False,
+                "distributed_num_procs": num_procs, "distributed_world_size": ranks,
+            }
+        }
+    )  # fmt: skip
+    note_spawned_ranks(cfg)
+    assert rendezvous.ranks_per_node(slurm) == expected
+    cfg.distributed_training.distributed_no_spawn = True
+    note_spawned_ranks(cfg)
+    assert rendezvous.ranks_per_node(slurm) == 1
 
 
 def _training(**model):

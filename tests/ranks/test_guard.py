@@ -1,6 +1,5 @@
 """A collective that fails names its rank, its operation and who is missing, in a bounded time."""
 
-import re
 import time
 
 import mortal
@@ -33,11 +32,9 @@ def _reduce(rank, fate, victim):
 def test_a_dead_or_stopped_rank_is_named_by_all_others(fate, at_least):
     said, seconds = mortal.run(_reduce, 3, [0, 2], fate, 1)
     for rank, sentence in zip((0, 2), said, strict=True):
-        start = f"CommunicationError: rank {rank} could not finish {OPERATION} and gave up after "
-        assert sentence.startswith(start)
-        assert "rank 1 did not answer a health check of 1 s; look at the log of rank 1" in sentence
+        start = f"CommunicationError: rank {rank} could not finish {OPERATION}: "
+        assert sentence.startswith(f"{start}rank 1 did not answer a health check of 1 s; look at")
         assert "raise --moe-comm-timeout (now 1) if it is only slow" in sentence
-        assert at_least <= float(re.search(r"after (\d+\.\d) s", sentence)[1]) < TIMEOUT + 4
     assert seconds < at_least + TIMEOUT + 2 * guard.GRACE_SECONDS + 4
 
 
@@ -45,36 +42,8 @@ def test_a_dead_or_stopped_rank_is_named_by_all_others(fate, at_least):
 def test_without_the_rank_that_keeps_the_store_the_sentence_says_so(fate):
     (sentence,), seconds = mortal.run(_reduce, 2, [1], fate, 0)
     assert f"rank 1 could not finish {OPERATION}" in sentence
-    assert (
-        ": see rank 0's error above or in its log; it runs the rendezvous store, which does not answer, "
-        "so it has ended or is stopped." in sentence
-    )
+    assert ": rank 0, which runs the rendezvous store, has ended or is stopped" in sentence
     assert seconds < 2 * TIMEOUT + guard.GRACE_SECONDS + 4
-
-
-@pytest.mark.parametrize(
-    ("missing", "agent", "seconds", "sentence"),
-    [
-        (None, True, 0, "see the launcher's error above or in its log; it runs the rendezvous store"),
-        (None, False, 0, "see rank 0's error above or in its log; it runs the rendezvous store"),
-        ([1], False, 0, ", or set --moe-comm-timeout above torch's default if it is"),
-        ([], False, 0, ", or set --moe-comm-timeout above torch's default if a rank is"),
-        ([1], False, 7, ", or raise --moe-comm-timeout (now 7) if it is only slow."),
-    ],
-)
-def test_the_sentence_names_who_keeps_the_store_and_the_limit_that_held(
-    missing, agent, seconds, sentence, monkeypatch
-):
-    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", str(agent))
-    monkeypatch.setattr(guard, "_timeout", None)
-    monkeypatch.setattr(guard, "_check_health", lambda *_: missing)
-    monkeypatch.setattr(dist, "get_rank", lambda: 0)
-    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
-    guard.set_timeout(seconds)
-    with pytest.raises(CommunicationError) as error, guarded(OPERATION):
-        raise dist.DistBackendError("broken")
-    assert sentence in str(error.value)
-    assert "(now 0)" not in str(error.value)
 
 
 def _unequal_calls(rank):
@@ -91,9 +60,7 @@ def _unequal_calls(rank):
 def test_ranks_in_different_operations_all_answer():
     said, _ = mortal.run(_unequal_calls, 2, [0, 1])
     for sentence in said:
-        assert "ranks 0-1 all answered a health check, so a connection broke or one rank was late" in (
-            sentence
-        )
+        assert "ranks 0-1 answered a health check or ended during it, so a connection broke" in sentence
 
 
 def _expert_gradients(rank):
@@ -183,35 +150,15 @@ def test_few_requests_find_who_is_missing_among_thousands():
     assert store.checks < 64
 
 
-def _health_check(store, world, ranks, seconds=0.1):
-    """Let ranks answer in turns, as those of a slow store do; return what each was told."""
-    return [guard._missing(store, rank, list(range(world)), seconds) for rank in ranks]
-
-
-def test_one_rank_looks_for_all_others():
+def test_one_rank_looks_for_all_others_and_its_verdict_holds():
     store, world, victims = _CountingStore(), 256, [7, 200]
     for rank in range(1, world):  # all but the first, which looks, have come
         if rank not in victims:
             store.set(f"{guard.PRESENT}/{rank}", "here")
     alive = [rank for rank in range(world) if rank not in victims]
-    assert _health_check(store, world, alive[:9]) == [victims] * 9
+    said = {guard._checked(store, rank, range(world), 0.1, "wait") for rank in alive[:9]}
+    assert len(said) == 1 and said.pop().startswith("ranks 7, 200 did not answer a health check of 0.1 s")
     assert store.keys < 9 * world  # each of them would look for all at least thrice
-
-
-def test_who_comes_late_is_accused_by_the_first_alone():
-    store = dist.HashStore()
-    assert _health_check(store, 3, [0, 1, 2]) == [[1, 2], [2], []]
-
-
-def test_the_first_to_come_may_end_before_it_tells():
-    store = dist.HashStore()
-    store.add(f"{guard.PRESENT}/of/{hash((0, 1, 2))}/first", 1)
-    assert _health_check(store, 3, [0, 1]) == [[1, 2], [2]]
-    store = dist.HashStore()
-    for turn in ("first", "second"):
-        store.add(f"{guard.PRESENT}/of/{hash((0, 1, 2))}/{turn}", 1)
-    with pytest.raises(dist.DistStoreError):
-        _health_check(store, 3, [0])
 
 
 def test_a_guard_costs_next_to_nothing():

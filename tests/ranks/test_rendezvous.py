@@ -1,7 +1,6 @@
 """Ranks that never come, and a store that never answers, end a start-up in time and with a sentence."""
 
 import os
-import sys
 import threading
 import time
 from datetime import timedelta
@@ -12,7 +11,7 @@ import torch.distributed as dist
 from ports import free_port
 from torch.distributed import distributed_c10d
 
-from fairseq_tutel.ranks import guard, rendezvous
+from fairseq_tutel.ranks import failures, guard, rendezvous
 from fairseq_tutel.ranks.guard import CommunicationError
 
 
@@ -50,8 +49,9 @@ def test_no_time_leaves_torch_s_own():
     assert "or set --moe-comm-timeout above torch's default" in str(caught.value)
 
 
-def _wait(seconds, log):
-    sys.stderr = open(log, "w")  # noqa: SIM115 - open as long as the process
+def _wait(seconds, has_store, log):
+    os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT), 2)
+    dist.is_initialized = lambda: has_store
     guard.set_timeout(1)
     guard.WATCH_SECONDS = 0.5
     with guard.watched("a test", rank=3):
@@ -59,17 +59,22 @@ def _wait(seconds, log):
     os._exit(0)
 
 
-@pytest.mark.parametrize(("seconds", "code"), [(0, 0), (60, 1)])
-def test_a_watch_ends_what_waits_for_a_store_for_ever(seconds, code, tmp_path):
-    process = forkserver.context().Process(target=_wait, args=(seconds, tmp_path / "log"))
+@pytest.mark.parametrize(
+    ("seconds", "has_store", "code", "expected"),
+    [
+        (0, False, 0, ""),
+        (60, False, 1, "a test within 2 s: rank 0, which runs the rendezvous store, has ended"),
+        (60, True, 1, "the first collective of all ranks within 2 s: a rank, its GPU or the network hangs"),
+    ],
+)
+def test_a_watch_ends_a_start_that_hangs_and_says_where(seconds, has_store, code, expected, tmp_path):
+    args = (seconds, has_store, tmp_path / "log")
+    process = forkserver.context().Process(target=_wait, args=args)
     process.start()
     process.join(30)
     assert process.exitcode == code
-    said = (tmp_path / "log").read_text().removeprefix("fairseq_tutel.ranks.guard.")
-    assert said.startswith(
-        "CommunicationError: rank 3 could not finish a test and gave up after 2 s: "
-        "see rank 0's error above or in its log; it runs the rendezvous store, which "
-    ) == bool(code)
+    said = (tmp_path / "log").read_text()
+    assert said.startswith(expected and f"error: rank 3 could not finish {expected}")
 
 
 SECONDS = timedelta(seconds=10)
@@ -105,6 +110,15 @@ def test_every_start_has_a_place_of_its_own():
     store = dist.HashStore()
     for world_size in (3, 3, 2, 1, 4):
         assert _is_common_and_empty(_started(store, world_size)), world_size
+
+
+def test_a_start_deletes_what_an_nccl_error_of_an_earlier_start_has_left():
+    kept = dist.TCPStore("127.0.0.1", free_port(), is_master=True, wait_for_workers=False)
+    for key in ("exception_dump", "remote_error"):
+        kept.set(key, "1")
+    started = _started(kept, 1)
+    started[0].set("exception_dump", "of this start")
+    assert kept.num_keys() and not kept.check(["exception_dump"]) and not kept.check(["remote_error"])
 
 
 class _CountingStore(dist.HashStore):
@@ -162,4 +176,4 @@ def test_a_launcher_says_how_many_ranks_a_node_has(environment, expected):
 def test_a_launcher_keeps_the_store_whatever_restarts_it_allows(keeps, restarts):
     given = {"USE_AGENT_STORE": keeps, "MAX_RESTARTS": restarts}
     environment = {f"TORCHELASTIC_{name}": value for name, value in given.items() if value}
-    assert guard.keeps_the_store(environment) == (keeps == "True")
+    assert failures.keeps_the_store(environment) == (keeps == "True")

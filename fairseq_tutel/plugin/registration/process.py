@@ -4,7 +4,6 @@ import atexit
 import contextlib
 import dis
 import functools
-import json
 import logging
 import os
 import queue
@@ -26,6 +25,7 @@ from fairseq_tutel.files.untrusted import error_line
 from fairseq_tutel.options.option import flag_of
 from fairseq_tutel.plugin.registration.variants import change_class
 from fairseq_tutel.plugin.run_state import RUN
+from fairseq_tutel.ranks.failures import write_for_torchrun
 from fairseq_tutel.ranks.guard import CommunicationError
 
 logger = logging.getLogger(__name__)
@@ -35,8 +35,9 @@ SECONDS_FOR_READERS = 10.0
 # A request for this much memory means that the options in a checkpoint file are wrong.
 ABSURD_BYTES = 2**44
 REASON = 300  # maximum number of characters of an original error that a message quotes
-# Bad options and files; NaN in training; files that cannot be written; lack of memory on one of the ranks.
-FOR_USERS = (ValueError, FloatingPointError, OSError, MemoryError)
+# Bad options and files; NaN in training; files that cannot be written; lack of memory or another failure of
+# one of the ranks.
+FOR_USERS = (ValueError, FloatingPointError, OSError, MemoryError, CommunicationError)
 SIZES = ("max_tokens", "batch_size", "required_batch_size_multiple")
 # Functions that open a checkpoint, with the name of the variable that holds the path.
 OPENING = {
@@ -55,8 +56,6 @@ ENCODER_FILE = re.compile("file (.*) not found", re.DOTALL)
 MISSING_SPLIT = re.compile(r"Dataset not found: (\S+) \((.*)\)")
 # The last line of the traceback that a spawned rank passes to the process that spawned it.
 RANK_ERROR = re.compile(r"\.RankError: (error: .*)\s*\Z")
-# Environment variable in which torchrun names the file of a rank's error.
-ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 
 
 class RankError(Exception):
@@ -121,15 +120,6 @@ def run_as_spawned(main: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if line is None:
             raise
         raise RankError(line) from None
-
-
-def write_for_torchrun(line: str) -> None:
-    """Write an error line to the file that torchrun reads, so that torchrun's summary has this line."""
-    path = os.environ.get(ERROR_FILE)
-    if path:
-        message = {"message": line, "extraInfo": {"timestamp": str(int(time.time()))}}
-        with contextlib.suppress(OSError), open(path, "w") as file:
-            json.dump({"message": message}, file)
 
 
 def excepthook(original: Any) -> Any:

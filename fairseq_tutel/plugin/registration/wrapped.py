@@ -11,9 +11,11 @@
 4. `PathManager.copy`: fairseq overwrites checkpoint_last and checkpoint_best in place. A kill during the
    copy leaves a truncated file. The wrapper's copy shares disk blocks where the file system can.
 5. `distributed.utils.call_main`: it runs before everything else that the plugin can change.
-   - Under torchrun on CPU, fairseq divides by the number of GPUs, or trains N models into one folder.
+   - Under torchrun on CPU, fairseq divides by the number of GPUs, or trains N models into one folder. On
+     GPU, it takes the GPU RANK % count, which is another rank's if nodes have different numbers of ranks.
    - fairseq-train treats --bf16 as a request for a TPU.
    - Errors of the rendezvous and of fairseq's collectives name the missing ranks.
+   - If a rank fails, the other ranks end; otherwise all ranks end together.
    - Ranks of an EP group keep serving each other until all have finished.
    - Training locks its --save-dir and chooses its checkpoint.
    - A signal makes training save a checkpoint before it ends.
@@ -76,7 +78,7 @@ from fairseq_tutel.plugin.registration.variants import give_system_options
 from fairseq_tutel.plugin.run_state import RUN
 from fairseq_tutel.plugin.training import ema, preemption, save, startup
 from fairseq_tutel.ranks import rendezvous, world
-from fairseq_tutel.ranks.guard import guarded, keeps_the_store
+from fairseq_tutel.ranks.failures import keeps_the_store
 
 logger = logging.getLogger(__name__)
 
@@ -116,11 +118,7 @@ def call_main(original: Any) -> Any:
         if spawns:
             watched = functools.partial(preemption.run_watched, on_each, main)
             on_each = functools.partial(run_as_spawned, watched)
-        with (
-            preemption.watching(cfg, main, spawns),
-            guarded("a collective of fairseq's own", timed=False),
-            startup.meeting_of(cfg) as met,
-        ):
+        with preemption.watching(cfg, main, spawns), startup.meeting_of(cfg) as met:
 
             def met_main(*args: Any, **kwargs: Any) -> Any:
                 met()
@@ -131,8 +129,10 @@ def call_main(original: Any) -> Any:
     return wrapper
 
 
+@world.ending_together("a collective of fairseq's own")
 def run_with_root(main: Any, cfg: Any, **kwargs: Any) -> Any:
     """Run the main function of a command, with its FairseqConfig in `RUN.cfg`."""
+    startup.note_spawned_ranks(cfg)
     import_user_module(cfg.common)  # hydra does not import the user's module, which may register tasks
     # A spawned rank has already imported the package, so fairseq skips it as a --user-dir.
     plugin.register()

@@ -17,10 +17,10 @@ from torch.multiprocessing import ProcessExitedException
 
 from fairseq_tutel.moe.option_table import PreemptionConfig
 from fairseq_tutel.options.option import read, refuse_bad_values
-from fairseq_tutel.plugin.registration.process import write_for_torchrun
 from fairseq_tutel.plugin.run_state import RUN
 from fairseq_tutel.plugin.training.loop import Votes, globals_of, wrapping
 from fairseq_tutel.ranks import world
+from fairseq_tutel.ranks.failures import write_for_torchrun
 from fairseq_tutel.ranks.signals import EXIT_CODE, SignalWatch, watched
 
 logger = logging.getLogger(__name__)
@@ -153,10 +153,8 @@ def _what_was_saved(cfg: Any, updates: int) -> str:
 
 
 def end_process(result: str) -> NoReturn:
-    """End this process with EXIT_CODE, after all ranks have released what they hold. Collective."""
+    """End this process with EXIT_CODE."""
     line = f"a rank received a signal; {result}"
     logger.info("%s", line)
-    # A launcher ends all ranks when the first one exits.
-    world.all_gather_object(None, "the end of all ranks after a signal")
     write_for_torchrun(line)
     sys.exit(EXIT_CODE)

@@ -28,10 +28,9 @@ from fairseq_tutel.options.option import flag_of, read
 from fairseq_tutel.plugin.feed_forward import named_stacks
 from fairseq_tutel.plugin.plans import check_together, plans_of
 from fairseq_tutel.plugin.run_state import config_of, device_of
-from fairseq_tutel.ranks import guard
+from fairseq_tutel.ranks import guard, rendezvous
 from fairseq_tutel.ranks.agreement import agree
 from fairseq_tutel.ranks.groups import Topology
-from fairseq_tutel.ranks.rendezvous import meeting, own_gpu
 
 logger = logging.getLogger(__name__)
 
@@ -46,20 +45,19 @@ def drop_tpu(cfg: Any) -> None:
 
 
 def join_torchrun(cfg: Any) -> None:
-    """Read the rank and world size from torchrun's environment if fairseq cannot."""
+    """Read the rank, world size and GPU from torchrun's environment."""
     names = ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK")
     world = int(os.environ["WORLD_SIZE"]) if all(name in os.environ for name in names) else 1
     distributed = cfg.distributed_training
     on_cpu = not torch.cuda.is_available() or cfg.common.cpu
-    stock_works = not on_cpu and distributed.distributed_world_size > 1
-    if distributed.distributed_init_method is not None or world <= 1 or stock_works:
+    if distributed.distributed_init_method is not None or world <= 1:
         return
     with open_dict(distributed):
         distributed.distributed_init_method = "env://"
         distributed.distributed_world_size = world
         distributed.distributed_rank = int(os.environ["RANK"])
         distributed.distributed_no_spawn = True
-        distributed.device_id = 0 if on_cpu else own_gpu()
+        distributed.device_id = 0 if on_cpu else rendezvous.own_gpu()
         distributed.distributed_num_procs = 1
         if on_cpu:
             distributed.distributed_backend = "gloo"
@@ -68,6 +66,14 @@ def join_torchrun(cfg: Any) -> None:
                 distributed.ddp_backend = "legacy_ddp"
     if not on_cpu:
         torch.cuda.set_device(distributed.device_id)
+
+
+def note_spawned_ranks(cfg: Any) -> None:
+    """Record how many ranks fairseq spawned on each node, which no environment variable says."""
+    distributed = cfg.distributed_training
+    spawned = distributed.distributed_init_method is not None and not distributed.distributed_no_spawn
+    count = min(distributed.distributed_num_procs, distributed.distributed_world_size) if spawned else 0
+    rendezvous.set_spawned_ranks(count)
 
 
 def meeting_of(cfg: Any) -> contextlib.AbstractContextManager[Any]:
@@ -80,7 +86,7 @@ def meeting_of(cfg: Any) -> contextlib.AbstractContextManager[Any]:
         return contextlib.nullcontext()
     given = read(TaskConfig, cfg.task).moe_comm_timeout
     seconds = given if guard.is_time(given) else 0  # an invalid value raises an error later
-    return meeting(distributed.distributed_rank, distributed.distributed_world_size, seconds)
+    return rendezvous.meeting(distributed.distributed_rank, distributed.distributed_world_size, seconds)
 
 
 # Options that may differ between ranks: those of the rank itself, files, data loading and logging.
