@@ -61,6 +61,8 @@ class GateLossMixin:
         log |= expert_log(
             all_layers, combined, lists=self.logs_lists, scalars=self.gate_loss.moe_log_layers
         )
+        # fairseq's meters keep these values for the whole run, so they must not hold a graph.
+        log = {key: value.detach() if torch.is_tensor(value) else value for key, value in log.items()}
         if not layers or loss.numel() > 1:  # adaptive_loss has shape [1]
             return loss, sample_size, log
         for term in terms:

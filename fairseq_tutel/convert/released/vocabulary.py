@@ -8,11 +8,13 @@ import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from fairseq_tutel.convert.released.families.translation import languages_of_pair
 from fairseq_tutel.convert.released.folder import ReleasedFolder
 from fairseq_tutel.convert.released.table import Family
+from fairseq_tutel.convert.safetensors_folder import write_text
 from fairseq_tutel.files.untrusted import content_of, shown
 
 SPECIAL = ("<s>", "<pad>", "</s>", "<unk>")
@@ -64,6 +66,14 @@ class Vocabulary:
     languages: list[str] = field(default_factory=list)
     bpe: dict[str, Any] = field(default_factory=dict)
     tokenizer: dict[str, Any] = field(default_factory=dict)
+
+    def write(self, folder: Path) -> None:
+        """Write the files and links to a folder; links that exist stay."""
+        for name, text in self.files.items():
+            write_text(folder / name, text)
+        for name, target in self.links.items():
+            if not (folder / name).exists():
+                (folder / name).symlink_to(target)
 
 
 def sentencepiece_vocabulary(folder: ReleasedFolder, size: int, form: str = "") -> Vocabulary:
