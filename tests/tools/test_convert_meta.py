@@ -5,9 +5,9 @@ import argparse
 import meta_format
 import pytest
 import torch
-from meta_format import CMR_GATE, D, H, Meta
 from fairseq.checkpoint_utils import load_model_ensemble_and_task
 from fairseq.tasks.translation_multi_simple_epoch import TranslationMultiSimpleEpochTask
+from meta_format import CMR_GATE, D, H, Meta
 from tool_in_process import convert, refusal
 
 from fairseq_tutel.convert.meta import TAGS, translate

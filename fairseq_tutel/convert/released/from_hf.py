@@ -280,4 +280,7 @@ def notes_of(family: Family, config: Mapping[str, Any], vocabulary: Vocabulary) 
         notes.append(f"config.json has entries that are not converted: {', '.join(map(shown, unknown))}.")
     if family.vocabulary and not vocabulary.bpe:
         notes.append("the folder has no SentencePiece model; texts must be encoded before.")
+    if vocabulary.markers:
+        names = ", ".join(map(shown, vocabulary.markers))
+        notes.append(f"the tokens {names} keep their IDs, but fairseq's BPE does not find them in a text.")
     return notes
