@@ -26,6 +26,8 @@ NOT_CHECKPOINTS = ("a folder", "a pipe, device or socket", "a link that leads no
 IS_CORRUPT = "is corrupt (truncated while it was written, or changed on disk)"
 # A class in checkpoints of speech tasks. It is imported on demand, since fairseq takes seconds to import.
 DICTIONARY = "fairseq.data.dictionary.Dictionary"
+# Names of the checkpoint to use in a folder such as --save-dir, in this order.
+USUAL = ("checkpoint_best.pt", "checkpoint_last.pt", "model.pt")
 
 
 def unlike_a_file(path: str | os.PathLike) -> str | None:
@@ -36,6 +38,22 @@ def unlike_a_file(path: str | os.PathLike) -> str | None:
     if os.path.isdir(path):
         return folder
     return pipe if is_pipe(path) else broken_link
+
+
+def checkpoint_in(path: Path, flag: str) -> Path:
+    """Return the best checkpoint in a folder, or else the last one, or model.pt; return a file as it is.
+
+    Raises:
+        ValueError: the folder has none of these; the message names the flag.
+    """
+    if not path.is_dir():
+        return path
+    found = next((path / name for name in USUAL if (path / name).is_file()), None)
+    if found is None:
+        raise ValueError(
+            f"{flag} names {path}, a folder without {' or '.join(USUAL)}; give a checkpoint file."
+        )
+    return found
 
 
 def is_pipe(path: str | os.PathLike) -> bool:
@@ -79,12 +97,14 @@ def _is_old(path: str) -> bool:
 
 
 def _passes(path: str, test: Callable[[zipfile.ZipFile], bool]) -> bool:
-    try:
-        torch._C.PyTorchFileReader(path)  # stricter than Python's reader
-        with zipfile.ZipFile(path) as archive:
-            return all(map(_is_plain, archive.infolist())) and test(archive)
-    except Exception:  # a changed name, size or flag
-        return False
+    # A file that cannot be opened is not corrupt. torch opens only names in UTF-8, so the file is open.
+    with open(path, "rb") as file:
+        try:
+            torch._C.PyTorchFileReader(file)  # stricter than Python's reader
+            with zipfile.ZipFile(file) as archive:
+                return all(map(_is_plain, archive.infolist())) and test(archive)
+        except Exception:  # a changed name, size or flag
+            return False
 
 
 def _is_plain(entry: zipfile.ZipInfo) -> bool:
@@ -116,8 +136,13 @@ def let_checkpoints_load(*classes: type) -> None:
 
 
 def mapped(path: str | os.PathLike) -> Any:
-    """Load a file that torch.save wrote, without running pickled code. Tensors are memory-mapped."""
-    return torch.load(path, map_location="cpu", mmap=zipfile.is_zipfile(path), weights_only=True)
+    """Load a file that torch.save wrote, without running pickled code.
+
+    Tensors are memory-mapped, except if the path is not UTF-8, because torch cannot map such a file.
+    """
+    is_utf8 = os.fsencode(path).decode(errors="replace") == os.fspath(path)
+    is_mapped = is_utf8 and zipfile.is_zipfile(path)
+    return torch.load(path, map_location="cpu", mmap=is_mapped, weights_only=True)
 
 
 def refused_class(error: BaseException) -> str | None:

@@ -196,6 +196,11 @@ class SavedModel:
             for key in keys:
                 options.pop(key, None)
 
+    def use_plain_options(self) -> None:
+        """Make the model's options a dictionary; without the plugin, torch refuses to load a Namespace."""
+        if isinstance(model := self._cfg.get("model"), argparse.Namespace):
+            self._cfg["model"] = vars(model)
+
     @property
     def _cfg(self) -> dict[str, Any]:
         return self.state.get("cfg") or {}

@@ -1,8 +1,10 @@
 """Helper functions of the converters, such as reading MoE configurations and renaming MoE variants."""
 
 import argparse
+import copy
+import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Sized
 from typing import Any
 
 from torch import Tensor
@@ -104,6 +106,33 @@ def with_experts(name: str) -> str:
 def without_experts(name: str) -> str:
     """Return the fairseq name of a model, task, criterion or optimizer whose MoE variant has this name."""
     return name.removeprefix("moe_").replace(f"{SWIN}_moe", SWIN)
+
+
+def task_of(saved: SavedModel, changed: Mapping[str, Any]) -> Any:
+    """Return fairseq's task of a checkpoint, with its dictionaries; `changed` replaces saved options."""
+    from fairseq.tasks import setup_task
+
+    options = {**copy.deepcopy(saved.options_of("task")), **changed}
+    options["task"] = without_experts(saved.name("task"))
+    logger = logging.getLogger("fairseq")
+    level = logger.level
+    logger.setLevel(logging.WARNING)
+    try:
+        return setup_task(argparse.Namespace(**options))
+    finally:
+        logger.setLevel(level)
+
+
+def refuse_other_rows(saved: SavedModel, source: Sized, target: Sized) -> None:
+    """Raise ValueError if an embedding table does not have one row per symbol of its dictionary."""
+    for side, dictionary in ("encoder", source), ("decoder", target):
+        for name, table in saved.weights.items():
+            is_table = name.startswith(side) and name.endswith("embed_tokens.weight")
+            if is_table and len(table) != len(dictionary):
+                raise ValueError(
+                    f"{saved.flag} has {len(table)} rows in {name}, but the dictionary of the converted "
+                    f"model has {len(dictionary)} symbols; give the dictionary of this model."
+                )
 
 
 def use_moe_variants(saved: SavedModel) -> str:

@@ -199,6 +199,7 @@ def _use_dense_options(saved: SavedModel, widths: Mapping[str, int]) -> None:
         saved.rename(part, without_experts(saved.name(part)))
     saved.drop([option.key for owner in BY_OWNER for option in options_of(owner)])
     saved.drop([option.key for option in options_in(SwinExpertsConfig)])
+    saved.use_plain_options()
     options = saved.options
     for side, width in widths.items():
         if side in SIDES:

@@ -12,8 +12,9 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch
 
-from fairseq_tutel.checkpoint.saved import DENSE, SavedModel
-from fairseq_tutel.convert.configs import Tensors, use_moe_variants
+from fairseq_tutel.checkpoint.saved import DENSE, PARTS, SavedModel
+from fairseq_tutel.convert.configs import Tensors, refuse_other_rows, task_of, use_moe_variants
+from fairseq_tutel.convert.released.vocabulary import Vocabulary, dictionary
 from fairseq_tutel.moe.option_table import options_of
 from fairseq_tutel.options.option import flag_of
 from fairseq_tutel.plugin.install import chosen_layers
@@ -88,7 +89,13 @@ REFUSED = {
     "use_stable_embedding": "stock fairseq has no stable embedding",
     "quant_noise_pq": "fairseq_tutel does not apply quantization noise to experts",
     "quant_noise_scalar": "fairseq_tutel does not apply quantization noise to experts",
+    "add_ssl_task_tokens": "fairseq does not add these symbols to a dictionary",
+    "finetune_dict_specs": "fairseq does not add these symbols to a dictionary",
 }
+# An option of Meta's, and the symbols that it adds to dictionaries.
+TAGGED, TAGS = "add_data_source_prefix_tags", ("<MINED_DATA>", "<MMT_BT_DATA>", "<SMT_BT_DATA>")
+# Options of the task that name dictionaries -> their values for dictionaries next to the checkpoint.
+OWN_DICTIONARIES = {"data": "", "fixed_dictionary": None, "source_dict": None, "target_dict": None}
 # Meta's option -> what changes without this option; the outputs stay the same.
 LEFT_OUT = {
     "no_emb_dropout": "training in fairseq_tutel applies --dropout to embeddings",
@@ -161,6 +168,43 @@ def read(paths: list[Path]) -> tuple[SavedModel, list[str]]:
     notes += translate(saved.options, num_experts, hidden_dims)
     _refuse_other_layers(saved)
     return saved, notes
+
+
+def dictionaries(saved: SavedModel, given: Path | None = None) -> Vocabulary:
+    """Return the dictionaries to write next to the model, because fairseq cannot extend the original ones.
+
+    With --add-data-source-prefix-tags, Meta adds the symbols `TAGS` to them, after those of the languages.
+    Without this option, there is nothing to write. The options of `saved` change, in place, so that the
+    new dictionaries are used.
+
+    Args:
+        saved: the converted checkpoint.
+        given: the original dictionary; by default the one that the checkpoint's options name.
+
+    Raises:
+        ValueError: the original dictionary does not exist, or is another model's.
+    """
+    options = saved.options_of("task")
+    if not options.get(TAGGED):
+        return Vocabulary({})
+    beside = sorted(Path(str(options.get("data")).partition(":")[0]).glob("dict.*.txt"))
+    named = [Path(str(options.get("fixed_dictionary"))), *beside]
+    file = next((path for path in ([given] if given else named) if path.is_file()), None)
+    if file is None:
+        raise ValueError(
+            f"INPUT was trained with {flag_of(TAGGED)}, but {given or 'its dictionary'} does not exist, so "
+            "the symbols of these tags have no numbers; give the dictionary (dict.txt) as --dictionary."
+        )
+    task = task_of(saved, {**OWN_DICTIONARIES, "fixed_dictionary": str(file)})
+    symbols = task.source_dictionary
+    for tag in TAGS:
+        symbols.add_symbol(tag)
+    refuse_other_rows(saved, symbols, symbols)
+    for changed in map(saved.options_of, PARTS):
+        changed |= {key: value for key, value in OWN_DICTIONARIES.items() if key in changed}
+    options |= {"langs": task.langs, "lang_dict": None}
+    links = {f"dict.{language}.txt": "dict.txt" for language in task.langs}
+    return Vocabulary({"dict.txt": dictionary(symbols.symbols)}, links)
 
 
 def _weights(file: SavedModel) -> Tensors:

@@ -174,6 +174,7 @@ def _member(saved: SavedModel, number: int) -> SavedModel:
         keys += [option.key for part in ("task", "criterion") for option in options_of(part)]
         for part in PARTS:
             made.rename(part, made.name(part).removeprefix("moe_"))
+        made.use_plain_options()
     made.drop(keys)
     dataclass = getattr(model_class, "__dataclass", None)
     if dataclass is not None and (made.state.get("cfg") or {}).get("model") is not None:

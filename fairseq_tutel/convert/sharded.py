@@ -58,11 +58,13 @@ def _in_a_file(sharded: ShardedTensor, folder: Path) -> Tensor:
     return stack
 
 
-def to_sharded(saved: SavedModel, target: Path, expert_dtype: str = "") -> dict[str, tuple[float, float]]:
+def to_sharded(
+    saved: SavedModel, target: Path, expert_dtype: str = ""
+) -> tuple[Path, dict[str, tuple[float, float]]]:
     """Write a sharded checkpoint: experts and their optimizer state are in files next to the main file.
 
-    An `expert_dtype` from EXPERT_DTYPES quantizes the experts' matrices. Returns, for each quantized
-    weight, the relative error and the error of the worst row.
+    An `expert_dtype` from EXPERT_DTYPES quantizes the experts' matrices. Returns the folder of the experts
+    and, for each quantized weight, the relative error and the error of the worst row.
 
     Raises:
         ValueError: there are no experts, some cannot be quantized, or a file could not be written.
@@ -86,7 +88,7 @@ def to_sharded(saved: SavedModel, target: Path, expert_dtype: str = "") -> dict[
         with contextlib.suppress(OSError):
             experts.rmdir()  # fails if it has other folders
         raise
-    return errors
+    return target.parent / committed, errors
 
 
 def _write_shards(found: Stacks, target: Path, expert_dtype: str) -> tuple[str, list[ShardedTensor]]:

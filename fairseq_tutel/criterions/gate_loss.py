@@ -61,6 +61,7 @@ class GateLossMixin:
         log |= expert_log(
             all_layers, combined, lists=self.logs_lists, scalars=self.gate_loss.moe_log_layers
         )
+        log = {key: _logged(value) for key, value in log.items()}
         if not layers or loss.numel() > 1:  # adaptive_loss has shape [1]
             return loss, sample_size, log
         for term in terms:
@@ -110,6 +111,16 @@ class GateLossMixin:
         """Log the fairseq criterion's metrics, the balance loss and the expert metrics."""
         super().reduce_metrics(without_experts(logging_outputs))  # type: ignore[misc]
         reduce_expert_log(logging_outputs)
+
+
+def _logged(value: Any) -> Any:
+    """Return a value of the logging output without a graph, because fairseq's meters keep such values.
+
+    Half precision becomes fp32, because the sum over micro-batches would be rounded on one rank only.
+    """
+    if not torch.is_tensor(value):
+        return value
+    return value.detach().float() if value.dtype in (torch.float16, torch.bfloat16) else value.detach()
 
 
 class _Term(NamedTuple):

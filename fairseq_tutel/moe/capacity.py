@@ -36,7 +36,11 @@ class Capacity:
         return self.factor != 0 or self.token_fraction > 0 or self.fixed > 0
 
     def slots(self, top_k: int, num_experts: int, num_tokens: Tensor) -> Tensor:
-        """Return the number of slots per expert, an int64 scalar on the device of `num_tokens`."""
+        """Return the number of slots per expert, an int64 scalar on the device of `num_tokens`.
+
+        Products are rounded to double precision before they are rounded up: 200 tokens, 4 experts and the
+        factor 1.1 give 56 slots, because 1.1 * 200 / 4 is slightly more than 55.
+        """
         if self.fixed > 0:
             return num_tokens.new_full((), self.fixed)
         tokens = num_tokens.double()

@@ -9,15 +9,13 @@ from typing import Any
 
 import torch
 
-from fairseq_tutel.checkpoint.files import read_file
+from fairseq_tutel.checkpoint.files import checkpoint_in, read_file
 from fairseq_tutel.checkpoint.saved import SavedModel
 from fairseq_tutel.moe.option_table import RETIRED
 from fairseq_tutel.plugin import register
 
 # The dtypes of an opened model.
 DTYPES = (torch.float32, torch.bfloat16, torch.int8, torch.float16, torch.float64)
-# File names to try in a --save-dir, in this order.
-USUAL = ("checkpoint_best.pt", "checkpoint_last.pt", "model.pt")
 
 
 def from_checkpoint(
@@ -80,22 +78,14 @@ def from_checkpoint(
 def files_of(path: str | Path, name: str = "path") -> list[Path]:
     """Return the absolute paths of the checkpoint files to open for a path from the user.
 
-    A folder stands for its best checkpoint, or else its last one, or else its model.pt. Messages call the
-    path `name`.
+    `checkpoint_in` chooses the file of a folder. Messages call the path `name`.
 
     Raises:
         ValueError: a file does not exist, or a folder has no checkpoint.
     """
-    files = [Path(each).absolute() for each in str(path).split(":")]
-    for i, file in enumerate(files):
-        if file.is_dir():
-            found = [file / usual for usual in USUAL if (file / usual).is_file()]
-            if not found:
-                raise ValueError(
-                    f"{name} names {file}, a folder without {' or '.join(USUAL)}; give a checkpoint file."
-                )
-            files[i] = found[0]
-        elif not file.exists():
+    files = [checkpoint_in(Path(each).absolute(), name) for each in str(path).split(":")]
+    for file in files:
+        if not file.exists():
             raise ValueError(f"{name} names {file}, which does not exist; give an existing file.")
     return files
 

@@ -25,7 +25,7 @@ UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB")
 def add_to(tools: Any) -> None:
     """Add this tool as a subcommand of `python -m fairseq_tutel`."""
     parser = tools.add_parser("inspect", description=__doc__, example="SAVE/checkpoint_best.pt --log SAVE")
-    parser.add_argument("checkpoint", metavar="CHECKPOINT", help="a checkpoint file")
+    parser.add_argument("checkpoint", metavar="CHECKPOINT", help="a checkpoint file or a --save-dir")
     log = "add the experts' loads from a training log (--log-format json), or from the log in a "
     parser.add_argument("--log", metavar="PATH", help=f"{log}--save-dir")
     for name, text in (
@@ -40,9 +40,9 @@ def add_to(tools: Any) -> None:
 def run(arguments: argparse.Namespace) -> None:
     """Print the content of the checkpoint file, as text or JSON."""
     from fairseq_tutel.checkpoint.description import describe
-    from fairseq_tutel.checkpoint.files import read_file
+    from fairseq_tutel.checkpoint.files import checkpoint_in, read_file
 
-    path = Path(arguments.checkpoint)
+    path = checkpoint_in(Path(arguments.checkpoint), "CHECKPOINT")
     facts, layers = describe(read_file(path, "CHECKPOINT", verify=False), path, arguments.check)
     if arguments.log is not None:
         _add_loads(facts, layers, Path(arguments.log))

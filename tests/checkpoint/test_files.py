@@ -33,6 +33,19 @@ def test_a_file_s_identity_is_that_of_its_copies_and_of_no_other_content(path, t
         assert files.identity(str(path)) != own
 
 
+def test_a_file_whose_path_is_not_utf_8_is_whole_and_opens(path, tmp_path):
+    folder = tmp_path / os.fsdecode(b"caf\xe9")
+    folder.mkdir()
+    moved = path.rename(folder / path.name)
+    assert files.is_whole(str(moved)) and files.has_an_end(str(moved))
+    assert torch.equal(files.read_file(moved, "INPUT")["weight"], CONTENT["weight"])
+
+
+def test_a_file_that_cannot_be_opened_is_not_called_corrupt(path):
+    with pytest.raises(FileNotFoundError):
+        files.has_an_end(f"{path}.missing")
+
+
 def test_a_file_that_was_cut_off_is_not(path):
     content = path.read_bytes()
     for size in range(0, len(content), 7):

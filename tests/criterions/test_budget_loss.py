@@ -99,6 +99,7 @@ def test_the_loss_is_the_distance_of_the_mean_gate(target, recompute):
     assert logged["cmr_gate_loss"] == pytest.approx(budget.item(), abs=1e-4)
     assert logged["moe_cmr_gate"] == pytest.approx(mean_gate(model, x).item(), abs=1e-4)
     assert not model.layers[0].context.coefficients
+    assert not any(torch.is_tensor(value) and value.requires_grad for value in log.values())
 
 
 def test_without_a_weight_or_the_option_nothing_changes():

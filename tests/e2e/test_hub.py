@@ -6,6 +6,7 @@ import math
 import re
 import runpy
 import shutil
+import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from unittest import mock
@@ -23,6 +24,8 @@ from tool_in_process import convert
 
 import fairseq_tutel
 from fairseq_tutel import plugin
+
+FIXTURES = {"generate": ("mt", "mt_data"), "eval_lm": ("lm", "lm_data")}
 
 
 @pytest.fixture(scope="module")
@@ -137,6 +140,19 @@ def test_a_dense_checkpoint_opens(lm, tmp_path):
     model = fairseq_tutel.from_checkpoint(tmp_path / "dense.pt")
     assert not any(".experts." in name for name, _ in model.named_parameters())
     assert model.sample("w1 w3").startswith("w1 w3")
+
+
+@pytest.mark.parametrize("kind", ["generate", "eval_lm"])
+def test_a_dense_checkpoint_opens_in_fairseq_without_the_plugin(kind, request, tmp_path):
+    """In a process of its own, in which nothing allows the classes of a checkpoint."""
+    model, data = (request.getfixturevalue(name) for name in FIXTURES[kind])
+    convert("dense", model, "--output", tmp_path / "dense.pt", "--experts", 0)
+    words = (data, "--path", tmp_path / "dense.pt", "--cpu", "--gen-subset", "valid", "--max-tokens", 200)
+    ended = subprocess.run(
+        [sys.executable, "-m", f"fairseq_cli.{kind}", *map(str, words)], capture_output=True, text=True
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert {"generate": "BLEU4 = ", "eval_lm": "Perplexity: "}[kind] in ended.stdout + ended.stderr
 
 
 def test_tools_open_what_holds_a_dictionary_as_those_of_speech_do(lm, tmp_path):

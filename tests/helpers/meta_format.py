@@ -31,6 +31,7 @@ class Meta:
     moe_freq: int = 1
     options: dict = field(default_factory=dict)
     args_alone: bool = False  # as before fairseq had `cfg`
+    task: dict = field(default_factory=dict)  # options of a task other than the usual ones, with its name
 
     @property
     def sides(self):
@@ -169,7 +170,7 @@ def rest(meta):
     """Return all but weights and optimizer state."""
     options = meta.model_options()
     names = {
-        "task": "translation" if meta.translates else "language_modeling",
+        "task": meta.task.get("task", "translation" if meta.translates else "language_modeling"),
         "criterion": "moe_label_smoothed_cross_entropy" if meta.translates else "moe_cross_entropy",
         "optimizer": "adam",
         "arch": "transformer" if meta.translates else "transformer_lm_gpt",
@@ -184,7 +185,7 @@ def rest(meta):
             "distributed_training": {"ddp_backend": "legacy_ddp", "distributed_world_size": meta.ranks},
             "checkpoint": {"save_dir": "save", "checkpoint_suffix": "-rank-0"},
             "model": {"_name": names["arch"], **options},
-            "task": {"_name": names["task"], "data": "data", "tokens_per_sample": 16},
+            "task": {"_name": names["task"], "data": "data", "tokens_per_sample": 16, **meta.task},
             "criterion": {"_name": names["criterion"], **gate_loss, "sentence_avg": False},
             "optimizer": {"_name": "adam", "adam_betas": "(0.9, 0.98)", "lr": [0.001]},
         },

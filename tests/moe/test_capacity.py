@@ -50,6 +50,10 @@ def test_places_are_those_of_plain_arithmetic_and_the_host_s_bound_holds(
         assert rule.most_slots(top_k, num_experts, at_most) >= slots
 
 
+def test_a_product_is_rounded_as_python_rounds_it():
+    assert int(Capacity(factor=1.1).slots(1, 4, torch.tensor(200))) == math.ceil(1.1 * 200 / 4) == 56
+
+
 def test_without_a_factor_or_a_fraction_nothing_is_limited():
     assert not Capacity().is_limited
     assert not Capacity(minimum=3, multiple=8).is_limited

@@ -104,6 +104,14 @@ def test_a_training_is_told_that_it_goes_on_from_rounded_experts(tmp_path, caplo
     assert f"{path} has experts in int8, so training continues from rounded" in caplog.text
 
 
+@pytest.mark.parametrize("name", ["gate.wg.weight", "experts.3.fc1.weight"])
+@pytest.mark.parametrize("resumes", [None, False], ids=["used", "trained"])
+def test_a_file_of_meta_s_branch_names_its_converter(name, resumes, tmp_path):
+    path = written(tmp_path, model={f"decoder.layers.0.moe_layer.{name}": torch.ones(2)})
+    with pytest.raises(ValueError, match=r"convert meta"):
+        checkpoint_utils.load_checkpoint_to_cpu(str(path), {}, load_on_all_ranks=resumes)
+
+
 def test_an_option_that_an_older_file_lacks_is_overridden_all_the_same(tmp_path):
     path = written(tmp_path, cfg={**STATE["cfg"], "task": {"data": "x"}})
     overrides = {"moe_expert_store": "on-demand", "seed": 3}

@@ -21,7 +21,8 @@ from fairseq_tutel.tools.parser import ToolParser
 
 # Flags of CTranslate2, hydra, pip, sacrebleu, srun, torchrun and Meta's branch.
 OF_OTHER_PROGRAMS = """
-    --alternate-decoder-ffn-embed-dim --cmr-log-lang-gates --config-dir --config-name --dummy-a2a
+    --add-data-source-prefix-tags --alternate-decoder-ffn-embed-dim --cmr-log-lang-gates --config-dir
+    --config-name --dummy-a2a
     --kill-on-bad-exit --master_addr --master_port --max-restarts --model --nnodes --no-build-isolation
     --node_rank --nproc_per_node --ntasks-per-node --output_dir --pad-to-fixed-bsz --pad-to-fixed-length
     --rdzv-backend --rdzv-conf --rdzv-endpoint --rdzv_backend --rdzv_endpoint --sentence-level

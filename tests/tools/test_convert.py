@@ -164,6 +164,17 @@ def test_convert_reads_a_sharded_checkpoint_as_it_reads_one_file(kind, tmp_path)
     assert made["whole"] == made["shards"]
 
 
+def test_a_save_folder_stands_for_its_best_checkpoint(tmp_path):
+    save(tmp_path / "checkpoint_best.pt")
+    printed = tool("inspect", tmp_path)
+    assert printed == tool("inspect", tmp_path / "checkpoint_best.pt")
+    (tmp_path / "out").mkdir()
+    printed = convert("sharded", tmp_path, "--output", tmp_path / "out" / "a.pt")
+    (folder,) = (tmp_path / "out" / "experts").iterdir()
+    assert f"wrote {tmp_path / 'out' / 'a.pt'}" in printed and str(folder) in printed
+    assert "a folder without" in refusal("full", tmp_path / "out", "--output", tmp_path / "b.pt")
+
+
 ONE_BY_ONE = [("full",), ("sharded", "--expert-dtype", "int8"), ("prune", "--drop", "1")]
 
 

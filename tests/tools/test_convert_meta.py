@@ -1,12 +1,16 @@
 """`convert meta`: every weight, option and refusal."""
 
+import argparse
+
 import meta_format
 import pytest
 import torch
+from fairseq.checkpoint_utils import load_model_ensemble_and_task
+from fairseq.tasks.translation_multi_simple_epoch import TranslationMultiSimpleEpochTask
 from meta_format import CMR_GATE, D, H, Meta
 from tool_in_process import convert, refusal
 
-from fairseq_tutel.convert.meta import translate
+from fairseq_tutel.convert.meta import TAGS, translate
 
 WORDS = 24
 
@@ -249,3 +253,39 @@ def test_convert_refuses_to_overwrite_its_input(tmp_path):
     for path in files:
         message = refusal("meta", "--input", tmp_path / "best", "--output", path)
         assert "which would overwrite the input" in message
+
+
+def tagged(folder):
+    """Return a model whose dictionary has 20 words, two languages and the tags of three data sources."""
+    parser = argparse.ArgumentParser()
+    TranslationMultiSimpleEpochTask.add_args(parser)
+    words = [str(folder), "--langs", "de,en", "--lang-pairs", "de-en", "--decoder-langtok"]
+    task = vars(parser.parse_args(words)) | {"lang_pairs": ["de-en"], "add_data_source_prefix_tags": True}
+    task |= {"task": "translation_multi_simple_epoch", "seed": 1}
+    return Meta(4 + 20 + 2 + len(TAGS), translates=True, task=task)
+
+
+def test_the_tags_of_data_sources_are_written_to_dictionaries_with_which_the_model_opens(tmp_path):
+    data, output = tmp_path / "data", tmp_path / "ours"
+    for folder in (data, output):
+        folder.mkdir()
+    for language in ("de", "en"):
+        (data / f"dict.{language}.txt").write_text("".join(f"w{i} 1\n" for i in range(20)))
+    meta = tagged(data)
+    meta_format.write(meta, tmp_path / "best")
+    words = ("meta", tmp_path / "best.pt", "--output", output / "model.pt")
+    assert "dict.txt" in convert(*words)
+    symbols = [line.split()[0] for line in (output / "dict.en.txt").read_text().splitlines()]
+    assert symbols == [*(f"w{i}" for i in range(20)), "__de__", "__en__", *TAGS]
+    overrides = {"data": str(output), "source_lang": "de", "target_lang": "en"}
+    (model,), _, task = load_model_ensemble_and_task([str(output / "model.pt")], arg_overrides=overrides)
+    assert len(task.source_dictionary) == meta.words == len(model.encoder.embed_tokens.weight)
+    assert load(output / "model.pt")["cfg"]["task"]["data"] == ""  # not the old dictionaries
+    assert "is another dictionary" in refusal("meta", tmp_path / "best.pt", "--output", data / "model.pt")
+    # Without the dictionary, and with another one.
+    (data / "dict.de.txt").unlink()
+    (data / "dict.en.txt").rename(data / "others.txt")
+    assert "--dictionary" in refusal(*words, "--overwrite")
+    (data / "others.txt").write_text("w1 1\n")
+    message = refusal(*words, "--overwrite", "--dictionary", data / "others.txt")
+    assert f"{meta.words} rows" in message and "10 symbols" in message

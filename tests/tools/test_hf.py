@@ -424,6 +424,59 @@ def test_a_model_without_counterpart_is_refused_by_name(name, change, sentence, 
     assert "no class of transformers equals; the closest family is" in refusal(*words)
 
 
+def test_the_closest_family_has_an_encoder_and_a_decoder_as_the_model(released, tmp_path):
+    state = torch.load(released("m2m100")[3] / "model.pt", weights_only=False)
+    post_norm = {"encoder_normalize_before": False, "decoder_normalize_before": False}
+    vars(state["cfg"]["model"]).update(post_norm)
+    torch.save(state, tmp_path / "changed.pt")
+    message = refusal("to-hf", tmp_path / "changed.pt", "--output", tmp_path / "back")
+    assert "the closest family is fsmt: INPUT has share_all_embeddings True" in message
+
+
+def test_languages_that_fairseq_inferred_are_inferred_again(released, tmp_path):
+    state = torch.load(released("fsmt")[3] / "model.pt", weights_only=False)
+    for part in ("task", "model"):
+        own = state["cfg"][part]
+        own = own if isinstance(own, dict) else vars(own)
+        own |= {"source_lang": None, "target_lang": None, "data": str(tmp_path / "data")}
+    torch.save(state, tmp_path / "model.pt")
+    words = ("to-hf", tmp_path / "model.pt", "--output", tmp_path / "back")
+    assert "names no languages" in refusal(*words)
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "train.en-de.en.bin").touch()
+    convert(*words)
+    assert json.loads((tmp_path / "back" / "config.json").read_text())["langs"] == ["en", "de"]
+
+
+@pytest.mark.parametrize("name", ["nllb", "fsmt"])
+def test_words_added_to_a_tokenizer_are_refused(name, released, tmp_path):
+    """Their BPE finds such a word in a text before it splits the text; ours cannot."""
+    _, tokenizer, folder, _ = released(name)
+    source = tmp_path / "hf"
+    shutil.copytree(folder, source)
+    added = type(tokenizer).from_pretrained(folder)
+    added.add_tokens(["<marker>"], special_tokens=True)
+    added.save_pretrained(source)
+    words = ("from-hf", source, "--output", tmp_path / "ours")
+    if name == "nllb":  # it has unused rows
+        assert "note: the tokens '<marker>' keep their IDs" in convert(*words, "--overwrite")
+    added.add_tokens(["zebra"])
+    added.save_pretrained(source)
+    assert "added to its tokenizer ('zebra')" in refusal(*words, "--overwrite")
+
+
+def test_an_embedding_without_a_row_for_a_symbol_of_the_task_is_refused(released, tmp_path):
+    """fairseq's task adds <mask>, which this tokenizer lacks."""
+    source = tmp_path / "hf"
+    shutil.copytree(released("roberta")[2], source)
+    for name in ("tokenizer_config.json", "special_tokens_map.json"):
+        (source / name).unlink()
+    vocab = (source / "vocab.json").read_text()
+    (source / "vocab.json").write_text(vocab.replace("<mask>", "unmasked"))
+    message = refusal("from-hf", source, "--output", tmp_path / "ours")
+    assert "has 301 rows" in message and "has 302 symbols" in message
+
+
 def test_bart_fills_and_fsmt_and_mbart_translate_as_in_transformers(released):
     """Greedy outputs; mBART-25 starts with the target language, and FSMT has two dictionaries."""
     for name, options in (

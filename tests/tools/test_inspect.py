@@ -213,5 +213,5 @@ def test_inspect_refuses_what_has_no_tensors_to_convert(value, tmp_path):
         inspect(tmp_path / "a.pt")
     with pytest.raises(SystemExit, match=r"b\.pt, which does not exist"):
         inspect(tmp_path / "b.pt")
-    with pytest.raises(SystemExit, match=r", which is a folder; give a checkpoint file\.$"):
+    with pytest.raises(SystemExit, match=r"a folder without checkpoint_best.pt"):
         inspect(tmp_path)

@@ -13,12 +13,12 @@ from torch import Tensor
 
 from fairseq_tutel import plugin
 from fairseq_tutel.checkpoint.saved import SavedModel
-from fairseq_tutel.convert.configs import Tensors
+from fairseq_tutel.convert.configs import Tensors, refuse_other_rows, task_of
 from fairseq_tutel.convert.released.families import FAMILIES
 from fairseq_tutel.convert.released.folder import ReleasedFolder
 from fairseq_tutel.convert.released.table import Family, Row, Setup
 from fairseq_tutel.convert.released.vocabulary import TOKENIZER_FILES, Vocabulary, vocabulary_of
-from fairseq_tutel.convert.safetensors_folder import new_folder, write_text
+from fairseq_tutel.convert.safetensors_folder import new_folder
 from fairseq_tutel.files.untrusted import shown
 
 CHECKPOINT = "model.pt"
@@ -54,8 +54,8 @@ def convert(folder: ReleasedFolder, output: Path) -> tuple[SavedModel, list[str]
     vocabulary = vocabulary_of(folder, family, config, table_rows(weights))
     saved = checkpoint(family, setup_of(folder, config, options, vocabulary), vocabulary, weights)
     with new_folder(output) as made:
+        write_vocabulary(saved, vocabulary, folder.path, made)
         saved.write(made / CHECKPOINT)
-        write_vocabulary(vocabulary, folder.path, made)
     return saved, notes_of(family, config, vocabulary)
 
 
@@ -120,15 +120,19 @@ def checkpoint(family: Family, setup: Setup, vocabulary: Vocabulary, weights: Te
     return saved
 
 
-def write_vocabulary(vocabulary: Vocabulary, source: Path, output: Path) -> None:
-    """Write dictionaries and BPE files to a folder, and copy the tokenizer files of `source`."""
+def write_vocabulary(saved: SavedModel, vocabulary: Vocabulary, source: Path, output: Path) -> None:
+    """Write dictionaries and BPE files to a folder, and copy the tokenizer files of `source`.
+
+    Raises:
+        ValueError: the dictionaries do not fit the embedding tables.
+    """
     for name in TOKENIZER_FILES:
         if (source / name).is_file():
             shutil.copyfile(source / name, output / name)
-    for name, text in vocabulary.files.items():
-        write_text(output / name, text)
-    for name, target in vocabulary.links.items():
-        (output / name).symlink_to(target)
+    vocabulary.write(output)
+    if vocabulary.files:
+        task = task_of(saved, {"data": str(output)})
+        refuse_other_rows(saved, task.source_dictionary, task.target_dictionary)
 
 
 def full_names(folder: ReleasedFolder, family: Family, known: Collection[str]) -> dict[str, str]:
@@ -276,4 +280,7 @@ def notes_of(family: Family, config: Mapping[str, Any], vocabulary: Vocabulary) 
         notes.append(f"config.json has entries that are not converted: {', '.join(map(shown, unknown))}.")
     if family.vocabulary and not vocabulary.bpe:
         notes.append("the folder has no SentencePiece model; texts must be encoded before.")
+    if vocabulary.markers:
+        names = ", ".join(map(shown, vocabulary.markers))
+        notes.append(f"the tokens {names} keep their IDs, but fairseq's BPE does not find them in a text.")
     return notes

@@ -89,8 +89,8 @@ def convert(
             saved.weights[name] = stack.record()
             if stack.expert_dtype:
                 log(f"{name}: relative error {stack.error[0]:.2e}, worst row's error {stack.error[1]:.2e}")
+        from_hf.write_vocabulary(saved, vocabulary, folder.path, work.folder)
         saved.write(work.folder / from_hf.CHECKPOINT)
-        from_hf.write_vocabulary(vocabulary, folder.path, work.folder)
     return saved, [*from_hf.notes_of(family, config, vocabulary), *notes_of(options)]
 
 

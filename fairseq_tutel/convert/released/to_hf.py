@@ -84,7 +84,7 @@ def _family(saved: SavedModel, name: str) -> Family:
     if fitting:
         # RoBERTa and XLM-RoBERTa differ only in the task.
         return min(fitting, key=lambda family: family.task != saved.name("task"))
-    closest = min(reasons, key=lambda key: dense[key].distance(saved.options))
+    closest = min(reasons, key=lambda key: dense[key].distance(saved.options, saved.weights))
     raise ValueError(
         f"{saved.flag} is a {saved.name('model')}, which no class of transformers equals; the closest "
         f"family is {closest}: {reasons[closest]}"

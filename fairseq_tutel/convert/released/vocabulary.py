@@ -7,12 +7,14 @@ special symbols. All token IDs stay the same.
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from fairseq_tutel.convert.released.families.translation import languages_of_pair
 from fairseq_tutel.convert.released.folder import ReleasedFolder
 from fairseq_tutel.convert.released.table import Family
+from fairseq_tutel.convert.safetensors_folder import write_text
 from fairseq_tutel.files.untrusted import content_of, shown
 
 SPECIAL = ("<s>", "<pad>", "</s>", "<unk>")
@@ -20,6 +22,8 @@ MASK = "<mask>"
 SENTENCEPIECE = "sentencepiece.bpe.model"
 # Codes of languages in M2M100 (__en__), NLLB (eng_Latn) and mBART (en_XX).
 LANGUAGE = re.compile(r"__(\w+)__|([a-z]{2,3}_[A-Z][A-Za-z]{1,3})")
+# Added tokens that fairseq has too, or that stand for unused rows.
+OWN = re.compile(rf"{LANGUAGE.pattern}|<mask>|<?madeupword\d+>?")
 # The languages of M2M100 models by `language_codes` of tokenizer_config.json, in the order of their tokens,
 # which follow those of vocab.json.
 LANGUAGES = {
@@ -57,6 +61,7 @@ class Vocabulary:
         languages: codes of the languages that the dictionary has a symbol for.
         bpe: saved options of the BPE, with its name as `_name`.
         tokenizer: the same for the tokenizer that is used before the BPE.
+        markers: special tokens that keep their IDs, but that our BPE cannot find in a text.
     """
 
     files: dict[str, str]
@@ -64,6 +69,15 @@ class Vocabulary:
     languages: list[str] = field(default_factory=list)
     bpe: dict[str, Any] = field(default_factory=dict)
     tokenizer: dict[str, Any] = field(default_factory=dict)
+    markers: list[str] = field(default_factory=list)
+
+    def write(self, folder: Path) -> None:
+        """Write the files and links to a folder; links that exist stay."""
+        for name, text in self.files.items():
+            write_text(folder / name, text)
+        for name, target in self.links.items():
+            if not (folder / name).exists():
+                (folder / name).symlink_to(target)
 
 
 def sentencepiece_vocabulary(folder: ReleasedFolder, size: int, form: str = "") -> Vocabulary:
@@ -176,17 +190,8 @@ def tokens_of(folder: ReleasedFolder) -> tuple[dict[int, str], set[str]]:
     """Return the tokens by their IDs, and those that were added to the tokenizer's own tokens.
 
     Raises:
-        ValueError: no tokenizer files exist, or they are malformed.
+        ValueError: no tokenizer files exist.
     """
-    try:
-        return _tokens(folder)
-    except (AttributeError, IndexError, KeyError, TypeError) as error:
-        raise ValueError(
-            f"INPUT {folder.path} has malformed tokenizer files ({error!r}); replace these files."
-        ) from error
-
-
-def _tokens(folder: ReleasedFolder) -> tuple[dict[int, str], set[str]]:
     files = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
     fast, config, special = (folder.json(name) if folder.has(name) else {} for name in files)
     added = {token["content"]: token["id"] for token in fast.get("added_tokens", ())}
@@ -211,6 +216,28 @@ def _tokens(folder: ReleasedFolder) -> tuple[dict[int, str], set[str]]:
             found[max(found) + 1] = token
             taken.add(token)
     return found, {*added, *listed}
+
+
+def _markers(folder: ReleasedFolder) -> list[str]:
+    """Return the special tokens of a tokenizer, except languages and those that fairseq's BPE finds.
+
+    Raises:
+        ValueError: words were added to the tokenizer, because fairseq's BPE would split them.
+    """
+    files = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
+    fast, config, special, older = (folder.json(name) if folder.has(name) else {} for name in files)
+    added = [*fast.get("added_tokens", ()), *config.get("added_tokens_decoder", {}).values()]
+    known = {*SPECIAL, *map(_text, special.get("additional_special_tokens", ()))}
+    known |= {token["content"] for token in added if token.get("special")}
+    found = dict.fromkeys([token["content"] for token in added] + list(older))
+    words = [word for word in found if word not in known and not OWN.fullmatch(word)]
+    if words:
+        raise ValueError(
+            f"INPUT has words that were added to its tokenizer ({', '.join(map(shown, words[:3]))}), but "
+            "fairseq's BPE splits them; remove them from the tokenizer files to convert the model without "
+            "them."
+        )
+    return [token for token in found if token not in SPECIAL and not OWN.fullmatch(token)]
 
 
 def _text(entry: Any) -> str:
@@ -294,10 +321,16 @@ def vocabulary_of(
     """
     if not family.vocabulary:
         return Vocabulary({})
-    if family.vocabulary == "pair":
-        sides = [sizes[f"{side}.embed_tokens.weight"] for side in ("encoder", "decoder")]
-        return pair_vocabulary(folder, languages_of_pair(config), sides)
-    size = max(sizes.values())
-    if family.vocabulary == "gpt2":
-        return gpt2_vocabulary(folder, size)
-    return sentencepiece_vocabulary(folder, size, family.form)
+    try:
+        if family.vocabulary == "pair":
+            sides = [sizes[f"{side}.embed_tokens.weight"] for side in ("encoder", "decoder")]
+            found = pair_vocabulary(folder, languages_of_pair(config), sides)
+        elif family.vocabulary == "gpt2":
+            found = gpt2_vocabulary(folder, max(sizes.values()))
+        else:
+            found = sentencepiece_vocabulary(folder, max(sizes.values()), family.form)
+        return replace(found, markers=_markers(folder))
+    except (AttributeError, IndexError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"INPUT {folder.path} has malformed tokenizer files ({error!r}); replace these files."
+        ) from error

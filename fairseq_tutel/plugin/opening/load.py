@@ -19,6 +19,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from fairseq_tutel.checkpoint.files import IS_CORRUPT, is_whole, mapped, refused_class, unlike_a_file
 from fairseq_tutel.checkpoint.malformed import refuse_malformed
+from fairseq_tutel.checkpoint.recognition import refuse_meta
 from fairseq_tutel.checkpoint.saved import drop_retired
 from fairseq_tutel.checkpoint.shards import ShardedTensor, bind
 from fairseq_tutel.moe.config import label_of
@@ -71,6 +72,7 @@ def load_checkpoint_to_cpu(original: Any) -> Any:
             cfg = state.get("cfg")
             with open_dict(cfg) if OmegaConf.is_config(cfg) else nullcontext():
                 drop_retired(state, path)
+            refuse_meta(state.get("model") or (), path)
             if is_for_use:
                 _prepare_for_use(state, path, overrides)
             bind(state, Path(path))

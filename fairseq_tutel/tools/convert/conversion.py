@@ -30,6 +30,17 @@ def option(flag: str, help: str, metavar: str | None = None, **keywords: Any) ->
     return flag, {"help": help, **keywords}
 
 
+def _one_checkpoint(arguments: argparse.Namespace) -> list[Path]:
+    from fairseq_tutel.checkpoint.files import checkpoint_in
+
+    return [checkpoint_in(Path(arguments.input), "INPUT")]
+
+
+def one_folder(arguments: argparse.Namespace) -> list[Path]:
+    """Return the input of a conversion that reads a folder."""
+    return [Path(arguments.input)]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Conversion:
     """A subcommand of the tool `convert`: a function and its command-line options.
@@ -44,7 +55,8 @@ class Conversion:
         key: name of the parsed input and, in upper case, of the input in the help.
         former: an older option that names the input.
         output: help text of --output, which names a folder if `is_folder`.
-        inputs: returns the input files, which the output must not replace.
+        inputs: returns the input files, which the output must not replace; by default one checkpoint, which
+            may be in a folder such as --save-dir.
         one_of: mutually exclusive options; exactly one must be given.
         exclusive: groups of mutually exclusive options; at most one of a group may be given.
         of_model: options of a table that are saved with the model.
@@ -58,7 +70,7 @@ class Conversion:
     former: str = "--input"
     output: str = "the checkpoint to write"
     is_folder: bool = False
-    inputs: Callable[[argparse.Namespace], list[Path]] = lambda arguments: [Path(arguments.input)]
+    inputs: Callable[[argparse.Namespace], list[Path]] = _one_checkpoint
     options: tuple[Option, ...] = ()
     one_of: tuple[Option, ...] = ()
     exclusive: tuple[tuple[Option, ...], ...] = ()

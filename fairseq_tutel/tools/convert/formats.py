@@ -13,7 +13,7 @@ from fairseq_tutel.moe.config import ACTIVATIONS
 from fairseq_tutel.moe.option_table import EXPERT_DTYPES
 from fairseq_tutel.options.option import UNITS, bytes_of
 from fairseq_tutel.tools.arguments import refuse_output_folder
-from fairseq_tutel.tools.convert.conversion import NEW_RUN, Conversion, one_file, option
+from fairseq_tutel.tools.convert.conversion import NEW_RUN, Conversion, one_file, one_folder, option
 
 if TYPE_CHECKING:
     from fairseq_tutel.checkpoint.saved import SavedModel
@@ -25,6 +25,7 @@ PREFIX = (
 )
 LAYER = "class of the MoE layers that will load the converted state dict [moe_layer]"
 ACTIVATION = "activation of the experts of a fairseq checkpoint; Tutel's example uses linear [linear]"
+DICTIONARY = "the dictionary of a model with tags of data sources [that of the training run]"
 CLASS_MAP = "keep only these classes of the head: a file with one class number per line, as map22kto1k.txt"
 
 
@@ -40,10 +41,10 @@ def _to_sharded(arguments: argparse.Namespace, inputs: list[Path], output: Path)
     from fairseq_tutel.convert import sharded
 
     saved = SavedModel.open(inputs[0], keep_shards=True)
-    errors = sharded.to_sharded(saved, output, arguments.expert_dtype or "")
+    folder, errors = sharded.to_sharded(saved, output, arguments.expert_dtype or "")
     for name, (relative, worst) in errors.items():
         print(f"{name}: relative error {relative:.2e}, worst row's error {worst:.2e}")
-    return ""
+    return f" and its experts in {folder}; copy or move the file together with this folder"
 
 
 def _to_full(arguments: argparse.Namespace, inputs: list[Path], output: Path) -> str:
@@ -94,18 +95,26 @@ def _from_safetensors(arguments: argparse.Namespace, inputs: list[Path]) -> tupl
     return safetensors_folder.read(inputs[0]), NEW_RUN
 
 
-@one_file
-def _from_meta(arguments: argparse.Namespace, inputs: list[Path]) -> tuple[SavedModel, str]:
+def _from_meta(arguments: argparse.Namespace, inputs: list[Path], output: Path) -> str:
     """Convert a checkpoint of Meta's moe branch of fairseq.
 
     The architecture must be transformer_lm… or transformer…. The new checkpoint gives the same outputs.
-    Weights keep their bits; optimizer state and data position are left out.
+    Weights keep their bits; optimizer state and data position are left out. If the model was trained with
+    --add-data-source-prefix-tags, dictionaries with these tags are written next to the checkpoint.
     """
     from fairseq_tutel.convert import meta
 
     saved, notes = meta.read(inputs)
+    vocabulary = meta.dictionaries(saved, arguments.dictionary)
+    for name in (*vocabulary.files, *vocabulary.links):
+        text, file = vocabulary.files.get(vocabulary.links.get(name, name)), output.parent / name
+        if file.exists() and file.read_text() != text:
+            raise ValueError(f"{file} is another dictionary; give an --output in another folder.")
+    vocabulary.write(output.parent)
+    saved.write(output)
     _print_notes(notes)
-    return saved, NEW_RUN
+    beside = f" and {', '.join(vocabulary.files)}, with the tags of data sources, next to it"
+    return beside * bool(vocabulary.files) + NEW_RUN
 
 
 @one_file
@@ -204,6 +213,7 @@ KINDS = (
         convert=_from_safetensors,
         example="FOLDER --output model.pt",
         source="the folder",
+        inputs=one_folder,
     ),
     Conversion(
         name="meta",
@@ -211,6 +221,7 @@ KINDS = (
         example="META/checkpoint_best.pt --output model.pt",
         source="common name of the files: best.pt or best for best-shared.pt, best-rank-0.pt, …",
         inputs=_files_of_meta,
+        options=(option("--dictionary", DICTIONARY, "FILE", type=Path),),
     ),
     Conversion(
         name="tutel",

@@ -7,7 +7,7 @@ from fairseq_tutel.convert.options import RELEASED
 from fairseq_tutel.files.untrusted import printable
 from fairseq_tutel.moe.option_table import EXPERT_DTYPES
 from fairseq_tutel.tools.arguments import refuse_output_folder
-from fairseq_tutel.tools.convert.conversion import NEW_RUN, Conversion, option
+from fairseq_tutel.tools.convert.conversion import NEW_RUN, Conversion, one_folder, option
 from fairseq_tutel.tools.convert.formats import MAX_SIZE, size_limit
 
 FAMILY = "the kind of model [inferred from the options]; if no kind fits, the tool prints the reason"
@@ -87,6 +87,7 @@ KINDS = (
         convert=_from_hf,
         example="nllb-200-distilled-600M --output nllb",
         source="the folder with config.json, weights and tokenizer files",
+        inputs=one_folder,
         output="the folder to write",
         is_folder=True,
         options=(

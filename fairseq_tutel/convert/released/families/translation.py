@@ -1,6 +1,7 @@
 """Defines the encoder-decoders: M2M100 and NLLB, BART, mBART, and FSMT (WMT19)."""
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from fairseq_tutel.convert.released.table import (
@@ -130,6 +131,23 @@ def _pair(setup: Setup) -> dict[str, Any]:
     return {"source_lang": source, "target_lang": target}
 
 
+def _trained_pair(options: Mapping[str, Any]) -> list[str]:
+    """Return the languages of a translation model; if they were not given, fairseq inferred them."""
+    from fairseq.data.data_utils import infer_language_pair
+
+    folder = str(options.get("data") or "").partition(":")[0]
+    inferred = infer_language_pair(folder) if folder and Path(folder).is_dir() else (None, None)
+    found = [
+        options.get(f"{side}_lang") or own for side, own in zip(("source", "target"), inferred, strict=True)
+    ]
+    if not all(found):
+        raise ValueError(
+            "INPUT was trained without --source-lang and --target-lang, and its data folder "
+            f"{folder or '(none)'} names no languages; put the data there, so that fairseq can infer them."
+        )
+    return found
+
+
 def languages_of_pair(config: Mapping[str, Any]) -> list[str]:
     """Return the source and target language in the config.json of a FSMT model."""
     languages = config.get("langs")
@@ -237,5 +255,5 @@ FSMT = Family(
     },
     vocabulary="pair",
     setup=_pair,
-    write_more=lambda options: {"langs": [options.get("source_lang"), options.get("target_lang")]},
+    write_more=lambda options: {"langs": _trained_pair(options)},
 )
