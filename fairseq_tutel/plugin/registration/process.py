@@ -43,7 +43,7 @@ OPENING = {
     "load_checkpoint_to_cpu": "path",
     "load_model_ensemble_and_task": "filename",
     "load_checkpoint": "filename",
-    "warn_of_changed_options": "path",
+    "resumed_model": "path",
 }
 # Functions that read the data folder.
 OPENS_DATA = {"setup_task", "load_dataset"}
