@@ -127,11 +127,11 @@ def refuse_layers(saved: Saved, cfg: Any, fits: bool, layers: Sequence[Any]) -> 
         return
     before, now = changed[COUNT]
     for layer, number in zip(layers, expert_counts(now, len(layers)), strict=True):
-        if layer.count != number:
+        if layer.num_experts != number:
             raise ValueError(
-                f"{path} was saved with {layer.count} experts in {layer_label(layer.name)}, this run has {number}; "
-                f"give {flag_of(COUNT)} {before}, or change the file with `fairseq-tutel convert prune` "
-                "or `merge`."
+                f"{path} was saved with {layer.num_experts} experts in {layer_label(layer.name)}, this run "
+                f"has {number}; give {flag_of(COUNT)} {before}, or change the file with `fairseq-tutel "
+                "convert prune` or `merge`."
             )
 
 

@@ -123,7 +123,7 @@ class _Chosen(NamedTuple):
     side: str
     name: str
     layer: nn.Module
-    count: int  # experts of the layer in the checkpoint; 0 without one
+    num_experts: int  # of the layer in the checkpoint; 0 without one
 
 
 class _Installation:
@@ -141,10 +141,9 @@ class _Installation:
             refuse_bad_values(options)
         self.ahead = read(ModelConfig, cfg).moe_pregate
         # What the checkpoint that will be loaded says of the model; None without one.
-        opened = opened_from(cfg)
-        self.saved: Saved | None = opened if isinstance(opened, dict) else None
-        if self.training:
-            self.saved = resumed_model(RUN.checkpoint, self.root)
+        self.saved: Saved | None = (
+            resumed_model(RUN.checkpoint, self.root) if self.training else opened_from(cfg)
+        )
 
     def choose(self, freqs: Mapping[str, int]) -> None:
         """Choose the layers that get experts: those of the checkpoint or, without one, of the options."""
@@ -172,11 +171,11 @@ class _Installation:
             )
         if self.training or self.opened:
             log_changes(self.saved, self.cfg)
-        if self.saved is not None and all(chosen.count for chosen in self.chosen):
+        if self.saved is not None and all(chosen.num_experts for chosen in self.chosen):
             refuse_layers(self.saved, self.cfg, fits, self.chosen)
 
     def _known_counts(self, name: str, stack: Sequence[Any], numbers: Sequence[int]) -> list[int]:
-        """Return each layer's number of experts in a pretrained model inside the model, or the checkpoint."""
+        """Return each layer's number of experts in a pretrained inner model, or in the checkpoint."""
         ffns = [getattr(layer, "fc1", None) for layer in stack]
         counts = [ffn.config.num_experts if isinstance(ffn, MoEFeedForward) else 0 for ffn in ffns]
         if any(counts) or self.saved is None:
@@ -190,7 +189,8 @@ class _Installation:
         layers before pruning.
         """
         key = f"{side}_layers_to_keep"
-        numbers = sorted(map(int, (option(self.cfg, key) or "").split(",") if option(self.cfg, key) else ()))
+        kept = option(self.cfg, key)
+        numbers = sorted(map(int, kept.split(","))) if kept else []
         if numbers and self.training:
             setattr(self.root.model, f"{side}_layers", len(numbers))
             depth = self.saved["depths"].get(name, 0) if self.saved else 0
@@ -201,7 +201,7 @@ class _Installation:
 
     def configure(self, of_sides: Mapping[str, dict[str, Any]]) -> None:
         activation = option(self.cfg, "activation_fn") or "relu"
-        counts = [chosen.count for chosen in self.chosen]
+        counts = [chosen.num_experts for chosen in self.chosen]
         if not all(counts):
             given = expert_counts(self.cfg.moe_expert_count, len(self.chosen))
             counts = [count or number for count, number in zip(counts, given, strict=True)]
