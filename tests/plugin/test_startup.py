@@ -47,6 +47,22 @@ def test_a_rank_takes_its_own_of_the_gpus_that_it_sees(monkeypatch, visible, dev
     assert joined.ddp_backend == "pytorch_ddp"
 
 
+def test_a_criterion_gets_the_data_parallelism_of_the_run(monkeypatch):
+    for name, value in (
+        ("MASTER_ADDR", "127.0.0.1"),
+        ("MASTER_PORT", "1"),
+        ("WORLD_SIZE", "2"),
+        ("RANK", "0"),
+    ):
+        monkeypatch.setenv(name, value)
+    cfg = _training()
+    cfg.distributed_training.distributed_init_method = None
+    cfg.distributed_training.ddp_backend = "pytorch_ddp"
+    cfg.criterion = {"ddp_backend": "pytorch_ddp"}  # adaptive_loss has a copy
+    join_torchrun(cfg)
+    assert cfg.criterion.ddp_backend == cfg.distributed_training.ddp_backend == "legacy_ddp"
+
+
 def _training(**model):
     """Return as much of a FairseqConfig as is looked at before a training on two ranks."""
     return OmegaConf.create(

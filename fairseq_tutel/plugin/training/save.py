@@ -18,7 +18,7 @@ from fairseq.file_io import PathManager
 from fairseq.trainer import Trainer
 
 from fairseq_tutel.checkpoint import atomic_save, experts, folders
-from fairseq_tutel.checkpoint.lease import NAME, Lease, take
+from fairseq_tutel.checkpoint.lease import Lease, take
 from fairseq_tutel.files.atomic import is_temporary
 from fairseq_tutel.moe.option_table import TaskConfig
 from fairseq_tutel.optim.moe_optimizer import ONLY_OF_RANK, MoEOptimizerMixin, innermost_optimizer
@@ -106,8 +106,7 @@ def writing(save_dir: str, writes: bool = True) -> Iterator[None]:
             if writes:
                 taken.append(take(save_dir))
         except OSError as error:
-            sentence = atomic_save.unwritten(str(Path(save_dir) / NAME), error).args[-1]
-            raise ValueError(sentence) from error
+            raise ValueError(atomic_save.unwritable(save_dir, error)) from error
 
     run_on_rank_zero(take_lease, "rank 0's check of writers in --save-dir")
     if not taken:
