@@ -1,5 +1,7 @@
 """A user's folder: the plugin, and a language model of the user's own with `ft.moe_layer`."""
 
+import os
+
 import torch
 import torch.distributed as dist
 from fairseq.models import register_model
@@ -10,7 +12,7 @@ import fairseq_tutel as ft
 from fairseq_tutel.plugin import register
 
 register()
-EXPERTS = 6
+EXPERTS = int(os.environ.get("EXPERTS", 6))
 
 
 class Experts(nn.Module):
