@@ -97,6 +97,16 @@ def unwritten(path: str, error: BaseException) -> OSError:
     return OSError(number, message) if number else OSError(message)
 
 
+def unwritable(folder: str, error: BaseException) -> str:
+    """Return an error sentence for a --save-dir in which no file can be written."""
+    cause = system_error(error)
+    reason = str(error) if cause is None else cause.strerror
+    return (
+        f"--save-dir is {folder}, in which no file can be written ({reason}); give a writable folder on a "
+        "disk with free space, also with --no-save."
+    )
+
+
 def system_error(error: BaseException) -> OSError | None:
     """Return the OSError that caused the exception `error`, or None if no OSError caused it."""
     cause: BaseException | None = error

@@ -1,7 +1,7 @@
 """Saves the experts of all ranks in the order of their global IDs.
 
 Either rank 0 gathers and saves all experts, or every rank writes its own experts. Rank 0 keeps gathered
-tensors in host memory until the next training step. These are all experts and each optimizer state tensor
+tensors in host memory until the files are written. These are all experts and each optimizer state tensor
 of their shape: with Adam, three times the bytes of the experts.
 """
 
@@ -103,6 +103,12 @@ def drop_everywhere(model: nn.Module) -> None:
     """Free the experts that `gather_everywhere` gathered on this rank."""
     for experts in expert_modules(model):
         experts.compute_with(OWN)
+
+
+def release(model: nn.Module) -> None:
+    """Free what is gathered for state dicts, which have this rank's experts again."""
+    for experts in expert_modules(model):
+        experts.save_as(None)
 
 
 class _ShardFile(NamedTuple):

@@ -29,6 +29,12 @@ def mark_expert(parameter: nn.Parameter) -> None:
     parameter._tutel_expert = True  # type: ignore[attr-defined]  # skipped by Tutel's optimizer
 
 
+def unmark_expert(parameter: nn.Parameter) -> None:
+    """Remove the mark of a parameter that every rank has, which fairseq would neither reduce nor clip."""
+    if hasattr(parameter, "expert"):
+        del parameter.expert
+
+
 def mark_root_scaled(parameter: nn.Parameter) -> None:
     """Mark an expert parameter whose summed gradient is divided by sqrt(world size), not by world size.
 

@@ -160,7 +160,7 @@ def use_moe_variants(saved: SavedModel) -> str:
         elif part == "model":
             raise ValueError(
                 f"{saved.flag} holds a model of the architecture {name or 'without a name'}, which has no "
-                "MoE variant; give a checkpoint of a transformer_lm, transformer, roberta, bart or swin_v2 "
-                "architecture."
+                "MoE variant; give a checkpoint of a transformer_lm, transformer, roberta, bart, wav2vec2 "
+                "or swin_v2 architecture."
             )
     return saved.name("model")

@@ -6,7 +6,7 @@ Most variants have no dataclass, like their stock models, because fairseq-train 
 import argparse
 import dataclasses
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from functools import partial
 from typing import Any, ClassVar
@@ -99,6 +99,7 @@ class MoEVariantMixin(MoEModelMixin):
         """Build the stock model, then replace the FFNs of the chosen layers by experts."""
         fill_in(args, cls.options())
         refuse_options(args)
+        _complete_pruning(args, cls.sides)
         with for_loading(args, task):
             model = super().build_model(args, task)  # type: ignore[misc]
         change_class(model, cls)  # some stock models build a fixed class
@@ -112,6 +113,7 @@ class MoEVariantMixin(MoEModelMixin):
             return model
         if is_opened(args):
             _refuse_within_a_dense_model(root_of(None))
+        _refuse_dense_encoder(model, args, freqs)
         install_experts(model, args, task, freqs, of_sides)
         if issubclass(cls, LightConvModel | LightConvLanguageModel):
             watch_padding(model.decoder)
@@ -147,6 +149,28 @@ class FineTunedMixin(MoEModelMixin):
                 cfg[key] = cfg.w2v_args.model[key]
         install_experts(model, cfg, task, {"encoder": cfg.moe_freq, "decoder": 0})
         return model
+
+
+def _complete_pruning(args: Any, sides: Sequence[str]) -> None:
+    """Make --encoder-layers-to-keep and --decoder-layers-to-keep texts, and set both if one is given.
+
+    fairseq parses them as lists but splits texts, and drops all layers of a side without the option.
+    """
+    kept = {side: getattr(args, f"{side}_layers_to_keep", None) for side in sides}
+    for side, layers in kept.items() if any(kept.values()) else ():
+        layers = layers or range(getattr(args, f"{side}_layers"))
+        text = layers if isinstance(layers, str) else ",".join(map(str, layers))
+        setattr(args, f"{side}_layers_to_keep", text)
+
+
+def _refuse_dense_encoder(model: Any, args: Any, freqs: Mapping[str, int]) -> None:
+    """Raise an error if random experts would replace FFNs of --pretrained-mlm-checkpoint."""
+    path = None if is_opened(args) else getattr(args, "pretrained_mlm_checkpoint", None)
+    if path and not moe_layers(model) and (freqs["encoder"] or args.pretrained_decoder):
+        raise ValueError(
+            f"--pretrained-mlm-checkpoint is {path}, which has no experts, so random experts would replace "
+            "its FFNs; give the output of `fairseq-tutel convert upcycle`."
+        )
 
 
 def _refuse_within_a_dense_model(root: Any) -> None:

@@ -8,10 +8,11 @@ import torch
 from torch import Tensor, nn
 
 from fairseq_tutel import kernels
-from fairseq_tutel.comm.collectives import all_reduce
+from fairseq_tutel.comm.collectives import Group, all_reduce
 from fairseq_tutel.kernels.first_order import first_order
 from fairseq_tutel.moe.choice import scores_of
 from fairseq_tutel.moe.routing import GateOutput, Routing
+from fairseq_tutel.ranks.groups import Topology
 
 
 def gshard_loss(routing: Routing, gate: GateOutput | None = None) -> Tensor:
@@ -44,13 +45,16 @@ def gshard_all_loss(routing: Routing, gate: GateOutput | None = None) -> Tensor:
 
 
 def gshard_global_loss(routing: Routing, gate: GateOutput) -> Tensor:
-    """Return the GShard balance loss with all ranks' expert loads and this rank's probabilities.
+    """Return the GShard balance loss with the expert loads of all ranks of the layer's topology.
+
+    The probabilities are this rank's.
 
     Collective in training: one all-reduce of E numbers. Source: Qiu et al. 2025, Demons in the Detail.
     """
     assigned_E = routing.assigned_KE.sum(dim=0)
-    if gate.num_ranks > 1:
-        all_reduce(assigned_E, "the all-reduce of expert loads for the gshard_global loss")
+    if gate.topology is not None and gate.topology.world_size > 1:
+        operation = "the all-reduce of expert loads for the gshard_global loss"
+        all_reduce(assigned_E, operation, gate.topology.group)
     return _load_times_probability(routing, assigned_E, gate)
 
 
@@ -194,9 +198,9 @@ class BalanceBias(nn.Module):
     bias: Tensor
     load: Tensor
 
-    def __init__(self, num_experts: int, rate: float) -> None:
+    def __init__(self, num_experts: int, rate: float, topology: Topology | None = None) -> None:
         super().__init__()
-        self.rate = rate
+        self.rate, self.topology = rate, topology or Topology()
         self.register_buffer("bias", torch.zeros(num_experts, dtype=torch.float32))
         self.register_buffer("load", torch.zeros(num_experts, dtype=torch.int64), persistent=False)
 
@@ -228,7 +232,7 @@ class BalanceBias(nn.Module):
 
 
 def update_biases(model: nn.Module) -> None:
-    """Update every layer's balance bias from the expert loads summed over all ranks. Collective.
+    """Update every layer's balance bias from the loads summed over the ranks of its topology. Collective.
 
     The load covers all micro-batches since the previous call. Custom training loops must call this function
     after every optimizer step. fairseq's tasks call it automatically. Without layers that have a balance
@@ -242,10 +246,12 @@ def update_biases(model: nn.Module) -> None:
         >>> float(layer.balance_bias.bias.abs().max())  # `bias_update_rate`
         0.0010000000474974513
     """
-    biases = [module for module in model.modules() if isinstance(module, BalanceBias)]
-    if not biases:
-        return
-    load = torch.cat([bias.load for bias in biases])
-    all_reduce(load, "the all-reduce of expert loads for the balance bias")
-    for bias, load_E in zip(biases, load.split([len(b.load) for b in biases]), strict=True):
-        bias.update(load_E)
+    of_groups: dict[Group, list[BalanceBias]] = {}
+    for module in model.modules():
+        if isinstance(module, BalanceBias):
+            of_groups.setdefault(module.topology.group, []).append(module)
+    for group, biases in of_groups.items():
+        load = torch.cat([bias.load for bias in biases])
+        all_reduce(load, "the all-reduce of expert loads for the balance bias", group)
+        for bias, load_E in zip(biases, load.split([len(b.load) for b in biases]), strict=True):
+            bias.update(load_E)

@@ -140,9 +140,9 @@ class ExpertStack(nn.Module):
         """Put these tensors into state dicts instead of this rank's experts; None restores the default."""
         self._in_state_dict = tensors
 
-    def save_by_rank(self) -> None:
-        """Allow `load_state_dict` to also load files that contain only this rank's experts."""
-        self._saved_by_rank = True
+    def save_by_rank(self, by_rank: bool = True) -> None:
+        """Allow `load_state_dict` to also load files that contain only this rank's experts, or not."""
+        self._saved_by_rank = by_rank
 
     def forward(self, rows_RD: Tensor, groups: Groups, weights: Weights = OWN) -> Tensor:
         """Run each expert on its group of rows; rows after the last group are not used.
@@ -376,10 +376,7 @@ class ExpertStack(nn.Module):
 
     def _check_shape(self, key: str, tensor: Tensor | StoredStack) -> None:
         expected = (self.config.num_experts, *self.whole_shape(key.rpartition(".")[2]))
-        fix = (
-            "give the --moe-expert-count and --moe-expert-ffn-dim of the saved model (if the first number "
-            "is below the expert count, this is a crash file with the experts of one rank)"
-        )
+        fix = "give the --moe-expert-count and --moe-expert-ffn-dim of the saved model"
         if self._saved_by_rank:
             fix = (
                 f"or {self.num_local} experts in a file of one rank; build the layer with the arguments "

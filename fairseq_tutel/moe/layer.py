@@ -135,7 +135,9 @@ class MoELayer(nn.Module):
         beside = config.shared_experts or config.residual or config.cmr
         self.beside = SharedResidualExperts(config) if beside else None
         rate = config.bias_update_rate
-        self.balance_bias = BalanceBias(config.num_experts, rate) if config.balance_bias else None
+        self.balance_bias = (
+            BalanceBias(config.num_experts, rate, self.topology) if config.balance_bias else None
+        )
         group = self.topology.expert_group
         self.calls = None if group is None else CallCounter(group, name, self.experts.num_local)
         self.timer: ExchangeTimer | None = None
@@ -280,8 +282,8 @@ class MoELayer(nn.Module):
         clean_TE = gate_logits(gate, seen_TD, call, config)
         logits_TE = noisy_logits(clean_TE, config, self.training)
         cmr_T1 = None if self.beside is None else self.beside.cmr_gate_of(x_TD)
-        num_ranks = self.topology.world_size if self.training else 1
-        gate_output = _gate_output(logits_TE, clean_TE, call, config, cmr_T1, num_ranks)
+        topology = self.topology if self.training else None
+        gate_output = _gate_output(logits_TE, clean_TE, call, config, cmr_T1, topology)
         bias_E = None if self.balance_bias is None else self.balance_bias.bias
         batch = call.micro_batch(config, self.training, bias_E)
         if can_defer(self.training) and self.dispatcher.decodes and are_few(logits_TE, config, batch):
@@ -389,10 +391,10 @@ def _gate_output(
     call: Call,
     config: MoEConfig,
     cmr_T1: Tensor | None = None,
-    num_ranks: int = 1,
+    topology: Topology | None = None,
 ) -> GateOutput:
     return GateOutput(
         logits_TE=logits_TE, clean_TE=clean_TE, noise=noise_std(config),
         score_function=config.score_function, sentences=call.sentences, time_first=call.time_first,
-        cmr_T1=cmr_T1, num_ranks=num_ranks, backend=config.backend,
+        cmr_T1=cmr_T1, topology=topology, backend=config.backend,
     )  # fmt: skip

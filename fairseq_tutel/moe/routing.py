@@ -23,6 +23,7 @@ from fairseq_tutel.moe.choice import (
     scores_of,
 )
 from fairseq_tutel.moe.config import MoEConfig
+from fairseq_tutel.ranks.groups import Topology
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +37,7 @@ class GateOutput:
     sentences: tuple[int, int] | None = None  # (S, time) of the micro-batch; None for one sentence
     time_first: bool = False  # whether token t is (t // S, t % S) or (t // time, t % time)
     cmr_T1: Tensor | None = None  # differentiable, the CMR gate g of each token; None without CMR
-    num_ranks: int = 1  # number of ranks whose load `gshard_global` sums; 1 in evaluation
+    topology: Topology | None = None  # `gshard_global` sums the loads of its ranks; None in evaluation
     backend: str = "auto"  # of the kernels
 
 

@@ -1,82 +1,196 @@
-"""Explains in one sentence why a checkpoint does not fit the model that loads it."""
+"""Compares a checkpoint with the model that loads it: logs changed options, and refuses what does not fit.
 
+This holds for training, for models that are opened, and for tools. The layers that have experts, and their
+numbers, are read from the checkpoint's tensors, because fairseq can prune layers when it loads them.
+"""
+
+import argparse
 import logging
+import re
 import sys
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, TypedDict
 
+from fairseq.models import ARCH_MODEL_REGISTRY, MODEL_REGISTRY
 from torch import nn
 
-from fairseq_tutel.plugin.feed_forward import MoEFeedForward
+from fairseq_tutel.checkpoint.saved import layer_label
+from fairseq_tutel.files.untrusted import shown
+from fairseq_tutel.moe.layer import MoELayer
+from fairseq_tutel.moe.option_table import options_of
+from fairseq_tutel.options.option import flag_of, plain
+from fairseq_tutel.plugin.registration.flags import expert_counts
+from fairseq_tutel.ranks import world
 
 logger = logging.getLogger(__name__)
 
-
-def end_where_it_differs(model: nn.Module, state_dict: Any, prefix: str = "", *_: Any) -> None:
-    """Exit if training loads a checkpoint of a different model; the error names the difference."""
-    state = _without(prefix, state_dict)
-    difference = _difference_of_experts(model, state) or _difference(model, state)
-    if difference:
-        sys.exit(f"error: {difference}")
-
-
-def log_difference(model: nn.Module, state_dict: Any, prefix: str = "", *_: Any) -> None:
-    """Log an error if a checkpoint's expert tensors differ from the model's; loading continues."""
-    difference = _difference_of_experts(model, _without(prefix, state_dict))
-    if difference:
-        logger.error(difference)
+# Options that choose the layers with experts.
+PLACES = ("moe_freq", "encoder_moe_freq", "decoder_moe_freq", "swin_expert_stages")
+COUNT = "moe_expert_count"
+FIX = "give the --arch, options and data (its dictionaries or classes matter) of the run that saved it"
+_STACK = re.compile(r"(.+)\.experts\.[^.]+")
+_LAYER = re.compile(r"(.+?)\.(\d+)\..+")
 
 
-def _without(prefix: str, state_dict: Any) -> Any:
-    return {key.removeprefix(prefix): state_dict[key] for key in state_dict if key.startswith(prefix)}
+class Saved(TypedDict):
+    """What a checkpoint says of its model. A plain dictionary, because a configuration may hold it."""
+
+    path: str
+    options: dict[str, Any]  # of the model
+    experts: dict[str, int]  # the number of experts by the qualified name of the layer
+    depths: dict[str, int]  # the number of layers by the qualified name of the list of layers
 
 
-def _difference_of_experts(model: nn.Module, state_dict: Any) -> str | None:
-    """Return a message that names missing and unexpected expert tensors, and the fix; None if all match.
-
-    Shapes are not compared, because the experts check them when they are loaded.
-    """
-    for layer_name, layer in model.named_modules():
-        if not isinstance(layer, MoEFeedForward):
-            continue
-        needed = {f"{layer_name}.experts.{name}" for name in layer.experts.expert_parameters()}
-        if not needed & state_dict.keys():
-            return (
-                f"the checkpoint has no experts in {layer_name}, but this model has experts in that layer; "
-                "give the --moe-freq of the run that saved the checkpoint, or, if the checkpoint is dense, "
-                "the output of `python -m fairseq_tutel convert upcycle`"
-            )
-        own = {f"{layer_name}.{key}" for key in layer.state_dict() if "balance_bias" not in key}
-        saved = {key for key in state_dict if key.startswith(f"{layer_name}.")}
-        saved -= {f"{layer_name}.balance_bias.bias"} if layer.balance_bias is not None else set()
-        if own != saved:
-            return (
-                f"the checkpoint lacks the tensors {sorted(own - saved) or 'nothing'} and has the extra "
-                f"tensors {sorted(saved - own) or 'nothing'}; give the --moe-expert-type, --moe-gate-type, "
-                "--moe-balance-bias, --moe-shared-experts, --moe-residual and --moe-cmr of the run that "
-                "saved it"
-            )
-    return None
+def saved_model(state: Any, path: str, options: Mapping[str, Any]) -> Saved:
+    """Return what a loaded checkpoint says of its model; raise ValueError if experts are missing."""
+    experts: dict[str, int] = {}
+    depths: dict[str, int] = {}
+    for key, tensor in (state.get("model") or {}).items():
+        if (found := _STACK.fullmatch(key)) and len(tensor.shape):
+            experts.setdefault(found[1], tensor.shape[0])
+        if found := _LAYER.fullmatch(key):
+            depths[found[1]] = max(depths.get(found[1], 0), int(found[2]) + 1)
+    _refuse_part(path, experts, options)
+    return {"path": path, "options": dict(options), "experts": experts, "depths": depths}
 
 
-def _difference(model: nn.Module, state_dict: Any) -> str | None:
-    """Return a message that says how a checkpoint's dense tensors differ from a model's; None if equal."""
-    modules = model.named_modules(remove_duplicate=False)  # language pairs share layers
-    layers = tuple(f"{name}." for name, module in modules if isinstance(module, MoEFeedForward))
-    own, saved = (
-        {key: tuple(value.shape) for key, value in state.items() if not key.startswith(layers)}
-        for state in (model.state_dict(), state_dict)
-    )
-    for key in own.keys() & saved.keys():
-        if own[key] != saved[key]:
-            return (
-                f"the checkpoint's {key} has the shape {saved[key]}, but this model's has {own[key]}; give "
-                "the --arch, sizes and data (its dictionaries or classes matter) of the run that saved it"
-            )
-    # Extra keys alone are accepted: an older file may have keys that fairseq drops.
-    if own.keys() - saved.keys():
-        return (
-            f"the checkpoint lacks the tensors {sorted(own.keys() - saved.keys())[:3]} and has the extra "
-            f"tensors {sorted(saved.keys() - own.keys())[:3] or 'nothing'}; give the --arch and options of "
-            "the run that saved it"
+def _refuse_part(path: str, experts: Mapping[str, int], options: Mapping[str, Any]) -> None:
+    """Raise ValueError if a file has the experts of only one rank: fairseq saves it after an exception."""
+    text = str(options.get(COUNT, ""))
+    if not experts or not text.isdecimal():
+        return
+    parts = {int(text) / max(1, count) for count in experts.values()}
+    if len(parts) == 1 and (ranks := parts.pop()) > 1 and ranks.is_integer():
+        name, count = next(iter(experts.items()))
+        raise ValueError(
+            f"{path} has {count} of the {text} experts of {layer_label(name)}, as a file that one rank "
+            "saves after an error; give a checkpoint that all ranks saved together."
         )
+
+
+def experts_in(saved: Saved, name: str) -> int:
+    """Return the number of experts that a checkpoint has in a layer; the layer's name may lack a prefix.
+
+    A model inside another model has such a prefix in the checkpoint.
+    """
+    return next((n for key, n in saved["experts"].items() if f".{key}".endswith(f".{name}")), 0)
+
+
+def changes(saved: Saved, cfg: Any) -> dict[str, tuple[Any, Any]]:
+    """Return the values (saved, given) of each option of the model `cfg` that differs, by key."""
+    defaults = {option.key: option.default for option in options_of("model")}
+    found, has_ours = {}, "moe_freq" in saved["options"]
+    for key in _model_keys(cfg):
+        if key not in saved["options"] and not (has_ours and key in defaults):
+            continue
+        before = plain(saved["options"].get(key, defaults.get(key)))
+        now = plain(getattr(cfg, key, before))
+        if str(before) != str(now) and not isinstance(before, dict):
+            found[key] = (before, now)
+    return found
+
+
+def _model_keys(cfg: Any) -> list[str]:
+    """Return the keys of the options of a model; a Namespace also has all other options of a run."""
+    name = getattr(cfg, "_name", None) or getattr(cfg, "arch", None)
+    model = ARCH_MODEL_REGISTRY.get(name) or MODEL_REGISTRY.get(name)
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    if model is not None:
+        model.add_args(parser)
+    return [action.dest for action in parser._actions]
+
+
+def log_changes(saved: Saved | None, cfg: Any) -> None:
+    """Log each option of the model that differs from the checkpoint's, in one line, on rank 0."""
+    for key, (before, now) in changes(saved, cfg).items() if saved and world.is_first() else ():
+        logger.warning("%s: %s (saved) → %s (given)", flag_of(key), shown(before), shown(now))
+
+
+def refuse_layers(saved: Saved, cfg: Any, fits: bool, layers: Sequence[Any]) -> None:
+    """Raise ValueError if this run's options choose other layers, or numbers, of experts than were saved.
+
+    Args:
+        saved: the checkpoint.
+        cfg: the model's options. They may contradict the checkpoint if it repeats them: of a pruned model.
+        fits: whether the options choose the same layers.
+        layers: the MoE layers of the model, with a name and the number of experts in the checkpoint.
+    """
+    changed, path = changes(saved, cfg), saved["path"]
+    for key in () if fits else PLACES:
+        if key in changed:
+            before, now = changed[key]
+            raise ValueError(
+                f"{path} was saved with {flag_of(key)} {before}, this run has {now}; give "
+                f"{flag_of(key)} {before}."
+            )
+    if COUNT not in changed:
+        return
+    before, now = changed[COUNT]
+    for layer, number in zip(layers, expert_counts(now, len(layers)), strict=True):
+        if layer.num_experts != number:
+            raise ValueError(
+                f"{path} was saved with {layer.num_experts} experts in {layer_label(layer.name)}, this run "
+                f"has {number}; give {flag_of(COUNT)} {before}, or change the file with `fairseq-tutel "
+                "convert prune` or `merge`."
+            )
+
+
+class Fits:
+    """A hook of a model that refuses a state dict which does not fit, before torch loads it.
+
+    Args:
+        saved: the checkpoint from which the state dict is; None if unknown.
+        cfg: the model's options.
+        ends: whether to end the process, because fairseq's Trainer would blame the architecture.
+    """
+
+    def __init__(self, saved: Saved | None, cfg: Any, ends: bool) -> None:
+        self.saved, self.cfg, self.ends = saved, cfg, ends
+
+    def __call__(self, model: nn.Module, state_dict: Any, prefix: str = "", *_: Any) -> None:
+        """Raise ValueError, or exit, with a sentence that names the difference and the options."""
+        state = {key.removeprefix(prefix): state_dict[key] for key in state_dict if key.startswith(prefix)}
+        what = _misfit(model, state, all_keys=self.ends)
+        if what is None:
+            return
+        path = "the checkpoint" if self.saved is None else self.saved["path"]
+        changed = {} if self.saved is None else changes(self.saved, self.cfg)
+        options = ", ".join(f"{flag_of(k)} {a} (saved) → {b} (given)" for k, (a, b) in changed.items())
+        fix = f"options differ: {options}; give the saved values" if options else FIX
+        sentence = f"{path} {what}; {fix}."
+        if self.ends:
+            sys.exit(f"error: {sentence}")
+        raise ValueError(sentence)
+
+
+def _misfit(model: nn.Module, state: Mapping[str, Any], all_keys: bool) -> str | None:
+    """Return why tensors do not fit a model; None if they fit.
+
+    Missing tensors of layers without experts count only with `all_keys`. Extra ones never do: fairseq drops
+    tensors of older files.
+    """
+    own = {key: tuple(getattr(value, "shape", ())) for key, value in model.state_dict().items()}
+    layers = []
+    for name, layer in model.named_modules(remove_duplicate=False):  # language pairs share layers
+        if not isinstance(layer, MoELayer):
+            continue
+        layers.append(f"{name}.")
+        experts = {key: layer.experts.whole_shape(key) for key in layer.experts.expert_parameters()}
+        own |= {f"{name}.experts.{k}": (layer.config.num_experts, *shape) for k, shape in experts.items()}
+        if layer.balance_bias is not None:  # starts at 0 if the checkpoint has none
+            own.pop(f"{name}.balance_bias.bias")
+        if not any(f"{name}.experts.{key}" in state for key in experts):
+            return (
+                f"has no experts in {name}, but this model has; if it is dense, give the output of "
+                "`fairseq-tutel convert upcycle`"
+            )
+    within = tuple(layers)
+    lacks = sorted(key for key in own.keys() - state.keys() if all_keys or key.startswith(within))
+    extra = sorted(key for key in state.keys() - own.keys() if key.startswith(within))
+    extra = [key for key in extra if not key.endswith(".balance_bias.bias")]
+    if lacks or extra:
+        return f"lacks the tensors {lacks[:3] or 'nothing'} and has the extra {extra[:3] or 'nothing'}"
+    for key in own.keys() & state.keys():
+        if own[key] != (shape := tuple(state[key].shape)):
+            return f"has {key} of the shape {shape}, but this model's has {own[key]}"
     return None

@@ -164,9 +164,8 @@ class MoEFeedForward(MoELayer):
             self.reset_parameters(seed, self.name)
 
     def begin_micro_batch(self) -> None:
-        """Mark the next forward as a new micro-batch, not a recomputation; free gathered expert copies."""
+        """Mark the next forward as a new micro-batch, not a recomputation."""
         self.seen = False
-        self.experts.save_as(None)
 
     def begin_call(self, padding_mask: Tensor | None = None, generates: bool = False) -> None:
         """Store the arguments of the stock layer's call, which a later recomputation needs."""

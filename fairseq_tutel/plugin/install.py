@@ -3,7 +3,6 @@
 import functools
 import logging
 import os
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
@@ -22,7 +21,7 @@ from fairseq_tutel.moe.config import MoEConfig
 from fairseq_tutel.moe.option_table import ModelConfig, SidesConfig, TaskConfig
 from fairseq_tutel.options.option import flag_of, is_custom, read, refuse_bad_values
 from fairseq_tutel.plugin import announce
-from fairseq_tutel.plugin.differences import end_where_it_differs, log_difference
+from fairseq_tutel.plugin.differences import Fits, Saved, experts_in, log_changes, refuse_layers
 from fairseq_tutel.plugin.feed_forward import (
     SIDES,
     Context,
@@ -39,9 +38,17 @@ from fairseq_tutel.plugin.opening.several_ranks import topology_of_opened
 from fairseq_tutel.plugin.plans import use_plans
 from fairseq_tutel.plugin.registration.flags import expert_counts, layer_config
 from fairseq_tutel.plugin.registration.variants import give_system_options
-from fairseq_tutel.plugin.run_state import RUN, config_of, device_of, is_opened, is_training, root_of
+from fairseq_tutel.plugin.run_state import (
+    RUN,
+    config_of,
+    device_of,
+    is_opened,
+    is_training,
+    opened_from,
+    root_of,
+)
 from fairseq_tutel.plugin.training.micro_batches import set_update_freq
-from fairseq_tutel.plugin.training.resume import warn_of_changed_options
+from fairseq_tutel.plugin.training.resume import resumed_model
 from fairseq_tutel.plugin.training.startup import complete, refuse_run, start_together
 from fairseq_tutel.plugin.training.task import give_mixin
 from fairseq_tutel.plugin.training.tuning import choose_algorithm, option, tuner_of
@@ -72,17 +79,9 @@ class MoEModelMixin:
         super().add_args(parser)  # type: ignore[misc]
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Load a state dict; if experts do not fit in training, exit with an error that says why.
-
-        fairseq's own error would blame the architecture.
-        """
-        try:
-            with offload.progress_of_loading(self):  # type: ignore[arg-type]
-                return super().load_state_dict(*args, **kwargs)  # type: ignore[misc]
-        except ValueError as error:
-            if any(layer.context.trains for layer in moe_layers(self)):  # type: ignore[arg-type]
-                sys.exit(f"error: {error}")
-            raise
+        """Load a state dict with a progress bar."""
+        with offload.progress_of_loading(self):  # type: ignore[arg-type]
+            return super().load_state_dict(*args, **kwargs)  # type: ignore[misc]
 
 
 def chosen_layers(numbers: Sequence[int], freq: int) -> list[int]:
@@ -124,6 +123,7 @@ class _Chosen(NamedTuple):
     side: str
     name: str
     layer: nn.Module
+    num_experts: int  # of the layer in the checkpoint; 0 without one
 
 
 class _Installation:
@@ -140,31 +140,71 @@ class _Installation:
         for options in (self.options, read(ModelConfig, cfg), read(SidesConfig, cfg)):
             refuse_bad_values(options)
         self.ahead = read(ModelConfig, cfg).moe_pregate
+        # What the checkpoint that will be loaded says of the model; None without one.
+        self.saved: Saved | None = (
+            resumed_model(RUN.checkpoint, self.root) if self.training else opened_from(cfg)
+        )
 
     def choose(self, freqs: Mapping[str, int]) -> None:
+        """Choose the layers that get experts: those of the checkpoint or, without one, of the options."""
         self.chosen: list[_Chosen] = []  # in the order of the stacks
-        stacks = []
+        stacks, fits = [], True
         for side, name, layers in named_stacks(self.model):
             freq, stack = freqs[side], children_of(layers)
             has_own = side in SIDES and len(freqs) > 1
             flag = f"--{side}-moe-freq / --moe-freq" if has_own else "--moe-freq"
             stacks.append(f"{len(stack)} {side} layers, {flag} {freq}")
             # In a model pruned to some of its layers, the layers that had experts before keep them.
-            kept = option(self.cfg, f"{side}_layers_to_keep")
-            numbers = sorted(map(int, kept.split(","))) if kept else range(len(stack))
-            indices = chosen_layers(numbers, freq)
+            numbers = self._kept_layers(side, name) or range(len(stack))
+            counts = self._known_counts(name, stack, numbers)
+            given = indices = chosen_layers(numbers, freq)
+            if any(counts):
+                indices = [i for i, count in enumerate(counts) if count]
+            fits = fits and given == indices
             if freq > 0 and not indices:
                 logger.warning("no %s layer gets experts: the model has %s", side, stacks[-1])
-            self.chosen += [_Chosen(side, f"{name}.{i}.fc1", stack[i]) for i in indices]
+            self.chosen += [_Chosen(side, f"{name}.{i}.fc1", stack[i], counts[i]) for i in indices]
         if not self.chosen:
             raise ValueError(
                 f"no layer gets experts ({'; '.join(stacks)}); give a --moe-freq of at least 1 and at most "
                 "the number of layers, or the --arch of the dense model."
             )
+        if self.training or self.opened:
+            log_changes(self.saved, self.cfg)
+        if self.saved is not None and all(chosen.num_experts for chosen in self.chosen):
+            refuse_layers(self.saved, self.cfg, fits, self.chosen)
+
+    def _known_counts(self, name: str, stack: Sequence[Any], numbers: Sequence[int]) -> list[int]:
+        """Return each layer's number of experts in a pretrained inner model, or in the checkpoint."""
+        ffns = [getattr(layer, "fc1", None) for layer in stack]
+        counts = [ffn.config.num_experts if isinstance(ffn, MoEFeedForward) else 0 for ffn in ffns]
+        if any(counts) or self.saved is None:
+            return counts
+        return [experts_in(self.saved, f"{name}.{number}.fc1") for number in numbers]
+
+    def _kept_layers(self, side: str, name: str) -> list[int]:
+        """Return the layers that --…-layers-to-keep names; [] if all are kept.
+
+        In training, also set what a checkpoint needs to open the pruned model: fairseq saves the number of
+        layers before pruning.
+        """
+        key = f"{side}_layers_to_keep"
+        kept = option(self.cfg, key)
+        numbers = sorted(map(int, kept.split(","))) if kept else []
+        if numbers and self.training:
+            setattr(self.root.model, f"{side}_layers", len(numbers))
+            depth = self.saved["depths"].get(name, 0) if self.saved else 0
+            if depth <= numbers[-1]:  # nothing is left to prune
+                setattr(self.root.model, key, None)
+                return numbers if self.saved is None else []
+        return numbers
 
     def configure(self, of_sides: Mapping[str, dict[str, Any]]) -> None:
         activation = option(self.cfg, "activation_fn") or "relu"
-        counts = expert_counts(self.cfg.moe_expert_count, len(self.chosen))
+        counts = [chosen.num_experts for chosen in self.chosen]
+        if not all(counts):
+            given = expert_counts(self.cfg.moe_expert_count, len(self.chosen))
+            counts = [count or number for count, number in zip(counts, given, strict=True)]
         self.configs: list[MoEConfig] = []
         for count, chosen in zip(counts, self.chosen, strict=True):
             facts = layer_facts(chosen.layer, activation) | of_sides.get(chosen.side, {})
@@ -191,7 +231,6 @@ class _Installation:
             algorithm = use_plans(self.task_cfg, self.topology, first)
             self.configs = [replace(each, a2a_algorithm=algorithm) for each in self.configs]
             complete(self.root)
-            warn_of_changed_options(RUN.checkpoint, self.cfg, self.root)
         else:
             self.topology = topology_of_opened(requested, counts, self.local, degree_of)
         if not offload.is_offloaded(self.store):
@@ -215,7 +254,7 @@ class _Installation:
         if self.ahead:
             _pregate_stacks(model, self.ahead, read(SidesConfig, self.cfg).moe_pregate_sides)
         _watch_micro_batches(model)
-        model.register_load_state_dict_pre_hook(end_where_it_differs if self.training else log_difference)
+        model.register_load_state_dict_pre_hook(Fits(self.saved, self.cfg, ends=self.training))
         # torch's DistributedDataParallel reads this name: it neither broadcasts nor reduces experts.
         model._ddp_params_and_buffers_to_ignore = [
             name for name, parameter in model.named_parameters() if is_expert(parameter)

@@ -72,6 +72,7 @@ class Topology:
     Attributes:
         world_size: W.
         rank: this rank, from 0 to W - 1.
+        group: the W ranks; None for all ranks of the job.
         expert_parallel_size: P.
         expert_group: the P ranks of the EP group.
         replica_group: the W / P ranks that hold the same experts.
@@ -85,6 +86,7 @@ class Topology:
 
     world_size: int = 1
     rank: int = 0
+    group: dist.ProcessGroup | None = None
     expert_parallel_size: int = 1
     expert_group: dist.ProcessGroup | None = None
     replica_group: dist.ProcessGroup | None = None
@@ -235,7 +237,7 @@ def topology_within(group: dist.ProcessGroup, num_experts: int, sliced: bool = F
     made = _topologies.setdefault(group, {})
     key = (size, 0, shares)
     if key not in made:
-        made[key] = _create(count, rank, *key, functools.partial(_new_in_group, group))
+        made[key] = _create(count, rank, *key, functools.partial(_new_in_group, group), group)
     return made[key]
 
 
@@ -256,7 +258,13 @@ def _agree(
 
 
 def _create(
-    world: int, rank: int, size: int, local: int, shares: tuple[int, ...], new_group: NewGroup
+    world: int,
+    rank: int,
+    size: int,
+    local: int,
+    shares: tuple[int, ...],
+    new_group: NewGroup,
+    group: dist.ProcessGroup | None = None,
 ) -> Topology:
     def consecutive(number: int) -> dist.ProcessGroup:
         return new_group([range(first, first + number) for first in range(0, world, number)])
@@ -278,6 +286,7 @@ def _create(
     return Topology(
         world_size=world,
         rank=rank,
+        group=group,
         expert_parallel_size=size,
         expert_group=expert_group,
         replica_group=replica_group,

@@ -121,7 +121,7 @@ class TutelMoELayer(nn.Module):
         self.experts.save_by_rank()
         if topology.num_replicas > 1:
             logger.warning(
-                "%d ranks hold a replica of each expert; reduce expert gradients over these ranks with "
+                "%d ranks hold a replica of each expert; outside of fairseq, reduce their gradients with "
                 "fairseq_tutel.comm.gradients.reduce_expert_gradients, as in docs/tutel.md: otherwise the "
                 "replicas diverge.",
                 topology.num_replicas,

@@ -11,7 +11,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from fairseq_tutel import MoEConfig, MoELayer, make_topology
 from fairseq_tutel.checkpoint import experts as checkpoint
-from fairseq_tutel.checkpoint.experts import expert_modules, gather_experts, gather_to_first
+from fairseq_tutel.checkpoint.experts import expert_modules, gather_experts, gather_to_first, release
 from fairseq_tutel.ranks.groups import Topology
 
 CONFIG = MoEConfig(model_dim=4, hidden_dim=6, num_experts=4, hidden_layer_norm=True)
@@ -27,8 +27,7 @@ def save(parallel: int, dtype: torch.dtype) -> dict[str, Tensor]:
     split = model(topology, dtype=dtype)
     gather_experts(split, topology)
     state = {name: tensor.clone() for name, tensor in split.state_dict().items()}
-    for experts in expert_modules(split):
-        experts.save_as(None)
+    release(split)
     local = 4 // topology.expert_parallel_size
     assert split.state_dict()["0.experts.fc1_bias"].shape[0] == local
     return state

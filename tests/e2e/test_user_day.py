@@ -218,14 +218,15 @@ def test_restore_file_keeps_what_is_not_reset(lm, lm_data, tmp_path):
 
 def test_finetune_from_a_dense_model_says_what_differs(dense_lm, lm_data, tmp_path):
     output = refused("train", *lm_args(lm_data, tmp_path, "--finetune-from-model", dense_lm))
-    assert "the checkpoint has no experts in decoder.layers.0.fc1, but this model has" in output
+    assert (
+        f"{dense_lm} has no experts in decoder.layers.0.fc1, but this model has; if it is dense" in output
+    )
 
 
 def test_a_dense_model_resumes_on_several_ranks(dense_lm, lm_data, tmp_path):
     words = lm_args(lm_data, tmp_path, "--restore-file", dense_lm, updates=12)
     words = dense(words, "transformer_lm", "moe_language_modeling", "cross_entropy")
     run = fairseq("train", *words, ranks=2)
-    assert "--moe- options of MoELanguageModelingTask have no effect" in run.logs[0]
     assert run.stats("train_inner")[0]["num_updates"] == "11"
     assert "the wrapper was written" not in run.output  # fairseq is the one that is named there
 

@@ -18,6 +18,7 @@ CLEAR = (
     r"rror: the loss or a gradient became NaN or infinite at update \d+",
     r"rror: .* which is corrupt",
     r"rror: (\[Errno \d+\] )?\S+ could not be written: ",
+    r"error: --save-dir is \S+, in which no file can be written",
     r"\S+ keeps its experts in \S+, where \d+ files are missing",
     r"the checkpoint keeps experts in \S+, which is corrupt or missing",
 )

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from fairseq_tutel import MoEConfig, MoELayer, make_topology
-from fairseq_tutel.checkpoint.experts import expert_modules, gather_experts
+from fairseq_tutel.checkpoint.experts import gather_experts, release
 from fairseq_tutel.comm import collectives
 from fairseq_tutel.comm.gradients import (
     clip_gradients,
@@ -219,8 +219,7 @@ def outcome(
     """Return the losses, the norms and, on rank 0, the weights of everything."""
     gather_experts(model, topology)
     weights = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
-    for experts in expert_modules(model):
-        experts.save_as(None)
+    release(model)
     return {"losses": torch.stack(losses), "norms": torch.stack(norms), **weights}
 
 

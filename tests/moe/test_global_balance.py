@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fairseq_tutel import MoEConfig, MoELayer, make_topology
 from fairseq_tutel.moe.balance import update_biases
+from fairseq_tutel.ranks.groups import topology_within
 
 CONFIG = MoEConfig(model_dim=6, hidden_dim=5, num_experts=4, balance_loss="gshard_global:1")
 
@@ -95,3 +96,22 @@ def test_the_bias_goes_by_the_load_of_all_ranks(ranks):
             for e, load in enumerate(total):
                 expected[e] += 0.25 * ((load < mean) - (load > mean))
         assert biases[layer] == expected
+
+
+def loss_and_bias(within_pair: bool) -> tuple[float, list[float]]:
+    """Return the loss and the bias of this rank; the topology has all ranks or pairs of them."""
+    rank = dist.get_rank()
+    pairs = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])] if within_pair else []
+    place = topology_within(pairs[rank // 2], 4) if within_pair else make_topology([4])
+    config = dataclasses.replace(CONFIG, balance_bias=True, bias_update_rate=0.25, top_k=1)
+    layer = MoELayer(config, place, seed=1).double()
+    loss = float(layer(tokens((9, 4)[rank % 2], rank))[1].balance_loss)
+    update_biases(layer)
+    return loss, layer.balance_bias.bias.tolist()
+
+
+def test_a_layer_of_some_ranks_sums_the_loads_of_these_ranks_alone(ranks):
+    found = ranks(4).run(loss_and_bias, True)
+    expected = ranks(2).run(loss_and_bias, False)
+    assert found[:2] == expected
+    assert found[2:] != expected

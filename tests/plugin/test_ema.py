@@ -108,11 +108,3 @@ def test_a_checkpoint_s_averages_are_not_kept_in_memory(wide):
         ema.restore(state)
         assert torch.equal(ema.get_model().layer.experts.fc2_weight, saved.layer.experts.fc2_weight)
     assert state == {}
-
-
-def test_what_a_save_leaves_in_state_dicts_is_not_averaged():
-    model = _Model()
-    ema = ExpertEMA(model, _config(False))
-    model.layer.experts.save_as({"fc1_weight": torch.zeros(7)})
-    ema.step(model, 1)
-    assert ema.get_model().state_dict()["layer.experts.fc1_weight"].shape == (2, 8, 4)

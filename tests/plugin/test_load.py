@@ -18,7 +18,7 @@ from fairseq_tutel.checkpoint.saved import SavedModel
 from fairseq_tutel.convert.sharded import to_sharded
 from fairseq_tutel.inference import expert_sources
 from fairseq_tutel.moe.option_table import StoreConfig
-from fairseq_tutel.plugin.differences import end_where_it_differs
+from fairseq_tutel.plugin.differences import Fits
 from fairseq_tutel.plugin.feed_forward import MoEFeedForward
 from fairseq_tutel.plugin.opening.offload import (
     fetch_when_loaded,
@@ -27,7 +27,7 @@ from fairseq_tutel.plugin.opening.offload import (
     quantize_when_loaded,
     store_options,
 )
-from fairseq_tutel.plugin.training.resume import warn_of_changed_options
+from fairseq_tutel.plugin.training.resume import resumed_model
 from fairseq_tutel.ranks import host_memory
 from fairseq_tutel.ranks.guard import CommunicationError
 
@@ -187,7 +187,7 @@ def test_code_in_an_option_and_what_is_no_file_are_refused(words, tmp_path):
 
 def test_the_look_at_what_changed_runs_no_code(tmp_path):
     path = written(tmp_path, more=Hostile(tmp_path / "made"))
-    warn_of_changed_options(str(path), argparse.Namespace(), None)
+    assert resumed_model(str(path), None) is None
     assert os.listdir(tmp_path) == ["a.pt"]
 
 
@@ -239,13 +239,13 @@ def test_a_file_may_name_a_class_of_the_user_dir(modules, tmp_path):
 @pytest.mark.parametrize(
     ("saved", "sentence"),
     [
-        ({"weight": torch.ones(4, 3)}, "the checkpoint's weight has the shape (4, 3), but this"),
+        ({"weight": torch.ones(4, 3)}, "the checkpoint has weight of the shape (4, 3), but this model's"),
         ({"wait": torch.ones(5, 3)}, "the checkpoint lacks the tensors ['weight'] and has the"),
     ],
-)  # fmt: skip
+)
 def test_a_training_from_another_model_s_file_ends_with_what_differs(saved, sentence):
     model = nn.Embedding(5, 3)
-    model.register_load_state_dict_pre_hook(end_where_it_differs)
+    model.register_load_state_dict_pre_hook(Fits(None, None, ends=True))
     with pytest.raises(SystemExit) as end:
         model.load_state_dict(saved)
     assert str(end.value.code).startswith(f"error: {sentence}")

@@ -68,6 +68,22 @@ def test_a_node_has_as_many_ranks_as_fairseq_spawned_there(monkeypatch, num_proc
     assert rendezvous.ranks_per_node(slurm) == 1
 
 
+def test_a_criterion_gets_the_data_parallelism_of_the_run(monkeypatch):
+    for name, value in (
+        ("MASTER_ADDR", "127.0.0.1"),
+        ("MASTER_PORT", "1"),
+        ("WORLD_SIZE", "2"),
+        ("RANK", "0"),
+    ):
+        monkeypatch.setenv(name, value)
+    cfg = _training()
+    cfg.distributed_training.distributed_init_method = None
+    cfg.distributed_training.ddp_backend = "pytorch_ddp"
+    cfg.criterion = {"ddp_backend": "pytorch_ddp"}  # adaptive_loss has a copy
+    join_torchrun(cfg)
+    assert cfg.criterion.ddp_backend == cfg.distributed_training.ddp_backend == "legacy_ddp"
+
+
 def _training(**model):
     """Return as much of a FairseqConfig as is looked at before a training on two ranks."""
     return OmegaConf.create(

@@ -7,6 +7,7 @@ import traceback
 import numpy as np
 import pytest
 import torch
+from fairseq import checkpoint_utils
 from fairseq.data import Dictionary, audio, data_utils, indexed_dataset
 from fairseq.data.audio import audio_utils
 from fairseq.data.encoders.sentencepiece_bpe import SentencepieceBPE, SentencepieceConfig
@@ -106,6 +107,12 @@ def test_a_file_that_cannot_be_written_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr(atomic_save, "PAUSE_SECONDS", 0)
     said = sentence(lambda: atomic_save.save({}, f"{tmp_path}/none/a.pt"))
     assert said.startswith(f"error: {tmp_path}/none/a.pt could not be written: No such")
+
+
+def test_a_save_dir_that_cannot_be_written_is_named(tmp_path):
+    (tmp_path / "save").write_text("a file")
+    said = sentence(lambda: checkpoint_utils.verify_checkpoint_directory(f"{tmp_path}/save"))
+    assert said.startswith(f"error: --save-dir is {tmp_path}/save, in which no file can be written (Not a")
 
 
 def test_a_checkpoint_that_fits_no_model_is_named():

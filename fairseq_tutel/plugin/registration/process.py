@@ -21,6 +21,7 @@ from fairseq.data.iterators import BackgroundConsumer
 from torch.multiprocessing import ProcessRaisedException
 from torch.utils.data import Dataset
 
+from fairseq_tutel.checkpoint.atomic_save import unwritable
 from fairseq_tutel.files.untrusted import error_line
 from fairseq_tutel.options.option import flag_of
 from fairseq_tutel.plugin.registration.variants import change_class
@@ -44,7 +45,7 @@ OPENING = {
     "load_checkpoint_to_cpu": "path",
     "load_model_ensemble_and_task": "filename",
     "load_checkpoint": "filename",
-    "warn_of_changed_options": "path",
+    "resumed_model": "path",
 }
 # Functions that read the data folder.
 OPENS_DATA = {"setup_task", "load_dataset"}
@@ -266,6 +267,11 @@ def _missing_file(error: BaseException, frames: Sequence[FrameType]) -> str | No
     return f"--path is {found[1]}, which does not exist; give an existing checkpoint file."
 
 
+def _unwritable(error: BaseException, frames: Sequence[FrameType]) -> str | None:
+    folders = [f.f_locals["save_dir"] for f in frames if f.f_code.co_name == "verify_checkpoint_directory"]
+    return unwritable(folders[0], error) if folders and isinstance(error, OSError) else None
+
+
 def _misfit(error: BaseException, frames: Sequence[FrameType]) -> str | None:
     """Return a message for an error while a checkpoint is opened, for example different shapes."""
     names = {frame.f_code.co_name for frame in frames}
@@ -284,7 +290,8 @@ def _misfit(error: BaseException, frames: Sequence[FrameType]) -> str | None:
 
 # Functions that explain an error of fairseq in one sentence; the first explanation is used.
 EXPLANATIONS = (
-    _missing_data, _empty_data, _no_batch, _no_finite_score, _missing_module, _missing_file, _misfit
+    _missing_data, _empty_data, _no_batch, _no_finite_score, _missing_module, _missing_file, _unwritable,
+    _misfit,
 )  # fmt: skip
 
 

@@ -66,7 +66,7 @@ from fairseq_tutel.options.option import flag_of
 from fairseq_tutel.plugin.opening.literals import options_within
 from fairseq_tutel.plugin.opening.load import load_checkpoint_to_cpu
 from fairseq_tutel.plugin.opening.several_ranks import run_on_several_ranks
-from fairseq_tutel.plugin.registration.flags import drop_suggestions, warn_of_given
+from fairseq_tutel.plugin.registration.flags import drop_suggestions
 from fairseq_tutel.plugin.registration.process import (
     end_readers,
     excepthook,
@@ -153,23 +153,21 @@ def _refuse_nan(cfg: Any) -> None:
 
 
 def _check_model(cfg: Any) -> None:
-    """Raise an error for stock options that break experts; warn of MoE options on a dense model."""
+    """Raise an error for stock options that break experts."""
     if cfg.common_eval.path is not None:
         return
     name = getattr(cfg.model, "ensemble_arch", None) or getattr(cfg.model, "_name", None)
     model = ARCH_MODEL_REGISTRY.get(name, MODEL_REGISTRY.get(name))
     backend = str(cfg.distributed_training.ddp_backend)
     if not getattr(model, "has_experts", model is None):
-        if world.is_first():
-            warn_of_given(cfg.task, f"--arch {name}")
-    elif backend in ("fully_sharded", "slowmo"):
+        return  # the model may have experts of its own, which `own_layers.prepare` finds
+    if backend in ("fully_sharded", "slowmo"):
         raise ValueError(
             f"--ddp-backend is {backend}, which would shard or average different experts as if they were "
             "replicas; give legacy_ddp, or pytorch_ddp on a GPU."
         )
-    else:
-        startup.take_over_async(cfg)
-        ema.refuse_bad_options(cfg.ema)
+    startup.take_over_async(cfg)
+    ema.refuse_bad_options(cfg.ema)
 
 
 def build_optimizer(original: Any) -> Any:

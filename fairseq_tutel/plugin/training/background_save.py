@@ -202,7 +202,7 @@ class BackgroundSave:
 
         If the block raises an error, the pending save is abandoned.
         """
-        with wrapping(main, self._train, self._validate_and_save):
+        with wrapping(main, train=self._train, validate_and_save=self._validate_and_save):
             try:
                 yield
             finally:
@@ -251,8 +251,7 @@ class BackgroundSave:
         if save.path is not None:
             with contextlib.nullcontext() if states.ema is None else states.ema.saved_with(pending):
                 save.hold(_copied(trainer.state_dict()))
-        for stack in experts.expert_modules(model):
-            stack.save_as(None)
+        experts.release(model)
         save.write_experts(folder, copies, self._check)
         self._save = save
         logger.info("saving a checkpoint of update %d in the background", save.updates)

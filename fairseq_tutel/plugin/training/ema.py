@@ -14,7 +14,7 @@ import torch
 from fairseq.models.ema.ema import EMA
 from torch import Tensor, nn
 
-from fairseq_tutel.checkpoint.experts import expert_modules, gather_experts, gather_to_first
+from fairseq_tutel.checkpoint.experts import expert_modules, gather_experts, gather_to_first, release
 from fairseq_tutel.checkpoint.saved import SavedModel
 from fairseq_tutel.checkpoint.shards import ShardedTensor
 from fairseq_tutel.moe.expert_stack import ExpertStack
@@ -97,8 +97,6 @@ class ExpertEMA(EMA):
     @torch.no_grad()
     def _step_internal(self, new_model: nn.Module, updates: Any = None) -> None:
         """Update the averages in place; fairseq would load them as if from a checkpoint."""
-        for stack in expert_modules(new_model):
-            stack.save_as(None)  # the state dict must have this rank's experts
         current, seen = self.model.state_dict(), set[int]()
         averages = self.fp32_params or current
         for key, value in new_model.state_dict().items():
@@ -157,8 +155,7 @@ class ExpertEMA(EMA):
             yield
         finally:
             self.fp32_params = own
-            for _, stack in self._stacks():
-                stack.save_as(None)
+            release(self.model)
 
     def _stacks(self) -> Iterator[tuple[str, ExpertStack]]:
         for layer, module in self.model.named_modules():

@@ -19,23 +19,18 @@ def globals_of(main: Any) -> dict[str, Any] | None:
 
 
 @contextlib.contextmanager
-def wrapping(
-    main: Any,
-    train: Callable[[Any], Any] = lambda original: original,
-    validate_and_save: Callable[[Any], Any] = lambda original: original,
-) -> Iterator[bool]:
+def wrapping(main: Any, **wrappers: Callable[[Any], Any]) -> Iterator[bool]:
     """Context manager that wraps functions that `main`, fairseq's main function, calls.
 
-    `train` and `validate_and_save` return the wrapped form of the function of their name. The block gets
-    whether `main` is fairseq's main function; otherwise nothing is wrapped.
+    A wrapper returns the wrapped form of the function, or class, of its name. The block gets whether `main`
+    is fairseq's main function; otherwise nothing is wrapped.
     """
     names = globals_of(main)
     if names is None:
         yield False
         return
-    before = {name: names[name] for name in ("train", "validate_and_save")}
-    wrapped = train(before["train"]), validate_and_save(before["validate_and_save"])
-    names["train"], names["validate_and_save"] = wrapped
+    before = {name: names[name] for name in wrappers}
+    names.update({name: wrap(before[name]) for name, wrap in wrappers.items()})
     try:
         yield True
     finally:

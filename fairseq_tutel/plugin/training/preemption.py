@@ -75,7 +75,7 @@ class Preemption:
     @contextlib.contextmanager
     def installed(self, main: Any) -> Iterator[None]:
         """Context manager that wraps functions in the module of `main`, fairseq's main function."""
-        with wrapping(main, self._train, self._validate_and_save):
+        with wrapping(main, train=self._train, validate_and_save=self._validate_and_save):
             yield
 
     def _vote(self) -> float:

@@ -17,8 +17,7 @@ from fairseq_tutel.checkpoint import files
 from fairseq_tutel.checkpoint.files import NOT_CHECKPOINTS, mapped
 from fairseq_tutel.checkpoint.saved import SavedModel
 from fairseq_tutel.checkpoint.shards import bind
-from fairseq_tutel.moe.option_table import options_of
-from fairseq_tutel.options.option import plain
+from fairseq_tutel.plugin.differences import Saved, saved_model
 from fairseq_tutel.plugin.training.micro_batches import log_changed_batch
 from fairseq_tutel.ranks import world
 from fairseq_tutel.ranks.guard import name_ranks
@@ -226,28 +225,20 @@ def _found(path: str) -> str:
     return files.identity(path) if files.has_an_end(path) else CORRUPT
 
 
-def warn_of_changed_options(path: str | None, cfg: Any, root: Any) -> None:
-    """Warn if a checkpoint was trained with other MoE options, or other micro-batches, than this run.
+def resumed_model(path: str | None, root: Any) -> Saved | None:
+    """Read what the checkpoint `path` says of its model; None if there is no such local file.
 
-    `cfg` has the options of the model, and `root` is the FairseqConfig.
+    If the run continues at the checkpoint's position in the data, log a change of its micro-batches.
     """
-    if path is None or not world.is_first() or not zipfile.is_zipfile(path):
-        return
+    if path is None or not zipfile.is_zipfile(path):
+        return None
     try:
         state = mapped(path)
     except pickle.UnpicklingError:
-        return  # every rank will refuse to load the file
+        return None  # fairseq's load will raise an error that explains it
+    bind(state, Path(path))
     model = SavedModel(state)
-    saved = model.options_of("model")
-    if "moe_freq" not in saved:
-        return
-    if flag_and_path(root.checkpoint)[0] == "--restore-file" and not root.checkpoint.reset_dataloader:
+    resumes = flag_and_path(root.checkpoint)[0] == "--restore-file" and not root.checkpoint.reset_dataloader
+    if resumes and world.is_first():
         log_changed_batch(model, root)
-    changed = []
-    for option in options_of("model"):
-        before = str(plain(saved.get(option.key, option.default)))
-        now = str(plain(getattr(cfg, option.key, option.default)))
-        if before != now:
-            changed.append(f"{option.flag} {before} (now {now})")
-    if changed:
-        logger.warning("the checkpoint was trained with other options: %s", ", ".join(changed))
+    return saved_model(state, path, model.options_of("model"))

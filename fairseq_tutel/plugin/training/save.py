@@ -18,7 +18,7 @@ from fairseq.file_io import PathManager
 from fairseq.trainer import Trainer
 
 from fairseq_tutel.checkpoint import atomic_save, experts, folders
-from fairseq_tutel.checkpoint.lease import NAME, Lease, take
+from fairseq_tutel.checkpoint.lease import Lease, take
 from fairseq_tutel.files.atomic import is_temporary
 from fairseq_tutel.moe.option_table import TaskConfig
 from fairseq_tutel.optim.moe_optimizer import ONLY_OF_RANK, MoEOptimizerMixin, innermost_optimizer
@@ -28,6 +28,7 @@ from fairseq_tutel.plugin.training import finite, memory
 from fairseq_tutel.plugin.training.background_save import BackgroundSave
 from fairseq_tutel.plugin.training.ema import ExpertEMA
 from fairseq_tutel.plugin.training.expert_states import ExpertStates
+from fairseq_tutel.plugin.training.own_layers import prepared
 from fairseq_tutel.plugin.training.preemption import Preemption, end_process
 from fairseq_tutel.plugin.training.resume import checkpoint_to_load
 from fairseq_tutel.plugin.training.startup import saves_shards
@@ -50,7 +51,8 @@ def run_training(main: Any, cfg: Any, **kwargs: Any) -> Any:
     background = BackgroundSave(_states_in_shards) if options.moe_save_async and writes else None
     in_background = contextlib.nullcontext() if background is None else background.installed(main)
     explained = memory.refused_in_training(main)
-    with writing(save_dir, writes), finite.checked_at_start(main), explained, at_signals, in_background:
+    checked = finite.checked_at_start(main)
+    with writing(save_dir, writes), checked, explained, at_signals, in_background, prepared(main):
         # With FSDP's sharded state, each rank has its own file, whose suffix is set later.
         sharded = cfg.distributed_training.use_sharded_state
         given, saves = cfg.checkpoint.restore_file, RUN.num_saves
@@ -104,8 +106,7 @@ def writing(save_dir: str, writes: bool = True) -> Iterator[None]:
             if writes:
                 taken.append(take(save_dir))
         except OSError as error:
-            sentence = atomic_save.unwritten(str(Path(save_dir) / NAME), error).args[-1]
-            raise ValueError(sentence) from error
+            raise ValueError(atomic_save.unwritable(save_dir, error)) from error
 
     run_on_rank_zero(take_lease, "rank 0's check of writers in --save-dir")
     if not taken:
@@ -197,7 +198,10 @@ def _completed(cfg: Any, trainer: Any) -> Iterator[None]:
                 inner.gather_state(topology)
             if ema is not None:
                 until_saved.enter_context(ema.gathered(topology))
-        yield
+        try:
+            yield
+        finally:
+            experts.release(model)
 
 
 def _expert_average(trainer: Any) -> ExpertEMA | None:

@@ -39,9 +39,14 @@ def drop_tpu(cfg: Any) -> None:
     """Unset --tpu if the machine has no TPU, because fairseq-train treats --bf16 as a request for a TPU."""
     no_tpu = torch.cuda.is_available() or importlib.util.find_spec("torch_xla") is None
     if cfg.common.tpu and cfg.common.bf16 and no_tpu:
-        for section in cfg.values():
-            if OmegaConf.is_dict(section) and "tpu" in section:
-                section.tpu = False
+        _set_everywhere(cfg, "tpu", False)
+
+
+def _set_everywhere(cfg: Any, key: str, value: Any) -> None:
+    """Set an option in every section of a FairseqConfig that has it, because sections have copies."""
+    for section in cfg.values():
+        if OmegaConf.is_dict(section) and key in section:
+            section[key] = value
 
 
 def join_torchrun(cfg: Any) -> None:
@@ -63,7 +68,7 @@ def join_torchrun(cfg: Any) -> None:
             distributed.distributed_backend = "gloo"
             # Both are names of the default backend, which needs a GPU. Other backends are kept or refused.
             if distributed.ddp_backend in ("pytorch_ddp", "c10d"):
-                distributed.ddp_backend = "legacy_ddp"
+                _set_everywhere(cfg, "ddp_backend", "legacy_ddp")
     if not on_cpu:
         torch.cuda.set_device(distributed.device_id)
 
@@ -330,6 +335,7 @@ def complete(root: Any) -> None:
     if zero is not None and zero.stage:
         # torch's DistributedDataParallel would all-reduce complete gradients during the backward pass.
         _set(root.distributed_training, "ddp_backend", "legacy_ddp", "shards")
+        _set_everywhere(root, "ddp_backend", "legacy_ddp")
     name, variant = root.optimizer._name, variant_name(root.optimizer._name)
     if variant != name and variant in OPTIMIZER_REGISTRY:
         logger.info("replaced the optimizer %s by %s, which supports experts", name, variant)

@@ -17,12 +17,13 @@ from fairseq_tutel.checkpoint import experts
 from fairseq_tutel.moe.balance import update_biases
 from fairseq_tutel.moe.build import hashed_seed
 from fairseq_tutel.moe.config import MoEConfig
+from fairseq_tutel.moe.layer import MoELayer
 from fairseq_tutel.moe.option_table import CriterionConfig, SidesConfig, TaskConfig
 from fairseq_tutel.moe.update_tuner import UpdateTuner
 from fairseq_tutel.optim.moe_optimizer import innermost_optimizer
 from fairseq_tutel.options.option import read
 from fairseq_tutel.plugin.announce import Facts, warn_of_no_effect
-from fairseq_tutel.plugin.feed_forward import MoEFeedForward, contexts_of, moe_layers
+from fairseq_tutel.plugin.feed_forward import contexts_of, moe_layers
 from fairseq_tutel.plugin.opening.several_ranks import NoSentences
 from fairseq_tutel.plugin.registration.variants import change_class
 from fairseq_tutel.plugin.run_state import RUN, config_of, root_of
@@ -103,7 +104,7 @@ class MoETaskMixin(InferenceMixin):
     _update = (-1, -1)  # identifies the current update, also if an overflow repeats its number
     _ran_in_update = 0  # micro-batches of this rank in the current update, without dummy batches
 
-    def take_experts(self, layers: Sequence[MoEFeedForward], tuner: UpdateTuner | None) -> None:
+    def take_experts(self, layers: Sequence[MoELayer], tuner: UpdateTuner | None) -> None:
         """Record the model's MoE layers and their tuner, and apply this task's options to the layers."""
         self._has_experts, self._layer_config, self.moe_tuner = True, layers[0].config, tuner
         options, root = read(TaskConfig, config_of(self)), root_of(self)
@@ -114,15 +115,11 @@ class MoETaskMixin(InferenceMixin):
                 layer.time_exchanges()
 
     def build_criterion(self, cfg: Any, *args: Any, **kwargs: Any) -> Any:
-        """Build the criterion; warn if experts have no balance loss, or a balance loss has no experts."""
+        """Build the criterion; warn if experts have no balance loss."""
         criterion = super().build_criterion(cfg, *args, **kwargs)  # type: ignore[misc]
-        if not world.is_first():
+        if not (self._has_experts and world.is_first()):
             return criterion
-        if not self._has_experts:
-            logger.warning(
-                "the model has no experts, so the --moe- options of %s have no effect", type(self).__name__
-            )
-        elif hasattr(criterion, "gate_loss"):
+        if hasattr(criterion, "gate_loss"):
             facts = Facts(layer=self._layer_config, sides=SidesConfig())
             warn_of_no_effect(read(CriterionConfig, cfg), facts)
         else:

@@ -1,0 +1,110 @@
+"""Prepares a user's own fairseq model with layers of this package, such as `ft.moe_layer`, for training.
+
+`install_experts` prepares a model whose layers the plugin places. Here the model is built already, by code
+of the user, and its layers have created their process groups.
+"""
+
+import contextlib
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from fairseq_tutel.comm.gradients import is_expert, unmark_expert
+from fairseq_tutel.moe.layer import MoELayer
+from fairseq_tutel.plugin.differences import Fits, log_changes
+from fairseq_tutel.plugin.feed_forward import moe_layers
+from fairseq_tutel.plugin.registration.flags import warn_of_given
+from fairseq_tutel.plugin.run_state import RUN
+from fairseq_tutel.plugin.training.loop import wrapping
+from fairseq_tutel.plugin.training.micro_batches import set_update_freq
+from fairseq_tutel.plugin.training.resume import resumed_model
+from fairseq_tutel.plugin.training.startup import complete, refuse_run, start_together
+from fairseq_tutel.plugin.training.task import give_mixin
+from fairseq_tutel.ranks import world
+from fairseq_tutel.ranks.groups import Topology, make_topology
+
+
+def prepared(main: Any) -> contextlib.AbstractContextManager[Any]:
+    """Context manager in which fairseq's `main` prepares its model before it builds the Trainer."""
+    return wrapping(main, Trainer=_prepared)
+
+
+def _prepared(original: Any) -> Any:
+    @functools.wraps(original, updated=())
+    def trainer(cfg: Any, task: Any, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        prepare(cfg, task, model)
+        return original(cfg, task, model, *args, **kwargs)
+
+    return trainer
+
+
+def prepare(root: Any, task: Any, model: Any) -> None:
+    """Let a model with layers of this package train, save and resume on any number of ranks. Collective.
+
+    Warn of options for experts if the model has no such layer.
+
+    Raises:
+        ValueError: a checkpoint could not hold all experts, or an option does not work with experts.
+    """
+    layers = {name: each for name, each in model.named_modules() if isinstance(each, MoELayer)}
+    if not layers:
+        if world.is_first():
+            warn_of_given(root.task, f"--arch {getattr(root.model, '_name', None)}")
+        return
+    are_placed = bool(moe_layers(model))
+    if not are_placed:
+        start_together(root, model, task)
+    topology = _topology_of(layers)
+    if are_placed:  # by install_experts; other layers may be beside them
+        return
+    RUN.update(topology=topology)
+    set_update_freq(root, topology.world_size)
+    talks = any("gshard_global" in layer.balance_weights for layer in layers.values())
+    sliced = any(layer.experts.part.slices > 1 for layer in layers.values())
+    refuse_run(root, model, topology, talks, sliced, ahead=0)
+    if topology.expert_parallel_size > 1 and getattr(root.task, "eval_bleu", False):
+        raise ValueError(
+            "--eval-bleu is set, with which ranks generate different numbers of words and wait for each "
+            "other's experts for ever; remove it, or give an --arch whose name begins with moe_."
+        )
+    complete(root)
+    saved = resumed_model(RUN.checkpoint, root)
+    log_changes(saved, root.model)
+    model.register_load_state_dict_pre_hook(Fits(saved, root.model, ends=True))
+    for layer in layers.values():
+        layer.experts.save_by_rank(False)
+        for parameter in layer.experts.parameters() if topology.expert_parallel_size == 1 else ():
+            unmark_expert(parameter)  # a `scan_expert_func` marks the experts on any number of ranks
+    # torch's DistributedDataParallel reads this name: it neither broadcasts nor reduces experts.
+    model._ddp_params_and_buffers_to_ignore = [n for n, p in model.named_parameters() if is_expert(p)]
+    give_mixin(task)
+    task.take_experts(list(layers.values()), None)
+
+
+def _topology_of(layers: Mapping[str, MoELayer]) -> Topology:
+    """Return the process groups of all layers; raise ValueError if a file cannot hold all experts."""
+    (first, layer), *_ = layers.items()
+    size = layer.topology.expert_parallel_size
+    for name, other in layers.items():
+        topology = other.topology
+        if topology.expert_parallel_size != size:
+            raise ValueError(
+                f"{first} has its experts on {size} ranks, but {name} on {topology.expert_parallel_size}, "
+                "and a checkpoint can only hold both if they are equal; give the layers numbers of experts "
+                "that have the same greatest common divisor with the number of ranks."
+            )
+        if size > 1 and topology.world_size != world.size():
+            raise ValueError(
+                f"{name} has its experts in a group of {topology.world_size} of the {world.size()} ranks, "
+                "so a checkpoint cannot hold the experts of the other groups; build it without a group."
+            )
+        buffers = [key for key in other.experts.state_dict() if key in dict(other.experts.named_buffers())]
+        if size > 1 and buffers:
+            raise ValueError(
+                f"the experts of {name} have the buffer {buffers[0]}, of which a checkpoint would hold "
+                "only rank 0's; make it a parameter, or give persistent=False."
+            )
+    counts = [other.config.num_experts for other in layers.values()]
+    return layer.topology if size > 1 else make_topology(counts, requested=1)
