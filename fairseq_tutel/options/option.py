@@ -14,7 +14,13 @@ from fairseq_tutel.files.untrusted import shown
 T = TypeVar("T")
 # A test of a value, and the text after the value in the error message if the test fails.
 Rule = tuple[Callable[[Any], bool], str]
-KINDS: dict[Any, str] = {int: "a whole number", float: "a number", bool: "true or false", str: "a word"}
+KINDS: dict[Any, str] = {
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    str: "a word",
+    str | type: "a word or a class",
+}
 UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 # Longer numbers would overflow.
 _SIZE = re.compile(r"(\d{1,18}(?:\.\d{1,18})?) *([KMG]i?B)")
@@ -115,7 +121,8 @@ def documented(config: type) -> str:
     lines = [inspect.cleandoc(str(config.__doc__)), "", "Attributes:"]
     for item in options_in(config):
         default = "" if item.default is MISSING else f" [{item.shown_default}]"
-        lines.append(f"    {item.name} ({item.type.__name__}): {item.text}{default}")
+        kind = getattr(item.type, "__name__", item.type)
+        lines.append(f"    {item.name} ({kind}): {item.text}{default}")
     return "\n".join(lines)
 
 
@@ -130,7 +137,7 @@ def read(config: type[T], cfg: Any) -> T:
     for item in options_in(config):
         value = plain(getattr(cfg, item.key, item.default))
         # --model-overrides may contain a number for a text option.
-        values[item.name] = str(value) if item.type is str else value
+        values[item.name] = str(value) if isinstance(item.default, str) else value
     return config(**values)
 
 
@@ -172,9 +179,9 @@ def is_number(value: Any) -> bool:
     return isinstance(value, numbers.Real) and not isinstance(value, bool)
 
 
-def is_custom(name: str) -> bool:
-    """Return whether a gate or expert type names a user's class, such as package.module.Class."""
-    return "." in name
+def is_custom(kind: str | type) -> bool:
+    """Return whether a gate or expert type is a user's class, or names one: package.module.Class."""
+    return isinstance(kind, type) or "." in kind
 
 
 def one_of(names: tuple[str, ...], or_class: bool = False) -> Rule:

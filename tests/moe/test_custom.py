@@ -71,6 +71,17 @@ def test_a_gate_and_an_expert_of_one_s_own_equal_a_loop(top_k, padded):
     same_function(lambda: layer(x, mask)[0], lambda: by_loop(layer, x, (~mask).tolist()), named)
 
 
+@pytest.mark.parametrize("options", ({}, {"shared_experts": 1}))
+def test_a_class_gives_the_layer_that_its_name_gives(options):
+    class LocalGate(CalmGate):
+        """Cannot be imported by a name."""
+
+    by_class = own_layer(gate_type=LocalGate, expert_type=DeepExpert, **options)
+    assert type(by_class.gate) is LocalGate
+    x = tokens(T)
+    assert torch.equal(by_class(x)[0], own_layer(**options)(x)[0])
+
+
 def with_parts(config: MoEConfig, gate: nn.Module, layer: MoELayer) -> MoELayer:
     """Return a layer of this configuration with the values of that gate and of that layer's experts."""
     parts = {"gates": [copy.deepcopy(gate)], "experts": copy.deepcopy(layer.experts)}
@@ -183,6 +194,7 @@ REFUSED = [
     ("expert_type", "custom_parts.NoExpert", "NoExpert has no parameters"),
     ("gate_type", "torch.nn.Linear", "cannot be built as Class(config)"),
     ("expert_type", "torch.nn.Linear", "cannot be built as Class(config)"),
+    ("gate_type", Tensor, "not a torch module class"),
 ]
 
 
@@ -191,7 +203,7 @@ def test_what_cannot_be_built_is_refused_by_one_sentence(option, name, part):
     with pytest.raises(ValueError) as error:
         MoELayer(dataclasses.replace(CONFIG, **{option: name}))
     message = str(error.value)
-    assert part.lower() in message.lower() and name.rpartition(".")[2] in message
+    assert part.lower() in message.lower() and str(name).rpartition(".")[2] in message
     assert message.endswith(".") and "\n" not in message and ". " not in message
 
 
