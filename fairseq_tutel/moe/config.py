@@ -178,7 +178,7 @@ class MoEConfig:
         "choice; a token's experts then depend on later tokens, so do not use it in causal models)",
     )
     gate_type: str | type = routing(  # noqa: RUF009
-        "linear", rule=GATES,
+        "linear", rule=GATES, or_class=True,
         help="how the gate scores tokens: linear, biased (linear with a bias per expert), cosine "
         "(similarity of a projection and one vector per expert), hash (of the token ID, without "
         "parameters), or your own package.module.Class (in Python also the class itself); several names "
@@ -266,7 +266,7 @@ class MoEConfig:
         help="change of the balance bias per update, in units of scores; 0 keeps the bias constant",
     )
     expert_type: str | type = experts(  # noqa: RUF009
-        "ffn", rule=one_of(EXPERT_TYPES, or_class=True),
+        "ffn", rule=one_of(EXPERT_TYPES, or_class=True), or_class=True,
         help="ffn: two linear layers with an activation between them; glu: SwiGLU, silu(x W1) * (x W3), "
         "then W2; or your own package.module.Class (in Python also the class itself), a torch module "
         "that is one expert",

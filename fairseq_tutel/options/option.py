@@ -14,13 +14,7 @@ from fairseq_tutel.files.untrusted import shown
 T = TypeVar("T")
 # A test of a value, and the text after the value in the error message if the test fails.
 Rule = tuple[Callable[[Any], bool], str]
-KINDS: dict[Any, str] = {
-    int: "a whole number",
-    float: "a number",
-    bool: "true or false",
-    str: "a word",
-    str | type: "a word or a class",
-}
+KINDS: dict[Any, str] = {int: "a whole number", float: "a number", bool: "true or false", str: "a word"}
 UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 # Longer numbers would overflow.
 _SIZE = re.compile(r"(\d{1,18}(?:\.\d{1,18})?) *([KMG]i?B)")
@@ -55,6 +49,7 @@ class Option:
     unit: str = ""
     choices: tuple[str, ...] = ()  # the valid values of an option with words as values
     rule: Rule | None = None  # an additional test of the value
+    or_class: bool = False  # whether Python may give a class in place of a word
     # Conditions on `Facts` under which a value other than the default has no effect in a training run. The
     # first condition that holds is logged.
     no_effect: tuple[Condition, ...] = ()
@@ -110,6 +105,7 @@ def options_in(config: Any) -> tuple[Option, ...]:
 @cache
 def _options_in(config: Any) -> tuple[Option, ...]:
     def named(entry: Option, name: str, type: Any) -> Option:
+        type = str if entry.or_class else type
         flag = entry.flag or (flag_of(getattr(config, "prefix", "") + name) if entry.of else "")
         return replace(entry, name=name, key=key_of(flag) if entry.of else "", flag=flag, type=type)
 
@@ -121,8 +117,7 @@ def documented(config: type) -> str:
     lines = [inspect.cleandoc(str(config.__doc__)), "", "Attributes:"]
     for item in options_in(config):
         default = "" if item.default is MISSING else f" [{item.shown_default}]"
-        kind = getattr(item.type, "__name__", item.type)
-        lines.append(f"    {item.name} ({kind}): {item.text}{default}")
+        lines.append(f"    {item.name} ({item.type.__name__}): {item.text}{default}")
     return "\n".join(lines)
 
 
@@ -137,7 +132,7 @@ def read(config: type[T], cfg: Any) -> T:
     for item in options_in(config):
         value = plain(getattr(cfg, item.key, item.default))
         # --model-overrides may contain a number for a text option.
-        values[item.name] = str(value) if isinstance(item.default, str) else value
+        values[item.name] = str(value) if item.type is str else value
     return config(**values)
 
 
@@ -146,7 +141,7 @@ def refuse_bad_values(config: Any) -> None:
     for entry in options_in(type(config)):
         value = getattr(config, entry.name)
         rule = one_of(entry.choices) if entry.choices else entry.rule
-        if not _is_of_type(value, entry.type):
+        if not (_is_of_type(value, entry.type) or (entry.or_class and isinstance(value, type))):
             raise ValueError(f"{entry.label} is {value!r}; give {KINDS[entry.type]}.")
         if rule is not None and not rule[0](value):
             text = shown(value) if isinstance(value, str) else value

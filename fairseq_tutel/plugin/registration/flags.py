@@ -36,7 +36,7 @@ def made(name: str, options: Iterable[Option], base: type = FairseqDataclass) ->
     """Make a fairseq dataclass called `name`, with one field for each of the given options."""
     made = []
     for item in options:
-        kind = ChoiceEnum(list(item.choices)) if item.choices else type(item.default)
+        kind = ChoiceEnum(list(item.choices)) if item.choices else item.type
         text = f"{item.text} [default: {item.shown_default}]".replace("%", "%%")
         made.append((item.key, kind, dataclasses.field(default=item.default, metadata={"help": text})))
     return dataclasses.make_dataclass(name, made, bases=(base,), namespace={"__module__": __name__})
