@@ -49,7 +49,7 @@ if [ $# -gt 0 ]; then
         iconv -f UTF-8 -t UTF-8 "$file" > /dev/null 2>&1 || refuse "$file is not UTF-8; convert it with iconv."
     done
     [ "${1##*.}" != "${2##*.}" ] || refuse "both files end with .${1##*.}; give each the suffix of its language."
-    lines=("$(grep -c "" "$1")" "$(grep -c "" "$2")")
+    lines=("$(sed -n '$=' "$1")" "$(sed -n '$=' "$2")")  # grep -c counts NUL bytes, too
     [ "${lines[0]}" = "${lines[1]}" ] \
         || refuse "$1 has ${lines[0]} lines, but $2 has ${lines[1]}; give translations line by line."
 else

@@ -34,7 +34,7 @@ from fairseq_tutel.moe.gates import (
     noisy_logits,
     reset_gate,
 )
-from fairseq_tutel.moe.routing import GateOutput, Routing, decide, mask_outputs
+from fairseq_tutel.moe.routing import GateOutput, Routing, decide, mask_outputs, summary
 from fairseq_tutel.moe.shared_experts import SharedResidualExperts, sum_of_gate
 from fairseq_tutel.options.option import is_whole
 from fairseq_tutel.planning.strategy import Strategy
@@ -65,6 +65,8 @@ class MoEOutput:
     losses: dict[str, Tensor]
     cmr_sum: Tensor | None
     routing: Routing
+
+    __repr__ = summary
 
 
 class DeferredOutput(Deferred, MoEOutput):
