@@ -109,4 +109,6 @@ def _data_folder(given: str | Path | None, trained: str, beside: Path) -> Path:
             raise ValueError(f"data is {given}, which is not a folder; give the dictionaries' folder.")
         return Path(given).absolute()
     folder = Path(trained.split(":")[0]).absolute()  # the first of several data folders has dictionaries
-    return folder if trained and any(folder.glob("dict*.txt")) else beside
+    # Tasks that classify texts have their dictionaries in the folders input0 and label.
+    found = trained and any([*folder.glob("dict*.txt"), *folder.glob("*/dict.txt")])
+    return folder if found else beside
