@@ -315,7 +315,7 @@ def find_log(path: Path, grows: bool = False) -> tuple[Log, list[Path]]:
         searched = f"{len(logs)} file(s) named {', '.join(LOG_NAMES)}" if path.is_dir() else "it"
         folder = path if path.is_dir() else path.parent
         raise NoRecordError(
-            f"{path} has no training record: no JSON lines of fairseq in {searched}; train with "
+            f"{path} has no training record: no record of fairseq in {searched}; train with "
             f"--log-format json --log-file {folder}/train.log."
         )
     ((text, log),) = found.items()
