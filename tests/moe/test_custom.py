@@ -16,7 +16,7 @@ from fairseq_tutel import MoEConfig, MoELayer
 from fairseq_tutel.comm import exchange
 from fairseq_tutel.kernels.groups import Groups
 from fairseq_tutel.moe.dispatchers import Exchange
-from fairseq_tutel.moe.experts import CustomExperts
+from fairseq_tutel.moe.experts import CustomExperts, Experts
 from fairseq_tutel.moe.gates import HashGate
 from fairseq_tutel.plugin.feed_forward import MoEFeedForward
 from fairseq_tutel.ranks.groups import Topology
@@ -182,6 +182,26 @@ def test_own_experts_stand_beside_too(option):
     if option == "shared_experts":
         close(difference, part(x), "what the shared experts add")
     assert difference.any()
+
+
+class TwiceExperts(Experts):
+    def prepared(self, tensors, device):
+        return {name: 2 * tensor for name, tensor in super().prepared(tensors, device).items()}
+
+
+@pytest.mark.parametrize("is_replaced", (False, True))
+def test_own_experts_compute_alike_with_and_without_gradients(is_replaced):
+    config, x = dataclasses.replace(CONFIG, activation="relu"), tokens(2).detach().float()
+    own = TwiceExperts(config)
+    layer = MoELayer(config, seed=1, experts=None if is_replaced else own).eval()
+    with torch.no_grad():
+        layer(x)  # the layer may remember how it computes
+    if is_replaced:
+        own.load_state_dict(layer.experts.state_dict())
+        layer.experts = own.eval()
+    expected = layer(x)[0]
+    with torch.no_grad():
+        close(layer(x)[0], expected, "the output without gradients")
 
 
 REFUSED = [
