@@ -45,7 +45,8 @@ def from_checkpoint(
     Returns:
         An interface of plugin/hub_interfaces.py, which is a torch module in eval mode. Translation models
         have `translate`, language models `sample` and `score`, masked language models `fill_mask`, text
-        classifiers `predict`, and image classifiers `classify`. All have the methods of fairseq's interfaces.
+        classifiers `predict`, and image classifiers `classify`. All have the methods of fairseq's
+        interfaces.
 
     Raises:
         ValueError: a file is missing, corrupt or not a checkpoint; dictionaries are missing; an option is
