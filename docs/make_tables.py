@@ -16,30 +16,12 @@ from fairseq.tasks import TASK_REGISTRY
 import page
 from fairseq_tutel import plugin
 from fairseq_tutel.moe.metrics import METRICS
-from fairseq_tutel.moe.option_table import BY_OWNER, options_of
-from fairseq_tutel.options.option import Option, options_in
-from fairseq_tutel.tools.flags import OTHER_TABLES
+from fairseq_tutel.options.option import Option
+from fairseq_tutel.tools.flags import THEMES, all_options
 
 ROOT = Path(__file__).resolve().parents[1]
 README, FLAGS = ROOT / "README.md", ROOT / "docs" / "flags.md"
 WIDTH = 110
-THEMES = (
-    "Routing",
-    "Capacity",
-    "Balance",
-    "Experts",
-    "Parallelism",
-    "Communication",
-    "Memory",
-    "Checkpoints",
-    "Kernels",
-    "Logging",
-    "Images",
-    "Vision",
-    "Ensembles",
-    "Distillation",
-    "Older names",
-)
 MOST_USED = (
     "--moe-freq",
     "--moe-expert-count",
@@ -55,15 +37,6 @@ MOST_USED = (
     "--moe-a2a-algorithm",
     "--moe-zero-stage",
 )
-
-
-def all_options() -> list[Option]:
-    """Return the options of model, criterion and task, then those of other tables."""
-    others = [table for _, tables in OTHER_TABLES for table in tables]
-    return [
-        *(option for owner in BY_OWNER for option in options_of(owner)),
-        *(option for table in others for option in options_in(table)),
-    ]
 
 
 def flags_by_theme() -> str:

@@ -18,7 +18,11 @@ def main():
     print(f"{model.kind} on {model.device}; it offers {', '.join(model.offers)}", file=sys.stderr)
     answer = getattr(model, model.offers[0])
     for line in sys.stdin:
-        print(answer(line.strip()), flush=True)
+        try:
+            print(answer(line.strip()), flush=True)
+        except ValueError as error:  # of this line alone, such as a text that is too long
+            print(flush=True)
+            print(f"error: {error}", file=sys.stderr)
 
 
 if __name__ == "__main__":

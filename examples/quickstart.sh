@@ -6,8 +6,8 @@
 # Line n of SOURCE (such as my.de) and line n of TARGET (such as my.en) are translations of each other. The suffixes
 # name the languages. Without files, a small German-English corpus is generated. OUT [outputs/quickstart] gets the
 # pieces of words (bpe.model), the data for fairseq (data/), the checkpoints and the log of the model (model/), and
-# report.html; --overwrite replaces them. With --upcycle, a dense model is trained first, and its weights start the MoE
-# model.
+# report.html; --overwrite replaces them. The same command again continues a training that was interrupted. With
+# --upcycle, a dense model is trained first, and its weights start the MoE model.
 # Environment: UPDATES (300), VOCAB (--vocab-size: pieces of words, at most; 2000), OMP_NUM_THREADS (all cores).
 set -euo pipefail
 
@@ -36,7 +36,11 @@ parent=$out
 while [ ! -e "$parent" ]; do parent=$(dirname "$parent"); done
 [ -d "$parent" ] && [ -w "$parent" ] \
     || refuse "OUT is $out, but $parent is not a folder that can be written to; give another name."
-if [ -z "$overwrite" ] && [ -n "$(ls -A "$out" 2>/dev/null)" ]; then
+command="$* $upcycle $updates $vocab $(cksum "${@:1:2}" 2>/dev/null < /dev/null || true)"
+continued=
+if [ -z "$overwrite" ] && [ "$(cat "$out/command.txt" 2>/dev/null)" = "$command" ]; then
+    continued=yes
+elif [ -z "$overwrite" ] && [ -n "$(ls -A "$out" 2>/dev/null)" ]; then
     refuse "OUT is $out, which is not empty; give another folder, or add --overwrite."
 fi
 if [ $# -gt 0 ]; then
@@ -49,7 +53,7 @@ if [ $# -gt 0 ]; then
         iconv -f UTF-8 -t UTF-8 "$file" > /dev/null 2>&1 || refuse "$file is not UTF-8; convert it with iconv."
     done
     [ "${1##*.}" != "${2##*.}" ] || refuse "both files end with .${1##*.}; give each the suffix of its language."
-    lines=("$(grep -c "" "$1")" "$(grep -c "" "$2")")
+    lines=("$(sed -n '$=' "$1")" "$(sed -n '$=' "$2")")  # grep -c counts NUL bytes, too
     [ "${lines[0]}" = "${lines[1]}" ] \
         || refuse "$1 has ${lines[0]} lines, but $2 has ${lines[1]}; give translations line by line."
 else
@@ -63,6 +67,8 @@ step() { echo; echo "== $1"; }
 
 step "1 of 5: cut words into pieces (sentencepiece), and keep some sentences for validation and test"
 python "$root/examples/parallel_text.py" "$source" "$target" "$out" --vocab-size "$vocab"
+[ -n "$continued" ] || rm -rf "$out/dense" "$out/model"
+echo "$command" > "$out/command.txt"
 
 step "2 of 5: binarize for fairseq (fairseq-preprocess)"
 rm -rf "$out/data"
@@ -84,10 +90,12 @@ shared=(--max-tokens 2048 --encoder-layers 2 --decoder-layers 2
 experts=(--moe-freq 1 --moe-expert-count 8 --moe-top-k 2 --moe-expert-ffn-dim 256)
 
 train() { # FOLDER UPDATES FLAGS...: train, and print a line per 20 updates; all output goes to FOLDER/output.txt
-    rm -rf "$1" && mkdir -p "$1"
+    if grep -qs "done training" "$1/output.txt"; then return; fi
+    trap 'echo "interrupted; start the same command again to continue." >&2; exit 130' INT
+    mkdir -p "$1"
     fairseq-train "$out/data" --user-dir "$root/user_dir" "${shared[@]}" --total-num-update "$2" --max-update "$2" \
-        --save-dir "$1" --log-file "$1/train.log" "${@:3}" 2>&1 | tee "$1/output.txt" \
-        | python "$root/examples/progress.py" "$2" \
+        --save-dir "$1" --log-file "$1/train.log" "${@:3}" 2>&1 | tee -i -a "$1/output.txt" \
+        | (trap "" INT; python "$root/examples/progress.py" "$2") \
         || { tail -n 5 "$1/output.txt" >&2; exit 1; }
 }
 

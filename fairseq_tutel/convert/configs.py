@@ -68,7 +68,7 @@ def gate_rows(config: MoEConfig, layer: Layer) -> list[str]:
     return [
         f"{layer.moe}.{place}.{key}"
         for place, kind in zip(places, config.gate_types, strict=True)
-        for key in ROWS.get(kind, ())
+        for key in ROWS.get(str(kind), ())
     ]
 
 

@@ -9,11 +9,10 @@ import torch
 from torch import Tensor, nn
 
 
-def load_class(label: str, name: str) -> type:
-    """Import and return the class with the name package.module.Class; raise ValueError if that fails."""
-    module_name, _, class_name = name.rpartition(".")
+def load_class(label: str, name: str | type) -> type:
+    """Return the class, imported if it is a name, package.module.Class; raise ValueError if that fails."""
     try:
-        found = getattr(importlib.import_module(module_name), class_name)
+        found = name if isinstance(name, type) else _imported(name)
     except (ImportError, AttributeError, ValueError) as error:
         raise ValueError(
             f"{label} is {name!r}, which cannot be imported ({error}); give package.module.Class, where "
@@ -26,8 +25,13 @@ def load_class(label: str, name: str) -> type:
     return found
 
 
-def build_custom(label: str, name: str, config: Any) -> nn.Module:
-    """Build an object of the named class and store its configuration, so that `redraw` can rebuild it."""
+def _imported(name: str) -> Any:
+    module_name, _, class_name = name.rpartition(".")
+    return getattr(importlib.import_module(module_name), class_name)
+
+
+def build_custom(label: str, name: str | type, config: Any) -> nn.Module:
+    """Build an object of the class and store its configuration, so that `redraw` can rebuild it."""
     module: Any = construct(label, load_class(label, name), config)
     module.moe_config = config
     return module

@@ -46,7 +46,7 @@ ACTIVATIONS = ("relu", "relu_squared", "gelu", "gelu_fast", "gelu_accurate", "ta
 OVERLAP = whole(1, 32)
 MILLION = 1_000_000
 GATE = one_of(GATE_TYPES, or_class=True)
-GATES: Rule = (lambda v: all(GATE[0](name.strip()) for name in v.split(",")), GATE[1])
+GATES: Rule = (lambda v: all(map(GATE[0], gate_types_of(v))), GATE[1])
 ALGORITHM: Rule = (
     lambda v: v == "auto" or is_algorithm(v),
     f"choose one of {', '.join(ALGORITHMS)}, auto, or plan:NAME",
@@ -177,12 +177,12 @@ class MoEConfig:
         "tokens / experts) tokens with the highest scores, with f = 1 if the capacity factor is 0 (expert "
         "choice; a token's experts then depend on later tokens, so do not use it in causal models)",
     )
-    gate_type: str = routing(
-        "linear", rule=GATES,
+    gate_type: str | type = routing(  # noqa: RUF009
+        "linear", rule=GATES, or_class=True,
         help="how the gate scores tokens: linear, biased (linear with a bias per expert), cosine "
         "(similarity of a projection and one vector per expert), hash (of the token ID, without "
-        "parameters), or your own package.module.Class; several names separated by commas give several "
-        "gates for the same experts",
+        "parameters), or your own package.module.Class (in Python also the class itself); several names "
+        "separated by commas give several gates for the same experts",
     )
     gate_index: int = routing(0, "index of the gate to use if there are several", rule=AT_LEAST_0)
     gate_projection_dim: int = routing(
@@ -265,10 +265,11 @@ class MoEConfig:
         0.001, rule=NOT_NEGATIVE, no_effect=(needs(lambda f: f.layer.balance_bias, "--moe-balance-bias"),),
         help="change of the balance bias per update, in units of scores; 0 keeps the bias constant",
     )
-    expert_type: str = experts(
-        "ffn", rule=one_of(EXPERT_TYPES, or_class=True),
+    expert_type: str | type = experts(  # noqa: RUF009
+        "ffn", rule=one_of(EXPERT_TYPES, or_class=True), or_class=True,
         help="ffn: two linear layers with an activation between them; glu: SwiGLU, silu(x W1) * (x W3), "
-        "then W2; or your own package.module.Class, a torch module that is one expert",
+        "then W2; or your own package.module.Class (in Python also the class itself), a torch module "
+        "that is one expert",
     )
     shared_experts: int = experts(
         0, rule=AT_LEAST_0,
@@ -379,9 +380,14 @@ class MoEConfig:
         refuse_excluded(self)
 
     @property
-    def gate_types(self) -> list[str]:
+    def gate_types(self) -> list[str | type]:
         """The gate type of each of the layer's gates, in the order of gate indices."""
-        return [name.strip() for name in self.gate_type.split(",")]
+        return gate_types_of(self.gate_type)
+
+
+def gate_types_of(gate_type: str | type) -> list[str | type]:
+    """Return the gate types in an option value: a class, or names separated by commas."""
+    return [name.strip() for name in gate_type.split(",")] if isinstance(gate_type, str) else [gate_type]
 
 
 LAYER = {item.name: item for item in options_in(MoEConfig)}

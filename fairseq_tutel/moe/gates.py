@@ -160,11 +160,11 @@ def _shifted(x: Tensor, bits: int) -> Tensor:
 GATES = {"linear": LinearGate, "biased": BiasedGate, "cosine": CosineGate, "hash": HashGate}
 
 
-def build_gate(config: MoEConfig, kind: str) -> nn.Module:
+def build_gate(config: MoEConfig, kind: str | type) -> nn.Module:
     """Build the configured gate: a built-in type, or a user's class that takes the configuration."""
     if is_custom(kind):
         return build_custom(label_of("gate_type"), kind, config)
-    return GATES[kind](config)
+    return GATES[str(kind)](config)
 
 
 def reset_gate(gate: Any, seed: int, name: str, tensor: str) -> None:

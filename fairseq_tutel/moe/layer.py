@@ -23,7 +23,7 @@ from fairseq_tutel.moe.decode import MOST_ASSIGNMENTS, are_few, decide_few, is_p
 from fairseq_tutel.moe.deferred import Deferred, can_defer
 from fairseq_tutel.moe.dispatchers import Dispatcher, OwnExperts, choose_dispatcher
 from fairseq_tutel.moe.expert_stack import ExpertStack, Weights, is_hooked
-from fairseq_tutel.moe.experts import build_experts
+from fairseq_tutel.moe.experts import Experts, build_experts
 from fairseq_tutel.moe.gates import (
     LinearGate,
     build_gate,
@@ -33,7 +33,7 @@ from fairseq_tutel.moe.gates import (
     noisy_logits,
     reset_gate,
 )
-from fairseq_tutel.moe.routing import GateOutput, Routing, decide, mask_outputs
+from fairseq_tutel.moe.routing import GateOutput, Routing, decide, mask_outputs, summary
 from fairseq_tutel.moe.shared_experts import SharedResidualExperts, sum_of_gate
 from fairseq_tutel.options.option import is_whole
 from fairseq_tutel.planning.strategy import Strategy
@@ -64,6 +64,8 @@ class MoEOutput:
     losses: dict[str, Tensor]
     cmr_sum: Tensor | None
     routing: Routing
+
+    __repr__ = summary
 
 
 class DeferredOutput(Deferred, MoEOutput):
@@ -234,6 +236,8 @@ class MoELayer(nn.Module):
             and self.beside is None
             and self.balance_bias is None
             and own.keys().isdisjoint(SKIPPED)  # no method is replaced in this object
+            and type(experts) is Experts
+            and experts.is_one_node
             and experts.weights.are_own
             and not experts.training
             and not is_hooked(experts)
@@ -241,7 +245,6 @@ class MoELayer(nn.Module):
             and not is_hooked(gate)
             and not _has_any_global_hook()
             and weight is not None
-            and fc1_weight is not None
             and x.dtype == torch.float32 == weight.dtype == fc1_weight.dtype
             and x.is_cpu
             and not (time_first and x.dim() != 3)
@@ -252,8 +255,7 @@ class MoELayer(nn.Module):
         """Return whether the options allow `decode`, and no subclass replaces the steps that it skips."""
         is_stock = all(getattr(type(self), name) is getattr(MoELayer, name) for name in SKIPPED)
         is_single = self.gate_configs == [self.config] and self.topology.expert_group is None
-        has_one_node = getattr(self.experts, "is_one_node", False)
-        return is_stock and is_single and has_one_node and is_plain(self.config)
+        return is_stock and is_single and is_plain(self.config)
 
     def decode(self, x: Tensor, time_first: bool) -> tuple[Tensor, MoEOutput]:
         """Compute a few tokens; their losses, slots and rows are computed at the first access."""

@@ -34,7 +34,7 @@ WARM_UPDATES = 2  # the first allocates optimizer state; the second's memory pea
 WATCH_EVERY = 10  # every tenth update of a settled bucket is timed
 FORMAT = 3
 # The measurements depend on these options.
-SIGNED = ("model_dim", "hidden_dim", "expert_type", "top_k", "exchange", "a2a_dtype")
+SIGNED = ("model_dim", "hidden_dim", "top_k", "exchange", "a2a_dtype")
 
 
 class UpdateTuner:
@@ -270,6 +270,7 @@ class UpdateTuner:
             "ranks_per_node": place.grid.local if place.grid else 0,
             "experts": [layer.config.num_experts for layer in self.layers],
             **{name: getattr(config, name) for name in SIGNED},
+            "expert_type": str(config.expert_type),
             "window": self.window,
             "device": torch.cuda.get_device_name() if on_gpu else "cpu",
             "nccl": ".".join(map(str, torch.cuda.nccl.version())) if on_gpu else "",

@@ -49,6 +49,7 @@ class Option:
     unit: str = ""
     choices: tuple[str, ...] = ()  # the valid values of an option with words as values
     rule: Rule | None = None  # an additional test of the value
+    or_class: bool = False  # whether Python may give a class in place of a word
     # Conditions on `Facts` under which a value other than the default has no effect in a training run. The
     # first condition that holds is logged.
     no_effect: tuple[Condition, ...] = ()
@@ -104,6 +105,7 @@ def options_in(config: Any) -> tuple[Option, ...]:
 @cache
 def _options_in(config: Any) -> tuple[Option, ...]:
     def named(entry: Option, name: str, type: Any) -> Option:
+        type = str if entry.or_class else type
         flag = entry.flag or (flag_of(getattr(config, "prefix", "") + name) if entry.of else "")
         return replace(entry, name=name, key=key_of(flag) if entry.of else "", flag=flag, type=type)
 
@@ -139,7 +141,7 @@ def refuse_bad_values(config: Any) -> None:
     for entry in options_in(type(config)):
         value = getattr(config, entry.name)
         rule = one_of(entry.choices) if entry.choices else entry.rule
-        if not _is_of_type(value, entry.type):
+        if not (_is_of_type(value, entry.type) or (entry.or_class and isinstance(value, type))):
             raise ValueError(f"{entry.label} is {value!r}; give {KINDS[entry.type]}.")
         if rule is not None and not rule[0](value):
             text = shown(value) if isinstance(value, str) else value
@@ -172,9 +174,9 @@ def is_number(value: Any) -> bool:
     return isinstance(value, numbers.Real) and not isinstance(value, bool)
 
 
-def is_custom(name: str) -> bool:
-    """Return whether a gate or expert type names a user's class, such as package.module.Class."""
-    return "." in name
+def is_custom(kind: str | type) -> bool:
+    """Return whether a gate or expert type is a user's class, or names one: package.module.Class."""
+    return isinstance(kind, type) or "." in kind
 
 
 def one_of(names: tuple[str, ...], or_class: bool = False) -> Rule:

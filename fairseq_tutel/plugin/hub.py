@@ -43,8 +43,9 @@ def from_checkpoint(
 
     Returns:
         An interface of plugin/hub_interfaces.py, which is a torch module in eval mode. Translation models
-        have `translate`, language models `sample` and `score`, masked language models `fill_mask`, and
-        image classifiers `classify`. All have the methods of fairseq's interfaces.
+        have `translate`, language models `sample` and `score`, masked language models `fill_mask`, text
+        classifiers `predict`, and image classifiers `classify`. All have the methods of fairseq's
+        interfaces.
 
     Raises:
         ValueError: a file is missing, corrupt or not a checkpoint; dictionaries are missing; an option is
@@ -100,4 +101,6 @@ def _data_folder(given: str | Path | None, trained: str, beside: Path) -> Path:
             raise ValueError(f"data is {given}, which is not a folder; give the dictionaries' folder.")
         return Path(given).absolute()
     folder = Path(trained.split(":")[0]).absolute()  # the first of several data folders has dictionaries
-    return folder if trained and any(folder.glob("dict*.txt")) else beside
+    # Tasks that classify texts have their dictionaries in the folders input0 and label.
+    found = trained and any([*folder.glob("dict*.txt"), *folder.glob("*/dict.txt")])
+    return folder if found else beside

@@ -1,5 +1,6 @@
 """Python interfaces for trained models, one for each kind of model, based on fairseq's hub interfaces."""
 
+import re
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import fields
@@ -12,6 +13,7 @@ from fairseq.dataclass.configs import GenerationConfig
 from fairseq.models import FairseqEncoderDecoderModel, FairseqLanguageModel
 from fairseq.models.bart import BARTHubInterface
 from fairseq.models.roberta import RobertaHubInterface, RobertaModel
+from fairseq.tasks.sentence_prediction import SentencePredictionTask
 from fairseq.tasks.translation_from_pretrained_bart import TranslationFromPretrainedBARTTask
 from fairseq.tasks.translation_multi_simple_epoch import TranslationMultiSimpleEpochTask
 from fairseq_cli.generate import get_symbols_to_strip_from_output
@@ -20,13 +22,16 @@ from torch import nn
 from fairseq_tutel.plugin.registration.process import sentence_of
 from fairseq_tutel.vision.images import UnreadableImageError, decoded, fitted, normalisation
 
+# Options of fairseq-generate that have no effect in Python, or fail.
+OF_COMMANDS = {"constraints", "lm_path", "lm_weight", "nbest", "prefix_size", "replace_unk", "sacrebleu"}
 GENERATION = {
-    *(field.name for field in fields(GenerationConfig)),
+    *{field.name for field in fields(GenerationConfig)} - OF_COMMANDS,
     *("skip_invalid_size_inputs", "inference_step_args", "prefix_allowed_tokens_fn"),
 }
 # Tasks that can change their languages after they are set up.
 MULTILINGUAL = (TranslationMultiSimpleEpochTask, TranslationFromPretrainedBARTTask)
 METHODS = ("translate", "sample", "score", "fill_mask", "classify")
+TOO_LONG = re.compile(r"Size of sample #(\d+) is invalid \(=\(?(\d+).* since max_positions=\(?(\d+)")
 
 
 class Interface:
@@ -97,8 +102,8 @@ class Generating(Interface):
         unknown = sorted(options.keys() - GENERATION)
         if unknown:
             raise ValueError(
-                f"{unknown[0]} is not an option of generation; remove it, or find the right name in "
-                "fairseq-generate's help, where options have dashes."
+                f"{unknown[0]} is not an option of generation in Python; remove it, or find the right name "
+                "in fairseq-generate's help, where options have dashes."
             )
         if not isinstance(beam, int) or beam < 1:
             raise ValueError(f"beam is {beam!r}; give a number of at least 1.")
@@ -113,6 +118,11 @@ class Generating(Interface):
                 return super().generate(tokens, beam, verbose, *args, **options)  # type: ignore[misc]
             except Exception as error:
                 text = sentence_of(error)
+                if long := TOO_LONG.match(str(error)):
+                    text = (
+                        f"text {long[1]} has {long[2]} tokens, but the model accepts at most {long[3]}; "
+                        "give a shorter text."
+                    )
                 if text is None:
                     raise
                 raise ValueError(text) from error
@@ -191,6 +201,17 @@ class LanguageModel(Generating, hub_utils.GeneratorHubInterface):
     """Interface of a language model: `sample` continues a text, `score` returns log-probabilities."""
 
     kind, offers = "a language model", ("sample", "score")
+
+    def score(self, sentences: Any, *args: Any, **options: Any) -> Any:
+        """Return the log-probabilities of the words of a text, or of a list of texts.
+
+        Raises:
+            ValueError: a text is empty.
+        """
+        texts = [sentences] if isinstance(sentences, str) else sentences
+        if not all(map(str.strip, texts)):
+            raise ValueError("score got an empty text; give texts of at least one word.")
+        return super().score(sentences, *args, **options)
 
 
 class MaskedLanguageModel(Single, RobertaHubInterface):
@@ -271,6 +292,12 @@ class Denoising(Single, Generating, BARTHubInterface):
         for text in masked_inputs:
             _refuse_masks(text, "<mask>" in text, "a <mask>")
         return super().fill_mask(masked_inputs, topk, **options)
+
+
+class TextClassification(Single, BARTHubInterface):
+    """Interface of an encoder-decoder that classifies texts: `predict(head, encode(text))`."""
+
+    kind, offers = "a text classifier", ("predict",)
 
 
 class ImageClassification(Interface, nn.Module):
@@ -357,6 +384,8 @@ def interface_of(model: nn.Module, task: Any) -> Any:
         FairseqLanguageModel: LanguageModel,
         FairseqEncoderDecoderModel: Denoising if hasattr(task, "mask_idx") else Translation,
     }
+    if isinstance(task, SentencePredictionTask):
+        kinds[FairseqEncoderDecoderModel] = TextClassification
     for kind, interface in kinds.items() if reads_text(task) else ():
         if isinstance(model, kind):
             return interface

@@ -58,6 +58,9 @@ def chosen_inputs(arguments: argparse.Namespace) -> list[Path]:
     """Return the selected checkpoints, in order; raise ValueError for wrong flags or too few files."""
     paths = [Path(name) for name in arguments.inputs]
     bound = arguments.checkpoint_upper_bound
+    for path in paths:
+        if not path.exists():
+            raise ValueError(f"INPUTS names {path}, which does not exist; give an existing file or folder.")
     given = {flag: count for flag in NAMES if (count := getattr(arguments, flag)) is not None}
     flag, count = next(iter(given.items()), ("", 1))
     if count < 1:

@@ -8,18 +8,37 @@ from typing import Any
 
 from fairseq_tutel.distillation.options import DistillationConfig
 from fairseq_tutel.ensemble.options import CMCLConfig, EnsembleConfig
-from fairseq_tutel.moe.option_table import options_of
+from fairseq_tutel.moe.option_table import BY_OWNER, options_of
 from fairseq_tutel.options.option import Option, options_in
 from fairseq_tutel.vision.options import ImageConfig, SwinConfig, SwinExpertsConfig
 
-# Options that are defined outside of moe/: (title, dataclasses).
-OTHER_TABLES: tuple[tuple[str, tuple[type, ...]], ...] = (
-    ("of the task image_classification", (ImageConfig,)),
-    ("of swin_v2 and swin_v2_moe", (SwinConfig, SwinExpertsConfig)),
-    ("of the architecture ensemble_of", (EnsembleConfig,)),
-    ("of the criterion cmcl", (CMCLConfig,)),
-    ("of the criterion moe_distillation", (DistillationConfig,)),
+# Options that are defined outside of moe/.
+OTHER_TABLES = (ImageConfig, SwinConfig, SwinExpertsConfig, EnsembleConfig, CMCLConfig, DistillationConfig)
+THEMES = (
+    "Routing",
+    "Capacity",
+    "Balance",
+    "Experts",
+    "Parallelism",
+    "Communication",
+    "Memory",
+    "Checkpoints",
+    "Kernels",
+    "Logging",
+    "Images",
+    "Vision",
+    "Ensembles",
+    "Distillation",
+    "Older names",
 )
+
+
+def all_options() -> list[Option]:
+    """Return the options of model, criterion and task, then those of other tables."""
+    return [
+        *(option for owner in BY_OWNER for option in options_of(owner)),
+        *(option for table in OTHER_TABLES for option in options_in(table)),
+    ]
 
 
 def add_to(tools: Any) -> None:
@@ -27,19 +46,16 @@ def add_to(tools: Any) -> None:
     parser = tools.add_parser("flags", description=__doc__, example="capacity")
     text = "print only flags with these words in their name or help [all flags]"
     parser.add_argument("word", nargs="*", metavar="WORD", help=text)
+    for option in all_options():  # a flag is a word to search, too
+        constant = {"action": "append_const", "const": option.flag, "help": argparse.SUPPRESS}
+        parser.add_argument(option.flag, dest="flag", default=[], **constant)
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> None:
     """Print the flags that match the word. If none match, print those of the most similar word."""
-    tables = {
-        "of the moe_ architectures": options_of("model"),
-        "of every task": options_of("task"),
-        "of the moe_ criterions": options_of("criterion"),
-        **{title: [o for table in those for o in options_in(table)] for title, those in OTHER_TABLES},
-    }
-    every = [option for known in tables.values() for option in known]
-    pattern = " ".join(arguments.word).lower()
+    every = all_options()
+    pattern = " ".join([*arguments.word, *arguments.flag]).lower()
     if not any(_matches(option, pattern) for option in every):
         words = {
             word for o in every for word in re.findall(r"[a-z]{3,}", f"{o.key.replace('_', ' ')} {o.text}")
@@ -49,13 +65,13 @@ def run(arguments: argparse.Namespace) -> None:
             raise ValueError(f"no flag has {pattern!r} in its name or help; give another word.")
         print(f"no flag has {pattern!r}; flags with {similar[0]!r}:")
         pattern = similar[0]
-    for title, known in tables.items():
-        options = [option for option in known if _matches(option, pattern)]
+    for theme in THEMES:
+        options = [option for option in every if option.theme == theme and _matches(option, pattern)]
         if options:
-            print(f"{title}:")
+            print(f"{theme}:")
         for option in options:
             text = f"{option.text} [{option.shown_default}]"
-            print(f"  {option.flag}")
+            print(f"  {option.flag} ({option.of})")
             print(textwrap.fill(text, 96, initial_indent=" " * 6, subsequent_indent=" " * 6))
 
 

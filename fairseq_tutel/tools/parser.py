@@ -32,20 +32,18 @@ class ToolParser(argparse.ArgumentParser):
         self.epilog = f"{EXAMPLE}{self.prog} {example}".rstrip()
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:  # type: ignore[override]
-        """Parse the words like ArgumentParser, also if the input is given in its former way."""
+        """Parse the words like ArgumentParser; accept the input's former form, and refuse unknown flags."""
         words = sys.argv[1:] if args is None else list(args)
         if self.former_input:
             words = _input_first(words, self.former_input)
+        # argparse would name an argument that is missing instead of the flag that is misspelled.
+        flags = [] if self._subparsers else list(self._option_string_actions)
+        for word in [word for word in words if word.startswith("--") and flags]:
+            if not any(flag.startswith(word.partition("=")[0]) for flag in flags):
+                similar = get_close_matches(word, flags, 1)
+                hint = f"did you mean {similar[0]}?" if similar else "see --help"
+                self.error(f"unrecognized arguments: {word}; {hint}")
         return super().parse_known_args(words, namespace)
-
-    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:  # type: ignore[override]
-        """Parse the words like ArgumentParser; name the most similar flag if a word is unknown."""
-        parsed, unknown = self.parse_known_args(args, namespace)
-        if unknown:
-            similar = get_close_matches(unknown[0], _flags_of(self), 1)
-            hint = f"did you mean {similar[0]}?" if similar else "see --help"
-            self.error(f"unrecognized arguments: {' '.join(unknown)}; {hint}")
-        return parsed
 
     def error(self, message: str) -> NoReturn:
         """Print the message and exit; add a hint if a value may have begun with a dash."""
@@ -64,15 +62,6 @@ class _HelpFormatter(argparse.HelpFormatter):
 
     def _split_lines(self, text: str, width: int) -> list[str]:
         return textwrap.wrap(" ".join(text.split()), width, break_on_hyphens=False)
-
-
-def _flags_of(parser: argparse.ArgumentParser) -> list[str]:
-    """Return the flags of a parser and of its subcommands."""
-    flags = [flag for action in parser._actions for flag in action.option_strings]
-    for action in parser._actions:
-        if isinstance(action, argparse._SubParsersAction):
-            flags += [flag for tool in action.choices.values() for flag in _flags_of(tool)]
-    return flags
 
 
 def _input_first(words: list[str], flag: str) -> list[str]:

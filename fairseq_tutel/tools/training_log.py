@@ -3,7 +3,9 @@
 A record is a line that ends in JSON: `… | train_inner | {"epoch": 1, …}` in a captured output,
 `[…][train_inner][INFO] - {…}` under hydra, or only the JSON in a `--log-file`. The value of the key
 that ends in `num_updates` is the update; the prefix of this key is the data subset. A record of
-fairseq-validate has no update.
+fairseq-validate has no update. Lines of fairseq's format `simple` are read as such JSON:
+`epoch 001:     20 / 100 loss=5.1, num_updates=20` and
+`epoch 001 | valid on 'valid' subset | loss 5.2 | num_updates 100`.
 """
 
 import math
@@ -27,6 +29,8 @@ LAYERS = "moe_layers_"  # prefix of lists over MoE layers, before the metric's n
 UNKNOWN = -1  # the update of a record without an update number
 LONGEST_LINE = 2**24  # characters; longer lines (in files that are not logs) are read in parts
 _UPDATES = "num_updates"
+_SIMPLE = re.compile(r"\bepoch \d+(?:(:) +\d+ / \d+ | \| (?:valid on '(.+?)' subset \| )?)(\w+[ =].*)")
+_SIMPLE_VALUE = re.compile(r"(\w+)[ =](\[.*?\]|[^,|\s]+)")
 _PROCESS_STARTS = re.compile(r"training on (\d+) devices")
 _PROCESS_ENDS = re.compile(r"done training in [\d.]+ seconds")
 
@@ -131,13 +135,14 @@ def read_log(lines: Iterable[str]) -> Log:
             log.is_over = False
         elif _PROCESS_ENDS.search(line):
             log.is_over = True
-        text = line[line.find('{"') :].strip() if '{"' in line else ""
+        simple = _SIMPLE.search(line)
+        text = simple[0] if simple else line[line.find('{"') :].strip() if '{"' in line else ""
         # fairseq adds a file handler in every epoch, so lines are repeated.
         if not text or text == last:
             continue
         last = text
         try:
-            entry = _read_entry(parse_json(text))
+            entry = _read_entry(_simple_stats(simple) if simple else parse_json(text))
         except ValueError:
             entry = None
             if text.startswith('{"epoch"'):
@@ -147,6 +152,15 @@ def read_log(lines: Iterable[str]) -> Log:
         elif entry is not None:
             log.entries.append(entry)
     return log
+
+
+def _simple_stats(found: re.Match[str]) -> dict[str, object]:
+    """Return what fairseq's JSON has for a line of its simple format; numbers remain text."""
+    prefix = "" if found[1] else f"{found[2] or EPOCH}_"
+    return {
+        prefix + key: value[1:-1].split(", ") if value.startswith("[") else value
+        for key, value in _SIMPLE_VALUE.findall(found[3])
+    }
 
 
 def _read_entry(stats: object) -> Record | None:
@@ -301,7 +315,7 @@ def find_log(path: Path, grows: bool = False) -> tuple[Log, list[Path]]:
         searched = f"{len(logs)} file(s) named {', '.join(LOG_NAMES)}" if path.is_dir() else "it"
         folder = path if path.is_dir() else path.parent
         raise NoRecordError(
-            f"{path} has no training record: no JSON lines of fairseq in {searched}; train with "
+            f"{path} has no training record: no record of fairseq in {searched}; train with "
             f"--log-format json --log-file {folder}/train.log."
         )
     ((text, log),) = found.items()

@@ -78,7 +78,8 @@ def test_translate_gives_what_fairseq_generate_prints(mt, mt_data):
             refused(sources)
     assert model.translate([]) == [] and len(model.translate(["w1 " * 200], max_len_b=2)) == 1
     for sentence, options in (
-        ("lenpn is not an option of generation; remove", {"lenpn": 2}),
+        ("lenpn is not an option of generation in Python; remove", {"lenpn": 2}),
+        ("nbest is not an option of generation in Python; remove", {"nbest": 2}),
         ("beam is 0; give a number of at least 1", {"beam": 0}),
     ):
         with pytest.raises(ValueError, match=sentence):
@@ -107,6 +108,11 @@ def test_scores_are_those_of_eval_lm_and_samples_are_the_best_words(lm, lm_data)
     assert model.sample("w1 w3", max_len_b=9) == model.decode(tokens)
     with pytest.raises(ValueError, match=r"a language model has no method translate; call sample or"):
         model.translate("w1")
+    for call in (model.sample, model.score):
+        with pytest.raises(ValueError, match=r"text 1 has 2001 tokens, .* at most \d+; give"):
+            call(["w1", "w1 " * 2000])
+    with pytest.raises(ValueError, match="score got an empty text"):
+        model.score(["w1", " "])
 
 
 def test_dictionaries_are_found_beside_the_checkpoint_or_given(lm, lm_data, tmp_path):
@@ -171,11 +177,15 @@ def test_tools_open_what_holds_a_dictionary_as_those_of_speech_do(lm, tmp_path):
 def test_the_example_answers_lines(mt, capsys):
     argv = ["hub.py", str(mt), "moe_expert_store=on-demand"]
     example = ROOT / "examples" / "hub.py"
-    with mock.patch.object(sys, "argv", argv), mock.patch("sys.stdin", io.StringIO("w1 w3\nw2\n")):
+    with (
+        mock.patch.object(sys, "argv", argv),
+        mock.patch("sys.stdin", io.StringIO(f"w1 w3\n{'w1 ' * 2000}\nw2\n")),
+    ):
         runpy.run_path(str(example), run_name="__main__")
-    expected = [fairseq_tutel.from_checkpoint(mt).translate(text) for text in ("w1 w3", "w2")]
+    first, last = [fairseq_tutel.from_checkpoint(mt).translate(text) for text in ("w1 w3", "w2")]
     printed = capsys.readouterr()
-    assert printed.out.splitlines() == expected and "a translation model" in printed.err
+    assert printed.out.splitlines() == [first, "", last] and "a translation model" in printed.err
+    assert "error: text 0 has 2001 tokens, but the model accepts at most" in printed.err
 
 
 def test_classify_gives_what_the_model_says_of_an_image(tmp_path):
@@ -226,6 +236,20 @@ def test_a_model_without_an_interface_is_refused():
     for interface in (Denoising, MaskedLanguageModel):  # stock's take the first alone
         with pytest.raises(ValueError, match=r"2 checkpoints, but a .* cannot be an ensemble; give"):
             interface(None, None, [torch.nn.Linear(1, 1)] * 2)
+
+
+def test_an_encoder_decoder_that_classifies_is_no_translation_model():
+    plugin.register()
+    from fairseq.models import FairseqEncoderDecoderModel
+    from fairseq.tasks.sentence_prediction import SentencePredictionTask
+
+    from fairseq_tutel.plugin.hub_interfaces import interface_of
+
+    task = SentencePredictionTask(None, Dictionary(), Dictionary())
+    found = interface_of(mock.Mock(spec=FairseqEncoderDecoderModel), task)
+    assert found.offers == ("predict",) and found.predict
+    with pytest.raises(ValueError, match="a text classifier has no method translate; call predict"):
+        found.translate(mock.Mock(**vars(found)), "w1")
 
 
 def test_a_model_with_nan_weights_is_one_sentence(mt):

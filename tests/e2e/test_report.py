@@ -220,7 +220,7 @@ def test_a_broken_log_and_a_hostile_name_are_no_obstacle(runs, tmp_path):
     "arguments, message",
     [
         (["nowhere"], "nowhere does not exist; give a log of fairseq-train, or its --save-dir."),
-        (["empty"], "empty has no training record: no JSON lines of fairseq in 1 file(s) "
+        (["empty"], "empty has no training record: no record of fairseq in 1 file(s) "
                     "named *.log, *.json, *.txt; train with "
                     "--log-format json --log-file empty/train.log."),
         (["empty/a.txt"], "empty/a.txt has no training record"),

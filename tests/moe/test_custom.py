@@ -16,7 +16,7 @@ from fairseq_tutel import MoEConfig, MoELayer
 from fairseq_tutel.comm import exchange
 from fairseq_tutel.kernels.groups import Groups
 from fairseq_tutel.moe.dispatchers import Exchange
-from fairseq_tutel.moe.experts import CustomExperts
+from fairseq_tutel.moe.experts import CustomExperts, Experts
 from fairseq_tutel.moe.gates import HashGate
 from fairseq_tutel.plugin.feed_forward import MoEFeedForward
 from fairseq_tutel.ranks.groups import Topology
@@ -69,6 +69,17 @@ def test_a_gate_and_an_expert_of_one_s_own_equal_a_loop(top_k, padded):
     named = {"x": x, **{n: p for n, p in layer.named_parameters() if p.requires_grad}}
     assert {"gate.bias", "experts.body__0__weight", "experts.scale"} < set(named)
     same_function(lambda: layer(x, mask)[0], lambda: by_loop(layer, x, (~mask).tolist()), named)
+
+
+@pytest.mark.parametrize("options", ({}, {"shared_experts": 1}))
+def test_a_class_gives_the_layer_that_its_name_gives(options):
+    class LocalGate(CalmGate):
+        """Cannot be imported by a name."""
+
+    by_class = own_layer(gate_type=LocalGate, expert_type=DeepExpert, **options)
+    assert type(by_class.gate) is LocalGate
+    x = tokens(T)
+    assert torch.equal(by_class(x)[0], own_layer(**options)(x)[0])
 
 
 def with_parts(config: MoEConfig, gate: nn.Module, layer: MoELayer) -> MoELayer:
@@ -173,6 +184,26 @@ def test_own_experts_stand_beside_too(option):
     assert difference.any()
 
 
+class TwiceExperts(Experts):
+    def prepared(self, tensors, device):
+        return {name: 2 * tensor for name, tensor in super().prepared(tensors, device).items()}
+
+
+@pytest.mark.parametrize("is_replaced", (False, True))
+def test_own_experts_compute_alike_with_and_without_gradients(is_replaced):
+    config, x = dataclasses.replace(CONFIG, activation="relu"), tokens(2).detach().float()
+    own = TwiceExperts(config)
+    layer = MoELayer(config, seed=1, experts=None if is_replaced else own).eval()
+    with torch.no_grad():
+        layer(x)  # the layer may remember how it computes
+    if is_replaced:
+        own.load_state_dict(layer.experts.state_dict())
+        layer.experts = own.eval()
+    expected = layer(x)[0]
+    with torch.no_grad():
+        close(layer(x)[0], expected, "the output without gradients")
+
+
 REFUSED = [
     ("gate_type", "no_such_module.Gate", "no module named 'no_such_module'"),
     ("gate_type", "custom_parts.NoSuch", "has no attribute 'NoSuch'"),
@@ -183,6 +214,7 @@ REFUSED = [
     ("expert_type", "custom_parts.NoExpert", "NoExpert has no parameters"),
     ("gate_type", "torch.nn.Linear", "cannot be built as Class(config)"),
     ("expert_type", "torch.nn.Linear", "cannot be built as Class(config)"),
+    ("gate_type", Tensor, "not a torch module class"),
 ]
 
 
@@ -191,7 +223,7 @@ def test_what_cannot_be_built_is_refused_by_one_sentence(option, name, part):
     with pytest.raises(ValueError) as error:
         MoELayer(dataclasses.replace(CONFIG, **{option: name}))
     message = str(error.value)
-    assert part.lower() in message.lower() and name.rpartition(".")[2] in message
+    assert part.lower() in message.lower() and str(name).rpartition(".")[2] in message
     assert message.endswith(".") and "\n" not in message and ". " not in message
 
 

@@ -295,3 +295,13 @@ def test_an_earlier_routing_sends_other_tokens_the_same_way():
 def test_what_is_no_configuration_is_refused():
     with pytest.raises(ValueError, match=r"^config is 64; give a MoEConfig, such as MoEConfig\("):
         MoELayer(64)
+
+
+@pytest.mark.parametrize("grad", (True, False))
+def test_the_repr_of_an_output_has_shapes_in_place_of_values(grad):
+    layer = MoELayer(MoEConfig(model_dim=4, hidden_dim=6, num_experts=3), seed=1).eval()
+    with torch.set_grad_enabled(grad):
+        text = repr(layer(torch.randn(5, 4))[1])
+    assert (
+        "\n" not in text and "losses={'gshard': float32[]}" in text and "weights_TK=float32[5, 2]" in text
+    )

@@ -79,16 +79,16 @@ def test_expert_counts():
 
 def test_flags_are_found_by_a_part_of_their_name_or_help():
     text = tool("flags", "Top-K")
-    assert "  --moe-top-k\n      experts per token, from 1 to" in text
-    assert "of the moe_ criterions:" not in text and "--moe-freq" not in text
-    for words in (["topk"], ["top_k"], ["top", "k"]):
-        assert "  --moe-top-k\n" in tool("flags", *words)
+    assert "Routing:\n  --moe-top-k (model)\n      experts per token, from 1 to" in text
+    assert "Memory:" not in text and "--moe-freq" not in text
+    for words in (["topk"], ["top_k"], ["top", "k"], ["--moe-top-k"]):
+        assert "  --moe-top-k (model)\n" in tool("flags", *words)
     everything = tool("flags")
     for options in (EncoderDecoderOptions, SystemOptions, GateLossOptions):
         for key in defaults(options):
-            assert f"  {flag_of(key)}\n" in everything
+            assert f"  {flag_of(key)} (" in everything
     assert "(i + 1) % moe_freq == 0" in everything
-    assert "flags with 'capacity':\nof the moe_ architectures:\n  --moe-eval" in tool("flags", "capasity")
+    assert "flags with 'capacity':\nRouting:\n" in tool("flags", "capasity")
     with pytest.raises(SystemExit, match="no flag has 'pigeon' in its name or help"):
         tool("flags", "pigeon")
 

@@ -230,6 +230,13 @@ def test_a_file_has_no_module_imported_that_nobody_asked_for(key, form, modules,
     checkpoint_utils.load_checkpoint_to_cpu(path, {})
 
 
+@pytest.mark.parametrize("form", (argparse.Namespace, dict))
+def test_an_architecture_that_is_not_registered_is_named(form, tmp_path):
+    path = written(tmp_path, cfg={"model": form(_name="of_another_folder")})
+    with pytest.raises(ValueError, match=r"the architecture of_another_folder, which is not .* --user-dir"):
+        checkpoint_utils.load_checkpoint_to_cpu(str(path), {})
+
+
 def test_a_file_may_name_a_class_of_the_user_dir(modules, tmp_path):
     options = {"moe_gate_type": "my_user_dir.gates.Gate", "moe_expert_type": "torch.nn.Linear"}
     path = written(tmp_path, cfg={"model": options})

@@ -48,3 +48,7 @@ def test_help_of_the_configuration_has_each_field_with_its_unit_and_default():
     for option in options_in(ft.MoEConfig):
         assert f"\n    {option.name} ({option.type.__name__}): {option.text}" in text
     assert "[1.25]" not in text and "in tokens [0]" in text
+
+
+def test_dir_lists_no_typing_helper():
+    assert set(ft.__all__) <= set(dir(ft)) and not {"Any", "TYPE_CHECKING", "import_module"} & set(dir(ft))

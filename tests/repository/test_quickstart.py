@@ -11,6 +11,7 @@ FILES = {
     "b.en": b"one\ntwo\n",
     "b.de": b"one\ntwo\n",
     "long.en": b"one\ntwo\nthree",
+    "nul.en": b"one\0",
     "empty.en": b"",
     "latin.en": "f\u00fcnf\nsechs\n".encode("latin-1"),
     "plain": b"one\ntwo\n",
@@ -32,6 +33,7 @@ FILES = {
         ("a.de latin.en out", "latin.en is not UTF-8; convert it with iconv."),
         ("a.de b.de out", "both files end with .de; give each the suffix of its language."),
         ("a.de long.en out", "a.de has 2 lines, but long.en has 3; give translations line by line."),
+        ("a.de nul.en out", "a.de has 2 lines, but nul.en has 1; give translations line by line."),
         ("a.de b.en full", "OUT is full, which is not empty; give another folder, or add --overwrite."),
         ("a.de b.en plain", "OUT is plain, which is not a folder; give another name."),
         (

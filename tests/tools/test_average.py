@@ -147,6 +147,10 @@ def test_the_best_of_a_training_that_maximized_its_metric_are_the_largest(tmp_pa
 
 REFUSED = {
     "missing": (("FOLDER/none.pt",), "INPUTS names FOLDER/none.pt, which does not exist; give"),
+    "a missing folder": (
+        ("FOLDER/none", "--num-epoch-checkpoints", "3"),
+        "INPUTS names FOLDER/none, which does not exist; give",
+    ),
     "truncated": (("GOOD", "FOLDER/cut.pt"), "FOLDER/cut.pt, which is corrupt or not a checkpoint; remove"),
     "text": (("FOLDER/text.pt",), "names FOLDER/text.pt, which is corrupt or not a checkpoint; remove"),
     "no model": (("FOLDER/tensor.pt",), "FOLDER/tensor.pt, which holds no model"),

@@ -3,10 +3,12 @@
 # ruff: noqa: RUF001 - dashes and crosses are meant
 
 import json
+import logging
 import math
 import os
 
 import pytest
+from fairseq.logging.progress_bar import progress_bar
 
 from fairseq_tutel.tools import training_log
 from fairseq_tutel.tools.report.page import duration, summary
@@ -46,6 +48,26 @@ def test_a_record_reads_alike_in_every_form(form):
               {"load": [0.5, 1.5]}),
         Record("valid", 10, {"epoch": 1, "ppl": 9.5, "num_updates": 10}),
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("prefix", ("", "2026-01-02 03:04:05 | INFO | valid | "))
+def test_fairseq_s_simple_format_reads_as_its_json_format(prefix, caplog):
+    caplog.set_level(logging.INFO)
+    found = {}
+    for form in ("simple", "json"):
+        bar = progress_bar([0] * 50, form, log_interval=1, epoch=3)
+        next(iter(bar))
+        stats = {"loss": 2.5, "ppl": float("nan"), "moe_load_decoder_1": [0.5, 1.5], "num_updates": 20}
+        caplog.clear()
+        bar.log(stats, tag="train_inner", step=20)
+        bar.print(stats, tag="train", step=20)
+        valid = progress_bar([0], form, epoch=3, prefix="valid on 'other' subset")
+        valid.print({"loss": 3.5, "best_loss": 1.5, "num_updates": 20}, tag="other", step=20)
+        found[form] = read_log(f"{prefix}{record.getMessage()}\n" for record in caplog.records).entries
+    for entry in found["json"]:
+        entry.values.pop("epoch"), entry.values.pop("update", None)
+    assert [entry.tag for entry in found["simple"]] == ["train_inner", "train", "other"]
+    assert repr(found["simple"]) == repr(found["json"])
 
 
 def test_the_wall_of_an_epoch_s_record_is_not_its_train_wall():

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from fairseq.dataclass.utils import convert_namespace_to_omegaconf, gen_parser_from_dataclass
+from fairseq.models import ARCH_MODEL_REGISTRY, MODEL_REGISTRY
 from fairseq.utils import import_user_module
 from omegaconf import OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
@@ -120,8 +121,20 @@ def _prepare_for_use(
     if mark_as_opened(state, saved_model(state, path, options)):
         refuse_code(state, path, overrides)  # check again, because the conversion parsed the options
     refuse_unusable_options(state, path)
+    _refuse_unknown_architecture(state, path)
     _update_task(state, overrides)
     _warn_of_dense_model(path, state)
+
+
+def _refuse_unknown_architecture(state: Any, path: str) -> None:
+    """Raise an error if no module has registered a checkpoint's architecture; fairseq's erro."""
+    model = (state.get("cfg") or {}).get("model")
+    name = getattr(model, "_name", None) or getattr(model, "arch", None)
+    if name and name not in ARCH_MODEL_REGISTRY and name not in MODEL_REGISTRY:
+        raise ValueError(
+            f"{path} has the architecture {name}, which is not registered; give the --user-dir (in Python "
+            "user_dir=…) that defines it."
+        )
 
 
 def _refuse_damaged(path: str) -> None:
