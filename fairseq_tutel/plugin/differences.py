@@ -43,7 +43,7 @@ def _difference_of_experts(model: nn.Module, state_dict: Any) -> str | None:
             return (
                 f"the checkpoint has no experts in {layer_name}, but this model has experts in that layer; "
                 "give the --moe-freq of the run that saved the checkpoint, or, if the checkpoint is dense, "
-                "the output of `python -m fairseq_tutel convert upcycle`"
+                "the output of `fairseq-tutel convert upcycle`"
             )
         own = {f"{layer_name}.{key}" for key in layer.state_dict() if "balance_bias" not in key}
         saved = {key for key in state_dict if key.startswith(f"{layer_name}.")}
