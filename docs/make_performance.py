@@ -6,7 +6,7 @@
 import json
 import sys
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -18,8 +18,8 @@ PAGE = DOCS / "performance.md"
 RESULTS = DOCS.parent / "benchmarks" / "results"
 BENCHMARKS = ("layer", "ops", "step", "generate", "generate_profile", "collectives")
 COMPILED = "compiled.md"
-STATIC = ("static_before.json", "static.json")
-SHOWN_PEERS = ("sm_90", "gfx942")
+STATIC = "static.json"
+SHOWN_TARGETS = ("sm_90", "gfx942")
 
 # See benchmarks/output.py.
 Row = dict[str, Any]
@@ -72,7 +72,9 @@ def filled_in(text: str, folder: Path = RESULTS) -> str:
     cpu, special = ([r for r in of("layer") if r.is_usual is usual] for usual in (True, False))
     step, generate = of("step"), of("generate")
     by_hand = "python -m benchmarks.{} --json benchmarks/results/{}.json"
-    by_static = f"python -m benchmarks.static --json benchmarks/results/{STATIC[-1]}"
+    by_static = f"python -m benchmarks.static --json benchmarks/results/{STATIC}"
+    path = folder / STATIC
+    static = json.loads(path.read_text()) if path.exists() else {"kernels": [], "peers": [], "layers": []}
     tables = {
         "runs": (runs_table(results), by_hand.format("layer", "layer_cpu")),
         "layer cpu": (layer_table(cpu), by_hand.format("layer", "layer_cpu")),
@@ -98,9 +100,9 @@ def filled_in(text: str, folder: Path = RESULTS) -> str:
             compiled_table(folder / COMPILED),
             f"python -m benchmarks.compile_table --markdown benchmarks/results/{COMPILED}",
         ),
-        "static kernels": (static_kernels_table(folder), by_static),
-        "static peers": (static_peers_table(folder), by_static),
-        "static layers": (static_layers_table(folder), by_static),
+        "static kernels": (static_kernels_table(static["kernels"]), by_static),
+        "static peers": (static_kernels_table(static["peers"]), by_static),
+        "static layers": (static_layers_table(static["layers"]), by_static),
     }
     shown = {
         name: table or f"Not measured yet: `{command}` does it."
@@ -143,10 +145,9 @@ def runs_table(results: Iterable[Result]) -> str:
                 machine["dtype"],
                 machine["torch"],
                 machine["triton"] or "-",
-                machine["load_before"],
             ]
         )
-    header = ["file", "command", "device", "cores", "numbers", "torch", "triton", "load before"]
+    header = ["file", "command", "device", "cores", "numbers", "torch", "triton"]
     return _table(rows, header)
 
 
@@ -353,57 +354,26 @@ STATIC_COLUMNS = {
 }  # fmt: skip
 
 
-def static_kernels_table(folder: Path) -> str:
-    """Return each kernel's figures before and after the changes, a line for each kernel and target."""
-    rows = [
-        [*key, *(_before_and_after(before, after, name) for name in STATIC_COLUMNS)]
-        for key, before, after in _static(folder, "kernels", ("target", "kernel"))
+def static_kernels_table(rows: Sequence[Row]) -> str:
+    """Return the figures of kernels on SHOWN_TARGETS, a line for each kernel and target."""
+    found = [
+        [row["target"], row["kernel"], *(row.get(name, "-") for name in STATIC_COLUMNS)]
+        for row in rows
+        if row["target"] in SHOWN_TARGETS
     ]
-    return _table(rows, ["target", "kernel", *STATIC_COLUMNS.values()])
+    return _table(found, ["target", "kernel", *STATIC_COLUMNS.values()])
 
 
-def static_peers_table(folder: Path) -> str:
-    """Return the figures of other projects' kernels on SHOWN_PEERS, a line for each kernel and target."""
-    path = folder / STATIC[-1]
-    found = json.loads(path.read_text())["peers"] if path.exists() else []
-    rows = [
-        [row["target"], row["kernel"], *(row[name] for name in STATIC_COLUMNS)]
-        for row in found
-        if row["target"] in SHOWN_PEERS
+def static_layers_table(rows: Sequence[Row]) -> str:
+    """Return each layer's launches, host reads and bytes."""
+    keys = ("layer", "tokens", "phase", "balance_loss", "launches", "reads")
+    found = [
+        [*(row[key] for key in keys), f"{row['bytes'] / 1e9:.2f}", f"{row['floor_bytes'] / 1e9:.2f}"]
+        for row in rows
     ]
-    return _table(rows, ["target", "kernel", *STATIC_COLUMNS.values()])
-
-
-def static_layers_table(folder: Path) -> str:
-    """Return each layer's launches, host reads and bytes before and after the changes."""
-    rows = [
-        [
-            *key,
-            _before_and_after(before, after, "launches"),
-            _before_and_after(before, after, "reads"),
-            f"{before['bytes'] / 1e9:.2f} → {after['bytes'] / 1e9:.2f}",
-            f"{after['floor_bytes'] / 1e9:.2f}",
-        ]
-        for key, before, after in _static(folder, "layers", ("layer", "tokens", "phase", "balance_loss"))
-    ]
-    header = ["layer", "tokens", "phase", "balance loss", "launches", "host reads", "GB", "floor, GB"]
-    return _table(rows, header)
-
-
-def _static(folder: Path, part: str, key: tuple[str, ...]) -> list[tuple[list[Any], Row, Row]]:
-    """Return the rows of benchmarks.static that both files have: (key, before, after)."""
-    if not all((folder / name).exists() for name in STATIC):
-        return []
-    before, after = (
-        {tuple(row[k] for k in key): row for row in json.loads((folder / name).read_text())[part]}
-        for name in STATIC
+    return _table(
+        found, ["layer", "tokens", "phase", "balance loss", "launches", "host reads", "GB", "floor, GB"]
     )
-    return [([*found], before[found], row) for found, row in after.items() if found in before]
-
-
-def _before_and_after(before: Row, after: Row, name: str) -> str:
-    old, new = before.get(name, "-"), after.get(name, "-")
-    return f"{new}" if old == new else f"{old} → {new}"
 
 
 def _table(rows: list[list[Any]], header: list[str]) -> str:

@@ -1,4 +1,4 @@
-"""Draws docs/report.png from the logs in docs/report: the report of the demo's two training runs.
+"""Draws docs/report.png: summary, loss and loads in the report of the demo's two runs, from docs/report.
 
 `python docs/make_report_picture.py` needs Chromium. With --check it only reports, without Chromium, whether
 the picture is up to date. `make demo` writes new logs: demo/train-dense.json and demo/train-moe.json.
@@ -23,22 +23,30 @@ from fairseq_tutel.tools.report.page import draw
 ROOT = Path(__file__).resolve().parents[1]
 PICTURE = ROOT / "docs" / "report.png"
 RUNS = {name: Path("docs", "report", f"{name}.json") for name in ("dense", "moe")}
-WIDTH = 1200  # pixels
-LAST = "load"  # the last section in the picture
+WIDTH = 960  # pixels
 KEY = "report"  # of the fingerprint in the picture's metadata
+# The rest of the report is not in the picture.
+LEFT_OUT = r'<header>.*?</header>|<footer>.*?</footer>|<section id="(?!loss"|load").*?</section>'
+STYLE = """
+  :root { font-size: 13px; } body { padding: .75rem; }
+  main { display: grid; grid-template-columns: 1fr 1fr; gap: 1rem 1.5rem; }
+  #load strong::before { content: "load, "; } .wide { grid-column: 1 / -1; } table, .pictures { margin: 0; }
+  caption, h2, h3, p, #loss figure:nth-of-type(n + 2), #loss .pictures:nth-of-type(n + 2),
+  #load .pictures { display: none; }
+  #load h3:nth-of-type(1) + .pictures { display: grid; grid-template-columns: 1fr 1fr; gap: .5rem 1rem; }
+"""
 
 
 def report() -> str:
-    """Return the page that the picture shows."""
+    """Return the page that the picture shows: the parts of the report in a smaller layout."""
     page, _ = draw([*RUNS], [*RUNS.values()])
-    return page(None)
+    return re.sub(LEFT_OUT, "", page(None), flags=re.S).replace("</style>", f"{STYLE}</style>")
 
 
 def fingerprint(page: str) -> str:
     """Return a digest of a page: its text and style, and the words and colors of its charts.
 
-    The digest ignores the coordinates in the charts, which depend on the version of matplotlib, and the
-    footer, which has the version of this package.
+    The digest ignores the coordinates in the charts, which depend on the version of matplotlib.
     """
 
     def words(chart: re.Match) -> str:
@@ -46,7 +54,7 @@ def fingerprint(page: str) -> str:
         return " ".join(re.findall(r"[^<>]+(?=</text>)|(?:fill|stroke): #\w+", svg))
 
     text = re.sub(r"data:image/svg\+xml;base64,([\w+/=]+)", words, page)
-    return hashlib.sha256(re.sub(r"<footer>.*?</footer>", "", text, flags=re.S).encode()).hexdigest()
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def is_current(picture: Path, page: str) -> bool:
@@ -56,7 +64,7 @@ def is_current(picture: Path, page: str) -> bool:
 
 
 def draw_picture(program: str, page: str, picture: Path) -> None:
-    """Write a picture of a page, until the end of its section `LAST`, with the page's fingerprint.
+    """Write a picture of a page, with the page's fingerprint.
 
     Args:
         program: path of Chromium.
@@ -68,8 +76,8 @@ def draw_picture(program: str, page: str, picture: Path) -> None:
         file.write_text(page, encoding="utf-8")
         opened = browser.page(WIDTH)
         opened.open(file.as_uri())
-        height = opened.value(f"document.getElementById('{LAST}').getBoundingClientRect().bottom")
-        image = Image.open(io.BytesIO(opened.picture(round(height) + 16)))
+        height = opened.value("document.body.getBoundingClientRect().bottom")
+        image = Image.open(io.BytesIO(opened.picture(round(height))))
     info = PngInfo()
     info.add_text(KEY, fingerprint(page))
     image.convert("RGB").quantize(256).save(picture, optimize=True, pnginfo=info)

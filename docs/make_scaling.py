@@ -83,9 +83,7 @@ def filled_in(text: str) -> str:
             json.loads((RESULTS / "plans_boxes.json").read_text())["collectives"]
         ),
         "plans": plans_table(json.loads((RESULTS / "plans_2x2.json").read_text())["plans"]),
-        "scale": scale_table(
-            *(json.loads((RESULTS / f"scale{which}.json").read_text()) for which in ("_before", ""))
-        ),
+        "scale": scale_table(json.loads((RESULTS / "scale.json").read_text())),
     }
     return page.filled(text, PAGE.name, tables)
 
@@ -221,17 +219,10 @@ def cluster_table(files: list[Path]) -> str:
     return page.table(rows, header)
 
 
-def scale_table(before: dict[str, Any], after: dict[str, Any]) -> str:
-    """Return the costs that grow with the number of ranks, before and now."""
-    found = [
-        {(row["configuration"], row["variant"]): row for row in content["rows"]}
-        for content in (before, after)
-    ]
-    rows = [
-        [part, variant, *(_shown(of.get((part, variant), {})) for of in found)]
-        for part, variant in found[1]
-    ]
-    return page.table(rows, ["what", "ranks", "before", "now"])
+def scale_table(content: dict[str, Any]) -> str:
+    """Return the costs that grow with the number of ranks."""
+    rows = [[row["configuration"], row["variant"], _shown(row)] for row in content["rows"]]
+    return page.table(rows, ["what", "ranks", "cost"])
 
 
 def schedule_table(content: dict[str, Any]) -> str:

@@ -1,6 +1,6 @@
-"""Writes all flags, names and metrics into docs/flags.md, and the most used flags into README.md.
+"""Writes all flags, names and metrics into docs/flags.md.
 
-`python docs/make_tables.py` rewrites them; with --check it only reports whether they are up to date.
+`python docs/make_tables.py` rewrites the page; with --check it only reports whether it is up to date.
 """
 
 import re
@@ -20,23 +20,8 @@ from fairseq_tutel.options.option import Option
 from fairseq_tutel.tools.flags import THEMES, all_options
 
 ROOT = Path(__file__).resolve().parents[1]
-README, FLAGS = ROOT / "README.md", ROOT / "docs" / "flags.md"
+FLAGS = ROOT / "docs" / "flags.md"
 WIDTH = 110
-MOST_USED = (
-    "--moe-freq",
-    "--moe-expert-count",
-    "--moe-expert-ffn-dim",
-    "--moe-top-k",
-    "--moe-gate-type",
-    "--moe-capacity-factor",
-    "--moe-drop-policy",
-    "--moe-balance-loss",
-    "--moe-gate-loss-wt",
-    "--moe-shared-experts",
-    "--moe-expert-parallel-size",
-    "--moe-a2a-algorithm",
-    "--moe-zero-stage",
-)
 
 
 def flags_by_theme() -> str:
@@ -72,16 +57,6 @@ def names() -> str:
     return "\n".join(_wrapped(f"- {kind}: {_codes(found)}") for kind, found in kinds.items())
 
 
-def most_used() -> str:
-    """Return the table of the most used flags, with the first words of their help."""
-    by_flag = {option.flag: option for option in all_options()}
-    rows = [("flag", "default", "meaning"), ("---", "---", "---")]
-    for flag in MOST_USED:
-        option = by_flag[flag]
-        rows.append((f"`{flag}`", _code(option.default), re.split("[;:] ", option.help)[0]))
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
-
-
 def metrics() -> str:
     """Return the list of metrics, J for the choice, with the names of their lists over layers."""
     return "\n".join(
@@ -108,20 +83,13 @@ def _wrapped(text: str) -> str:
     )
 
 
-def pages() -> dict[Path, dict[str, str]]:
-    """Return the generated texts of each page, by the names of their places."""
+def filled_in(text: str) -> str:
+    """Return the text of the page with the generated texts."""
     plugin.register()
-    return {
-        README: {"most used flags": most_used()},
-        FLAGS: {"flags": flags_by_theme(), "names": names(), "metrics": metrics()},
-    }
-
-
-def filled_in(path: Path) -> str:
-    """Return the text of a page with the generated texts."""
-    return page.filled(path.read_text(), path.name, pages()[path])
+    return page.filled(
+        text, FLAGS.name, {"flags": flags_by_theme(), "names": names(), "metrics": metrics()}
+    )
 
 
 if __name__ == "__main__":
-    for each in (README, FLAGS):
-        page.run(each, lambda _, path=each: filled_in(path), __doc__)
+    page.run(FLAGS, filled_in, __doc__)

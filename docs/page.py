@@ -9,8 +9,6 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from tabulate import tabulate
-
 
 def filled(text: str, page: str, tables: Mapping[str, str]) -> str:
     """Return a page's text with every table in its place.
@@ -57,5 +55,6 @@ def run(path: Path, filled_in: Callable[[str], str], description: str | None) ->
 
 
 def table(rows: Sequence[Sequence[object]], header: Sequence[str]) -> str:
-    """Return a table whose cells are left as they are."""
-    return tabulate(rows, header, tablefmt="github", disable_numparse=True)
+    """Return a table without alignment, whose cells are left as they are."""
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)

@@ -36,7 +36,7 @@ from fairseq_tutel.ranks import world
 logger = logging.getLogger(__name__)
 
 # Criterions that can be combined with distillation. They call the model once and sum the loss over rows of
-# scores, one row per target. Their MoE variants work, too. docs/distillation.md explains why others do not.
+# scores, one row per target. Their MoE variants work, too. docs/ensembles.md explains why others do not.
 STOCK = (
     "cross_entropy",
     "label_smoothed_cross_entropy",

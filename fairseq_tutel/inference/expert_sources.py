@@ -140,7 +140,7 @@ def source_of(stack: ExpertStack, tensors: Mapping[str, Any], tier: str, files: 
     if not all(sharded) and (any(sharded) or tier == "disk"):
         raise ValueError(
             "tier (--moe-expert-tier) is disk, but these experts are not in shard files of a checkpoint; "
-            "write the files with `python -m fairseq_tutel convert sharded`, or choose host."
+            "write the files with `fairseq-tutel convert sharded`, or choose host."
         )
     if all(sharded):
         on_disk = FromFiles(files, tensors, stack.first)
@@ -176,7 +176,7 @@ def _check_tensor(stack: ExpertStack, name: str, tensor: Any) -> None:
     if isinstance(tensor, ShardedTensor) and tensor.slicing.count > 1:
         raise ValueError(
             f"{tensor.root / tensor.folder} has {tensor.slicing.count} shards of each expert, but a store "
-            "reads complete experts; convert them with `python -m fairseq_tutel convert sharded`."
+            "reads complete experts; convert them with `fairseq-tutel convert sharded`."
         )
 
 

@@ -1,6 +1,6 @@
 """Statistics of how a model's gates choose experts, per language pair, and the JSON file that holds them.
 
-`python -m fairseq_tutel tokens --output-statistics` writes the file. `convert prune --statistics` and
+`fairseq-tutel tokens --output-statistics` writes the file. `convert prune --statistics` and
 --moe-expert-prefetch read it. E is the number of experts of a layer.
 
     {"expert_statistics": 1, "pairs": {"de-en": {"decoder_1": {

@@ -142,7 +142,7 @@ class FineTunedMixin(MoEModelMixin):
             stock = cfg._name.removeprefix("moe_")
             raise ValueError(
                 f"--w2v-path is {cfg.w2v_path}, which has no experts, but --arch {cfg._name} needs them; "
-                f"give the output of `python -m fairseq_tutel convert upcycle`, or --arch {stock}."
+                f"give the output of `fairseq-tutel convert upcycle`, or --arch {stock}."
             )
         with open_dict(cfg):
             for key in defaults(ModelOptions):

@@ -181,7 +181,7 @@ class TaskConfig:
     moe_use_2dh: bool = older("a2a_algorithm", "2dh", of="task")
     moe_machine_file: str = communication(
         "", no_effect=(NOT_PREDICTED,),
-        help="hardware profile written by `python -m fairseq_tutel tune`, for --moe-a2a-algorithm auto and "
+        help="hardware profile written by `fairseq-tutel tune`, for --moe-a2a-algorithm auto and "
         "--moe-adaptive auto; empty: typical values of the device",
     )
     moe_collective_plans: str = communication(

@@ -52,7 +52,7 @@ def test_it_is_the_criterion_that_is_named(name, tmp_path):
 
 
 def test_each_other_criterion_has_a_reason():
-    docs = Path(__file__).resolve().parents[2] / "docs" / "distillation.md"
+    docs = Path(__file__).resolve().parents[2] / "docs" / "ensembles.md"
     rows = re.findall(r"^\| (`.*?) \|", docs.read_text(), re.MULTILINE)
     told = [name for row in rows for name in re.findall(r"`(\w+)`", row)]
     ours = ("fairseq.", "fairseq_tutel.")  # other tests register more

@@ -4,18 +4,16 @@
 NOT_RUN = {
     "README.md": {
         "make setup": "installs; the continuous integration runs it",
-        "examples/quickstart.sh my.de": "minutes",
-        "examples/quickstart.sh --upcycle": "minutes",
+        "examples/quickstart.sh": "minutes; tests/e2e/test_quickstart.py",
+        "cd fairseq_tutel": "installs",
+        "source .venv": "installs",
+        "python3 -m venv": "installs",
         "pip install torch": "installs",
-        "pip install \"setuptools": "installs",
-        "pip install --no-build-isolation fairseq-fixed": "installs",
-        "pip install -e .": "installs",
-        "torchrun --nnodes 4": "several machines",
-        "srun": "several machines, Slurm",
+        "pip install --no-build-isolation": "installs",
     },
     "docs/checkpoints.md": {
-        "python -m fairseq_tutel convert meta": "needs files of Meta's branch; tests/e2e/test_convert.py",
-        "python -m fairseq_tutel convert tutel": "needs files of Tutel; tests/e2e/test_convert.py",
+        "fairseq-tutel convert meta": "needs files of Meta's branch; tests/e2e/test_convert.py",
+        "fairseq-tutel convert tutel": "needs files of Tutel; tests/e2e/test_convert.py",
         "torchrun --nproc_per_node 8 --signals-to-handle": "tests/e2e/test_preemption.py",
         "srun": "Slurm",
         "trap": "Slurm",
@@ -24,14 +22,14 @@ NOT_RUN = {
     "docs/daily_use.md": {
         "fairseq-train TRAIN --fp16": "GPU",
         "fairseq-train TRAIN --amp": "GPU",
-        "torchrun --nnodes 1:4": "several machines",
     },
-    "docs/elastic.md": {
+    "docs/failures.md": {
         "export": "for the next command",
-        "torchrun": "several machines; tests/e2e/test_elastic.py",
+        "torchrun --nnodes": "several machines; tests/e2e/test_elastic.py",
         "python -c": "runs until it is stopped; tests/e2e/test_elastic.py",
         "sbatch": "Slurm",
     },
+    "docs/parallelism.md": {"torchrun --nnodes 4": "several machines", "srun": "Slurm"},
     "docs/performance.md": {
         "bash benchmarks/gpu.sh": "GPU",
         "python docs/make_performance.py": "rewrites the page; tests/repository/test_performance_page.py",
@@ -54,15 +52,16 @@ NOT_RUN = {
         "pip install": "installs",
         "make vision-data": "downloads; the test draws images",
         "ls swin_moe": "released weights",
-        "python -m fairseq_tutel convert swin": "released weights; tests/tools/test_convert_swin.py",
+        "fairseq-tutel convert swin": "released weights; tests/tools/test_convert_swin.py",
         "make vision": "minutes",
         "examples/vision.sh": "hours",
     },
 }  # fmt: skip
 # The programs that the pages' other commands start.
 PROGRAMS = {
-    "cat", "fairseq-eval-lm", "fairseq-generate", "fairseq-hydra-train", "fairseq-score", "fairseq-train",
-    "fairseq-tutel", "fairseq-validate", "grep", "mkdir", "python", "torchrun",
+    "cat", "fairseq-eval-lm", "fairseq-generate", "fairseq-hydra-train", "fairseq-preprocess",
+    "fairseq-score", "fairseq-train", "fairseq-tutel", "fairseq-validate", "grep", "mkdir", "python",
+    "torchrun",
 }  # fmt: skip
 
 # What a reader replaces, and smaller numbers of ranks.
@@ -71,7 +70,6 @@ EDITS = {
         ("--moe-checkpoint sharded", "--moe-checkpoint sharded --save-dir checkpoints"),
         ("from-model MOE.pt", "from-model MOE.pt --log-format json --log-file SAVE_DIR/train.log"),
     ],
-    "README.md": [("[MORE_RUNS …]", "")],
     "docs/daily_use.md": [
         ("average SAVE", "average --overwrite SAVE"),
         ("--eval-bleu", "--eval-bleu --eval-bleu-args '{\"beam\": 1}'"),
@@ -85,15 +83,14 @@ EDITS = {
 }  # fmt: skip
 # Names on a page: the files of the fixture `shelf` that they stand for.
 FILES = {
-    "README.md": {"SAVE_DIR": "mt"},
     "docs/checkpoints.md": {"SAVE": "mt", "SAVE_DIR": "nothing", "DENSE.pt": "dense/checkpoint_best.pt"},
     "docs/daily_use.md": {
-        "SAVE": "mt sharded", "OLD": "plain", "LM": "lm", "LM_A.pt": "lm/checkpoint_best.pt",
+        "SAVE": "mt", "OLD": "plain", "LM": "lm", "LM_A.pt": "lm/checkpoint_best.pt",
         "LM_B.pt": "lm/checkpoint_last.pt", "A.pt": "plain/checkpoint_best.pt",
         "B.pt": "plain/checkpoint_last.pt", "SYSTEM.txt": "test.en", "REFERENCE.txt": "test.en",
         "bpe.model": "bpe.model",
     },
-    "docs/distillation.md": {"TEACHER.pt": "teacher/checkpoint_best.pt"},
+    "docs/ensembles.md": {"TEACHER.pt": "teacher/checkpoint_best.pt"},
     "docs/inference.md": {
         "SAVE": "mt", "CONVENTIONAL.pt": "plain/checkpoint_best.pt", "nllb-moe-54b": "released/moe",
     },
@@ -101,6 +98,7 @@ FILES = {
         "LM.pt": "lm/checkpoint_best.pt", "A.pt": "plain/checkpoint_best.pt",
         "B.pt": "plain/checkpoint_last.pt",
     },
+    "docs/python.md": {"SAVE": "mt sharded", "LM": "lm", "bpe.model": "bpe.model"},
     "docs/released.md": {
         "nllb-200-distilled-600M": "released/nllb", "nllb-moe-54b": "released/moe",
         "experts.json": "experts.json", "roberta": "ours-roberta",
@@ -146,7 +144,7 @@ MT_SIZES = """
 """
 HYDRA_SMALL = ["optimization.max_update=2", "dataset.required_batch_size_multiple=1"]
 SMALL = ["--num-workers", "0", "--required-batch-size-multiple", "1"]
-UPDATES = {"docs/distillation.md": ["--max-epoch", "1"]}
+UPDATES = {"docs/ensembles.md": ["--max-epoch", "1"]}
 TWO_UPDATES = ["--max-update", "2"]
 # The flags of `…` on a page, without those that the command gives.
 TRAIN = "DATA_BIN --user-dir user_dir --arch moe_… …"

@@ -172,23 +172,6 @@ def test_hydra_trains_the_committed_configuration(lm_data, tmp_path):
     assert "Perplexity" in found.output
 
 
-def test_the_readme_s_first_lines_train(lm_data, tmp_path):
-    """The README's fairseq-train and fairseq-hydra-train lines, made short."""
-    text = (ROOT / "README.md").read_text()
-    lines = text.replace("\\\n", " ").splitlines()
-    line = next(x for x in lines if x.startswith("fairseq-train") and "moe_transformer_lm_gpt" in x)
-    words = line.replace("DATA_BIN", str(lm_data)).split()[1:]
-    words[words.index("--user-dir") + 1] = USER_DIR
-    small = [
-        "--decoder-layers", 2, "--decoder-embed-dim", 16, "--decoder-ffn-embed-dim", 32,
-        "--decoder-attention-heads", 2, "--max-update", 2, "--save-dir", tmp_path, "--num-workers", 0,
-        "--log-format", "json", "--log-interval", 1, *ALL,
-    ]  # fmt: skip
-    run = fairseq("train", *words, *small)
-    assert run.stats("train_inner")[0].keys() >= EXPERT_METRICS
-    assert "fairseq-hydra-train --config-dir configs/hydra --config-name tiny_lm" in text
-
-
 def test_stock_task_criterion_and_optimizer_run_and_say_what_they_lack(lm_data, tmp_path):
     stock = ("--task", "language_modeling", "--criterion", "cross_entropy", "--optimizer", "adam")
     args = lm_args(lm_data, tmp_path, *stock, updates=3)

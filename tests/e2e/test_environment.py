@@ -1,4 +1,4 @@
-"""`python -m fairseq_tutel env`: what it says here, without fairseq, and beside another project's apex."""
+"""`fairseq-tutel env`: what it says here, without fairseq, and beside another project's apex."""
 
 import sys
 

@@ -78,7 +78,7 @@ def completed(words: list[str], folder: Path) -> list[str]:
     sized = []
     for before, word in zip(["", *words], words, strict=False):
         sized.append(flags["--arch"] if word == "moe_…" else word)
-        if before.endswith("arch") and "transformer" in sized[-1]:
+        if before.endswith("arch") and "transformer" in sized[-1] and "--encoder-layers" not in words:
             sized += (LM_SIZES if is_lm else MT_SIZES).split()
     return sized
 
@@ -106,7 +106,7 @@ def run(page: str, command: str, folder: Path) -> None:
                 rest = [*completed(rest, folder), *small]
             name, stdin = program.replace("fairseq_", "").replace(".", "-"), folder / "stdin.txt"
             done = fairseq(name, *rest, ranks=int(ranks), env=env, stdin=stdin)
-        case ["python", "-m", "fairseq_tutel", *rest] | ["fairseq-tutel", *rest]:
+        case ["fairseq-tutel", *rest]:
             tool(*rest)
             return
         case [str() as name, *rest] if name.startswith("fairseq-"):
@@ -217,16 +217,12 @@ def test_every_command_of_a_page_runs_or_is_listed(page):
 
 
 @pytest.mark.parametrize(
-    "page", [page for page in PAGES if any("fairseq_tutel" in c for _, c in runs(page))]
+    "page", [page for page in PAGES if any("fairseq-tutel" in c for _, c in runs(page))]
 )
 def test_tools_without_files_run(page, folder):
     for _, command in runs(page):
         words = command.split()
-        if (
-            words[:3] == ["python", "-m", "fairseq_tutel"]
-            and words[3] in QUICK_TOOLS
-            and "--machine" not in words
-        ):
+        if words[0] == "fairseq-tutel" and words[1] in QUICK_TOOLS and "--machine" not in words:
             run(page, command, folder)
 
 
@@ -236,10 +232,8 @@ def test_python_blocks_without_files_run(page, number, folder, capsys):
     exec(edited(page, text), {})
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("page", [page for page in PAGES if runs(page) or blocks(page, "python")])
-def test_the_commands_and_python_blocks_of_a_page_run(page, shelf, folder):
-    lay_out(page, shelf, folder)
+def check(page: str, folder: Path) -> None:
+    """Run the commands of a page, and then its Python blocks as one program."""
     failed = []
     for line, command in runs(page):
         try:
@@ -257,3 +251,16 @@ def test_the_commands_and_python_blocks_of_a_page_run(page, shelf, folder):
     if done.returncode:
         failed.append(f"{page}: Python\n{tail(done.stderr)}")
     assert not failed, "\n\n".join(failed)
+
+
+def test_the_commands_of_the_readme_need_only_two_text_files(mt_data, folder):
+    for language in ("de", "en"):
+        shutil.copy(mt_data.parent / f"train.{language}", folder / f"my.{language}")
+    check("README.md", folder)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("page", [page for page in PAGES[1:] if runs(page) or blocks(page, "python")])
+def test_the_commands_and_python_blocks_of_a_page_run(page, shelf, folder):
+    lay_out(page, shelf, folder)
+    check(page, folder)

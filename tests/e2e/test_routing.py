@@ -190,7 +190,7 @@ def test_incremental_decoding_scores_as_a_forward_over_the_sentence(name, mt_dat
         assert got == pytest.approx(row, abs=2e-3), (name, i)
 
 
-OWN = ("--moe-gate-type", "own_parts.CalmGate", "--moe-expert-type", "own_parts.TanhExpert")
+OWN = ("--moe-gate-type", "own_user_dir.CalmGate", "--moe-expert-type", "own_user_dir.TanhExpert")
 
 
 def test_a_gate_and_an_expert_of_one_s_own_train_and_are_opened_again(lm_data, tmp_path, monkeypatch):
@@ -208,7 +208,7 @@ def test_a_gate_and_an_expert_of_one_s_own_train_and_are_opened_again(lm_data, t
     words = (lm_data, "--user-dir", USER_DIR, "--path", tmp_path / "2" / "checkpoint_last.pt")
     words = (*words, "--gen-subset", "valid", "--tokens-per-sample", 16)
     assert "checkpoint_last.pt has the gate_type (--moe-gate-type) own" in refused("eval-lm", *words)
-    named = "{'moe_gate_type': 'own_parts.CalmGate', 'moe_expert_type': 'own_parts.TanhExpert'}"
+    named = "{'moe_gate_type': 'own_user_dir.CalmGate', 'moe_expert_type': 'own_user_dir.TanhExpert'}"
     run = fairseq("eval-lm", *words, "--model-overrides", named)
     assert "Perplexity" in run.output
 

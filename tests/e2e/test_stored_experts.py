@@ -223,7 +223,7 @@ def test_eval_lm_takes_a_full_checkpoint_from_host_memory_and_shards_from_disk(l
         "eval-lm", *words("language_modeling", lm_data, lm, *SCORED, "--moe-expert-store", "on-demand")
     )
     assert "error: tier (--moe-expert-tier) is disk, but these experts" in tail(refusal, 3)
-    assert "python -m fairseq_tutel convert sharded" in refusal and "Traceback" not in refusal
+    assert "fairseq-tutel convert sharded" in refusal and "Traceback" not in refusal
 
 
 @LONG

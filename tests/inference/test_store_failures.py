@@ -311,7 +311,7 @@ def test_what_is_no_evaluation_is_refused():
             {"cache": "0.5KB", "tier": "host"},
             "is 500 bytes, but one expert has 896 bytes; give at least this",
         ),
-        ({}, "not in shard files of a checkpoint; write the files with `python -m fairseq_tutel convert"),
+        ({}, "not in shard files of a checkpoint; write the files with `fairseq-tutel convert"),
     ],
 )
 def test_what_cannot_be_is_refused(arguments, message):

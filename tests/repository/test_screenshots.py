@@ -127,7 +127,7 @@ def test_the_picture_is_drawn_by_the_command(tmp_path, monkeypatch):
 
     assert run().returncode == 0
     with Image.open(tmp_path / "docs" / "report.png") as drawn:
-        assert drawn.width == 1200 and drawn.height > 1000
+        assert drawn.width == 960 and 300 < drawn.height <= 500
     assert run("--check").returncode == 0
     log = tmp_path / "docs" / "report" / "moe.json"
     log.write_text(log.read_text().replace('"ppl": "', '"ppl": "1', 1))

@@ -1,4 +1,4 @@
-"""`python -m fairseq_tutel average`: which files it takes, their mean, what it keeps and refuses."""
+"""`fairseq-tutel average`: which files it takes, their mean, what it keeps and refuses."""
 
 import argparse
 import errno

@@ -1,4 +1,4 @@
-"""`python -m fairseq_tutel plan-check`: what it says of a plan, how long it takes, and what it refuses."""
+"""`fairseq-tutel plan-check`: what it says of a plan, how long it takes, and what it refuses."""
 
 import json
 import os

@@ -64,7 +64,7 @@ def store_options(
     if policy == "pregated" and not pregated:
         raise ValueError(
             "--moe-expert-store is pregated, but this model has no pre-gating; give a model with "
-            "--moe-pregate (`python -m fairseq_tutel convert pregate` makes one), or on-demand."
+            "--moe-pregate (`fairseq-tutel convert pregate` makes one), or on-demand."
         )
     if options.moe_expert_tier == "auto" and is_offloaded(options):
         tier = "host" if device.type == "cuda" else "disk"
