@@ -15,8 +15,6 @@ from pathlib import Path
 
 import torch
 
-from fairseq_tutel.checkpoint import lease
-
 from . import disk, files, nodes
 from .clear import PREEMPTED, last_error, unclear
 from .job import Job, train
@@ -178,8 +176,6 @@ def _loss(trial: Trial, save_dir: Path, job: Job, torn: Path | None) -> Iterator
     newest = files.newest(whole)
     if saved and (newest is None or files.updates_of(newest) < max(saved)):
         yield f"update {max(saved)} was saved, and the newest whole checkpoint is {newest}"
-    if preempted and trial.kind != NODES and (save_dir / lease.NAME).exists():
-        yield "holds the lease after a signal has ended it"
 
 
 def _preempted(job: Job) -> list[re.Match[str]]:
