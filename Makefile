@@ -8,7 +8,7 @@ STAMP  := $(VENV)/setup-seconds
 # files with few tests, which would come last, take longest.
 SHARED := -n 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: help setup link demo vision-data vision test test-newest-torch test-long test-faults lint docs screenshots report-picture format clean
+.PHONY: help setup link demo vision-data vision test test-newest-torch test-long lint docs screenshots report-picture format clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-17s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -60,9 +60,6 @@ test-newest-torch: link $(NEWEST)/ready ## quick tests of what depends on torch'
 
 test-long: setup ## run the tests that take minutes
 	$(BIN)/python -m pytest -m long
-
-test-faults: setup ## hit 300 trainings by one random fault each (an hour)
-	$(BIN)/python -m tests.faults
 
 lint: setup ## check style and types
 	$(BIN)/ruff check

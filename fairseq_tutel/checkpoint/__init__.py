@@ -4,5 +4,5 @@
 - `description`, `average`: implement the tools `inspect` and `average`.
 - `experts`: gathers experts on rank 0, or writes them as `shards` in `folders`.
 - `files`: writes files atomically, checks them and reads them safely.
-- `lease`: allows only one training run at a time to write to a folder.
+- `lock`: allows only one training run at a time to write to a folder.
 """

@@ -14,7 +14,6 @@ from fairseq.criterions import FairseqCriterion, register_criterion
 from fairseq.logging import metrics
 from torch import Tensor, nn
 
-from fairseq_tutel.criterions.taught_router import forward_with_router_loss
 from fairseq_tutel.ensemble.cmcl import confident_loss, random_labels
 from fairseq_tutel.ensemble.options import CMCLConfig
 from fairseq_tutel.options.option import options_in, read, refuse_bad_values
@@ -49,45 +48,34 @@ class CMCLCriterion(FairseqCriterion):
         """Return the loss, the sample size and the logging output of a batch."""
         options, target_N = self.options, sample["target"].reshape(-1)
         counts_N = target_N != self.padding_idx  # for images, padding_idx is -100
-        log: dict[str, Any] = {}
-        if options.cmcl_teach_router and model.training:
-            net_output, router_loss, right = forward_with_router_loss(model, sample, counts_N)
-            log = {"router_loss": router_loss.detach(), "right_router": right}
-        else:
-            net_output = model(**sample["net_input"])
-        logits_MXC = _member_logits(net_output)
-        self._refuse_model(logits_MXC)
+        net_output = model(**sample["net_input"])
+        logits_MNC = self._member_logits(net_output).flatten(1, -2)
         logs_XC = model.get_normalized_probs(net_output, log_probs=True)  # type: ignore[operator]
-        if logits_MXC is None:  # a single model learns all samples
-            logits_MNC, overlap = logs_XC.reshape(1, -1, logs_XC.shape[-1]), 1
-        else:
-            logits_MNC, overlap = logits_MXC.flatten(1, -2), options.cmcl_overlap
         labels_MN = random_labels(logits_MNC) if options.cmcl_stochastic else None
-        loss, _ = confident_loss(logits_MNC, target_N, overlap, options.cmcl_beta, labels_MN, counts_N)
-        if log:
-            loss = loss + options.cmcl_teach_router * router_loss
-        log |= _answers(logs_XC.flatten(0, -2), logits_MNC, target_N, counts_N)
+        loss, _ = confident_loss(
+            logits_MNC, target_N, options.cmcl_overlap, options.cmcl_beta, labels_MN, counts_N
+        )
+        log = _answers(logs_XC.flatten(0, -2), logits_MNC, target_N, counts_N)
         log |= {"loss": loss.detach(), "nsentences": len(sample["target"])}
         log |= dict.fromkeys(("ntokens", "sample_size"), sample["ntokens"])
         return loss, sample["ntokens"], log
 
-    def _refuse_model(self, logits_MXC: Tensor | None) -> None:
-        teaches_router, overlap = self.options.cmcl_teach_router > 0, self.options.cmcl_overlap
-        if logits_MXC is None and not teaches_router:
+    def _member_logits(self, net_output: Any) -> Tensor:
+        """Return the logits [M, …, C] of all members; refuse another model than a large enough ensemble."""
+        extra = net_output[1] if isinstance(net_output, tuple) and len(net_output) > 1 else None
+        logits_MXC = extra.get("member_logits") if isinstance(extra, dict) else None
+        if logits_MXC is None:
             raise ValueError(
                 "--criterion cmcl trains members of an ensemble, but the model is not an ensemble; choose "
                 "--arch ensemble_of, or --criterion cross_entropy."
             )
-        if logits_MXC is not None and teaches_router:
-            raise ValueError(
-                "--cmcl-teach-router is only for a single model with experts, but the model is an "
-                "ensemble; remove --cmcl-teach-router."
-            )
-        if logits_MXC is not None and overlap > len(logits_MXC):
+        overlap = self.options.cmcl_overlap
+        if overlap > len(logits_MXC):
             raise ValueError(
                 f"--cmcl-overlap is {overlap}, but --ensemble-size is {len(logits_MXC)}; give at most "
                 f"{len(logits_MXC)}."
             )
+        return logits_MXC
 
     @classmethod
     def reduce_metrics(cls, logging_outputs: list[dict[str, Any]]) -> None:
@@ -105,10 +93,6 @@ class CMCLCriterion(FairseqCriterion):
             shares["oracle_error"] = total["counted"] - total["right_any"]
             shares["member_accuracy"] = sum(of_members) / len(of_members)
             shares |= {f"member{m}_accuracy": right for m, right in enumerate(of_members)}
-        if "router_loss" in total:
-            router_loss = total["router_loss"] / counted * bits
-            metrics.log_scalar("router_loss", router_loss, counted, round=3)
-            shares["router_accuracy"] = total["right_router"]
         for name, share in shares.items():
             metrics.log_scalar(name, 100 * share / counted, counted, round=2)
 
@@ -116,12 +100,6 @@ class CMCLCriterion(FairseqCriterion):
     def logging_outputs_can_be_summed() -> bool:
         """Return True, because fairseq may sum logging outputs over ranks before `reduce_metrics`."""
         return True
-
-
-def _member_logits(net_output: Any) -> Tensor | None:
-    """Return the logits of all ensemble members, or None if the model is not an ensemble."""
-    extra = net_output[1] if isinstance(net_output, tuple) and len(net_output) > 1 else None
-    return extra.get("member_logits") if isinstance(extra, dict) else None
 
 
 @torch.no_grad()

@@ -6,10 +6,9 @@ N tokens of a micro-batch, padding included, V words.
 """
 
 import dataclasses
-import hashlib
 import logging
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from fairseq.criterions import (
@@ -21,17 +20,14 @@ from fairseq.criterions import (
 from fairseq.logging import metrics
 from torch import Tensor, nn
 
-from fairseq_tutel.checkpoint.files import identity
 from fairseq_tutel.criterions import variants  # noqa: F401 - must be registered first
 from fairseq_tutel.criterions.teacher import Teacher, scores_of
-from fairseq_tutel.distillation.loss import Answers, distillation_loss, top_answers
+from fairseq_tutel.distillation.loss import distillation_loss
 from fairseq_tutel.distillation.options import DistillationConfig
-from fairseq_tutel.distillation.stored_logits import StoredLogits, fingerprint
 from fairseq_tutel.options.option import options_in, plain, read, refuse_bad_values
 from fairseq_tutel.plugin.registration.flags import made
 from fairseq_tutel.plugin.run_state import config_of, is_opened
 from fairseq_tutel.plugin.training.task import give_mixin
-from fairseq_tutel.ranks import world
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +54,7 @@ class DistillationMixin:
     task: Any
     padding_idx: int
     training: bool
-    _source: "_Source | None" = None  # not an nn.Module, so its parameters are not trained or saved
+    _teacher: Teacher | None = None  # not an nn.Module, so its parameters are not trained or saved
     _update, _is_dummy = 0, False
 
     @classmethod
@@ -68,7 +64,7 @@ class DistillationMixin:
         criterion.distillation = read(DistillationConfig, cfg)
         if not is_opened(config_of(task)):  # fairseq-validate needs no teacher
             give_mixin(task)  # fairseq's own tasks do not call `begin_step`
-            criterion._source = _Source(criterion.distillation, task)
+            criterion._teacher = Teacher(criterion.distillation, task)
         return criterion
 
     def begin_step(self, update_num: int, is_dummy: bool) -> None:
@@ -78,11 +74,11 @@ class DistillationMixin:
     def forward(self, model: nn.Module, sample: Any, *args: Any, **kwargs: Any) -> Any:
         """Return the loss with the distillation loss added, the sample size and the logging output."""
         options = self.distillation
-        if options.distill_until and self._update >= options.distill_until and self._source:
+        if options.distill_until and self._update >= options.distill_until and self._teacher:
             logger.info("distillation ended after %d updates", options.distill_until)
-            self._source = None
+            self._teacher = None
         distills = self.training or options.distill_in_validation
-        if self._source is None or not distills:
+        if self._teacher is None or not distills:
             return super().forward(model, sample, *args, **kwargs)  # type: ignore[misc]
         calls: list[tuple] = []
         hook = model.register_forward_hook(lambda _, *call: calls.append(call), with_kwargs=True)
@@ -91,13 +87,20 @@ class DistillationMixin:
         finally:
             hook.remove()
         words, named, output = calls[-1]
-        scores_NV, counts = scores_of(model, output), self._counting(sample["target"])
+        scores_NV, kl = scores_of(model, output), loss.new_zeros(())
         dummy = self.training and self._is_dummy
-        call = _Call(sample, counts, words, named, scores_NV, self.padding_idx, dummy)
-        teacher = self._source.answers(call, stored=self.training)
-        kl = loss.new_zeros(())
-        if teacher is not None:
-            kl = distillation_loss(scores_NV, teacher, call.counts_N, options.distill_temperature)
+        # All ranks of the teacher's EP group must call the teacher equally often.
+        if not dummy or options.distill_teacher_parallel_size > 1:
+            teacher_NV = self._teacher.scores(words, named, scores_NV.device, dummy)
+            if teacher_NV.shape != scores_NV.shape:
+                raise ValueError(
+                    f"--distill-teacher gives scores of shape {tuple(teacher_NV.shape)}, but the student "
+                    f"gives {tuple(scores_NV.shape)}; give a teacher with the same task and dictionary."
+                )
+            counts_N = self._counting(sample["target"]).flatten()
+            if len(counts_N) != len(scores_NV):  # the model scores only positions with a target
+                counts_N = counts_N.new_ones(len(scores_NV))
+            kl = distillation_loss(scores_NV, teacher_NV, counts_N, options.distill_temperature)
             loss = loss + options.distill_alpha * kl
         log["loss"] = log["loss"] + options.distill_alpha * kl.detach()
         log["distill_loss"] = kl.detach()
@@ -120,136 +123,6 @@ class DistillationMixin:
             total = sum(log.get(key, 0) for log in logging_outputs)
             size = sum(log.get("sample_size", 0) for log in logging_outputs)
             metrics.log_scalar(key, total / size / math.log(2), size, round=3)
-
-
-class _Call(NamedTuple):
-    """Stores the batch, the arguments and the output of one forward pass of the student model."""
-
-    sample: Any
-    counts: Tensor  # [...] bool, true for target positions that count in the loss
-    words: tuple  # positional arguments of the forward pass
-    named: dict[str, Any]
-    scores_NV: Tensor  # the student's scores, for all positions or only for positions with a target
-    padding: int
-    dummy: bool  # a dummy batch, which only keeps ranks synchronized
-
-    @property
-    def counts_N(self) -> Tensor:  # noqa: N802 - a shape
-        """A bool mask [N] over the rows of `scores_NV`, true for rows that count in the loss."""
-        is_whole = self.counts.numel() == len(self.scores_NV)
-        return self.counts.flatten() if is_whole else self.counts.new_ones(len(self.scores_NV))
-
-    def texts(self) -> list[tuple[int, bytes, int]]:
-        """Return, for each sentence, its ID in the data set, a hash of its text, and its token count."""
-        ids, source = self.sample.get("id"), self.sample["net_input"].get("src_tokens")
-        if ids is None or source is None or self.counts.dim() != 2:
-            raise ValueError(
-                "--distill-logits needs sentences with IDs, but this task does not provide them; remove "
-                "--distill-logits."
-            )
-        padding = 0 if source.is_floating_point() else self.padding  # audio has no padding symbol
-        tables = (source.cpu(), self.sample["target"].cpu(), self.counts.cpu())
-        return [
-            (i, fingerprint(s[s != padding], t[counts]), int(counts.sum()))
-            for i, s, t, counts in zip(ids.tolist(), *tables, strict=True)
-        ]
-
-
-class _Source:
-    """Provides teacher predictions from a folder of stored logits, from a teacher model, or from both."""
-
-    def __init__(self, options: DistillationConfig, task: Any) -> None:
-        self.options, path = options, options.distill_teacher
-        if not (path or options.distill_logits):
-            raise ValueError(
-                "--criterion moe_distillation needs a teacher; give --distill-teacher CHECKPOINT, or "
-                "--distill-logits FOLDER with stored teacher logits."
-            )
-        if options.distill_logits and not options.distill_top_k:
-            raise ValueError(
-                "--distill-logits stores only the most likely words of each token, but their number is not "
-                "given; give --distill-top-k, such as 16."
-            )
-        self.teacher = Teacher(options, task) if path else None
-        if self.teacher is None and options.distill_in_validation:
-            raise ValueError(
-                "--distill-in-validation needs a teacher model, because --distill-logits has logits of the "
-                "training set only; add --distill-teacher, or remove --distill-in-validation."
-            )
-        self.store: StoredLogits | None = None
-        if options.distill_logits:
-            words = getattr(task.target_dictionary, "symbols", None)
-            facts = {
-                "the dictionary": hashlib.sha256(repr(words).encode()).hexdigest()[:16],
-                "the teacher": identity(path)[:16] if path else None,
-                "--distill-top-k": options.distill_top_k,
-                "--distill-temperature": options.distill_temperature,
-            }
-            self.store = StoredLogits(options.distill_logits, facts, options.distill_top_k)
-
-    def answers(self, call: _Call, stored: bool) -> Tensor | Answers | None:
-        """Return the teacher's scores [N, V] or its top-K predictions; return None for a dummy batch."""
-        # All ranks of the teacher's EP group must call the teacher equally often.
-        in_step = self.teacher is not None and self.options.distill_teacher_parallel_size > 1
-        if call.dummy and not in_step:
-            return None
-        store = self.store if stored else None
-        if store is None:
-            return self._asked(call)
-        texts = [] if call.dummy else call.texts()
-        found = [store.read(sample, text) for sample, text, _ in texts]
-        missing = any(answer is None for answer in found)
-        if in_step:
-            missing = any(world.all_gather_object(missing, "the search for stored teacher logits"))
-        if not missing:
-            return None if call.dummy else _put(found, call)  # type: ignore[arg-type]
-        if self.teacher is None:
-            sample = texts[found.index(None)][0]
-            raise ValueError(
-                f"--distill-logits is {self.options.distill_logits}, which has no logits of sample "
-                f"{sample}; add --distill-teacher to compute and store them."
-            )
-        top_k, scored = self.options.distill_top_k, call.scores_NV.shape[1]
-        if top_k > scored:  # a stored record always has K entries
-            raise ValueError(
-                f"--distill-top-k is {top_k}, but the model has {scored} words or classes; lower it."
-            )
-        answers = self._asked(call)
-        if not call.dummy:
-            of_each = _split(answers, call.counts_N, [tokens for *_, tokens in texts])
-            for (sample, text, _), before, own in zip(texts, found, of_each, strict=True):
-                if before is None:
-                    store.write(sample, text, own)
-        return answers
-
-    def _asked(self, call: _Call) -> Any:
-        """Run the teacher; return its scores [N, V], or its most likely words if --distill-top-k is set."""
-        assert self.teacher is not None
-        scores_NV = self.teacher.scores(call.words, call.named, call.scores_NV.device, call.dummy)
-        if scores_NV.shape != call.scores_NV.shape:
-            raise ValueError(
-                f"--distill-teacher gives scores of shape {tuple(scores_NV.shape)}, but the student gives "
-                f"{tuple(call.scores_NV.shape)}; give a teacher with the same task and dictionary."
-            )
-        top_k = self.options.distill_top_k
-        return top_answers(scores_NV, top_k, self.options.distill_temperature) if top_k else scores_NV
-
-
-def _split(answers: Answers, counts_N: Tensor, tokens: list[int]) -> list[Answers]:
-    parts = (table[counts_N].split(tokens) for table in (answers.words_NK.cpu(), answers.logs_NK.cpu()))
-    return [Answers(*part) for part in zip(*parts, strict=True)]
-
-
-def _put(found: list[Answers], call: _Call) -> Answers:
-    counts_N = call.counts_N
-    words, logs = (
-        torch.cat(parts).to(counts_N.device)
-        for parts in zip(*((a.words_NK, a.logs_NK) for a in found), strict=True)
-    )
-    words_NK = words.new_zeros(len(counts_N), words.shape[1])
-    logs_NK = logs.new_zeros(len(counts_N), words.shape[1])
-    words_NK[counts_N], logs_NK[counts_N] = words, logs
-    return Answers(words_NK, logs_NK)
 
 
 # Each class has the name of the wrapped criterion: fairseq resumes only with a criterion of the same name,

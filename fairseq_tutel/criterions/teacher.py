@@ -37,6 +37,10 @@ class Teacher:
     def __init__(self, options: DistillationConfig, task: Any) -> None:
         self.options, self.task, self.overrides = options, task, _read(options)
         self._model: nn.Module | None = None
+        if not options.distill_teacher:
+            raise ValueError(
+                "--criterion moe_distillation needs a teacher; give --distill-teacher CHECKPOINT."
+            )
         if not os.path.isfile(options.distill_teacher):
             raise ValueError(
                 f"{FLAG} is {options.distill_teacher}, which is not a file; give a checkpoint."

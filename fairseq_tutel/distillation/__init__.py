@@ -1,1 +1,1 @@
-"""Knowledge distillation: the loss, its options, and teacher logits that are stored in files."""
+"""Knowledge distillation: the loss and its options."""

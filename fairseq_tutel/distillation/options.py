@@ -40,19 +40,6 @@ class DistillationConfig:
     distill_until: int = distillation(
         0, "number of updates with the distillation loss; 0: all", unit="updates", rule=AT_LEAST_0
     )
-    distill_top_k: int = distillation(
-        0,
-        "use only the teacher's K most likely words, and one additional word for the remaining "
-        "probability; 0: use all words",
-        unit="words",
-        rule=AT_LEAST_0,
-    )
-    distill_logits: str = distillation(
-        "",
-        "folder of stored teacher logits (the --distill-top-k words of each token of the training set); "
-        "--distill-teacher computes and stores missing logits; without a teacher, missing logits are an "
-        "error",
-    )
     distill_in_validation: bool = distillation(
         False, "run the teacher in validation, too, and log distill_loss there"
     )

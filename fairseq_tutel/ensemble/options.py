@@ -47,9 +47,3 @@ class CMCLConfig:
     cmcl_stochastic: bool = of_criterion(
         False, "train the other members with a random label instead of the uniform distribution"
     )
-    cmcl_teach_router: float = of_criterion(
-        0.0,
-        "for a single MoE model: weight of a loss that trains the last MoE layer's gate to choose the "
-        "expert with the lowest loss on a token; needs one forward pass per expert",
-        rule=NOT_NEGATIVE,
-    )

@@ -14,17 +14,11 @@ SHOWN = 60
 
 def content_of(path: str | os.PathLike, largest: int = LARGEST_BYTES) -> bytes:
     """Return a file's bytes. Raise OSError if the file is too large, unreadable or not a regular file."""
-    return content_and_time(path, largest)[0]
-
-
-def content_and_time(path: str | os.PathLike, largest: int = LARGEST_BYTES) -> tuple[bytes, float]:
-    """Return a file's bytes, and the time of its last change in seconds. `content_of` lists the errors."""
     with open(path, "rb", opener=open_ordinary) as file:
         content = file.read(largest + 1)
-        changed = os.fstat(file.fileno()).st_mtime
     if len(content) > largest:
         raise OSError(f"the file has more than {largest:,} bytes")
-    return content, changed
+    return content
 
 
 def open_ordinary(path: str | os.PathLike, flags: int = os.O_RDONLY) -> int:

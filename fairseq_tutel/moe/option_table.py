@@ -363,7 +363,12 @@ BY_OWNER = {
 }
 
 # Keys of removed options, and the reason. A checkpoint that holds them opens as if it did not.
-RETIRED = {"moe_kernel_tuning_seconds": "tile sizes of kernels come from a table"}
+RETIRED = {
+    "moe_kernel_tuning_seconds": "tile sizes of kernels come from a table",
+    "distill_top_k": "the teacher's whole distribution is used",
+    "distill_logits": "the teacher is in memory",
+    "cmcl_teach_router": "only ensembles learn by CMCL",
+}
 
 
 def options_of(owner: str) -> list[Option]:

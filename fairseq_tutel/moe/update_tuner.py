@@ -31,7 +31,6 @@ logger = logging.getLogger(__name__)
 
 WIDENING = 0.25  # least width of a bucket relative to its lower end, for long-tailed dropless loads
 WARM_UPDATES = 2  # the first allocates optimizer state; the second's memory peak is measured
-WATCH_EVERY = 10  # every tenth update of a settled bucket is timed
 FORMAT = 3
 # The measurements depend on these options.
 SIGNED = ("model_dim", "hidden_dim", "top_k", "exchange", "a2a_dtype")
@@ -140,8 +139,7 @@ class UpdateTuner:
             layer.follow(strategy)
         self._micro_batches, self._milliseconds = [num_tokens], math.nan
         self._updates += 1
-        settled = self._last is not None and self.tuner.settled(self._last[0])
-        self._is_timed = not settled or self._updates % WATCH_EVERY == 0
+        self._is_timed = self._last is None or not self.tuner.settled(self._last[0])
         self._wait_for_gpu()
         self._started = time.perf_counter()
         return strategy
@@ -171,7 +169,7 @@ class UpdateTuner:
         while slots >= above:
             low, above = above, above + max(self.window, int(WIDENING * above))
         factor = self.layers[0].config.capacity_factor
-        return f"capacity factor {factor:g}, {low} to {above - 1} places"
+        return f"capacity factor {factor:g}, {low} to {above - 1} slots"
 
     def _predicted(self, tokens: int, strategy: Strategy) -> float:
         """Return the predicted seconds of all layers' forward and backward with a strategy."""
@@ -187,15 +185,13 @@ class UpdateTuner:
     def _record(self, milliseconds: float, tokens: float) -> None:
         assert self._last is not None
         key, strategy = self._last
-        was_settled = self.tuner.settled(key)
+        if self.tuner.settled(key):
+            return
         # The cost is per token, since updates in one bucket have different numbers of tokens.
         self.tuner.record(key, strategy, 1000 * milliseconds / max(tokens, 1))
-        if was_settled and not self.tuner.settled(key) and world.is_first():
-            logger.info("adaptive: %s: the update time has changed; measuring again", key)
-        if not was_settled:
-            if self.tuner.settled(key):
-                self._log_best(key)
-            self._save()  # an interrupted run can continue from this state
+        if self.tuner.settled(key):
+            self._log_best(key)
+        self._save()  # an interrupted run can continue from this state
 
     def _log_best(self, key: str) -> None:
         if not world.is_first():

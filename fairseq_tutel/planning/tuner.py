@@ -2,8 +2,7 @@
 
 Updates in the same bucket share one choice. The cost model proposes the candidates of a bucket. They are
 measured in rounds, one update for each candidate in a round. After a round, candidates that are too slow
-drop out. If the cost of the best strategy drifts later, the bucket is measured again. The choice depends
-only on recorded costs, so ranks with the same costs choose the same strategy.
+drop out. The choice depends only on recorded costs, so ranks with the same costs choose the same strategy.
 
 Source: Tutel (Hwang et al. 2023), section 3.3, for the dictionary of buckets. The search is new here.
 """
@@ -12,7 +11,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterable
 from itertools import product
-from statistics import median, median_low
+from statistics import median_low
 from typing import Any
 
 from fairseq_tutel.planning.strategy import Strategy
@@ -24,8 +23,6 @@ ROUNDS = 7
 # After each round, candidates that cost more than this factor times the best drop out. The last factor
 # applies to all later rounds.
 LIMITS = (math.inf, 1.7, 1.3, 1.1)
-WATCHED = 5  # the number of later costs of the best strategy, whose median shows a drift
-DRIFTED = 1.2  # the ratio of this median to the measured cost, or its inverse, at which costs have drifted
 
 Costs = dict[Strategy, list[float]]
 Predict = Callable[[Strategy], float]
@@ -51,7 +48,6 @@ class Tuner:
         self._candidates: dict[str, list[Strategy]] = {}
         self._next: dict[str, Strategy] = {}
         self._warm: set[tuple[str, Strategy]] = set()
-        self._recent: dict[str, list[float]] = {}
 
     def choose(self, key: str, predict: Predict | None = None) -> Strategy:
         """Return the best strategy for a range of capacities (`key`), or the next candidate to measure.
@@ -67,9 +63,7 @@ class Tuner:
         """Record an update's cost with a strategy; all costs with the same `key` must have one unit."""
         if not math.isfinite(cost):
             return
-        if key in self.best:
-            self._watch(key, strategy, cost)
-        elif strategy == self._next.get(key):
+        if strategy == self._next.get(key):
             # The first update of each candidate is not recorded, because it allocates new buffers.
             if (key, strategy) in self._warm:
                 self.costs[key].setdefault(strategy, []).append(cost)
@@ -157,16 +151,3 @@ class Tuner:
                 break
         self._next.pop(key, None)
         self.best[key] = min(active, key=middle.__getitem__)
-
-    def _watch(self, key: str, strategy: Strategy, cost: float) -> None:
-        best, recent = self.best[key], self._recent.setdefault(key, [])
-        if strategy != best:
-            return
-        recent.append(cost)
-        if len(recent) < WATCHED:
-            return
-        del self._recent[key]
-        ratio = median(recent) / median(self.costs[key].setdefault(best, recent))
-        if not 1 / DRIFTED <= ratio <= DRIFTED:
-            del self.best[key]
-            self.costs[key] = {}

@@ -17,7 +17,6 @@ from fairseq_tutel.moe.option_table import StoreConfig
 from fairseq_tutel.ranks.groups import Topology
 
 if TYPE_CHECKING:
-    from fairseq_tutel.checkpoint.lease import Lease
     from fairseq_tutel.inference.expert_store import ExpertStore
     from fairseq_tutel.plans.files import PlacedPlan
     from fairseq_tutel.plugin.opening.several_ranks import Command
@@ -33,7 +32,6 @@ class RunState:
     # Process groups of the model that was built last; teachers are excluded.
     topology: Topology = field(default_factory=Topology)
     checkpoint: str | None = None  # path of the checkpoint from which training resumes
-    lease: "Lease | None" = None  # lease of --save-dir, on the rank that writes checkpoints
     is_saving: bool = False  # whether all ranks are writing a checkpoint
     background: "BackgroundSave | None" = None  # saves in threads, with --moe-save-async
     num_saves: int = 0  # calls of fairseq's save_checkpoint that have ended

@@ -88,7 +88,5 @@ def test_what_it_refuses():
         criterion()(Given(), sample)
     with pytest.raises(ValueError, match="the model is not an ensemble; choose --arch ensemble_of"):
         criterion()(NoEnsemble(), sample)
-    with pytest.raises(ValueError, match="for a single model with experts, but the model is an ensemble"):
-        criterion(cmcl_teach_router=0.1)(Given().eval(), sample)
     with pytest.raises(ValueError, match="--cmcl-overlap is 0; give a whole number, at least 1"):
         CMCLCriterion.build_criterion(SimpleNamespace(cmcl_overlap=0), TASK)

@@ -21,7 +21,6 @@ from fairseq_tutel.criterions.distillation import WRAPPED
 from fairseq_tutel.criterions.teacher import Teacher, scores_of
 from fairseq_tutel.distillation.options import DistillationConfig
 from fairseq_tutel.plugin import register
-from fairseq_tutel.ranks import world
 
 register()
 
@@ -69,9 +68,6 @@ def test_each_other_criterion_has_a_reason():
         ({"teacher": __file__}, "which is truncated or not a checkpoint; give another file"),
         ({"criterion": "ctc"}, "--distill-criterion is ctc; choose one of cross_entropy"),
         ({"alpha": 0}, "--distill-alpha is 0.0; give a finite number above 0"),
-        ({"logits": "new"}, "give --distill-top-k, such as 16"),
-        ({"logits": "new", "top_k": 4}, "has no stored teacher probabilities; give --distill-teacher"),
-        ({"logits": "new", "top_k": 4, "in_validation": True}, "add --distill-teacher, or"),
         ({"teacher": __file__, "teacher_overrides": "5"}, "-overrides is '5'; give a dictionary"),
         (
             {"criterion": "sentence_prediction", "regression_target": True},
@@ -101,30 +97,19 @@ class Student(BaseFairseqModel):
 def ready(monkeypatch, folder, prefix=0, **options):
     """Return a criterion, whose teacher's scores are all alike, and its arguments."""
     torch.save({}, folder / "t.pt")
-    options = {"top_k": 2, "logits": str(folder / "answers"), "teacher": str(folder / "t.pt"), **options}
-    criterion = build(criterion="label_smoothed_cross_entropy", **options)
+    criterion = build(criterion="label_smoothed_cross_entropy", teacher=str(folder / "t.pt"), **options)
     criterion.ignore_prefix_size = prefix
     monkeypatch.setattr(Teacher, "scores", lambda *_: torch.zeros(6, 4))
     target = torch.tensor([[0, 2, 3], [0, 3, 1]])  # 1 is padding
-    sample = {"id": torch.arange(2), "net_input": {"src_tokens": target}, "target": target, "ntokens": 5}
+    sample = {"net_input": {"src_tokens": target}, "target": target, "ntokens": 5}
     return criterion, (Student(), sample)
 
 
-def asked(monkeypatch, folder, is_dummy=False, **options):
-    """Return the loss, its gradient and the log."""
-    criterion, (model, sample) = ready(monkeypatch, folder, **options)
-    criterion.begin_step(0, is_dummy=is_dummy)
-    loss, _, log = criterion(model, sample)
-    (grad_BLV,) = torch.autograd.grad(loss, model.parameters())
-    return loss, grad_BLV, log
-
-
 def test_a_prefix_that_is_not_trained_is_not_distilled(monkeypatch, tmp_path):
-    _, grad_BLV, _ = asked(monkeypatch, tmp_path, prefix=1)
+    criterion, (model, sample) = ready(monkeypatch, tmp_path, prefix=1)
+    (grad_BLV,) = torch.autograd.grad(criterion(model, sample)[0], model.parameters())
     is_trained = grad_BLV.abs().sum(-1) > 0
     assert is_trained.tolist() == [[False, True, True], [False, True, False]]
-    loss, _, _ = asked(monkeypatch, tmp_path, prefix=1, teacher="")
-    assert torch.equal(loss, asked(monkeypatch, tmp_path, prefix=1)[0])
 
 
 @pytest.mark.parametrize("until, taught", [(0, [0, 1, 2, 3]), (2, [0, 1])])
@@ -170,16 +155,14 @@ def test_a_teacher_is_opened_in_evaluation_without_its_task_s_state(monkeypatch,
     assert not model.training and not model.scores_BLV.requires_grad
 
 
-def test_no_more_answers_are_stored_than_there_are_scores(monkeypatch, tmp_path):
-    """Of classes of sentences there are fewer than of words."""
-    with pytest.raises(ValueError, match=r"is 5, but the model has 4 words or classes; lower it"):
-        asked(monkeypatch, tmp_path, top_k=5)
-
-
-def test_a_dummy_batch_asks_with_the_others_and_writes_nothing(monkeypatch, tmp_path):
-    monkeypatch.setattr(world, "all_gather_object", lambda value, what: [value, True])
-    asked(monkeypatch, tmp_path, is_dummy=True, teacher_parallel_size=2)
-    assert [path.name for path in (tmp_path / "answers").iterdir()] == ["about.json"]
+@pytest.mark.parametrize("size, calls", [(1, 0), (2, 1)])
+def test_a_dummy_batch_runs_only_a_teacher_with_an_ep_group(size, calls, monkeypatch, tmp_path):
+    criterion, arguments = ready(monkeypatch, tmp_path, teacher_parallel_size=size)
+    found = []
+    monkeypatch.setattr(Teacher, "scores", lambda *_: found.append(1) or torch.zeros(6, 4))
+    criterion.begin_step(0, is_dummy=True)
+    criterion(*arguments)
+    assert len(found) == calls
 
 
 def test_classes_count_whatever_their_number(tmp_path):

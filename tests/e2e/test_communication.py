@@ -111,7 +111,7 @@ def test_a_tuner_changes_the_way_and_not_the_model(updates, lm_data, tmp_path):
 def test_the_tuner_settles_says_so_and_goes_on_from_its_dictionary(lm_data, tmp_path):
     flags = (*IN_TWO_SLICES, "--moe-adaptive", "auto", "--disable-validation")
     run = train(lm_data, tmp_path, *flags, ranks=2, updates=90)
-    assert "adaptive: capacity factor 0, 0 to 127 places: adaptive_r " in run.output
+    assert "adaptive: capacity factor 0, 0 to 127 slots: adaptive_r " in run.output
     assert "strategies took" in run.logs[0] and "strategies took" not in run.logs[1]
     found = json.loads((tmp_path / "moe_adaptive.json").read_text())
     (bucket,) = found["buckets"].values()

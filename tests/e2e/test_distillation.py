@@ -81,18 +81,6 @@ def test_ranks_agree_with_one(lm_data, teacher, extra, tmp_path):
     same_weights(facts[1]["model"], facts[2]["model"], adam=False)
 
 
-def test_answers_in_a_folder_are_the_running_teachers(lm_data, teacher, tmp_path):
-    """One run asks the teacher in its first epoch and reads in its second; the next one reads alone."""
-    answers = ("--distill-logits", tmp_path / "answers", "--distill-top-k", 4)
-    words = (*answers, "--max-epoch", 2, "--batch-size", 32)
-    outputs = [
-        student(lm_data, tmp_path / name, path, *words, updates=99).output
-        for name, path in (("writes", teacher), ("reads", None))
-    ]
-    assert ["teacher: " in output for output in outputs] == [True, False]
-    same_bits(*(loaded(tmp_path / name)["model"] for name in ("writes", "reads")))
-
-
 def test_a_student_of_convert_trains(lm_data, teacher, tmp_path):
     """It begins with the teacher's last layer, and is opened by its own options."""
     convert("student", "--input", teacher, "--output", tmp_path / "begin.pt", "--drop-layers", 0)
@@ -138,20 +126,15 @@ def test_validation_needs_no_teacher(lm_data, teacher, tmp_path):
 
 
 @LONG
-def test_a_translator_learns_from_all_words_or_the_likeliest(mt_data, tmp_path):
-    """A coarser answer differs less: KL never grows by merging."""
+def test_a_translator_learns_at_a_temperature(mt_data, tmp_path):
     fairseq("train", *mt_args(mt_data, tmp_path / "teacher", updates=1))
     teach = distill(
         *("--distill-teacher", tmp_path / "teacher" / FILE, "--distill-temperature", 2),
         *("--label-smoothing", 0.1, "--decoder-layers", 1, "--seed", 2),
         criterion="moe_label_smoothed_cross_entropy",
     )
-    found = {}
-    for top_k in (0, 1):
-        words = mt_args(mt_data, tmp_path / str(top_k), *teach, "--distill-top-k", top_k, updates=1)
-        (record,) = fairseq("train", *words).stats("train_inner")
-        found[top_k] = float(record["distill_loss"])
-    assert 0 < found[1] < 0.9 * found[0]
+    run = fairseq("train", *mt_args(mt_data, tmp_path / "student", *teach, updates=1))
+    assert float(run.stats("train_inner")[0]["distill_loss"]) > 0
 
 
 @LONG
@@ -192,8 +175,8 @@ def test_an_adaptive_softmax_learns_on_one_rank_and_on_two(lm_data, tmp_path):
 
 
 @LONG
-def test_classes_of_sentences_are_learnt_and_read(lm_data, tmp_path):
-    """A model that begins as its teacher has nothing to learn, by running it or by its answers."""
+def test_classes_of_sentences_are_learned(lm_data, tmp_path):
+    """A model that begins as its teacher has nothing to learn."""
     for split in ("train", "valid"):
         text = shutil.copy(lm_data.parent / f"{split}.txt", tmp_path / f"{split}.input0")
         first = [int(line.split()[0][1:]) for line in text.read_text().splitlines()]
@@ -215,13 +198,11 @@ def test_classes_of_sentences_are_learnt_and_read(lm_data, tmp_path):
         del words[at : at + 2]
     fairseq("train", *words, "--max-update", 3)
     teacher = tmp_path / FILE
-    answers = ("--distill-logits", tmp_path / "answers", "--distill-top-k", 2)
-    for name, path in (("writes", teacher), ("reads", "")):
-        teach = ("--distill-teacher", path, *answers, "--finetune-from-model", teacher, "--lr", 0.0)
-        extra = distill(*teach, "--save-dir", tmp_path / name, criterion="moe_sentence_prediction")
-        run = fairseq("train", *words, *extra)
-        losses = [float(record["distill_loss"]) for record in run.stats("train_inner")]
-        assert len(losses) > 1 and losses == pytest.approx([0] * len(losses), abs=2e-3)
+    teach = ("--distill-teacher", teacher, "--finetune-from-model", teacher, "--lr", 0.0)
+    extra = distill(*teach, "--save-dir", tmp_path / "student", criterion="moe_sentence_prediction")
+    run = fairseq("train", *words, *extra)
+    losses = [float(record["distill_loss"]) for record in run.stats("train_inner")]
+    assert len(losses) > 1 and losses == pytest.approx([0] * len(losses), abs=2e-3)
 
 
 @LONG

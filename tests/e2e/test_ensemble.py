@@ -8,7 +8,6 @@ import pytest
 import torch
 from cli import ROOT, USER_DIR, fairseq, refused
 from equality import facts_of, same_bits, same_weights
-from models import lm_args as moe_lm_args
 from tool_in_process import convert, refusal
 
 SIZE = 3
@@ -219,19 +218,6 @@ def test_images_are_learned_by_some_members_on_two_ranks_as_on_one(tmp_path):
     convert("members", "--input", path, "--output", tmp_path / "members")
     member = torch.load(tmp_path / "members" / "member0.pt", weights_only=False)
     assert member["cfg"]["criterion"]["_name"] == "image_classification"
-
-
-def test_a_router_is_taught_alike_on_two_ranks_that_share_experts(lm_data, tmp_path):
-    extra = ("--criterion", "moe_cmcl", "--cmcl-teach-router", 0.5, "--optimizer", "moe_sgd")
-    found = {}
-    for ranks in (1, 2):
-        folder = tmp_path / str(ranks)
-        args = moe_lm_args(lm_data, folder, *extra, "--update-freq", 2 // ranks, updates=3)
-        run = fairseq("train", *args, ranks=ranks)
-        found[ranks] = load(folder)
-    assert facts_of(found[2]) == pytest.approx(facts_of(found[1]), rel=1e-5, abs=1e-6)
-    same_weights(found[1]["model"], found[2]["model"], adam=False)
-    assert float(run.stats("train_inner")[-1]["router_accuracy"]) > 0
 
 
 @pytest.mark.long

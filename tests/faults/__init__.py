@@ -1,1 +1,1 @@
-"""Trainings that are hit by one random fault each: `python -m tests.faults --help`."""
+"""Training runs, each with one injected fault."""

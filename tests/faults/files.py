@@ -79,15 +79,14 @@ def _bytes_read(path: Path) -> list[int]:
     return places
 
 
-def tear(how: str, save_dir: Path, seed: int) -> Path:
+def tear(how: str, save_dir: Path) -> Path:
     """Break one file of a folder, or of the folders in it; return which.
 
     Args:
-        how: truncate, flip (one bit that is read), empty or remove.
+        how: flip (one bit that is read) or remove.
         save_dir: the folder.
-        seed: decides which file, and where.
     """
-    rng = random.Random(seed)
+    rng = random.Random(1)
     files = sorted(p for p in save_dir.rglob("*") if p.is_file() and not p.is_symlink())
     # Half of the trials hit what the next training reads.
     read = [p for p in files if "checkpoint_last" in str(p.relative_to(save_dir))]
@@ -96,12 +95,7 @@ def tear(how: str, save_dir: Path, seed: int) -> Path:
     if how == "remove":
         path.unlink()
         return path
-    if how == "truncate":
-        del content[rng.randrange(len(content)) :]
-    elif how == "flip":
-        content[rng.choice(_bytes_read(path))] ^= 1 << rng.randrange(8)
-    elif how == "empty":
-        content.clear()
+    content[rng.choice(_bytes_read(path))] ^= 1 << rng.randrange(8)
     # A new file: copies on one disk may share their bytes.
     path.unlink()
     path.write_bytes(content)

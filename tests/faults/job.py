@@ -14,8 +14,6 @@ from cli import start
 from launchers import launch, torchrun
 from models import lm_args
 
-from fairseq_tutel.plans import files as plan_files
-from fairseq_tutel.plans.generators import make
 from fairseq_tutel.ranks import agreement, guard
 
 from .plan import MICRO_BATCHES, SAVE_EVERY, Fault
@@ -24,17 +22,6 @@ PLACES = str(Path(__file__).parent / "faulty_places")
 # A machine with more ranks than cores is slow to start them, and to end them.
 START_SECONDS = 90.0
 SLACK_SECONDS = 15.0
-# The greatest --moe-expert-parallel-size of so many ranks that fits two experts.
-MOST = {1: 1, 2: 2, 3: 1, 4: 4}
-# Ranks of a node, so that four of them are two nodes.
-NODE = {1: 1, 2: 2, 3: 3, 4: 2}
-# What runs by plans; files are called so.
-PLANS = (
-    ("two_phase", "all_reduce"),
-    ("ring", "reduce_scatter"),
-    ("ring", "all_gather"),
-    ("linear", "all_to_all"),
-)
 SGD = ("--optimizer", "moe_sgd", "--momentum", 0.9, "--lr", 0.5)
 # Ports are drawn from one generator.
 _starting = threading.Lock()
@@ -59,28 +46,26 @@ class Job:
     seconds: float
 
 
-def allowance(timeout: float, fault: Fault) -> float:
+def allowance(timeout: float) -> float:
     """Return the seconds that ranks have from a fault to their end: the deadline of a trial.
 
     A collective waits for --moe-comm-timeout, at start longer by a margin; then the roll is called, and
-    the rank that keeps the store leaves last. A rank that sleeps has to wake up.
+    the rank that keeps the store leaves last.
     """
     health_check = min(timeout, guard.LONGEST_CHECK) + 2 * guard.GRACE_SECONDS
     at_start = agreement.MARGIN.total_seconds()
-    asleep = fault.seconds if fault.what == "delay" else 0.0
-    return max(timeout + at_start, asleep) + health_check + SLACK_SECONDS
+    return timeout + at_start + health_check + SLACK_SECONDS
 
 
 def words_of(
     data: Path, save_dir: Path, ranks: int, flags: Sequence[str], updates: int, timeout: float, *extra: str
 ) -> list[Any]:
     """Return the command line of a training; see `train`."""
-    places = {"most": MOST[ranks], "node": NODE[ranks], "plans": _plans(save_dir.parent, max(2, ranks))}
     return lm_args(
         data, save_dir, "--user-dir", PLACES, "--moe-comm-timeout", int(timeout), "--batch-size", 8,
         "--save-interval-updates", SAVE_EVERY, "--moe-micro-batches", MICRO_BATCHES,
         *([] if "--optimizer" in flags else SGD),
-        *[flag.format(**places) for flag in flags], *extra, updates=updates,
+        *flags, *extra, updates=updates,
     )  # fmt: skip
 
 
@@ -119,18 +104,9 @@ def train(
             started = [(launch(launcher, words, log, env), log)]
         else:
             started = start("train", *words, ranks=ranks, env=env)
-    job = _watch(started, fault, marker, allowance(timeout, fault))
+    job = _watch(started, fault, marker, allowance(timeout))
     marker.unlink(missing_ok=True)
     return job
-
-
-def _plans(folder: Path, ranks: int) -> Path:
-    """Write plans of so many ranks; return their folder."""
-    folder = folder / f"plans-{ranks}"
-    folder.mkdir(exist_ok=True)
-    for name, collective in PLANS:
-        plan_files.write(make(name, collective, ranks), folder / f"{name}_{collective}.json")
-    return folder
 
 
 def _watch(started: list[Any], fault: Fault, marker: Path, allowed: float) -> Job:
@@ -144,9 +120,6 @@ def _watch(started: list[Any], fault: Fault, marker: Path, allowed: float) -> Jo
             if fault.target != "rank":  # a rank that came by the place has struck itself
                 itself = fault.rank if fault.target == "all" else None
                 _strike([p for rank, p in enumerate(processes) if rank != itself], fault)
-        if fired is None and fault.place == "time" and now - begin >= fault.seconds:
-            fired = now
-            _strike(processes if fault.target != "rank" else [processes[fault.rank]], fault)
         late = now > fired + allowed if fired else now > begin + START_SECONDS + allowed
         # Nothing wakes a stopped rank but a launcher, when the others have ended.
         waited_for = [r for r in alive if not (fired and fault.what == "stop" and r == fault.rank)]

@@ -2,7 +2,7 @@
 
 Covered, by one trial each: a kill in the copy behind checkpoint_last, between write and rename, before
 ranks meet; a rank that stops in a collective; a disk that fails once, and one that is full; a flipped bit
-and a missing file; NaN; an empty batch; another number of ranks. `python -m tests.faults` has all kinds.
+and a missing file; NaN; an empty batch; another number of ranks.
 """
 
 import os
@@ -10,11 +10,10 @@ import os
 import pytest
 from corpora import language
 
-from .plan import FORMATS, Fault, Trial
+from .plan import BACKGROUND, Fault, Trial
 from .trial import World, run
 
 TIMEOUT = 4
-BACKGROUND = FORMATS["background"]
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +25,7 @@ def world(tmp_path_factory):
 
 def _trial(kind, fault=None, **others):
     others = {"ranks": 2, "ranks_after": 2, "compared": True, **others}
-    return Trial(seed=1, kind=kind, fault=fault or Fault(), **others)
+    return Trial(kind=kind, fault=fault or Fault(), **others)
 
 
 TRIALS = {
@@ -37,7 +36,7 @@ TRIALS = {
         _trial("stop in a collective", Fault("stop", "collective", 100, rank=1), begun=True),
         _trial("flip", tear="flip", begun=True),
         _trial("full disk", disk=2.5),
-        _trial("nan", Fault("nan", "train", 3, rank=1, detail="input"), begun=True),
+        _trial("nan", Fault("nan", "train", 3, rank=1), begun=True),
         _trial("other ranks", Fault("kill", "train", 7, rank=1), ranks_after=1),
         _trial("kill all in a thread", Fault("kill", "shard", 6, rank=1, target="all"), flags=BACKGROUND),
     ],
@@ -46,7 +45,7 @@ TRIALS = {
         _trial("signal to torchrun", Fault("signal", "valid", 2, detail="SIGTERM", target="torchrun")),
     ],
     "went on": [
-        _trial("failing disk", Fault("error", "write", 2, detail="disk", fraction=0.5)),
+        _trial("failing disk", Fault("error", "write", 2, fraction=0.5)),
         _trial("empty batch", Fault("empty", "samples", 2, rank=1), begun=True, compared=False),
         _trial("remove", tear="remove", begun=True),
     ],

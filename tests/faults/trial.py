@@ -15,12 +15,10 @@ from pathlib import Path
 
 import torch
 
-from fairseq_tutel.checkpoint import lease
-
-from . import disk, files, nodes
+from . import disk, files
 from .clear import PREEMPTED, last_error, unclear
 from .job import Job, train
-from .plan import BEGUN, NODES, ROUNDED, UPDATES, Fault, Trial
+from .plan import BEGUN, UPDATES, Fault, Trial
 
 SAVED = re.compile(r"Saved checkpoint \S+ \(epoch \d+ @ (\d+) updates")
 FROM_ANOTHER = "training resumes from"
@@ -81,7 +79,7 @@ class World:
 
 def run(trial: Trial, world: World) -> Result:
     """Carry out a trial; what goes wrong in it is in its result."""
-    folder = world.folder / f"trial-{trial.seed}"
+    folder = world.folder / "trial"
     save_dir = folder / "save"
     shutil.rmtree(folder, ignore_errors=True)
     save_dir.mkdir(parents=True)
@@ -105,12 +103,9 @@ def _run(trial: Trial, world: World, save_dir: Path) -> Result:
     if trial.begun:
         begun = world.undisturbed(trial.flags, trial.ranks, BEGUN)
         shutil.copytree(begun, save_dir, dirs_exist_ok=True)
-    torn = files.tear(trial.tear, save_dir, trial.seed) if trial.tear else None
+    torn = files.tear(trial.tear, save_dir) if trial.tear else None
     common = trial.flags, UPDATES, world.timeout
-    if trial.kind == NODES:
-        job = nodes.train(world.data, save_dir, *common, fault=trial.fault)
-    else:
-        job = train(world.data, save_dir, trial.ranks, *common, fault=trial.fault)
+    job = train(world.data, save_dir, trial.ranks, *common, fault=trial.fault)
     finished = not any(job.exit_codes)
     result = Result(
         trial,
@@ -128,7 +123,7 @@ def _run(trial: Trial, world: World, save_dir: Path) -> Result:
         result = _go_on(result, world, save_dir, torn)
     at_its_end = not result.problems and files.updates_of(save_dir / "checkpoint_last.pt") == UPDATES
     if trial.compared and at_its_end:
-        ranks = trial.ranks if finished and trial.kind != NODES else trial.ranks_after
+        ranks = trial.ranks if finished else trial.ranks_after
         result.problems.extend(_difference(trial, world, save_dir, ranks))
         result = replace(result, compared=True)
     return result
@@ -178,8 +173,6 @@ def _loss(trial: Trial, save_dir: Path, job: Job, torn: Path | None) -> Iterator
     newest = files.newest(whole)
     if saved and (newest is None or files.updates_of(newest) < max(saved)):
         yield f"update {max(saved)} was saved, and the newest whole checkpoint is {newest}"
-    if preempted and trial.kind != NODES and (save_dir / lease.NAME).exists():
-        yield "holds the lease after a signal has ended it"
 
 
 def _preempted(job: Job) -> list[re.Match[str]]:
@@ -211,7 +204,7 @@ def _difference(trial: Trial, world: World, save_dir: Path, ranks: int) -> Itera
     """
     expected = files.weights(world.undisturbed(trial.flags, trial.ranks) / "checkpoint_last.pt")
     found = files.weights(save_dir / "checkpoint_last.pt")
-    exact = ranks == trial.ranks and not ROUNDED & set(trial.flags)
+    exact = ranks == trial.ranks
     if ranks == trial.ranks and expected.keys() != found.keys():
         yield f"other tensors than undisturbed: {sorted(expected.keys() ^ found.keys())}"
     for name in expected.keys() & found.keys():

@@ -12,7 +12,6 @@ import torch
 from moe_files import save
 from tool_in_process import refusal_of, tool
 
-from fairseq_tutel.checkpoint.lease import NAME, read, take
 from fairseq_tutel.files.untrusted import content_of, error_line, json_of, printable
 from fairseq_tutel.moe import update_tuner
 from fairseq_tutel.plans.format import to_json
@@ -24,7 +23,6 @@ def test_a_deep_file_is_no_json(tmp_path):
     path.write_text("[" * 200_000)
     with pytest.raises(ValueError, match="nests too deeply"):
         json_of(path)
-    assert read(str(path)) == (None, 0.0)
 
 
 def test_what_is_no_ordinary_file_is_refused_at_once(tmp_path):
@@ -55,12 +53,6 @@ def test_a_large_file_is_refused(tmp_path):
     assert content_of(path, largest=5) == b"12345"
     with pytest.raises(OSError, match="more than 4 bytes"):
         content_of(path, largest=4)
-
-
-def test_a_pipe_as_lease_is_refused_by_its_name(tmp_path):
-    os.mkfifo(tmp_path / NAME)
-    with pytest.raises(OSError, match=f"{NAME} is not a lease .the path is not a regular file.; remove"):
-        take(str(tmp_path))
 
 
 def test_control_characters_are_printed_as_escapes():

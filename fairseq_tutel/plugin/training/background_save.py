@@ -111,7 +111,7 @@ class _Save:
         """Call fairseq's save_checkpoint on rank 0; rename the written file where it would write.
 
         Raises:
-            ValueError: a file could not be written, or another run has taken over --save-dir.
+            ValueError: a file could not be written.
         """
         assert self.path is not None
 
@@ -125,8 +125,6 @@ class _Save:
         try:
             self._raise_error()
             # Until here, an error leaves all earlier checkpoints as they are.
-            if RUN.lease is not None:
-                RUN.lease.confirm()
             saved = self._call(rename)
         except OSError as error:
             # The str of an OSError begins with its number; the message of `unwritten` is a sentence.

@@ -1,7 +1,7 @@
 """Saves complete checkpoints with all ranks' experts, and keeps other runs from writing to --save-dir.
 
-Rank 0 holds the lease of --save-dir. Without it, two runs would remove each other's experts and overwrite
-each other's files. Functions with the parameter `original` wrap a fairseq function; see
+Rank 0 locks --save-dir. Without the lock, two runs would remove each other's experts and overwrite each
+other's files. Functions with the parameter `original` wrap a fairseq function; see
 `registration/wrapped.py`.
 """
 
@@ -18,7 +18,7 @@ from fairseq.file_io import PathManager
 from fairseq.trainer import Trainer
 
 from fairseq_tutel.checkpoint import atomic_save, experts, folders
-from fairseq_tutel.checkpoint.lease import Lease, take
+from fairseq_tutel.checkpoint.lock import locked
 from fairseq_tutel.files.atomic import is_temporary
 from fairseq_tutel.moe.option_table import TaskConfig
 from fairseq_tutel.optim.moe_optimizer import ONLY_OF_RANK, MoEOptimizerMixin, innermost_optimizer
@@ -81,8 +81,6 @@ def _update_last(cfg: Any) -> None:
     last = os.path.join(cfg.save_dir, "checkpoint_last.pt")
 
     def copy_newest() -> None:
-        if RUN.lease is not None:
-            RUN.lease.confirm()
         try:
             PathManager.copy(cfg.restore_file, last, overwrite=True)
         except OSError as error:
@@ -95,42 +93,29 @@ def _update_last(cfg: Any) -> None:
 
 @contextlib.contextmanager
 def writing(save_dir: str, writes: bool = True) -> Iterator[None]:
-    """Context manager that keeps other runs from writing to a folder.
+    """Context manager that keeps other runs from writing to a folder. Collective when it is entered."""
+    with contextlib.ExitStack() as stack:
+        held: list[bool] = []  # on rank 0
 
-    It holds the folder's lease in its block. Collective when it is entered.
-    """
-    taken: list[Lease] = []  # on rank 0
-
-    def take_lease() -> None:
-        try:
-            if writes:
-                taken.append(take(save_dir))
-        except OSError as error:
-            raise ValueError(atomic_save.unwritable(save_dir, error)) from error
-
-    run_on_rank_zero(take_lease, "rank 0's check of writers in --save-dir")
-    if not taken:
-        yield
-        return
-    lease = taken[0]
-    with RUN.having(lease=lease):
-        try:
-            _remove_temporary(Path(save_dir), all_is_old=lease.after is not None)
+        def lock() -> None:
             try:
-                yield
-            finally:
-                # Also after an error: a full disk needs the space of experts without a checkpoint file.
-                _collect(lease)
-        finally:
-            lease.release()
+                if writes:
+                    held.append(stack.enter_context(locked(save_dir)))
+            except OSError as error:
+                raise ValueError(atomic_save.unwritable(save_dir, error)) from error
+
+        run_on_rank_zero(lock, "rank 0's lock of --save-dir")
+        if held:
+            _remove_temporary(Path(save_dir), all_is_old=held[0])
+            # Also after an error: a full disk needs the space of experts without a checkpoint file.
+            stack.callback(_collect, save_dir)
+        yield
 
 
-def _collect(lease: Lease) -> None:
-    """Delete unreferenced expert folders, unless another run has taken over the folder."""
-    save_dir = os.path.dirname(lease.path)
+def _collect(save_dir: str) -> None:
+    """Delete unreferenced expert folders."""
     try:
-        if lease.is_held():
-            folders.collect(Path(save_dir))
+        folders.collect(Path(save_dir))
     except OSError as error:
         logger.warning("unreferenced expert files may remain in %s: %s", save_dir, error)
 
@@ -159,8 +144,6 @@ def save_checkpoint(original: Any) -> Any:
         if RUN.background is not None:
             RUN.background.finish()
         finite.refuse_to_save(trainer)
-        if RUN.lease is not None:
-            RUN.lease.confirm()  # another run may have taken it over
         with RUN.having(is_saving=True):
             states = None if RUN.background is None else _states_in_shards(cfg, trainer)
             if RUN.background is not None and states is not None:

@@ -1,8 +1,7 @@
 """A --user-dir that loads the plugin and lets a fault happen where a training comes by.
 
 FAULT holds a `plan.Fault` as JSON, and two paths beside: `marker`, which is written just before the fault
-happens, so that it happens once where a launcher starts ranks again, and `save_dir`. PLACES in plan.py has
-the places.
+happens, so that it happens once where a launcher starts ranks again, and `save_dir`.
 """
 
 import io
@@ -11,19 +10,15 @@ import os
 import resource
 import shutil
 import signal
-import time
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from fairseq import checkpoint_utils
-from fairseq.distributed import utils as distributed_utils
 from fairseq.tasks.fairseq_task import FairseqTask
 from fairseq.trainer import Trainer
 
 from fairseq_tutel.checkpoint import experts
 from fairseq_tutel.comm import collectives
-from fairseq_tutel.plans.executors import one_sided, shared_memory
 from fairseq_tutel.plugin import register
 
 register()
@@ -34,11 +29,6 @@ _happened = Path(_fault["marker"]).exists()
 _times: dict[str, int] = {}
 
 LIMIT = 120_000
-ERRORS = {
-    "sample": lambda: KeyError("an injected fault: a broken sample"),
-    "disk": lambda: OSError(5, "an injected fault: Input/output error"),
-    "memory": lambda: RuntimeError("an injected fault: CUDA out of memory. Tried to allocate 2 GiB"),
-}
 
 
 def is_due(place):
@@ -52,7 +42,7 @@ def is_due(place):
 
 
 def reach(place):
-    """Come by a place where a process may be killed, stopped, delayed or fail."""
+    """Come by a place where a process may be killed, stopped or fail."""
     if is_due(place):
         happen()
 
@@ -66,10 +56,8 @@ def happen():
         os.kill(os.getpid(), signal.SIGKILL)
     elif what == "stop":
         os.kill(os.getpid(), signal.SIGSTOP)
-    elif what == "delay":
-        time.sleep(_fault["seconds"])
     elif what == "error":
-        raise ERRORS[_fault["detail"]]()
+        raise OSError(5, "an injected fault: Input/output error")
     elif what == "signal":
         os.kill(os.getpid(), getattr(signal, _fault["detail"]))
     elif what == "full":  # for every file, so for the log too: above that, below a checkpoint
@@ -87,52 +75,30 @@ def before(owner, name, place):
     setattr(owner, name, wrapper)
 
 
-def after(owner, name, place):
-    """Let `owner.name` come by a place when it has ended."""
-    original = getattr(owner, name)
-
-    def wrapper(*args, **kwargs):
-        result = original(*args, **kwargs)
-        reach(place)
-        return result
-
-    setattr(owner, name, wrapper)
-
-
 def break_numbers(original):
-    """Wrap a task's training step: one number after another becomes NaN or infinite."""
+    """Wrap a task's training step: the embeddings of a batch become NaN."""
 
     def wrapper(self, sample, model, *args, **kwargs):
-        if _fault["what"] not in ("nan", "inf"):
+        if _fault["what"] != "nan":
             reach("train")
         elif is_due("train"):
-            value = float(_fault["what"])
-            if _fault["detail"] == "input":
-                embedding = next(m for m in model.modules() if isinstance(m, torch.nn.Embedding))
-                hook = embedding.register_forward_hook(lambda _m, _i, y: y.fill_(value))
-                try:
-                    return original(self, sample, model, *args, **kwargs)
-                finally:
-                    hook.remove()
-            parameters = list(model.parameters())
-            with torch.no_grad():
-                parameters[int(_fault["fraction"] * len(parameters))].fill_(value)
+            embedding = next(m for m in model.modules() if isinstance(m, torch.nn.Embedding))
+            hook = embedding.register_forward_hook(lambda _m, _i, y: y.fill_(torch.nan))
+            try:
+                return original(self, sample, model, *args, **kwargs)
+            finally:
+                hook.remove()
         return original(self, sample, model, *args, **kwargs)
 
     return wrapper
 
 
 def break_batches(original):
-    """Wrap Trainer.train_step: an update's last micro-batch is empty or has one sentence."""
+    """Wrap Trainer.train_step: an update's last micro-batch is empty."""
 
     def wrapper(self, samples, *args, **kwargs):
         if is_due("samples"):
-            if _fault["what"] == "empty":
-                samples = [*samples[:-1], {}]
-            else:
-                ids = samples[-1]["id"][:1].tolist()
-                dataset = self.task.dataset("train")
-                samples = [*samples[:-1], dataset.collater([dataset[i] for i in ids])]
+            samples = [*samples[:-1], {}]
         return original(self, samples, *args, **kwargs)
 
     return wrapper
@@ -205,25 +171,11 @@ for name in COLLECTIVES:
     before(dist, name, "collective")
 for name in ("_reduce_scatter", "_all_gather"):  # names of torch's, taken at import
     before(collectives, name, "collective")
-before(one_sided.OneSided, "_run", "collective")
-before(one_sided, "add_up", "collective")  # in the middle of a plan
-if _fault.get("messages"):
-    shared_memory.FOLDER = "/dev/null"
-after(distributed_utils, "distributed_init", "joined")
-before(Trainer, "__init__", "built")
-before(checkpoint_utils, "load_checkpoint_to_cpu", "read")
-before(Trainer, "_build_optimizer", "restore")
-after(Trainer, "load_checkpoint", "loaded")
 FairseqTask.train_step = break_numbers(FairseqTask.train_step)
-before(torch.Tensor, "backward", "backward")
-before(Trainer, "clip_grad_norm", "clip")
-before(FairseqTask, "optimizer_step", "update")
 before(FairseqTask, "valid_step", "valid")
 Trainer.train_step = break_batches(Trainer.train_step)
-before(checkpoint_utils, "save_checkpoint", "gather")
 before(experts, "write_file", "shard")
 torch.save = write_in_two(torch.save)
 shutil.copyfile = copy_in_two(shutil.copyfile)
 os.rename, os.replace = around_rename(os.rename), around_rename(os.replace)
-after(checkpoint_utils, "save_checkpoint", "saved")
 reach("import")

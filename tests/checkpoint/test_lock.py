@@ -1,0 +1,41 @@
+"""A folder's lock: one process at a time has it, and it ends with its process."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from fairseq_tutel.checkpoint.lock import locked
+
+HOLD = """
+import os, sys
+from fairseq_tutel.checkpoint.lock import locked
+with locked(sys.argv[1]):
+    child = os.fork()  # as a data loader's worker, which lives on after a kill of its parent
+    if child == 0:
+        sys.stdin.read()
+        os._exit(0)
+    print(child, flush=True)
+    sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize("end", ["kill", "close"])
+def test_a_folder_is_locked_until_its_process_ends(tmp_path, end):
+    folder = str(tmp_path / "save")
+    command = [sys.executable, "-c", HOLD, folder]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        worker = int(process.stdout.readline())
+        with pytest.raises(ValueError, match=f"{folder}, where process {process.pid} on ") as error:
+            locked(folder).__enter__()
+        assert str(error.value).endswith(".")
+        if end == "kill":
+            process.kill()
+            process.wait()
+            os.kill(worker, 0)  # it lives, and does not hold the lock
+        else:
+            process.stdin.close()
+            process.wait()
+        with locked(folder) as is_held:
+            assert is_held
