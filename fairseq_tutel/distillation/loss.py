@@ -60,7 +60,7 @@ def _logs(
 ) -> Iterator[tuple[slice, Tensor, Tensor]]:
     """Yield each row chunk's slice and both models' log-probabilities, which the caller may overwrite."""
     for rows in row_chunks(scores_NV):
-        yield rows, *(_log_softmax(table[rows], temperature) for table in (scores_NV, teacher_NV))
+        yield rows, _log_softmax(scores_NV[rows], temperature), _log_softmax(teacher_NV[rows], temperature)
 
 
 def _log_softmax(scores_nV: Tensor, temperature: float) -> Tensor:
