@@ -20,20 +20,41 @@ NAME = "writer.lock"
 def locked(folder: str) -> Iterator[bool]:
     """Create a folder if it is missing, and lock it in the block.
 
-    Yields False, after a warning, if the file system has no locks. The lock's file stays, because a process
-    that removes it could remove the file that another process has just locked.
+    Yields False, after a warning, if the file system has no locks.
 
     Raises:
         ValueError: another process holds the lock.
         OSError: the file cannot be written.
     """
     os.makedirs(folder, exist_ok=True)
-    # Without O_NONBLOCK, opening a pipe would block until another process opens it.
-    file = os.open(os.path.join(folder, NAME), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK, 0o666)
+    path = os.path.join(folder, NAME)
+    file = _open(path)
     try:
-        yield _lock(file, folder)
+        is_held = _lock(file, folder)
+        while not _is_at(path, file):  # another run ended, and removed the file before it was locked
+            os.close(file)
+            file = _open(path)
+            is_held = _lock(file, folder)
+        try:
+            yield is_held
+        finally:
+            if _is_at(path, file):
+                os.remove(path)
     finally:
         os.close(file)
+
+
+def _open(path: str) -> int:
+    # Without O_NONBLOCK, opening a pipe would block until another process opens it.
+    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK, 0o666)
+
+
+def _is_at(path: str, file: int) -> bool:
+    """Return whether a path still leads to an open file."""
+    try:
+        return os.path.samestat(os.stat(path), os.fstat(file))
+    except FileNotFoundError:
+        return False
 
 
 def _lock(file: int, folder: str) -> bool:

@@ -105,7 +105,8 @@ def softmax_top_k(
 
     With `normalize`, a token's weights are divided by their sum.
     """
-    if torch.is_autocast_enabled(logits_TE.device.type):  # as torch.softmax does on GPUs
+    device = logits_TE.device.type
+    if device != "meta" and torch.is_autocast_enabled(device):  # as torch.softmax does on GPUs
         logits_TE = logits_TE.to(torch.promote_types(logits_TE.dtype, torch.float32))
     if not (torch.is_grad_enabled() and logits_TE.requires_grad):
         return ops.softmax_top_k(logits_TE, top_k, normalize)

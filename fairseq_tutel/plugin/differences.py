@@ -189,8 +189,8 @@ def _misfit(model: nn.Module, state: Mapping[str, Any], all_keys: bool) -> str |
     extra = sorted(key for key in state.keys() - own.keys() if key.startswith(within))
     extra = [key for key in extra if not key.endswith(".balance_bias.bias")]
     if lacks or extra:
-        return f"lacks the tensors {lacks[:3] or 'nothing'} and has the extra {extra[:3] or 'nothing'}"
-    for key in own.keys() & state.keys():
-        if own[key] != (shape := tuple(state[key].shape)):
+        return f"lacks the tensors {lacks[:3]} and has the extra tensors {extra[:3]}"
+    for key in own:
+        if key in state and own[key] != (shape := tuple(state[key].shape)):
             return f"has {key} of the shape {shape}, but this model's has {own[key]}"
     return None

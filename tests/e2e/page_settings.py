@@ -32,7 +32,6 @@ NOT_RUN = {
     "docs/parallelism.md": {"torchrun --nnodes 4": "several machines", "srun": "Slurm"},
     "docs/performance.md": {
         "bash benchmarks/gpu.sh": "GPU",
-        "python docs/make_performance.py": "rewrites the page; tests/repository/test_performance_page.py",
     },
     "docs/inference.md": {
         "fairseq-interactive": "variables; tests/e2e/test_stored_experts.py",
@@ -74,7 +73,7 @@ EDITS = {
         ("average SAVE", "average --overwrite SAVE"),
         ("--eval-bleu", "--eval-bleu --eval-bleu-args '{\"beam\": 1}'"),
     ],
-    "docs/flags.md": [("[PATTERN]", "capacity")],
+    "docs/flags.md": [("[WORD]", "capacity")],
     "docs/parallelism.md": [
         ("--nproc_per_node 4", "--nproc_per_node 2"),
         ("--moe-expert-parallel-size 4", "--moe-expert-parallel-size 2"),

@@ -117,7 +117,7 @@ def test_a_folder_that_another_training_writes_into_is_refused_on_all_ranks(lm_d
     for log in run.logs:
         sentence = f"--save-dir is {tmp_path}, where process {os.getpid()} on .* is training; give"
         assert re.search(sentence, log.splitlines()[-1])
-    assert [path.name for path in tmp_path.iterdir()] == ["writer.lock"]
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.fixture(scope="module")
@@ -135,22 +135,24 @@ def test_a_torn_file_is_refused_before_training(lm_data, trained, tmp_path):
     assert "older checkpoint" in output
 
 
-@pytest.mark.parametrize("option", [("--moe-expert-type", "glu"), ("--moe-freq", 2)])
-def test_a_checkpoint_of_other_layers_is_refused(lm_data, trained, tmp_path, option):
+@pytest.mark.parametrize(
+    ("option", "named"),
+    [
+        (
+            ("--moe-expert-type", "glu"),
+            "--moe-expert-type ffn (saved) → glu (given); give the saved",
+        ),
+        (("--moe-freq", 2), "was saved with --moe-freq 1, this run has 2; give --moe-freq 1"),
+    ],
+)
+def test_a_checkpoint_of_other_layers_is_refused(lm_data, trained, tmp_path, option, named):
     shutil.copy(trained / "checkpoint_last.pt", tmp_path)
     output = refused("train", *lm_args(lm_data, tmp_path, *option))
-    if "glu" in option:
-        assert "of the run that saved it" in output
-        assert "--moe-expert-type" in output
-    else:
-        assert "['decoder.layers.0.fc1.bias', 'decoder.layers.0.fc1.weight'" in output
-        assert "; give the --arch and options of the run that saved it" in output
-    assert "Traceback" not in output
+    assert named in output and "Traceback" not in output
 
 
 def test_a_checkpoint_of_another_shape_is_refused(lm_data, trained, tmp_path):
     shutil.copy(trained / "checkpoint_last.pt", tmp_path)
     output = refused("train", *lm_args(lm_data, tmp_path, "--moe-expert-count", 8))
-    assert "the checkpoint's decoder.layers.0.fc1.experts" in output
-    assert "give the --moe-expert-count and --moe-expert-ffn-dim of the saved model" in output
+    assert "was saved with 4 experts in decoder_0, this run has 8; give --moe-expert-count 4" in output
     assert "architectures match" not in output

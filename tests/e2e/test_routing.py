@@ -217,9 +217,8 @@ def test_a_bias_can_be_switched_on_and_what_changed_is_said(lm_data, tmp_path):
     fairseq("train", *lm_args(lm_data, tmp_path, "--moe-score-function", "sigmoid", updates=3))
     flags = ("--moe-balance-bias", "--moe-balance-loss", "none")
     run = fairseq("train", *lm_args(lm_data, tmp_path, *flags, updates=5))
-    assert "other options: --moe-score-function sigmoid (now softmax), --moe-balance-loss gshard:1" in (
-        run.output
-    )
+    assert "--moe-score-function: 'sigmoid' (saved) → 'softmax' (given)" in run.output
+    assert "--moe-balance-loss: 'gshard:1' (saved) → 'none' (given)" in run.output
     bias = _load(tmp_path)["model"]["decoder.layers.0.fc1.balance_bias.bias"]
     assert 0 < bias.abs().max() <= 0.0021  # two updates
     output = refused("train", *lm_args(lm_data, tmp_path, "--moe-residual", updates=7))

@@ -212,7 +212,7 @@ def test_convert_merge_prune_and_dense_open_in_fairseq(lm, lm_data, tmp_path):
 
 
 REFUSED = {
-    "no flag": (("--moe-wings", 2), "unrecognized arguments: --moe-wings 2"),
+    "no flag": (("--moe-wings", 2), "unrecognized arguments: --moe-wings"),
     "no layer": (("--moe-freq", 3), "--moe-freq is 3, so none of the 2 layers would get experts"),
     "negative": (("--moe-freq", -1), "--moe-freq of the decoder is -1; give a"),
     "one side": (("--encoder-moe-freq", 1), "but moe_transformer_lm has no separate encoder"),

@@ -1,13 +1,13 @@
 """The process that interprets Triton kernels."""
 
 import pytest
-from interpreter import interpret
+from interpreter import interpret_with_gpu
 from workers import Workers
 
 
 @pytest.fixture(scope="session")
 def interpreter():
     """Return Workers of one process with TRITON_INTERPRET=1."""
-    workers = Workers(1, interpret)
+    workers = Workers(1, interpret_with_gpu)
     yield workers
     workers.close()

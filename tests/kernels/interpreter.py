@@ -12,6 +12,11 @@ def interpret(_: int = 0) -> None:
     os.environ["TRITON_INTERPRET"] = "1"
     warnings.simplefilter("ignore")
     redirect_once()
+
+
+def interpret_with_gpu(_: int = 0) -> None:
+    """Set up the process, in which `python_gpu.gpu` can be used."""
+    interpret()
     import python_gpu
 
     python_gpu.register()  # before autograd starts its threads

@@ -75,6 +75,18 @@ def before(owner, name, place):
     setattr(owner, name, wrapper)
 
 
+def after(owner, name, place):
+    """Let `owner.name` come by a place when it has ended."""
+    original = getattr(owner, name)
+
+    def wrapper(*args, **kwargs):
+        result = original(*args, **kwargs)
+        reach(place)
+        return result
+
+    setattr(owner, name, wrapper)
+
+
 def break_numbers(original):
     """Wrap a task's training step: the embeddings of a batch become NaN."""
 
@@ -171,6 +183,11 @@ for name in COLLECTIVES:
     before(dist, name, "collective")
 for name in ("_reduce_scatter", "_all_gather"):  # names of torch's, taken at import
     before(collectives, name, "collective")
+before(Trainer, "__init__", "built")
+after(Trainer, "load_checkpoint", "loaded")
+before(torch.Tensor, "backward", "backward")
+before(Trainer, "clip_grad_norm", "clip")
+before(FairseqTask, "optimizer_step", "update")
 FairseqTask.train_step = break_numbers(FairseqTask.train_step)
 before(FairseqTask, "valid_step", "valid")
 Trainer.train_step = break_batches(Trainer.train_step)
