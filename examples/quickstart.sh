@@ -91,7 +91,7 @@ experts=(--moe-freq 1 --moe-expert-count 8 --moe-top-k 2 --moe-expert-ffn-dim 25
 
 train() { # FOLDER UPDATES FLAGS...: train, and print a line per 20 updates; all output goes to FOLDER/output.txt
     if grep -qs "done training" "$1/output.txt"; then return; fi
-    trap 'echo "interrupted; start the same command again to continue." >&2; exit 130' INT
+    trap 'echo "interrupted; start the same command again, without --overwrite, to continue." >&2; exit 130' INT
     mkdir -p "$1"
     fairseq-train "$out/data" --user-dir "$root/user_dir" "${shared[@]}" --total-num-update "$2" --max-update "$2" \
         --save-dir "$1" --log-file "$1/train.log" "${@:3}" 2>&1 | tee -i -a "$1/output.txt" \

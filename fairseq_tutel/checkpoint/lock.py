@@ -46,7 +46,10 @@ def locked(folder: str) -> Iterator[bool]:
 
 def _open(path: str) -> int:
     # Without O_NONBLOCK, opening a pipe would block until another process opens it.
-    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK, 0o666)
+    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK)
+    with contextlib.suppress(OSError):  # another user owns the file of a killed run
+        os.fchmod(file, 0o666)  # whoever may write to the folder may lock it after a kill
+    return file
 
 
 def _is_at(path: str, file: int) -> bool:

@@ -22,8 +22,8 @@ def kind_of(names: Collection[str]) -> str | None:
 def refuse_meta(names: Collection[str], path: str) -> None:
     """Raise ValueError if a checkpoint with these tensor names is a file of Meta's moe branch."""
     kind = kind_of(names) or ""
-    if kind.startswith(META):
+    if kind.startswith(META) and not any("experts.fc1_weight" in name for name in names):
         raise ValueError(
-            f"{path} is a file of {kind}; convert it with `python -m fairseq_tutel convert meta {path} "
+            f"{path} is a file of {kind}; convert it with `fairseq-tutel convert meta {path} "
             "--output model.pt`, and give the output."
         )

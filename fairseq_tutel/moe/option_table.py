@@ -186,7 +186,7 @@ class TaskConfig:
     )
     moe_collective_plans: str = communication(
         "", no_effect=(ONE_RANK,),
-        help="FILE.json with a collective plan, or a folder of such files (`python -m fairseq_tutel "
+        help="FILE.json with a collective plan, or a folder of such files (`fairseq-tutel "
         "plans` and `schedule` write plans), for gradients, ZeRO, gathered experts and "
         "--moe-a2a-algorithm plan:NAME; other collectives run in torch; empty: no plan",
     )

@@ -97,7 +97,9 @@ FILES = {
         "LM.pt": "lm/checkpoint_best.pt", "A.pt": "plain/checkpoint_best.pt",
         "B.pt": "plain/checkpoint_last.pt",
     },
-    "docs/python.md": {"SAVE": "mt sharded", "LM": "lm", "bpe.model": "bpe.model"},
+    "docs/python.md": {
+        "SAVE": "mt sharded", "LM": "lm", "text/bpe.model": "bpe.model", "LM_BIN": "DATA_BIN",
+    },
     "docs/released.md": {
         "nllb-200-distilled-600M": "released/nllb", "nllb-moe-54b": "released/moe",
         "experts.json": "experts.json", "roberta": "ours-roberta",

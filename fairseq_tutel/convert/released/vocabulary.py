@@ -18,7 +18,6 @@ from fairseq_tutel.convert.safetensors_folder import write_text
 from fairseq_tutel.files.untrusted import content_of, shown
 
 SPECIAL = ("<s>", "<pad>", "</s>", "<unk>")
-MASK = "<mask>"
 SENTENCEPIECE = "sentencepiece.bpe.model"
 # Codes of languages in M2M100 (__en__), NLLB (eng_Latn) and mBART (en_XX).
 LANGUAGE = re.compile(r"__(\w+)__|([a-z]{2,3}_[A-Z][A-Za-z]{1,3})")
