@@ -25,9 +25,16 @@ def main() -> None:
     arguments = parser.parse_args()
     files = (arguments.source, arguments.target)
     languages = [path.suffix[1:] for path in files]
-    pairs = [
-        (source, target) for source, target in zip(*map(lines, files), strict=True) if source and target
-    ]
+    for path in files:
+        if not path.is_file():
+            raise SystemExit(f"error: {path} does not exist; give a text file.")
+    sources, targets = map(lines, files)
+    if len(sources) != len(targets):
+        raise SystemExit(
+            f"error: {files[0]} has {len(sources):,} lines, but {files[1]} has {len(targets):,}; give "
+            "translations line by line."
+        )
+    pairs = [(source, target) for source, target in zip(sources, targets, strict=True) if source and target]
     if len(pairs) < 100:
         raise SystemExit(
             f"error: {arguments.source} and {arguments.target} have {len(pairs)} pairs of sentences; "

@@ -41,7 +41,7 @@ continued=
 if [ -z "$overwrite" ] && [ "$(cat "$out/command.txt" 2>/dev/null)" = "$command" ]; then
     continued=yes
 elif [ -z "$overwrite" ] && [ -n "$(ls -A "$out" 2>/dev/null)" ]; then
-    refuse "OUT is $out, which is not empty; give another folder, or add --overwrite."
+    refuse "OUT is $out, which has other files or another run; give another folder, or add --overwrite."
 fi
 if [ $# -gt 0 ]; then
     for file in "$1" "$2"; do

@@ -5,7 +5,6 @@ NOT_RUN = {
     "README.md": {
         "make setup": "installs; the continuous integration runs it",
         "examples/quickstart.sh": "minutes; tests/e2e/test_quickstart.py",
-        "cd fairseq_tutel": "installs",
         "source .venv": "installs",
         "python3 -m venv": "installs",
         "pip install torch": "installs",

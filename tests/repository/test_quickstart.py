@@ -34,7 +34,10 @@ FILES = {
         ("a.de b.de out", "both files end with .de; give each the suffix of its language."),
         ("a.de long.en out", "a.de has 2 lines, but long.en has 3; give translations line by line."),
         ("a.de nul.en out", "a.de has 2 lines, but nul.en has 1; give translations line by line."),
-        ("a.de b.en full", "OUT is full, which is not empty; give another folder, or add --overwrite."),
+        (
+            "a.de b.en full",
+            "OUT is full, which has other files or another run; give another folder, or add --overwrite.",
+        ),
         ("a.de b.en plain", "OUT is plain, which is not a folder; give another name."),
         (
             "a.de b.en plain/out",
