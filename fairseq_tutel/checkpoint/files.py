@@ -1,6 +1,7 @@
 """Checks and reads files of torch.save, without running pickled code."""
 
 import argparse
+import errno
 import hashlib
 import os
 import re
@@ -103,7 +104,9 @@ def _passes(path: str, test: Callable[[zipfile.ZipFile], bool]) -> bool:
             torch._C.PyTorchFileReader(file)  # stricter than Python's reader
             with zipfile.ZipFile(file) as archive:
                 return all(map(_is_plain, archive.infolist())) and test(archive)
-        except Exception:  # a changed name, size or flag
+        except Exception as error:  # a changed name, size or flag
+            if isinstance(error, OSError) and error.errno not in (None, errno.EINVAL):
+                raise  # the disk failed; a corrupt offset has no number or EINVAL
             return False
 
 

@@ -28,7 +28,6 @@ from fairseq.modules.adaptive_softmax import AdaptiveSoftmax
 from omegaconf import OmegaConf
 from torch import Tensor, nn
 
-from fairseq_tutel.comm.gradients import is_expert
 from fairseq_tutel.ensemble.cmcl import mean_log_probs
 from fairseq_tutel.ensemble.options import EnsembleConfig
 from fairseq_tutel.ensemble.sharing import run_and_share, shared
@@ -51,10 +50,6 @@ class EnsembleModel(BaseFairseqModel):
         self.config = config
         if config.ensemble_share_after:
             self._refuse_layer()
-        # torch's DistributedDataParallel reads this name: it neither broadcasts nor reduces experts.
-        self._ddp_params_and_buffers_to_ignore = [
-            name for name, parameter in self.named_parameters() if is_expert(parameter)
-        ]
 
     @classmethod
     def add_args(cls, parser: Any) -> None:
@@ -83,7 +78,7 @@ class EnsembleModel(BaseFairseqModel):
                 members.append(build_model(_member_options(args, task), task))
                 for layer in moe_layers(members[m]):
                     layer.become_member(m, seed)
-                logging.disable(max(disabled, logging.INFO))  # other members would log the same
+                logging.disable(max(disabled, logging.WARNING))  # other members would log the same
         finally:
             logging.disable(disabled)
         if getattr(task, "moe_tuner", None) is not None:

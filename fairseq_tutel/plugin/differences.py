@@ -83,6 +83,8 @@ def changes(saved: Saved, cfg: Any) -> dict[str, tuple[Any, Any]]:
     for key in _model_keys(cfg):
         if key not in saved["options"] and not (has_ours and key in defaults):
             continue
+        if key.endswith("_layers_to_keep") or getattr(cfg, f"{key}_to_keep", None):
+            continue  # pruning changes the number of layers
         before = plain(saved["options"].get(key, defaults.get(key)))
         now = plain(getattr(cfg, key, before))
         if str(before) != str(now) and not isinstance(before, dict):
@@ -101,9 +103,14 @@ def _model_keys(cfg: Any) -> list[str]:
 
 
 def log_changes(saved: Saved | None, cfg: Any) -> None:
-    """Log each option of the model that differs from the checkpoint's, in one line, on rank 0."""
+    """Log each option of the model that differs from the checkpoint's, in one line, on rank 0.
+
+    An option that the checkpoint lacks is not logged.
+    """
     for key, (before, now) in changes(saved, cfg).items() if saved and world.is_first() else ():
-        logger.warning("%s: %s (saved) → %s (given)", flag_of(key), shown(before), shown(now))
+        if saved and key in saved["options"]:
+            line = "%s: %s: %s (saved) → %s (given)"
+            logger.warning(line, saved["path"], flag_of(key), shown(before), shown(now))
 
 
 def refuse_layers(saved: Saved, cfg: Any, fits: bool, layers: Sequence[Any]) -> None:
@@ -142,15 +149,17 @@ class Fits:
         saved: the checkpoint from which the state dict is; None if unknown.
         cfg: the model's options.
         ends: whether to end the process, because fairseq's Trainer would blame the architecture.
+        all_keys: whether tensors outside of MoE layers must be there, too; torch does not pass a hook
+            whether a user's model loads with strict=False.
     """
 
-    def __init__(self, saved: Saved | None, cfg: Any, ends: bool) -> None:
-        self.saved, self.cfg, self.ends = saved, cfg, ends
+    def __init__(self, saved: Saved | None, cfg: Any, ends: bool, all_keys: bool) -> None:
+        self.saved, self.cfg, self.ends, self.all_keys = saved, cfg, ends, all_keys
 
     def __call__(self, model: nn.Module, state_dict: Any, prefix: str = "", *_: Any) -> None:
         """Raise ValueError, or exit, with a sentence that names the difference and the options."""
         state = {key.removeprefix(prefix): state_dict[key] for key in state_dict if key.startswith(prefix)}
-        what = _misfit(model, state, all_keys=self.ends)
+        what = _misfit(model, state, all_keys=self.all_keys)
         if what is None:
             return
         path = "the checkpoint" if self.saved is None else self.saved["path"]

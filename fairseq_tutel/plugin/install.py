@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 from fairseq_tutel.checkpoint.experts import gather_everywhere
-from fairseq_tutel.comm.gradients import is_expert
 from fairseq_tutel.inference.pregate import pregate, refuse_too_far
 from fairseq_tutel.kernels import backend_for
 from fairseq_tutel.moe.adaptive import is_tuned, static_degree
@@ -254,11 +253,9 @@ class _Installation:
         if self.ahead:
             _pregate_stacks(model, self.ahead, read(SidesConfig, self.cfg).moe_pregate_sides)
         _watch_micro_batches(model)
-        model.register_load_state_dict_pre_hook(Fits(self.saved, self.cfg, ends=self.training))
-        # torch's DistributedDataParallel reads this name: it neither broadcasts nor reduces experts.
-        model._ddp_params_and_buffers_to_ignore = [
-            name for name, parameter in model.named_parameters() if is_expert(parameter)
-        ]
+        model.register_load_state_dict_pre_hook(
+            Fits(self.saved, self.cfg, self.training, all_keys=self.training)
+        )
         tuner = None
         if self.training:
             choose_algorithm(model, self.task_cfg, self.root)

@@ -17,7 +17,7 @@ from fairseq_tutel.criterions.gate_loss import GateLossMixin
 from fairseq_tutel.models.variants import _refuse_dense_encoder
 from fairseq_tutel.moe.config import MoEConfig
 from fairseq_tutel.plugin import register
-from fairseq_tutel.plugin.differences import Fits, log_changes, saved_model
+from fairseq_tutel.plugin.differences import Fits, changes, log_changes, saved_model
 from fairseq_tutel.plugin.feed_forward import Context, moe_layers, replace_ffn
 from fairseq_tutel.plugin.install import _sentence_length
 from fairseq_tutel.plugin.opening.load import mark_as_opened
@@ -148,13 +148,19 @@ def test_each_option_that_differs_from_the_checkpoint_is_one_line(caplog):
     given = configuration("decoder", moe_top_k=1, dropout=0.5).model
     log_changes(saved, given)
     assert sorted(record.getMessage() for record in caplog.records) == [
-        "--dropout: 0.1 (saved) → 0.5 (given)", "--moe-top-k: 2 (saved) → 1 (given)"
+        "a.pt: --dropout: 0.1 (saved) → 0.5 (given)", "a.pt: --moe-top-k: 2 (saved) → 1 (given)"
     ]  # fmt: skip
     other, cfg = build("decoder", decoder_ffn_embed_dim=8)
     with pytest.raises(
         ValueError, match=r"^a\.pt has .* options differ: --decoder-ffn-embed-dim 16 .saved. → 8 "
     ):
-        Fits(saved, cfg, ends=False)(other, model.state_dict())
+        Fits(saved, cfg, ends=False, all_keys=False)(other, model.state_dict())
+
+
+def test_pruning_is_no_changed_option():
+    _, _, saved = saved_of()
+    given = configuration("decoder", decoder_layers_to_keep="0,3", decoder_layers=2, dropout=0.5).model
+    assert changes(saved, given) == {"dropout": (0.1, 0.5)}
 
 
 @pytest.mark.parametrize(

@@ -252,7 +252,7 @@ def test_a_file_may_name_a_class_of_the_user_dir(modules, tmp_path):
 )
 def test_a_training_from_another_model_s_file_ends_with_what_differs(saved, sentence):
     model = nn.Embedding(5, 3)
-    model.register_load_state_dict_pre_hook(Fits(None, None, ends=True))
+    model.register_load_state_dict_pre_hook(Fits(None, None, ends=True, all_keys=True))
     with pytest.raises(SystemExit) as end:
         model.load_state_dict(saved)
     assert str(end.value.code).startswith(f"error: {sentence}")

@@ -4,13 +4,17 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch import nn
 
 from fairseq_tutel import MoEConfig, MoELayer, plugin
+from fairseq_tutel.comm.gradients import is_expert
 from fairseq_tutel.ranks import world
 from fairseq_tutel.ranks.groups import Topology
 
 plugin.register()
-from fairseq_tutel.plugin.training.own_layers import _topology_of  # noqa: E402
+from fairseq_tutel.plugin.differences import Fits  # noqa: E402
+from fairseq_tutel.plugin.feed_forward import MoEFeedForward  # noqa: E402
+from fairseq_tutel.plugin.training.own_layers import _topology_of, prepare  # noqa: E402
 
 SPREAD = Topology(world_size=4, expert_parallel_size=2)
 
@@ -41,3 +45,39 @@ def test_a_buffer_of_the_experts_is_refused_unless_it_is_not_saved(monkeypatch):
     built.experts.register_buffer("mean", torch.zeros(2))
     with pytest.raises(ValueError, match="the experts of a have the buffer mean"):
         _topology_of({"a": built})
+
+
+def beside(topology):
+    """Return a model with a layer that the plugin places and a layer of the user, prepared."""
+    config = MoEConfig(model_dim=2, hidden_dim=2, num_experts=4)
+    model = nn.ModuleDict({"placed": MoEFeedForward(config, topology, 1, "placed"), "own": layer(topology)})
+    model["own"].experts.save_by_rank()
+    for parameter in model["own"].experts.parameters():
+        parameter.expert = True  # as by a `scan_expert_func`
+    prepare(None, None, model)
+    assert not model["own"].experts._saved_by_rank
+    return model
+
+
+def test_data_parallelism_skips_the_experts_of_placed_layers_and_of_a_user_s_layers(monkeypatch):
+    monkeypatch.setattr(world, "size", lambda: 4)
+    model = beside(SPREAD)
+    experts = {name for name, _ in model.named_parameters() if ".experts." in name}
+    assert set(model._ddp_params_and_buffers_to_ignore) == experts
+    assert {name.partition(".")[0] for name in experts} == {"placed", "own"}
+
+
+def test_data_parallelism_reduces_marked_experts_that_all_ranks_have():
+    model = beside(Topology())
+    assert not any(map(is_expert, model.parameters()))
+    assert model._ddp_params_and_buffers_to_ignore == []
+
+
+def test_a_new_dense_layer_need_not_be_in_the_checkpoint_of_a_user_s_model():
+    model = nn.ModuleDict({"own": layer(Topology()), "head": nn.Linear(2, 2)})
+    model.register_load_state_dict_pre_hook(Fits(None, None, ends=True, all_keys=False))
+    state = {name: tensor for name, tensor in model.state_dict().items() if name.startswith("own.")}
+    model.load_state_dict(state, strict=False)
+    del state[next(name for name in state if ".experts." not in name)]
+    with pytest.raises(SystemExit):
+        model.load_state_dict(state, strict=False)

@@ -3,6 +3,7 @@
 Ranks are threads.
 """
 
+import errno
 import os
 import shutil
 import threading
@@ -56,7 +57,7 @@ def look(monkeypatch):
             ranks.of_thread.rank = rank
             try:
                 return resume._found_by_all(str(paths[rank]))
-            except ValueError as error:
+            except (ValueError, OSError) as error:
                 return str(error)
 
         with ThreadPoolExecutor(len(paths)) as pool:
@@ -85,6 +86,15 @@ def test_one_of_the_ranks_that_share_a_file_reads_it(look, saved):
     damage(saved)
     read, found = look([saved] * 3)
     assert read == ["a.pt"] and all(resume.CORRUPT in told for told in found)
+
+
+def test_a_file_that_a_rank_cannot_read_is_not_corrupt(look, saved, monkeypatch):
+    def fails(*_):
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(files, "_matches_checksums", fails)
+    _, found = look([saved] * 2)
+    assert all("a.pt could not be read: OSError" in each for each in found)
 
 
 def test_every_copy_is_read(look, saved, tmp_path):

@@ -2,6 +2,7 @@
 
 import argparse
 import math
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -10,9 +11,12 @@ from fairseq import checkpoint_utils
 from fairseq.dataclass.configs import FairseqConfig
 from omegaconf import OmegaConf
 
+from fairseq_tutel import MoEConfig, MoELayer
+from fairseq_tutel.options.option import flag_of
 from fairseq_tutel.plugin import register
 from fairseq_tutel.plugin.registration import wrapped
 from fairseq_tutel.plugin.run_state import RUN
+from fairseq_tutel.plugin.training import own_layers
 
 register()
 
@@ -31,6 +35,23 @@ def test_a_sharding_wrapper_is_refused_for_experts_before_fairseq_looks_for_its_
     cfg.model._name = "moe_transformer_lm"
     with pytest.raises(ValueError, match=r"^--ddp-backend is fully_sharded, which would shard or average"):
         wrapped.run_with_root(ran.append, cfg)
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "value"),
+    [
+        ("distributed_training", "ddp_backend", "slowmo"),
+        ("checkpoint", "write_checkpoints_asynchronously", True),
+        ("ema", "ema_decay", 2.0),
+    ],
+)
+def test_options_that_break_experts_are_refused_for_a_user_s_own_layers(section, key, value, monkeypatch):
+    monkeypatch.setattr(own_layers, "start_together", lambda *_: None)
+    cfg = config(ema={"store_ema": True})
+    cfg[section][key] = value
+    model = torch.nn.Sequential(MoELayer(MoEConfig(model_dim=2, hidden_dim=2, num_experts=2)))
+    with pytest.raises(ValueError, match=f"^{re.escape(flag_of(key))} is "):
+        own_layers.prepare(cfg, None, model)
 
 
 SEEDS = {

@@ -127,7 +127,7 @@ def _prepare_for_use(
 
 
 def _refuse_unknown_architecture(state: Any, path: str) -> None:
-    """Raise an error if no module has registered a checkpoint's architecture; fairseq's erro."""
+    """Raise an error if no module has registered a checkpoint's architecture."""
     model = (state.get("cfg") or {}).get("model")
     name = getattr(model, "_name", None) or getattr(model, "arch", None)
     if name and name not in ARCH_MODEL_REGISTRY and name not in MODEL_REGISTRY:

@@ -158,16 +158,10 @@ def _check_model(cfg: Any) -> None:
         return
     name = getattr(cfg.model, "ensemble_arch", None) or getattr(cfg.model, "_name", None)
     model = ARCH_MODEL_REGISTRY.get(name, MODEL_REGISTRY.get(name))
-    backend = str(cfg.distributed_training.ddp_backend)
     if not getattr(model, "has_experts", model is None):
         return  # the model may have experts of its own, which `own_layers.prepare` finds
-    if backend in ("fully_sharded", "slowmo"):
-        raise ValueError(
-            f"--ddp-backend is {backend}, which would shard or average different experts as if they were "
-            "replicas; give legacy_ddp, or pytorch_ddp on a GPU."
-        )
     startup.take_over_async(cfg)
-    ema.refuse_bad_options(cfg.ema)
+    startup.refuse_stock_options(cfg)
 
 
 def build_optimizer(original: Any) -> Any:
@@ -208,7 +202,7 @@ CHANGED = {
     "plugin/feed_forward.py": "fc1 fc2 activation_fn ffn_layernorm p",
     # fairseq's tasks read the languages, and one reads args, which it does not set.
     "plugin/hub_interfaces.py": "args source_langs target_langs",
-    "plugin/install.py": "_ddp_params_and_buffers_to_ignore",  # DistributedDataParallel reads it
+    # DistributedDataParallel reads it.
     "plugin/training/own_layers.py": "_ddp_params_and_buffers_to_ignore",
     "plugin/opening/load.py": "load",  # of torch, while fairseq opens a file: maps the file
     "plugin/training/preemption.py": "valid_step",  # ends a long validation

@@ -6,7 +6,7 @@ of the user, and its layers have created their process groups.
 
 import contextlib
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch import nn
@@ -14,13 +14,18 @@ from torch import nn
 from fairseq_tutel.comm.gradients import is_expert, unmark_expert
 from fairseq_tutel.moe.layer import MoELayer
 from fairseq_tutel.plugin.differences import Fits, log_changes
-from fairseq_tutel.plugin.feed_forward import moe_layers
+from fairseq_tutel.plugin.feed_forward import MoEFeedForward, moe_layers
 from fairseq_tutel.plugin.registration.flags import warn_of_given
 from fairseq_tutel.plugin.run_state import RUN
 from fairseq_tutel.plugin.training.loop import wrapping
 from fairseq_tutel.plugin.training.micro_batches import set_update_freq
 from fairseq_tutel.plugin.training.resume import resumed_model
-from fairseq_tutel.plugin.training.startup import complete, refuse_run, start_together
+from fairseq_tutel.plugin.training.startup import (
+    complete,
+    refuse_run,
+    refuse_stock_options,
+    start_together,
+)
 from fairseq_tutel.plugin.training.task import give_mixin
 from fairseq_tutel.ranks import world
 from fairseq_tutel.ranks.groups import Topology, make_topology
@@ -57,8 +62,10 @@ def prepare(root: Any, task: Any, model: Any) -> None:
     if not are_placed:
         start_together(root, model, task)
     topology = _topology_of(layers)
+    _prepare_experts(model, layers.values(), topology)
     if are_placed:  # by install_experts; other layers may be beside them
         return
+    refuse_stock_options(root)
     RUN.update(topology=topology)
     set_update_freq(root, topology.world_size)
     talks = any("gshard_global" in layer.balance_weights for layer in layers.values())
@@ -72,15 +79,21 @@ def prepare(root: Any, task: Any, model: Any) -> None:
     complete(root)
     saved = resumed_model(RUN.checkpoint, root)
     log_changes(saved, root.model)
-    model.register_load_state_dict_pre_hook(Fits(saved, root.model, ends=True))
-    for layer in layers.values():
+    model.register_load_state_dict_pre_hook(Fits(saved, root.model, ends=True, all_keys=False))
+    give_mixin(task)
+    task.take_experts(list(layers.values()), None)
+
+
+def _prepare_experts(model: Any, layers: Iterable[MoELayer], topology: Topology) -> None:
+    """Let the user's layers save all experts; let data parallelism skip the experts of one rank."""
+    for layer in layers:
+        if isinstance(layer, MoEFeedForward):  # of `install_experts`
+            continue
         layer.experts.save_by_rank(False)
         for parameter in layer.experts.parameters() if topology.expert_parallel_size == 1 else ():
             unmark_expert(parameter)  # a `scan_expert_func` marks the experts on any number of ranks
     # torch's DistributedDataParallel reads this name: it neither broadcasts nor reduces experts.
     model._ddp_params_and_buffers_to_ignore = [n for n, p in model.named_parameters() if is_expert(p)]
-    give_mixin(task)
-    task.take_experts(list(layers.values()), None)
 
 
 def _topology_of(layers: Mapping[str, MoELayer]) -> Topology:
@@ -92,8 +105,8 @@ def _topology_of(layers: Mapping[str, MoELayer]) -> Topology:
         if topology.expert_parallel_size != size:
             raise ValueError(
                 f"{first} has its experts on {size} ranks, but {name} on {topology.expert_parallel_size}, "
-                "and a checkpoint can only hold both if they are equal; give the layers numbers of experts "
-                "that have the same greatest common divisor with the number of ranks."
+                "and a checkpoint can only hold both if they are equal; give the layers the same topology "
+                "(ft.make_topology), or numbers of experts with the same common divisors."
             )
         if size > 1 and topology.world_size != world.size():
             raise ValueError(

@@ -212,8 +212,9 @@ def _found_by_all(path: str) -> list[str]:
     while True:
         ended, whole, error = reading.look()
         if all(world.all_gather_object(ended, operation)):
-            result = own if whole and error is None else CORRUPT
-            return world.all_gather_object(result, operation)
+            if any(errors := world.all_gather_object(error, operation)):
+                raise OSError(f"{path} could not be read: {next(filter(None, errors))}")
+            return world.all_gather_object(own if whole else CORRUPT, operation)
 
 
 def _found(path: str) -> str:

@@ -28,6 +28,7 @@ from fairseq_tutel.options.option import flag_of, read
 from fairseq_tutel.plugin.feed_forward import named_stacks
 from fairseq_tutel.plugin.plans import check_together, plans_of
 from fairseq_tutel.plugin.run_state import config_of, device_of
+from fairseq_tutel.plugin.training import ema
 from fairseq_tutel.ranks import guard, rendezvous
 from fairseq_tutel.ranks.agreement import agree
 from fairseq_tutel.ranks.groups import Topology
@@ -212,6 +213,25 @@ def take_over_async(cfg: Any) -> None:
                 "or remove --write-checkpoints-asynchronously."
             )
         cfg.checkpoint.write_checkpoints_asynchronously, cfg.task.moe_save_async = False, True
+
+
+def refuse_stock_options(cfg: Any) -> None:
+    """Raise an error for options of fairseq that break experts; `take_over_async` may come before."""
+    backend = str(cfg.distributed_training.ddp_backend)
+    rules = [
+        (
+            backend in ("fully_sharded", "slowmo"),
+            f"--ddp-backend is {backend}, which would shard or average different experts as if they were "
+            "replicas; give legacy_ddp, or pytorch_ddp on a GPU.",
+        ),
+        (
+            cfg.checkpoint.write_checkpoints_asynchronously,
+            "--write-checkpoints-asynchronously is set, which writes files in place; give --moe-checkpoint "
+            "sharded and --moe-save-async instead.",
+        ),
+    ]
+    refuse_first(rules)
+    ema.refuse_bad_options(cfg.ema)
 
 
 def refuse_run(
