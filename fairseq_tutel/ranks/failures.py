@@ -5,6 +5,7 @@ itself. If a rank is killed, another rank of its machine writes it, because the 
 process without delay. A thread of every rank reads the key: the main thread may wait in C for a collective.
 """
 
+import contextlib
 import json
 import os
 import select
@@ -69,12 +70,19 @@ def write_for_torchrun(line: str) -> None:
             pass
 
 
-def end_process(sentence: str, code: int = 1) -> NoReturn:
-    """Print an error and end this process at once, from any thread."""
-    line = error_line(sentence)
-    write_for_torchrun(line)
-    os.write(2, f"{line}\n".encode())  # the main thread may hold the lock of sys.stderr
-    os._exit(code)
+def end_process(sentence: str, code: int = 1, publishes: str = "") -> NoReturn:
+    """Print an error and end this process, from any thread; if it cannot be printed, too.
+
+    `publishes`: what this rank did, such as "received SIGTERM", so that the other ranks name this reason.
+    """
+    try:
+        if publishes and _watch is not None:
+            _watch.publish(publishes)
+        line = error_line(sentence)
+        write_for_torchrun(line)
+        os.write(2, f"{line}\n".encode())  # the main thread may hold the lock of sys.stderr
+    finally:
+        os._exit(code)
 
 
 def look(after_signal: bool = False) -> str:
@@ -85,11 +93,16 @@ def look(after_signal: bool = False) -> str:
     return "" if _watch is None else _watch.look(after_signal)
 
 
+def can_watch(store: Any) -> bool:
+    """Return whether a FailureWatch can use this store; older torch cannot clone stores."""
+    return store is not None and store.has_extended_api() and hasattr(store, "clone")
+
+
 class FailureWatch:
     """A thread that ends this process if a rank of the job has failed.
 
     Args:
-        store: the rendezvous store, which can be cloned; the thread uses its own connection.
+        store: the rendezvous store, see `can_watch`; the thread uses its own connection.
         rank: this rank.
     """
 
@@ -100,7 +113,10 @@ class FailureWatch:
         self._is_after_signal = self._is_closing = False
         self._due = NEVER  # when the thread ends this process
         self._lock = threading.Lock()  # held by the thread from its last line on
-        self._wakes, self._has_looked = threading.Event(), threading.Event()
+        self._wakes = threading.Event()
+        # Numbers of the newest request for a look, and of the newest request that a look began after.
+        self._requested = self._answered = 0
+        self._answers = threading.Condition()
         # Every process of a machine appends "rank:PID" to one key, and "rank:0" before an ordinary end.
         self._key = f"{PROCESSES}/{_machine()}"
         self._entries = [f"{rank}:{os.getpid()} "]  # not yet in the store
@@ -113,32 +129,34 @@ class FailureWatch:
     def look(self, after_signal: bool = False) -> str:
         """Let the thread look for a failure at once; see the function `look`."""
         self._is_after_signal |= after_signal
-        self._has_looked.clear()
-        self._wakes.set()
-        self._has_looked.wait(LOOK_SECONDS)
+        with self._answers:
+            self._requested += 1
+            number = self._requested
+            self._wakes.set()
+            self._answers.wait_for(lambda: self._answered >= number, LOOK_SECONDS)
         return self._failure
 
     def report(self, error: BaseException) -> None:
         """Report an error of this rank to all ranks; the process must end now, within END_SECONDS."""
+        text = next(iter(str(error).splitlines()), "")[:SHOWN_CHARACTERS].removeprefix("error: ")
+        is_sentence = isinstance(error, SystemExit) and isinstance(error.code, str) and text
+        name = "" if is_sentence else type(error).__name__
+        self.publish(f"failed: {': '.join(filter(None, (name, text)))}")
+
+    def publish(self, own_error: str) -> None:
+        """Publish what this rank did, such as "failed: …"; the process must end now, within END_SECONDS."""
         with self._lock:
-            text = next(iter(str(error).splitlines()), "")[:SHOWN_CHARACTERS]
-            is_sentence = isinstance(error, SystemExit) and isinstance(error.code, str)
-            name = "" if is_sentence else f"{type(error).__name__}: "
-            self._own_error = name + text.removeprefix("error: ")
+            self._own_error = own_error
             self._due = time.monotonic() + END_SECONDS
         self.look()
         if self._rank == 0 and not keeps_the_store():
             time.sleep(POLL_SECONDS + AFTER_SIGNAL_SECONDS)  # the others read from this process
 
-    def expect_end(self) -> None:
-        """Announce the ordinary end of this process; afterwards all ranks must wait for each other."""
-        self._entries.append(f"{self._rank}:0 ")
-        self.look()
-
     def close(self) -> None:
-        """End the thread, without a request to the store, which may have ended."""
+        """Announce the ordinary end of this process, unless the store has ended, and end the thread."""
         global _watch
         _watch = None
+        self._entries.append(f"{self._rank}:0 ")
         self._is_closing = True
         self._wakes.set()
         self._thread.join(LOOK_SECONDS)
@@ -148,25 +166,37 @@ class FailureWatch:
             self._wakes.wait(max(0.0, min(POLL_SECONDS, self._due - time.monotonic())))
             self._wakes.clear()
             if self._is_closing:
+                with contextlib.suppress(Exception):  # rank 0, which runs the store, may have ended
+                    self._send()
+                for handle in self._handles.values():
+                    if handle is not None and handle >= 0:
+                        os.close(handle)
                 return
+            request = self._requested
             try:
                 self._failure = self._failure or self._find()
             except dist.DistNetworkError:
                 self._failure = no_store()
-            except dist.DistStoreError:  # a slow store: look again
+            except Exception:  # such as that of a slow store: look again
                 pass
             if self._failure and not self._own_error:
                 grace = AFTER_SIGNAL_SECONDS if self._is_after_signal else GRACE_SECONDS
                 self._due = min(self._due, time.monotonic() + grace)
-            self._has_looked.set()
-            if time.monotonic() >= self._due:
+            with self._answers:
+                self._answered = request
+                self._answers.notify_all()
+            if time.monotonic() >= self._due and not self._is_closing:
                 self._end()
 
-    def _find(self) -> str:
+    def _send(self) -> None:
         while self._entries:
-            self._store.append(self._key, self._entries.pop(0))
+            self._store.append(self._key, self._entries[0])
+            del self._entries[0]
         if self._own_error:
-            publish(self._store, f"rank {self._rank} failed: {self._own_error.rstrip('.')}")
+            publish(self._store, f"rank {self._rank} {self._own_error.rstrip('.')}")
+
+    def _find(self) -> str:
+        self._send()
         for rank in self._killed():
             publish(
                 self._store,

@@ -112,7 +112,8 @@ def _end(operation: str, rank: int | None, seconds: float) -> None:
     elif dist.is_initialized():  # the store has answered
         operation = "the first collective of all ranks"
         reason = "a rank, its GPU or the network hangs; look at the logs of all ranks with NCCL_DEBUG=INFO"
-    failures.end_process(f"rank {rank} could not finish {operation} within {seconds:.0f} s: {reason}.")
+    end = f"could not finish {operation} within {seconds:.0f} s: {reason}"
+    failures.end_process(f"rank {rank} {end}.", publishes=end)
 
 
 def is_of_communication(error: BaseException) -> bool:

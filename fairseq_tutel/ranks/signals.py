@@ -149,6 +149,7 @@ class SignalWatch:
         failures.end_process(
             f"this process received {self.received} and {reason}; {lost}.",
             128 + signal.Signals[self.received] if self._has_work else EXIT_CODE,
+            publishes=f"received {self.received} and {reason}",
         )
 
     def _shield_child(self) -> None:

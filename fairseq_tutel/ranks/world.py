@@ -11,7 +11,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from fairseq_tutel.ranks.failures import FailureWatch
+from fairseq_tutel.ranks.failures import FailureWatch, can_watch
 from fairseq_tutel.ranks.guard import guarded
 from fairseq_tutel.ranks.signals import EXIT_CODE
 
@@ -46,11 +46,11 @@ def ending_together(operation: str) -> Iterator[None]:
     After its block, or an exit with code 0 or EXIT_CODE in it, all ranks wait for each other and then
     destroy all process groups. An exit without this can abort in NCCL.
     """
-    store: Any = distributed_c10d._get_default_store() if dist.is_initialized() else None
-    if store is None or not store.has_extended_api():
+    if not dist.is_initialized():
         yield
         return
-    watch, end = FailureWatch(store, rank()), None
+    store, end = distributed_c10d._get_default_store(), None
+    watch = FailureWatch(store, rank()) if can_watch(store) else None
     try:
         with guarded(operation):
             try:
@@ -59,12 +59,13 @@ def ending_together(operation: str) -> Iterator[None]:
                 if error.code not in (None, 0, EXIT_CODE):
                     raise
                 end = error
-        watch.expect_end()
         all_gather_object(None, "the end of all ranks")
     except BaseException as error:
-        watch.report(error)
+        if watch is not None:
+            watch.report(error)
         raise
-    watch.close()
+    if watch is not None:
+        watch.close()
     dist.destroy_process_group()
     if end is not None:
         raise end

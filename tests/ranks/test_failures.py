@@ -14,7 +14,7 @@ import torch.distributed as dist
 from ports import free_port
 
 from fairseq_tutel.ranks import failures, world
-from fairseq_tutel.ranks.signals import EXIT_CODE
+from fairseq_tutel.ranks.signals import EXIT_CODE, watched
 
 PROGRAM = Path(__file__).parents[1] / "helpers" / "blocked_rank.py"
 SECONDS = 60
@@ -54,6 +54,13 @@ def _fail():
     raise KeyError("a broken sample")
 
 
+def _has_too_little_time():
+    with watched(["SIGTERM"], 0):
+        os.kill(os.getpid(), signal.SIGTERM)
+        while True:
+            ctypes.CDLL(None).usleep(900_000)
+
+
 def _run(function, world_size, folder, *args):
     """Run a function in ranks; return their exit codes and what they printed to stderr."""
     port, logs = free_port(), [folder / str(rank) for rank in range(world_size)]
@@ -77,6 +84,8 @@ def _run(function, world_size, folder, *args):
         (2, _fail, 1, "rank 2 failed: KeyError: 'a broken sample'"),
         (0, mortal.die, -signal.SIGKILL, "rank 0, which runs the rendezvous store, has ended"),
         (0, _fail, 1, "rank 0 failed: KeyError: 'a broken sample'"),
+        (2, _has_too_little_time, EXIT_CODE, "rank 2 received SIGTERM and could not end within 0 s"),
+        (0, _has_too_little_time, EXIT_CODE, "rank 0 received SIGTERM and could not end within 0 s"),
     ],
 )
 def test_ranks_of_other_machines_end_too_without_a_signal(victim, fate, code, reason, tmp_path):
@@ -106,7 +115,41 @@ def test_a_rank_that_hangs_after_its_own_error_is_ended(tmp_path):
     assert "error: rank 1 could not end within 0.2 s after its error" in logs[1]
 
 
-def _ends(rank, how, port, log):
+def _is_killed_at_its_end(rank, port, log):
+    os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT), 2)
+    address = f"tcp://127.0.0.1:{port}"
+    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=2)
+    with world.ending_together("a test"):
+        failures.look()
+        dist.barrier()
+        if rank == 1:
+            dist.all_gather_object = lambda *args, **kwargs: mortal.die()
+
+
+def test_a_rank_that_is_killed_while_it_waits_for_the_end_is_named(tmp_path):
+    codes, logs = _run(_is_killed_at_its_end, 2, tmp_path)
+    assert codes == [1, -signal.SIGKILL]
+    assert "rank 1 ended without an error message, as after SIGKILL" in logs[0]
+
+
+@pytest.mark.parametrize(
+    ("error", "failure"),
+    [
+        (KeyboardInterrupt(), "failed: KeyboardInterrupt"),
+        (SystemExit(""), "failed: SystemExit"),
+        (SystemExit("error: no."), "failed: no"),
+        (ValueError("no"), "failed: ValueError: no"),
+    ],
+)
+def test_a_failure_has_a_name_or_a_text(error, failure):
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    watch = failures.FailureWatch(store, 1)
+    watch.report(error)
+    watch.close()
+    assert failures.published(store) == f"rank 1 {failure}"
+
+
+def _ends(rank, how, scheme, port, log):
     def record(name):
         original = getattr(dist, name)
 
@@ -118,7 +161,7 @@ def _ends(rank, how, port, log):
         setattr(dist, name, call)
 
     open(log, "w").close()
-    address = f"tcp://127.0.0.1:{port}"
+    address = f"tcp://127.0.0.1:{port}" if scheme == "tcp" else f"file://{log.parent}/store"
     dist.init_process_group("gloo", init_method=address, rank=rank, world_size=2)
     record("all_gather_object")
     record("destroy_process_group")
@@ -127,8 +170,11 @@ def _ends(rank, how, port, log):
             sys.exit(how)
 
 
-@pytest.mark.parametrize(("how", "code"), [(None, 0), (EXIT_CODE, EXIT_CODE), ("error: no.", 1)])
-def test_ranks_destroy_their_groups_after_all_have_finished_unless_one_failed(how, code, tmp_path):
-    codes, calls = _run(_ends, 2, tmp_path, how)
+@pytest.mark.parametrize(
+    ("how", "code", "scheme"),
+    [(None, 0, "tcp"), (EXIT_CODE, EXIT_CODE, "tcp"), ("error: no.", 1, "tcp"), (None, 0, "file")],
+)
+def test_ranks_destroy_their_groups_after_all_have_finished_unless_one_failed(how, code, scheme, tmp_path):
+    codes, calls = _run(_ends, 2, tmp_path, how, scheme)
     assert codes == [code] * 2
     assert calls == ["" if code == 1 else "all_gather_object\ndestroy_process_group\n"] * 2
