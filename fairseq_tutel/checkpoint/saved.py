@@ -197,8 +197,12 @@ class SavedModel:
                 options.pop(key, None)
 
     def use_plain_options(self) -> None:
-        """Make the model's options a dictionary; without the plugin, torch refuses to load a Namespace."""
-        if isinstance(model := self._cfg.get("model"), argparse.Namespace):
+        """Make the model's options a dictionary; without the plugin, torch refuses to load a Namespace.
+
+        BART keeps its Namespace: it reads the task's name, which fairseq takes only from a Namespace.
+        """
+        model = self._cfg.get("model")
+        if isinstance(model, argparse.Namespace) and "bart" not in str(getattr(model, "arch", "")):
             self._cfg["model"] = vars(model)
 
     @property
