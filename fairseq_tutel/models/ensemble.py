@@ -28,6 +28,7 @@ from fairseq.modules.adaptive_softmax import AdaptiveSoftmax
 from omegaconf import OmegaConf
 from torch import Tensor, nn
 
+from fairseq_tutel.comm.gradients import is_expert
 from fairseq_tutel.ensemble.cmcl import mean_log_probs
 from fairseq_tutel.ensemble.options import EnsembleConfig
 from fairseq_tutel.ensemble.sharing import run_and_share, shared
@@ -50,6 +51,10 @@ class EnsembleModel(BaseFairseqModel):
         self.config = config
         if config.ensemble_share_after:
             self._refuse_layer()
+        # torch's DistributedDataParallel reads this name: it neither broadcasts nor reduces experts.
+        self._ddp_params_and_buffers_to_ignore = [
+            name for name, parameter in self.named_parameters() if is_expert(parameter)
+        ]
 
     @classmethod
     def add_args(cls, parser: Any) -> None:

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from fairseq_tutel.checkpoint.experts import gather_everywhere
+from fairseq_tutel.comm.gradients import is_expert
 from fairseq_tutel.inference.pregate import pregate, refuse_too_far
 from fairseq_tutel.kernels import backend_for
 from fairseq_tutel.moe.adaptive import is_tuned, static_degree
@@ -256,6 +257,10 @@ class _Installation:
         model.register_load_state_dict_pre_hook(
             Fits(self.saved, self.cfg, self.training, all_keys=self.training)
         )
+        # torch's DistributedDataParallel reads this name: it neither broadcasts nor reduces experts.
+        model._ddp_params_and_buffers_to_ignore = [
+            name for name, parameter in model.named_parameters() if is_expert(parameter)
+        ]
         tuner = None
         if self.training:
             choose_algorithm(model, self.task_cfg, self.root)
