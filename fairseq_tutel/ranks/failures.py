@@ -149,8 +149,15 @@ class FailureWatch:
             self._own_error = own_error
             self._due = time.monotonic() + END_SECONDS
         self.look()
-        if self._rank == 0 and not keeps_the_store():
-            time.sleep(POLL_SECONDS + AFTER_SIGNAL_SECONDS)  # the others read from this process
+        if self._rank == 0 and not keeps_the_store():  # the others read from this process
+            until = time.monotonic() + POLL_SECONDS + AFTER_SIGNAL_SECONDS
+            while time.monotonic() < until and not self._others_have_ended():
+                time.sleep(0.02)
+
+    def _others_have_ended(self) -> bool:
+        handles = dict(self._handles)  # of this machine's ranks
+        handles.pop(self._rank, None)
+        return len(handles) == dist.get_world_size() - 1 and all(map(_has_ended, handles.values()))
 
     def close(self) -> None:
         """Announce the ordinary end of this process, unless the store has ended, and end the thread."""
