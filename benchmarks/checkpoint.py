@@ -36,8 +36,8 @@ from fairseq_tutel.checkpoint.experts import (
     save_in_shards,
 )
 from fairseq_tutel.checkpoint.shards import ShardedTensor, bind
-from fairseq_tutel.ranks.groups import Topology
-from fairseq_tutel.ranks.world import Work
+from fairseq_tutel.parallel.groups import Topology
+from fairseq_tutel.parallel.world import Work
 
 MODEL_DIM = 512
 BYTES = 4  # float32

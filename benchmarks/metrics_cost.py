@@ -24,11 +24,11 @@ from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 from fairseq.logging import metrics
 from fairseq.trainer import Trainer
 
-from fairseq_tutel.criterions.expert_log import expert_log, reduce_expert_log
 from fairseq_tutel.moe.config import MoEConfig
 from fairseq_tutel.moe.metrics import count_routing
+from fairseq_tutel.parallel.groups import Topology
+from fairseq_tutel.plugin.criterions.expert_log import expert_log, reduce_expert_log
 from fairseq_tutel.plugin.feed_forward import MoEFeedForward
-from fairseq_tutel.ranks.groups import Topology
 
 ROOT = Path(__file__).resolve().parents[1]
 DIM, HIDDEN, EXPERTS, TOP_K = 128, 256, 8, 2
@@ -88,8 +88,8 @@ def no_metrics() -> Iterator[list[float]]:
     """Disable all functions of metrics."""
     with (
         patch("fairseq_tutel.plugin.feed_forward.count_routing", lambda routing: None),
-        patch("fairseq_tutel.criterions.gate_loss.expert_log", lambda *_, **__: {}),
-        patch("fairseq_tutel.criterions.moe_cross_entropy.reduce_expert_log", lambda logs: None),
+        patch("fairseq_tutel.plugin.criterions.gate_loss.expert_log", lambda *_, **__: {}),
+        patch("fairseq_tutel.plugin.criterions.moe_cross_entropy.reduce_expert_log", lambda logs: None),
     ):
         yield []
 
@@ -110,8 +110,10 @@ def clocked() -> Iterator[list[float]]:
 
     with (
         patch("fairseq_tutel.plugin.feed_forward.count_routing", clock(count_routing)),
-        patch("fairseq_tutel.criterions.gate_loss.expert_log", clock(expert_log)),
-        patch("fairseq_tutel.criterions.moe_cross_entropy.reduce_expert_log", clock(reduce_expert_log)),
+        patch("fairseq_tutel.plugin.criterions.gate_loss.expert_log", clock(expert_log)),
+        patch(
+            "fairseq_tutel.plugin.criterions.moe_cross_entropy.reduce_expert_log", clock(reduce_expert_log)
+        ),
     ):
         yield spent
 

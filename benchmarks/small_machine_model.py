@@ -23,7 +23,7 @@ from fairseq_tutel.convert.released import from_hf
 from fairseq_tutel.convert.released.families.nllb_moe import NLLB_MOE, PARTS
 from fairseq_tutel.convert.released.table import Setup
 from fairseq_tutel.convert.released.vocabulary import Vocabulary
-from fairseq_tutel.ranks.groups import Slice
+from fairseq_tutel.parallel.groups import Slice
 
 LANGUAGES = ("aaa_Latn", "bbb_Latn")
 DTYPE = torch.bfloat16  # of all weights that are not quantized

@@ -1,7 +1,7 @@
 """The tables of docs/scaling.md about forms of parallelism: flags, and bytes of a rank by the formula."""
 
 import page
-from fairseq_tutel.planning.cost import held_bytes
+from fairseq_tutel.parallel.cost import held_bytes
 
 # configs/hydra/zcode_64_experts.yaml, counted by tests/e2e/test_recipes.py's way of building it.
 DENSE, EXPERTS = 550_574_080, 9_669_574_656

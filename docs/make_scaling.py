@@ -22,11 +22,11 @@ from matplotlib.ticker import FuncFormatter
 
 import forms
 import page
-from fairseq_tutel.planning.cost import Cluster, Work, best, candidates, step_seconds
-from fairseq_tutel.planning.link_fit import Errors, Row, errors_of, fit_machine, relative_errors
-from fairseq_tutel.planning.links import exchange_seconds, faster_algorithm
-from fairseq_tutel.planning.machine import CPU, PRESETS, Machine
-from fairseq_tutel.planning.strategy import Strategy
+from fairseq_tutel.parallel.cost import Cluster, Work, best, candidates, step_seconds
+from fairseq_tutel.parallel.link_fit import Errors, Row, errors_of, fit_machine, relative_errors
+from fairseq_tutel.parallel.links import exchange_seconds, faster_algorithm
+from fairseq_tutel.parallel.machine import CPU, PRESETS, Machine
+from fairseq_tutel.parallel.strategy import Strategy
 from fairseq_tutel.tools.report.figures import COLORS
 
 DOCS = Path(__file__).resolve().parent

@@ -16,7 +16,7 @@ from fairseq.tasks import TASK_REGISTRY
 import page
 from fairseq_tutel import plugin
 from fairseq_tutel.moe.metrics import METRICS
-from fairseq_tutel.options.option import Option
+from fairseq_tutel.option import Option
 from fairseq_tutel.tools.flags import THEMES, all_options
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -21,13 +21,13 @@ if TYPE_CHECKING:
     from fairseq_tutel.moe.metrics import routing_metrics as routing_metrics
     from fairseq_tutel.moe.routing import Routing as Routing
     from fairseq_tutel.moe.routing import route as route
+    from fairseq_tutel.moe.tutel_layer import moe_layer as moe_layer
     from fairseq_tutel.moe.update_tuner import UpdateTuner as UpdateTuner
-    from fairseq_tutel.planning.strategy import Strategy as Strategy
+    from fairseq_tutel.parallel.groups import Topology as Topology
+    from fairseq_tutel.parallel.groups import make_topology as make_topology
+    from fairseq_tutel.parallel.strategy import Strategy as Strategy
     from fairseq_tutel.plugin import keep_freed_memory as keep_freed_memory
     from fairseq_tutel.plugin.hub import from_checkpoint as from_checkpoint
-    from fairseq_tutel.ranks.groups import Topology as Topology
-    from fairseq_tutel.ranks.groups import make_topology as make_topology
-    from fairseq_tutel.tutel.layer import moe_layer as moe_layer
 
 __version__ = "0.1.0"
 
@@ -38,16 +38,16 @@ _MODULES = {
     "MoELayer": "moe.layer",
     "MoEOutput": "moe.layer",
     "Routing": "moe.routing",
-    "Strategy": "planning.strategy",
-    "Topology": "ranks.groups",
+    "Strategy": "parallel.strategy",
+    "Topology": "parallel.groups",
     "UpdateTuner": "moe.update_tuner",
     "combine": "moe.dispatch",
     "dispatch": "moe.dispatch",
     "from_checkpoint": "plugin.hub",
     "gshard_loss": "moe.balance",
     "keep_freed_memory": "plugin",
-    "make_topology": "ranks.groups",
-    "moe_layer": "tutel.layer",
+    "make_topology": "parallel.groups",
+    "moe_layer": "moe.tutel_layer",
     "pregate": "inference.pregate",
     "route": "moe.routing",
     "routing_metrics": "moe.metrics",

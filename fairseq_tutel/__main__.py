@@ -9,34 +9,34 @@ import sys
 from importlib import import_module
 
 from fairseq_tutel import __version__
-from fairseq_tutel.files.untrusted import error_line
+from fairseq_tutel.files import error_line
 from fairseq_tutel.tools.parser import ToolParser
 
-# Group -> tool -> its module in tools/, the only one that is imported, and one line of help. A module's
+# Group -> tool -> its module, the only one that is imported, and one line of help. A module's
 # `add_to(tools)` adds a subparser with the default `run`: it gets the parsed arguments, and raises a
 # ValueError of one sentence on failure. The import needs neither torch nor numpy, so that --help is fast.
 GROUPS = {
     "see a training run": {
-        "report": ("report.page", "draw one HTML page of training runs, from fairseq's logs"),
-        "tokens": ("tokens.page", "draw which experts tokens go to"),
-        "inspect": ("inspect_checkpoint", "print what a checkpoint holds"),
-        "predict": ("predict", "write a model's classes of images"),
+        "report": ("tools.report.page", "draw one HTML page of training runs, from fairseq's logs"),
+        "tokens": ("tools.tokens.page", "draw which experts tokens go to"),
+        "inspect": ("tools.inspect_checkpoint", "print what a checkpoint holds"),
+        "predict": ("tools.predict", "write a model's classes of images"),
     },
     "change checkpoints": {
-        "convert": ("convert.command", "convert checkpoints from and to other systems and models"),
-        "average": ("average", "average checkpoints"),
+        "convert": ("convert.commands.command", "convert checkpoints from and to other systems and models"),
+        "average": ("tools.average", "average checkpoints"),
     },
     "find a flag, report a bug": {
-        "flags": ("flags", "print the options, or those that match a word"),
-        "env": ("env", "print versions, devices and backends"),
-        "user-dir": ("env", "print the folder to give as --user-dir"),
+        "flags": ("tools.flags", "print the options, or those that match a word"),
+        "env": ("tools.env", "print versions, devices and backends"),
+        "user-dir": ("tools.env", "print the folder to give as --user-dir"),
     },
     "plan for a cluster": {
-        "plan": ("plan", "rank configurations of a model's experts on a cluster"),
-        "tune": ("tune", "measure a hardware profile"),
-        "plans": ("plans", "write the collective plans of a training run"),
-        "plan-check": ("plan_check", "check a collective plan"),
-        "schedule": ("schedule", "make the fastest plan of a collective for a network"),
+        "plan": ("tools.plan", "rank configurations of a model's experts on a cluster"),
+        "tune": ("tools.tune", "measure a hardware profile"),
+        "plans": ("tools.plans", "write the collective plans of a training run"),
+        "plan-check": ("tools.plan_check", "check a collective plan"),
+        "schedule": ("tools.schedule", "make the fastest plan of a collective for a network"),
     },
 }
 TOOLS = {name: tool for group in GROUPS.values() for name, tool in group.items()}
@@ -73,7 +73,7 @@ def parser_of(chosen: str) -> ToolParser:
     parser.add_argument("--version", action="version", version=f"fairseq_tutel {__version__}")
     tools = parser.add_subparsers(dest="tool", metavar="TOOL", help=argparse.SUPPRESS, prog="fairseq-tutel")
     if chosen in TOOLS:
-        import_module(f"fairseq_tutel.tools.{TOOLS[chosen][0]}").add_to(tools)
+        import_module(f"fairseq_tutel.{TOOLS[chosen][0]}").add_to(tools)
     elif chosen:
         parser.error(f"{chosen} is no tool; give one of {', '.join(TOOLS)}")
     return parser

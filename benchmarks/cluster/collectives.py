@@ -19,7 +19,7 @@ from torch import Tensor
 
 from benchmarks.cluster.settings import Settings
 from benchmarks.cluster.timing import Step, interleaved, summary
-from fairseq_tutel.planning.links import Load
+from fairseq_tutel.parallel.links import Load
 from fairseq_tutel.plans.checker import check
 from fairseq_tutel.plans.executors.mailboxes import Mailboxes
 from fairseq_tutel.plans.executors.two_sided import TwoSided

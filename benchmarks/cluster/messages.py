@@ -9,8 +9,8 @@ import torch.distributed as dist
 import fairseq_tutel as ft
 from benchmarks.cluster.settings import Settings
 from benchmarks.cluster.timing import Step, interleaved, summary
-from fairseq_tutel.comm import exchange
-from fairseq_tutel.planning.strategy import Strategy
+from fairseq_tutel.parallel import exchange
+from fairseq_tutel.parallel.strategy import Strategy
 
 ROW_FLOATS = 256
 ROW_KIB = ROW_FLOATS * 4 / 1024  # float32

@@ -20,7 +20,7 @@ from benchmarks.cluster.layers import (
 )
 from benchmarks.cluster.settings import Settings
 from benchmarks.cluster.timing import Step, interleaved, summary
-from fairseq_tutel.planning.strategy import Strategy
+from fairseq_tutel.parallel.strategy import Strategy
 
 # Sleeping experts that are faster and slower than the option, to either side of the exchange.
 COSTS = {"compute": (1.0,), "sleep": (0.5, 1.0, 2.0)}

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from benchmarks.cluster.settings import Settings
 from benchmarks.cluster.timing import Step, interleaved, summary
 from benchmarks.cluster.tuning import FINAL_REPEATS, canonical, static_choices
-from fairseq_tutel.planning.strategy import Strategy
+from fairseq_tutel.parallel.strategy import Strategy
 
 ROOT = Path(__file__).resolve().parents[2]
 WORDS, SENTENCES, LAYERS = 1000, 8, 2

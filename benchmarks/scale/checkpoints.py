@@ -16,10 +16,10 @@ from benchmarks.output import Row
 from fairseq_tutel import MoEConfig, MoELayer
 from fairseq_tutel.checkpoint import experts as written
 from fairseq_tutel.checkpoint.shards import Piece, ShardedTensor, bind
-from fairseq_tutel.planning.links import all_gather_seconds
-from fairseq_tutel.planning.machine import PRESETS
-from fairseq_tutel.ranks.groups import Topology
-from fairseq_tutel.zero.partition import partitions_of
+from fairseq_tutel.parallel.groups import Topology
+from fairseq_tutel.parallel.links import all_gather_seconds
+from fairseq_tutel.parallel.machine import PRESETS
+from fairseq_tutel.parallel.zero_partition import partitions_of
 
 EXPERTS, LAYERS, STATES = 64, 24, ("exp_avg", "exp_avg_sq", "fp32_master")
 WORLDS, LARGE_WORLDS = (64, 512), (64, 512, 4096)

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from benchmarks.output import Row
 from benchmarks.scale import swarm
-from fairseq_tutel.ranks import guard, rendezvous
+from fairseq_tutel.parallel import guard, rendezvous
 
 WORLDS = (64, 256, 512)  # threads of more wait for each other, and no longer for the store
 LATE_SECONDS = 2.0  # by which the last rank comes after the others

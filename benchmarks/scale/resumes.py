@@ -50,8 +50,8 @@ def elastic_resumes(quick: bool) -> Iterator[Row]:
 
 def looks(quick: bool) -> Iterator[Row]:
     """Yield how much of a checkpoint on a disk that all nodes share is read before it is loaded."""
+    from fairseq_tutel.parallel import world
     from fairseq_tutel.plugin.training import resume
-    from fairseq_tutel.ranks import world
 
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "checkpoint.pt"

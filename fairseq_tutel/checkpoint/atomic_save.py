@@ -9,7 +9,7 @@ from typing import IO, Any
 
 import torch
 
-from fairseq_tutel.files.atomic import renamed_when_whole
+from fairseq_tutel.files import renamed_when_whole
 
 # Number of attempts and the pause between them, as in fairseq.
 TRIES, PAUSE_SECONDS = 3, 2.5

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fairseq_tutel.checkpoint.saved import SavedModel
 from fairseq_tutel.checkpoint.shards import ShardedTensor, unbind
-from fairseq_tutel.zero.state import MASTER
+from fairseq_tutel.parallel.zero_state import MASTER
 
 
 def average(paths: list[Path], of_ema: bool = False) -> SavedModel:

@@ -15,7 +15,7 @@ from fairseq_tutel.checkpoint.recognition import kind_of
 from fairseq_tutel.checkpoint.saved import PARTS, Layer, SavedModel, layers_of
 from fairseq_tutel.checkpoint.shards import ShardedTensor, bind
 from fairseq_tutel.moe.option_table import options_of
-from fairseq_tutel.options.option import plain
+from fairseq_tutel.option import plain
 
 OURS, DENSE = "fairseq_tutel, with experts", "fairseq, dense"
 EXPERTS = re.compile(r"(?:^|\.)experts\.")  # matches the tensor names of every supported system

@@ -16,10 +16,9 @@ from torch import Tensor, nn
 
 from fairseq_tutel.checkpoint import folders
 from fairseq_tutel.checkpoint.shards import Piece, ShardedTensor, digest, write_file
-from fairseq_tutel.comm import collectives
 from fairseq_tutel.moe.expert_stack import OWN, ExpertStack, Weights
-from fairseq_tutel.ranks import world
-from fairseq_tutel.ranks.groups import Slice, Topology, join, slice_of
+from fairseq_tutel.parallel import collectives, world
+from fairseq_tutel.parallel.groups import Slice, Topology, join, slice_of
 
 # Bytes that rank 0 gathers from all ranks together in one step, on its device.
 GATHERED_BYTES = 64 * 2**20

@@ -17,8 +17,8 @@ import numpy as np
 import torch
 
 from fairseq_tutel.checkpoint.atomic_save import system_error
-from fairseq_tutel.files.untrusted import printable
-from fairseq_tutel.ranks.progress import progress
+from fairseq_tutel.files import printable
+from fairseq_tutel.parallel.progress import progress
 
 DOS_FOLDER = 0x10
 CHUNK = 2**20

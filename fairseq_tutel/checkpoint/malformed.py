@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from fairseq_tutel.checkpoint.files import walk
-from fairseq_tutel.files.untrusted import shown
+from fairseq_tutel.files import shown
 
 # Required type of each entry that a checkpoint has; an entry that is None counts as absent.
 TYPES = {"optimizer_history": list} | dict.fromkeys((

@@ -18,10 +18,9 @@ from fairseq_tutel.checkpoint import atomic_save
 from fairseq_tutel.checkpoint.files import read_file, walk
 from fairseq_tutel.checkpoint.malformed import refuse_malformed
 from fairseq_tutel.checkpoint.shards import bind, unbind
-from fairseq_tutel.files.atomic import renamed_when_whole
-from fairseq_tutel.files.untrusted import printable
+from fairseq_tutel.files import printable, renamed_when_whole
 from fairseq_tutel.moe.option_table import RETIRED
-from fairseq_tutel.ranks.progress import progress
+from fairseq_tutel.parallel.progress import progress
 
 logger = logging.getLogger(__name__)
 

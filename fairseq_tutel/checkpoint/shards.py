@@ -30,8 +30,8 @@ from torch import Tensor
 from fairseq_tutel.checkpoint.atomic_save import synced
 from fairseq_tutel.checkpoint.files import walk
 from fairseq_tutel.checkpoint.quantized import EXPERT_DTYPES, Quantized, quantized_form
-from fairseq_tutel.ranks.groups import Slice
-from fairseq_tutel.ranks.progress import progress
+from fairseq_tutel.parallel.groups import Slice
+from fairseq_tutel.parallel.progress import progress
 
 VERSION = 1
 # Versions of the records of quantized tensors; older packages reject them.

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from functools import partial
 
-from fairseq_tutel.options.option import NOT_NEGATIVE, POSITIVE, option
+from fairseq_tutel.option import NOT_NEGATIVE, POSITIVE, option
 
 tool = partial(option, of="tool")
 # Classes of the MoE layers that may load a converted state dict of Tutel.

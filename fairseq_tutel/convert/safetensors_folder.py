@@ -27,9 +27,8 @@ from fairseq_tutel.checkpoint.files import DICTIONARY
 from fairseq_tutel.checkpoint.folders import sync
 from fairseq_tutel.checkpoint.saved import SavedModel, Weights, not_written
 from fairseq_tutel.checkpoint.shards import ShardedExpert, ShardedTensor, write_pieces
-from fairseq_tutel.files.atomic import temporary_of
-from fairseq_tutel.files.untrusted import content_of, parse_json
-from fairseq_tutel.ranks.progress import progress
+from fairseq_tutel.files import content_of, parse_json, temporary_of
+from fairseq_tutel.parallel.progress import progress
 
 INDEX, OPTIONS = "model.safetensors.index.json", "options.json"
 SHARD = re.compile(r"model-\d{5,}-of-\d{5,}\.safetensors")

@@ -18,9 +18,9 @@ from fairseq_tutel.checkpoint import folders
 from fairseq_tutel.checkpoint.quantized import Quantized, RoundingError, quantized_form
 from fairseq_tutel.checkpoint.saved import SavedModel, not_written
 from fairseq_tutel.checkpoint.shards import Piece, ShardedTensor, digest, unbind, write_pieces
-from fairseq_tutel.files.atomic import TEMPORARY
-from fairseq_tutel.ranks.groups import Slice
-from fairseq_tutel.ranks.progress import progress
+from fairseq_tutel.files import TEMPORARY
+from fairseq_tutel.parallel.groups import Slice
+from fairseq_tutel.parallel.progress import progress
 
 EXPERTS = ".experts"
 # (layer, tensor name, dictionary that holds the stack, its key in the dictionary)

@@ -23,10 +23,10 @@ from fairseq_tutel.checkpoint.files import read_file
 from fairseq_tutel.checkpoint.saved import Layer, SavedModel, layers_of
 from fairseq_tutel.convert.configs import ROWS, SWIN, Tensors, counts_text, with_experts
 from fairseq_tutel.convert.tutel_layer import COUNT, our_gates, our_layer
-from fairseq_tutel.files.untrusted import content_of
+from fairseq_tutel.files import content_of
 from fairseq_tutel.moe.config import MoEConfig
 from fairseq_tutel.moe.layer import MoELayer
-from fairseq_tutel.options.option import options_in
+from fairseq_tutel.option import options_in
 from fairseq_tutel.plugin.install import chosen_layers
 from fairseq_tutel.vision.attention import SPAN
 from fairseq_tutel.vision.options import SwinConfig, numbers

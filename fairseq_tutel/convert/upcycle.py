@@ -25,10 +25,10 @@ from fairseq_tutel.moe.config import GATE_TYPES, MoEConfig, label_of
 from fairseq_tutel.moe.experts import Experts
 from fairseq_tutel.moe.gates import CosineGate, LinearGate
 from fairseq_tutel.moe.layer import MoELayer
-from fairseq_tutel.options.option import flag_of, options_in, read, refuse_bad_values
+from fairseq_tutel.option import flag_of, options_in, read, refuse_bad_values
+from fairseq_tutel.parallel.groups import Part
 from fairseq_tutel.plugin.feed_forward import SIDES
 from fairseq_tutel.plugin.install import chosen_layers
-from fairseq_tutel.ranks.groups import Part
 from fairseq_tutel.vision.options import SwinExpertsConfig
 
 SWIN_KEYS = [item.key for item in options_in(SwinExpertsConfig)]

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from fairseq_tutel.checkpoint.shards import Piece, ShardedTensor, unreadable
-from fairseq_tutel.files.untrusted import open_ordinary, parse_json
+from fairseq_tutel.files import open_ordinary, parse_json
 from fairseq_tutel.inference.expert_buffers import Buffer, BufferLayout, buffers_on_host
 from fairseq_tutel.inference.fetch_thread import Source
 from fairseq_tutel.moe.expert_stack import ExpertStack

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from fairseq_tutel.files.untrusted import json_of, shown
+from fairseq_tutel.files import json_of, shown
 
 MARK, VERSION = "expert_statistics", 1
 # The name in the file of data without a language pair.

@@ -31,7 +31,7 @@ from fairseq_tutel.moe.option_table import (
     STORE_TIERS,
     cache_limits,
 )
-from fairseq_tutel.ranks import world
+from fairseq_tutel.parallel import world
 
 logger = logging.getLogger(__name__)
 

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import torch
 
-from fairseq_tutel.ranks import host_memory, world
-from fairseq_tutel.ranks.rendezvous import ranks_per_node
+from fairseq_tutel.parallel import host_memory, world
+from fairseq_tutel.parallel.rendezvous import ranks_per_node
 
 
 def free_bytes(device: torch.device) -> int:

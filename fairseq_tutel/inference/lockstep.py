@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 
-from fairseq_tutel.comm.collectives import all_gather
+from fairseq_tutel.parallel.collectives import all_gather
 
 # The requests of a rank that needs no layer at the moment, or no layer until the end.
 RESTS = -1

@@ -14,7 +14,7 @@ from torch import Tensor
 from fairseq_tutel.moe.call import Call
 from fairseq_tutel.moe.layer import MoELayer
 from fairseq_tutel.moe.routing import Routing
-from fairseq_tutel.options.option import is_whole
+from fairseq_tutel.option import is_whole
 
 
 def pregate(layers: Sequence[MoELayer], ahead: int) -> None:

@@ -28,11 +28,11 @@ from fairseq.modules.adaptive_softmax import AdaptiveSoftmax
 from omegaconf import OmegaConf
 from torch import Tensor, nn
 
-from fairseq_tutel.comm.gradients import is_expert
-from fairseq_tutel.ensemble.cmcl import mean_log_probs
-from fairseq_tutel.ensemble.options import EnsembleConfig
-from fairseq_tutel.ensemble.sharing import run_and_share, shared
-from fairseq_tutel.options.option import options_in, read, refuse_bad_values
+from fairseq_tutel.models.feature_sharing import run_and_share, shared
+from fairseq_tutel.option import options_in, read, refuse_bad_values
+from fairseq_tutel.parallel.gradients import is_expert
+from fairseq_tutel.plugin.criterions.confident_loss import mean_log_probs
+from fairseq_tutel.plugin.ensemble_options import EnsembleConfig
 from fairseq_tutel.plugin.feed_forward import moe_layers
 from fairseq_tutel.plugin.registration.flags import fill_in, made
 from fairseq_tutel.plugin.run_state import OPENED, config_of, is_opened, is_training, root_of

@@ -24,17 +24,17 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from fairseq_tutel.comm.call_id import NO_CALL_ID, CallId, compare_later
-from fairseq_tutel.comm.collectives import all_to_all, start_all_gather, start_reduce_scatter
 from fairseq_tutel.kernels.first_order import first_order
 from fairseq_tutel.moe.config import MoEConfig, label_of
 from fairseq_tutel.moe.expert_stack import ExpertStack, Weights
-from fairseq_tutel.options.option import require
-from fairseq_tutel.planning.cost import Cluster, Work, step_seconds
-from fairseq_tutel.planning.links import faster_algorithm
-from fairseq_tutel.planning.machine import Machine, typical
-from fairseq_tutel.planning.strategy import Strategy, degree_of
-from fairseq_tutel.ranks.groups import Topology, slice_of
+from fairseq_tutel.option import require
+from fairseq_tutel.parallel.call_id import NO_CALL_ID, CallId, compare_later
+from fairseq_tutel.parallel.collectives import all_to_all, start_all_gather, start_reduce_scatter
+from fairseq_tutel.parallel.cost import Cluster, Work, step_seconds
+from fairseq_tutel.parallel.groups import Topology, slice_of
+from fairseq_tutel.parallel.links import faster_algorithm
+from fairseq_tutel.parallel.machine import Machine, typical
+from fairseq_tutel.parallel.strategy import Strategy, degree_of
 
 OPERATION = "the all-gather of expert weights"
 TOKENS = 4096  # default number of tokens in a micro-batch of one rank

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor, nn
 
 from fairseq_tutel import kernels
-from fairseq_tutel.comm.collectives import Group, all_reduce
 from fairseq_tutel.kernels.first_order import first_order
 from fairseq_tutel.moe.choice import scores_of
 from fairseq_tutel.moe.routing import GateOutput, Routing
-from fairseq_tutel.ranks.groups import Topology
+from fairseq_tutel.parallel.collectives import Group, all_reduce
+from fairseq_tutel.parallel.groups import Topology
 
 
 def gshard_loss(routing: Routing, gate: GateOutput | None = None) -> Tensor:

@@ -6,7 +6,7 @@
 import math
 from typing import Any, NamedTuple
 
-from fairseq_tutel.options.option import option, require
+from fairseq_tutel.option import option, require
 
 
 class BalanceLoss(NamedTuple):

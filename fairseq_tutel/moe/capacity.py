@@ -14,7 +14,7 @@ from torch import Tensor
 from fairseq_tutel import kernels
 from fairseq_tutel.kernels.reference_route import Rows
 from fairseq_tutel.moe.config import MoEConfig
-from fairseq_tutel.options.option import CAPACITY, is_number
+from fairseq_tutel.option import CAPACITY, is_number
 
 
 @dataclass(frozen=True, kw_only=True)

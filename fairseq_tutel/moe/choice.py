@@ -19,7 +19,7 @@ from fairseq_tutel.kernels.first_order import first_order
 from fairseq_tutel.kernels.reference_route import choose_experts, normalized, row_softmax
 from fairseq_tutel.moe.capacity import MicroBatch
 from fairseq_tutel.moe.config import MoEConfig
-from fairseq_tutel.options.option import is_whole
+from fairseq_tutel.option import is_whole
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,7 @@ from dataclasses import MISSING, dataclass
 from typing import ClassVar
 
 from fairseq_tutel.moe.balance_options import BALANCE_LOSSES, balance_loss_option, parse_balance_loss
-from fairseq_tutel.options.option import (
+from fairseq_tutel.option import (
     AT_LEAST_0,
     AT_LEAST_1,
     CAPACITY,
@@ -37,7 +37,7 @@ from fairseq_tutel.options.option import (
     routing,
     whole,
 )
-from fairseq_tutel.planning.strategy import ALGORITHMS, degree_of, is_algorithm
+from fairseq_tutel.parallel.strategy import ALGORITHMS, degree_of, is_algorithm
 
 GATE_TYPES = ("linear", "biased", "cosine", "hash")
 EXPERT_TYPES = ("ffn", "glu")

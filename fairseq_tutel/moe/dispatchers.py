@@ -22,10 +22,6 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fairseq_tutel.comm import exchange
-from fairseq_tutel.comm.call_id import CallCounter, CallId
-from fairseq_tutel.comm.regroup import regroup_maps
-from fairseq_tutel.comm.transfer import ExchangeTimer
 from fairseq_tutel.kernels.groups import Groups
 from fairseq_tutel.moe.adaptive import nearest_degree, weights_of
 from fairseq_tutel.moe.config import MoEConfig
@@ -34,9 +30,13 @@ from fairseq_tutel.moe.deferred import can_defer
 from fairseq_tutel.moe.dispatch import combine, dispatch
 from fairseq_tutel.moe.expert_stack import ExpertStack, Weights
 from fairseq_tutel.moe.routing import Routing, padded
-from fairseq_tutel.options.option import require
-from fairseq_tutel.planning.strategy import Strategy
-from fairseq_tutel.ranks.groups import Topology
+from fairseq_tutel.option import require
+from fairseq_tutel.parallel import exchange
+from fairseq_tutel.parallel.call_id import CallCounter, CallId
+from fairseq_tutel.parallel.groups import Topology
+from fairseq_tutel.parallel.regroup import regroup_maps
+from fairseq_tutel.parallel.strategy import Strategy
+from fairseq_tutel.parallel.transfer import ExchangeTimer
 
 
 @dataclass(eq=False)

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from fairseq_tutel.comm.gradients import mark_expert, mark_root_scaled
-from fairseq_tutel.comm.regroup import permute
 from fairseq_tutel.kernels.groups import Groups
 from fairseq_tutel.moe.config import MoEConfig
 from fairseq_tutel.moe.routing import Routing
-from fairseq_tutel.options.option import require
-from fairseq_tutel.ranks.groups import Part, Slice, cut, mark_slice
+from fairseq_tutel.option import require
+from fairseq_tutel.parallel.gradients import mark_expert, mark_root_scaled
+from fairseq_tutel.parallel.groups import Part, Slice, cut, mark_slice
+from fairseq_tutel.parallel.regroup import permute
 
 logger = logging.getLogger(__name__)
 

@@ -17,8 +17,8 @@ from fairseq_tutel.moe.config import MoEConfig, label_of
 from fairseq_tutel.moe.expert_ffn import FFNCall, RowMaps, ffn
 from fairseq_tutel.moe.expert_stack import OWN, ExpertStack, Tensors, Weights
 from fairseq_tutel.moe.routing import Routing
-from fairseq_tutel.options.option import is_custom, require
-from fairseq_tutel.ranks.groups import Part
+from fairseq_tutel.option import is_custom, require
+from fairseq_tutel.parallel.groups import Part
 
 
 class Experts(ExpertStack):

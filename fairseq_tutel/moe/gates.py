@@ -16,7 +16,7 @@ from fairseq_tutel.kernels import gate_product
 from fairseq_tutel.moe.build import build_custom, hashed_seed, redraw, seeded_generator
 from fairseq_tutel.moe.call import Call
 from fairseq_tutel.moe.config import MoEConfig, label_of
-from fairseq_tutel.options.option import is_custom
+from fairseq_tutel.option import is_custom
 
 
 def num_scores(config: MoEConfig) -> int:

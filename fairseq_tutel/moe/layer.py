@@ -11,8 +11,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
-from fairseq_tutel.comm.call_id import CallCounter
-from fairseq_tutel.comm.transfer import ExchangeTimer
 from fairseq_tutel.moe.adaptive import static_strategy
 from fairseq_tutel.moe.balance import BalanceBias, balance_losses
 from fairseq_tutel.moe.balance_options import parse_balance_loss
@@ -35,9 +33,11 @@ from fairseq_tutel.moe.gates import (
 )
 from fairseq_tutel.moe.routing import GateOutput, Routing, decide, mask_outputs, summary
 from fairseq_tutel.moe.shared_experts import SharedResidualExperts, sum_of_gate
-from fairseq_tutel.options.option import is_whole
-from fairseq_tutel.planning.strategy import Strategy
-from fairseq_tutel.ranks.groups import Topology
+from fairseq_tutel.option import is_whole
+from fairseq_tutel.parallel.call_id import CallCounter
+from fairseq_tutel.parallel.groups import Topology
+from fairseq_tutel.parallel.strategy import Strategy
+from fairseq_tutel.parallel.transfer import ExchangeTimer
 
 # The methods of a layer that `decode` replaces.
 SKIPPED = ("routing_of", "route", "apply_routing")

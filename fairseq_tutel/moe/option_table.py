@@ -3,9 +3,9 @@
 from dataclasses import dataclass
 from typing import Any
 
-from fairseq_tutel.files.untrusted import shown
+from fairseq_tutel.files import shown
 from fairseq_tutel.moe.config import ALL_LOCAL, LAYER, NOT_TUNED, ONE_RANK
-from fairseq_tutel.options.option import (
+from fairseq_tutel.option import (
     AT_LEAST_0,
     NOT_NEGATIVE,
     POSITIVE,
@@ -165,7 +165,7 @@ class TaskConfig:
         "on any number of ranks W; it sets --update-freq to N / W, rounded up, and missing micro-batches "
         "are empty; 0: W times --update-freq",
     )
-    # ranks/groups.py checks this value against the number of ranks.
+    # parallel/groups.py checks this value against the number of ranks.
     moe_expert_parallel_size: int = parallelism(
         0, unit="ranks",
         help="size of an expert-parallel (EP) group, whose ranks hold one set of experts and exchange "
@@ -223,7 +223,7 @@ class TaskConfig:
         help="keep the optimizer state and fp32 master weights in host memory, and run the update on the "
         "CPU; the result is the same",
     )
-    # ranks/guard.py checks the bounds before the other options are read.
+    # parallel/guard.py checks the bounds before the other options are read.
     moe_comm_timeout: int = communication(
         1800, unit="seconds", of_any_training=True,
         help="how long a collective waits for another rank before the job ends with an error that names "

@@ -23,7 +23,7 @@ from fairseq_tutel.moe.choice import (
     scores_of,
 )
 from fairseq_tutel.moe.config import MoEConfig
-from fairseq_tutel.ranks.groups import Topology
+from fairseq_tutel.parallel.groups import Topology
 
 
 def summary(record: Any) -> str:

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from fairseq_tutel.moe.build import build_custom, draw_linear, hashed_seed, redraw, seeded_generator
 from fairseq_tutel.moe.config import MoEConfig, label_of
 from fairseq_tutel.moe.experts import activation_of, feed_forward
-from fairseq_tutel.options.option import is_custom
+from fairseq_tutel.option import is_custom
 
 
 class DenseExpert(nn.Module):

@@ -13,19 +13,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fairseq_tutel.comm.collectives import all_reduce
-from fairseq_tutel.files.atomic import renamed_when_whole
-from fairseq_tutel.files.untrusted import json_of
+from fairseq_tutel.files import json_of, renamed_when_whole
 from fairseq_tutel.moe.adaptive import allowed_degrees, predicted_seconds
 from fairseq_tutel.moe.layer import MoELayer
 from fairseq_tutel.moe.option_table import TaskConfig
-from fairseq_tutel.options.option import require
-from fairseq_tutel.planning.cost import OVERLAPS
-from fairseq_tutel.planning.machine import Machine, typical
-from fairseq_tutel.planning.strategy import ALGORITHMS, Strategy
-from fairseq_tutel.planning.tuner import Tuner
-from fairseq_tutel.ranks import world
-from fairseq_tutel.ranks.rendezvous import ranks_per_node
+from fairseq_tutel.option import require
+from fairseq_tutel.parallel import world
+from fairseq_tutel.parallel.collectives import all_reduce
+from fairseq_tutel.parallel.cost import OVERLAPS
+from fairseq_tutel.parallel.machine import Machine, typical
+from fairseq_tutel.parallel.rendezvous import ranks_per_node
+from fairseq_tutel.parallel.strategy import ALGORITHMS, Strategy
+from fairseq_tutel.parallel.tuner import Tuner
 
 logger = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import NamedTuple
 
-from fairseq_tutel.files.untrusted import content_of, json_of
+from fairseq_tutel.files import content_of, json_of
 from fairseq_tutel.plans import network
 from fairseq_tutel.plans.checker import Report, check
 from fairseq_tutel.plans.format import Plan, from_json, to_json

@@ -19,8 +19,8 @@ from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fairseq_tutel.files.untrusted import json_of
-from fairseq_tutel.planning.links import Load
+from fairseq_tutel.files import json_of
+from fairseq_tutel.parallel.links import Load
 
 FORMAT = 1
 MOST_VERTICES = 4096  # the matrix has the square of this many numbers

@@ -14,8 +14,6 @@ import functools
 import importlib
 import sys
 
-import torch
-
 # Parameters of mallopt, from glibc's malloc.h, and their values.
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD = -1, -2, -3
 GIB, MIB = 2**30, 2**20
@@ -38,7 +36,7 @@ def register() -> None:
 
     let_checkpoints_load(Dictionary)
     keep_freed_memory()
-    for module in ("plugin.registration.wrapped", "optim", "criterions", "tasks", "models"):
+    for module in ("plugin.registration.wrapped", "plugin.optim", "plugin.criterions", "tasks", "models"):
         importlib.import_module(f"fairseq_tutel.{module}")
     from fairseq_tutel.plugin.registration.flags import check_command_line
 
@@ -69,6 +67,8 @@ def keep_freed_memory() -> bool:
     Example:
         >>> kept = ft.keep_freed_memory()  # once, at the start of a program
     """
+    import torch  # flags of the folder are listed without it
+
     # torch.cuda.is_available would initialize CUDA, which then fails in every forked child.
     if torch.cuda.device_count() or not sys.platform.startswith("linux"):
         return False

@@ -15,7 +15,7 @@ from fairseq_tutel.moe.config import MoEConfig
 from fairseq_tutel.moe.expert_stack import ExpertStack
 from fairseq_tutel.moe.layer import MoELayer
 from fairseq_tutel.moe.option_table import ModelConfig, SidesConfig, StoreConfig, TaskConfig
-from fairseq_tutel.options.option import options_in, read
+from fairseq_tutel.option import options_in, read
 
 logger = logging.getLogger(__name__)
 

@@ -15,12 +15,12 @@ from fairseq.models import ARCH_MODEL_REGISTRY, MODEL_REGISTRY
 from torch import nn
 
 from fairseq_tutel.checkpoint.saved import layer_label
-from fairseq_tutel.files.untrusted import shown
+from fairseq_tutel.files import shown
 from fairseq_tutel.moe.layer import MoELayer
 from fairseq_tutel.moe.option_table import options_of
-from fairseq_tutel.options.option import flag_of, plain
+from fairseq_tutel.option import flag_of, plain
+from fairseq_tutel.parallel import world
 from fairseq_tutel.plugin.registration.flags import expert_counts
-from fairseq_tutel.ranks import world
 
 logger = logging.getLogger(__name__)
 

@@ -21,7 +21,7 @@ from fairseq_tutel.moe.deferred import Deferred, can_defer
 from fairseq_tutel.moe.expert_stack import OWN, ExpertStack
 from fairseq_tutel.moe.layer import MoELayer, MoEOutput
 from fairseq_tutel.moe.metrics import RoutingCounts, count_routing
-from fairseq_tutel.ranks.groups import Topology
+from fairseq_tutel.parallel.groups import Topology
 
 # Names of the dropout module between fc1 and fc2 in transformers, lightconv and wav2vec2.
 DROPOUTS = ("activation_dropout_module", "relu_dropout_module", "dropout2")

@@ -12,14 +12,17 @@ import torch
 from torch import nn
 
 from fairseq_tutel.checkpoint.experts import gather_everywhere
-from fairseq_tutel.comm.gradients import is_expert
 from fairseq_tutel.inference.pregate import pregate, refuse_too_far
 from fairseq_tutel.kernels import backend_for
 from fairseq_tutel.moe.adaptive import is_tuned, static_degree
 from fairseq_tutel.moe.balance_options import parse_balance_loss
 from fairseq_tutel.moe.config import MoEConfig
 from fairseq_tutel.moe.option_table import ModelConfig, SidesConfig, TaskConfig
-from fairseq_tutel.options.option import flag_of, is_custom, read, refuse_bad_values
+from fairseq_tutel.option import flag_of, is_custom, read, refuse_bad_values
+from fairseq_tutel.parallel import world
+from fairseq_tutel.parallel.gradients import is_expert
+from fairseq_tutel.parallel.groups import Topology, make_topology
+from fairseq_tutel.parallel.rendezvous import ranks_per_node
 from fairseq_tutel.plugin import announce
 from fairseq_tutel.plugin.differences import Fits, Saved, experts_in, log_changes, refuse_layers
 from fairseq_tutel.plugin.feed_forward import (
@@ -52,9 +55,6 @@ from fairseq_tutel.plugin.training.resume import resumed_model
 from fairseq_tutel.plugin.training.startup import complete, refuse_run, start_together
 from fairseq_tutel.plugin.training.task import give_mixin
 from fairseq_tutel.plugin.training.tuning import choose_algorithm, option, tuner_of
-from fairseq_tutel.ranks import world
-from fairseq_tutel.ranks.groups import Topology, make_topology
-from fairseq_tutel.ranks.rendezvous import ranks_per_node
 
 logger = logging.getLogger(__name__)
 

@@ -6,22 +6,21 @@ from typing import Any
 
 import torch.distributed as dist
 
-from fairseq_tutel.comm import collectives
 from fairseq_tutel.moe.config import MoEConfig
 from fairseq_tutel.moe.layer import MoELayer
 from fairseq_tutel.moe.option_table import TaskConfig
-from fairseq_tutel.options.option import read
-from fairseq_tutel.planning.links import exchange_seconds, plan_seconds
-from fairseq_tutel.planning.machine import Machine
-from fairseq_tutel.planning.strategy import ALGORITHMS, PLAN
-from fairseq_tutel.planning.tuner import HOPELESS
+from fairseq_tutel.option import read
+from fairseq_tutel.parallel import collectives, world
+from fairseq_tutel.parallel.groups import Topology
+from fairseq_tutel.parallel.links import exchange_seconds, plan_seconds
+from fairseq_tutel.parallel.machine import Machine
+from fairseq_tutel.parallel.rendezvous import ranks_per_node
+from fairseq_tutel.parallel.strategy import ALGORITHMS, PLAN
+from fairseq_tutel.parallel.tuner import HOPELESS
+from fairseq_tutel.parallel.world import Work
 from fairseq_tutel.plans.executors.backend import PlanBackend
 from fairseq_tutel.plans.files import PlacedPlan, read_run, refuse_unused
 from fairseq_tutel.plugin.run_state import RUN
-from fairseq_tutel.ranks import world
-from fairseq_tutel.ranks.groups import Topology
-from fairseq_tutel.ranks.rendezvous import ranks_per_node
-from fairseq_tutel.ranks.world import Work
 
 logger = logging.getLogger(__name__)
 

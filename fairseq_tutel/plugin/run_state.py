@@ -1,7 +1,7 @@
 """Holds the state of the current run: its configuration, topology, checkpoint and open models.
 
 fairseq passes no common object from a command's main function to models, tasks, optimizers and checkpoint
-functions, so they share `RUN`. It is the only file of this folder that optim/ imports.
+functions, so they share `RUN`. It is the only file of this folder that plugin/optim imports.
 """
 
 from collections.abc import Callable, Iterator
@@ -14,14 +14,14 @@ import torch
 from omegaconf import OmegaConf
 
 from fairseq_tutel.moe.option_table import StoreConfig
-from fairseq_tutel.ranks.groups import Topology
+from fairseq_tutel.parallel.groups import Topology
 
 if TYPE_CHECKING:
     from fairseq_tutel.inference.expert_store import ExpertStore
+    from fairseq_tutel.parallel.signals import SignalWatch
     from fairseq_tutel.plans.files import PlacedPlan
     from fairseq_tutel.plugin.opening.several_ranks import Command
     from fairseq_tutel.plugin.training.background_save import BackgroundSave
-    from fairseq_tutel.ranks.signals import SignalWatch
 
 
 @dataclass

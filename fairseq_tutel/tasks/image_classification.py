@@ -14,12 +14,12 @@ from fairseq.models import (
 from fairseq.tasks import FairseqTask, register_task
 
 from fairseq_tutel.checkpoint.files import mapped
-from fairseq_tutel.options.option import options_in, read, refuse_bad_values
+from fairseq_tutel.option import options_in, read, refuse_bad_values
+from fairseq_tutel.parallel import world
 from fairseq_tutel.plugin.registration.flags import made
 from fairseq_tutel.plugin.run_state import is_training, root_of
 from fairseq_tutel.plugin.training.resume import flag_and_path
 from fairseq_tutel.plugin.training.task import InferenceMixin
-from fairseq_tutel.ranks import world
 from fairseq_tutel.tasks.image_dataset import ImageDataset
 from fairseq_tutel.vision.images import (
     UnreadableImageError,

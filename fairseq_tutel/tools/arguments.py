@@ -7,8 +7,8 @@ import secrets
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from fairseq_tutel.files.atomic import TEMPORARY
-from fairseq_tutel.options.option import flag_of
+from fairseq_tutel.files import TEMPORARY
+from fairseq_tutel.option import flag_of
 from fairseq_tutel.tools.parser import Number
 
 DTYPES = {"fp32": 4, "fp16": 2, "bf16": 2}  # bytes of an element

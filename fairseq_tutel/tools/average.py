@@ -11,7 +11,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from fairseq_tutel.options.option import flag_of
+from fairseq_tutel.option import flag_of
 from fairseq_tutel.tools.arguments import refuse_output
 from fairseq_tutel.tools.parser import add_input, add_output
 

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fairseq_tutel.files.untrusted import printable
-from fairseq_tutel.tools.convert.selection import of_log
+from fairseq_tutel.files import printable
+from fairseq_tutel.tools.selection import of_log
 
 if TYPE_CHECKING:
     from fairseq_tutel.checkpoint.description import Facts

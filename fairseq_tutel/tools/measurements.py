@@ -12,19 +12,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fairseq_tutel.comm.all_to_all import (
+from fairseq_tutel.kernels.groups import Groups
+from fairseq_tutel.moe.experts import grouped_linear
+from fairseq_tutel.parallel.all_to_all import (
     Hop,
     HopAllToAll,
     exchange_counts_in_two_hops,
     hierarchical_all_to_all,
 )
-from fairseq_tutel.comm.collectives import all_reduce, barrier
-from fairseq_tutel.kernels.groups import Groups
-from fairseq_tutel.moe.experts import grouped_linear
-from fairseq_tutel.planning.link_fit import Row, fit_machine
-from fairseq_tutel.planning.machine import Machine, typical
-from fairseq_tutel.ranks.groups import Topology, make_topology
-from fairseq_tutel.ranks.rendezvous import own_gpu, ranks_per_node
+from fairseq_tutel.parallel.collectives import all_reduce, barrier
+from fairseq_tutel.parallel.groups import Topology, make_topology
+from fairseq_tutel.parallel.link_fit import Row, fit_machine
+from fairseq_tutel.parallel.machine import Machine, typical
+from fairseq_tutel.parallel.rendezvous import own_gpu, ranks_per_node
 
 _DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 _ROW_FLOATS = 256  # numbers in a row of 1 KiB

@@ -12,7 +12,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, NoReturn
 
-from fairseq_tutel.options.option import Option, flag_of
+from fairseq_tutel.option import Option, flag_of
 
 Number = tuple[str, int, str]  # key, default, help
 EXAMPLE = "example: "

@@ -12,8 +12,8 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from fairseq_tutel.planning.cost import Candidate, Work, best
-from fairseq_tutel.planning.machine import PRESETS, Machine
+from fairseq_tutel.parallel.cost import Candidate, Work, best
+from fairseq_tutel.parallel.machine import PRESETS, Machine
 from fairseq_tutel.tools.arguments import DTYPES, needing, refuse_numbers, refuse_output, writing
 from fairseq_tutel.tools.parser import add_numbers, add_output
 

@@ -11,7 +11,7 @@ from dataclasses import replace
 from fractions import Fraction
 from typing import Any
 
-from fairseq_tutel.files.untrusted import printable
+from fairseq_tutel.files import printable
 from fairseq_tutel.plans.checker import Report, check
 from fairseq_tutel.plans.files import NAMED, find, write
 from fairseq_tutel.plans.format import Plan

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from fairseq_tutel.options.option import key_of
+from fairseq_tutel.option import key_of
 from fairseq_tutel.tools.arguments import refuse_folder, refuse_output, writing
 from fairseq_tutel.tools.parser import add_output
 
@@ -114,7 +114,7 @@ def _answers(model: Any, dataset: Any, arguments: argparse.Namespace) -> Iterato
     import torch
     from torch.utils.data import DataLoader, Subset
 
-    from fairseq_tutel.ranks.progress import progress
+    from fairseq_tutel.parallel.progress import progress
 
     device = torch.device("cuda" if torch.cuda.is_available() and not arguments.cpu else "cpu")
     model = model.to(device)

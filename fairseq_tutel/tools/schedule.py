@@ -11,7 +11,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
-from fairseq_tutel.files.untrusted import printable
+from fairseq_tutel.files import printable
 from fairseq_tutel.plans.files import write
 from fairseq_tutel.plans.forestcoll.forest import Forest, grow_for
 from fairseq_tutel.plans.forestcoll.max_flow import members

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from itertools import groupby
 from pathlib import Path
 
-from fairseq_tutel.files.untrusted import open_ordinary, parse_json
+from fairseq_tutel.files import open_ordinary, parse_json
 
 LOG_NAMES = ("*.log", "*.json", "*.txt")  # names of logs in a folder
 

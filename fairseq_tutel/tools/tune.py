@@ -14,8 +14,8 @@ from fairseq_tutel.tools.arguments import needing, refuse_numbers, refuse_output
 from fairseq_tutel.tools.parser import add_numbers, add_output
 
 if TYPE_CHECKING:
-    from fairseq_tutel.planning.link_fit import Row
-    from fairseq_tutel.planning.machine import Machine
+    from fairseq_tutel.parallel.link_fit import Row
+    from fairseq_tutel.parallel.machine import Machine
 
 NUMBERS = (
     ("model_dim", 512, "model dimension"),
@@ -63,7 +63,7 @@ def _page(machine: Machine, rows: list[Row]) -> str:
     """Return the text that the tool prints: the hardware profile, and times of all-to-alls."""
     from tabulate import tabulate
 
-    from fairseq_tutel.planning.link_fit import predicted, relative_errors
+    from fairseq_tutel.parallel.link_fit import predicted, relative_errors
 
     facts = [
         ["memory, read and written, GB/s", f"{machine.memory_bytes_per_s / 1e9:.2f}"],

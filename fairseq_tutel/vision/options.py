@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar
 
-from fairseq_tutel.options.option import (
+from fairseq_tutel.option import (
     AT_LEAST_0,
     AT_LEAST_1,
     NOT_NEGATIVE,

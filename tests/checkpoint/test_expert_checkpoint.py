@@ -12,7 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from fairseq_tutel import MoEConfig, MoELayer, make_topology
 from fairseq_tutel.checkpoint import experts as checkpoint
 from fairseq_tutel.checkpoint.experts import expert_modules, gather_experts, gather_to_first, release
-from fairseq_tutel.ranks.groups import Topology
+from fairseq_tutel.parallel.groups import Topology
 
 CONFIG = MoEConfig(model_dim=4, hidden_dim=6, num_experts=4, hidden_layer_norm=True)
 

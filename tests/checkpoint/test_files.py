@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from fairseq_tutel.checkpoint import atomic_save, files
-from fairseq_tutel.files.atomic import is_temporary
+from fairseq_tutel.files import is_temporary
 
 CONTENT = {"weight": torch.arange(12.0), "step": 3}
 

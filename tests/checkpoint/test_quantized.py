@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fairseq_tutel import ExpertStore
 from fairseq_tutel.checkpoint import quantized, shards
 from fairseq_tutel.checkpoint.quantized import EXPERT_DTYPES, LARGEST, Quantized, RoundingError
-from fairseq_tutel.ranks.groups import Slice, cut
+from fairseq_tutel.parallel.groups import Slice, cut
 
 BITS = {"bf16": 16, "int8": 8, "int4": 4}
 

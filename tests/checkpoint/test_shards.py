@@ -22,7 +22,7 @@ from fairseq_tutel.checkpoint.shards import (
     unbind,
     write_file,
 )
-from fairseq_tutel.ranks.groups import Slice, cut
+from fairseq_tutel.parallel.groups import Slice, cut
 
 FOLDER = "experts/0123456789abcdef"
 PIECE = ["layer.0.safetensors", "0.0", "00"]

@@ -50,7 +50,7 @@ NOT_RUN = {
         "pip install": "installs",
         "make vision-data": "downloads; the test draws images",
         "ls swin_moe": "released weights",
-        "fairseq-tutel convert swin": "released weights; tests/tools/test_convert_swin.py",
+        "fairseq-tutel convert swin": "released weights; tests/convert/test_convert_swin.py",
         "make vision": "minutes",
         "examples/vision.sh": "hours",
     },
@@ -126,7 +126,7 @@ PYTHON = {
         ["torchrun", "--nproc_per_node", "2"],
         [
             ("import torch\n", f"import torch\n{INIT}\n"),
-            ("from fairseq_tutel.comm.gradients", "model = layer\nfrom fairseq_tutel.comm.gradients"),
+            ("from fairseq_tutel.parallel.grad", "model = layer\nfrom fairseq_tutel.parallel.grad"),
             ("name = f", "rank, size = dist.get_rank(), dist.get_world_size()\nname = f"),
         ],
     ),

@@ -12,7 +12,7 @@ from models import dense_lm_args, lm_args
 from test_sharded_checkpoints import SHARDED, load
 
 from fairseq_tutel.checkpoint import folders
-from fairseq_tutel.ranks.signals import EXIT_CODE
+from fairseq_tutel.parallel.signals import EXIT_CODE
 
 PLACES = str(Path(__file__).parents[1] / "faults" / "faulty_places")
 ASYNC = (*SHARDED, "--moe-save-async")
@@ -214,7 +214,7 @@ def test_too_little_memory_is_refused(lm_data, tmp_path):
     poor.mkdir()
     (poor / "__init__.py").write_text(
         "from fairseq_tutel.plugin import register\nregister()\n"
-        "from fairseq_tutel.ranks import host_memory\nhost_memory.available = lambda: 1000\n"
+        "from fairseq_tutel.parallel import host_memory\nhost_memory.available = lambda: 1000\n"
     )
     output = refused("train", *_words(lm_data, tmp_path, *ASYNC, "--user-dir", poor), ranks=2)
     assert "--moe-save-async is set, which needs 0.00 GiB of host memory on" in output.splitlines()[-1]

@@ -10,7 +10,7 @@ from cli import HYDRA, ROOT, fairseq, refused
 from equality import facts_of, same_bits, same_weights
 from models import lm_args
 
-from fairseq_tutel.planning.machine import typical
+from fairseq_tutel.parallel.machine import typical
 from fairseq_tutel.plans.files import write
 from fairseq_tutel.plans.generators import make
 

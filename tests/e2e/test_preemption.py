@@ -14,7 +14,7 @@ from launchers import launch, torchrun
 from models import dense_lm_args, lm_args
 from test_sharded_checkpoints import SHARDED, load
 
-from fairseq_tutel.ranks.signals import EXIT_CODE
+from fairseq_tutel.parallel.signals import EXIT_CODE
 
 PLACES = str(Path(__file__).parents[1] / "faults" / "faulty_places")
 SPAWNING = str(Path(__file__).parent / "spawning_user_dir")

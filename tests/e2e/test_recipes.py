@@ -20,7 +20,7 @@ from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
-from fairseq_tutel.options.option import key_of
+from fairseq_tutel.option import key_of
 from fairseq_tutel.plugin import register
 
 register()

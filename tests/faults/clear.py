@@ -3,7 +3,7 @@
 import re
 import signal
 
-from fairseq_tutel.ranks.signals import EXIT_CODE
+from fairseq_tutel.parallel.signals import EXIT_CODE
 
 from .job import Job
 from .plan import Fault

@@ -14,7 +14,7 @@ from cli import start
 from launchers import launch, torchrun
 from models import lm_args
 
-from fairseq_tutel.ranks import agreement, guard
+from fairseq_tutel.parallel import agreement, guard
 
 from .plan import MICRO_BATCHES, SAVE_EVERY, Fault
 

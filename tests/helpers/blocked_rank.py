@@ -8,8 +8,8 @@ import time
 
 import torch.distributed as dist
 
-from fairseq_tutel.ranks import rendezvous, world
-from fairseq_tutel.ranks.signals import watched
+from fairseq_tutel.parallel import rendezvous, world
+from fairseq_tutel.parallel.signals import watched
 
 rank, attempt = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
 dist.init_process_group("gloo", init_method=rendezvous.METHOD, rank=rank, world_size=4)

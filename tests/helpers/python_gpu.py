@@ -25,8 +25,8 @@ from torch import Tensor
 from torch.utils import backend_registration
 
 from fairseq_tutel import kernels
-from fairseq_tutel.comm import collectives
 from fairseq_tutel.kernels import opaque
+from fairseq_tutel.parallel import collectives
 
 aten = torch.ops.aten
 COPY, READ = aten.copy_.default, aten._local_scalar_dense.default

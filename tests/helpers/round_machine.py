@@ -1,6 +1,6 @@
 """A machine for cost models, of numbers that a reader can follow."""
 
-from fairseq_tutel.planning.machine import Link, Machine
+from fairseq_tutel.parallel.machine import Link, Machine
 
 ROUND = Machine(
     name="round",

@@ -8,7 +8,7 @@ import sys
 import termios
 from unittest import mock
 
-from fairseq_tutel.ranks import progress
+from fairseq_tutel.parallel import progress
 
 
 @contextlib.contextmanager

@@ -16,18 +16,18 @@ from torch.utils.checkpoint import checkpoint
 
 from fairseq_tutel import MoEConfig, MoELayer, make_topology
 from fairseq_tutel.checkpoint.experts import gather_experts, release
-from fairseq_tutel.comm import collectives
-from fairseq_tutel.comm.gradients import (
+from fairseq_tutel.inference.pregate import pregate
+from fairseq_tutel.moe.balance import update_biases
+from fairseq_tutel.parallel import collectives
+from fairseq_tutel.parallel.gradients import (
     clip_gradients,
     global_grad_norm,
     reduce_dense_gradients,
     reduce_expert_gradients,
 )
-from fairseq_tutel.inference.pregate import pregate
-from fairseq_tutel.moe.balance import update_biases
+from fairseq_tutel.parallel.groups import Topology
+from fairseq_tutel.parallel.zero_state import ZeroState
 from fairseq_tutel.plans.executors.backend import PlanBackend
-from fairseq_tutel.ranks.groups import Topology
-from fairseq_tutel.zero.state import ZeroState
 
 UPDATES, MICRO_BATCHES = 20, 4
 MODEL_DIM = 6

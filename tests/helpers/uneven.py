@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from fairseq_tutel.comm.gradients import mark_expert
+from fairseq_tutel.parallel.gradients import mark_expert
 
 
 def some_parameters(dtype=torch.float64):

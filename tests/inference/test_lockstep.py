@@ -12,8 +12,8 @@ import torch.distributed as dist
 
 from fairseq_tutel import MoEConfig, MoELayer, make_topology
 from fairseq_tutel.inference.lockstep import IS_DONE, RESTS, Lockstep, next_layer
+from fairseq_tutel.parallel import guard
 from fairseq_tutel.plugin.feed_forward import Context, MoEFeedForward
-from fairseq_tutel.ranks import guard
 
 SMALL = MoEConfig(model_dim=4, hidden_dim=8, num_experts=4)
 LARGE = MoEConfig(model_dim=8, hidden_dim=4, num_experts=8, top_k=3, expert_type="glu")

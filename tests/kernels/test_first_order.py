@@ -10,10 +10,10 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from fairseq_tutel import MoEConfig, MoELayer
-from fairseq_tutel.comm.regroup import permute
-from fairseq_tutel.criterions.token_loss import token_loss
 from fairseq_tutel.kernels import reference
 from fairseq_tutel.moe.choice import softmax_top_k
+from fairseq_tutel.parallel.regroup import permute
+from fairseq_tutel.plugin.criterions.token_loss import token_loss
 
 PACKAGE = Path(__file__).parents[2] / "fairseq_tutel"
 MESSAGE = "supports only first derivatives"

@@ -13,7 +13,7 @@ from fairseq_tutel import MoEConfig, MoELayer, make_topology
 from fairseq_tutel.checkpoint.experts import drop_everywhere, gather_everywhere, gather_experts
 from fairseq_tutel.kernels import reference
 from fairseq_tutel.moe.adaptive import allowed_degrees, nearest_degree
-from fairseq_tutel.planning.strategy import Strategy
+from fairseq_tutel.parallel.strategy import Strategy
 
 TOKENS = (9, 0, 7, 1, 12, 3, 5, 8)
 FFN = MoEConfig(model_dim=8, hidden_dim=16, num_experts=2, activation="gelu", capacity_factor=1.0)

@@ -11,8 +11,8 @@ from torch.utils.checkpoint import checkpoint
 
 from fairseq_tutel import MoEConfig, MoELayer
 from fairseq_tutel.moe.balance import BalanceBias, update_biases
+from fairseq_tutel.parallel.groups import Topology
 from fairseq_tutel.plugin.feed_forward import MoEFeedForward
-from fairseq_tutel.ranks.groups import Topology
 
 CONFIG = MoEConfig(model_dim=5, hidden_dim=6, num_experts=4, balance_bias=True)
 

@@ -16,8 +16,8 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounter
 
 from fairseq_tutel import MoEConfig, MoELayer
+from fairseq_tutel.parallel.groups import Topology
 from fairseq_tutel.plugin.feed_forward import MoEFeedForward
-from fairseq_tutel.ranks.groups import Topology
 
 CONFIG = MoEConfig(model_dim=6, hidden_dim=5, num_experts=4, activation="gelu")
 QUICK = [

@@ -24,7 +24,7 @@ from fairseq_tutel.moe.option_table import (
     TaskConfig,
     options_of,
 )
-from fairseq_tutel.options.option import flag_of, key_of, read, refuse_bad_values
+from fairseq_tutel.option import flag_of, key_of, read, refuse_bad_values
 
 GOOD = {"model_dim": 8, "hidden_dim": 16, "num_experts": 4}
 

@@ -13,13 +13,13 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from fairseq_tutel import MoEConfig, MoELayer
-from fairseq_tutel.comm import exchange
 from fairseq_tutel.kernels.groups import Groups
 from fairseq_tutel.moe.dispatchers import Exchange
 from fairseq_tutel.moe.experts import CustomExperts, Experts
 from fairseq_tutel.moe.gates import HashGate
+from fairseq_tutel.parallel import exchange
+from fairseq_tutel.parallel.groups import Topology
 from fairseq_tutel.plugin.feed_forward import MoEFeedForward
-from fairseq_tutel.ranks.groups import Topology
 
 CONFIG = MoEConfig(model_dim=5, hidden_dim=6, num_experts=4, activation="gelu")
 OWN = dataclasses.replace(CONFIG, gate_type="custom_parts.CalmGate", expert_type="custom_parts.DeepExpert")

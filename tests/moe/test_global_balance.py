@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fairseq_tutel import MoEConfig, MoELayer, make_topology
 from fairseq_tutel.moe.balance import update_biases
-from fairseq_tutel.ranks.groups import topology_within
+from fairseq_tutel.parallel.groups import topology_within
 
 CONFIG = MoEConfig(model_dim=6, hidden_dim=5, num_experts=4, balance_loss="gshard_global:1")
 

@@ -5,7 +5,7 @@ import torch
 
 from fairseq_tutel import MoEConfig, MoELayer
 from fairseq_tutel.moe.experts import Experts
-from fairseq_tutel.ranks.groups import Part, Topology
+from fairseq_tutel.parallel.groups import Part, Topology
 
 CONFIG = MoEConfig(model_dim=16, hidden_dim=40, num_experts=6, expert_type="glu")
 

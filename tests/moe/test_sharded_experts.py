@@ -15,7 +15,7 @@ from fairseq_tutel import MoEConfig, MoELayer, make_topology
 from fairseq_tutel.checkpoint import experts
 from fairseq_tutel.checkpoint.experts import save_in_shards
 from fairseq_tutel.checkpoint.shards import ShardedTensor, bind, write_file
-from fairseq_tutel.comm.gradients import is_expert
+from fairseq_tutel.parallel.gradients import is_expert
 
 CONFIG = MoEConfig(model_dim=4, hidden_dim=8, num_experts=2)
 # (W, P): one rank, replicas, one expert a rank, one expert on two ranks.

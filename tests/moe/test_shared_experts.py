@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fairseq_tutel import MoEConfig, MoELayer
 from fairseq_tutel.moe.shared_experts import DenseExpert
-from fairseq_tutel.ranks.groups import Topology
+from fairseq_tutel.parallel.groups import Topology
 
 CONFIG = MoEConfig(model_dim=5, hidden_dim=6, num_experts=4, activation="gelu")
 T = 11

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from fairseq_tutel import MoEConfig, MoELayer
-from fairseq_tutel.ranks.groups import Topology
+from fairseq_tutel.parallel.groups import Topology
 
 CONFIG = MoEConfig(model_dim=4, hidden_dim=6, num_experts=4)
 

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize, prune
 
 from fairseq_tutel import MoEConfig, MoELayer
-from fairseq_tutel.comm.gradients import is_expert
 from fairseq_tutel.moe.adaptive import weights_of
-from fairseq_tutel.ranks.groups import Topology, slice_of
+from fairseq_tutel.parallel.gradients import is_expert
+from fairseq_tutel.parallel.groups import Topology, slice_of
 
 CONFIG = MoEConfig(model_dim=4, hidden_dim=6, num_experts=4, activation="gelu")
 PARTS = ({}, {"hidden_layer_norm": True}, {"recompute_experts": True})

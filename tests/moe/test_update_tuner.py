@@ -16,8 +16,8 @@ import torch.distributed as dist
 
 import fairseq_tutel as ft
 from fairseq_tutel.moe import update_tuner
-from fairseq_tutel.planning.machine import CPU, Link
-from fairseq_tutel.ranks.groups import Topology
+from fairseq_tutel.parallel.groups import Topology
+from fairseq_tutel.parallel.machine import CPU, Link
 
 CONFIG = ft.MoEConfig(model_dim=8, hidden_dim=16, num_experts=2, top_k=1, capacity_factor=1.0)
 

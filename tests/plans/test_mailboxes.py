@@ -12,7 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fairseq_tutel.comm.collectives import Started
+from fairseq_tutel.parallel import guard
+from fairseq_tutel.parallel.collectives import Started
 from fairseq_tutel.plans.checker import check
 from fairseq_tutel.plans.executors import shared_memory
 from fairseq_tutel.plans.executors.backend import PlanBackend
@@ -23,7 +24,6 @@ from fairseq_tutel.plans.format import REDUCING
 from fairseq_tutel.plans.generators import make
 from fairseq_tutel.plans.generators.forest import forest
 from fairseq_tutel.plans.network import find
-from fairseq_tutel.ranks import guard
 
 TWO_BY_TWO = (0, 0, 1, 1)
 SUMMED = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32)

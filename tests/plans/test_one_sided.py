@@ -16,14 +16,14 @@ import torch
 import torch.distributed as dist
 from plan_edits import in_packets
 
+from fairseq_tutel.parallel import guard
+from fairseq_tutel.parallel.guard import guarded
 from fairseq_tutel.plans.checker import check
 from fairseq_tutel.plans.executors import shared_memory
 from fairseq_tutel.plans.executors.one_sided import COPY, OneSided
 from fairseq_tutel.plans.executors.two_sided import TwoSided
 from fairseq_tutel.plans.format import Writer
 from fairseq_tutel.plans.generators import make
-from fairseq_tutel.ranks import guard
-from fairseq_tutel.ranks.guard import guarded
 
 DTYPES = (torch.float64, torch.float16, torch.uint8)
 

@@ -8,9 +8,9 @@ import mortal
 import pytest
 import torch.distributed as dist
 
+from fairseq_tutel.parallel import guard
 from fairseq_tutel.plans.executors import shared_memory
 from fairseq_tutel.plans.executors.shared_memory import SharedMemory, SharedMemoryError
-from fairseq_tutel.ranks import guard
 
 SIZE = 1 << 12
 

@@ -9,12 +9,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fairseq_tutel.comm.collectives import Started
+from fairseq_tutel.parallel import guard
+from fairseq_tutel.parallel.collectives import Started
 from fairseq_tutel.plans.executors.layout import Layout, walk
 from fairseq_tutel.plans.executors.two_sided import TwoSided
 from fairseq_tutel.plans.format import REDUCING
 from fairseq_tutel.plans.generators import make
-from fairseq_tutel.ranks import guard
 
 TYPES = (torch.float32, torch.int64, torch.float16)
 CASES = ((0, TYPES[0]), (1, TYPES[1]), (5, TYPES[2]), (4099, TYPES[0]))

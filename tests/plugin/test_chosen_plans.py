@@ -7,12 +7,12 @@ import plans as written
 import pytest
 import torch.distributed as dist
 
-from fairseq_tutel.planning.machine import PRESETS
+from fairseq_tutel.parallel.groups import Topology
+from fairseq_tutel.parallel.machine import PRESETS
 from fairseq_tutel.plans.format import to_json
 from fairseq_tutel.plans.generators import make
 from fairseq_tutel.plugin import plans
 from fairseq_tutel.plugin.plans import check_together, tuned_algorithms, use_plans
-from fairseq_tutel.ranks.groups import Topology
 
 TOPOLOGY = Topology(world_size=4, expert_parallel_size=4, expert_group="four")
 

@@ -9,7 +9,7 @@ from option_values import settings_of
 from tool_in_process import tool
 
 from fairseq_tutel.moe.config import LAYER, MoEConfig
-from fairseq_tutel.options.option import flag_of
+from fairseq_tutel.option import flag_of
 from fairseq_tutel.plugin import register
 from fairseq_tutel.plugin.registration.flags import (
     EncoderDecoderOptions,

@@ -13,10 +13,12 @@ from fairseq.models.lightconv import LightConvEncoderLayer
 from fairseq.models.transformer_lm import TransformerLanguageModel
 from torch import nn
 
-from fairseq_tutel.criterions.gate_loss import GateLossMixin
 from fairseq_tutel.models.variants import _refuse_dense_encoder
 from fairseq_tutel.moe.config import MoEConfig
+from fairseq_tutel.parallel import guard
+from fairseq_tutel.parallel.groups import Topology
 from fairseq_tutel.plugin import register
+from fairseq_tutel.plugin.criterions.gate_loss import GateLossMixin
 from fairseq_tutel.plugin.differences import Fits, changes, log_changes, saved_model
 from fairseq_tutel.plugin.feed_forward import Context, moe_layers, replace_ffn
 from fairseq_tutel.plugin.install import _sentence_length
@@ -25,8 +27,6 @@ from fairseq_tutel.plugin.registration.flags import GateLossOptions, defaults
 from fairseq_tutel.plugin.run_state import OPENED
 from fairseq_tutel.plugin.training.startup import refuse_run
 from fairseq_tutel.plugin.training.task import MoETaskMixin
-from fairseq_tutel.ranks import guard
-from fairseq_tutel.ranks.groups import Topology
 
 register()
 

@@ -18,6 +18,8 @@ from fairseq_tutel.checkpoint.saved import SavedModel
 from fairseq_tutel.convert.sharded import to_sharded
 from fairseq_tutel.inference import expert_sources
 from fairseq_tutel.moe.option_table import StoreConfig
+from fairseq_tutel.parallel import host_memory
+from fairseq_tutel.parallel.guard import CommunicationError
 from fairseq_tutel.plugin.differences import Fits
 from fairseq_tutel.plugin.feed_forward import MoEFeedForward
 from fairseq_tutel.plugin.opening.offload import (
@@ -28,8 +30,6 @@ from fairseq_tutel.plugin.opening.offload import (
     store_options,
 )
 from fairseq_tutel.plugin.training.resume import resumed_model
-from fairseq_tutel.ranks import host_memory
-from fairseq_tutel.ranks.guard import CommunicationError
 
 plugin.register()
 STATE = {

@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 from fairseq_tutel import MoEConfig, MoELayer, plugin
-from fairseq_tutel.comm.gradients import is_expert
-from fairseq_tutel.ranks import world
-from fairseq_tutel.ranks.groups import Topology
+from fairseq_tutel.parallel import world
+from fairseq_tutel.parallel.gradients import is_expert
+from fairseq_tutel.parallel.groups import Topology
 
 plugin.register()
 from fairseq_tutel.plugin.differences import Fits  # noqa: E402

@@ -24,9 +24,9 @@ from fairseq.optim import OPTIMIZER_REGISTRY
 from fairseq.tasks import TASK_REGISTRY
 from hydra.core.config_store import ConfigStore
 
-from fairseq_tutel.criterions.gate_loss import GateLossMixin
 from fairseq_tutel.models.variants import MoEVariantMixin
 from fairseq_tutel.plugin import register
+from fairseq_tutel.plugin.criterions.gate_loss import GateLossMixin
 from fairseq_tutel.plugin.feed_forward import moe_layers
 from fairseq_tutel.plugin.registration.flags import GateLossOptions, defaults
 from fairseq_tutel.plugin.training.task import MoETaskMixin

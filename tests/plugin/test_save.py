@@ -10,7 +10,7 @@ from fairseq import checkpoint_utils
 from fairseq_tutel import plugin
 from fairseq_tutel.checkpoint import folders, lock
 from fairseq_tutel.checkpoint.lock import NAME
-from fairseq_tutel.files.atomic import temporary_of
+from fairseq_tutel.files import temporary_of
 from fairseq_tutel.plugin.training import save
 
 plugin.register()

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from fairseq_tutel.checkpoint import files
+from fairseq_tutel.parallel import world
 from fairseq_tutel.plugin.training import resume
-from fairseq_tutel.ranks import world
 
 SECONDS = 60
 

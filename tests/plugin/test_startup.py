@@ -13,12 +13,12 @@ from omegaconf import OmegaConf
 from fairseq_tutel import train
 from fairseq_tutel.moe.config import MoEConfig
 from fairseq_tutel.moe.option_table import StoreConfig
+from fairseq_tutel.parallel import rendezvous
 from fairseq_tutel.plugin.opening import offload
 from fairseq_tutel.plugin.registration import wrapped
 from fairseq_tutel.plugin.registration.process import end_readers, excepthook, refusals_are_sentences
 from fairseq_tutel.plugin.run_state import RUN
 from fairseq_tutel.plugin.training.startup import join_torchrun, note_spawned_ranks
-from fairseq_tutel.ranks import rendezvous
 
 
 @pytest.mark.parametrize(("visible", "local", "device"), [(4, "2", 2), (1, "2", 0), (4, None, 3)])

@@ -12,7 +12,7 @@ from fairseq.dataclass.configs import FairseqConfig
 from omegaconf import OmegaConf
 
 from fairseq_tutel import MoEConfig, MoELayer
-from fairseq_tutel.options.option import flag_of
+from fairseq_tutel.option import flag_of
 from fairseq_tutel.plugin import register
 from fairseq_tutel.plugin.registration import wrapped
 from fairseq_tutel.plugin.run_state import RUN

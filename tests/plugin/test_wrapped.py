@@ -13,7 +13,7 @@ from fairseq.file_io import PathManager
 
 from fairseq_tutel import plugin
 from fairseq_tutel.checkpoint import atomic_save
-from fairseq_tutel.optim.moe_optimizer import ONLY_OF_RANK
+from fairseq_tutel.plugin.optim.moe_optimizer import ONLY_OF_RANK
 from fairseq_tutel.plugin.registration import wrapped
 from fairseq_tutel.plugin.training import save
 

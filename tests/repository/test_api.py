@@ -8,7 +8,7 @@ from doc_examples import run_example
 from pages import PAGES, ROOT, blocks
 
 import fairseq_tutel as ft
-from fairseq_tutel.options.option import options_in
+from fairseq_tutel.option import options_in
 
 API = (ROOT / "docs" / "site" / "api.md").read_text()
 # tests/e2e/test_hub.py has a trained model; the other needs ranks that exchange tokens.

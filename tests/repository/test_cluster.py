@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from fairseq_tutel.planning.strategy import Strategy
+from fairseq_tutel.parallel.strategy import Strategy
 
 ROOT = Path(__file__).parents[2]
 COMMAND = [sys.executable, "-m", "benchmarks.cluster"]

@@ -56,7 +56,7 @@ def flags_of_the_package() -> set[str]:
     parsers: list[argparse.ArgumentParser] = [ToolParser()]
     tools = parsers[0].add_subparsers()
     for module in {module for module, _ in TOOLS.values()}:
-        importlib.import_module(f"fairseq_tutel.tools.{module}").add_to(tools)
+        importlib.import_module(f"fairseq_tutel.{module}").add_to(tools)
     found = {option.flag for option in _make_tables().all_options()}
     while parsers:
         for action in parsers.pop()._actions:

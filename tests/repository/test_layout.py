@@ -16,22 +16,12 @@ import fairseq_tutel
 
 PACKAGE = Path(__file__).parents[2] / "fairseq_tutel"
 
-# From the top down; folders of one row stand side by side. "" is the root.
-CORE = (
-    {"files"},
-    {"options"},
-    {"kernels", "planning", "ranks"},
-    {"comm", "plans"},
-    {"zero"},
-    {"moe"},
-    {"tutel"},
-    {"checkpoint"},
-    {"inference"},
-    {"vision", "ensemble", "distillation"},
-)
-EDGE = ({"optim"}, {"plugin"}, {"criterions"}, {"models"}, {"tasks"}, {"convert"})
-ORDER = (*CORE, *EDGE, {"tools"}, {""})
-LEVEL = {folder: level for level, folders in enumerate(ORDER) for folder in folders}
+# Files of the root that every folder may import; the other files of the root, "", are commands.
+BASE = ("files", "option")
+# From the top down; each folder imports only those before it.
+CORE = (*BASE, "kernels", "parallel", "plans", "moe", "checkpoint", "inference", "vision")
+EDGE = ("plugin", "models", "tasks", "tools", "convert", "")
+LEVEL = {folder: level for level, folder in enumerate((*CORE, *EDGE))}
 
 # The edge beyond its folders: the commands.
 COMMANDS = {"train.py", "run.py"}
@@ -39,7 +29,7 @@ COMMANDS = {"train.py", "run.py"}
 
 def folder_of(path: Path) -> str:
     parts = path.relative_to(PACKAGE).parts
-    return parts[0] if len(parts) > 1 else ""
+    return parts[0] if len(parts) > 1 else path.stem if path.stem in BASE else ""
 
 
 def imported_names(path: Path) -> set[str]:
@@ -63,9 +53,9 @@ def top_names(path: Path) -> set[str]:
 
 
 def own_folders(path: Path) -> set[str]:
-    """Folders that a file imports from, without the root's version and the integration's shared state."""
+    """Folders that a file imports from, without the root's version."""
     own = {name for name in IMPORTS[path] if name.split(".")[0] == "fairseq_tutel"}
-    own -= {"fairseq_tutel.__version__", "fairseq_tutel.plugin.run_state.RUN"}
+    own -= {"fairseq_tutel.__version__"}
     return {part if (part := name.split(".")[1]) in LEVEL else "" for name in own}
 
 
@@ -115,7 +105,7 @@ def test_no_import_cycle_exists():
     """So each module can be imported first: no module sees another one that is half imported."""
     modules = {module_of(path): path for path in FILES}
     graph = {name: imported_modules(path, set(modules)) for name, path in modules.items()}
-    assert graph["fairseq_tutel.comm.all_to_all"] > {"fairseq_tutel.comm.collectives"}
+    assert graph["fairseq_tutel.parallel.all_to_all"] > {"fairseq_tutel.parallel.collectives"}
     TopologicalSorter(graph).prepare()  # raises a CycleError that names the cycle
 
 
@@ -134,7 +124,7 @@ def test_every_module_can_be_imported_first(monkeypatch):
 
 
 def test_the_core_never_imports_fairseq():
-    core = {*set().union(*CORE), ""}
+    core = {*CORE, ""}
     edge = {"fairseq", "fairseq_cli", "hydra", "omegaconf"}
     found = {path.name for path in FILES if folder_of(path) in core and top_names(path) & edge}
     assert found <= COMMANDS
@@ -144,17 +134,23 @@ def test_triton_is_imported_in_kernels_alone():
     assert {folder_of(path) for path in FILES if "triton" in top_names(path)} == {"kernels"}
 
 
-def test_planning_and_plans_need_no_torch_but_for_executors():
-    found = {path for path in FILES if folder_of(path) in ("planning", "plans")}
+# What predicts the time of a strategy; `fairseq-tutel plan` starts without torch.
+PREDICTION = {"cost.py", "link_fit.py", "links.py", "machine.py", "strategy.py", "tuner.py"}
+
+
+def test_predictions_and_plans_need_no_torch_but_for_executors():
+    predicting = {path for path in (PACKAGE / "parallel").glob("*.py") if path.name in PREDICTION}
+    assert len(predicting) == len(PREDICTION)
+    found = {path for path in FILES if folder_of(path) == "plans"} | predicting
     parents = {path.parent.name for path in found if "torch" in top_names(path)}
     assert parents == {"executors"}
 
 
 def test_collectives_have_one_door():
-    """Of tensors comm/collectives, and a plan's messages behind it; of Python objects ranks/world."""
+    """Tensors have parallel/collectives, plans their messages, Python objects parallel/world."""
     call = re.compile(r"dist\.(all_|reduce|broadcast|gather|scatter|barrier|send|recv|i?send|batch_)")
     found = {str(path.relative_to(PACKAGE)) for path in FILES if call.search(path.read_text())}
-    assert found == {"comm/collectives.py", "plans/executors/two_sided.py", "ranks/world.py"}
+    assert found == {"parallel/collectives.py", "plans/executors/two_sided.py", "parallel/world.py"}
 
 
 def test_the_public_names_are_the_same_for_type_checkers_and_programs():

@@ -14,7 +14,9 @@ from fairseq_tutel.__main__ import TOOLS, parser_of
 HELP = """
 import contextlib, io, sys
 from fairseq_tutel.__main__ import TOOLS, main
-from fairseq_tutel.tools.convert import experts, formats, models
+from fairseq_tutel.convert.commands import experts
+from fairseq_tutel.convert.commands import formats
+from fairseq_tutel.convert.commands import models
 kinds = [kind.name for module in (experts, formats, models) for kind in module.KINDS]
 for words in ([], *([tool] for tool in TOOLS), *(["convert", kind] for kind in kinds)):
     sys.argv = ["fairseq-tutel", *words, "--help"]

@@ -16,9 +16,9 @@ from tool_in_process import tool
 from workers import Workers
 
 from fairseq_tutel.__main__ import main
-from fairseq_tutel.planning.cost import Cluster, Work, memory_bytes, step_seconds
-from fairseq_tutel.planning.machine import PRESETS, Machine
-from fairseq_tutel.planning.strategy import Strategy
+from fairseq_tutel.parallel.cost import Cluster, Work, memory_bytes, step_seconds
+from fairseq_tutel.parallel.machine import PRESETS, Machine
+from fairseq_tutel.parallel.strategy import Strategy
 
 CLUSTER = ("--nodes", 32, "--gpus-per-node", 8, "--gpu", "h100")
 MODEL = (

@@ -12,9 +12,9 @@ from fairseq import models
 from fairseq.dataclass.initialize import add_defaults
 from omegaconf import OmegaConf
 
-from fairseq_tutel.criterions.gate_loss import GateLossMixin
 from fairseq_tutel.plugin import register
 from fairseq_tutel.plugin.announce import sizes
+from fairseq_tutel.plugin.criterions.gate_loss import GateLossMixin
 from fairseq_tutel.plugin.feed_forward import moe_layers
 from fairseq_tutel.plugin.registration.flags import GateLossOptions, defaults
 

@@ -19,7 +19,7 @@ from fairseq_tutel.checkpoint.shards import Piece, ShardedTensor, digest, layout
 from fairseq_tutel.convert.released.folder import ReleasedFolder
 from fairseq_tutel.convert.released.unfinished import Unfinished
 from fairseq_tutel.convert.sharded import stored_form
-from fairseq_tutel.files.atomic import renamed_when_whole
+from fairseq_tutel.files import renamed_when_whole
 
 Stacks = Mapping[str, ShardedTensor]
 

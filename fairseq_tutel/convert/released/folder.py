@@ -16,7 +16,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from fairseq_tutel.checkpoint.files import read_file
-from fairseq_tutel.files.untrusted import json_of, shown
+from fairseq_tutel.files import json_of, shown
 
 CONFIG = "config.json"
 WHOLE = ("model.safetensors", "pytorch_model.bin")

@@ -19,7 +19,7 @@ from fairseq_tutel.convert.released.folder import ReleasedFolder
 from fairseq_tutel.convert.released.table import Family, Row, Setup
 from fairseq_tutel.convert.released.vocabulary import TOKENIZER_FILES, Vocabulary, vocabulary_of
 from fairseq_tutel.convert.safetensors_folder import new_folder
-from fairseq_tutel.files.untrusted import shown
+from fairseq_tutel.files import shown
 
 CHECKPOINT = "model.pt"
 # Entries of config.json that do not change the outputs of a model: of generation, training, or of

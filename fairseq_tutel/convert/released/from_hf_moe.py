@@ -21,8 +21,8 @@ from fairseq_tutel.convert.released.folder import CONFIG, ReleasedFolder
 from fairseq_tutel.convert.released.keep import kept_experts
 from fairseq_tutel.convert.released.unfinished import finishing, key_of
 from fairseq_tutel.convert.released.vocabulary import vocabulary_of
-from fairseq_tutel.files.untrusted import shown
-from fairseq_tutel.ranks.groups import Slice
+from fairseq_tutel.files import shown
+from fairseq_tutel.parallel.groups import Slice
 
 # Change this number if the same input and options give other files.
 VERSION = 1

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from fairseq_tutel.files.untrusted import json_of, shown
+from fairseq_tutel.files import json_of, shown
 
 FORMS = (
     'give a JSON file such as {"encoder_3": [0, 5]}, a list of global IDs, or a file of naver/nllb-pruning '

@@ -18,8 +18,7 @@ from typing import Any
 from fairseq_tutel.checkpoint import folders
 from fairseq_tutel.checkpoint.saved import not_written
 from fairseq_tutel.convert.safetensors_folder import put
-from fairseq_tutel.files.atomic import is_temporary, renamed_when_whole
-from fairseq_tutel.files.untrusted import content_of, parse_json
+from fairseq_tutel.files import content_of, is_temporary, parse_json, renamed_when_whole
 
 SUFFIX, JOURNAL = ".unfinished", "journal.jsonl"
 

@@ -15,7 +15,7 @@ from fairseq_tutel.convert.released.families.translation import languages_of_pai
 from fairseq_tutel.convert.released.folder import ReleasedFolder
 from fairseq_tutel.convert.released.table import Family
 from fairseq_tutel.convert.safetensors_folder import write_text
-from fairseq_tutel.files.untrusted import content_of, shown
+from fairseq_tutel.files import content_of, shown
 
 SPECIAL = ("<s>", "<pad>", "</s>", "<unk>")
 SENTENCEPIECE = "sentencepiece.bpe.model"

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
 
-from fairseq_tutel.planning.links import Load
+from fairseq_tutel.parallel.links import Load
 from fairseq_tutel.plans.checker.data import check_data
 from fairseq_tutel.plans.checker.order import Order
 from fairseq_tutel.plans.checker.shape import check_shape

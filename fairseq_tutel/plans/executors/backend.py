@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fairseq_tutel.parallel import world
 from fairseq_tutel.plans.executors.layout import Sizes
 from fairseq_tutel.plans.executors.mailboxes import Mailboxes
 from fairseq_tutel.plans.executors.one_sided import Call, OneSided
@@ -21,7 +22,6 @@ from fairseq_tutel.plans.executors.shared_memory import SharedMemoryError
 from fairseq_tutel.plans.executors.two_sided import TwoSided
 from fairseq_tutel.plans.files import PlacedPlan
 from fairseq_tutel.plans.format import REDUCING, Plan
-from fairseq_tutel.ranks import world
 
 logger = logging.getLogger(__name__)
 

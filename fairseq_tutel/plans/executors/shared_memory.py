@@ -27,8 +27,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from fairseq_tutel.ranks import world
-from fairseq_tutel.ranks.guard import name_ranks, timeout_of_groups
+from fairseq_tutel.parallel import world
+from fairseq_tutel.parallel.guard import name_ranks, timeout_of_groups
 
 OPERATION = "the opening of shared memory"
 FOLDER = "/dev/shm"

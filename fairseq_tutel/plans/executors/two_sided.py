@@ -25,11 +25,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fairseq_tutel.parallel import world
 from fairseq_tutel.plans.executors.direct import received_directly
 from fairseq_tutel.plans.executors.layout import Layout, Move, Sizes, walk
 from fairseq_tutel.plans.executors.mailboxes import Bytes, Mailboxes
 from fairseq_tutel.plans.format import Plan
-from fairseq_tutel.ranks import world
 
 MOST_SIZES = 256  # the number of sizes for which a plan stays compiled
 HALF = (torch.float16, torch.bfloat16)

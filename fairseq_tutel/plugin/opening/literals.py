@@ -18,7 +18,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from fairseq_tutel.checkpoint.files import is_pipe, walk
-from fairseq_tutel.files.untrusted import printable, shown
+from fairseq_tutel.files import printable, shown
 
 # All options that fairseq passes to eval(). tests/plugin/test_literals.py derives this list.
 EVALUATED = frozenset({

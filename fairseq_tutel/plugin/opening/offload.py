@@ -28,15 +28,15 @@ from fairseq_tutel.moe.config import MoEConfig
 from fairseq_tutel.moe.expert_stack import ExpertStack
 from fairseq_tutel.moe.experts import build_experts
 from fairseq_tutel.moe.option_table import SidesConfig, StoreConfig
-from fairseq_tutel.options.option import read, refuse_bad_values
+from fairseq_tutel.option import read, refuse_bad_values
+from fairseq_tutel.parallel import world
+from fairseq_tutel.parallel.groups import Topology
+from fairseq_tutel.parallel.host_memory import refuse_too_little
+from fairseq_tutel.parallel.progress import progress
 from fairseq_tutel.plugin.announce import Facts, warn_of_no_effect
 from fairseq_tutel.plugin.feed_forward import MoEFeedForward, moe_layers
 from fairseq_tutel.plugin.registration.process import call_at_end
 from fairseq_tutel.plugin.run_state import RUN, config_of, is_opened, language_pair
-from fairseq_tutel.ranks import world
-from fairseq_tutel.ranks.groups import Topology
-from fairseq_tutel.ranks.host_memory import refuse_too_little
-from fairseq_tutel.ranks.progress import progress
 
 logger = logging.getLogger(__name__)
 # Logs JSON lines like fairseq's, under a short name: "… | INFO | expert_store | {"calls": …}".

@@ -17,7 +17,7 @@ from typing import Any
 from fairseq.dataclass import ChoiceEnum, FairseqDataclass
 from fairseq.models import ARCH_MODEL_REGISTRY
 
-from fairseq_tutel.files.untrusted import shown
+from fairseq_tutel.files import shown
 from fairseq_tutel.moe.config import LAYER, MoEConfig
 from fairseq_tutel.moe.option_table import (
     BY_OWNER,
@@ -27,7 +27,7 @@ from fairseq_tutel.moe.option_table import (
     TaskConfig,
     options_of,
 )
-from fairseq_tutel.options.option import Option, flag_of, key_of, options_in, plain, read, refuse_bad_values
+from fairseq_tutel.option import Option, flag_of, key_of, options_in, plain, read, refuse_bad_values
 
 logger = logging.getLogger(__name__)
 

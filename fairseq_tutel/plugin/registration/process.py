@@ -22,12 +22,12 @@ from torch.multiprocessing import ProcessRaisedException
 from torch.utils.data import Dataset
 
 from fairseq_tutel.checkpoint.atomic_save import unwritable
-from fairseq_tutel.files.untrusted import error_line
-from fairseq_tutel.options.option import flag_of
+from fairseq_tutel.files import error_line
+from fairseq_tutel.option import flag_of
+from fairseq_tutel.parallel.failures import write_for_torchrun
+from fairseq_tutel.parallel.guard import CommunicationError
 from fairseq_tutel.plugin.registration.variants import change_class
 from fairseq_tutel.plugin.run_state import RUN
-from fairseq_tutel.ranks.failures import write_for_torchrun
-from fairseq_tutel.ranks.guard import CommunicationError
 
 logger = logging.getLogger(__name__)
 

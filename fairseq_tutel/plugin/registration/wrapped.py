@@ -32,11 +32,11 @@ The package makes these other changes to the process, in addition to the attribu
   sys.excepthook (`process.py`); MoE variants in fairseq's and hydra's registries (`optim`, `criterions`,
   `models`, `tasks`); options of every task (`variants.py`); --is-moe is removed from sys.argv (`flags.py`);
 - when a command runs: `train` and `run` change sys.argv; the configuration gets torchrun's ranks, and
-  torch gets a current GPU (`training/startup.py`) and time-outs (`ranks/guard.py`); each rank gets a folder
-  for results (`opening/several_ranks.py`); threads end before the process (`comm/background.py`,
-  `process.py`);
+  torch gets a current GPU (`training/startup.py`) and time-outs (`parallel/guard.py`); each rank gets a
+  folder for results (`opening/several_ranks.py`); threads end before the process
+  (`parallel/background.py`, `process.py`);
 - when a model with experts is built: the run's configuration (`startup.complete` logs each change);
-- at a signal: handlers of Python (`ranks/signals.py`), while a training run lasts;
+- at a signal: handlers of Python (`parallel/signals.py`), while a training run lasts;
 - when a NaN is diagnosed: backward hooks of encoders are removed (`training/task.py`).
 
 No environment variable is set. Only the plugin's loggers are configured. One filter corrects numbers in
@@ -60,12 +60,14 @@ from fairseq.optim.fp16_optimizer import FP16Optimizer
 from fairseq.utils import import_user_module
 
 from fairseq_tutel import plugin
-from fairseq_tutel.optim.moe_optimizer import MoEOptimizerMixin
-from fairseq_tutel.optim.zero import ZeroFP16Optimizer, zero_options
-from fairseq_tutel.options.option import flag_of
+from fairseq_tutel.option import flag_of
+from fairseq_tutel.parallel import rendezvous, world
+from fairseq_tutel.parallel.failures import keeps_the_store
 from fairseq_tutel.plugin.opening.literals import options_within
 from fairseq_tutel.plugin.opening.load import load_checkpoint_to_cpu
 from fairseq_tutel.plugin.opening.several_ranks import run_on_several_ranks
+from fairseq_tutel.plugin.optim.moe_optimizer import MoEOptimizerMixin
+from fairseq_tutel.plugin.optim.zero import ZeroFP16Optimizer, zero_options
 from fairseq_tutel.plugin.registration.flags import drop_suggestions
 from fairseq_tutel.plugin.registration.process import (
     end_readers,
@@ -77,8 +79,6 @@ from fairseq_tutel.plugin.registration.third_party import correct_counts, hide_w
 from fairseq_tutel.plugin.registration.variants import give_system_options
 from fairseq_tutel.plugin.run_state import RUN
 from fairseq_tutel.plugin.training import ema, preemption, save, startup
-from fairseq_tutel.ranks import rendezvous, world
-from fairseq_tutel.ranks.failures import keeps_the_store
 
 logger = logging.getLogger(__name__)
 
@@ -212,10 +212,10 @@ CHANGED = {
     "plugin/training/startup.py": "_buffer _cpu_buffer",  # fairseq's all_gather_list puts them on a GPU
     "plugin/training/task.py": "_cur_epoch_itr dataloader",  # releases the workers of an iterator
     # fairseq would replace the loaded state; the Trainer compares the name with the name in a checkpoint.
-    "optim/zero.py": "disable_mem_eff_fp16_loading_hack __name__",
-    "ranks/groups.py": "param_group",  # the only attribute that fairseq copies to fp32 masters
-    "ranks/guard.py": "daemon",  # a timer must not keep the process alive
-    "zero/state.py": "zero_hook",  # fairseq may build another optimizer, whose hook replaces this one
+    "plugin/optim/zero.py": "disable_mem_eff_fp16_loading_hack __name__",
+    "parallel/groups.py": "param_group",  # the only attribute that fairseq copies to fp32 masters
+    "parallel/guard.py": "daemon",  # a timer must not keep the process alive
+    "parallel/zero_state.py": "zero_hook",  # fairseq may build another optimizer, with its own hook
 }
 
 

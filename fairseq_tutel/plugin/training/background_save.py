@@ -27,13 +27,13 @@ from fairseq import utils
 from fairseq_tutel.checkpoint import atomic_save, experts, folders
 from fairseq_tutel.checkpoint.files import walk
 from fairseq_tutel.checkpoint.shards import MARK
-from fairseq_tutel.files.atomic import temporary_of
+from fairseq_tutel.files import temporary_of
+from fairseq_tutel.parallel import world
+from fairseq_tutel.parallel.host_memory import GIB, refuse_too_little
+from fairseq_tutel.parallel.world import Work, run_on_rank_zero
 from fairseq_tutel.plugin.run_state import RUN
 from fairseq_tutel.plugin.training.expert_states import ExpertStates
 from fairseq_tutel.plugin.training.loop import Votes, wrapping
-from fairseq_tutel.ranks import world
-from fairseq_tutel.ranks.host_memory import GIB, refuse_too_little
-from fairseq_tutel.ranks.world import Work, run_on_rank_zero
 
 logger = logging.getLogger(__name__)
 

@@ -18,9 +18,9 @@ from fairseq_tutel.checkpoint.experts import expert_modules, gather_experts, gat
 from fairseq_tutel.checkpoint.saved import SavedModel
 from fairseq_tutel.checkpoint.shards import ShardedTensor
 from fairseq_tutel.moe.expert_stack import ExpertStack
-from fairseq_tutel.optim.moe_optimizer import own_part
+from fairseq_tutel.parallel.groups import Topology
+from fairseq_tutel.plugin.optim.moe_optimizer import own_part
 from fairseq_tutel.plugin.run_state import RUN
-from fairseq_tutel.ranks.groups import Topology
 
 # Names of the averages of a parameter in shard files: in the model's dtype, and in fp32 (--ema-fp32).
 AVERAGE, WIDE_AVERAGE = "ema", "ema_fp32"

@@ -6,9 +6,9 @@ from typing import Any
 from fairseq.trainer import Trainer
 from torch import Tensor
 
-from fairseq_tutel.comm.gradients import is_expert
 from fairseq_tutel.moe.expert_stack import ExpertStack
-from fairseq_tutel.optim.moe_optimizer import MoEOptimizerMixin
+from fairseq_tutel.parallel.gradients import is_expert
+from fairseq_tutel.plugin.optim.moe_optimizer import MoEOptimizerMixin
 from fairseq_tutel.plugin.training.ema import AVERAGE, WIDE_AVERAGE, ExpertEMA
 
 

@@ -20,12 +20,12 @@ from torch import Tensor, nn
 
 from fairseq_tutel.checkpoint.files import mapped, walk
 from fairseq_tutel.checkpoint.shards import ShardedTensor, bind
-from fairseq_tutel.files.untrusted import shown
-from fairseq_tutel.optim.moe_optimizer import innermost_optimizer
+from fairseq_tutel.files import shown
+from fairseq_tutel.parallel import world
 from fairseq_tutel.plugin.feed_forward import unwrapped
+from fairseq_tutel.plugin.optim.moe_optimizer import innermost_optimizer
 from fairseq_tutel.plugin.training.loop import wrapping
 from fairseq_tutel.plugin.training.resume import flag_and_path, newest_whole, saved_in
-from fairseq_tutel.ranks import world
 
 logger = logging.getLogger(__name__)
 

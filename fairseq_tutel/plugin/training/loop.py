@@ -4,7 +4,7 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from fairseq_tutel.ranks import world
+from fairseq_tutel.parallel import world
 
 
 def globals_of(main: Any) -> dict[str, Any] | None:

@@ -5,10 +5,10 @@ import functools
 from collections.abc import Iterator
 from typing import Any
 
+from fairseq_tutel.parallel import world
+from fairseq_tutel.parallel.guard import CommunicationError
 from fairseq_tutel.plugin.run_state import RUN
 from fairseq_tutel.plugin.training.loop import wrapping
-from fairseq_tutel.ranks import world
-from fairseq_tutel.ranks.guard import CommunicationError
 
 
 def is_out_of_memory(error: RuntimeError) -> bool:

@@ -6,7 +6,7 @@ from typing import Any
 
 from fairseq_tutel.checkpoint.saved import SavedModel
 from fairseq_tutel.moe.option_table import TaskConfig
-from fairseq_tutel.options.option import is_whole, read
+from fairseq_tutel.option import is_whole, read
 from fairseq_tutel.plugin.training.epoch_iterator import rounds_of
 
 logger = logging.getLogger(__name__)

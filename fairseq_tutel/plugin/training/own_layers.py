@@ -11,8 +11,10 @@ from typing import Any
 
 from torch import nn
 
-from fairseq_tutel.comm.gradients import is_expert, unmark_expert
 from fairseq_tutel.moe.layer import MoELayer
+from fairseq_tutel.parallel import world
+from fairseq_tutel.parallel.gradients import is_expert, unmark_expert
+from fairseq_tutel.parallel.groups import Topology, make_topology
 from fairseq_tutel.plugin.differences import Fits, log_changes
 from fairseq_tutel.plugin.feed_forward import MoEFeedForward, moe_layers
 from fairseq_tutel.plugin.registration.flags import warn_of_given
@@ -27,8 +29,6 @@ from fairseq_tutel.plugin.training.startup import (
     start_together,
 )
 from fairseq_tutel.plugin.training.task import give_mixin
-from fairseq_tutel.ranks import world
-from fairseq_tutel.ranks.groups import Topology, make_topology
 
 
 def prepared(main: Any) -> contextlib.AbstractContextManager[Any]:

@@ -17,11 +17,11 @@ from fairseq_tutel.checkpoint import files
 from fairseq_tutel.checkpoint.files import NOT_CHECKPOINTS, mapped
 from fairseq_tutel.checkpoint.saved import SavedModel
 from fairseq_tutel.checkpoint.shards import bind
+from fairseq_tutel.parallel import world
+from fairseq_tutel.parallel.guard import name_ranks
+from fairseq_tutel.parallel.world import Work, run_on_rank_zero
 from fairseq_tutel.plugin.differences import Saved, saved_model
 from fairseq_tutel.plugin.training.micro_batches import log_changed_batch
-from fairseq_tutel.ranks import world
-from fairseq_tutel.ranks.guard import name_ranks
-from fairseq_tutel.ranks.world import Work, run_on_rank_zero
 
 logger = logging.getLogger(__name__)
 

@@ -19,10 +19,12 @@ from fairseq.trainer import Trainer
 
 from fairseq_tutel.checkpoint import atomic_save, experts, folders
 from fairseq_tutel.checkpoint.lock import locked
-from fairseq_tutel.files.atomic import is_temporary
+from fairseq_tutel.files import is_temporary
 from fairseq_tutel.moe.option_table import TaskConfig
-from fairseq_tutel.optim.moe_optimizer import ONLY_OF_RANK, MoEOptimizerMixin, innermost_optimizer
-from fairseq_tutel.options.option import read
+from fairseq_tutel.option import read
+from fairseq_tutel.parallel.groups import Topology
+from fairseq_tutel.parallel.world import run_on_rank_zero
+from fairseq_tutel.plugin.optim.moe_optimizer import ONLY_OF_RANK, MoEOptimizerMixin, innermost_optimizer
 from fairseq_tutel.plugin.run_state import RUN
 from fairseq_tutel.plugin.training import finite, memory
 from fairseq_tutel.plugin.training.background_save import BackgroundSave
@@ -32,8 +34,6 @@ from fairseq_tutel.plugin.training.own_layers import prepared
 from fairseq_tutel.plugin.training.preemption import Preemption, end_process
 from fairseq_tutel.plugin.training.resume import checkpoint_to_load
 from fairseq_tutel.plugin.training.startup import saves_shards
-from fairseq_tutel.ranks.groups import Topology
-from fairseq_tutel.ranks.world import run_on_rank_zero
 
 logger = logging.getLogger(__name__)
 

@@ -22,16 +22,16 @@ from torch import nn
 
 from fairseq_tutel import __version__
 from fairseq_tutel.moe.option_table import TaskConfig
-from fairseq_tutel.optim.moe_optimizer import variant_name
-from fairseq_tutel.optim.zero import NOT_ELEMENTWISE, refuse_first, refuse_with_zero, zero_options
-from fairseq_tutel.options.option import flag_of, read
+from fairseq_tutel.option import flag_of, read
+from fairseq_tutel.parallel import guard, rendezvous
+from fairseq_tutel.parallel.agreement import agree
+from fairseq_tutel.parallel.groups import Topology
 from fairseq_tutel.plugin.feed_forward import named_stacks
+from fairseq_tutel.plugin.optim.moe_optimizer import variant_name
+from fairseq_tutel.plugin.optim.zero import NOT_ELEMENTWISE, refuse_first, refuse_with_zero, zero_options
 from fairseq_tutel.plugin.plans import check_together, plans_of
 from fairseq_tutel.plugin.run_state import config_of, device_of
 from fairseq_tutel.plugin.training import ema
-from fairseq_tutel.ranks import guard, rendezvous
-from fairseq_tutel.ranks.agreement import agree
-from fairseq_tutel.ranks.groups import Topology
 
 logger = logging.getLogger(__name__)
 

@@ -20,17 +20,17 @@ from fairseq_tutel.moe.config import MoEConfig
 from fairseq_tutel.moe.layer import MoELayer
 from fairseq_tutel.moe.option_table import CriterionConfig, SidesConfig, TaskConfig
 from fairseq_tutel.moe.update_tuner import UpdateTuner
-from fairseq_tutel.optim.moe_optimizer import innermost_optimizer
-from fairseq_tutel.options.option import read
+from fairseq_tutel.option import read
+from fairseq_tutel.parallel import world
+from fairseq_tutel.parallel.guard import guarded
 from fairseq_tutel.plugin.announce import Facts, warn_of_no_effect
 from fairseq_tutel.plugin.feed_forward import contexts_of, moe_layers
 from fairseq_tutel.plugin.opening.several_ranks import NoSentences
+from fairseq_tutel.plugin.optim.moe_optimizer import innermost_optimizer
 from fairseq_tutel.plugin.registration.variants import change_class
 from fairseq_tutel.plugin.run_state import RUN, config_of, root_of
 from fairseq_tutel.plugin.training import finite, memory
 from fairseq_tutel.plugin.training.epoch_iterator import ElasticEpochBatchIterator
-from fairseq_tutel.ranks import world
-from fairseq_tutel.ranks.guard import guarded
 
 logger = logging.getLogger(__name__)
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from fairseq_tutel import __version__
-from fairseq_tutel.files.untrusted import shown
+from fairseq_tutel.files import shown
 from fairseq_tutel.tools.arguments import needing, refuse_folder, refuse_output, writing
 from fairseq_tutel.tools.parser import add_output
 

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import torch
 import torch.distributed as dist
 
-from fairseq_tutel.comm import collectives
+from fairseq_tutel.parallel import collectives
 from fairseq_tutel.plugin import register
 
 register()

@@ -18,7 +18,7 @@ from fairseq.tasks.fairseq_task import FairseqTask
 from fairseq.trainer import Trainer
 
 from fairseq_tutel.checkpoint import experts
-from fairseq_tutel.comm import collectives
+from fairseq_tutel.parallel import collectives
 from fairseq_tutel.plugin import register
 
 register()

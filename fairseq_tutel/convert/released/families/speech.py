@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from fairseq_tutel.convert.released.table import Family, Names, Option
-from fairseq_tutel.files.untrusted import shown
+from fairseq_tutel.files import shown
 
 LAYERS = "conv_feature_layers"
 CONVOLUTIONS = ("conv_dim", "conv_kernel", "conv_stride")

@@ -13,7 +13,7 @@ from fairseq_tutel.convert.released.table import (
     switch,
     transformer_layer,
 )
-from fairseq_tutel.files.untrusted import shown
+from fairseq_tutel.files import shown
 
 SHARED = Names(
     "model.shared.weight model.encoder.embed_tokens.weight model.decoder.embed_tokens.weight "

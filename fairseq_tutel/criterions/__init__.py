@@ -1,3 +1,0 @@
-"""Criterions for MoE models, distillation, ensembles and image classification."""
-
-from fairseq_tutel.criterions import distillation  # noqa: F401 - it imports all other criterions

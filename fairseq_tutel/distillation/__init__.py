@@ -1,1 +1,0 @@
-"""Knowledge distillation: the loss and its options."""

@@ -1,1 +1,0 @@
-"""Ensembles of models: feature sharing between members, and a loss that lets members specialize."""

@@ -1,1 +1,0 @@
-"""Reads small untrusted files, and replaces files atomically."""

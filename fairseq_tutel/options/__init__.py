@@ -1,1 +1,0 @@
-"""Defines options. The tables of options are in the packages that they configure."""

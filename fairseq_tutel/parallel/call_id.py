@@ -1,0 +1,121 @@
+"""Call IDs identify a layer and its call; ranks compare them before an exchange.
+
+Without call IDs, ranks that call different layers would exchange rows without an error.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fairseq_tutel.parallel.guard import CommunicationError, name_ranks
+
+_LAYER_BIT, _TRAINING_BIT = 40, 39  # lower bits: the number of calls
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+# The layers of a group in the order in which they were built, the same on every rank.
+_layers: WeakKeyDictionary[dist.ProcessGroup, list["CallCounter"]] = WeakKeyDictionary()
+
+
+def _untraced(function: Function) -> Function:
+    """Exclude a function from torch.compile, which would recompile it for every call ID."""
+    # This has the effect of torch.compiler.disable, which would import all of torch.compile.
+    function._torchdynamo_disable = True  # type: ignore[attr-defined]
+    return function
+
+
+class CallCounter:
+    """Counts the calls of one layer, for call IDs; all ranks build the same layers in the same order."""
+
+    def __init__(self, group: dist.ProcessGroup, name: str, num_local: int) -> None:
+        self.layers = _layers.setdefault(group, [])
+        self.index, self.count = len(self.layers), 0
+        self.name, self.num_local = name or f"layer {self.index}", num_local
+        self.layers.append(self)
+
+
+@dataclass(frozen=True)
+class CallId:
+    """Identifies a layer's next call and mode, so that ranks can check that they make the same call.
+
+    Without a counter, it is the ID of an exchange outside of layers.
+    """
+
+    counter: CallCounter | None = None
+    training: bool = False
+
+    @_untraced
+    def prepended_to(self, counts_PX: Tensor) -> Tensor:
+        """Return row counts with the call ID as a new first column, padded to the widest layer's width.
+
+        Call it once per layer call. Without padding, ranks in different layers would exchange unequal
+        sizes, which ends with an unclear error, or never.
+        """
+        counter = self.counter
+        if counter is None:
+            return torch.constant_pad_nd(counts_PX, (1, 0), 0)
+        mode_and_count = self.training << _TRAINING_BIT | counter.count
+        counter.count += 1
+        widest = max(layer.num_local for layer in counter.layers)
+        missing = max(0, widest - counts_PX.shape[1])
+        return torch.constant_pad_nd(counts_PX, (1, missing), counter.index << _LAYER_BIT | mode_and_count)
+
+
+NO_CALL_ID = CallId()
+
+
+@_untraced
+def compare(call_ids_P: Tensor, operation: str, group: dist.ProcessGroup) -> None:
+    """Check on the host that all ranks of a group have the same call ID.
+
+    Raises:
+        CommunicationError: call IDs differ; the message names each rank's layer and call.
+    """
+    numbers = call_ids_P.tolist()
+    if len(set(numbers)) == 1:
+        return
+    ranks_of: dict[int, list[int]] = {}
+    for rank, number in zip(dist.get_process_group_ranks(group), numbers, strict=True):
+        ranks_of.setdefault(number, []).append(rank)
+    calls = "; ".join(
+        f"{name_ranks(sorted(ranks))} in {_call(number, group)}" for number, ranks in ranks_of.items()
+    )
+    raise CommunicationError(
+        f"rank {dist.get_rank()} could not finish {operation}, because ranks are in different calls "
+        f"({calls}); build the same layers on all ranks, and call them in the same order and mode, also if "
+        "a training step generates or evaluates."
+    )
+
+
+def _call(number: int, group: dist.ProcessGroup) -> str:
+    layer = number >> _LAYER_BIT
+    mode = "training" if number >> _TRAINING_BIT & 1 else "evaluation"
+    count = number & ((1 << _TRAINING_BIT) - 1)
+    known = _layers.get(group, [])
+    name = known[layer].name if 0 <= layer < len(known) else f"layer {layer}"
+    return f"call {count + 1} of {name}, for {mode}"
+
+
+# Call IDs that are being copied to the host: the event of the copy, and the arguments of `compare`.
+_pending: list[tuple[Any, Tensor, str, dist.ProcessGroup]] = []
+
+
+@_untraced
+def compare_later(call_ids_P: Tensor, operation: str, group: dist.ProcessGroup) -> None:
+    """Check that all ranks have the same call ID; on a GPU, check at the next call, to avoid a wait."""
+    if not call_ids_P.is_cuda:
+        compare(call_ids_P, operation, group)
+        return
+    for copied, earlier_P, what, of in _pending:
+        copied.synchronize()
+        compare(earlier_P, what, of)
+    host_P = call_ids_P.to("cpu", non_blocking=True)
+    copied = torch.cuda.Event()
+    copied.record()
+    _pending[:] = [(copied, host_P, operation, group)]

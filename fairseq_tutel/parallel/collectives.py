@@ -1,0 +1,206 @@
+"""The only module that calls torch.distributed collectives of tensors.
+
+Each call is guarded: if a rank fails, errors on the other ranks name that rank and the operation.
+`operation` completes the sentence "rank 1 could not finish …". A group of None means all ranks, or one rank
+without torch.distributed. Tensors must be on the device of the group's backend, because NCCL cannot send
+host memory. G is the number of ranks in a group. `ranks.world` sends Python objects.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fairseq_tutel.parallel import background, world
+from fairseq_tutel.parallel.guard import guarded
+
+Group = dist.ProcessGroup | None
+# torch 2.13 renamed these functions.
+_reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+class Program(Protocol):
+    """A protocol for a collective that a `Backend` runs for tensors of any size."""
+
+    def start(self, own: Tensor, out: Tensor, sizes: Any) -> Any:
+        """Start the collective with input `own` and output `out`, and return its `dist.Work`.
+
+        Both tensors are contiguous and separate. `sizes` is the number of elements of a shard, or for an
+        all_to_all the numbers of rows by source and destination.
+        """
+
+
+class Backend(Protocol):
+    """A protocol for objects that run some collectives instead of torch.
+
+    All ranks get the same results from its methods.
+    """
+
+    def has(self, collective: str, group: Group) -> bool:
+        """Return whether the backend runs a collective for at least some tensor sizes."""
+
+    def chosen(self, collective: str, own: Tensor, operation: str, group: Group) -> Program | None:
+        """Return the program for a collective with input `own`; None means that torch runs it."""
+
+    def named(self, name: str, rows: Tensor, group: Group) -> Program | None:
+        """Return the all_to_all program with this name, or None if there is none."""
+
+
+_backend: Backend | None = None
+
+
+def use(backend: Backend | None) -> None:
+    """Set the backend that runs collectives from now on; with None, torch runs all collectives."""
+    global _backend
+    _backend = backend
+
+
+def is_replaced(collective: str, group: Group) -> bool:
+    """Return whether a backend, not torch, runs a collective for at least some tensor sizes."""
+    return _backend is not None and _backend.has(collective, group)
+
+
+def _chosen(collective: str, own: Tensor, operation: str, group: Group) -> Program | None:
+    return _backend.chosen(collective, own, operation, group) if _backend else None
+
+
+class Started:
+    """A collective that has started, and a function to call after it finishes."""
+
+    def __init__(self, work: Any, operation: str, group: Group) -> None:
+        self.work, self.operation, self.group = work, operation, group
+        self.arrived: Callable[[], Any] = lambda: None
+
+    def then(self, arrived: Callable[[], Any]) -> "Started":
+        """Set the function that `wait` calls after the collective finishes; return self."""
+        self.arrived = arrived
+        return self
+
+    def is_done(self) -> bool:
+        """Return whether the collective has finished, so that `wait` returns at once."""
+        return self.work.is_completed()
+
+    def wait(self) -> None:
+        """Wait for the collective, then call the function that `then` set; on a GPU, the stream waits."""
+        with guarded(self.operation, self.group):
+            self.work.wait()
+        self.arrived()
+
+
+def start_all_reduce(own: Tensor, operation: str, group: Group = None) -> tuple[Started, Tensor]:
+    """Start to sum all ranks' tensors; return a handle and the tensor that will hold the sum.
+
+    That tensor is `own` or a new tensor.
+    """
+    with guarded(operation, group):
+        program = _chosen("all_reduce", own, operation, group)
+        if program is None:
+            return Started(dist.all_reduce(own, group=group, async_op=True), operation, group), own
+        total = torch.empty_like(own)
+        call = program.start(own.view(-1), total.view(-1), own.numel())
+        return Started(call, operation, group), total
+
+
+def all_reduce(tensor: Tensor, operation: str, group: Group = None, op: Any = dist.ReduceOp.SUM) -> None:
+    """Replace each rank's tensor by the sum of all ranks' tensors, or by their reduction with `op`."""
+    if group is None and world.size() == 1:
+        return
+    with guarded(operation, group):
+        dist.all_reduce(tensor, op=op, group=group)
+
+
+def all_gather(own: Tensor, operation: str, group: Group = None) -> Tensor:
+    """Gather one tensor [...] from every rank and return them stacked [G, ...]."""
+    stacked = own.new_empty(world.size(group), *own.shape)
+    with guarded(operation, group):
+        _all_gather(stacked.view(-1), own.contiguous().view(-1), group=group)
+    return stacked
+
+
+def start_all_gather(whole: Tensor, own: Tensor, operation: str, group: Group = None) -> Started:
+    """Start an all-gather of every rank's tensor `own` [m] into the tensor `whole` [G * m]."""
+    with guarded(operation, group):
+        program = _chosen("all_gather", own, operation, group)
+        if program is not None:
+            return Started(program.start(own, whole, own.numel()), operation, group)
+        return Started(_all_gather(whole, own, group=group, async_op=True), operation, group)
+
+
+def start_reduce_scatter(
+    own: Tensor, whole: Tensor, operation: str, group: Group = None, as_list: bool = False
+) -> Started:
+    """Start a reduce-scatter: sum all ranks' `whole` [G * m] and write part g to `own` [m] on rank g.
+
+    Both tensors are contiguous. With `as_list` gloo gets a list of G tensors, which it sums in another
+    order. NCCL would copy a list.
+    """
+    own, whole = own.view(-1), whole.view(-1)
+    with guarded(operation, group):
+        program = _chosen("reduce_scatter", whole, operation, group)
+        if program is not None:
+            work = program.start(whole, own, own.numel())
+        elif as_list and not whole.is_cuda:
+            parts = list(whole.view(dist.get_world_size(group), own.numel()))
+            work = dist.reduce_scatter(own, parts, group=group, async_op=True)
+        else:
+            work = _reduce_scatter(own, whole, group=group, async_op=True)
+            background.free_after(work, whole)
+        return Started(work, operation, group)
+
+
+def gather(own: Tensor, operation: str, group: Group = None) -> list[Tensor] | None:
+    """Gather every rank's tensor on rank 0 of the job; return None on the other ranks.
+
+    Rank 0 must be a member of the group.
+    """
+    parts = list(own.new_empty(world.size(group), *own.shape)) if world.rank() == 0 else None
+    with guarded(operation, group):
+        dist.gather(own, parts, dst=0, group=group)
+    return parts
+
+
+def all_to_all(
+    rows: Tensor,
+    operation: str,
+    group: dist.ProcessGroup,
+    receive: Sequence[int] | None = None,
+    send: Sequence[int] | None = None,
+) -> Tensor:
+    """Send block p of the contiguous rows to rank p; return the received rows, sorted by source rank.
+
+    `receive` and `send` are the numbers of rows from and to each rank; None if all G blocks are equal.
+    """
+    out = rows.new_empty(len(rows) if receive is None else sum(receive), *rows.shape[1:])
+    with guarded(operation, group):
+        dist.all_to_all_single(out, rows, receive and list(receive), send and list(send), group=group)
+    return out
+
+
+def all_to_all_by(
+    name: str, rows: Tensor, operation: str, group: dist.ProcessGroup, sizes_GG: tuple[tuple[int, ...], ...]
+) -> Tensor:
+    """Run an all-to-all with the backend's program of this name, instead of with torch.
+
+    `sizes_GG` has the numbers of rows by source and destination.
+    """
+    program = _backend.named(name, rows, group) if _backend else None
+    if program is None:
+        raise ValueError(
+            f"a2a_algorithm (--moe-a2a-algorithm) is plan:{name}, but --moe-collective-plans has no "
+            f"all_to_all plan of this name for {dist.get_world_size(group)} ranks; add such a plan."
+        )
+    rank = dist.get_rank(group)
+    out = rows.new_empty(sum(row[rank] for row in sizes_GG), *rows.shape[1:])
+    with guarded(operation, group):
+        program.start(rows, out, sizes_GG).wait()
+    return out
+
+
+def barrier() -> None:
+    """Wait until all ranks have called this function."""
+    if world.size() > 1:
+        with guarded("the barrier of all ranks"):
+            dist.barrier()

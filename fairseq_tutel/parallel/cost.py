@@ -1,0 +1,351 @@
+"""Cost model: predicts the time and memory of one training step on a cluster (an alpha-beta-gamma model).
+
+There are W ranks on nodes of L ranks, EP groups of P ranks, and E experts. s = max(1, P // E) ranks share
+an expert's hidden dimension. The model assumes even load and no other traffic on links. docs/scaling.md has
+the formulas and sources.
+"""
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from fairseq_tutel.parallel.links import all_gather_seconds, all_reduce_seconds, exchange_seconds
+from fairseq_tutel.parallel.machine import Machine
+from fairseq_tutel.parallel.strategy import ALGORITHMS, Strategy
+
+OVERLAPS = (1, 2, 4, 8)
+_COUNT_BYTES = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """The work of one rank in one training step: tokens, model sizes and training options."""
+
+    tokens: int  # T
+    model_dim: int  # D
+    hidden_dim: int  # H, for one expert
+    experts: int  # E, the experts of a layer on all ranks
+    top_k: int = 2  # K
+    bytes_per_element: int = 2  # for weights, gradients and rows: 2 or 4
+    glu: bool = False  # whether experts have three matrices instead of two
+    layers: int = 1  # MoE layers
+    dense_parameters: int = 0  # parameters that are trained by data parallelism
+    zero_stage: int = 0
+    offload: bool = False  # whether the optimizer state is in host memory
+
+    @property
+    def rows(self) -> int:
+        """The number of token-expert assignments on a rank (R)."""
+        return self.tokens * self.top_k
+
+    @property
+    def matrices(self) -> int:
+        """The number of weight matrices of an expert."""
+        return 3 if self.glu else 2
+
+    @property
+    def expert_parameters(self) -> int:
+        """The number of weights of an expert, without biases."""
+        return self.matrices * self.model_dim * self.hidden_dim
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cluster:
+    """The nodes, ranks and EP groups of a cluster.
+
+    Raises:
+        ValueError: P does not divide L, and is not a multiple of L that divides W.
+    """
+
+    nodes: int
+    local: int  # L, the ranks of a node
+    expert_parallel_size: int  # P consecutive ranks: a part of a node, or several nodes
+
+    def __post_init__(self) -> None:
+        size, part = self.expert_parallel_size, min(self.expert_parallel_size, self.local)
+        if size < 1 or self.world % size or self.local % part or size % part:
+            raise ValueError(
+                f"expert_parallel_size is {size}, which is neither a divisor of {self.local} (ranks of a "
+                f"node) nor a multiple that divides {self.world} (all ranks); give such a number."
+            )
+
+    @property
+    def world(self) -> int:
+        """The number of ranks in the cluster (W)."""
+        return self.nodes * self.local
+
+    @property
+    def group_local(self) -> int:
+        """The number of ranks of an EP group on one node."""
+        return min(self.expert_parallel_size, self.local)
+
+    @property
+    def group_nodes(self) -> int:
+        """The number of nodes of an EP group."""
+        return self.expert_parallel_size // self.group_local
+
+
+class Held(NamedTuple):
+    """The bytes that one rank holds for weights, gradients and optimizer state, without activations."""
+
+    weights: int = 0
+    gradients: int = 0  # after the backward pass, which is the maximum
+    state: int = 0  # optimizer state on the device, with fp32 masters
+    host: int = 0  # optimizer state in host memory
+
+
+def held_bytes(
+    dense: Iterable[int],  # elements of each dense parameter
+    experts: Iterable[int],  # elements of each expert parameter on this rank
+    world_size: int,
+    expert_parallel_size: int,
+    stage: int = 0,
+    offload: bool = False,
+    weight_bytes: int = 2,
+) -> Held:
+    """Return the bytes of weights, gradients and Adam state on a rank; docs/scaling.md has the formula."""
+    half, weights, gradients, state = weight_bytes < 4, 0, 0, 0
+    for sizes, ranks in ((dense, world_size), (experts, world_size // expert_parallel_size)):
+        for numel in sizes:
+            own = -(-numel // ranks) if stage > 0 else numel
+            weights += weight_bytes * numel
+            gradients += weight_bytes * (own if stage == 2 else numel)
+            if half and stage == 0 and not offload:
+                gradients += 4 * numel  # fairseq's optimizer keeps a full fp32 copy
+            # Two moments and master weights. fp32 weights need no master copy, except in host memory.
+            state += 4 * own * (2 + (half or offload))
+    on_device, on_host = (0, state) if offload else (state, 0)
+    return Held(weights, gradients, on_device, on_host)
+
+
+def held(work: Work, cluster: Cluster) -> Held:
+    """Return the bytes of parameters, gradients and optimizer state on a rank of a cluster."""
+    stored = work.experts * work.expert_parameters / cluster.expert_parallel_size
+    return held_bytes(
+        [work.dense_parameters],
+        [math.ceil(work.layers * stored)],
+        cluster.world,
+        cluster.expert_parallel_size,
+        work.zero_stage if cluster.world > 1 else 0,
+        work.offload,
+        work.bytes_per_element,
+    )
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """The numbers of row copies, stored weights and gathered weights of one MoE layer on a rank."""
+
+    sends_rows: bool  # whether rows are sent to other ranks
+    copies: int  # copies of each row; each copy is computed with hidden_dim / copies
+    stored: float  # weights that the rank stores
+    computed: float  # weights with which the rank computes, including gathered weights
+    gathering: int  # ranks that gather weights together
+
+
+def _layer_of(work: Work, cluster: Cluster, strategy: Strategy) -> _Layer:
+    experts, size, r = work.experts, cluster.expert_parallel_size, strategy.adaptive_r
+    if experts % size and size % experts:
+        raise ValueError(
+            f"expert_parallel_size is {size} for {experts} experts; give a divisor or a multiple."
+        )
+    slices = max(1, size // experts)
+    if r and slices % r:
+        raise ValueError(
+            f"adaptive_r is {r}, which is neither 0 nor a divisor of the {slices} "
+            "rank(s) that share an expert; give 0 or a divisor."
+        )
+    weights = experts * work.expert_parameters
+    stored = weights / size
+    if r == 0:
+        return _Layer(False, 1, stored, weights, size)
+    return _Layer(size > 1, r, stored, stored * slices / r, slices // r)
+
+
+def step_parts(work: Work, machine: Machine, cluster: Cluster, strategy: Strategy) -> dict[str, float]:
+    """Return the predicted seconds of each part of one training step (forward and backward, all layers).
+
+    "exchange" is the time of all-to-alls that does not overlap with the experts.
+
+    Raises:
+        ValueError: neither E nor P divides the other, or r is neither 0 nor a divisor of s.
+    """
+    layer, chunks, dense = _layer_of(work, cluster, strategy), strategy.overlap, work.dense_parameters
+
+    def exchange(num_bytes: float) -> float:
+        if not layer.sends_rows:
+            return 0.0
+        shape = cluster.group_nodes, cluster.group_local
+        return exchange_seconds(num_bytes, machine, *shape, strategy.algorithm)
+
+    # The forward pass exchanges the row counts and reads them on the host. The backward pass reuses them.
+    counts_bytes = _COUNT_BYTES * max(work.experts, cluster.expert_parallel_size)
+    parts = {
+        "gate": 6 * work.tokens * work.model_dim * work.experts / machine.gate_flops_per_s,
+        "dispatch and combine": _local_seconds(work, machine, layer),
+        "counts": exchange(counts_bytes) + (machine.launch_s if layer.sends_rows else 0.0),
+        "exchange": 0.0,
+        "experts": 0.0,
+        "gather weights": _gather_seconds(work, machine, cluster, layer),
+    }
+    row_bytes = work.model_dim * work.bytes_per_element
+    chunk_exchange = exchange(strategy.adaptive_r * work.rows * row_bytes / chunks)
+    forward = _experts_seconds(work, machine, layer, chunks)
+    for chunk_experts in (forward, 2 * forward):
+        # Only one all-to-all runs at a time.
+        longest = max(chunk_exchange, chunk_experts)
+        pipelined = max(
+            2 * chunks * chunk_exchange, 2 * chunk_exchange + chunk_experts + (chunks - 1) * longest
+        )
+        parts["experts"] += chunks * chunk_experts
+        parts["exchange"] += pipelined - chunks * chunk_experts
+    parts = {part: work.layers * seconds for part, seconds in parts.items()}
+    # All EP groups of a node sum gradients over their replicas at the same time.
+    replicas = cluster.world // cluster.expert_parallel_size
+    local = cluster.local // cluster.group_local
+    expert_s = _gradients_seconds(
+        layer.stored, work, machine, replicas // local, local, on_link=cluster.local
+    )
+    dense_s = _gradients_seconds(dense, work, machine, cluster.nodes, cluster.local) if dense else 0.0
+    return parts | {
+        "dense layers": 6 * dense * work.tokens / machine.flops_per_s,
+        "expert gradients": work.layers * expert_s,
+        "dense gradients": dense_s,
+    }
+
+
+def step_seconds(work: Work, machine: Machine, cluster: Cluster, strategy: Strategy) -> float:
+    """Return the predicted seconds of one training step, without the optimizer and data loading."""
+    return sum(step_parts(work, machine, cluster, strategy).values())
+
+
+def memory_bytes(work: Work, cluster: Cluster, strategy: Strategy) -> dict[str, float]:
+    """Return the predicted bytes of each kind of data in a rank's device memory, for training with Adam.
+
+    Only activations of MoE layers are counted.
+    """
+    layer, bytes_held = _layer_of(work, cluster, strategy), held(work, cluster)
+    size, dim, rows = work.bytes_per_element, work.model_dim, work.rows
+    saved = work.tokens * dim + rows * (
+        (layer.copies + 1) * dim + 2 * (work.matrices - 1) * work.hidden_dim
+    )
+    buffers = (2 if strategy.algorithm == "linear" else 3) if layer.sends_rows else 0
+    return {
+        "parameters": bytes_held.weights,
+        "gradients": bytes_held.gradients,
+        "optimizer state": bytes_held.state,
+        "activations": work.layers * saved * size,
+        "row buffers": buffers * layer.copies * rows * dim * size,
+        # Gathered weights of all layers are kept for the backward pass, and the gradients of one layer.
+        "gathered weights": (work.layers + 1) * (layer.computed - layer.stored) * size,
+    }
+
+
+def candidates(work: Work, nodes: int, local: int) -> Iterator[tuple[Cluster, Strategy]]:
+    """Yield each possible pair of a cluster configuration and a strategy for a run.
+
+    They differ in the expert-parallel size, adaptive_r, overlap and all-to-all algorithm.
+    """
+    world = nodes * local
+    for size in _divisors(world):
+        fits = local % size == 0 or size % local == 0
+        if not fits or (work.experts % size and size % work.experts):
+            continue
+        cluster = Cluster(nodes=nodes, local=local, expert_parallel_size=size)
+        if size == 1:  # no gathering and no all-to-all
+            yield cluster, Strategy()
+            continue
+        yield cluster, Strategy(adaptive_r=0)
+        two_levels = cluster.group_nodes > 1 and cluster.group_local > 1
+        for copies in _divisors(max(1, size // work.experts)):
+            for overlap in OVERLAPS:
+                for algorithm in ALGORITHMS if two_levels else ALGORITHMS[:1]:
+                    yield cluster, Strategy(adaptive_r=copies, overlap=overlap, algorithm=algorithm)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """A configuration of a run, with its predicted time and memory."""
+
+    cluster: Cluster
+    strategy: Strategy
+    parts: dict[str, float]  # seconds by part of a step
+    seconds: float
+    memory: dict[str, float]  # bytes on a rank's device by kind
+    bytes: float
+    host: int  # bytes of optimizer state in host memory
+    fits: bool  # whether it fits in device memory
+
+
+def best(work: Work, machine: Machine, nodes: int, local: int) -> list[Candidate]:
+    """Return all candidate configurations from fast to slow; those that fit in memory come first."""
+    found = []
+    for cluster, strategy in candidates(work, nodes, local):
+        parts = step_parts(work, machine, cluster, strategy)
+        memory = memory_bytes(work, cluster, strategy)
+        num_bytes = sum(memory.values())
+        found.append(
+            Candidate(
+                cluster=cluster,
+                strategy=strategy,
+                parts=parts,
+                seconds=sum(parts.values()),
+                memory=memory,
+                bytes=num_bytes,
+                host=held(work, cluster).host,
+                fits=num_bytes <= machine.memory_bytes,
+            )
+        )
+    return sorted(found, key=lambda candidate: (not candidate.fits, candidate.seconds))
+
+
+def _experts_seconds(work: Work, machine: Machine, layer: _Layer, chunks: int) -> float:
+    """Return the predicted seconds that the experts of a rank need for one row chunk.
+
+    This is the larger of two times: the arithmetic, and the memory traffic of weights and rows.
+    """
+    rows = work.rows / chunks
+    flops = 2 * rows * work.expert_parameters
+    width = 2 * layer.copies * work.model_dim + 2 * (work.matrices - 1) * work.hidden_dim
+    num_bytes = (layer.computed + rows * width) * work.bytes_per_element
+    return max(flops / machine.flops_per_s, num_bytes / machine.memory_bytes_per_s)
+
+
+def _local_seconds(work: Work, machine: Machine, layer: _Layer) -> float:
+    """Return a rank's seconds for reading and writing rows in dispatch, reordering and combine."""
+    dispatch = (1 + layer.copies) * work.rows
+    regroup = 4 * layer.copies * work.rows if layer.sends_rows else 0
+    combine = layer.copies * work.rows + work.tokens
+    # The backward pass has the same traffic, and reads the rows twice more for the gate's gradient.
+    touched = 2 * (dispatch + regroup + combine) + 2 * work.rows
+    return touched * work.model_dim * work.bytes_per_element / machine.memory_bytes_per_s
+
+
+def _gather_seconds(work: Work, machine: Machine, cluster: Cluster, layer: _Layer) -> float:
+    """Return the seconds to gather the weights of one layer and to reduce-scatter their gradients."""
+    tensors = 2 * work.matrices  # each matrix and each bias has a separate collective
+    size = layer.stored * work.bytes_per_element / tensors
+    local = min(layer.gathering, cluster.local)
+    gather = all_gather_seconds(size, machine, math.ceil(layer.gathering / local), local)
+    return _gathers_of_both(machine) * tensors * gather
+
+
+def _gradients_seconds(
+    parameters: float, work: Work, machine: Machine, nodes: int, local: int, on_link: int | None = None
+) -> float:
+    """Return the seconds to sum gradients over ranks and, with ZeRO, to gather updated weights."""
+    num_bytes = parameters * work.bytes_per_element
+    if work.zero_stage == 0:
+        return all_reduce_seconds(num_bytes, machine, nodes, local, on_link)
+    share = num_bytes / (nodes * local)
+    return _gathers_of_both(machine) * all_gather_seconds(share, machine, nodes, local, on_link)
+
+
+def _gathers_of_both(machine: Machine) -> int:
+    """Return the cost of an all-gather plus a reduce-scatter, as a multiple of one all-gather's cost."""
+    return 3 if machine.reduce_scatter_as_all_reduce else 2
+
+
+def _divisors(number: int) -> list[int]:
+    return [n for n in range(1, number + 1) if number % n == 0]

@@ -1,0 +1,205 @@
+"""Exchange: send rows to the ranks that own their experts, run the experts, and send the outputs back.
+
+R rows, D model_dim, E experts (e local), P ranks of the EP group, C capacity. Rows may be sent in chunks
+while experts compute. The forward pass of three chunks (d: dispatch, x: experts, c: combine):
+
+    exchange  d0 d1 d2 c0 c1 c2
+    experts      x0 x1 x2
+
+The backward pass has the reverse order, because autograd runs the last node first.
+Source: Tutel (Hwang et al. 2023), section 3.3.
+"""
+
+from collections.abc import Callable
+from copy import deepcopy
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fairseq_tutel.kernels.groups import Groups
+from fairseq_tutel.parallel.all_to_all import (
+    AllToAll,
+    Counts,
+    PlannedAllToAll,
+    exchange_all_counts,
+    exchange_counts,
+    exchange_counts_in_two_hops,
+    hierarchical_all_to_all,
+    linear_all_to_all,
+)
+from fairseq_tutel.parallel.call_id import NO_CALL_ID, CallId, compare
+from fairseq_tutel.parallel.collectives import all_to_all
+from fairseq_tutel.parallel.groups import Grid
+from fairseq_tutel.parallel.regroup import (
+    destinations,
+    gather,
+    permute,
+    regroup_maps,
+    repeat_blocks,
+    sum_copies,
+)
+from fairseq_tutel.parallel.strategy import Strategy
+from fairseq_tutel.parallel.transfer import ExchangeTimer
+
+# Runs the local experts on rows that are sorted by rank: (rows, row counts, map to the experts' order, its
+# inverse) -> outputs in the order of the rows.
+ExpertFn = Callable[[Tensor, Groups, Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExchangeOptions:
+    """Options of a layer's row exchange: process group, strategy, transfer dtype and kernels."""
+
+    group: dist.ProcessGroup
+    grid: Grid | None = None  # for 2dh
+    strategy: Strategy = field(default_factory=Strategy)  # with an adaptive_r of at least 1
+    slices: int = 1  # s, the number of ranks that share one expert
+    padded: bool = False  # every expert has the same number of rows on every rank
+    transfer_dtype: str = "same"
+    backend: str = "auto"  # for kernels
+    timer: ExchangeTimer | None = None
+    name: str = ""  # of the layer, for error messages
+
+    def __deepcopy__(self, memo: Any) -> "ExchangeOptions":
+        """Return a copy with the same process groups, which cannot be copied."""
+        return replace(self, timer=deepcopy(self.timer, memo))
+
+    @property
+    def operation(self) -> str:
+        """The name of this exchange in error messages."""
+        return f"{AllToAll.name} of {self.name}" if self.name else AllToAll.name
+
+    @property
+    def hops(self) -> Grid | None:
+        """The node grid for a hierarchical all-to-all; None for other algorithms."""
+        return self.grid if self.strategy.algorithm == "2dh" else None
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A part of the rows that is exchanged separately, with row counts on the device and on the host."""
+
+    all_to_all: AllToAll
+    device: Counts
+    host: Counts
+
+    def regrouping(self) -> tuple[Groups, Tensor, Tensor]:
+        """Return the row counts, an index map that sorts received rows by expert, and its inverse."""
+        per_expert = self.host.arriving_PE.sum(0).tolist()
+        to_expert, to_source = regroup_maps(self.device.arriving_PE, sum(per_expert))
+        return Groups(self.device.arriving_PE.sum(0), per_expert), to_expert, to_source
+
+
+def exchange_rows(
+    rows_RD: Tensor,
+    counts_E: Tensor,
+    options: ExchangeOptions,
+    expert_fn: ExpertFn,
+    call_id: CallId = NO_CALL_ID,
+) -> Tensor:
+    """Dispatch rows to the ranks of their experts, run `expert_fn` on them, and combine. Collective.
+
+    The rows [R, D] are sorted by expert. Rows are compact, with an unused tail
+    that the result lacks, or padded to E * C. `counts_E` int64 is the number of kept rows of each expert.
+    Without padding, ranks first exchange row counts and compare call IDs.
+    """
+    capacity = len(rows_RD) // len(counts_E)
+    if options.padded:
+        counts_E = torch.full_like(counts_E, capacity)
+    device, host = _counts(counts_E, capacity, options, call_id)
+    number, degree = options.strategy.overlap, options.strategy.adaptive_r
+    num_rows = int(host.leaving_PE.sum()) // degree
+    rows_RD = rows_RD[:num_rows]
+    repeats = repeat_blocks(counts_E, num_rows, degree) if degree > 1 else None
+    if repeats is not None:
+        rows_RD = gather(rows_RD, *repeats)
+    hosts = [host.chunk(i, number) for i in range(number)]
+    devices = hosts if device is host else [device.chunk(i, number) for i in range(number)]
+    chunks = [Chunk(_all_to_all(d, h, options), d, h) for d, h in zip(devices, hosts, strict=True)]
+    if number == 1:
+        (chunk,) = chunks
+        received_RD = chunk.all_to_all.dispatch(rows_RD)
+        out_RD = expert_fn(received_RD, *chunk.regrouping())
+        rows_RD = chunk.all_to_all.combine(out_RD)
+    else:  # in parallel to the experts
+        blocks_BC = torch.stack([chunk.device.leaving_PE.reshape(-1) for chunk in chunks], 1)
+        to_chunk, to_block = regroup_maps(blocks_BC, len(rows_RD))
+        sizes = [int(chunk.host.leaving_PE.sum()) for chunk in chunks]
+        parts = zip(chunks, permute(rows_RD, to_chunk, to_block).split(sizes), strict=True)
+        leaving = [chunk.all_to_all.start(part, combine=False) for chunk, part in parts]
+        returning = []
+        for chunk, started in zip(chunks, leaving, strict=True):
+            received_RD = started.finish()
+            out_RD = expert_fn(received_RD, *chunk.regrouping())
+            returning.append(chunk.all_to_all.start(out_RD, combine=True))
+        rows_RD = torch.cat([started.finish() for started in returning])
+        rows_RD = permute(rows_RD, to_block, to_chunk)
+    return rows_RD if repeats is None else sum_copies(rows_RD, *repeats)
+
+
+def agreed_capacity(counts_E: Tensor, options: ExchangeOptions, call_id: CallId = NO_CALL_ID) -> int:
+    """Return the largest row count of any expert on any rank, at least 1. Collective.
+
+    This is where the padded forward pass synchronizes with the host.
+    """
+    need_P1 = counts_E.max().clamp_min(1).expand(dist.get_world_size(options.group), 1)
+    own_PX = call_id.prepended_to(need_P1)
+    received_PX = all_to_all(own_PX, "the agreement on the size of buffers", options.group).cpu()
+    compare(received_PX[:, 0], options.operation, options.group)
+    return int(received_PX[:, 1].max())
+
+
+def _counts(
+    counts_E: Tensor, capacity: int, options: ExchangeOptions, call_id: CallId
+) -> tuple[Counts, Counts]:
+    """Return an exchange's row counts, on the device and on the host. Collective unless rows are padded."""
+    if options.padded:
+        # All ranks have the same counts. Building them on device and host is cheaper than a copy.
+        host = _even_counts(torch.full(counts_E.shape, capacity), options)
+        return (_even_counts(counts_E, options) if counts_E.is_cuda else host), host
+    leaving_PE = _leaving(counts_E, options)
+    if options.strategy.plan:
+        device = exchange_all_counts(leaving_PE, options.group, call_id)
+    elif options.hops is None:
+        device = exchange_counts(leaving_PE, options.group, call_id)
+    else:
+        device = exchange_counts_in_two_hops(leaving_PE, options.hops, call_id)
+    host = device.to_host()
+    assert host.call_ids_P is not None
+    compare(host.call_ids_P, options.operation, options.group)
+    return device, host
+
+
+def _leaving(counts_E: Tensor, options: ExchangeOptions) -> Tensor:
+    counts = destinations(counts_E, options.slices, options.strategy.adaptive_r)
+    return counts.view(dist.get_world_size(options.group), -1)
+
+
+def _even_counts(counts_E: Tensor, options: ExchangeOptions) -> Counts:
+    """Return the row counts of an exchange in which all ranks send equal counts.
+
+    Each rank then receives from every rank as many rows as it sends to itself.
+    """
+    leaving_PE = _leaving(counts_E, options)
+    rank = dist.get_rank(options.group)
+    arriving_PE = leaving_PE[rank].expand_as(leaving_PE)
+    if options.strategy.plan:
+        crossing_PPE = leaving_PE.expand(len(leaving_PE), -1, -1)
+        return Counts(leaving_PE, arriving_PE, crossing_PPE=crossing_PPE)
+    if options.hops is None:
+        return Counts(leaving_PE, arriving_PE)
+    nodes, local = options.hops.nodes, options.hops.local
+    for_my_rail = leaving_PE.view(nodes, local, -1)[:, rank % local]
+    return Counts(leaving_PE, arriving_PE, for_my_rail.expand(local, -1, -1))
+
+
+def _all_to_all(device: Counts, host: Counts, options: ExchangeOptions) -> AllToAll:
+    fields = {"transfer_dtype": options.transfer_dtype, "timer": options.timer, "name": options.operation}
+    if options.strategy.plan:
+        return PlannedAllToAll.of(host, options.group, options.strategy.plan, **fields)
+    if options.hops is None:
+        return linear_all_to_all(host, options.group, **fields)
+    return hierarchical_all_to_all(device, host, options.hops, options.backend, **fields)

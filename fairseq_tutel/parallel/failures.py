@@ -1,0 +1,267 @@
+"""Ends all ranks within seconds after one of them has failed, with a sentence that names the failed rank.
+
+The rendezvous store keeps the first failure of a job under one key. A rank with an error writes the key
+itself. If a rank is killed, another rank of its machine writes it, because the kernel reports the end of a
+process without delay. A thread of every rank reads the key: the main thread may wait in C for a collective.
+"""
+
+import contextlib
+import json
+import os
+import select
+import threading
+import time
+from collections.abc import Mapping
+from typing import Any, NoReturn
+
+import torch.distributed as dist
+
+from fairseq_tutel.files import error_line
+
+FAILED = "fairseq_tutel/failed"
+PROCESSES = "fairseq_tutel/processes"
+POLL_SECONDS = 1.0
+# How long the main thread may take to end this process by its own error; after a signal, less.
+GRACE_SECONDS = 2.0
+AFTER_SIGNAL_SECONDS = 0.5
+# The longest time of a look, because requests to a store whose process is stopped never return.
+LOOK_SECONDS = 2.0
+# The longest time from an error of this rank to the end of its process.
+END_SECONDS = 10.0
+SHOWN_CHARACTERS = 300
+NEVER = float("inf")
+# Environment variable in which torchrun names the file of a rank's error.
+ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
+
+
+def publish(store: dist.Store, failure: str) -> None:
+    """Write a failure to the store, unless there is one. It is a clause such as "rank 1 failed: …"."""
+    store.compare_set(FAILED, "", failure)
+
+
+def published(store: dist.Store) -> str:
+    """Return the failure in the store; "" if there is none."""
+    return store.get(FAILED).decode() if store.check([FAILED]) else ""
+
+
+def keeps_the_store(environment: Mapping[str, str] = os.environ) -> bool:
+    """Return whether the launcher, not rank 0, runs the rendezvous store.
+
+    A launcher may restart ranks with the same store.
+    """
+    return environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def no_store() -> str:
+    """Return a clause for a rendezvous store that does not answer."""
+    keeper = "the launcher" if keeps_the_store() else "rank 0"
+    return f"{keeper}, which runs the rendezvous store, has ended or is stopped; look at its log"
+
+
+def write_for_torchrun(line: str) -> None:
+    """Write an error line to the file that torchrun reads, so that torchrun's summary has this line."""
+    path = os.environ.get(ERROR_FILE)
+    if path:
+        message = {"message": line, "extraInfo": {"timestamp": str(int(time.time()))}}
+        try:
+            with open(path, "w") as file:
+                json.dump({"message": message}, file)
+        except OSError:
+            pass
+
+
+def end_process(sentence: str, code: int = 1, publishes: str = "") -> NoReturn:
+    """Print an error and end this process, from any thread; if it cannot be printed, too.
+
+    `publishes`: what this rank did, such as "received SIGTERM", so that the other ranks name this reason.
+    """
+    try:
+        if publishes and _watch is not None:
+            _watch.publish(publishes)
+        line = error_line(sentence)
+        write_for_torchrun(line)
+        os.write(2, f"{line}\n".encode())  # the main thread may hold the lock of sys.stderr
+    finally:
+        os._exit(code)
+
+
+def look(after_signal: bool = False) -> str:
+    """Return the job's first failure, or "" if there is none or this process has no watch.
+
+    `after_signal`: this process received a signal, so the watch gives the main thread less time to end.
+    """
+    return "" if _watch is None else _watch.look(after_signal)
+
+
+def can_watch(store: Any) -> bool:
+    """Return whether a FailureWatch can use this store; older torch cannot clone stores."""
+    return store is not None and store.has_extended_api() and hasattr(store, "clone")
+
+
+class FailureWatch:
+    """A thread that ends this process if a rank of the job has failed.
+
+    Args:
+        store: the rendezvous store, see `can_watch`; the thread uses its own connection.
+        rank: this rank.
+    """
+
+    def __init__(self, store: Any, rank: int) -> None:
+        global _watch
+        self._store, self._rank = store.clone(), rank
+        self._failure, self._own_error = "", ""
+        self._is_after_signal = self._is_closing = False
+        self._due = NEVER  # when the thread ends this process
+        self._lock = threading.Lock()  # held by the thread from its last line on
+        self._wakes = threading.Event()
+        # Numbers of the newest request for a look, and of the newest request that a look began after.
+        self._requested = self._answered = 0
+        self._answers = threading.Condition()
+        # Every process of a machine appends "rank:PID" to one key, and "rank:0" before an ordinary end.
+        self._key = f"{PROCESSES}/{_machine()}"
+        self._entries = [f"{rank}:{os.getpid()} "]  # not yet in the store
+        self._handles: dict[int, int | None] = {}
+        self._wakes.set()  # others must find this process in the store, even if it ends soon
+        self._thread = threading.Thread(target=self._run, name="failures", daemon=True)
+        self._thread.start()
+        _watch = self
+
+    def look(self, after_signal: bool = False) -> str:
+        """Let the thread look for a failure at once; see the function `look`."""
+        self._is_after_signal |= after_signal
+        with self._answers:
+            self._requested += 1
+            number = self._requested
+            self._wakes.set()
+            self._answers.wait_for(lambda: self._answered >= number, LOOK_SECONDS)
+        return self._failure
+
+    def report(self, error: BaseException) -> None:
+        """Report an error of this rank to all ranks; the process must end now, within END_SECONDS."""
+        text = next(iter(str(error).splitlines()), "")[:SHOWN_CHARACTERS].removeprefix("error: ")
+        is_sentence = isinstance(error, SystemExit) and isinstance(error.code, str) and text
+        name = "" if is_sentence else type(error).__name__
+        self.publish(f"failed: {': '.join(filter(None, (name, text)))}")
+
+    def publish(self, own_error: str) -> None:
+        """Publish what this rank did, such as "failed: …"; the process must end now, within END_SECONDS."""
+        with self._lock:
+            self._own_error = own_error
+            self._due = time.monotonic() + END_SECONDS
+        self.look()
+        if self._rank == 0 and not keeps_the_store():  # the others read from this process
+            until = time.monotonic() + POLL_SECONDS + AFTER_SIGNAL_SECONDS
+            while time.monotonic() < until and not self._others_have_ended():
+                time.sleep(0.02)
+
+    def _others_have_ended(self) -> bool:
+        handles = dict(self._handles)  # of this machine's ranks
+        handles.pop(self._rank, None)
+        return len(handles) == dist.get_world_size() - 1 and all(map(_has_ended, handles.values()))
+
+    def close(self) -> None:
+        """Announce the ordinary end of this process, unless the store has ended, and end the thread."""
+        global _watch
+        _watch = None
+        self._entries.append(f"{self._rank}:0 ")
+        self._is_closing = True
+        self._wakes.set()
+        self._thread.join(LOOK_SECONDS)
+
+    def _run(self) -> None:
+        while True:
+            self._wakes.wait(max(0.0, min(POLL_SECONDS, self._due - time.monotonic())))
+            self._wakes.clear()
+            if self._is_closing:
+                with contextlib.suppress(Exception):  # rank 0, which runs the store, may have ended
+                    self._send()
+                for handle in self._handles.values():
+                    if handle is not None and handle >= 0:
+                        os.close(handle)
+                return
+            request = self._requested
+            try:
+                self._failure = self._failure or self._find()
+            except dist.DistNetworkError:
+                self._failure = no_store()
+            except Exception:  # such as that of a slow store: look again
+                pass
+            if self._failure and not self._own_error:
+                grace = AFTER_SIGNAL_SECONDS if self._is_after_signal else GRACE_SECONDS
+                self._due = min(self._due, time.monotonic() + grace)
+            with self._answers:
+                self._answered = request
+                self._answers.notify_all()
+            if time.monotonic() >= self._due and not self._is_closing:
+                self._end()
+
+    def _send(self) -> None:
+        while self._entries:
+            self._store.append(self._key, self._entries[0])
+            del self._entries[0]
+        if self._own_error:
+            publish(self._store, f"rank {self._rank} {self._own_error.rstrip('.')}")
+
+    def _find(self) -> str:
+        self._send()
+        for rank in self._killed():
+            publish(
+                self._store,
+                f"rank {rank} ended without an error message, as after SIGKILL or a crash; look at its log "
+                "and at the kernel's log",
+            )
+        return published(self._store)
+
+    def _killed(self) -> list[int]:
+        """Return the ranks of this machine whose processes have ended other than ordinarily."""
+        processes = self._processes()
+        for rank, process in processes.items():
+            if process and rank not in self._handles:
+                self._handles[rank] = _handle_of(process)
+        ended = [rank for rank, handle in self._handles.items() if _has_ended(handle)]
+        # A rank may have announced its end after the first reading.
+        processes = self._processes() if ended else {}
+        return [rank for rank in ended if processes[rank]]
+
+    def _processes(self) -> dict[int, int]:
+        """Return the process IDs of this machine's ranks; 0 for a rank that is about to end ordinarily."""
+        entries = self._store.get(self._key).decode().split()
+        return {int(rank): int(process) for rank, _, process in (entry.partition(":") for entry in entries)}
+
+    def _end(self) -> None:
+        with self._lock:
+            if self._own_error and time.monotonic() < self._due:
+                return  # the main thread has reported its own error meanwhile
+            if self._own_error:
+                end_process(f"rank {self._rank} could not end within {END_SECONDS:g} s after its error.")
+            end_process(f"rank {self._rank} ends, because {self._failure}.")
+
+
+_watch: FailureWatch | None = None
+
+
+def _machine() -> str:
+    """Return a name that is equal for processes that see each other's process IDs."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            return f"{file.read().strip()}/{os.stat('/proc/self/ns/pid').st_ino}"
+    except OSError:
+        return f"process {os.getpid()}"
+
+
+def _handle_of(process: int) -> int | None:
+    """Return a descriptor that is readable after a process has ended; -1 if it has, None if unsupported."""
+    try:
+        return os.pidfd_open(process)
+    except ProcessLookupError:
+        return -1
+    except (AttributeError, OSError):
+        return None
+
+
+def _has_ended(handle: int | None) -> bool:
+    if handle is None or handle < 0:
+        return handle is not None
+    poll = select.poll()
+    poll.register(handle, select.POLLIN)
+    return bool(poll.poll(0))

@@ -1,0 +1,350 @@
+"""Process groups for expert parallelism, and the experts that each rank holds.
+
+W world_size, P expert_parallel_size, E experts (e local). P consecutive ranks form an EP group and exchange
+tokens. Ranks that are equal modulo P are EP replicas and hold the same experts. If P exceeds a layer's E,
+each of s = P / E consecutive ranks holds one shard of an expert.
+"""
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from fairseq_tutel.parallel import world
+from fairseq_tutel.parallel.agreement import agree
+from fairseq_tutel.parallel.guard import guarded, name_ranks, timeout_of_groups, watched
+
+
+@dataclass(frozen=True)
+class Slice:
+    """Describes how an expert tensor [e, ...] is split into `count` equal parts along dimension `dim`."""
+
+    count: int = 1
+    dim: int = 0
+
+
+@dataclass(frozen=True)
+class Part:
+    """The experts of a layer that a rank holds: `num_local` experts, starting at global ID `first`.
+
+    If an expert's hidden dimension is split over s = `slices` ranks, this rank holds shard `index`.
+    """
+
+    num_local: int
+    first: int = 0
+    slices: int = 1
+    index: int = 0
+
+    def of(self, num_experts: int) -> str:
+        """Return a description such as "experts 0 to 3 of 8", for messages."""
+        last = self.first + self.num_local - 1
+        which = f"expert {last}" if self.num_local == 1 else f"experts {self.first} to {last}"
+        cut = f", shard {self.index} of {self.slices}" if self.slices > 1 else ""
+        return f"{which} of {num_experts}{cut}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Grid:
+    """The ranks of an EP group on N nodes of L ranks: rank n * L + l has local index l on node n.
+
+    node_group has the ranks of this rank's node. rail_group has one rank of each node, with the same local
+    index as this rank.
+    """
+
+    nodes: int
+    local: int
+    node_group: dist.ProcessGroup
+    rail_group: dist.ProcessGroup
+
+
+@dataclass(frozen=True, kw_only=True)
+class Topology:
+    """The process groups that one rank uses for expert parallelism; a group of one rank is None.
+
+    `make_topology` creates it; `ft.Topology()` is that of one rank with all experts.
+
+    Attributes:
+        world_size: W.
+        rank: this rank, from 0 to W - 1.
+        group: the W ranks; None for all ranks of the job.
+        expert_parallel_size: P.
+        expert_group: the P ranks of the EP group.
+        replica_group: the W / P ranks that hold the same experts.
+        grid: the nodes of the EP group; None if it has only one.
+        share_groups: the groups that gather the shards of an expert, by their numbers of ranks.
+
+    Example:
+        >>> ft.Topology().local_experts(8)
+        range(0, 8)
+    """
+
+    world_size: int = 1
+    rank: int = 0
+    group: dist.ProcessGroup | None = None
+    expert_parallel_size: int = 1
+    expert_group: dist.ProcessGroup | None = None
+    replica_group: dist.ProcessGroup | None = None
+    grid: Grid | None = None
+    share_groups: dict[int, dist.ProcessGroup] = field(default_factory=dict)
+
+    def __deepcopy__(self, memo: Any) -> "Topology":
+        """Return this object, because process groups cannot be copied: copied layers use the same ones."""
+        return self
+
+    @property
+    def num_replicas(self) -> int:
+        """The number of ranks that hold the same experts, W / P."""
+        return self.world_size // self.expert_parallel_size
+
+    def part(self, num_experts: int) -> Part:
+        """Return which experts of a layer, or which shard of an expert, this rank holds."""
+        size = self.expert_parallel_size
+        if num_experts % size and size % num_experts:
+            raise ValueError(
+                f"num_experts (--moe-expert-count) is {num_experts}, but the layer's topology was created "
+                f"for expert parallelism over {size} ranks; create it with make_topology([{num_experts}]), "
+                "or with the numbers of experts of all layers."
+            )
+        count = max(1, num_experts // self.expert_parallel_size)
+        slices = self.slices(num_experts)
+        which, index = divmod(self.rank % size, slices)
+        return Part(count, which * count, slices, index)
+
+    def local_experts(self, num_experts: int) -> range:
+        """Return the global IDs of this rank's experts."""
+        part = self.part(num_experts)
+        return range(part.first, part.first + part.num_local)
+
+    def share_group(self, slices: int, degree: int) -> dist.ProcessGroup | None:
+        """Return the group of ranks that gather an expert's shards; None if it has only one rank.
+
+        It has `slices` / `degree` ranks.
+        """
+        joined = slices // degree
+        if joined > 1 and joined not in self.share_groups:
+            raise ValueError(
+                f"adaptive_r (--moe-adaptive-r) is {degree}, which needs groups of {joined} ranks that "
+                "gather the shards of an expert, but the layer's topology has no such groups; call "
+                "make_topology with the numbers of experts of all layers, and without degree_of or with "
+                "one that returns this r."
+            )
+        return self.share_groups.get(joined)
+
+    def slices(self, num_experts: int) -> int:
+        """Return s, the number of ranks over which one expert is sharded."""
+        return max(1, self.expert_parallel_size // num_experts)
+
+
+def expert_parallel_size(world_size: int, expert_counts: Sequence[int], requested: int = 0) -> int:
+    """Return the number of ranks in an EP group: `requested`, or if that is 0, a number that fits.
+
+    That is P, by default the greatest common divisor of the numbers of ranks and experts.
+    """
+    if requested == 0:
+        return math.gcd(world_size, *expert_counts)
+
+    def fits_all(size: int) -> bool:
+        return world_size % size == 0 and not any(n % size and size % n for n in expert_counts)
+
+    if requested < 0 or not fits_all(requested):
+        counts = ", ".join(map(str, sorted(set(expert_counts))))
+        sizes = [size for size in range(1, world_size + 1) if fits_all(size)]
+        raise ValueError(
+            f"--moe-expert-parallel-size is {requested}, which does not fit the number of ranks "
+            f"({world_size}) and the number of experts ({counts}); give {' or '.join(map(str, sizes))}, or "
+            "0 for the greatest common divisor; or start a different number of ranks with torchrun."
+        )
+    return requested
+
+
+def share_sizes(
+    size: int, expert_counts: Sequence[int], degree_of: Callable[[int], int] | None = None
+) -> tuple[int, ...]:
+    """Return the sizes of the groups of ranks that gather the shards of an expert, without size 1.
+
+    An expert with s shards is gathered by groups of s / r ranks. degree_of(s) is the r of a layer with s
+    shards; with None, r may be any divisor of s.
+    """
+    sizes: set[int] = set()
+    for slices in {size // n for n in expert_counts if size > n}:
+        degrees = range(1, slices + 1) if degree_of is None else [degree_of(slices)]
+        sizes |= {slices // r for r in degrees if r > 0 and slices % r == 0}
+    return tuple(sorted(sizes - {1}))
+
+
+# All layers and models share groups, because creating a group is collective. A group lives as long as the
+# group from which it was split. That group is the key of its checked arguments and of its topologies.
+_agreed: WeakKeyDictionary[dist.ProcessGroup, set[tuple[Any, ...]]] = WeakKeyDictionary()
+_topologies: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[Any, ...], Topology]] = WeakKeyDictionary()
+# A function that creates groups of the given ranks and returns this rank's group.
+NewGroup = Callable[[Sequence[range]], dist.ProcessGroup]
+
+
+def make_topology(
+    expert_counts: Sequence[int],
+    requested: int = 0,
+    ranks_per_node: int = 0,
+    degree_of: Callable[[int], int] | None = None,
+) -> Topology:
+    """Create or reuse this rank's process groups for layers with these numbers of experts. Collective.
+
+    Every rank must give the same arguments. Ranks compare them at the first call.
+
+    Args:
+        expert_counts: the number of experts of every layer.
+        requested: P; 0 for the greatest P that fits.
+        ranks_per_node: L of the grid; 0 for no grid. There is a grid if an EP group has several complete
+            nodes of more than one rank.
+        degree_of: returns the only r of a layer with s shards; None allows any r and needs more groups.
+
+    Raises:
+        ValueError: P does not fit the numbers of ranks and experts, or ranks gave different arguments.
+
+    Example:
+        >>> topology = ft.make_topology([8])  # after torch.distributed.init_process_group, if there is one
+        >>> config = ft.MoEConfig(model_dim=64, hidden_dim=256, num_experts=8)
+        >>> layer = ft.MoELayer(config, topology, seed=1)
+    """
+    count, whole = world.size(), dist.group.WORLD
+    if whole is not None and count > 1:
+        _agree(whole, tuple(expert_counts), requested, ranks_per_node)
+    size = expert_parallel_size(count, expert_counts, requested)
+    if whole is None:
+        return Topology()
+    shares = share_sizes(size, expert_counts, degree_of)
+    made = _topologies.setdefault(whole, {})
+    key = (size, ranks_per_node, shares)
+    if key not in made:
+        made[key] = _create(count, world.rank(), *key, _new_in_world)
+    return made[key]
+
+
+def topology_within(group: dist.ProcessGroup, num_experts: int, sliced: bool = False) -> Topology:
+    """Create or reuse process groups for expert parallelism in a group of ranks. Collective over it.
+
+    If `sliced`, all ranks of the group hold shards of fewer experts. Otherwise P is the greatest common
+    divisor of the numbers of ranks and experts.
+    """
+    rank, count = dist.get_rank(group), dist.get_world_size(group)
+    size = count if sliced else math.gcd(count, num_experts)
+    shares = share_sizes(size, [num_experts])
+    made = _topologies.setdefault(group, {})
+    key = (size, 0, shares)
+    if key not in made:
+        made[key] = _create(count, rank, *key, functools.partial(_new_in_group, group), group)
+    return made[key]
+
+
+def _agree(
+    whole: dist.ProcessGroup, expert_counts: tuple[int, ...], requested: int, ranks_per_node: int
+) -> None:
+    """Check that all ranks have the same arguments before they create groups, to avoid a deadlock."""
+    arguments = {
+        "--moe-expert-parallel-size": requested,
+        "the number of experts of each layer": expert_counts,
+        "the number of ranks of a node": ranks_per_node,
+    }
+    agreed = _agreed.setdefault(whole, set())
+    key = tuple(arguments.values())
+    if key not in agreed:
+        agree(arguments)
+        agreed.add(key)
+
+
+def _create(
+    world: int,
+    rank: int,
+    size: int,
+    local: int,
+    shares: tuple[int, ...],
+    new_group: NewGroup,
+    group: dist.ProcessGroup | None = None,
+) -> Topology:
+    def consecutive(number: int) -> dist.ProcessGroup:
+        return new_group([range(first, first + number) for first in range(0, world, number)])
+
+    # P = W also gets a new communicator: its collectives need no common order with data parallelism.
+    expert_group = consecutive(size) if size > 1 else None
+    replica_group = grid = None
+    if 1 < size < world:
+        replica_group = new_group([range(first, world, size) for first in range(size)])
+    if 1 < local < size and size % local == 0:
+        node_group = consecutive(local)
+        rails = [
+            range(first + index, first + size, local)
+            for first in range(0, world, size)
+            for index in range(local)
+        ]
+        rail_group = new_group(rails)
+        grid = Grid(nodes=size // local, local=local, node_group=node_group, rail_group=rail_group)
+    return Topology(
+        world_size=world,
+        rank=rank,
+        group=group,
+        expert_parallel_size=size,
+        expert_group=expert_group,
+        replica_group=replica_group,
+        grid=grid,
+        share_groups={
+            number: expert_group if number == size and expert_group is not None else consecutive(number)
+            for number in shares
+        },
+    )
+
+
+def _new_in_world(groups: Sequence[range]) -> dist.ProcessGroup:
+    """Create all groups, as every rank must do, and return this rank's group."""
+    made = [_new(ranks, None) for ranks in groups]
+    return made[_of_rank(dist.get_rank(), groups)]
+
+
+def _new_in_group(group: dist.ProcessGroup, groups: Sequence[range]) -> dist.ProcessGroup:
+    """Create only this rank's group, which is part of `group`; ranks outside of `group` make no call."""
+    ranks = groups[_of_rank(dist.get_rank(group), groups)]
+    if len(ranks) == dist.get_world_size(group):
+        return group
+    everywhere = [dist.get_global_rank(group, rank) for rank in ranks]
+    backend = dist.get_backend(group)
+    return _new(everywhere, group, backend=backend, use_local_synchronization=True)
+
+
+def _of_rank(rank: int, groups: Sequence[range]) -> int:
+    return next(i for i, ranks in enumerate(groups) if rank in ranks)
+
+
+def _new(ranks: Sequence[int], callers: dist.ProcessGroup | None, **options: Any) -> dist.ProcessGroup:
+    operation = f"the creation of the group of {name_ranks(ranks)}"
+    with watched(operation), guarded(operation, callers):
+        return dist.new_group(ranks, timeout=timeout_of_groups(), **options)
+
+
+def mark_slice(parameter: nn.Parameter, slicing: Slice) -> None:
+    """Store the sharding of a parameter as an attribute, which fairseq's fp32 copy also gets."""
+    # fairseq copies only this attribute. Its composite optimizer reads it, but experts reject that class.
+    parameter.param_group = slicing  # type: ignore[attr-defined]
+
+
+def slice_of(parameter: Tensor) -> Slice:
+    """Return the sharding that `mark_slice` stored in a parameter; the default is no sharding."""
+    slicing = getattr(parameter, "param_group", None)
+    return slicing if isinstance(slicing, Slice) else Slice()
+
+
+def join(parts: Sequence[Tensor], slicing: Slice) -> Tensor:
+    """Concatenate tensors of consecutive ranks: first the shards of each expert, then the experts."""
+    n = slicing.count
+    if n > 1:
+        parts = [torch.cat(list(parts[i : i + n]), slicing.dim) for i in range(0, len(parts), n)]
+    return torch.cat(list(parts))
+
+
+def cut(whole: Tensor, slicing: Slice, index: int) -> Tensor:
+    """Return shard `index` of a complete tensor, as a view."""
+    width = whole.shape[slicing.dim] // slicing.count
+    return whole.narrow(slicing.dim, index * width, width)

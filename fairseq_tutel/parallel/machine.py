@@ -1,0 +1,136 @@
+"""Hardware profiles: the speed of links, memory and arithmetic, from a file or for a known type of GPU."""
+
+import json
+import re
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from fairseq_tutel.files import json_of
+
+_FLAGS = {"inter_shared", "reduce_scatter_as_all_reduce"}
+
+
+@dataclass(frozen=True)
+class Link:
+    """The speed of a rank's link: the latency of a message and the bytes per second."""
+
+    alpha_s: float  # the latency of each message
+    bytes_per_s: float  # in one direction
+
+    def seconds(self, messages: float, num_bytes: float) -> float:
+        """Return the seconds to send a number of messages with `num_bytes` bytes in total."""
+        return messages * self.alpha_s + num_bytes / self.bytes_per_s
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """The hardware profile of one rank: the speed of links, memory and arithmetic."""
+
+    name: str
+    intra: Link  # from a rank to other ranks of its node
+    inter: Link  # from a rank to other nodes, or from a node if `inter_shared`
+    memory_bytes_per_s: float  # reads and writes together
+    flops_per_s: float  # achieved by the experts
+    gate_flops_per_s: float  # achieved by the gate, in fp32
+    memory_bytes: float
+    launch_s: float = 0.0  # time of a collective before its first message
+    inter_shared: bool = False  # whether the ranks of a node share one link to other nodes
+    reduce_scatter_as_all_reduce: bool = False  # whether both cost the same, as in gloo
+
+    def to_json(self, path: Path) -> None:
+        """Write the hardware profile to a JSON file for `plan --machine` and --moe-machine-file."""
+        path.write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")
+
+    @classmethod
+    def from_json(cls, path: Path) -> "Machine":
+        """Read a hardware profile from a JSON file; raise ValueError if the file has no valid profile."""
+        fix = "give a file that `tune --json` wrote"
+        try:
+            values = json_of(path)
+            links = {name: Link(**values[name]) for name in ("intra", "inter")}
+            machine = cls(**values | links)
+        except (OSError, ValueError) as error:
+            raise ValueError(f"{path} cannot be read as a hardware profile ({error}); {fix}.") from error
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"{path} is not a hardware profile ({error!r}); {fix}.") from error
+        numbers = asdict(machine)
+        for name in links:
+            numbers |= {f"{name}.{key}": number for key, number in numbers.pop(name).items()}
+        del numbers["name"]
+        for key, value in numbers.items():
+            fix = "a number above 0"
+            is_number = isinstance(value, int | float) and not isinstance(value, bool)
+            is_right = is_number and value > 0
+            if key in _FLAGS:
+                is_right, fix = isinstance(value, bool), "true or false"
+            elif key.endswith(("alpha_s", "launch_s")):
+                is_right, fix = is_number and value >= 0, "seconds, 0 or more"
+            if not is_right:
+                raise ValueError(f"{path} has {key} = {value!r}; give {fix}.")
+        return machine
+
+
+# The achieved fractions of datasheet numbers; docs/scaling.md lists the sources.
+_NVLINK, _INFINIBAND = 370 / 450, 47 / 50
+_EXPERTS = 413 / 989  # bf16, forward and backward of a Triton MoE layer on H100
+_LAUNCH_S = 10e-6  # the launch time of a collective
+_INTRA_ALPHA_S = 0.6e-6  # the latency of an NVLink step with the LL protocol in NCCL's own model
+# The latency of one of many concurrent messages. With this value, the number of A100s from which 2DH is
+# faster than linear is between 128 and 256.
+_INTER_ALPHA_S = 1.0e-6
+
+
+def _preset(
+    name: str,
+    intra_gb_s: float,
+    inter_gb_s: float,
+    memory_gb_s: float,
+    tflops: float,
+    fp32_tflops: float,
+    memory_gb: float,
+) -> Machine:
+    return Machine(
+        name=name,
+        intra=Link(_INTRA_ALPHA_S, intra_gb_s * 1e9 * _NVLINK),
+        inter=Link(_INTER_ALPHA_S, inter_gb_s * 1e9 * _INFINIBAND),
+        memory_bytes_per_s=memory_gb_s * 1e9,
+        flops_per_s=tflops * 1e12 * _EXPERTS,
+        gate_flops_per_s=fp32_tflops * 1e12,
+        memory_bytes=memory_gb * 1e9,
+        launch_s=_LAUNCH_S,
+    )
+
+
+# Datasheet numbers of one GPU, with links in one direction. For an MI250, of one of its two dies.
+PRESETS = {
+    "a100": _preset("A100", 300, 25, 2039, 312, 19.5, 80),  # NDm A100 v4: NVLink 3, one HDR adapter a GPU
+    "h100": _preset("H100", 450, 50, 3350, 989, 67, 80),  # DGX H100: NVLink 4, one NDR adapter a GPU
+    "h200": _preset("H200", 450, 50, 4800, 989, 67, 141),
+    "mi250": _preset("MI250 (one die)", 15 * 75 / 16, 16, 3276.8 / 2, 362.1 / 2, 45.3 / 2, 64),
+}
+
+# Rough numbers for a rank on a CPU: loopback, 10 Gb/s Ethernet for each node, FLOP/s of a core.
+CPU = Machine(
+    name="CPU",
+    intra=Link(20e-6, 2e9),
+    inter=Link(50e-6, 1.25e9),
+    memory_bytes_per_s=4e9,
+    flops_per_s=8e10,
+    gate_flops_per_s=8e10,
+    memory_bytes=8e9,
+    inter_shared=True,
+    reduce_scatter_as_all_reduce=True,
+)
+
+
+def typical(gpu: str | None) -> Machine:
+    """Return the typical hardware profile for a GPU name, or for a CPU if `gpu` is None.
+
+    An unknown GPU gets the profile of an A100.
+    """
+    if gpu is None:
+        return CPU
+    for key, machine in PRESETS.items():
+        if re.search(rf"{key}(?!\d)", gpu.lower()):  # "RTX A1000" is not an A100
+            return machine
+    return replace(PRESETS["a100"], name=f"A100, because {gpu} is unknown")

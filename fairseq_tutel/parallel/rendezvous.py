@@ -1,0 +1,159 @@
+"""The rendezvous of all ranks at start, with a time-out; it also works after torchrun restarts ranks.
+
+torchrun keeps one store for all restarts. Restarted ranks find the addresses of dead ranks in it and fail
+at once (pytorch/pytorch issue 167288). With `METHOD`, rank 0 draws a random name for each start, and the
+name prefixes all keys. Each rank confirms the name: a request from an earlier start is never confirmed.
+"""
+
+import contextlib
+import os
+import re
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch.distributed import DistStoreError, PrefixStore, Store, constants, distributed_c10d, rendezvous
+from torch.distributed.rendezvous import register_rendezvous_handler
+
+from fairseq_tutel.parallel import guard
+
+# torch's variables with the default time-outs of `init_process_group`.
+DEFAULTS = ("default_pg_timeout", "default_pg_nccl_timeout")
+SCHEME = "restarted"
+# The URL for init_process_group, instead of env://.
+METHOD = f"{SCHEME}://"
+PREFIX = "fairseq_tutel/start"
+# Keys that NCCL errors leave in the store under no prefix. torch's monitor would take them for errors of
+# the next start, and would end that start after about 8 minutes.
+LEFT_BY_NCCL = ("exception_dump", "remote_error")
+# Seconds that rank 0 waits for confirmations before it checks for new requests.
+SHORTEST_SECONDS, LONGEST_SECONDS = 0.05, 1.0
+
+
+_spawned_ranks = 0
+
+
+def set_spawned_ranks(count: int) -> None:
+    """Record how many ranks a process has spawned on this node; 0 if a launcher started the ranks."""
+    global _spawned_ranks
+    _spawned_ranks = count
+
+
+def ranks_per_node(environment: Mapping[str, str] = os.environ) -> int:
+    """Return the number of ranks per node: those spawned, or as torchrun, OpenMPI or Slurm has set it.
+
+    Slurm's SLURM_NTASKS_PER_NODE may be "8" or "8(x4)"; nodes of different sizes ("8,4") give 0: unknown.
+    """
+    if _spawned_ranks:
+        return _spawned_ranks
+    for name in ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "SLURM_NTASKS_PER_NODE"):
+        found = re.fullmatch(r"(\d+)(\(x\d+\))?", environment.get(name, ""))
+        if found:
+            return int(found[1])
+    return 0
+
+
+def own_gpu(environment: Mapping[str, str] = os.environ) -> int:
+    """Return the index of this process's GPU among the GPUs that are visible to the process."""
+    local_rank = environment.get("LOCAL_RANK", environment.get("RANK", 0))
+    return int(local_rank) % torch.cuda.device_count()
+
+
+@contextlib.contextmanager
+def meeting(rank: int, world_size: int, seconds: int) -> Iterator[Callable[[], None]]:
+    """Context manager that explains errors of a rendezvous and limits its time to `seconds`.
+
+    The block calls the yielded function after the rendezvous. Until then `seconds` is the default time-out
+    of groups; 0 keeps torch's default.
+    """
+    start, waiting = time.perf_counter(), [True]
+    with contextlib.ExitStack() as until_met:
+        for name in DEFAULTS if seconds else ():
+            until_met.callback(setattr, distributed_c10d, name, getattr(distributed_c10d, name))
+            setattr(distributed_c10d, name, timedelta(seconds=seconds))
+        until_met.enter_context(guard.watched("the rendezvous", rank))
+        until_met.callback(waiting.clear)
+        try:
+            yield until_met.close
+        except RuntimeError as error:
+            if not (waiting and guard.is_of_communication(error)):
+                raise
+            reason = str(error).partition("\n")[0].rstrip(".")
+            seconds_passed = time.perf_counter() - start
+            raise guard.CommunicationError(
+                f"rank {rank} could not find the other ranks of {world_size} and gave up after "
+                f"{seconds_passed:.1f} s ({reason}); look at the logs of rank 0 and of the missing "
+                f"ranks, or {guard.how_to_wait_longer(seconds)} if they are only slow to start."
+            ) from error
+
+
+def fresh(store: Store, rank: int, world_size: int, timeout: timedelta) -> Store:
+    """Return a view of the store without keys of earlier starts of the job. Every rank must call it."""
+    deadline = time.monotonic() + timeout.total_seconds()
+    for key in LEFT_BY_NCCL if rank == 0 else ():
+        store.delete_key(key)
+    name = _publish_name(store, world_size, deadline) if rank == 0 else _request_name(store, rank, deadline)
+    return PrefixStore(f"{PREFIX}/{name}", store)
+
+
+def _publish_name(store: Store, world_size: int, deadline: float) -> str:
+    """Send every rank the random name of this start until all ranks have confirmed it."""
+    name, waiting = uuid.uuid4().hex, list(range(1, world_size))
+    answered: dict[int, str] = {}
+    pause = SHORTEST_SECONDS
+    if waiting and not _wait(store, [f"{PREFIX}/asker/{rank}" for rank in waiting], deadline):
+        waiting = guard.absent(store, f"{PREFIX}/asker", waiting)
+        raise DistStoreError(f"{world_size - len(waiting)}/{world_size} ranks arrived")
+    while waiting:
+        for rank in waiting:
+            asker = store.get(f"{PREFIX}/asker/{rank}").decode()
+            if answered.get(rank) != asker:
+                answered[rank] = asker
+                store.set(f"{PREFIX}/answer/{asker}", name)
+        # An earlier start's request is never confirmed; the rank of this start overwrites it.
+        taken = [f"{PREFIX}/taken/{name}/{rank}" for rank in waiting]
+        if _wait(store, taken, min(deadline, time.monotonic() + pause)):
+            break
+        waiting = guard.absent(store, f"{PREFIX}/taken/{name}", waiting)
+        if time.monotonic() > deadline:
+            raise DistStoreError(f"{world_size - len(waiting)}/{world_size} ranks arrived")
+        pause = min(2 * pause, LONGEST_SECONDS)
+    for rank in range(1, world_size):  # the next start finds no old requests
+        store.delete_key(f"{PREFIX}/asker/{rank}")
+    return name
+
+
+def _request_name(store: Store, rank: int, deadline: float) -> str:
+    """Request the random name of this start from rank 0, confirm it, and return it."""
+    me = uuid.uuid4().hex
+    store.set(f"{PREFIX}/asker/{rank}", me)
+    if not _wait(store, [f"{PREFIX}/answer/{me}"], deadline):
+        raise DistStoreError("rank 0 did not answer, or waits for another rank")
+    name = store.get(f"{PREFIX}/answer/{me}").decode()
+    store.set(f"{PREFIX}/taken/{name}/{rank}", "taken")
+    return name
+
+
+def _wait(store: Store, keys: list[str], deadline: float) -> bool:
+    """Wait for all keys without polling; return whether they were set before the deadline."""
+    try:
+        store.wait(keys, timedelta(seconds=max(0.001, deadline - time.monotonic())))
+    except DistStoreError:
+        return False
+    return True
+
+
+def _rendezvous(
+    url: str, timeout: timedelta = constants.default_pg_timeout, **options: Any
+) -> Iterator[tuple[Store, int, int]]:
+    """Run torch's env:// rendezvous in a part of the store without keys of earlier starts."""
+    of_torch = "env" + url.removeprefix(SCHEME)
+    store, rank, world_size = next(rendezvous(of_torch, timeout=timeout, **options))
+    yield fresh(store, rank, world_size, timeout), rank, world_size
+    raise RuntimeError(f"a second rendezvous with {METHOD} needs a launcher such as torchrun")
+
+
+register_rendezvous_handler(SCHEME, _rendezvous)

@@ -1,0 +1,181 @@
+"""Receives signals that ask this process to save its work and end, such as SIGTERM before a preemption.
+
+A launcher also sends SIGTERM to the other ranks after one has failed. Then `failures` ends this process.
+
+Python calls a signal's handler only in the main thread, which may wait in a collective. Therefore a thread
+reads the numbers of received signals from a socket, and ends the process if it does not end in time.
+"""
+
+import contextlib
+import logging
+import multiprocessing
+import os
+import select
+import signal
+import socket
+import threading
+import time
+import weakref
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from fairseq_tutel.parallel import failures
+
+logger = logging.getLogger(__name__)
+
+# Exit code of a run that a signal ended without loss: EX_TEMPFAIL of sysexits.h, "try again later".
+EXIT_CODE = 75
+# A launcher forwards a signal that the process also gets directly, so signals within this time are one.
+MERGE_SECONDS = 1.0
+# What a process reads from its socket to end the thread; no signal has this number.
+CLOSE = 0
+# The longest wait for a signal, because select refuses much longer times.
+LONGEST_WAIT = 3600.0
+# Handlers that may be replaced; those of other libraries are kept.
+OF_PYTHON = (signal.SIG_DFL, signal.default_int_handler)
+
+
+@contextlib.contextmanager
+def watched(names: Iterable[str], seconds: float, forwards: bool = False) -> Iterator["SignalWatch"]:
+    """Context manager that receives signals in its block; see `SignalWatch`."""
+    watch, is_ending = SignalWatch(names, seconds, forwards), False
+    try:
+        yield watch
+    except SystemExit as error:
+        is_ending = error.code == EXIT_CODE
+        raise
+    finally:
+        watch.close(is_ending)
+
+
+class SignalWatch:
+    """Records the first of some signals, and ends the process if it does not end within `seconds`.
+
+    A second signal, more than MERGE_SECONDS after the first, ends the process at once. Child processes,
+    such as those that load data, ignore the signals unless this process sends them. A signal with a handler
+    of other code keeps it. Only the main thread can receive signals; in other threads, a watch gets none.
+
+    Args:
+        names: names of signals, such as SIGTERM.
+        seconds: the time from the first signal to the end of the process.
+        forwards: send the signals to the child processes, which end this process by their own end.
+    """
+
+    def __init__(self, names: Iterable[str], seconds: float, forwards: bool = False) -> None:
+        self.received: str | None = None  # name of the first signal
+        self.seconds, self._forwards = seconds, forwards
+        self._begin, self._has_work = 0.0, False
+        self._reader, self._writer = socket.socketpair()
+        self._writer.setblocking(False)
+        is_main = threading.current_thread() is threading.main_thread()
+        numbers = [signal.Signals[name] for name in names] if is_main else []
+        self._before: dict[int, Any] = {}
+        self._descriptor = signal.set_wakeup_fd(self._writer.fileno()) if numbers else -1
+        self._sets_descriptor = bool(numbers)
+        for number in numbers:
+            if signal.getsignal(number) in OF_PYTHON:
+                self._before[number] = signal.signal(number, _no_action)
+            else:
+                logger.info("%s keeps the handler that other code has set", number.name)
+        self._thread = threading.Thread(target=self._read, name="signals", daemon=True)
+        self._thread.start()
+        in_child = weakref.WeakMethod(self._shield_child)
+        os.register_at_fork(after_in_child=lambda: (method := in_child()) and method())
+
+    @property
+    def elapsed(self) -> float:
+        """The seconds since the first signal; 0 if there was none."""
+        return time.monotonic() - self._begin if self.received else 0.0
+
+    def begin_work(self) -> None:
+        """Record that from now on the process has work that it can save."""
+        self._has_work = True
+
+    def close(self, is_ending: bool = False) -> None:
+        """Restore the handlers. After a signal, further signals are ignored while the process ends.
+
+        `is_ending`: a signal ends this process, although perhaps only another rank has received one yet.
+        """
+        for number, before in self._before.items():
+            signal.signal(number, signal.SIG_IGN if is_ending or self.received else before)
+        if self._sets_descriptor:
+            signal.set_wakeup_fd(self._descriptor)
+        self._before = {}
+        self._writer.send(bytes([CLOSE]))
+        self._thread.join()
+        self._reader.close()
+        self._writer.close()
+
+    def _read(self) -> None:
+        while True:
+            left = None if self.received is None or self._forwards else self.seconds - self.elapsed
+            if left is not None and left <= 0:
+                self._end(f"could not end within {self.seconds:g} s (--moe-preemption-seconds)")
+            ready = select.select([self._reader], [], [], left and min(left, LONGEST_WAIT))[0]
+            for number in self._reader.recv(64) if ready else b"":
+                if number == CLOSE:
+                    return
+                if number in self._before:
+                    self._receive(number)
+
+    def _receive(self, number: int) -> None:
+        name = signal.Signals(number).name
+        is_first = self.received is None
+        if is_first:
+            self._begin, self.received = time.monotonic(), name
+        if self._forwards:
+            for child in multiprocessing.active_children():
+                if child.pid is not None:
+                    os.kill(child.pid, number)
+            logger.warning("received %s, and sent it to the ranks that this process started", name)
+        elif is_first:
+            if failures.look(after_signal=True):
+                return
+            if self._has_work:
+                text = "all ranks will save after the current update and end"
+            else:
+                text = "there is nothing to save before the first update; all ranks will end"
+            logger.warning(
+                "received %s: %s within %g s; another signal ends this process at once",
+                *(name, text, self.seconds),
+            )
+        elif self.elapsed > MERGE_SECONDS:
+            self._end(f"then received {name}")
+
+    def _end(self, reason: str) -> None:
+        """End this process at once, from any thread."""
+        assert self.received is not None
+        lost = "the newest saved checkpoint is complete" if self._has_work else "there was nothing to save"
+        failures.end_process(
+            f"this process received {self.received} and {reason}; {lost}.",
+            128 + signal.Signals[self.received] if self._has_work else EXIT_CODE,
+            publishes=f"received {self.received} and {reason}",
+        )
+
+    def _shield_child(self) -> None:
+        """In a forked child, ignore the signals, except SIGTERM from this process.
+
+        A scheduler sends signals to all processes. Without its data loading processes, a rank cannot finish
+        the current update.
+        """
+        if not self._before:
+            return
+        signal.set_wakeup_fd(-1)
+        for number in self._before:
+            signal.signal(number, signal.SIG_DFL if number == signal.SIGTERM else signal.SIG_IGN)
+        if signal.SIGTERM in self._before:
+            # torch replaces the handlers in its data loading processes, but does not unblock signals.
+            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+            threading.Thread(target=_obey_parent, args=(os.getppid(),), daemon=True).start()
+
+
+def _obey_parent(parent: int) -> None:
+    """Wait for SIGTERM; end this process if its parent sent it, or has ended."""
+    while True:
+        info = signal.sigwaitinfo({signal.SIGTERM})
+        if info.si_pid == parent or os.getppid() != parent:
+            os._exit(0)
+
+
+def _no_action(number: int, frame: Any) -> None:
+    """Handle a signal: the thread of the watch, not this function, acts on it."""

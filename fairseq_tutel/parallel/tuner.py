@@ -1,0 +1,153 @@
+"""Tuner: finds the fastest strategy for each range of capacities (bucket) by measuring training updates.
+
+Updates in the same bucket share one choice. The cost model proposes the candidates of a bucket. They are
+measured in rounds, one update for each candidate in a round. After a round, candidates that are too slow
+drop out. The choice depends only on recorded costs, so ranks with the same costs choose the same strategy.
+
+Source: Tutel (Hwang et al. 2023), section 3.3, for the dictionary of buckets. The search is new here.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterable
+from itertools import product
+from statistics import median_low
+from typing import Any
+
+from fairseq_tutel.parallel.strategy import Strategy
+
+MOST_CANDIDATES = 12
+MOST_PREDICTED = 3.0  # a candidate's largest predicted time, relative to the best candidate's
+HOPELESS = 2.0  # collective plans slower than this, relative to the best all-to-all, are not tried
+ROUNDS = 7
+# After each round, candidates that cost more than this factor times the best drop out. The last factor
+# applies to all later rounds.
+LIMITS = (math.inf, 1.7, 1.3, 1.1)
+
+Costs = dict[Strategy, list[float]]
+Predict = Callable[[Strategy], float]
+
+
+class Tuner:
+    """Chooses the strategy of the next update: measures candidates, and then keeps the fastest.
+
+    `given`, the strategy of the options, is always tried.
+    """
+
+    def __init__(
+        self,
+        rs: Iterable[int] = (1,),
+        overlaps: Iterable[int] = (1, 2, 4, 8),
+        algorithms: Iterable[str] = ("linear", "2dh"),
+        given: Strategy | None = None,
+    ) -> None:
+        self.rs, self.overlaps = tuple(sorted(set(rs))), tuple(overlaps)
+        self.algorithms, self.given = tuple(algorithms), given
+        self.best: dict[str, Strategy] = {}
+        self.costs: dict[str, Costs] = {}
+        self._candidates: dict[str, list[Strategy]] = {}
+        self._next: dict[str, Strategy] = {}
+        self._warm: set[tuple[str, Strategy]] = set()
+
+    def choose(self, key: str, predict: Predict | None = None) -> Strategy:
+        """Return the best strategy for a range of capacities (`key`), or the next candidate to measure.
+
+        `predict` returns the predicted seconds of a strategy.
+        """
+        if key not in self.best and key not in self._next:
+            self._candidates[key] = self._pruned(predict)
+            self._advance(key)
+        return self.best[key] if key in self.best else self._next[key]
+
+    def record(self, key: str, strategy: Strategy, cost: float) -> None:
+        """Record an update's cost with a strategy; all costs with the same `key` must have one unit."""
+        if not math.isfinite(cost):
+            return
+        if strategy == self._next.get(key):
+            # The first update of each candidate is not recorded, because it allocates new buffers.
+            if (key, strategy) in self._warm:
+                self.costs[key].setdefault(strategy, []).append(cost)
+                self._advance(key)
+            self._warm.add((key, strategy))
+
+    def settled(self, key: str) -> bool:
+        """Return whether the search for the best strategy for a range of capacities (`key`) has ended."""
+        return key in self.best
+
+    def state(self) -> dict[str, Any]:
+        """Return the costs and the best strategy for each capacity range, as JSON values for `load`."""
+        return {
+            key: {
+                "best": dataclasses.asdict(self.best[key]) if key in self.best else None,
+                "costs": [{**dataclasses.asdict(strategy), "costs": c} for strategy, c in costs.items()],
+            }
+            for key, costs in self.costs.items()
+        }
+
+    def load(self, state: dict[str, Any]) -> int:
+        """Load costs and best strategies that `state` returned; return how many entries were skipped.
+
+        The entry of a bucket is skipped if its best strategy is not available in this run.
+
+        Raises:
+            ValueError: the state is malformed.
+        """
+        skipped = 0
+        try:
+            for key, entry in state.items():
+                costs = {}
+                for row in entry["costs"]:
+                    strategy = Strategy(**{k: v for k, v in row.items() if k != "costs"})
+                    costs[strategy] = [float(cost) for cost in row["costs"]]
+                best = None if entry["best"] is None else Strategy(**entry["best"])
+                if best is not None and not self._is_available(best):
+                    skipped += 1
+                    continue
+                self.costs[key] = {s: c for s, c in costs.items() if c and self._is_available(s)}
+                if best is not None:
+                    self.best[key] = best
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"the state of the tuner is malformed: {error!r}") from error
+        return skipped
+
+    def _is_available(self, strategy: Strategy) -> bool:
+        return (
+            strategy.adaptive_r in self.rs
+            and strategy.overlap in self.overlaps
+            and strategy.algorithm in self.algorithms
+        )
+
+    def _pruned(self, predict: Predict | None) -> list[Strategy]:
+        """Return the strategies to measure, in the order of their predicted seconds."""
+        every = [
+            Strategy(adaptive_r=r, overlap=overlap, algorithm=algorithm)
+            for r, overlap, algorithm in product(self.rs, self.overlaps, self.algorithms)
+            # With r = 0, no rows are sent, so overlap and algorithm have no effect.
+            if r > 0 or (overlap, algorithm) == (self.overlaps[0], self.algorithms[0])
+        ]
+        if predict is None:
+            return every
+        seconds = {strategy: predict(strategy) for strategy in every}
+        limit = MOST_PREDICTED * min(seconds.values())
+        ranked = sorted(every, key=seconds.__getitem__)[:MOST_CANDIDATES]
+        kept = [strategy for strategy in ranked if seconds[strategy] <= limit]
+        if self.given is not None and self.given not in kept and self._is_available(self.given):
+            kept.append(self.given)
+        return kept
+
+    def _advance(self, key: str) -> None:
+        """Choose the next candidate to measure for `key` or, after the last round, the best strategy."""
+        costs, active = self.costs.setdefault(key, {}), self._candidates[key]
+        for n in range(1, ROUNDS + 1):
+            waiting = [strategy for strategy in active if len(costs.get(strategy, ())) < n]
+            if waiting:
+                self._next[key] = waiting[0]
+                return
+            # Outliers are slow updates, so the lower median is used for an even number of costs.
+            middle = {strategy: median_low(costs[strategy][:n]) for strategy in active}
+            limit = LIMITS[min(n, len(LIMITS)) - 1] * min(middle.values())
+            active = [strategy for strategy in active if middle[strategy] <= limit]
+            if len(active) == 1:
+                break
+        self._next.pop(key, None)
+        self.best[key] = min(active, key=middle.__getitem__)

@@ -1,0 +1,286 @@
+"""Sharded or offloaded optimizer state: a layer between a model and an ordinary optimizer.
+
+The optimizer has only this rank's elements of each parameter, in fp32. The order of calls in an update is:
+backward passes, each followed by `finish_backward`; `reduce`; `norm` and `multiply` to clip; `step`;
+`zero_grad`.
+"""
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fairseq_tutel.parallel.collectives import Started, all_reduce
+from fairseq_tutel.parallel.gradients import divide_gradients, global_grad_norm, square_norm
+from fairseq_tutel.parallel.groups import Topology
+from fairseq_tutel.parallel.zero_partition import Bucket, own_elements, partitions_of
+
+# The key of the fp32 copy of a half-precision weight in a checkpoint's optimizer state.
+MASTER = "fp32_master"
+
+
+class GradientReducer:
+    """Sums gradients over ranks, bucket by bucket, so that each rank gets the elements that it owns.
+
+    With `eager` this happens during a backward pass. A bucket is sent when all its gradients exist and all
+    earlier buckets are sent. So all ranks call the same collectives, even if some do not use all
+    parameters. The results arrive at the end of the backward pass: other ranks may send buckets only then.
+    """
+
+    def __init__(self, buckets: Sequence[Bucket], world_size: int, eager: bool) -> None:
+        self.world_size, self.eager = world_size, eager
+        self.alone = [bucket for bucket in buckets if bucket.share.size == 1]
+        self.shared = [bucket for bucket in buckets if bucket.share.size > 1]
+        self.pending: list[Started] = []
+        self.reset()
+        if eager:
+            for number, bucket in enumerate(self.shared):
+                for partition in bucket.partitions:
+                    _set_hook(partition.parameter, self, number)
+
+    def reset(self) -> None:
+        """Reset the records of sent buckets and received gradients for the next update."""
+        self.sent = 0  # buckets sent in this backward pass
+        self.here: list[set[int]] = [set() for _ in self.shared]
+        self.backwards = 0
+        self.is_reduced = False
+
+    def arrived(self, parameter: nn.Parameter, number: int) -> None:
+        """Record that a parameter of bucket `number` has its gradient; send buckets with all gradients."""
+        if number < self.sent:
+            raise RuntimeError(
+                f"a parameter of shape {tuple(parameter.shape)} got another gradient after its gradient "
+                "was sent: several checkpointed layers may share it, or the backward pass was not run by "
+                "the optimizer; give --moe-zero-stage 1."
+            )
+        self.here[number].add(id(parameter))
+        while self.sent < len(self.shared):
+            if len(self.here[self.sent]) < len(self.shared[self.sent].partitions):
+                break
+            self._send()
+
+    def finish_backward(self) -> None:
+        """Reduce the remaining gradients at the end of a backward pass. Collective.
+
+        Gradients remain if this rank did not use all parameters.
+        """
+        if not self.eager:
+            return
+        while self.sent < len(self.shared):
+            self._send()
+        self._finish(self.pending)
+        self.backwards += 1
+        self.sent, self.here = 0, [set() for _ in self.shared]
+
+    def reduce(self) -> None:
+        """Finish the reduction of all gradients before a step, once per update. Collective."""
+        if self.is_reduced:
+            return
+        self.is_reduced = True
+        if self.eager and self.backwards == 0:
+            self.finish_backward()
+        elif not self.eager:
+            for bucket in self.shared:
+                self.pending.append(bucket.reduce_gradients())
+                # At most two at a time: the next bucket is stacked while one is sent.
+                self._finish(self.pending[:-1])
+            self._finish(self.pending)
+        if self.world_size > 1:
+            for bucket in self.alone:
+                divide_gradients((p.parameter for p in bucket.partitions), bucket.share.divisor)
+
+    def _send(self) -> None:
+        self._finish([each for each in self.pending if each.is_done()])
+        self.pending.append(self.shared[self.sent].reduce_gradients())
+        self.sent += 1
+
+    def _finish(self, several: Sequence[Started]) -> None:
+        for started in list(several):
+            started.wait()
+            self.pending.remove(started)
+
+
+def _set_hook(parameter: nn.Parameter, reducer: GradientReducer, number: int) -> None:
+    """Register a hook that notifies `reducer` of a parameter's gradients, and remove the previous hook.
+
+    fairseq builds another optimizer when it loads a checkpoint. Hooks must not notify the first optimizer.
+    """
+    reference = weakref.ref(reducer)
+
+    def hook(parameter: nn.Parameter) -> None:
+        if (found := reference()) is not None:
+            found.arrived(parameter, number)
+
+    former = getattr(parameter, "zero_hook", None)
+    if former is not None:
+        former.remove()
+    parameter.zero_hook = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[attr-defined]
+
+
+class ZeroState:
+    """Splits a model's parameters over ranks, reduces their gradients, and updates this rank's part.
+
+    Args:
+        parameters: in the same order on all ranks.
+        stage: 0: nothing is sharded, and other code reduces gradients; 1: the state is sharded, and
+            gradients are reduced after the last backward pass; 2: during every backward pass.
+        offload: keep this rank's elements, and the optimizer's moments, in host memory.
+        bucket_bytes: see `partitions_of`.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[nn.Parameter],
+        topology: Topology,
+        stage: int,
+        offload: bool = False,
+        **bucket_bytes: int,
+    ) -> None:
+        self.topology, self.stage = topology, stage
+        self.partitions, self.buckets = partitions_of(
+            parameters, topology, stage > 0, offload, **bucket_bytes
+        )
+        self.parameters = [partition.own for partition in self.partitions]
+        self.factor: float | Tensor = 1.0
+        self.reducer = GradientReducer(self.buckets, topology.world_size, eager=stage == 2)
+
+    def zero_grad(self) -> None:
+        """Free all gradients and reset the reduction."""
+        for bucket in self.buckets:
+            bucket.free_gradients()
+        self.reducer.reset()
+        self.factor = 1.0
+
+    def finish_backward(self) -> None:
+        """Finish a backward pass; stage 2 reduces the remaining gradients. Collective under stage 2."""
+        self.reducer.finish_backward()
+
+    def reduce(self) -> None:
+        """Finish the gradient reduction of stages 1 and 2 after the last backward pass. Collective.
+
+        A second call in an update has no effect.
+        """
+        self.reducer.reduce()
+
+    def multiply(self, factor: float | Tensor) -> None:
+        """Multiply gradients by `factor` when they become fp32, so half-precision ones do not underflow."""
+        self.factor = self.factor * factor
+
+    def norm(self) -> Tensor:
+        """Return the L2 norm of all gradients; all ranks get the same bits. Collective."""
+        if self.stage == 0:
+            parameters = [partition.parameter for partition in self.partitions]
+            return global_grad_norm(parameters, self.topology) * self.factor
+        grads: list[Tensor | None] = []
+        for bucket in self.buckets:
+            grads += bucket.gradients() if bucket.gradient is None else [bucket.gradient]
+        square = square_norm([grad for grad in grads if grad is not None], self.buckets[0].first.device)
+        if self.topology.world_size > 1:
+            all_reduce(square, "the all-reduce of the gradient norm")
+        return square.sqrt() * self.factor
+
+    def clip(self, max_norm: float) -> Tensor:
+        """Clip gradients to the norm `max_norm`, if that is positive; return the norm before clipping."""
+        norm = self.norm()
+        if max_norm > 0:
+            self.multiply((max_norm / (norm + 1e-6)).clamp(max=1.0))
+        return norm
+
+    @torch.no_grad()
+    def step(self, optimizer: torch.optim.Optimizer, update: Callable[[], Any]) -> None:
+        """Update this rank's elements, one group of parameters (bucket) at a time; gather all weights.
+
+        Collective. Only one bucket's gradients are fp32 at a time. Its weights are sent while the next
+        bucket is updated. `optimizer` must be elementwise, and `update` must call `optimizer.step`.
+        """
+        groups = optimizer.param_groups
+        # Values in groups, such as a step count, must change once per update, not once per bucket.
+        before = [dict(group) for group in groups]
+        members = [{id(own) for own in values["params"]} for values in before]
+        pending: Started | None = None
+        try:
+            for bucket in self.buckets:
+                owned = _widen_gradients(bucket, self.factor)
+                for group, values, ids in zip(groups, before, members, strict=True):
+                    group.clear()
+                    group.update(values, params=[own for own in owned if id(own) in ids])
+                update()
+                bucket.free_gradients()
+                former, pending = pending, bucket.gather_weights()
+                if former is not None:
+                    former.wait()
+            if pending is not None:
+                pending.wait()
+        finally:
+            for group, values in zip(groups, before, strict=True):
+                group["params"] = values["params"]
+
+    def whole_state(self, index: int, state: dict[str, Any]) -> dict[str, Any]:
+        """Return a parameter's complete optimizer state, with an fp32 master copy if there is one.
+
+        Collective over the ranks that own parts of it.
+        """
+        partition, whole = self.partitions[index], dict(state)
+        if partition.is_master:
+            whole[MASTER] = partition.own.data
+        for key in sorted(whole):
+            if torch.is_tensor(whole[key]) and whole[key].shape == partition.own.shape:
+                whole[key] = partition.whole(whole[key])
+        return whole
+
+    @torch.no_grad()
+    def own_state(self, index: int, state: dict[str, Any]) -> dict[str, Any]:
+        """Return this rank's part of a parameter's complete optimizer state, as read from a checkpoint."""
+        partition, own = self.partitions[index], _without_fp16_stats(state)
+        shape = partition.parameter.shape
+        for key, value in own.items():
+            # The number of steps may be a tensor; a parameter may have no dimensions.
+            if not torch.is_tensor(value) or key == "step" or (value.dim() == 0 and len(shape) > 0):
+                continue
+            if value.shape != shape:
+                raise ValueError(
+                    f"the checkpoint's {key} of parameter {index} has shape {tuple(value.shape)}, but this "
+                    f"model needs shape {tuple(shape)}; give a checkpoint that all ranks wrote together, "
+                    "not a crash file."
+                )
+            if key == MASTER and not partition.is_master:
+                # From a half-precision run: all ranks read the master copy and continue from it.
+                partition.parameter.copy_(value)
+            own[key] = own_elements(value.contiguous(), partition.share).clone()
+        return own
+
+
+def _widen_gradients(bucket: Bucket, factor: float | Tensor) -> list[nn.Parameter]:
+    """Multiply a bucket of gradients by `factor`, in the dtype and on the device of the optimizer."""
+    owned = [partition.own for partition in bucket.partitions]
+    device, dtype = owned[0].device, owned[0].dtype
+    if isinstance(factor, Tensor):
+        factor = factor.to(device)
+
+    def widened(grad: Tensor) -> Tensor:
+        if grad.is_cuda and device.type == "cpu":
+            # A copy to page-locked memory before the conversion is twice as fast.
+            grad = torch.empty_like(grad, device="cpu", pin_memory=True).copy_(grad)
+        return grad.to(dtype).mul_(factor)
+
+    if bucket.convert_gradient(widened):
+        grads = bucket.gradients()
+    else:
+        grads = [None if grad is None else widened(grad) for grad in bucket.gradients()]
+    for partition, grad in zip(bucket.partitions, grads, strict=True):
+        if grad is None and partition.is_master:
+            # Master copies get zeros, as in fairseq; unused fp32 parameters are skipped.
+            grad = torch.zeros_like(partition.own)
+        partition.own.grad = grad
+    return owned
+
+
+def _without_fp16_stats(state: dict[str, Any]) -> dict[str, Any]:
+    """Return an optimizer state with fp32 moments, converted if the run used --fp16-adam-stats."""
+    scales = {key: state[key + "_scale"] for key in state if key + "_scale" in state}
+    wide = {key: state[key].float() * scale for key, scale in scales.items()}
+    return {
+        k: wide.get(k, v) for k, v in state.items() if k.removesuffix("_scale") not in scales or k in wide
+    }

@@ -1,1 +1,0 @@
-"""Strategies to run a MoE layer, a model of their costs, and the tuner. Nothing here imports torch."""

@@ -1,0 +1,45 @@
+"""The options of knowledge distillation."""
+
+from dataclasses import dataclass
+from functools import partial
+
+from fairseq_tutel.option import AT_LEAST_0, AT_LEAST_1, POSITIVE, option
+
+distillation = partial(option, theme="Distillation", of="criterion")
+
+
+@dataclass(frozen=True)
+class DistillationConfig:
+    """The options of the criterion moe_distillation."""
+
+    distill_criterion: str = distillation(
+        "moe_cross_entropy",
+        "criterion to which the distillation loss is added; the flags of this criterion are accepted, too; "
+        "after --distill-until, its loss is the only loss",
+    )
+    distill_teacher: str = distillation(
+        "", "checkpoint of the teacher (dense or MoE, full or sharded), which is opened at its first use"
+    )
+    distill_teacher_overrides: str = distillation(
+        "{}",
+        "options that override the teacher's saved options, in the form of fairseq's --model-overrides: "
+        "{'moe_expert_store': 'on-demand'} keeps the teacher's experts in the file",
+    )
+    distill_teacher_bf16: bool = distillation(False, "run the teacher in bf16")
+    distill_teacher_parallel_size: int = distillation(
+        1, "size of the teacher's EP group", unit="ranks", rule=AT_LEAST_1
+    )
+    distill_alpha: float = distillation(
+        1.0,
+        "weight of T² KL(teacher || student), summed over tokens, added to the criterion's loss",
+        rule=POSITIVE,
+    )
+    distill_temperature: float = distillation(
+        1.0, "temperature T, the divisor of both models' logits", rule=POSITIVE
+    )
+    distill_until: int = distillation(
+        0, "number of updates with the distillation loss; 0: all", unit="updates", rule=AT_LEAST_0
+    )
+    distill_in_validation: bool = distillation(
+        False, "run the teacher in validation, too, and log distill_loss there"
+    )

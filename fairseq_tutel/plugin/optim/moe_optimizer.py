@@ -1,0 +1,330 @@
+"""A mixin that adds experts on several ranks, ZeRO and offload to fairseq's optimizers.
+
+fairseq's fp16, memory-efficient and amp wrappers use the result like an ordinary optimizer of the model's
+parameters. A checkpoint has an ordinary optimizer state.
+"""
+
+import logging
+from typing import Any
+
+from fairseq.distributed import LegacyDistributedDataParallel
+from fairseq.optim import (
+    OPTIMIZER_DATACLASS_REGISTRY,
+    OPTIMIZER_REGISTRY,
+    FairseqOptimizer,
+    register_optimizer,
+)
+from torch import Tensor, nn
+
+from fairseq_tutel.checkpoint.experts import gather_to_first
+from fairseq_tutel.checkpoint.shards import ShardedTensor, unbind
+from fairseq_tutel.parallel import gradients
+from fairseq_tutel.parallel.collectives import is_replaced
+from fairseq_tutel.parallel.groups import Slice, Topology, cut, slice_of
+from fairseq_tutel.parallel.zero_state import MASTER, ZeroState
+from fairseq_tutel.plugin.optim import zero
+from fairseq_tutel.plugin.run_state import RUN
+
+logger = logging.getLogger(__name__)
+
+# This key is in an optimizer state that has only the part of one rank.
+ONLY_OF_RANK = "only_of_rank"
+
+
+class MoEOptimizerMixin:
+    """Adds experts on several ranks and ZeRO to a FairseqOptimizer class; it is the first base class.
+
+    It changes nothing for a model without experts, or on one rank without offload.
+    """
+
+    optimizer: Any  # torch's optimizer
+    params: Any
+    cfg: Any
+    args: Any
+    # Under ZeRO or offload, the optimizer updates these partitions instead of the parameters.
+    zero: ZeroState | None = None
+    _gathered_state: dict[int, dict[str, Any]] | None = None
+    # Whether the parameters are fp32 master copies of half-precision parameters.
+    holds_masters: bool = False
+    # Whether the last step changed the weights: under --amp, a step with an overflow does not.
+    took_step: bool = True
+    # Increases once per update, also if an overflow skips its step.
+    times_clipped: int = 0
+    # Under --amp fairseq unscales the gradients of torch's optimizer, and passes this object to
+    # GradScaler.step, which would unscale them again. With this attribute, GradScaler only sets found_inf.
+    _step_supports_amp_scaling: bool = True
+
+    def __init__(self, cfg: Any, params: Any) -> None:
+        options = zero.zero_options(cfg)
+        if options is not None:
+            params = list(params)
+            self.zero = ZeroState(params, RUN.topology, options.stage, options.offload)
+            logger.info(
+                "%s: this rank keeps the optimizer state of %d of %d parameter elements%s",
+                options.flags,
+                sum(own.numel() for own in self.zero.parameters),
+                sum(parameter.numel() for parameter in params),
+                ", in host memory" if options.offload else "",
+            )
+            params = self.zero.parameters
+        super().__init__(cfg, params)  # type: ignore[call-arg]
+
+    @property
+    def supports_memory_efficient_fp16(self) -> bool:
+        """Whether half-precision parameters are accepted; ZeRO accepts them, as its partitions are fp32."""
+        return self.zero is not None or super().supports_memory_efficient_fp16  # type: ignore[misc]
+
+    @property
+    def is_apart(self) -> bool:
+        """Whether the optimizer state is sharded over several ranks."""
+        return self.zero is not None and any(bucket.share.size > 1 for bucket in self.zero.buckets)
+
+    def model_params(self) -> list[nn.Parameter]:
+        """Return the model's parameters, in the order of the indices of the optimizer state."""
+        if self.zero is None:
+            return list(self.params)
+        return [partition.parameter for partition in self.zero.partitions]
+
+    def save_masters(self) -> None:
+        """Include the parameters in later optimizer states, because they are fp32 master copies."""
+        self.holds_masters = True
+
+    def zero_grad(self) -> None:
+        """Reset the gradients of the model's parameters and of their partitions."""
+        super().zero_grad()  # type: ignore[misc]
+        if self.zero is not None:
+            self.zero.zero_grad()
+
+    def backward(self, loss: Tensor) -> None:
+        """Run the backward pass; under ZeRO stage 2, reduce gradients during it."""
+        super().backward(loss)  # type: ignore[misc]
+        self.finish_backward()
+
+    def finish_backward(self) -> None:
+        """Reduce the remaining gradients after a wrapper has run the backward pass."""
+        if self.zero is not None:
+            self.zero.finish_backward()
+
+    def all_reduce_grads(self, module: Any) -> None:
+        """Reduce the gradients of dense parameters and experts over the ranks. Collective.
+
+        Under ZeRO, each rank gets the part that it owns, also of a criterion's gradients. Otherwise the
+        data-parallel wrapper or a collective plan reduces dense gradients, before expert gradients.
+        """
+        if self.zero is not None and self.zero.stage > 0:
+            self.zero.reduce()
+            return
+        topology = RUN.topology
+        if _reduces_here(module):
+            gradients.reduce_dense_gradients(module.parameters(), topology.world_size)
+        else:
+            super().all_reduce_grads(module)  # type: ignore[misc]
+        if topology.expert_parallel_size > 1:
+            gradients.reduce_expert_gradients(module.parameters(), topology)
+        if topology.world_size > 1:
+            gradients.rescale_expert_gradients(module.parameters(), topology.world_size)
+        if topology.expert_parallel_size > 1 and self._is_scaled_by_torch():
+            gradients.spread_overflow(module.parameters())
+
+    def multiply_grads(self, c: float | Tensor) -> None:
+        """Multiply the gradients by c; under ZeRO, the step does this when it converts them to fp32."""
+        if self.zero is None:
+            super().multiply_grads(c)  # type: ignore[misc]
+        else:
+            self.zero.multiply(c)
+
+    def clip_grad_norm(self, max_norm: float, aggregate_norm_fn: Any = None) -> Tensor:
+        """Clip gradients by their norm over dense parameters and all ranks' experts; return the norm."""
+        self.times_clipped += 1
+        if self.zero is not None:
+            return self.zero.clip(max_norm)
+        params = list(self.params)
+        if RUN.topology.expert_parallel_size > 1:
+            norm = gradients.global_grad_norm(params, RUN.topology)
+        else:
+            norm = gradients.local_grad_norm(params)
+            if aggregate_norm_fn is not None:
+                norm = aggregate_norm_fn(norm)
+        gradients.clip_gradients(params, max_norm, norm)
+        return norm
+
+    def _is_scaled_by_torch(self) -> bool:
+        # fairseq's older optimizers keep the configuration as `args`, or have the complete command line.
+        cfg = self.cfg if hasattr(self, "cfg") else self.args
+        if not hasattr(cfg, "_get_root"):
+            return bool(getattr(cfg, "amp", False))
+        root = cfg._get_root()
+        return "common" in root and root.common.amp
+
+    def step(self, *args: Any, **kwargs: Any) -> None:
+        """Update the parameters, under ZeRO bucket by bucket; free state gathered for a checkpoint."""
+        if self.zero is None:
+            self._step(*args, **kwargs)
+        else:
+            self.zero.step(self.optimizer, lambda: self._step(*args, **kwargs))
+
+    def _step(self, *args: Any, **kwargs: Any) -> None:
+        self._gathered_state = None
+        found_inf = getattr(self, "found_inf", None)  # set by torch's GradScaler, see above
+        self.took_step = found_inf is None or found_inf.item() == 0
+        if self.took_step:
+            super().step(*args, **kwargs)  # type: ignore[misc]
+
+    def expert_state(self, index: int) -> dict[str, Tensor]:
+        """Return this rank's experts' optimizer state [e, ...], with fp32 master weights. Collective.
+
+        Some tensors may be in host memory: an offloaded state, and until the first step, a checkpoint's
+        tensors in fairseq's memory-efficient wrapper.
+        """
+        parameter = self.model_params()[index]
+        if self.zero is not None:
+            state = self._whole_tensors(index)
+        else:
+            state = dict(self.optimizer.state.get(parameter, {}))
+            if self.holds_masters:
+                state[MASTER] = parameter.data
+            state = {
+                k: state[k] for k in sorted(state) if _is_per_expert(state[k], parameter, len(parameter))
+            }
+        return state
+
+    def gather_state(self, topology: Topology) -> None:
+        """Gather the experts' optimizer state to rank 0 for its next `state_dict`. Collective."""
+        gathered: dict[int, dict[str, Any]] = {}
+        for index, parameter in enumerate(self.model_params()):
+            if gradients.is_expert(parameter):
+                gathered[index] = {
+                    key: gather_to_first(value, topology, parameter)
+                    for key, value in self.expert_state(index).items()
+                }
+        self.save_state(gathered, topology)
+
+    def save_state(self, state: dict[int, dict[str, Any]], topology: Topology) -> None:
+        """Set the state that rank 0's next `state_dict` contains instead of local values.
+
+        `state` has values by parameter index and key. Under ZeRO this also gathers the state of all other
+        parameters, and is collective.
+        """
+        self._gathered_state = state if topology.rank == 0 else None
+        if not self.is_apart:
+            return
+        for index in range(len(self.model_params())):
+            if index in state:
+                continue
+            whole = self._whole_tensors(index)
+            if self._gathered_state is not None:
+                self._gathered_state[index] = {key: value.cpu() for key, value in whole.items()}
+
+    def _whole_tensors(self, index: int) -> dict[str, Tensor]:
+        assert self.zero is not None
+        state = self.optimizer.state.get(self.zero.parameters[index], {})
+        whole = self.zero.whole_state(index, state)
+        shape = self.zero.partitions[index].parameter.shape
+        return {key: whole[key] for key in sorted(whole) if getattr(whole[key], "shape", None) == shape}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the optimizer state for a checkpoint, and mark it if it has only this rank's part.
+
+        It includes fp32 masters. fairseq saves only half-precision weights, from which a run could not
+        resume exactly.
+        """
+        state_dict = super().state_dict()  # type: ignore[misc]
+        state = state_dict.get("state", {})  # a composite optimizer has one state per group
+        if self.holds_masters and "state" in state_dict:
+            for index, parameter in enumerate(self.params):
+                state[index] = {**state.get(index, {}), MASTER: parameter.data}
+        if self.zero is not None:
+            for index, partition in enumerate(self.zero.partitions):
+                if partition.share.size == 1 and (index in state or partition.is_master):
+                    state[index] = self.zero.whole_state(index, state.get(index, {}))
+        for index, tensors in (self._gathered_state or {}).items():
+            state[index] = {**state.get(index, {}), **tensors}
+        if self.is_apart and self._gathered_state is None:
+            state_dict[ONLY_OF_RANK] = RUN.topology.rank
+        return state_dict
+
+    def load_state_dict(self, state_dict: dict[str, Any], optimizer_overrides: dict | None = None) -> None:
+        """Load a complete optimizer state; keep this rank's part, and restore fp32 master weights."""
+        if ONLY_OF_RANK in state_dict:
+            raise ValueError(
+                f"the checkpoint has only rank {state_dict[ONLY_OF_RANK]}'s part of the optimizer state, "
+                "as crash files of runs with --moe-zero-stage do; give an older checkpoint, or "
+                "--reset-optimizer to continue from the weights alone."
+            )
+        topology = RUN.topology
+        # Changed in place: fairseq's memory-efficient fp16 wrapper copies from the same dict afterwards.
+        state = state_dict.get("state", {})
+        for index, parameter in enumerate(self.model_params()):
+            if topology.expert_parallel_size > 1 and gradients.is_expert(parameter) and index in state:
+                state[index] = own_part(state[index], parameter, topology)
+        unbind(state)  # reads the remaining tensors
+        if self.zero is not None:
+            for index in state.keys() & range(len(self.zero.partitions)):
+                state[index] = self.zero.own_state(index, state[index])
+        masters = {i: state[i].pop(MASTER) for i in list(state) if MASTER in state[i]}
+        super().load_state_dict(state_dict, optimizer_overrides)  # type: ignore[misc]
+        params = list(self.params)
+        for index, master in masters.items():
+            params[index].data.copy_(master)
+
+
+def _reduces_here(module: Any) -> bool:
+    """Return whether a collective plan, instead of torch's wrapper, sums dense gradients."""
+    while not isinstance(module, LegacyDistributedDataParallel):
+        module = getattr(module, "module", None)  # inside fairseq's other wrappers
+        if module is None:
+            return False
+    return not module.accumulate_grads and is_replaced("all_reduce", None)
+
+
+def _is_per_expert(value: Any, parameter: Tensor, num_experts: int) -> bool:
+    """Return whether a value of an optimizer state has one entry per expert along dimension 0."""
+    if not isinstance(value, Tensor | ShardedTensor):
+        return False
+    return len(value.shape) == parameter.dim() and value.shape[0] == num_experts
+
+
+def own_part(state: dict[str, Any], parameter: Tensor, topology: Topology) -> dict[str, Any]:
+    """Return this rank's part of an expert parameter's state; `state` contains all experts."""
+    slicing, shape = slice_of(parameter), list(parameter.shape)
+    shape[0] = shape[0] * topology.expert_parallel_size // slicing.count
+    shape[slicing.dim] *= slicing.count
+    part = topology.part(shape[0])
+
+    def own(value: Tensor | ShardedTensor) -> Tensor:
+        # A tensor with a different shape, such as a scale, is the same for all shards.
+        cut_as = slicing if list(value.shape) == shape else Slice()
+        index = part.index if cut_as.count > 1 else 0
+        if isinstance(value, ShardedTensor):
+            return value.read(part.first, part.num_local, cut_as, index)
+        local = value[part.first : part.first + part.num_local]
+        return cut(local, cut_as, index).clone()
+
+    return {
+        key: own(value) if _is_per_expert(value, parameter, shape[0]) else value
+        for key, value in state.items()
+    }
+
+
+def innermost_optimizer(optimizer: FairseqOptimizer) -> Any:
+    """Return the optimizer inside fairseq's fp16, memory-efficient or amp wrapper."""
+    for name in ("fp32_optimizer", "wrapped_optimizer"):
+        inner = getattr(optimizer, name, None)
+        if isinstance(inner, FairseqOptimizer):
+            return inner
+    return optimizer
+
+
+def variant_name(name: str) -> str:
+    """Return the registered name of an optimizer's MoE variant, such as `moe_adam` for `adam`."""
+    return name if name.startswith("moe_") else f"moe_{name}"
+
+
+def register_variants() -> None:
+    """Register an MoE variant of every fairseq optimizer that does not have one yet."""
+    for name, stock in list(OPTIMIZER_REGISTRY.items()):
+        if name.startswith("moe_") or variant_name(name) in OPTIMIZER_REGISTRY:
+            continue
+        variant = type(f"MoE{stock.__name__}", (MoEOptimizerMixin, stock), {"__doc__": stock.__doc__})
+        dataclass = OPTIMIZER_DATACLASS_REGISTRY.get(name)
+        register_optimizer(variant_name(name), dataclass=dataclass)(variant)

@@ -1,0 +1,113 @@
+"""ZeRO and optimizer offload for fairseq's optimizers: options, checks, and the fp16 wrapper."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from fairseq.optim import MemoryEfficientFP16Optimizer
+from torch import Tensor
+
+from fairseq_tutel.moe.option_table import TaskConfig
+from fairseq_tutel.option import read, refuse_bad_values
+from fairseq_tutel.parallel import world
+from fairseq_tutel.plugin.run_state import RUN
+
+# Optimizers whose update of an element depends on others: a rank with some of them would diverge.
+NOT_ELEMENTWISE = ("adafactor", "lamb", "composite")
+
+
+@dataclass(frozen=True)
+class ZeroOptions:
+    """The ZeRO stage (0 to 2), and whether the optimizer state is in host memory; see `ZeroState`."""
+
+    stage: int
+    offload: bool
+
+    @property
+    def flags(self) -> str:
+        """The command-line flags of these options, for messages."""
+        given = [f"--moe-zero-stage {self.stage}"] if self.stage else []
+        return " ".join(given + ["--moe-offload-optimizer"] * self.offload)
+
+
+def zero_options(cfg: Any) -> ZeroOptions | None:
+    """Return the ZeRO and offload options; None if neither is used or the model has no experts.
+
+    `cfg` is a FairseqConfig, its optimizer section, or an old optimizer's namespace. On one rank the stage
+    is 0.
+    """
+    if hasattr(cfg, "_get_root"):
+        root = cfg._get_root()
+        cfg = root.task if "task" in root else cfg
+    options = read(TaskConfig, cfg)
+    refuse_bad_values(options)
+    # A model without experts created no groups; the task warns that these options have no effect.
+    ranks = world.size()
+    stage = options.moe_zero_stage if ranks > 1 else 0
+    if not (stage or options.moe_offload_optimizer) or RUN.topology.world_size != ranks:
+        return None
+    return ZeroOptions(stage, options.moe_offload_optimizer)
+
+
+def refuse_with_zero(root: Any, asked: ZeroOptions) -> None:
+    """Raise ValueError for options that do not work with ZeRO or optimizer offload."""
+    common, name = root.common, str(root.optimizer._name)
+    bad = [
+        (
+            name.removeprefix("moe_") in NOT_ELEMENTWISE,
+            f"--optimizer is {name}, whose updates need complete parameters, but {asked.flags} gives the "
+            "optimizer only parts of them; use moe_adam, or remove the ZeRO and offload options.",
+        ),
+        (
+            getattr(root.optimizer, "fp16_adam_stats", False),
+            f"--fp16-adam-stats is set, which needs complete parameters for its scales, but {asked.flags} "
+            "shards them; remove one of the two options.",
+        ),
+        (
+            common.amp,
+            f"--amp is set, whose scaler checks only a rank's own gradients, but {asked.flags} moves them "
+            "to other ranks; use --fp16 or --bf16.",
+        ),
+        *(
+            (
+                common[f"memory_efficient_{precision}"],
+                f"--memory-efficient-{precision} is set, which has no fp32 master weights, but "
+                f"{asked.flags} keeps such weights; use --{precision}.",
+            )
+            for precision in ("fp16", "bf16")
+        ),
+        (
+            root.optimization.use_bmuf,
+            f"--use-bmuf is set, which averages complete weights, not parts; remove it or {asked.flags}.",
+        ),
+    ]
+    refuse_first(bad)
+
+
+def refuse_first(rules: Iterable[tuple[Any, str]]) -> None:
+    """Raise ValueError with the message of the first rule whose condition is true."""
+    for condition, message in rules:
+        if condition:
+            raise ValueError(message)
+
+
+class ZeroFP16Optimizer(MemoryEfficientFP16Optimizer):
+    """The fp16 and bf16 optimizer for ZeRO, which replaces fairseq's FP16Optimizer.
+
+    fairseq's class copies all parameters and gradients to fp32. The arithmetic is the same, but the wrapped
+    optimizer gets half-precision parameters and keeps fp32 partitions.
+    """
+
+    def backward(self, loss: Tensor) -> None:
+        """Run the backward pass of the scaled loss, and finish the reduction of gradients."""
+        super().backward(loss)
+        self.wrapped_optimizer.finish_backward()
+
+    def load_state_dict(self, state_dict: dict, optimizer_overrides: dict | None = None) -> Any:
+        """Load an optimizer state, and prevent fairseq from replacing its tensors by those of the file."""
+        self.optimizer.disable_mem_eff_fp16_loading_hack = True
+        super().load_state_dict(state_dict, optimizer_overrides)
+
+
+# fairseq's Trainer rejects a checkpoint of an optimizer with another name. These two can read each other's.
+ZeroFP16Optimizer.__name__ = "FP16Optimizer"

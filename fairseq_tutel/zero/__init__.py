@@ -1,1 +1,0 @@
-"""ZeRO: the optimizer state is sharded over the ranks that have the same parameters."""

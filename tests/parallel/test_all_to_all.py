@@ -1,0 +1,94 @@
+"""2-D hierarchical all-to-all is the linear one, bit for bit, with fewer messages between nodes."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from fairseq_tutel.parallel import all_to_all
+from fairseq_tutel.parallel.groups import make_topology
+
+# Ranks, those of an expert group, those of a node.
+LONG = [pytest.param(*s, marks=pytest.mark.long) for s in ((6, 6, 2), (8, 8, 4), (8, 4, 2))]
+SPLITS = [(4, 4, 2), (6, 6, 3), *LONG]
+MODEL_DIM, EXPERTS_PER_RANK = 3, 2
+EVEN = 2
+
+
+def counts_of(rank, parallel, seed):
+    generator = torch.Generator().manual_seed(100 * seed + rank)
+    counts = torch.randint(0, 4, (parallel, EXPERTS_PER_RANK), generator=generator)
+    if seed == 1 and rank == 1:
+        counts.zero_()  # a rank that sends nothing
+    return torch.full_like(counts, 3) if seed == EVEN else counts
+
+
+def compare_exchanges(parallel, local, dtype, seed):
+    """On every rank: both exchanges of the same rows, and what backward makes of a projection."""
+    rank = dist.get_rank()
+    topology = make_topology([parallel * EXPERTS_PER_RANK], parallel, local)
+    counts = counts_of(rank, parallel, seed)
+    generator = torch.Generator().manual_seed(rank)
+    rows = torch.randn(int(counts.sum()), MODEL_DIM, generator=generator)
+    rows = (100 * rows).to(dtype)
+    results = []
+    for agreed, rows_exchange in both_exchanges(counts, topology):
+        x = rows.clone().requires_grad_(dtype.is_floating_point)
+        there = rows_exchange.dispatch(x)
+        back = rows_exchange.combine(there * 2)
+        if dtype.is_floating_point:
+            (back * torch.arange(len(back)).unsqueeze(1)).sum().backward()
+        grad = x.grad if x.grad is not None else torch.zeros(0)
+        results.append((agreed.arriving_PE, there.detach(), back.detach(), grad))
+    return results
+
+
+def both_exchanges(counts, topology):
+    agreed = all_to_all.exchange_counts(counts, topology.expert_group)
+    yield agreed, all_to_all.linear_all_to_all(agreed, topology.expert_group)
+    agreed = all_to_all.exchange_counts_in_two_hops(counts, topology.grid)
+    yield agreed, all_to_all.hierarchical_all_to_all(agreed, agreed, topology.grid)
+
+
+@pytest.mark.parametrize(
+    "dtype, seed", [(torch.float32, 0), (torch.float16, 1), (torch.bfloat16, 1), (torch.int64, 0)]
+)
+@pytest.mark.parametrize("world, parallel, local", SPLITS)
+def test_a_ragged_exchange_is_the_linear_one(ranks, world, parallel, local, dtype, seed):
+    for linear, hierarchical_ in ranks(world).run(compare_exchanges, parallel, local, dtype, seed):
+        for expected, got in zip(linear, hierarchical_, strict=True):
+            assert torch.equal(got, expected)
+    assert linear[1].shape[0] > 0
+
+
+def compare_even_exchanges(parallel, local):
+    maps, all_to_all.regroup_maps = all_to_all.regroup_maps, None
+    try:
+        return compare_exchanges(parallel, local, torch.bfloat16, EVEN)
+    finally:
+        all_to_all.regroup_maps = maps
+
+
+@pytest.mark.parametrize("world, parallel, local", SPLITS)
+def test_an_exchange_of_even_blocks_is_the_linear_one_without_maps(ranks, world, parallel, local):
+    for linear, hierarchical_ in ranks(world).run(compare_even_exchanges, parallel, local):
+        assert all(torch.equal(*pair) for pair in zip(linear, hierarchical_, strict=True))
+
+
+def grids(locals_):
+    return [make_topology([4], 0, local).grid is None for local in locals_]
+
+
+def test_there_is_no_grid_where_experts_are_not_on_several_whole_nodes(ranks):
+    # One rank a node; three, which do not divide 4; all on one node; no node known.
+    assert ranks(4).run(grids, (1, 3, 4, 8, 0)) == [[True] * 5] * 4
+
+
+@pytest.mark.parametrize("counts", ([[1, 2], [1, 2]], [[1, 1], [2, 2]], [[2, 2], [2, 2]]), ids=str)
+def test_blocks_are_regrouped_by_their_own_sizes(counts):
+    blocks = torch.tensor(counts)
+    there, back = all_to_all._regrouping(blocks, blocks, "auto")
+    rows = torch.arange(int(blocks.sum())).unsqueeze(1)
+    parts = rows.split(blocks.flatten().tolist())
+    expected = torch.cat([parts[2 * a + b] for b in range(2) for a in range(2)])
+    assert torch.equal(there(rows), expected)
+    assert torch.equal(back(expected), rows)

@@ -1,0 +1,191 @@
+"""The exchange across ranks equals one rank that holds every expert."""
+
+import dataclasses
+import itertools
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fairseq_tutel import MoEConfig, MoELayer, make_topology
+from fairseq_tutel.checkpoint.experts import drop_everywhere, gather_everywhere
+from fairseq_tutel.parallel.exchange import ExchangeOptions, agreed_capacity
+from fairseq_tutel.parallel.regroup import regroup_maps
+
+CONFIG = MoEConfig(model_dim=6, hidden_dim=5, num_experts=4, activation="gelu")
+
+# Tokens by rank.
+UNEVEN = (9, 4, 7, 1)
+NOBODY_ON_RANK_1 = (6, 0, 5, 3)
+NOBODY_ANYWHERE = (0, 0, 0, 0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One comparison: who has how many tokens, how experts are split and what the layer does."""
+
+    tokens: tuple[int, ...] = UNEVEN
+    parallel: int = 0
+    options: tuple[tuple[str, object], ...] = ()
+    one_expert: bool = False
+    padding_rank: int | None = None
+    dtype: torch.dtype = torch.float64
+
+
+def inputs(case: Case, rank: int) -> tuple[Tensor, Tensor | None]:
+    generator = torch.Generator().manual_seed(100 + rank)
+    x = torch.randn(case.tokens[rank], CONFIG.model_dim, generator=generator, dtype=torch.float64)
+    mask = None
+    if case.padding_rank is not None:
+        mask = torch.full((len(x),), rank == case.padding_rank)
+    return x.to(case.dtype).requires_grad_(), mask
+
+
+def layers(case: Case) -> tuple[MoELayer, MoELayer]:
+    """Return the layer that is split over ranks, and its twin with every expert here."""
+    topology = make_topology([CONFIG.num_experts], case.parallel)
+    config = dataclasses.replace(CONFIG, **dict(case.options))
+    both = [MoELayer(config, where, seed=3).to(case.dtype) for where in (topology, None)]
+    for layer in both:
+        if case.one_expert:  # the same score everywhere: ties go to expert 0, then 1
+            torch.nn.init.zeros_(layer.gate.weight)
+    return both[0], both[1]
+
+
+def project(y: Tensor, output) -> Tensor:
+    weights = torch.linspace(-1, 2, y.numel(), dtype=torch.float64).view(y.shape)
+    return (y.double() * weights).sum() + output.balance_loss.double()
+
+
+def compare_with_one_rank(case: Case) -> None:
+    split, whole = layers(case)
+    topology, rank = split.topology, dist.get_rank()
+    tolerance = 1e-12 if case.dtype == torch.float64 else 5e-2
+
+    def close(got: Tensor, expected: Tensor, what: str) -> None:
+        torch.testing.assert_close(
+            got.double(),
+            expected.double(),
+            rtol=tolerance,
+            atol=tolerance,
+            msg=lambda m: f"rank {rank}, {what}: {m}",
+        )
+
+    x, mask = inputs(case, rank)
+    y, output = split(x, mask)
+    project(y, output).backward()
+    x_whole = x.detach().clone().requires_grad_()
+    y_whole, output_whole = whole(x_whole, mask)
+    project(y_whole, output_whole).backward()
+    close(y, y_whole, "y")
+    close(output.balance_loss, output_whole.balance_loss, "balance loss")
+    assert torch.equal(output.routing.row_of_TK >= 0, output_whole.routing.row_of_TK >= 0)
+    close(x.grad, x_whole.grad, "gradient of x")
+    close(split.gate.weight.grad, whole.gate.weight.grad, "gradient of the gate")
+    mine = slice(split.experts.first, split.experts.first + split.experts.num_local)
+    for name, parameter in whole.experts.expert_parameters().items():
+        # Everybody in the group has sent its tokens here, so here lies the sum of what all computed.
+        total = parameter.grad.double()
+        if topology.expert_group is not None:
+            dist.all_reduce(total, group=topology.expert_group)
+        close(split.experts.expert_parameters()[name].grad, total[mine], f"gradient of {name}")
+
+
+CASES = {
+    "uneven": {},
+    "replicas": {"parallel": 2},
+    "nobody on rank 1": {"tokens": NOBODY_ON_RANK_1},
+    "nobody anywhere": {"tokens": NOBODY_ANYWHERE},
+    "rank 1 has padding only": {"padding_rank": 1},
+    "all on one expert": {"one_expert": True, "options": {"top_k": 1}},
+    "all on two experts, full": {"one_expert": True, "options": {"capacity_factor": 1.0}},
+    "drops": {"options": {"capacity_factor": 0.5}, "tokens": (9, 4, 17, 8)},
+    "drops, negative factor": {"options": {"capacity_factor": -0.5, "top_k": 3}},
+    "every expert": {"options": {"top_k": 4}, "parallel": 2},
+    "glu without bias": {"options": {"expert_type": "glu", "expert_bias": False}},
+    "bf16": {"dtype": torch.bfloat16},
+}
+
+
+@pytest.mark.parametrize("exchange, world_size", [("ragged", 4), ("padded", 2)])
+@pytest.mark.parametrize("name", CASES)
+def test_split_experts_equal_whole_ones(ranks, name, exchange, world_size):
+    case = dict(CASES[name])
+    options = {"exchange": exchange, **case.pop("options", {})}
+    ranks(world_size).run(compare_with_one_rank, Case(options=tuple(options.items()), **case))
+
+
+def six_experts_on_four_ranks() -> int:
+    topology = make_topology([6])
+    config = dataclasses.replace(CONFIG, num_experts=6)
+    x, _ = inputs(Case(), dist.get_rank())
+    split, whole = MoELayer(config, topology, seed=3).double(), MoELayer(config, seed=3).double()
+    torch.testing.assert_close(split(x)[0], whole(x)[0])
+    return topology.expert_parallel_size
+
+
+def test_experts_that_ranks_do_not_divide_are_split_by_the_common_divisor(ranks):
+    assert ranks(4).run(six_experts_on_four_ranks) == [2] * 4
+
+
+def time_of_exchanges() -> tuple[list[float], int]:
+    layer, _ = layers(Case())
+    layer.time_exchanges()
+    collectives = []
+    measure = layer.timer.measure
+    layer.timer.measure = lambda *args: (collectives.append(1), measure(*args))[1]
+    times = []
+    for _ in range(2):
+        y, _ = layer(inputs(Case(), dist.get_rank())[0])
+        y.sum().backward()
+        times.append(layer.timer.read_and_reset()["all_to_all_cpu_time_ms"])
+    times.append(layer.timer.read_and_reset()["all_to_all_cpu_time_ms"])
+    return times, len(collectives)
+
+
+def test_the_timer_counts_both_directions_and_starts_again_when_read(ranks):
+    for times, collectives in ranks(2).run(time_of_exchanges):
+        assert times[0] > 0 and times[1] > 0 and times[2] == 0
+        assert collectives == 2 * 4  # two forwards and backwards, each there and back
+
+
+def run_without_the_others() -> None:
+    """Every rank runs a different number of forwards, so that a collective would hang."""
+    split, whole = layers(Case())
+    gather_everywhere(split, split.topology)
+    with torch.no_grad():
+        for _ in range(dist.get_rank() + 1):
+            x, _ = inputs(Case(), dist.get_rank())
+            torch.testing.assert_close(split(x)[0], whole(x)[0])
+    drop_everywhere(split)
+    x, _ = inputs(Case(), dist.get_rank())
+    torch.testing.assert_close(split(x)[0], whole(x)[0])
+    assert not split.experts.weights.of_all
+
+
+@pytest.mark.parametrize("world_size", (2, 4))
+def test_gathered_experts_need_nobody_else(ranks, world_size):
+    ranks(world_size).run(run_without_the_others)
+
+
+def agree(needs) -> int:
+    need = torch.tensor(needs[dist.get_rank()])
+    return agreed_capacity(need, ExchangeOptions(group=dist.group.WORLD))
+
+
+def test_the_agreed_capacity_is_the_largest_need_and_at_least_1(ranks):
+    assert ranks(2).run(agree, [[1, 5], [3, 0]]) == [5, 5]
+    assert ranks(2).run(agree, [[0, 0], [0, 0]]) == [1, 1]
+
+
+def test_regroup_maps_of_all_small_counts_equal_brute_force():
+    for flat in (*itertools.product(range(3), repeat=4), (2, 0, 3, 1, 4, 0)):
+        counts_PE = torch.tensor(flat).view(2, -1)
+        # A row is named by where it comes from, whom it is for, and its number among those.
+        sizes = [(p, e, n) for p, row in enumerate(counts_PE.tolist()) for e, n in enumerate(row)]
+        by_source = [(p, e, i) for p, e, n in sizes for i in range(n)]
+        by_expert = sorted(by_source, key=lambda row: (row[1], row[0], row[2]))
+        to_expert, to_source = regroup_maps(counts_PE, len(by_source))
+        assert [by_source[i] for i in to_expert.tolist()] == by_expert
+        assert [by_expert[i] for i in to_source.tolist()] == by_source

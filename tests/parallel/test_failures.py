@@ -1,0 +1,180 @@
+"""A rank that fails ends all others, also those that wait in C; all ranks end an ordinary run together."""
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import forkserver
+import mortal
+import pytest
+import torch.distributed as dist
+from ports import free_port
+
+from fairseq_tutel.parallel import failures, world
+from fairseq_tutel.parallel.signals import EXIT_CODE, watched
+
+PROGRAM = Path(__file__).parents[1] / "helpers" / "blocked_rank.py"
+SECONDS = 60
+KILLED = "rank 2 ended without an error message, as after SIGKILL"
+
+
+def test_torchrun_s_ranks_that_wait_in_c_end_with_a_sentence_each():
+    """Under torchrun, which sends SIGTERM: rank 2 raises an error, and after a restart it is killed."""
+    flags = ("--nproc_per_node", "4", "--max-restarts", "1", "--master_port", str(free_port()))
+    command = [sys.executable, "-m", "torch.distributed.run", *flags, str(PROGRAM)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 7, done.stderr
+    for rank in (0, 1, 3):
+        for reason in ("rank 2 failed: a broken sample.", KILLED):
+            assert sum(e.startswith(f"error: rank {rank} ends, because {reason}") for e in errors) == 1
+    codes = [line.split()[2] for line in done.stderr.splitlines() if "exitcode  :" in line]
+    assert sorted(codes) == ["-9", "1", "1", "1"]
+    assert "received SIGTERM" not in done.stderr
+
+
+def _blocked(rank, victim, fate, port, log):
+    os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT), 2)
+    failures._machine = lambda: "a" if rank == 0 else "b"
+    address = f"tcp://127.0.0.1:{port}"
+    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=3)
+    with world.ending_together("a test"):
+        failures.look()  # the process is registered
+        dist.barrier()
+        if rank == victim:
+            fate()
+        while True:
+            ctypes.CDLL(None).usleep(900_000)
+
+
+def _fail():
+    raise KeyError("a broken sample")
+
+
+def _has_too_little_time():
+    with watched(["SIGTERM"], 0):
+        os.kill(os.getpid(), signal.SIGTERM)
+        while True:
+            ctypes.CDLL(None).usleep(900_000)
+
+
+def _run(function, world_size, folder, *args):
+    """Run a function in ranks; return their exit codes and what they printed to stderr."""
+    port, logs = free_port(), [folder / str(rank) for rank in range(world_size)]
+    processes = [
+        forkserver.context().Process(target=function, args=(rank, *args, port, logs[rank]))
+        for rank in range(world_size)
+    ]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(SECONDS)
+        process.kill()
+        process.join()
+    return [process.exitcode for process in processes], [log.read_text() for log in logs]
+
+
+@pytest.mark.parametrize(
+    ("victim", "fate", "code", "reason"),
+    [
+        (2, mortal.die, -signal.SIGKILL, KILLED),
+        (2, _fail, 1, "rank 2 failed: KeyError: 'a broken sample'"),
+        (0, mortal.die, -signal.SIGKILL, "rank 0, which runs the rendezvous store, has ended"),
+        (0, _fail, 1, "rank 0 failed: KeyError: 'a broken sample'"),
+        (2, _has_too_little_time, EXIT_CODE, "rank 2 received SIGTERM and could not end within 0 s"),
+        (0, _has_too_little_time, EXIT_CODE, "rank 0 received SIGTERM and could not end within 0 s"),
+    ],
+)
+def test_ranks_of_other_machines_end_too_without_a_signal(victim, fate, code, reason, tmp_path):
+    codes, logs = _run(_blocked, 3, tmp_path, victim, fate)
+    assert codes.pop(victim) == code and codes == [1, 1]
+    for rank in {0, 1, 2} - {victim}:
+        errors = [line for line in logs[rank].splitlines() if line.startswith("error: ")]
+        assert len(errors) == 1 and errors[0].startswith(f"error: rank {rank} ends, because {reason}")
+
+
+def _hangs(rank, port, log):
+    os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT), 2)
+    failures.END_SECONDS = 0.2
+    address = f"tcp://127.0.0.1:{port}"
+    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=2)
+    try:
+        with world.ending_together("a test"):
+            _fail()
+    finally:
+        while True:  # as a destructor that waits for the GPU
+            ctypes.CDLL(None).usleep(900_000)
+
+
+def test_a_rank_that_hangs_after_its_own_error_is_ended(tmp_path):
+    codes, logs = _run(_hangs, 2, tmp_path)
+    assert codes == [1, 1]
+    assert "error: rank 1 could not end within 0.2 s after its error" in logs[1]
+
+
+def _is_killed_at_its_end(rank, port, log):
+    os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT), 2)
+    address = f"tcp://127.0.0.1:{port}"
+    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=2)
+    with world.ending_together("a test"):
+        failures.look()
+        dist.barrier()
+        if rank == 1:
+            dist.all_gather_object = lambda *args, **kwargs: mortal.die()
+
+
+def test_a_rank_that_is_killed_while_it_waits_for_the_end_is_named(tmp_path):
+    codes, logs = _run(_is_killed_at_its_end, 2, tmp_path)
+    assert codes == [1, -signal.SIGKILL]
+    assert "rank 1 ended without an error message, as after SIGKILL" in logs[0]
+
+
+@pytest.mark.parametrize(
+    ("error", "failure"),
+    [
+        (KeyboardInterrupt(), "failed: KeyboardInterrupt"),
+        (SystemExit(""), "failed: SystemExit"),
+        (SystemExit("error: no."), "failed: no"),
+        (ValueError("no"), "failed: ValueError: no"),
+    ],
+)
+def test_a_failure_has_a_name_or_a_text(error, failure):
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    watch = failures.FailureWatch(store, 1)
+    watch.report(error)
+    watch.close()
+    assert failures.published(store) == f"rank 1 {failure}"
+
+
+def _ends(rank, how, scheme, port, log):
+    def record(name):
+        original = getattr(dist, name)
+
+        def call(*args, **kwargs):
+            with open(log, "a") as file:
+                file.write(f"{name}\n")
+            return original(*args, **kwargs)
+
+        setattr(dist, name, call)
+
+    open(log, "w").close()
+    address = f"tcp://127.0.0.1:{port}" if scheme == "tcp" else f"file://{log.parent}/store"
+    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=2)
+    record("all_gather_object")
+    record("destroy_process_group")
+    with world.ending_together("a test"):
+        if how is not None:
+            sys.exit(how)
+
+
+@pytest.mark.parametrize(
+    ("how", "code", "scheme"),
+    [(None, 0, "tcp"), (EXIT_CODE, EXIT_CODE, "tcp"), ("error: no.", 1, "tcp"), (None, 0, "file")],
+)
+def test_ranks_destroy_their_groups_after_all_have_finished_unless_one_failed(how, code, scheme, tmp_path):
+    codes, calls = _run(_ends, 2, tmp_path, how, scheme)
+    assert codes == [code] * 2
+    assert calls == ["" if code == 1 else "all_gather_object\ndestroy_process_group\n"] * 2

@@ -1,0 +1,86 @@
+"""Which ranks exchange tokens and which are replicas."""
+
+import math
+
+import pytest
+import torch.distributed as dist
+
+from fairseq_tutel.parallel.groups import Topology, expert_parallel_size, make_topology
+
+
+@pytest.mark.parametrize("world_size", (1, 2, 3, 4, 6, 8))
+@pytest.mark.parametrize("counts", [(4,), (6,), (8, 12), (1,), (7, 7)], ids=str)
+def test_the_default_size_is_the_greatest_that_divides_ranks_and_experts(world_size, counts):
+    size = expert_parallel_size(world_size, counts)
+    dividers = [d for d in range(1, world_size + 1) if math.gcd(d, world_size, *counts) == d]
+    assert size == max(dividers)
+
+
+@pytest.mark.parametrize(
+    "world_size, counts, requested", [(4, [6], 4), (4, [8], 3), (2, [8], 4), (4, [8, 6], 4), (4, [4], -1)]
+)
+def test_a_size_that_does_not_fit_both_is_refused_by_a_sentence(world_size, counts, requested):
+    with pytest.raises(ValueError) as error:
+        expert_parallel_size(world_size, counts, requested)
+    message = str(error.value)
+    assert message.startswith(f"--moe-expert-parallel-size is {requested}, which does not fit")
+    assert f"ranks ({world_size})" in message
+    assert all(str(count) in message for count in counts)
+    assert message.endswith("or start a different number of ranks with torchrun.")
+
+
+@pytest.mark.parametrize("size", (1, 2, 4))
+def test_local_experts_cover_all_experts_once_in_every_group(size):
+    for first in range(0, 4, size):
+        held = [
+            e
+            for rank in range(first, first + size)
+            for e in Topology(world_size=4, rank=rank, expert_parallel_size=size).local_experts(8)
+        ]
+        assert held == list(range(8))
+
+
+def describe(counts: list[int], requested: int) -> dict[str, object]:
+    made = make_topology(counts, requested)
+
+    def members(group) -> list[int] | None:
+        return None if group is None else dist.get_process_group_ranks(group)
+
+    assert make_topology(counts, requested) is made  # no second set of groups
+    return {
+        "size": made.expert_parallel_size,
+        "replicas": made.num_replicas,
+        "expert_group": members(made.expert_group),
+        "replica_group": members(made.replica_group),
+    }
+
+
+def test_groups_of_the_whole_world(ranks):
+    for got in ranks(4).run(describe, [4], 0):
+        assert got == {"size": 4, "replicas": 1, "expert_group": [0, 1, 2, 3], "replica_group": None}
+
+
+@pytest.mark.parametrize("counts, requested", [([8], 2), ([6], 0), ([4, 2], 0)])
+def test_consecutive_ranks_exchange_and_ranks_equal_modulo_p_are_replicas(ranks, counts, requested):
+    for rank, got in enumerate(ranks(4).run(describe, counts, requested)):
+        assert got == {
+            "size": 2,
+            "replicas": 2,
+            "expert_group": [[0, 1], [2, 3]][rank // 2],
+            "replica_group": [[0, 2], [1, 3]][rank % 2],
+        }
+
+
+@pytest.mark.parametrize("counts, requested", [([4], 1), ([3], 0)])
+def test_no_group_where_every_rank_holds_all_experts(ranks, counts, requested):
+    for got in ranks(4).run(describe, counts, requested):
+        assert got["size"] == 1
+        assert got["expert_group"] is got["replica_group"] is None
+
+
+def test_without_torch_distributed_there_is_one_rank():
+    made = make_topology([4])
+    assert made == Topology()
+    assert list(made.local_experts(4)) == [0, 1, 2, 3]
+    with pytest.raises(ValueError, match=r"number of ranks \(1\)"):
+        make_topology([4], 2)

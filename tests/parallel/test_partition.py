@@ -1,0 +1,58 @@
+"""Which rank owns which element under ZeRO, and in which buckets parameters travel."""
+
+import pytest
+import torch
+from torch import nn
+from uneven import some_parameters
+
+from fairseq_tutel.parallel.groups import Topology
+from fairseq_tutel.parallel.zero_partition import Share, own_elements, partition_length, partitions_of
+
+
+@pytest.mark.parametrize("numel", [0, 1, 3, 4, 5, 8, 9])
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_every_element_has_one_owner(numel, size):
+    flat = torch.arange(numel)
+    owned = [own_elements(flat, Share(size, index)) for index in range(size)]
+    assert torch.cat(owned).tolist() == flat.tolist()
+    assert all(len(own) <= partition_length(numel, size) for own in owned)
+    assert partition_length(numel, size) * size - numel < size
+
+
+@pytest.mark.parametrize(("dtype", "offload"), [
+    (torch.float32, False), (torch.bfloat16, False), (torch.float32, True), (torch.float16, True),
+])  # fmt: skip
+def test_what_is_owned_is_a_view_or_a_wide_copy(dtype, offload):
+    parameters = some_parameters(dtype)
+    place = Topology(world_size=4, rank=1, expert_parallel_size=2)
+    partitions, _ = partitions_of(parameters, place, offload=offload)
+    for parameter, partition in zip(parameters, partitions, strict=True):
+        own = own_elements(parameter.data, partition.share)
+        assert partition.own.dtype == torch.float32
+        assert torch.equal(partition.own.data, own.float())
+        shared = partition.own.data.untyped_storage().data_ptr() == parameter.data_ptr()
+        assert shared == (dtype == torch.float32 and not offload) or parameter.numel() == 0
+
+
+def test_buckets_hold_parameters_of_one_kind_and_size():
+    parameters = some_parameters()
+    place = Topology(world_size=4, rank=3, expert_parallel_size=2)
+    partitions, buckets = partitions_of(parameters, place, bucket_bytes=100)
+    in_buckets = [partition for bucket in buckets for partition in bucket.partitions]
+    assert len(in_buckets) == len(partitions) == len(parameters)
+    assert {id(partition) for partition in in_buckets} == {id(partition) for partition in partitions}
+    assert len(buckets) > 3
+    for bucket in buckets:
+        assert {partition.share for partition in bucket.partitions} == {bucket.share}
+        sizes = [8 * partition.parameter.numel() for partition in bucket.partitions]
+        assert len(sizes) == 1 or sum(sizes[:-1]) < 100
+    experts = [partition.share for partition in partitions[4:6]]
+    assert experts == [Share(2, 1, None, 4)] * 2
+    assert partitions[0].share == Share(4, 3, None, 4)
+
+
+@pytest.mark.parametrize(("world", "times"), [(2, 1), (64, 1), (127, 1), (128, 2), (512, 8), (4096, 8)])
+def test_large_groups_have_larger_buckets(world, times):
+    parameters = [nn.Parameter(torch.zeros(25)) for _ in range(64)]
+    _, buckets = partitions_of(parameters, Topology(world_size=world), bucket_bytes=400)
+    assert {len(bucket.partitions) for bucket in buckets} == {4 * times}

@@ -1,0 +1,268 @@
+"""Rows in chunks: the same result as in one, whatever the number, with the exchange beside the experts."""
+
+import dataclasses
+import threading
+
+import mortal
+import pytest
+import torch
+import torch.distributed as dist
+
+from fairseq_tutel import MoEConfig, MoELayer, make_topology
+from fairseq_tutel.parallel import background, collectives, exchange, guard
+from fairseq_tutel.parallel.all_to_all import AllToAll, Counts
+from fairseq_tutel.parallel.regroup import chunk_of
+from fairseq_tutel.parallel.strategy import Strategy
+
+CONFIG = MoEConfig(model_dim=6, hidden_dim=8, num_experts=4, activation="gelu")
+TOKENS = (9, 0, 7, 2)
+
+
+def outputs(options, strategy):
+    """Return output and gradients of a layer over all ranks."""
+    config = dataclasses.replace(CONFIG, **options)
+    layer = MoELayer(config, make_topology([config.num_experts], 4, 2), seed=2).double()
+    layer.follow(strategy)
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    x = torch.randn(TOKENS[dist.get_rank()], 6, generator=generator, dtype=torch.float64)
+    y, output = layer(x.requires_grad_())
+    (y.square().sum() + output.balance_loss).backward()
+    return [y.detach(), x.grad, *(p.grad for p in layer.parameters())]
+
+
+@pytest.fixture(scope="module")
+def kept(ranks):
+    """Return a function to all ranks' outputs, which are computed once."""
+    made = {}
+
+    def of(options, strategy):
+        key = str((options, strategy))
+        if key not in made:
+            made[key] = ranks(4).run(outputs, options, strategy)
+        return made[key]
+
+    return of
+
+
+@pytest.mark.parametrize("overlap, exchange", [(2, "ragged"), (3, "padded"), (8, "padded"), (32, "ragged")])
+def test_chunks_change_no_number_that_is_not_summed_over_them(ranks, kept, overlap, exchange):
+    options = {"exchange": exchange, "capacity_factor": 1.25}
+    whole = kept(options, Strategy())
+    for got, expected in zip(ranks(4).run(outputs, options, Strategy(overlap=overlap)), whole, strict=True):
+        for a, b in zip(got, expected, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
+# The first four pack the same rows.
+WAYS = {
+    "plain": ({}, Strategy()),
+    "chunks": ({}, Strategy(overlap=2)),
+    "padded": ({"exchange": "padded"}, Strategy()),
+    "two hops": ({}, Strategy(algorithm="2dh")),
+    "slices": ({"num_experts": 2}, Strategy(adaptive_r=2)),
+    "slices, all of it": (
+        {"num_experts": 2, "exchange": "padded"},
+        Strategy(adaptive_r=2, overlap=2, algorithm="2dh"),
+    ),
+}
+
+
+def largest(tensor):
+    return float(tensor.abs().max()) if tensor.numel() else 0.0
+
+
+# Half a unit in the last place of the largest element, as the error of a transfer dtype; gradients are
+# transferred twice as often.
+@pytest.mark.parametrize("wire, digit", [("bf16", 2**-8), ("fp8", 2**-4)])
+@pytest.mark.parametrize("way", WAYS)
+def test_narrow_transfer_dtypes_err_by_their_digits(kept, wire, digit, way):
+    options, strategy = WAYS[way]
+    exact = kept(options, strategy)
+    lossy = kept({**options, "a2a_dtype": wire}, strategy)
+    for got, expected in zip(lossy, exact, strict=True):
+        for i, (a, b) in enumerate(zip(got, expected, strict=True)):
+            assert largest(a - b) <= (2 if i else 1) * digit * largest(b), i
+    assert not torch.equal(lossy[0][0], exact[0][0])
+
+
+@pytest.mark.parametrize("way", ("chunks", "padded", "two hops"))
+def test_rounding_does_not_depend_on_the_path(kept, way):
+    options, strategy = WAYS[way]
+    plain = kept({"a2a_dtype": "fp8"}, Strategy())
+    other = kept({**options, "a2a_dtype": "fp8"}, strategy)
+    for got, expected in zip(other, plain, strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("number", (1, 2, 3, 7))
+def test_chunks_of_a_block_differ_by_one_and_sum_to_it(number):
+    counts = torch.arange(20)
+    parts = torch.stack([chunk_of(counts, i, number) for i in range(number)])
+    assert torch.equal(parts.sum(0), counts)
+    assert int((parts.amax(0) - parts.amin(0)).max()) <= 1
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Diary(AllToAll):
+    """Moves nothing and notes every call."""
+
+    name: str
+    lines: list
+
+    def exchange(self, rows, combine):
+        self.lines.append(f"{'back' if combine else 'there'} {self.name}")
+        return rows.clone()
+
+
+def test_all_chunks_leave_before_the_first_expert_works_and_backward_runs_in_reverse(monkeypatch):
+    lines = []
+    monkeypatch.setattr(background, "start", lambda f, rows: lines.append("start") or (lambda: f(rows)))
+    x = torch.randn(4, 2, requires_grad=True)
+    counts = Counts(torch.full((1, 1), 4), torch.full((1, 1), 4))
+    monkeypatch.setattr(exchange, "_counts", lambda *_: (counts, counts))
+    names, numbers = iter("01"), iter(range(2))
+    monkeypatch.setattr(exchange, "_all_to_all", lambda *_: Diary(name=next(names), lines=lines))
+
+    def expert_fn(rows, *regrouping):
+        i = next(numbers)
+        lines.append(f"experts {i}")
+        rows = rows * 2
+        rows.register_hook(lambda _: lines.append(f"experts {i} backward"))
+        return rows
+
+    options = exchange.ExchangeOptions(group=None, strategy=Strategy(overlap=2))
+    y = exchange.exchange_rows(x, torch.tensor([4]), options, expert_fn)
+    forward, lines[:] = list(lines), []
+    assert forward == [
+        "start", "start", "there 0", "experts 0", "start", "there 1", "experts 1", "start", "back 0",
+        "back 1",
+    ]  # fmt: skip
+    y.sum().backward()
+    assert lines == [
+        "start", "start", "there 1", "experts 1 backward", "start", "there 0", "experts 0 backward",
+        "start", "back 1", "back 0",
+    ]  # fmt: skip
+    assert torch.equal(x.grad, torch.full((4, 2), 2.0))
+
+
+def test_an_error_beside_is_raised_where_it_is_waited_for():
+    def fail(rows):
+        raise RuntimeError("the peer is gone")
+
+    pending = background.start(fail, torch.ones(1))
+    with pytest.raises(RuntimeError, match="the peer is gone"):
+        pending()
+    assert background.start(torch.neg, torch.ones(1))() == -1  # the thread lives on
+
+
+def test_what_was_begun_before_an_error_was_seen_is_not_sent():
+    """A peer, which waits for the first one's rows, would take the second one's."""
+    all_begun, failed, sent = threading.Event(), threading.Event(), []
+
+    def fail(rows):
+        all_begun.wait()
+        failed.set()
+        raise RuntimeError("the peer is gone")
+
+    def send(rows):
+        sent.append(rows)
+        return rows
+
+    pending = [background.start(fail, torch.ones(1)), background.start(send, torch.ones(1))]
+    all_begun.set()
+    failed.wait()
+    pending.append(background.start(send, torch.ones(1)))
+    for each in pending:
+        with pytest.raises(RuntimeError, match="the peer is gone"):
+            each()
+    assert sent == []
+    assert background.start(send, torch.ones(1))() == 1
+
+
+def fails_in_the_second_chunk(rank, when):
+    """Run a layer whose experts raise on rank 1, while the others wait for its rows."""
+    guard.set_timeout(1)
+    layer = MoELayer(CONFIG, make_topology([4]), seed=2)
+    layer.follow(Strategy(overlap=3))
+    original, calls = layer.experts.run_unsorted, []
+
+    def fail(_):
+        raise ValueError("a broken expert")
+
+    def run(rows, *others, **named):
+        calls.append(rows)
+        out = original(rows, *others, **named)
+        if rank == 1 and len(calls) == 2:
+            fail(out) if when == "forward" else out.register_hook(fail)
+        return out
+
+    layer.experts.run_unsorted = run
+    layer(torch.randn(12, CONFIG.model_dim, requires_grad=True))[0].sum().backward()
+
+
+@pytest.mark.parametrize("when", (pytest.param("forward", marks=pytest.mark.long), "backward"))
+def test_an_expert_that_fails_on_one_rank_ends_the_others(when):
+    message, _ = mortal.run(fails_in_the_second_chunk, 4, range(4), when)
+    assert message.pop(1) == "ValueError: a broken expert"
+    for rank, sentence in zip((0, 2, 3), message, strict=True):
+        start = f"CommunicationError: rank {rank} could not finish the exchange of rows: "
+        assert sentence.startswith(start), sentence
+
+
+def traffic(strategy, tokens, experts):
+    """Count what leaves this rank in a forward, and what it gathers, by what collectives are given."""
+    topology = make_topology([experts], 4, 2)
+    layer = MoELayer(dataclasses.replace(CONFIG, num_experts=experts, top_k=experts), topology, seed=2)
+    layer.follow(strategy)
+    rank, sent = dist.get_rank(), {"messages": 0, "bytes": 0, "across": 0, "gathered": 0}
+    original, original_gather = dist.all_to_all_single, collectives._all_gather
+
+    def counting(out, rows, receive=None, send=None, group=None, **kwargs):
+        if rows.is_floating_point():
+            members = dist.get_process_group_ranks(group)
+            for other, n in zip(members, send, strict=True):
+                sent["messages"] += other != rank and n > 0
+                sent["bytes"] += (other != rank) * n * rows.shape[1] * rows.element_size()
+                sent["across"] += other // 2 != rank // 2 and n > 0
+        return original(out, rows, receive, send, group=group, **kwargs)
+
+    def counting_gather(out, tensor, group=None, **kwargs):
+        sent["gathered"] += (dist.get_world_size(group) - 1) * tensor.nbytes
+        return original_gather(out, tensor, group=group, **kwargs)
+
+    dist.all_to_all_single, collectives._all_gather = counting, counting_gather
+    try:
+        layer(torch.randn(tokens, CONFIG.model_dim))
+    finally:
+        dist.all_to_all_single, collectives._all_gather = original, original_gather
+    return sent
+
+
+@pytest.mark.parametrize("overlap", (1, 4))
+@pytest.mark.parametrize("experts, degree", [(4, 1), (2, 1), (2, 2)])
+def test_messages_and_bytes_are_those_of_the_formulas(ranks, experts, degree, overlap):
+    tokens, world, local, row = 8, 4, 2, 6 * 4
+    # Every token goes to all experts, to r ranks of each, and back.
+    rows = tokens * experts * degree // world
+    strategy = Strategy(adaptive_r=degree, overlap=overlap)
+    for sent in ranks(4).run(traffic, strategy, tokens, experts):
+        assert sent["messages"] == 2 * overlap * (world - 1)
+        assert sent["across"] == 2 * overlap * (world - local)
+        assert sent["bytes"] == 2 * rows * (world - 1) * row
+    strategy = dataclasses.replace(strategy, algorithm="2dh")
+    for sent in ranks(4).run(traffic, strategy, tokens, experts):
+        nodes = world // local
+        assert sent["messages"] == 2 * overlap * (local - 1 + nodes - 1)
+        assert sent["across"] == 2 * overlap * (nodes - 1)
+        within, across = (local - 1) * nodes * rows, (nodes - 1) * local * rows
+        assert sent["bytes"] == 2 * (within + across) * row
+
+
+@pytest.mark.parametrize(
+    "experts, degree, ranks_gathering", [(4, 0, 4), (2, 0, 4), (4, 1, 1), (2, 1, 2), (2, 2, 1)]
+)
+def test_gathered_bytes_are_those_of_the_formula(ranks, experts, degree, ranks_gathering):
+    expert = 4 * (8 * 6 + 8 + 6 * 8 + 6)
+    for sent in ranks(4).run(traffic, Strategy(adaptive_r=degree), 8, experts):
+        assert sent["gathered"] == (ranks_gathering - 1) * expert * experts // 4
+        assert (sent["messages"] == 0) == (degree == 0)

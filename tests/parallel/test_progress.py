@@ -1,0 +1,59 @@
+"""Progress bars: drawn on a terminal, by rank 0, for long work; nothing is written anywhere else."""
+
+import sys
+import threading
+
+import pytest
+from terminal import terminal
+from tqdm import std
+
+from fairseq_tutel.parallel import world
+from fairseq_tutel.parallel.progress import progress
+
+
+def work():
+    with progress("copying", 4, "file") as advance:
+        for _ in range(4):
+            advance(1)
+
+
+def test_a_bar_is_drawn_on_a_terminal_and_disappears():
+    with terminal() as drawn:
+        with progress("copying", 4, "file") as advance:
+            text = drawn()
+            assert "copying:   0%|" in text and "| 0/4 [" in text
+            advance(1)
+        assert drawn().endswith("\r")
+        with progress("reading", 3_000_000, "B"):
+            assert "/3.00M [" in drawn()
+
+
+@pytest.mark.parametrize("reason", ["no terminal", "short work", "rank 1", "no tqdm"])
+def test_nothing_is_drawn_otherwise(reason, monkeypatch, capfd):
+    if reason == "no terminal":
+        work()
+        assert capfd.readouterr() == ("", "")
+        return
+    if reason == "rank 1":
+        monkeypatch.setattr(world, "rank", lambda: 1)
+    if reason == "no tqdm":
+        monkeypatch.setitem(sys.modules, "tqdm", None)
+    with terminal(delay=60.0 if reason == "short work" else 0.0) as drawn:
+        work()
+        assert drawn() == ""
+
+
+def test_a_bar_starts_no_thread_and_leaves_multiprocessing_alone(monkeypatch):
+    """tqdm's lock would be a lock of processes, which fixes how Python starts them."""
+    before = threading.active_count()
+    monkeypatch.delattr(std.tqdm, "_lock", raising=False)
+    monkeypatch.delattr(std.TqdmDefaultWriteLock, "mp_lock", raising=False)
+    with terminal() as drawn, progress("copying", 4, "file"):
+        assert threading.active_count() == before and drawn()
+    assert not hasattr(std.TqdmDefaultWriteLock, "mp_lock")
+
+
+def test_tqdm_is_imported_only_for_a_bar(monkeypatch):
+    monkeypatch.delitem(sys.modules, "tqdm", raising=False)
+    work()
+    assert "tqdm" not in sys.modules

@@ -1,0 +1,161 @@
+"""Signals: the first is recorded, a second or a late end ends the process, children ignore them."""
+
+import multiprocessing
+import os
+import signal
+import sys
+import time
+
+import forkserver
+import pytest
+
+from fairseq_tutel.parallel import signals
+from fairseq_tutel.parallel.signals import EXIT_CODE, SignalWatch, watched
+
+SECONDS = 20
+
+
+def _send(number):
+    os.kill(os.getpid(), number)
+
+
+def _wait_for(condition):
+    deadline = time.monotonic() + SECONDS
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def _run(function, *args):
+    """Return the exit code of a function in a new process; an error gives 1."""
+    process = forkserver.context().Process(target=function, args=args)
+    process.start()
+    process.join(SECONDS)
+    assert process.exitcode is not None
+    return process.exitcode
+
+
+def _records_and_merges():
+    before = signal.getsignal(signal.SIGTERM)
+    with watched(["SIGTERM", "SIGUSR1"], SECONDS) as watch:
+        assert watch.received is None and watch.elapsed == 0
+        _send(signal.SIGUSR1)
+        _send(signal.SIGTERM)  # as a launcher does
+        _wait_for(lambda: watch.received)
+        assert watch.received in ("SIGUSR1", "SIGTERM") and 0 <= watch.elapsed < SECONDS
+    _send(signal.SIGTERM)  # ignored: the process is about to end
+    assert signal.getsignal(signal.SIGUSR1) == signal.SIG_IGN != before
+
+
+def test_the_first_signal_is_recorded_and_one_soon_after_is_merged():
+    assert _run(_records_and_merges) == 0
+
+
+def _ends_before_its_signal():
+    try:
+        with watched(["SIGTERM"], SECONDS):
+            sys.exit(EXIT_CODE)  # because of a signal to another rank
+    finally:
+        _send(signal.SIGTERM)
+
+
+def test_a_signal_after_the_end_of_all_ranks_does_not_change_the_exit_code():
+    assert _run(_ends_before_its_signal) == EXIT_CODE
+
+
+def _restores():
+    signal.signal(signal.SIGUSR2, lambda *_: None)
+    own, before = signal.getsignal(signal.SIGUSR2), signal.getsignal(signal.SIGTERM)
+    with watched(["SIGTERM", "SIGUSR2"], SECONDS) as watch:
+        assert signal.getsignal(signal.SIGUSR2) == own
+        assert signal.getsignal(signal.SIGTERM) != before
+        _send(signal.SIGUSR2)
+        time.sleep(0.1)
+        assert watch.received is None
+    assert signal.getsignal(signal.SIGTERM) == before and signal.set_wakeup_fd(-1) == -1
+
+
+def test_handlers_of_other_code_are_kept_and_all_are_restored():
+    assert _run(_restores) == 0
+
+
+def _is_sent_twice(has_work):
+    signals.MERGE_SECONDS = 0.2
+    watch = SignalWatch(["SIGTERM"], SECONDS)
+    if has_work:
+        watch.begin_work()
+    _send(signal.SIGTERM)
+    time.sleep(0.4)
+    _send(signal.SIGTERM)
+    time.sleep(SECONDS)
+
+
+@pytest.mark.parametrize("has_work", [True, False])
+def test_a_second_signal_ends_the_process_at_once(has_work):
+    assert _run(_is_sent_twice, has_work) == (128 + signal.SIGTERM if has_work else EXIT_CODE)
+
+
+def _takes_too_long():
+    watch = SignalWatch(["SIGUSR1"], 0.1)
+    watch.begin_work()
+    _send(signal.SIGUSR1)
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    signal.sigwait({signal.SIGTERM})  # no handler of Python runs here
+
+
+def test_the_time_limit_holds_while_the_main_thread_waits():
+    assert _run(_takes_too_long) == 128 + signal.SIGUSR1
+
+
+def _has_no_limit():
+    with watched(["SIGTERM"], 1e300) as watch:
+        _send(signal.SIGTERM)
+        _wait_for(lambda: watch.received)
+        time.sleep(0.1)
+        assert watch._thread.is_alive()
+
+
+def test_a_huge_time_limit_is_none():
+    assert _run(_has_no_limit) == 0
+
+
+def _has_a_child():
+    with watched(["SIGTERM", "SIGUSR1"], SECONDS) as watch:
+        ready, told = os.pipe()
+        child = os.fork()
+        if child == 0:
+            os.write(told, b"1")
+            time.sleep(SECONDS)
+            os._exit(3)
+        os.read(ready, 1)
+        os.kill(child, signal.SIGUSR1)
+        if os.fork() == 0:  # another process than its parent
+            os.kill(child, signal.SIGTERM)
+            os._exit(0)
+        time.sleep(0.3)
+        assert os.waitpid(child, os.WNOHANG) == (0, 0)
+        os.kill(child, signal.SIGTERM)
+        assert os.waitpid(child, 0) == (child, 0)
+        assert watch.received is None  # the child does not write to the socket
+
+
+def test_a_child_obeys_its_parent_only():
+    assert _run(_has_a_child) == 0
+
+
+def _forwards():
+    lines = []
+    signals.logger.addFilter(lambda record: lines.append(record.getMessage()))
+    with watched(["SIGTERM"], 0.1, forwards=True) as watch:
+        child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(SECONDS,))
+        child.start()
+        time.sleep(0.3)
+        _send(signal.SIGTERM)
+        child.join(SECONDS / 2)
+        assert child.exitcode == 0 and watch.received
+        _wait_for(lambda: lines)
+        assert lines == ["received SIGTERM, and sent it to the ranks that this process started"]
+
+
+def test_the_process_that_spawned_ranks_forwards_signals():
+    assert _run(_forwards) == 0

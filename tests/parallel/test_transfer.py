@@ -1,0 +1,69 @@
+"""Transfer dtypes: unchanged bit for bit, bf16 by rounding, fp8 within the error of three bits."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fairseq_tutel.moe.config import LAYER
+from fairseq_tutel.parallel.transfer import pack, unpack
+
+
+def through(rows, form):
+    return unpack(pack(rows, form), form, rows.dtype)
+
+
+def rows_of(num=64, width=24, scale=1.0, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(num + width)
+    return (scale * torch.randn(num, width, generator=generator)).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.float64, torch.bfloat16, torch.float16))
+def test_the_same_is_the_same_bits(dtype):
+    rows = rows_of(dtype=dtype)
+    assert pack(rows, "same") is rows
+    assert torch.equal(through(rows, "same"), rows)
+
+
+def test_bytes_that_are_sent():
+    rows = rows_of(5, 16)
+    sizes = {wire: pack(rows, wire).nbytes for wire in LAYER["a2a_dtype"].choices}
+    assert sizes == {"same": 5 * 16 * 4, "bf16": 5 * 16 * 2, "fp8": 5 * (16 + 4)}
+
+
+def test_bf16_is_torch_s_rounding_and_leaves_narrow_rows_alone():
+    rows = rows_of()
+    assert torch.equal(through(rows, "bf16"), rows.bfloat16().float())
+    half = rows_of(dtype=torch.float16)
+    assert pack(half, "bf16") is half
+
+
+@pytest.mark.parametrize("scale", (1.0, 1e-20, 1e20, 1e30))
+@pytest.mark.parametrize("wire, error", [("bf16", 2**-8), ("fp8", 2**-4)])
+def test_the_error_is_bounded_by_the_form_s_digits(wire, error, scale):
+    rows = rows_of(scale=scale)
+    largest = rows.abs().amax(1, keepdim=True)
+    # Half a unit in the last place of the largest element; for fp8 also the smallest step there is.
+    bound = error * rows.abs() + (largest * 2**-10 / 448 if wire == "fp8" else 0)
+    assert ((through(rows, wire) - rows).abs() <= bound).all()
+
+
+def test_fp8_scales_every_row_by_itself():
+    rows = torch.tensor([[1e-3, 5e-4], [1e3, 5e2], [0.0, 0.0]])
+    torch.testing.assert_close(through(rows, "fp8"), rows, rtol=1e-6, atol=0)
+
+
+@given(st.floats(width=32), st.sampled_from(LAYER["a2a_dtype"].choices))
+def test_one_number_arrives_or_stays_visible(value, wire):
+    rows = torch.tensor([[value, 0.5]])
+    got = through(rows, wire)
+    if rows.isfinite().all():
+        assert got.isfinite().all() or (wire == "bf16" and abs(value) > 3.3e38)
+    else:
+        assert not got.isfinite().all()
+
+
+@pytest.mark.parametrize("wire", LAYER["a2a_dtype"].choices)
+def test_no_rows_and_one_column(wire):
+    assert through(rows_of(0, 8), wire).shape == (0, 8)
+    assert through(rows_of(3, 1), wire).shape == (3, 1)

@@ -1,0 +1,135 @@
+"""The budget loss of conditional MoE routing: value, gradient and log, against plain torch."""
+
+import argparse
+
+import pytest
+import torch
+from fairseq.logging import metrics
+from normal import normal
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from fairseq_tutel import MoEConfig
+from fairseq_tutel.parallel.groups import Topology
+from fairseq_tutel.plugin.criterions.gate_loss import GateLossMixin
+from fairseq_tutel.plugin.feed_forward import Context, MoEFeedForward
+from fairseq_tutel.plugin.registration.flags import GateLossOptions, defaults
+
+D, TOKENS = 5, 8
+CONFIG = MoEConfig(model_dim=D, hidden_dim=6, num_experts=3, activation="gelu", cmr=True)
+
+
+class Squares:
+    """A criterion that sums the squares of what a model gives."""
+
+    @staticmethod
+    def reduce_metrics(logs):
+        metrics.log_scalar("loss", sum(log["loss"] for log in logs))
+
+    def forward(self, model, sample):
+        loss = model(sample).square().sum()
+        return loss, TOKENS, {"loss": loss.detach()}
+
+
+class Criterion(GateLossMixin, Squares):
+    """With the losses of the layers."""
+
+    def __init__(self, **options):
+        self.gate_loss = argparse.Namespace(**(defaults(GateLossOptions) | options))
+
+
+class Model(nn.Module):
+    """Two MoE layers; sentence 1 has one token of padding."""
+
+    def __init__(self, recompute=False, **options):
+        super().__init__()
+        self.recompute, context = recompute, Context(True)
+        config = MoEConfig(**{**vars(CONFIG), **options})
+        self.layers = nn.ModuleList(
+            MoEFeedForward(config, Topology(), 1, f"decoder.layers.{i}.fc1", context) for i in range(2)
+        ).double()
+
+    def forward(self, x):
+        mask = torch.zeros(2, 4, dtype=torch.bool)
+        mask[1, 3] = True
+        for layer in self.layers:
+            layer.begin_micro_batch()
+            layer.begin_call(mask)
+            x = x + (checkpoint(layer, x, use_reentrant=False) if self.recompute else layer(x))
+        return x
+
+
+def run(model, x, **options):
+    """Return loss, gradients and log of one micro-batch with padding."""
+    torch.manual_seed(4)
+    loss, _, log = Criterion(**options).forward(model, x)
+    grads = torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)
+    return loss.detach(), dict(zip(dict(model.named_parameters()), grads, strict=True)), log
+
+
+def mean_gate(model, x):
+    """Return the mean of both layers' gates over tokens that are no padding."""
+    real, gates = torch.ones(4, 2, dtype=torch.bool), []
+    real[3, 1] = False
+    for layer in model.layers:
+        gate = layer.beside.cmr_gate
+        gates.append(torch.sigmoid(x @ gate.weight[0] + gate.bias[0])[real])
+        mask = ~real
+        x = x + MoEFeedForward.__mro__[1].forward(layer, x, mask.t(), time_first=True)[0]
+    return torch.cat(gates).mean()
+
+
+@pytest.mark.parametrize("recompute", (False, True))
+@pytest.mark.parametrize("target", (0.1, 0.9))
+def test_the_loss_is_the_distance_of_the_mean_gate(target, recompute):
+    model, x = Model(recompute), normal(4, 2, D, seed=1)
+    weights = {"cmr_gate_loss_wt": 0.7, "cmr_gate_loss_p": target}
+    plain, plain_grads, _ = run(model, x, moe_gate_loss_wt=0.3)
+    loss, grads, log = run(model, x, moe_gate_loss_wt=0.3, **weights)
+    budget = (mean_gate(model, x) - target).abs()
+    added = TOKENS * 0.7 * budget
+    torch.testing.assert_close(loss - plain, added.detach())
+    own = torch.autograd.grad(added, list(model.parameters()), allow_unused=True)
+    for (name, grad), expected in zip(grads.items(), own, strict=True):
+        expected = torch.zeros_like(grad) if expected is None else expected
+        torch.testing.assert_close(grad - plain_grads[name], expected, rtol=1e-9, atol=1e-9, msg=name)
+    with metrics.aggregate(new_root=True) as found:
+        Criterion.reduce_metrics([log])
+    logged = found.get_smoothed_values()
+    assert logged["cmr_gate_loss"] == pytest.approx(budget.item(), abs=1e-4)
+    assert logged["moe_cmr_gate"] == pytest.approx(mean_gate(model, x).item(), abs=1e-4)
+    assert not model.layers[0].context.coefficients
+    assert not any(torch.is_tensor(value) and value.requires_grad for value in log.values())
+
+
+def test_without_a_weight_or_the_option_nothing_changes():
+    x = normal(4, 2, D, seed=1)
+    zero, grads, log = run(Model(), x)
+    again, same, _ = run(Model(), x, cmr_gate_loss_p=0.2)
+    assert torch.equal(zero, again)
+    assert all(torch.equal(grad, same[name]) for name, grad in grads.items())
+    with metrics.aggregate(new_root=True) as found:
+        Criterion.reduce_metrics([run(Model(cmr=False), x, cmr_gate_loss_wt=1.0)[2]])
+    assert not [name for name in found.get_smoothed_values() if "cmr" in name]
+    assert log["moe_micro_batches"] == 1
+
+
+def test_a_micro_batch_without_tokens_has_no_gradient():
+    model = Model()
+    model.layers[0].context.begin_step(is_dummy=True)
+    _, grads, _ = run(model, normal(4, 2, D, seed=1), cmr_gate_loss_wt=1.0)
+    gates = [grad for name, grad in grads.items() if "cmr_gate" in name]
+    assert len(gates) == 4 and not any(grad.any() for grad in gates)
+
+
+def test_the_weight_moves_the_mean_gate_to_the_target():
+    for target in (0.15, 0.85):
+        model, x = Model(cmr_gate_drop=0.1), normal(4, 2, D, seed=1)
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+        for _ in range(25):
+            optimizer.zero_grad()
+            options = {"cmr_gate_loss_wt": 20.0, "cmr_gate_loss_p": target}
+            Criterion(**options).forward(model, x)[0].backward()
+            optimizer.step()
+        with torch.no_grad():
+            assert mean_gate(model.eval(), x).item() == pytest.approx(target, abs=0.1)

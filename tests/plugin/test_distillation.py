@@ -1,0 +1,185 @@
+"""moe_distillation is built of the criterion that it is told, or says in one sentence why not."""
+
+import argparse
+import logging
+import re
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from fairseq import checkpoint_utils
+from fairseq.criterions import CRITERION_DATACLASS_REGISTRY, CRITERION_REGISTRY
+from fairseq.data import Dictionary
+from fairseq.models import BaseFairseqModel
+from fairseq.modules import AdaptiveSoftmax
+from omegaconf import OmegaConf
+from torch import nn
+
+from fairseq_tutel.plugin import register
+from fairseq_tutel.plugin.criterions import teacher
+from fairseq_tutel.plugin.criterions.distillation import WRAPPED
+from fairseq_tutel.plugin.criterions.teacher import Teacher, scores_of
+from fairseq_tutel.plugin.distillation_options import DistillationConfig
+
+register()
+
+
+class Task:
+    """A stock task, as far as a criterion looks at it; `_has_experts` where a MoE model was built."""
+
+    def __init__(self, has_experts):
+        self.args = argparse.Namespace()
+        self.target_dictionary = self.label_dictionary = Dictionary()
+        self._has_experts = has_experts
+
+
+def build(has_experts=True, **options):
+    cfg = OmegaConf.structured(CRITERION_DATACLASS_REGISTRY["moe_distillation"]())
+    cfg.sentence_avg = cfg.tpu = False
+    cfg.ddp_backend = "legacy_ddp"
+    cfg.update({key if key in cfg else f"distill_{key}": value for key, value in options.items()})
+    return CRITERION_REGISTRY["moe_distillation"].build_criterion(cfg, Task(has_experts))
+
+
+@pytest.mark.parametrize("name", WRAPPED)
+def test_it_is_the_criterion_that_is_named(name, tmp_path):
+    torch.save({}, tmp_path / "t.pt")
+    criterion = build(criterion=name, teacher=str(tmp_path / "t.pt"))
+    assert isinstance(criterion, CRITERION_REGISTRY[name])
+    assert hasattr(criterion.task, "train_step") and not list(criterion.modules())[1:]
+
+
+def test_each_other_criterion_has_a_reason():
+    docs = Path(__file__).resolve().parents[2] / "docs" / "ensembles.md"
+    rows = re.findall(r"^\| (`.*?) \|", docs.read_text(), re.MULTILINE)
+    told = [name for row in rows for name in re.findall(r"`(\w+)`", row)]
+    ours = ("fairseq.", "fairseq_tutel.")  # other tests register more
+    known = [name for name, of in CRITERION_REGISTRY.items() if of.__module__.startswith(ours)]
+    others = {name for name in known if name not in WRAPPED and not name.startswith("moe_")}
+    assert sorted(told) == sorted(others)
+
+
+@pytest.mark.parametrize(
+    "options, sentence",
+    [
+        ({}, "needs a teacher; give --distill-teacher CHECKPOINT"),
+        ({"teacher": "no.pt"}, "--distill-teacher is no.pt, which is not a file"),
+        ({"teacher": __file__}, "which is truncated or not a checkpoint; give another file"),
+        ({"criterion": "ctc"}, "--distill-criterion is ctc; choose one of cross_entropy"),
+        ({"alpha": 0}, "--distill-alpha is 0.0; give a finite number above 0"),
+        ({"teacher": __file__, "teacher_overrides": "5"}, "-overrides is '5'; give a dictionary"),
+        (
+            {"criterion": "sentence_prediction", "regression_target": True},
+            "needs probabilities; remove --regression-target",
+        ),
+        ({"has_experts": False}, "the student has no experts; give cross_entropy"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, dict) else "",
+)
+def test_what_can_not_be_is_one_sentence(options, sentence):
+    with pytest.raises(ValueError) as error:
+        build(**options)
+    assert sentence in str(error.value) and str(error.value).endswith(".")
+
+
+class Student(BaseFairseqModel):
+    """Gives the same scores for every batch of two sentences of three tokens."""
+
+    def __init__(self):
+        super().__init__()
+        self.scores_BLV = nn.Parameter(torch.randn(2, 3, 4, generator=torch.Generator().manual_seed(0)))
+
+    def forward(self, src_tokens):
+        return self.scores_BLV
+
+
+def ready(monkeypatch, folder, prefix=0, **options):
+    """Return a criterion, whose teacher's scores are all alike, and its arguments."""
+    torch.save({}, folder / "t.pt")
+    criterion = build(criterion="label_smoothed_cross_entropy", teacher=str(folder / "t.pt"), **options)
+    criterion.ignore_prefix_size = prefix
+    monkeypatch.setattr(Teacher, "scores", lambda *_: torch.zeros(6, 4))
+    target = torch.tensor([[0, 2, 3], [0, 3, 1]])  # 1 is padding
+    sample = {"net_input": {"src_tokens": target}, "target": target, "ntokens": 5}
+    return criterion, (Student(), sample)
+
+
+def test_a_prefix_that_is_not_trained_is_not_distilled(monkeypatch, tmp_path):
+    criterion, (model, sample) = ready(monkeypatch, tmp_path, prefix=1)
+    (grad_BLV,) = torch.autograd.grad(criterion(model, sample)[0], model.parameters())
+    is_trained = grad_BLV.abs().sum(-1) > 0
+    assert is_trained.tolist() == [[False, True, True], [False, True, False]]
+
+
+@pytest.mark.parametrize("until, taught", [(0, [0, 1, 2, 3]), (2, [0, 1])])
+def test_the_teacher_is_asked_until_the_update_that_is_given(until, taught, monkeypatch, tmp_path, caplog):
+    criterion, arguments = ready(monkeypatch, tmp_path, until=until)
+    found = []
+    with caplog.at_level(logging.INFO):
+        for update in range(4):
+            criterion.begin_step(update, is_dummy=False)
+            if "distill_loss" in criterion(*arguments)[2]:
+                found.append(update)
+    assert found == taught
+    said = [record for record in caplog.records if "distillation ended" in record.getMessage()]
+    assert len(said) == (until > 0)
+
+
+@pytest.mark.parametrize("in_validation", (False, True))
+def test_validation_asks_the_teacher_where_that_is_wanted(in_validation, monkeypatch, tmp_path):
+    criterion, arguments = ready(monkeypatch, tmp_path, in_validation=in_validation)
+    log = criterion.eval()(*arguments)[2]
+    assert ("distill_loss" in log) == in_validation
+
+
+def test_a_teacher_is_opened_in_evaluation_without_its_task_s_state(monkeypatch, tmp_path):
+    """And leaves the training's random numbers alone."""
+    torch.save({}, tmp_path / "t.pt")
+    of_file, given = {"task_state": {"a": 1}, "model": {}}, []
+    monkeypatch.setattr(checkpoint_utils, "load_checkpoint_to_cpu", lambda *_: of_file)
+
+    def load_model_ensemble(paths, task, state):
+        given.append(set(state))
+        torch.rand(())
+        return [Student().train()], None
+
+    monkeypatch.setattr(checkpoint_utils, "load_model_ensemble", load_model_ensemble)
+    monkeypatch.setattr(teacher, "refuse_others", lambda *_: None)
+    monkeypatch.setattr(Teacher, "_task_of", lambda _: None)
+    options = DistillationConfig(distill_teacher=str(tmp_path / "t.pt"))
+    numbers = torch.get_rng_state()
+    model = Teacher(options, None)._opened(torch.device("cpu"))
+    assert torch.equal(torch.get_rng_state(), numbers)
+    assert given == [{"model"}]
+    assert not model.training and not model.scores_BLV.requires_grad
+
+
+@pytest.mark.parametrize("size, calls", [(1, 0), (2, 1)])
+def test_a_dummy_batch_runs_only_a_teacher_with_an_ep_group(size, calls, monkeypatch, tmp_path):
+    criterion, arguments = ready(monkeypatch, tmp_path, teacher_parallel_size=size)
+    found = []
+    monkeypatch.setattr(Teacher, "scores", lambda *_: found.append(1) or torch.zeros(6, 4))
+    criterion.begin_step(0, is_dummy=True)
+    criterion(*arguments)
+    assert len(found) == calls
+
+
+def test_classes_count_whatever_their_number(tmp_path):
+    """Padding is 1, and so is a class."""
+    torch.save({}, tmp_path / "t.pt")
+    criterion = build(criterion="sentence_prediction", teacher=str(tmp_path / "t.pt"))
+    assert criterion.padding_idx == 1
+    assert criterion._counting(torch.tensor([[0], [1]])).all()
+
+
+def test_scores_of_an_adaptive_softmax_are_of_all_words_and_have_a_gradient():
+    torch.manual_seed(0)
+    decoder = nn.Module()
+    decoder.adaptive_softmax = AdaptiveSoftmax(20, 8, [5, 12], dropout=0.0)
+    model, x_BLD = SimpleNamespace(decoder=decoder), torch.randn(2, 3, 8, requires_grad=True)
+    scores_NV = scores_of(model, (x_BLD, None))
+    expected_BLV = decoder.adaptive_softmax.get_log_prob(x_BLD.detach(), None)
+    torch.testing.assert_close(scores_NV, expected_BLV.flatten(end_dim=-2))
+    scores_NV[:, 15].sum().backward()
+    assert (x_BLD.grad != 0).any()

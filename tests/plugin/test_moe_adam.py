@@ -1,0 +1,244 @@
+"""moe_adam is fairseq's Adam: the same 20 updates, and each reads the other's state; fp16 moments."""
+
+import copy
+from types import SimpleNamespace
+
+import pytest
+import torch
+from fairseq.optim.adam import Adam
+
+from fairseq_tutel.parallel.gradients import mark_expert, mark_root_scaled
+from fairseq_tutel.parallel.groups import Slice, Topology, mark_slice
+from fairseq_tutel.plugin.optim.moe_adam import FusedAdam
+from fairseq_tutel.plugin.optim.moe_optimizer import MoEOptimizerMixin, own_part
+from fairseq_tutel.plugin.run_state import RUN
+
+SETTINGS = {"lr": 0.01, "betas": (0.9, 0.98), "eps": 1e-3, "weight_decay": 0.1}
+
+
+def _parameters(dtype=torch.float32):
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(7,), (3, 5), (2, 4, 3)]
+    return [torch.nn.Parameter(torch.randn(s, generator=generator).to(dtype)) for s in shapes]
+
+
+def _step(optimizer, parameters, number):
+    generator = torch.Generator().manual_seed(number)
+    for i, p in enumerate(parameters):
+        # The last parameter has no gradient in odd steps: its step count falls behind.
+        skipped = i == 2 and number % 2
+        p.grad = None if skipped else torch.randn(p.shape, generator=generator).to(p.dtype)
+    optimizer.step()
+
+
+def test_twenty_updates_equal_fairseq_s():
+    ours, stock = _parameters(), _parameters()
+    fused, reference = FusedAdam(ours, **SETTINGS), Adam(stock, **SETTINGS)
+    for number in range(20):
+        _step(fused, ours, number)
+        _step(reference, stock, number)
+    for a, b in zip(ours, stock, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+        for key in ("exp_avg", "exp_avg_sq"):
+            torch.testing.assert_close(fused.state[a][key], reference.state[b][key])
+        assert fused.state[a]["step"] == reference.state[b]["step"]
+
+
+def _plain(kind):
+    return lambda parameters: kind(parameters, **SETTINGS)
+
+
+def _resumed(first, second):
+    """Take four steps with each of two optimizers; return the parameters and the second one."""
+    parameters = _parameters()
+    a = first(parameters)
+    for number in range(4):
+        _step(a, parameters, number)
+    b = second(parameters)
+    b.load_state_dict(copy.deepcopy(a.state_dict()))
+    for number in range(4, 8):
+        _step(b, parameters, number)
+    return parameters, b
+
+
+def _uninterrupted(make):
+    """Return the parameters after the same eight steps with one optimizer."""
+    parameters = _parameters()
+    optimizer = make(parameters)
+    for number in range(8):
+        _step(optimizer, parameters, number)
+    return parameters
+
+
+@pytest.mark.parametrize("first", [Adam, FusedAdam])
+def test_each_resumes_the_other_s_state(first):
+    second = FusedAdam if first is Adam else Adam
+    through, _ = _resumed(_plain(first), _plain(second))
+    for x, y in zip(through, _uninterrupted(_plain(first)), strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-6)
+
+
+def test_half_parameters_take_fairseq_s_own_loop():
+    ours, stock = _parameters(torch.bfloat16), _parameters(torch.bfloat16)
+    fused, reference = FusedAdam(ours, **SETTINGS), Adam(stock, **SETTINGS)
+    for number in range(3):
+        _step(fused, ours, number)
+        _step(reference, stock, number)
+    for a, b in zip(ours, stock, strict=True):
+        assert torch.equal(a, b)
+
+
+def _with_fp16_stats(parameters):
+    optimizer = FusedAdam(parameters, **SETTINGS)
+    optimizer.fp16_stats = True
+    return optimizer
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_fp16_moments_follow_fp32_ones(dtype):
+    ours, stock = _parameters(dtype), _parameters(dtype)
+    half, reference = _with_fp16_stats(ours), Adam(stock, **SETTINGS)
+    for number in range(20):
+        _step(half, ours, number)
+        _step(reference, stock, number)
+    for a, b in zip(ours, stock, strict=True):
+        torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-3)
+        assert half.state[a]["exp_avg"].dtype == torch.float16
+        # The largest element stands at the largest fp16 number, whatever the gradients' size.
+        assert half.state[a]["exp_avg_sq"].max() > 6e4
+
+
+def test_an_expert_s_fp16_moments_do_not_depend_on_its_neighbours():
+    whole, part = _parameters()[2:], [torch.nn.Parameter(_parameters()[2][1:].clone())]
+    mark_expert(whole[0])
+    mark_expert(part[0])
+    a, b = _with_fp16_stats(whole), _with_fp16_stats(part)
+    for _ in range(3):
+        whole[0].grad = torch.randn(2, 4, 3) * torch.tensor([100.0, 1.0]).view(2, 1, 1)
+        part[0].grad = whole[0].grad[1:].clone()
+        a.step()
+        b.step()
+    # Up to rounding: the kernel takes a vector's last elements by another instruction.
+    torch.testing.assert_close(whole[0][1:], part[0])
+    for key in ("exp_avg", "exp_avg_sq", "exp_avg_scale", "exp_avg_sq_scale"):
+        torch.testing.assert_close(a.state[whole[0]][key][1:], b.state[part[0]][key])
+
+
+@pytest.mark.parametrize("fp16_first", [True, False])
+def test_a_run_goes_on_with_moments_of_the_other_precision(fp16_first):
+    make = [_with_fp16_stats, _plain(FusedAdam)]
+    through, b = _resumed(*(make if fp16_first else make[::-1]))
+    for x, y in zip(through, _uninterrupted(_plain(FusedAdam)), strict=True):
+        torch.testing.assert_close(x, y, rtol=2e-2, atol=2e-3)
+        assert b.state[x]["exp_avg"].dtype == (torch.float32 if fp16_first else torch.float16)
+
+
+def _mixed_into(*stock):
+    """Return an instance of the mixin before a class, without the construction of either."""
+    twin = type("Twin", (MoEOptimizerMixin, *stock), {})
+    return twin.__new__(twin)
+
+
+def test_a_state_of_a_composite_optimizer_passes_through():
+    class Composite:
+        """Has a state for each group, as fairseq's composite optimizer."""
+
+        params = ()
+
+        def state_dict(self):
+            return {"encoder": {"state": {}}, "decoder": {"state": {}}}
+
+        def load_state_dict(self, state_dict, optimizer_overrides=None):
+            self.loaded = state_dict
+
+    twin = _mixed_into(Composite)
+    twin.save_masters()
+    twin.load_state_dict(twin.state_dict())
+    assert twin.loaded == Composite().state_dict()
+
+
+def test_a_count_of_steps_that_stands_in_the_group_is_taken_up():
+    """apex's newer Adam keeps one there, and none per parameter."""
+    ours, straight = _parameters()[:1], _parameters()[:1]
+    whole, resumed = FusedAdam(straight, **SETTINGS), FusedAdam(ours, **SETTINGS)
+    _step(whole, straight, 0)
+    state = copy.deepcopy(whole.state_dict())
+    del state["state"][0]["step"]
+    state["param_groups"][0]["step"] = 1
+    with torch.no_grad():
+        ours[0].copy_(straight[0])
+    resumed.load_state_dict(state)
+    _step(whole, straight, 1)
+    _step(resumed, ours, 1)
+    assert torch.equal(ours[0], straight[0])
+
+
+def test_a_scale_per_expert_is_the_same_for_all_its_slices():
+    place = Topology(world_size=4, rank=3, expert_parallel_size=4)
+    parameter = torch.nn.Parameter(torch.zeros(1, 3, 5))  # the second half of expert 1 of 2
+    mark_slice(parameter, Slice(2, 1))
+    whole = {"exp_avg": torch.randn(2, 6, 5), "exp_avg_scale": torch.randn(2, 1, 1), "step": 7}
+    own = own_part(whole, parameter, place)
+    assert torch.equal(own["exp_avg"], whole["exp_avg"][1:, 3:])
+    assert torch.equal(own["exp_avg_scale"], whole["exp_avg_scale"][1:])
+    assert own["step"] == 7
+
+
+def test_a_state_in_host_memory_stays_there_until_it_is_gathered():
+    parameter = torch.nn.Parameter(torch.empty(2, 3, 5, device="meta"))
+    twin = _mixed_into()
+    twin.params, twin.optimizer = [parameter], FusedAdam([parameter], **SETTINGS)
+    twin.optimizer.state[parameter] = {
+        "step": 7, "exp_avg": torch.zeros(2, 3, 5), "exp_avg_scale": torch.ones(2, 1, 1),
+    }  # fmt: skip
+    state = twin.expert_state(0)
+    assert [(key, value.device.type) for key, value in state.items()] == [
+        ("exp_avg", "cpu"),
+        ("exp_avg_scale", "cpu"),
+    ]
+
+
+def test_fp16_gradients_that_are_divided_by_a_root_do_not_overflow_on_the_way(monkeypatch):
+    class Stock:
+        cfg = SimpleNamespace(amp=False)
+
+        def all_reduce_grads(self, module):
+            """Reduce what is dense, of which there is nothing."""
+
+    place = Topology(world_size=64, expert_parallel_size=64)
+    monkeypatch.setattr(RUN, "topology", place)
+    parameter = torch.nn.Parameter(torch.zeros(1, dtype=torch.float16))
+    mark_expert(parameter)
+    mark_root_scaled(parameter)
+    parameter.grad = torch.tensor([60000.0], dtype=torch.float16)
+    _mixed_into(Stock).all_reduce_grads(torch.nn.ParameterList([parameter]))
+    assert parameter.grad.item() == 7500  # eight times as large it would be infinite
+
+
+def test_a_strided_gradient_gives_fairseq_s_step():
+    ours, stock = _parameters()[1:2], _parameters()[1:2]
+    fused, reference = FusedAdam(ours, **SETTINGS), Adam(stock, **SETTINGS)
+    for parameters, optimizer in ((ours, fused), (stock, reference)):
+        generator = torch.Generator().manual_seed(0)
+        parameters[0].grad = torch.empty(5, 3).t()
+        parameters[0].grad.copy_(torch.randn(3, 5, generator=generator))
+        optimizer.step()
+    torch.testing.assert_close(ours[0], stock[0], rtol=1e-5, atol=1e-6)
+
+
+def test_a_step_drops_the_state_gathered_for_a_checkpoint():
+    class Stock:
+        cfg = SimpleNamespace(amp=False)
+        params = ()
+
+        def step(self):
+            """Change nothing."""
+
+        def state_dict(self):
+            return {"state": {}}
+
+    twin = _mixed_into(Stock)
+    twin.save_state({0: {"exp_avg": torch.ones(2)}}, Topology())
+    assert 0 in twin.state_dict()["state"]
+    twin.step()
+    assert twin.state_dict()["state"] == {}

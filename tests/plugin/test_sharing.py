@@ -1,0 +1,113 @@
+"""Members pause at a layer and share what it gives: the values, the gradients, the order, and failures."""
+
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+from fairseq_tutel.models.feature_sharing import run_and_share, shared
+
+M = 3
+
+
+class Member(nn.Module):
+    """Two maps; what is shared is the first one's output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 6), nn.Linear(6, 2)
+
+    def forward(self, x, times=1):
+        for _ in range(times):
+            h = self.first(x)
+        return self.second(h if times else torch.zeros(len(x), 6).to(x))
+
+
+@pytest.fixture
+def members():
+    torch.manual_seed(0)
+    return nn.ModuleList(Member() for _ in range(M)).double()
+
+
+def run(members, x, share, **more):
+    forwards = [partial(member, x, **more) for member in members]
+    return torch.stack(run_and_share(forwards, [member.first for member in members], share))
+
+
+def test_evaluation_takes_the_mean_of_training_s_masks():
+    features = list(torch.rand(M, 5).double() + 1)
+    mixed = shared(features, 0.7, training=False)
+    for m in range(M):
+        others = sum(h for i, h in enumerate(features) if i != m)
+        torch.testing.assert_close(mixed[m], features[m] + 0.7 * others)
+    torch.manual_seed(1)
+    drawn = torch.stack([torch.stack(shared(features, 0.7, training=True)) for _ in range(4000)])
+    torch.testing.assert_close(drawn.mean(dim=0), torch.stack(mixed), rtol=0.02, atol=0)
+    # A mask of its own for every pair and element: all 4 sums of two others, but never without its own.
+    assert len(drawn[:, 0, 0].unique()) == 4 and (drawn[:, 0] >= features[0]).all()
+
+
+def test_a_shared_forward_is_that_by_hand(members):
+    x = torch.randn(5, 4).double()
+    share = partial(shared, keep=0.7, training=False)
+    outputs = run(members, x, share)
+    features = [member.first(x) for member in members]
+    by_hand = torch.stack([member.second(h) for member, h in zip(members, share(features), strict=True)])
+    torch.testing.assert_close(outputs, by_hand)
+    weights = torch.randn_like(outputs)
+    grads = [
+        torch.autograd.grad((y * weights).sum(), list(members.parameters())) for y in (outputs, by_hand)
+    ]
+    torch.testing.assert_close(*grads)
+
+
+def test_members_run_one_at_a_time_in_order(members):
+    """What they draw is the same each time, and their hooks are gone afterwards."""
+    drawn = []
+    for member in members:
+        member.first.register_forward_pre_hook(lambda *_: drawn.append(float(torch.rand(()))))
+    x = torch.randn(5, 4).double()
+    for _ in range(2):
+        torch.manual_seed(0)
+        run(members, x, list)
+    assert drawn[:M] == drawn[M:]
+    assert all(not member.first._forward_hooks for member in members)
+
+
+def test_threads_take_the_caller_s_modes(members):
+    x = torch.randn(5, 4)
+    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+        outputs = run(members.float(), x, list)
+    assert outputs.dtype == torch.bfloat16 and not outputs.requires_grad
+
+
+class Broken(Member):
+    def forward(self, x, **_):
+        raise RuntimeError("broken")
+
+
+class Dictionary(nn.Linear):
+    def forward(self, x):
+        return {"h": x}
+
+
+@pytest.mark.parametrize(
+    "kind, said",
+    (
+        ("never", "did not call the layer"),
+        ("twice", "more than once"),
+        ("broken", "^broken$"),
+        ("no tensor", "returns dict, which is not a tensor"),
+    ),
+)
+def test_what_cannot_be_shared_is_said_and_ends(members, kind, said):
+    x, more = torch.randn(5, 4).double(), {}
+    if kind == "broken":
+        members[1] = Broken().double()
+    if kind == "no tensor":
+        members[2].first = Dictionary(4, 6)
+    if kind in ("never", "twice"):
+        more["times"] = 0 if kind == "never" else 2
+    with pytest.raises(RuntimeError if kind == "broken" else ValueError, match=said):
+        run(members, x, list, **more)

@@ -1,0 +1,262 @@
+"""Optimizers of shards in fairseq's wrappers, on one rank: the update, the state and the refusals."""
+
+import argparse
+import copy
+
+import pytest
+import torch
+from fairseq import optim, utils
+from fairseq.dataclass.configs import FairseqConfig
+from fairseq.optim import FP16Optimizer, MemoryEfficientFP16Optimizer
+from omegaconf import OmegaConf
+
+from fairseq_tutel.parallel.cost import held_bytes
+from fairseq_tutel.parallel.groups import Topology
+from fairseq_tutel.plugin import register
+from fairseq_tutel.plugin.optim import zero
+from fairseq_tutel.plugin.optim.moe_optimizer import MoEOptimizerMixin
+from fairseq_tutel.plugin.optim.zero import ZeroOptions, refuse_with_zero, zero_options
+from fairseq_tutel.plugin.run_state import RUN
+
+register()
+
+SHAPES = [(3, 5), (), (7,), (2, 4, 3)]
+OPTIONS = {
+    "moe_adam": {"adam_betas": (0.9, 0.98), "adam_eps": 1e-6, "weight_decay": 0.1},
+    "moe_sgd": {"momentum": 0.9, "weight_decay": 0.1},
+    "moe_nag": {"momentum": 0.9, "weight_decay": 0.1},
+    "moe_adagrad": {"weight_decay": 0.1},
+    "moe_adadelta": {"adadelta_rho": 0.9, "adadelta_eps": 1e-3, "weight_decay": 0.1, "anneal_eps": False},
+    "moe_adamax": {
+        "adamax_betas": "(0.9, 0.98)", "adamax_eps": 1e-6, "weight_decay": 0.1,
+        "no_bias_correction": False,
+    },
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _one_rank():
+    RUN.update(topology=Topology())
+
+
+def root_of(name="moe_adam", offload=False, **common):
+    """Return the configuration of a training."""
+    root = OmegaConf.structured(FairseqConfig)
+    OmegaConf.set_struct(root, False)
+    root.common.update(common)
+    options = {"_name": name, "lr": [0.01], **OPTIONS[name]}
+    if name == "moe_adam":
+        options |= {"use_old_adam": False, "fp16_adam_stats": False, "tpu": False}
+    root.optimizer = options
+    root.optimization.lr = [0.01]
+    root.task = {"moe_zero_stage": 0, "moe_offload_optimizer": offload}
+    return root
+
+
+def parameters_of(dtype=torch.float32):
+    generator = torch.Generator().manual_seed(0)
+    return [torch.nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for shape in SHAPES]
+
+
+def update(optimizer, parameters, number, clip=0.5, size=1.0):
+    """Run an update as the Trainer does; the last parameter has no gradient in odd ones."""
+    generator = torch.Generator().manual_seed(number)
+    optimizer.set_lr(0.01 / (1 + number))
+    optimizer.zero_grad()
+    used = parameters[: 3 if number % 2 else 4]
+    loss = sum((p.float() * torch.randn(p.shape, generator=generator)).sum() for p in used)
+    optimizer.backward(size * loss)
+    optimizer.all_reduce_grads(None)
+    optimizer.multiply_grads(1 / 3)
+    norm = optimizer.clip_grad_norm(clip)
+    optimizer.step()
+    return norm
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_an_optimizer_in_host_memory_is_the_optimizer(name):
+    results = []
+    for offload in (False, True):
+        parameters = parameters_of()
+        root = root_of(name, offload)
+        optimizer = optim.build_optimizer(root.optimizer, parameters)
+        assert isinstance(optimizer, MoEOptimizerMixin)
+        assert (optimizer.zero is not None) == offload
+        norms = [update(optimizer, parameters, number) for number in range(5)]
+        assert max(norms) > 0.5  # clipped
+        again = optim.build_optimizer(root_of(name, not offload).optimizer, parameters)
+        saved = optimizer.state_dict()
+        again.load_state_dict(copy.deepcopy(saved))
+        results.append((parameters, norms, saved["state"]))
+        update(again, parameters, 5)
+    (plain, norms, state), (offloaded, norms_2, state_2) = results
+    torch.testing.assert_close(norms_2, norms)
+    for a, b in zip(plain, offloaded, strict=True):
+        torch.testing.assert_close(b, a)
+    assert state.keys() == state_2.keys()
+    for index in state:
+        torch.testing.assert_close(state_2[index], state[index])
+
+
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+def test_masters_in_shards_follow_fairseq_s_own(precision):
+    dtype = {"fp16": torch.float16, "bf16": torch.bfloat16}[precision]
+    results = []
+    for offload in (False, True):
+        parameters = parameters_of(dtype)
+        root = root_of(
+            offload=offload, fp16_no_flatten_grads=True, fp16_init_scale=2**12, **{precision: True}
+        )
+        optimizer = FP16Optimizer.build_optimizer(root, parameters)
+        assert type(optimizer).__name__ == "FP16Optimizer"  # which the Trainer compares
+        norms = [update(optimizer, parameters, number) for number in range(4)]
+        other = FP16Optimizer.build_optimizer(
+            root_of(offload=not offload, fp16_no_flatten_grads=True, **{precision: True}), parameters
+        )
+        inner = getattr(optimizer, "fp32_optimizer", None) or optimizer.wrapped_optimizer
+        if not offload:
+            assert inner.holds_masters
+        saved = optimizer.state_dict()
+        assert all(state["fp32_master"].dtype == torch.float32 for state in saved["state"].values())
+        other.load_state_dict(saved)
+        norms.append(update(other, parameters, 4))
+        results.append((parameters, norms))
+    (plain, norms), (sharded, norms_2) = results
+    torch.testing.assert_close(norms_2, norms, rtol=1e-5, atol=1e-6)
+    for a, b in zip(plain, sharded, strict=True):
+        torch.testing.assert_close(b, a, rtol=0.01, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    "precision, offload",
+    [
+        *(
+            (name, False)
+            for name in ("fp32", "fp16", "bf16", "memory_efficient_fp16", "memory_efficient_bf16")
+        ),
+        *((name, True) for name in ("fp32", "fp16", "bf16")),
+    ],
+)
+def test_clipping_does_not_use_a_gpu_where_the_gradients_are_not(precision, offload, monkeypatch):
+    """As with --cpu on a machine that has a GPU, to which fairseq moves the norm."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: pytest.fail("a GPU was used"))
+    half = precision.removeprefix("memory_efficient_")
+    dtype = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}[half]
+    flags = {} if half == "fp32" else {precision: True, half: True, "fp16_no_flatten_grads": True}
+    root = root_of(offload=offload, **flags)
+    parameters = parameters_of(dtype)
+    if half == "fp32":
+        optimizer = optim.build_optimizer(root.optimizer, parameters)
+    else:
+        kind = FP16Optimizer if half == precision else MemoryEfficientFP16Optimizer
+        optimizer = kind.build_optimizer(root, parameters)
+    assert float(update(optimizer, parameters, 0)) > 0.5  # clipped
+
+
+@pytest.mark.parametrize("count", [0, 1, 3, 100])
+def test_clipping_on_a_cpu_has_fairseq_s_bits(count):
+    generator = torch.Generator().manual_seed(count)
+    sets = [[torch.nn.Parameter(torch.zeros(7, 11 + i)) for i in range(count + 1)] for _ in range(2)]
+    for a, b in zip(*(parameters[:count] for parameters in sets), strict=True):  # the last has no gradient
+        a.grad = torch.randn(a.shape, generator=generator)
+        b.grad = a.grad.clone()
+    norm = optim.build_optimizer(root_of().optimizer, sets[0]).clip_grad_norm(0.5)
+    assert torch.equal(norm, utils.clip_grad_norm_(sets[1], 0.5))
+    for a, b in zip(*(parameters[:count] for parameters in sets), strict=True):
+        assert torch.equal(a.grad, b.grad)
+
+
+def test_an_overflow_skips_the_step_and_lowers_the_scale():
+    parameters = parameters_of(torch.float16)
+    root = root_of(offload=True, fp16=True, fp16_no_flatten_grads=True, fp16_init_scale=2**10)
+    optimizer = FP16Optimizer.build_optimizer(root, parameters)
+    with pytest.raises(OverflowError, match="setting loss scale to: 512"):
+        update(optimizer, parameters, 0, size=1e4)
+    optimizer.zero_grad()
+    for before, after in zip(parameters_of(torch.float16), parameters, strict=True):
+        assert torch.equal(before, after)
+    update(optimizer, parameters, 0)
+    assert not torch.equal(parameters[0], parameters_of(torch.float16)[0])
+
+
+def test_a_part_of_a_state_is_marked_and_refused(monkeypatch):
+    """As a crash file has it, since the other ranks may be gone."""
+    monkeypatch.setattr(RUN, "topology", Topology(world_size=2, rank=1))
+    monkeypatch.setattr(zero, "zero_options", lambda cfg: ZeroOptions(1, False))
+    part = optim.build_optimizer(root_of().optimizer, parameters_of()).state_dict()
+    monkeypatch.undo()
+    whole = optim.build_optimizer(root_of().optimizer, parameters_of())
+    with pytest.raises(ValueError, match="has only rank 1's part of the optimizer state"):
+        whole.load_state_dict(part)
+
+
+def test_the_formula_counts_what_fairseq_s_own_wrapper_holds():
+    parameters = parameters_of(torch.bfloat16)
+    optimizer = FP16Optimizer.build_optimizer(root_of(bf16=True), parameters)
+    update(optimizer, parameters, 0)
+    masters = list(optimizer.fp32_params)
+    moments = [s[key] for s in optimizer.optimizer.state.values() for key in ("exp_avg", "exp_avg_sq")]
+    held = held_bytes([p.numel() for p in parameters], [], 1, 1, stage=0)
+    size = lambda tensors: sum(t.numel() * t.element_size() for t in tensors)  # noqa: E731
+    assert size(parameters) == held.weights
+    assert size([p.grad for p in parameters] + [m.grad for m in masters]) == held.gradients
+    assert size(masters + moments) == held.state
+
+
+def task(stage=0, offload=False):
+    return argparse.Namespace(moe_zero_stage=stage, moe_offload_optimizer=offload)
+
+
+@pytest.mark.parametrize("stage", [3, -1])
+def test_another_stage_is_refused(stage):
+    with pytest.raises(ValueError, match=rf"--moe-zero-stage is {stage}; give 0 .* 1 .* or 2"):
+        zero_options(task(stage))
+
+
+def test_one_rank_has_nobody_to_share_with():
+    assert zero_options(task(2)) is None
+    assert zero_options(task(2, offload=True)).flags == "--moe-offload-optimizer"
+
+
+def test_a_model_without_experts_asked_for_no_groups(monkeypatch):
+    monkeypatch.setattr(RUN, "topology", Topology(world_size=2))
+    assert zero_options(task(2, offload=True)) is None
+
+
+REFUSED = {
+    "moe_adafactor": "--optimizer is moe_adafactor, whose updates need complete parameters",
+    "composite": "--optimizer is composite, whose updates",
+    "fp16_adam_stats": "--fp16-adam-stats is set, which needs complete parameters",
+    "amp": "--amp is set, whose scaler checks only a rank's own gradients",
+    "memory_efficient_bf16": "--memory-efficient-bf16 is set, which has no fp32 master weights",
+    "memory_efficient_fp16": "--memory-efficient-fp16 is set, which has no fp32 master weights",
+    "use_bmuf": "--use-bmuf is set, which averages complete weights",
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_does_not_go_with_shards_is_refused_by_name(what):
+    root = root_of(offload=True)
+    asked = zero_options(root)
+    refuse_with_zero(root, asked)
+    if what in ("moe_adafactor", "composite"):
+        root.optimizer._name = what
+    elif what == "fp16_adam_stats":
+        root.optimizer[what] = True
+    else:
+        (root.optimization if what == "use_bmuf" else root.common)[what] = True
+    with pytest.raises(ValueError) as error:
+        refuse_with_zero(root, asked)
+    assert str(error.value).startswith(REFUSED[what])
+    assert "--moe-offload-optimizer" in str(error.value) or "use --" in str(error.value)
+
+
+def test_a_backward_with_fp16_sends_its_gradients_when_it_ends(monkeypatch):
+    parameters, ended = parameters_of(torch.float16), []
+    root = root_of(offload=True, fp16=True, fp16_no_flatten_grads=True)
+    optimizer = FP16Optimizer.build_optimizer(root, parameters)
+    shards = optimizer.wrapped_optimizer.zero
+    monkeypatch.setattr(shards, "finish_backward", lambda: ended.append(parameters[0].grad))
+    optimizer.backward(parameters[0].float().sum())
+    assert len(ended) == 1 and ended[0] is not None
