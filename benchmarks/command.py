@@ -1,11 +1,7 @@
 """Common options of benchmarks, and the end on a wrong value."""
 
 import argparse
-import os
-import subprocess
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
 from benchmarks.bad_option import BadOption
@@ -27,26 +23,6 @@ def parser_of(name: str, description: str) -> argparse.ArgumentParser:
         help="tiny shapes and two rounds, as a smoke test; the times are meaningless",
     )
     return parser
-
-
-def add_busy(parser: argparse.ArgumentParser) -> None:
-    """Add --busy, for `busy_core`."""
-    parser.add_argument("--busy", action="store_true", help="run another process that keeps one core busy")
-
-
-@contextmanager
-def busy_core(busy: bool) -> Iterator[None]:
-    """Keep the last of this process's cores busy during the block, if `busy`."""
-    if not busy:
-        yield
-        return
-    core = max(os.sched_getaffinity(0))
-    code = f"import os; os.sched_setaffinity(0, [{core}])\nwhile os.getppid() == {os.getpid()}: pass"
-    with subprocess.Popen([sys.executable, "-c", code]) as other:
-        try:
-            yield
-        finally:
-            other.kill()
 
 
 def run(

@@ -1,20 +1,19 @@
-"""Layers that take the place of ours inside a fairseq model, with its weights."""
+"""The einsum formulation in place of our layer inside a fairseq model, with its weights."""
 
 import torch
 from torch import Tensor, nn
 
-from benchmarks.peers.bare import bare_moe
 from benchmarks.peers.einsum import combine_mask, einsum_moe, usual_capacity
 from benchmarks.peers.gate import top_k_gate
 from fairseq_tutel.kernels.activations import ACTIVATIONS
 from fairseq_tutel.plugin.feed_forward import MoEFeedForward
 
 
-class _FeedForward(nn.Module):
-    """A layer that fairseq calls instead of fc1; it has no balance loss, metrics or padding.
+class EinsumFeedForward(nn.Module):
+    """The einsum formulation; fairseq calls it instead of fc1. It has no balance loss, metrics or padding.
 
     Args:
-        ours: the layer that it replaces, whose experts have two maps.
+        ours: the layer that it replaces, whose experts have two maps and biases.
     """
 
     def __init__(self, ours: MoEFeedForward) -> None:
@@ -25,20 +24,7 @@ class _FeedForward(nn.Module):
         self.capacity: int | None = None
 
     def begin_call(self, *_: object, **__: object) -> None:
-        """Take what our layer takes from the stock one, which is not of use here."""
-
-
-class BareFeedForward(_FeedForward):
-    """The bare operations of a layer with relu experts, without their biases; see `peers.bare`."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return the experts' output for x [time, batch, D], or batch first."""
-        weights = self.gate.weight, self.experts.fc1_weight, self.experts.fc2_weight
-        return bare_moe(x.flatten(0, 1), *weights, self.config.top_k).view_as(x)
-
-
-class EinsumFeedForward(_FeedForward):
-    """The einsum formulation, for experts with biases."""
+        """Ignore what our layer takes from fairseq's."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the experts' output for x [time, batch, D], or batch first."""

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from benchmarks import command, timing
 from benchmarks.bad_option import BadOption
-from benchmarks.layer_cases import CPU_CASES, CUDA_CASES, GROUPS, Case
+from benchmarks.layer_cases import CPU_CASES, CUDA_CASES, SMALL, Case
 from benchmarks.layer_check import expected, relative_errors, tolerance
 from benchmarks.layer_inputs import Inputs, make_inputs
 from benchmarks.machine import device_of, facts
@@ -27,28 +27,22 @@ from fairseq_tutel.kernels import backend_for
 from fairseq_tutel.plugin import keep_freed_memory
 
 BASE = "dense"
-# The other thing that times are compared with.
-PRODUCTS = "products"
 CASES = {"cpu": CPU_CASES, "cuda": CUDA_CASES}
 DTYPES = {"cpu": "fp32", "cuda": "bf16"}
 OF_NAMES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 # Forward and backward; on a GPU also the forward in training alone.
 MODES = {"cpu": ("forward+backward",), "cuda": ("forward", "forward+backward")}
-# Of a single token: without gradients, with caches that hold other data, as between the layers of a model.
-INFERENCE = "inference"
-CACHES_BYTES = 2**26
 # Operations of a mode, in forwards: a backward is a product for the input and one for the weights.
-FORWARDS = {"forward": 1, INFERENCE: 1, "forward+backward": 3}
+FORWARDS = {"forward": 1, "forward+backward": 3}
 ROUNDS, WARM = {"cpu": 15, "cuda": 20}, {"cpu": 1, "cuda": 10}
 QUICK_ROUNDS = 2
 
 
-def main(words: list[str] | None = None, builders: Mapping[str, Builder] = BUILDERS) -> int:
+def main(words: list[str] | None = None) -> int:
     """Measure; return 1 where one of our own variants is wrong or failed, else 0.
 
     Args:
         words: the command line; None for the process's own.
-        builders: the variants to choose from.
     """
     parser = command.parser_of("layer", "Time one MoE layer and other implementations of it.")
     add = parser.add_argument
@@ -57,27 +51,25 @@ def main(words: list[str] | None = None, builders: Mapping[str, Builder] = BUILD
     add("--configs", help="names separated by commas, or small; all of the device by default")
     add("--variants", help="names separated by commas; all by default, dense always")
     add("--threads", type=int, nargs="+", default=[1, 2], help="on a CPU, each number separately")
-    text = "on CPU, let freed memory go back to the system, as outside of fairseq"
-    add("--release-memory", action="store_true", help=text)
     add("--rounds", type=int, help="timed rounds: 15 on CPU, 20 on cuda by default")
-    command.add_busy(parser)
-    return command.run(parser, words, lambda options: _measure(options, builders))
+    return command.run(parser, words, _measure)
 
 
-def _measure(options: argparse.Namespace, builders: Mapping[str, Builder]) -> int:
+def _measure(options: argparse.Namespace) -> int:
     device = device_of(options.device)
     cases = _chosen("--configs", options.configs, CASES[device.type])
+    builders = BUILDERS
     if options.variants is None:
         same = f"ours/{backend_for('auto', device)[0]}"  # is ours/auto: once is enough
         builders = {name: build for name, build in builders.items() if name != same}
     chosen = _chosen("--variants", options.variants, builders)
-    chosen = {BASE: builders[BASE], **chosen}
+    chosen = {BASE: BUILDERS[BASE], **chosen}
     for number in (*options.threads, options.rounds or 1):
         if number < 1:
             raise BadOption(f"--threads or --rounds has {number}; give whole numbers, at least 1.")
     dtype = OF_NAMES[options.dtype or DTYPES[device.type]]
     # As the plugin does in training on a CPU; dense layers become faster, too.
-    keeps = device.type == "cpu" and not options.release_memory and keep_freed_memory()
+    keeps = device.type == "cpu" and keep_freed_memory()
     report = Report(
         "layer",
         BASE,
@@ -96,7 +88,7 @@ def _measure(options: argparse.Namespace, builders: Mapping[str, Builder]) -> in
 def _chosen(flag: str, words: str | None, table: Mapping[str, Any]) -> dict[str, Any]:
     """Return the entries that an option names, in the table's order."""
     names = list(table) if words is None else words.split(",")
-    names = [name for word in names for name in GROUPS.get(word, (word,))]
+    names = [name for word in names for name in (SMALL if word == "small" else (word,))]
     for name in names:
         if name not in table:
             raise BadOption(f"{flag} has {name!r}; choose among {', '.join(table)}.")
@@ -125,18 +117,12 @@ def _rows_of(
             torch.set_num_threads(threads)
         rounds = QUICK_ROUNDS if options.quick else options.rounds or ROUNDS[device.type]
         timed = []
-        is_one = on_cpu and case.tokens == 1
-        for mode in (INFERENCE,) if is_one else MODES[device.type]:
+        for mode in MODES[device.type]:
             steps = {key: step_of(mode, each, inputs) for key, each in variants.items()}
-            before = torch.empty(CACHES_BYTES if is_one else 0, dtype=torch.uint8).zero_
-            with command.busy_core(options.busy):
-                took = timing.interleaved(steps, rounds, device, WARM[device.type], before)
-            alone = timing.against(took, PRODUCTS)
+            took = timing.interleaved(steps, rounds, device, WARM[device.type])
             for key, summary in timing.against(took, BASE).items():
                 flops = FORWARDS[mode] * case.forward_flops
                 row = {"mode": mode, **rows[key], **summary, **memory[key]}
-                if "ratio" in alone[key]:
-                    row["over_products"] = alone[key]["ratio"]
                 row |= {"rate": flops / summary["seconds"], "rate_unit": "FLOP/s"}
                 timed.append(row)
         rest = [row for key, row in rows.items() if key not in variants]
@@ -196,9 +182,6 @@ def step_of(mode: str, variant: Variant, inputs: Inputs) -> timing.Step:
     """Return a forward that saves activations for backward, or a forward and a backward."""
     if mode == "forward":
         return lambda: variant(inputs.x_TD)
-    if mode == INFERENCE:
-        variant.eval()
-        return torch.inference_mode()(lambda: variant(inputs.x_TD))
 
     def step() -> None:
         _drop_gradients(variant, inputs)
@@ -229,7 +212,7 @@ def memory_of(variant: Variant, inputs: Inputs) -> dict[str, int]:
 
 def _is_bad(rows: list[Row]) -> bool:
     """Whether our own results are wrong or failed, or none of our backends ran."""
-    own = [row for row in rows if row["variant"] not in BUILDERS or row["variant"] in OWN]
+    own = [row for row in rows if row["variant"] in OWN]
     ran = {row["variant"] for row in rows if row["status"] == "ok"}
     asked = {row["variant"] for row in rows}
     none_of_ours = bool(asked & OURS.keys()) and not ran & OURS.keys()

@@ -73,9 +73,7 @@ SMALL = {
 } | {"small_t64_k2_e64": replace(CPU_CASES["k2_uniform"], tokens=64, hidden_dim=1024, num_experts=64)}
 # examples/language_model.sh
 SMALL["small_recipe"] = Case(tokens=1024, model_dim=128, hidden_dim=256, num_experts=8, top_k=2)
-# One token without gradients, as in decoding.
-ONE_TOKEN = {f"one_token_k{top_k}": replace(CPU_CASES[f"k{top_k}_uniform"], tokens=1) for top_k in (1, 2)}
-CPU_CASES |= SMALL | ONE_TOKEN
+CPU_CASES |= SMALL
 
 _QWEN3 = Case(tokens=32768, model_dim=2048, hidden_dim=768, num_experts=128, top_k=8, activation="swiglu")
 CUDA_CASES = {
@@ -95,5 +93,3 @@ CUDA_CASES = {
     # A with so few tokens that the [T, E, C] masks of the einsum formulation fit.
     "S": Case(tokens=4096, model_dim=1024, hidden_dim=4096, num_experts=8, top_k=1),
 }
-# Names of groups of cases, for --configs.
-GROUPS = {"small": tuple(SMALL), "one_token": tuple(ONE_TOKEN)}

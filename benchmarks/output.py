@@ -22,7 +22,6 @@ COLUMNS = (
     "variant",
     "seconds",
     "ratio",
-    "over products",
     "rate",
     "read",
     "kept",
@@ -133,8 +132,6 @@ def _shown(row: Row) -> dict[str, str]:
         shown["seconds"] = f"{row['seconds']:.4g}"
     if "ratio" in row:
         shown["ratio"] = f"{row['ratio']:.3f} ({row['ratio_p20']:.3f}..{row['ratio_p80']:.3f})"
-    if "over_products" in row:
-        shown["over products"] = f"{row['over_products']:.3f}"
     if "rate" in row:
         shown["rate"] = with_prefix(row["rate"], row["rate_unit"])
     for name in ("read", "kept", "formula", "peak"):

@@ -1,8 +1,7 @@
 """`python -m benchmarks.step`: a training step by fairseq's Trainer, with optimizer and clipping.
 
-The MoE model is compared with the dense one of equal active FLOPs, with the einsum formulation of MoE
-layers, and with the bare operations of relu experts. All have torch's fused Adam, which is faster than
-fairseq's, except dense_stock_adam.
+The MoE model is compared with the dense one of equal active FLOPs, and with the einsum formulation. All have
+torch's fused Adam, which is faster than fairseq's, except dense_stock_adam.
 """
 
 import argparse
@@ -13,11 +12,10 @@ from typing import Any
 import torch
 from fairseq.logging import metrics
 from torch import Tensor, nn
-from torch.profiler import ProfilerActivity, profile
 
 from benchmarks import command, timing
 from benchmarks.bad_option import BadOption
-from benchmarks.einsum_model import BareFeedForward, EinsumFeedForward
+from benchmarks.einsum_model import EinsumFeedForward
 from benchmarks.fairseq_models import SHAPES, Built, Shape, build, replaced, samples_of, words_of
 from benchmarks.layer_check import TOLERANCES, relative_errors
 from benchmarks.machine import device_of, facts
@@ -25,11 +23,8 @@ from benchmarks.output import Report, Row
 from fairseq_tutel.plugin.feed_forward import MoEFeedForward
 
 BASE = "dense"
-VARIANTS = (BASE, "dense_stock_adam", "moe", "moe_einsum", "moe_bare")
-REPLACED = {"moe_einsum": EinsumFeedForward, "moe_bare": BareFeedForward}
+VARIANTS = (BASE, "dense_stock_adam", "moe", "moe_einsum")
 ROUNDS, QUICK_ROUNDS = 7, 2
-PROFILED = (BASE, "moe")
-ENTRIES = 10
 
 
 def main(words: list[str] | None = None) -> int:
@@ -41,8 +36,6 @@ def main(words: list[str] | None = None) -> int:
     add("--top-k", type=int, nargs="+", help="a configuration for each; 1, of the recipe 2")
     add("--threads", type=int, default=1, help="on CPU")
     add("--rounds", type=int, default=ROUNDS, help="timed steps of each")
-    command.add_busy(parser)
-    add("--profile", action="store_true", help="what takes most of a step, dense and with experts")
     return command.run(parser, words, _measure)
 
 
@@ -67,38 +60,31 @@ def _measure(options: argparse.Namespace) -> int:
 
 
 def measured(shape: Shape, options: argparse.Namespace, device: torch.device, report: Report) -> None:
-    """Check, time and, with --profile, profile all variants of a shape."""
+    """Check and time all variants of a shape."""
     samples = samples_of(shape)
     rows: dict[str, Row] = {name: {"variant": name, "status": "ok"} for name in VARIANTS}
     built = {name: _built(name, shape, device) for name in VARIANTS}
     rows["moe_einsum"] |= _compared(built["moe"].model, built["moe_einsum"].model, shape)
-    if (activation := built["moe"].cfg.model.activation_fn) != "relu" or device.type != "cpu":
-        reason = f"it has relu experts on a CPU, and this model {activation} on {device.type}"
-        rows["moe_bare"] |= {"status": "skipped", "reason": reason}
     steps = {name: step_of(each, samples) for name, each in built.items() if rows[name]["status"] == "ok"}
     rounds = QUICK_ROUNDS if options.quick else options.rounds
-    with command.busy_core(options.busy):
-        took = timing.interleaved(steps, rounds, device)
+    took = timing.interleaved(steps, rounds, device)
     tokens = shape.update_freq * shape.sentences * shape.tokens
     for name, summary in timing.against(took, BASE).items():
         rate = tokens / summary["seconds"]
         rows[name] |= {**summary, "rate": rate, "rate_unit": "tokens/s"}
     about = {**asdict(shape), "dense_ffn_dim": shape.dense_ffn_dim}
-    if options.profile:
-        about["profile"] = {name: profiled(steps[name]) for name in PROFILED}
     report.add(f"{options.arch} k{shape.top_k}", about, rows.values())
-    print_profiles(about.get("profile", {}))
 
 
 def _built(name: str, shape: Shape, device: torch.device) -> Built:
     """Return a variant's model."""
     optimizer = "adam" if name == "dense_stock_adam" else "moe_adam"
     moe = name.startswith("moe")
-    # einsum and the bare operations have no balance loss and no metrics, which is an advantage.
+    # einsum has no balance loss and no metrics, which is an advantage.
     words = words_of(shape, moe=moe, balanced=name == "moe", optimizer=optimizer)
     built = build(shape, words, device)
-    if name in REPLACED:
-        replaced(built.model, MoEFeedForward, REPLACED[name])
+    if name == "moe_einsum":
+        replaced(built.model, MoEFeedForward, EinsumFeedForward)
     return built
 
 
@@ -128,33 +114,6 @@ def _compared(ours: nn.Module, einsum: nn.Module, shape: Shape) -> Row:
     if error <= TOLERANCES[torch.float32]:
         return {"error": error}
     return {"status": "wrong", "reason": f"its output differs from moe's by {error:.1e}"}
-
-
-def profiled(step: timing.Step) -> list[dict[str, Any]]:
-    """Return the operations with the most CPU time of their own in a step, largest first."""
-    with profile(activities=[ProfilerActivity.CPU]) as profiler:
-        step()
-    entries = profiler.key_averages()
-    total = sum(entry.self_cpu_time_total for entry in entries)
-    largest = sorted(entries, key=lambda entry: -entry.self_cpu_time_total)[:ENTRIES]
-    return [
-        {
-            "name": entry.key,
-            "self_ms": entry.self_cpu_time_total / 1000,
-            "share": entry.self_cpu_time_total / total,
-            "calls": entry.count,
-        }
-        for entry in largest
-    ]
-
-
-def print_profiles(profiles: dict[str, list[dict[str, Any]]]) -> None:
-    """Print what `profiled` returns of every variant."""
-    for name, entries in profiles.items():
-        print(f"\n{name}: the {ENTRIES} largest by their own CPU time\n")
-        for entry in entries:
-            share = f"{entry['self_ms']:10.2f} ms {100 * entry['share']:5.1f} %"
-            print(f"{share} {entry['calls']:6} x {entry['name']}")
 
 
 if __name__ == "__main__":

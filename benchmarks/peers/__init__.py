@@ -10,7 +10,6 @@ from functools import partial
 from benchmarks.layer_cases import Case
 from benchmarks.layer_inputs import Inputs
 from benchmarks.peers import (
-    bare,
     dense,
     einsum,
     grouped_mm,
@@ -18,7 +17,6 @@ from benchmarks.peers import (
     loop,
     megablocks,
     ours,
-    products,
     scattermoe,
     tutel,
 )
@@ -33,10 +31,7 @@ OWN: dict[str, Builder] = {
     "dense": dense.build,
     **OURS,
     "einsum": einsum.build,
-    "einsum_modules": einsum.build_of_modules,
     "einsum_drops": einsum.build_with_drops,
-    "products": products.build,
-    "bare": bare.build,
     "loop": loop.build,
     "grouped_mm": grouped_mm.build,
 }

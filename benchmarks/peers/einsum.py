@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from benchmarks.layer_cases import Case
 from benchmarks.layer_inputs import Inputs
@@ -41,37 +41,12 @@ class Einsum(Variant):
         return activate(self.case, rows_ECD @ self.fc1.mT, beside) @ self.fc2.mT
 
 
-class EinsumOfModules(Einsum):
-    """The same around experts that own their matrices each, as Meta's branch has them."""
-
-    def __init__(self, case: Case, inputs: Inputs, capacity: int) -> None:
-        super().__init__(case, inputs, capacity)
-        self.maps = nn.ModuleDict()
-        for name in [name for name in inputs.weights if name != "gate"]:
-            delattr(self, name)
-            self.maps[name] = nn.ParameterList(each.clone() for each in inputs.weights[name])
-
-    def _experts(self, rows_ECD: Tensor) -> Tensor:
-        outputs = []
-        for i, rows_CD in enumerate(rows_ECD.unbind()):
-            own = {name: each[i] for name, each in self.maps.items()}
-            beside = F.linear(rows_CD, own["fc3"]) if self.case.is_glu else None
-            hidden = activate(self.case, F.linear(rows_CD, own["fc1"]), beside)
-            outputs.append(F.linear(hidden, own["fc2"]))
-        return torch.stack(outputs)
-
-    def gradients(self) -> dict[str, Tensor | None]:
-        """Return the weights' gradients by the weights' names."""
-        stacked = {name: torch.stack([p.grad for p in each]) for name, each in self.maps.items()}
-        return {"gate": self.gate.grad, **stacked}
-
-
 def einsum_moe(x_TD: Tensor, combine_TEC: Tensor, experts: Callable[[Tensor], Tensor]) -> Tensor:
     """Return y_TD by the three einsums.
 
     Args:
         x_TD: tokens.
-        combine_TEC: the weight of every token in every place, as `combine_mask` gives it.
+        combine_TEC: the weight of every token in every slot, as `combine_mask` gives it.
         experts: [E, C, D] -> [E, C, D].
     """
     dispatch_TEC = combine_TEC.bool().to(x_TD.dtype)
@@ -80,9 +55,10 @@ def einsum_moe(x_TD: Tensor, combine_TEC: Tensor, experts: Callable[[Tensor], Te
 
 
 def combine_mask(weights_TK: Tensor, ids_TK: Tensor, num_experts: int, capacity: int) -> Tensor:
-    """Return combine_TEC: the weight of token t in place c of expert e, 0 where it is not there.
+    """Return combine_TEC: the weight of token t in slot c of expert e, 0 where it is not there.
 
-    Places go to all first choices before all second choices, then by token; who comes too late is dropped.
+    Slots go to all first choices before all second choices, then by token; an assignment without a slot is
+    dropped.
     """
     num_tokens, top_k = ids_TK.shape
     combine_TEC = weights_TK.new_zeros(num_tokens, num_experts, capacity)
@@ -109,20 +85,7 @@ def build(case: Case, inputs: Inputs) -> Einsum:
     Raises:
         Unsupported: the masks do not fit.
     """
-    return _dropless(Einsum, case, inputs)
-
-
-def build_of_modules(case: Case, inputs: Inputs) -> Einsum:
-    """Return the same of experts that are modules.
-
-    Raises:
-        Unsupported: the masks do not fit.
-    """
-    return _dropless(EinsumOfModules, case, inputs)
-
-
-def _dropless(kind: type[Einsum], case: Case, inputs: Inputs) -> Einsum:
-    variant = _build(kind, case, inputs, inputs.busiest)
+    variant = _build(case, inputs, inputs.busiest)
     variant.note = f"dropless, C={inputs.busiest}"
     return variant
 
@@ -134,18 +97,18 @@ def build_with_drops(case: Case, inputs: Inputs) -> Einsum:
         Unsupported: the masks do not fit.
     """
     capacity = usual_capacity(case.tokens, case.num_experts, case.top_k)
-    variant = _build(Einsum, case, inputs, capacity)
+    variant = _build(case, inputs, capacity)
     dropped = sum(max(0, load - capacity) for load in inputs.loads_E)
     share = 100 * dropped / sum(inputs.loads_E)
     variant.capacity, variant.note = capacity, f"C={capacity}, {share:.1f} % dropped"
     return variant
 
 
-def _build(kind: type[Einsum], case: Case, inputs: Inputs, capacity: int) -> Einsum:
+def _build(case: Case, inputs: Inputs, capacity: int) -> Einsum:
     # The mask is made in the gate's precision.
     itemsize = max(inputs.x_TD.dtype.itemsize, 4)
     mask_bytes = case.tokens * case.num_experts * capacity * itemsize
     most = MOST_MASK_BYTES[inputs.x_TD.device.type]
     if mask_bytes > most:
         raise Unsupported(f"its [T, E, C] mask would take {mask_bytes >> 20} MiB, more than {most >> 20}")
-    return kind(case, inputs, capacity)
+    return Einsum(case, inputs, capacity)

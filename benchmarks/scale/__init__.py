@@ -1,1 +1,0 @@
-"""What grows with the number of ranks, measured with simulated ones; `python -m benchmarks.scale`."""
