@@ -1,7 +1,7 @@
 """`python -m benchmarks.step`: a training step by fairseq's Trainer, with optimizer and clipping.
 
-The MoE model is compared with the dense one of equal active FLOPs, and with the einsum formulation. All have
-torch's fused Adam, which is faster than fairseq's, except dense_stock_adam.
+The MoE model is compared with the dense one of equal active FLOPs, and with the einsum formulation. All
+have torch's fused Adam, which is faster than fairseq's, except dense_stock_adam.
 """
 
 import argparse
