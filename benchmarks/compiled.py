@@ -10,7 +10,6 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -294,7 +293,6 @@ def _phases(name: str) -> list[Row]:
             "launches": len(trace.names),
             "reads": len(trace.reads),
             "bytes": trace.bytes,
-            "names": dict(Counter(trace.names)),
             "note": f"{len(trace.names)} launches, {len(trace.reads)} reads, {trace.bytes / 1e9:.2f} GB",
         }
         for phase, trace in found.items()

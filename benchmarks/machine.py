@@ -16,7 +16,6 @@ def facts(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
         "triton": _triton_version(),
         "device": _name(device),
         "cores": os.cpu_count(),
-        "load_before": round(os.getloadavg()[0], 2),
         "dtype": name_of(dtype),
     }
 
