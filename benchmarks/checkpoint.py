@@ -12,7 +12,6 @@ import multiprocessing
 import shutil
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -22,9 +21,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from benchmarks.bad_option import BadOption
+from benchmarks import command
 from benchmarks.machine import facts
-from benchmarks.output import Report, refuse_unwritable
+from benchmarks.memory import own_memory, own_peak
+from benchmarks.output import BadOption, Report
 from fairseq_tutel import MoEConfig, MoELayer, make_topology
 from fairseq_tutel.checkpoint.experts import (
     CopiedExperts,
@@ -46,27 +46,9 @@ States = dict[str, list[Tensor]]
 FORMS = {"full": ("save", "load"), "sharded": ("save", "load"), "background": ("save",)}
 
 
-def main() -> None:
+def main(words: list[str] | None = None) -> int:
     """Run the requested measurements."""
-    arguments = _parser().parse_args()
-    try:
-        report = _report(arguments)
-        folder = Path(tempfile.mkdtemp(prefix="checkpoint-", dir=arguments.folder))
-        try:
-            for form, modes in FORMS.items():
-                rows = [row for mode in modes for row in _measure(arguments, form, mode, folder)]
-                report.add(_name(arguments), vars(arguments) | {"folder": None, "json": None}, rows)
-                shutil.rmtree(folder)
-                folder.mkdir()
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
-        report.finish(None)
-    except BadOption as error:
-        sys.exit(f"error: {error}")
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.checkpoint", description=__doc__)
+    parser = command.parser_of("checkpoint", "Measure memory and time of saving and loading experts.")
     for flag, default, text in (
         ("--ranks", 4, "processes, which share the experts"),
         ("--layers", 12, "MoE layers"),
@@ -74,22 +56,29 @@ def _parser() -> argparse.ArgumentParser:
         ("--expert-mb", 4, "weights of an expert, in MiB of float32"),
         ("--moments", 2, "tensors of optimizer state for each weight"),
     ):
-        parser.add_argument(flag, type=int, default=default, help=f"{text} [default: {default}]")
-    parser.add_argument("--folder", type=Path, help="where to save [default: the system's own]")
-    parser.add_argument("--json", type=Path, help="file for the results [default: none]")
-    return parser
+        parser.add_argument(flag, type=int, default=default, help=text)
+    parser.add_argument("--folder", type=Path, help="for the checkpoints; else a temporary one")
+    return command.run(parser, words, _measure_all)
 
 
-def _report(arguments: argparse.Namespace) -> Report:
-    if arguments.experts % arguments.ranks:
-        raise BadOption(
-            f"--experts is {arguments.experts}, which --ranks {arguments.ranks} does not divide; give a "
-            "multiple."
-        )
-    refuse_unwritable(arguments.json, "--json")
-    options = {k: v for k, v in vars(arguments).items() if k not in ("folder", "json")}
+def _measure_all(options: argparse.Namespace) -> int:
+    if options.quick:
+        options.ranks, options.layers, options.experts, options.expert_mb = 2, 1, 2, 1
+    if options.ranks < 1 or options.experts % options.ranks:
+        raise BadOption(f"--ranks is {options.ranks}; give a divisor of --experts ({options.experts}).")
     machine = facts(torch.device("cpu"), torch.float32)
-    return Report("checkpoint", "", machine, options, arguments.json)
+    report = Report("checkpoint", "", machine, command.shown(options) | {"folder": None}, options.json)
+    folder = Path(tempfile.mkdtemp(prefix="checkpoint-", dir=options.folder))
+    try:
+        for form, modes in FORMS.items():
+            rows = [row for mode in modes for row in _measure(options, form, mode, folder)]
+            report.add(_name(options), {}, rows)
+            shutil.rmtree(folder)
+            folder.mkdir()
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    report.finish()
+    return 0
 
 
 def _name(arguments: argparse.Namespace) -> str:
@@ -245,28 +234,12 @@ def _grown_by(action: Callable[[], float | None]) -> dict[str, Any]:
 
     The action may return the seconds to report.
     """
-    highest, done = [before := _own_memory()], threading.Event()
-
-    def watch() -> None:
-        while not done.wait(0.001):
-            highest[0] = max(highest[0], _own_memory())
-
-    watcher = threading.Thread(target=watch)
-    watcher.start()
-    begin = time.perf_counter()
-    reported = action()
+    before, begin = own_memory(), time.perf_counter()
+    with own_peak() as peak:
+        reported = action()
     seconds = time.perf_counter() - begin if reported is None else reported
-    done.set()
-    watcher.join()
-    return {"seconds": seconds, "peak_bytes": highest[0] - before}
-
-
-def _own_memory() -> int:
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("RssAnon"):
-            return int(line.split()[1]) * 1024
-    raise RuntimeError("no RssAnon in /proc/self/status: this benchmark needs Linux")
+    return {"seconds": seconds, "peak_bytes": peak[0] - before}
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -1,6 +1,6 @@
 """Collectives of ranks on one host: plans in shared memory, plans by messages, and gloo's own.
 
-    OMP_NUM_THREADS=1 python -m benchmarks.collectives --json out.json --plot out.png
+    OMP_NUM_THREADS=1 python -m benchmarks.collectives --json out.json
 
 Ranks are processes of this machine. All ways of a configuration take turns in the same processes, a few
 calls in a row from a barrier on; a time is the slowest rank's, by call. Every way's result is compared with
@@ -15,10 +15,8 @@ import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from functools import partial
-from itertools import cycle, product
+from itertools import product
 from multiprocessing.connection import Connection
-from pathlib import Path
-from random import Random
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -26,10 +24,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks.bad_option import BadOption
 from benchmarks.command import parser_of, run, shown
 from benchmarks.machine import facts
-from benchmarks.output import Report, Row
+from benchmarks.output import BadOption, Report, Row
 from benchmarks.timing import against
 from fairseq_tutel.plans.executors.one_sided import OneSided
 from fairseq_tutel.plans.executors.two_sided import TwoSided
@@ -37,11 +34,8 @@ from fairseq_tutel.plans.format import Plan
 from fairseq_tutel.plans.generators import GENERATORS, make, usual
 
 BASE = "gloo"
-RAGGED = "ragged_"
-COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", RAGGED + "all_to_all")
+COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 SIZES = (8, 64, 512, 4096, 32768, 262144, 2097152, 16777216, 67108864)
-# Of a ragged all-to-all: floats of a row, and how many sizes take turns, more than a plan keeps compiled.
-ROW, DIFFERENT = 64, 1000
 EXECUTORS = {"plan_shm": OneSided, "plan_p2p": TwoSided}
 # Of one turn, by the slowest way's first time; calls in a row, at most; turns, at least.
 TURN_SECONDS, MOST_CALLS, LEAST_ROUNDS = 0.01, 50, 5
@@ -79,9 +73,7 @@ def _measure(options: argparse.Namespace) -> int:
     for ranks in options.ranks:
         for name, described, rows in _of_ranks(ranks, options):
             report.add(name, described, rows)
-    report.finish(None)
-    if options.plot is not None:
-        _plot(report.rows, report.configurations, options.plot)
+    report.finish()
     return int(any(row["status"] == "wrong" for row in report.rows))
 
 
@@ -134,14 +126,13 @@ def _configuration(
 ) -> list[Row]:
     """Return a row for each way; of rank 0 they are those of all."""
     made, notes = {}, {BASE: ""}
-    for executor, plan in _plans(collective.removeprefix(RAGGED), ranks, size, options.all_plans):
+    for executor, plan in _plans(collective, ranks, size, options.all_plans):
         note = plan.name.split()[0]
         way = f"{executor} {note}" if options.all_plans else executor
         if (executor, plan.digest) not in programs:
             programs[executor, plan.digest] = EXECUTORS[executor](plan, None)
         made[way], notes[way] = programs[executor, plan.digest], note
-    prepared = _ragged if collective.startswith(RAGGED) else _even
-    ways, out, wanted, num_bytes = prepared(collective, ranks, size, made)
+    ways, out, wanted, num_bytes = _ways(collective, ranks, size, made)
     rows: list[Row] = []
     for way in [each for each in ways if each != BASE]:
         out.fill_(-1)
@@ -158,7 +149,7 @@ def _configuration(
     return rows
 
 
-def _even(
+def _ways(
     collective: str, ranks: int, size: int, programs: dict[str, Any]
 ) -> tuple[dict[str, Call], Tensor, Tensor, int]:
     """Return the ways of a collective of equal shards, their output, gloo's, and the number of bytes."""
@@ -174,42 +165,6 @@ def _even(
     ways: dict[str, Call] = {BASE: partial(_by_gloo, collective, out, own)}
     ways |= {way: partial(_by_plan, program, own, out, shard) for way, program in programs.items()}
     return ways, out, wanted, large * 4
-
-
-def _ragged(
-    _: str, ranks: int, size: int, programs: dict[str, Any]
-) -> tuple[dict[str, Call], Tensor, Tensor, int]:
-    """Return the ways of an all-to-all whose blocks have other sizes in every call; else like `_even`."""
-    rank, dice = dist.get_rank(), Random(size)
-    mean = max(1, size // 4 // ranks // ROW)
-    sizes = [
-        tuple(tuple(dice.randrange(2 * mean + 1) for _ in range(ranks)) for _ in range(ranks))
-        for _ in range(DIFFERENT)
-    ]
-    most = 2 * mean * ranks
-    own = torch.arange(most * ROW).view(most, ROW).remainder(251).add(rank).float()
-    out = torch.empty(most, ROW)
-
-    def calls(run: Callable[[Tensor, Tensor, Any], object]) -> Call:
-        """Return a function that goes through the sizes, one a call."""
-        each = cycle(sizes)
-
-        def call() -> None:
-            now = next(each)
-            run(own[: sum(now[rank])], out[: sum(row[rank] for row in now)], now)
-
-        return call
-
-    def by_gloo(rows: Tensor, there: Tensor, now: Any) -> None:
-        dist.all_to_all_single(there, rows, [row[rank] for row in now], list(now[rank]))
-
-    def by_plan(program: Any) -> Callable[[Tensor, Tensor, Any], object]:
-        return lambda rows, there, now: program.start(rows, there, now).wait()
-
-    out.fill_(-1)
-    calls(by_gloo)()
-    ways = {BASE: calls(by_gloo)} | {way: calls(by_plan(program)) for way, program in programs.items()}
-    return ways, out, out.clone(), mean * ranks * ROW * 4
 
 
 def _plans(collective: str, ranks: int, num_bytes: int, is_all: bool) -> Iterator[tuple[str, Plan]]:
@@ -266,36 +221,6 @@ def _turn(call: Call, calls: int) -> float:
     for _ in range(calls):
         call()
     return (time.perf_counter() - begin) / calls
-
-
-def _plot(rows: list[Row], configurations: dict[str, Row], path: Path) -> None:
-    """Draw how many times as fast as gloo each way is, by bytes, with percentiles."""
-    from matplotlib.figure import Figure
-
-    lines: dict[tuple[str, int], dict[str, list[tuple[float, ...]]]] = {}
-    for row in rows:
-        if row["status"] == "ok" and row["variant"] != BASE:
-            collective, ranks, size = configurations[row["configuration"]].values()
-            point = (size, *(1 / row[name] for name in ("ratio", "ratio_p80", "ratio_p20")))
-            lines.setdefault((collective, ranks), {}).setdefault(row["variant"], []).append(point)
-    across = len({ranks for _, ranks in lines})
-    down = -(-len(lines) // max(across, 1))
-    figure = Figure(figsize=(4.5 * max(across, 1), 2.4 * max(down, 1)))
-    axes = figure.subplots(max(down, 1), max(across, 1), squeeze=False, sharex=True, sharey=True)
-    order = sorted(lines, key=lambda key: (COLLECTIVES.index(key[0]), key[1]))
-    for axis, key in zip(axes.flat, order, strict=False):
-        for way, points in lines[key].items():
-            sizes, middle, low, high = zip(*points, strict=True)
-            axis.plot(sizes, middle, marker="o", markersize=3, label=way)
-            axis.fill_between(sizes, low, high, alpha=0.2)
-        axis.axhline(1, color="black", linewidth=0.8)
-        axis.set(xscale="log", yscale="log")
-        axis.set_title(f"{key[0]}, {key[1]} ranks", fontsize="small", loc="left")
-    axes[0, 0].legend(fontsize="small")
-    axes[-1, 0].set_xlabel("bytes of a rank")
-    figure.supylabel(f"times as fast as {BASE}", fontsize="small")
-    figure.set_layout_engine("constrained")
-    figure.savefig(path)
 
 
 if __name__ == "__main__":

@@ -28,10 +28,9 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 import fairseq_tutel as ft
 from benchmarks import command
-from benchmarks.bad_option import BadOption
 from benchmarks.layer_cases import CUDA_CASES, Case
 from benchmarks.machine import facts
-from benchmarks.output import Report, Row
+from benchmarks.output import BadOption, Report, Row
 from fairseq_tutel import kernels
 from fairseq_tutel.kernels import gate_product, tiles, triton_launch, triton_ops
 from fairseq_tutel.kernels.triton_launch import hardware_class
@@ -79,7 +78,7 @@ def _measure(options: argparse.Namespace) -> int:
             report.add(target, {}, rows)
     for name in ("C", "E"):
         report.add(f"layer {name}", {}, _phases(name))
-    report.finish(None)
+    report.finish()
     return int(any(row["status"] != "ok" for row in report.rows))
 
 

@@ -152,18 +152,14 @@ def build(shape: Shape, words: list[str], device: torch.device) -> Built:
         text = "".join(f"w{i} 1\n" for i in range(shape.words - SPECIAL))
         for name in ("dict.txt", "dict.src.txt", "dict.tgt.txt"):
             Path(data, name).write_text(text)
-        return built_on(data, words, device)
-
-
-def built_on(data: str, words: list[str], device: torch.device) -> Built:
-    """Return the model of a command line whose data are in a folder, drawn from a fixed seed."""
-    on_cpu = ["--cpu"] if device.type == "cpu" else []
-    cfg = convert_namespace_to_omegaconf(
-        options.parse_args_and_arch(options.get_training_parser(), input_args=[data, *on_cpu, *words])
-    )
-    task = tasks.setup_task(cfg.task)
-    torch.manual_seed(1)
-    return Built(cfg, task, task.build_model(cfg.model))
+        on_cpu = ["--cpu"] if device.type == "cpu" else []
+        parser = options.get_training_parser()
+        cfg = convert_namespace_to_omegaconf(
+            options.parse_args_and_arch(parser, input_args=[data, *on_cpu, *words])
+        )
+        task = tasks.setup_task(cfg.task)
+        torch.manual_seed(1)
+        return Built(cfg, task, task.build_model(cfg.model))
 
 
 def samples_of(shape: Shape) -> list[dict[str, Any]]:

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks import command, timing
-from benchmarks.bad_option import BadOption
 from benchmarks.fairseq_models import SHAPES, SPECIAL, build, words_of
 from benchmarks.layer_check import TOLERANCES, relative_errors
 from benchmarks.machine import device_of, facts
@@ -28,19 +27,15 @@ def main(words: list[str] | None = None) -> int:
     parser = command.parser_of("generate", "Time incremental decoding of a model with experts.")
     add = parser.add_argument
     add("--device", choices=("cpu", "cuda"), default="cpu", help="where, in float32")
-    add("--top-k", type=int, default=1, help="experts of a token")
-    add("--batches", type=int, nargs="+", default=list(BATCHES), help="sentences at a time")
-    add("--tokens", type=int, default=TOKENS, help="of a sentence")
-    add("--threads", type=int, default=1, help="on CPU")
-    add("--rounds", type=int, default=ROUNDS, help="timed texts of each")
+    add("--top-k", type=command.positive, default=1, help="experts of a token")
+    add("--batches", type=command.positive, nargs="+", default=list(BATCHES), help="sentences at a time")
+    add("--tokens", type=command.positive, default=TOKENS, help="of a sentence")
+    add("--threads", type=command.positive, default=1, help="on CPU")
+    add("--rounds", type=command.positive, default=ROUNDS, help="timed texts of each")
     return command.run(parser, words, _measure)
 
 
 def _measure(options: argparse.Namespace) -> int:
-    for flag in ("top_k", "tokens", "threads", "rounds"):
-        if getattr(options, flag) < 1:
-            label = flag.replace("_", "-")
-            raise BadOption(f"--{label} is {getattr(options, flag)}; give at least 1.")
     device = device_of(options.device)
     torch.set_num_threads(options.threads)
     shape = SHAPES["moe_transformer_lm_gpt"]
@@ -59,7 +54,7 @@ def _measure(options: argparse.Namespace) -> int:
         rows = measured(models, first_B, tokens, rounds)
         about = {**asdict(shape), "sentences": batch, "dense_ffn_dim": shape.dense_ffn_dim}
         report.add(f"batch {batch}", about, rows)
-    report.finish(options.plot)
+    report.finish()
     return int(any(row["status"] != "ok" for row in report.rows))
 
 

@@ -11,7 +11,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.bad_option import BadOption
 from benchmarks.layer_cases import Case
 
 # Logits of experts that a token does not choose lie in -1 .. 0, of its own in 2 .. 3: far enough apart
@@ -44,16 +43,7 @@ class Inputs:
 
 
 def make_inputs(case: Case, device: torch.device, dtype: torch.dtype, seed: int = 1) -> Inputs:
-    """Return the inputs of a case, drawn on the device.
-
-    Raises:
-        BadOption: more experts than dimensions, which a linear gate cannot be steered for.
-    """
-    if case.num_experts > case.model_dim:
-        raise BadOption(
-            f"num_experts is {case.num_experts}, more than the {case.model_dim} dimensions of a token; "
-            "give at most as many."
-        )
+    """Return the inputs of a case, drawn on the device; it has at most as many experts as dimensions."""
     generator = torch.Generator(device).manual_seed(seed)
     ids_TK = _drawn_experts(case, generator)
     x_TD, gate_ED = _steered(case, ids_TK, generator)

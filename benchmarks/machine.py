@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.bad_option import BadOption
+from benchmarks.output import BadOption
 
 
 def facts(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:

@@ -1,7 +1,10 @@
-"""Memory of a step: saved activations, and on a GPU allocated bytes."""
+"""Memory: of a process, saved activations of a step, and on a GPU allocated bytes."""
 
+import threading
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -58,3 +61,27 @@ def bytes_of_step(forward: Callable[[], Tensor], dy: Tensor, clear: Callable[[],
     peak = torch.cuda.max_memory_allocated() - before
     clear()
     return {"saved_bytes": saved, "peak_bytes": peak}
+
+
+@contextmanager
+def own_peak() -> Iterator[list[int]]:
+    """Sample this process's own memory (RssAnon) every millisecond; item 0 is the largest, in bytes."""
+    peak, done = [own_memory()], threading.Event()
+
+    def watch() -> None:
+        while not done.wait(0.001):
+            peak[0] = max(peak[0], own_memory())
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    try:
+        yield peak
+    finally:
+        done.set()
+        watcher.join()
+
+
+def own_memory() -> int:
+    """Return this process's memory in bytes, without pages of files. Needs Linux."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon"))

@@ -49,7 +49,7 @@ def _measure(options: argparse.Namespace) -> int:
         for name in kernels.OPS:
             rows = measured(name, CALLS[name](tensors), backends, rounds, device)
             report.add(f"{name} {size_name}", {"op": name, **asdict(size)}, [*rows, *missing])
-    report.finish(options.plot)
+    report.finish()
     return int(any(row["status"] in ("wrong", "failed") for row in report.rows))
 
 

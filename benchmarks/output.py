@@ -1,10 +1,9 @@
-"""Outputs of a benchmark: a file, written after every configuration, a table and a plot.
+"""Outputs of a benchmark: a file, written after every configuration, and a table.
 
 A row is one variant in one configuration. `status` is ok, skipped (with the reason), failed (with the
 exception) or wrong (its numbers are not those of the reference, so it has no times).
 """
 
-import importlib.util
 import json
 import os
 import sys
@@ -12,8 +11,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-
-from benchmarks.bad_option import BadOption
 
 Row = dict[str, Any]
 # Of a table, in this order, where any row has them.
@@ -31,6 +28,10 @@ COLUMNS = (
     "note",
 )
 PREFIXES = ((1e12, "T"), (1e9, "G"), (1e6, "M"))
+
+
+class BadOption(ValueError):  # noqa: N818 - it is the user's, and ends the command with one sentence
+    """One sentence: the option, its value, the fix."""
 
 
 @dataclass
@@ -69,11 +70,9 @@ class Report:
                 print(reason)
         sys.stdout.flush()
 
-    def finish(self, plot_path: Path | None) -> None:
-        """Mark the file as complete, and draw the plot, if --plot is given."""
+    def finish(self) -> None:
+        """Mark the file as complete."""
         self._write(complete=True)
-        if plot_path is not None:
-            plot(self, plot_path)
 
     def _write(self, complete: bool) -> None:
         if self.path is None:
@@ -102,14 +101,6 @@ def refuse_unwritable(path: Path | None, flag: str) -> None:
         raise BadOption(
             f"{flag} is {path}, which cannot be written ({error.strerror}); give another path."
         ) from error
-
-
-def refuse_plot_without_matplotlib(path: Path | None) -> None:
-    """Raise BadOption if --plot is given without matplotlib."""
-    if path is not None and importlib.util.find_spec("matplotlib") is None:
-        raise BadOption(
-            f"--plot is {path} but matplotlib is not installed; install it or leave --plot out."
-        )
 
 
 def table(rows: Sequence[Row]) -> str:
@@ -159,28 +150,3 @@ def title_of(row: Row) -> str:
     number = row.get("threads")
     threads = "" if number is None else f", {number} thread{'s' if number > 1 else ''}"
     return f"{row['configuration']}{threads}"
-
-
-def plot(report: Report, path: Path) -> None:
-    """Draw every variant's ratio to the base, a panel for each configuration, with percentiles."""
-    from matplotlib.figure import Figure
-
-    panels: dict[str, list[Row]] = {}
-    for row in report.rows:
-        if row["status"] == "ok" and "ratio" in row:
-            title = ", ".join(filter(None, (title_of(row), row.get("mode"))))
-            panels.setdefault(title, []).append(row)
-    figure = Figure(figsize=(7, 0.8 + sum(0.5 + 0.3 * len(rows) for rows in panels.values())))
-    heights = [1 + len(rows) for rows in panels.values()]
-    grid = figure.subplots(max(len(panels), 1), squeeze=False, height_ratios=heights or None)
-    for axis, (title, rows) in zip(grid[:, 0], panels.items(), strict=False):
-        ratios = [row["ratio"] for row in rows]
-        low = [row["ratio"] - row["ratio_p20"] for row in rows]
-        high = [row["ratio_p80"] - row["ratio"] for row in rows]
-        axis.barh([row["variant"] for row in rows], ratios, xerr=[low, high], height=0.6)
-        axis.axvline(1, color="black", linewidth=0.8)
-        axis.invert_yaxis()
-        axis.set_title(title, fontsize="small", loc="left")
-    grid[-1, 0].set_xlabel(f"time over that of {report.base}, median and 20/80 percentiles")
-    figure.set_layout_engine("constrained")
-    figure.savefig(path)

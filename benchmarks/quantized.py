@@ -8,7 +8,7 @@ For each number of rows, all variants run in one process, in turns:
 
 `error` is the relative difference (of the norm) to the product with the unpacked matrix in fp32. The last
 part prints the error of each format on normal and Laplace distributed weights, and for comparison the error
-of int4 with one scale per row, with and without clipping.
+of int4 with one scale per row.
 """
 
 import argparse
@@ -20,16 +20,14 @@ import torch
 from torch import Tensor
 
 from benchmarks import command
-from benchmarks.bad_option import BadOption
 from benchmarks.machine import facts
 from benchmarks.output import Report, Row
 from benchmarks.timing import against, interleaved
-from fairseq_tutel.checkpoint.quantized import LARGEST, Quantized, RoundingError
+from fairseq_tutel.checkpoint.quantized import Quantized, RoundingError
 from fairseq_tutel.kernels.quantized import has_kernel
 
 BASE = "fp32"
 FORMATS = ("int8", "int4")
-CLIPPING = 0.7  # of a row's largest magnitude; larger values are clipped
 DISTRIBUTIONS: dict[str, Callable[[int, int], Tensor]] = {
     "normal": torch.randn,
     "Laplace": lambda rows, width: torch.distributions.Laplace(0.0, 1.0).sample((rows, width)),
@@ -40,19 +38,15 @@ def main(words: list[str] | None = None) -> int:
     """Measure; return 1 if a product is wrong, else 0."""
     parser = command.parser_of("quantized", "Time products with int8 and int4 matrices.")
     add = parser.add_argument
-    add("--rows", type=int, nargs="+", default=[1, 4, 16, 64], help="numbers of rows")
-    add("--model-dim", type=int, default=2048, help="width of the rows")
-    add("--hidden-dim", type=int, default=8192, help="width of the result")
-    add("--threads", type=int, nargs="+", default=[1, 2], help="numbers of threads of torch")
-    add("--rounds", type=int, default=15, help="measured rounds")
+    add("--rows", type=command.positive, nargs="+", default=[1, 4, 16, 64], help="numbers of rows")
+    add("--model-dim", type=command.positive, default=2048, help="width of the rows")
+    add("--hidden-dim", type=command.positive, default=8192, help="width of the result")
+    add("--threads", type=command.positive, nargs="+", default=[1, 2], help="numbers of threads of torch")
+    add("--rounds", type=command.positive, default=15, help="measured rounds")
     return command.run(parser, words, _measure)
 
 
 def _measure(options: argparse.Namespace) -> int:
-    for flag in ("rows", "model_dim", "hidden_dim", "threads", "rounds"):
-        given = getattr(options, flag)
-        if min(given if isinstance(given, list) else [given]) < 1:
-            raise BadOption(f"--{flag.replace('_', '-')} is {given}; give at least 1.")
     if options.quick:
         options.rows, options.threads, options.rounds = options.rows[:2], [1], 2
         options.model_dim, options.hidden_dim = 128, 192
@@ -71,7 +65,7 @@ def _measure(options: argparse.Namespace) -> int:
         shape = tuple(weight.shape)
         for name, draw in DISTRIBUTIONS.items():
             report.add(f"weights: {name}", {}, _errors(draw(*shape)))
-    report.finish(options.plot)
+    report.finish()
     return int(any(row["status"] == "wrong" for row in report.rows))
 
 
@@ -109,16 +103,7 @@ def _errors(weight: Tensor) -> list[Row]:
         label = name + (" with a scale per row" if in_rows else "")
         bits = 8 * stored.nbytes / weight.numel()
         rows.append(_error(label, weight, form.dequantize(stored), bits))
-    # The bits are those of the row above: only the scales differ.
-    rows.append(_error(f"int4 with a scale per row, times {CLIPPING}", weight, _clipped(weight), bits))
     return rows
-
-
-def _clipped(weight: Tensor) -> Tensor:
-    """Return a matrix after rounding to int4 with scales per row that clip the largest values."""
-    largest = LARGEST["int4"]
-    scales = weight.abs().amax(1, keepdim=True) * (CLIPPING / largest)
-    return (weight / scales).round().clamp(-largest, largest) * scales
 
 
 def _error(label: str, weight: Tensor, rounded: Tensor, bits: float) -> Row:

@@ -7,13 +7,12 @@ All but the seconds is exact and the same on every machine; seconds are medians,
 
 import argparse
 import json
-from pathlib import Path
+import sys
 from statistics import median
 from time import perf_counter
 from typing import Any
 
-from benchmarks.bad_option import BadOption
-from benchmarks.output import refuse_unwritable
+from benchmarks import command
 from fairseq_tutel.plans.forestcoll.forest import Forest, grow
 from fairseq_tutel.plans.forestcoll.optimum import optimal_share, optimum
 from fairseq_tutel.plans.network import find
@@ -24,24 +23,23 @@ NETWORKS = (
 )  # fmt: skip
 
 
-def main() -> None:
+def main(words: list[str] | None = None) -> int:
     """Make the trees of every network."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = command.parser_of("schedule", "Time the trees of networks.")
     parser.add_argument("--networks", nargs="+", default=NETWORKS, help="by name or FILE.json")
     parser.add_argument("--rounds", type=int, default=5, help="of which seconds are the median")
-    parser.add_argument("--json", type=Path, help="write the rows here")
-    arguments = parser.parse_args()
-    try:
-        refuse_unwritable(arguments.json, "--json")
-    except BadOption as error:
-        parser.error(str(error))
+    return command.run(parser, words, _measure)
+
+
+def _measure(options: argparse.Namespace) -> int:
     rows = []
-    for name in arguments.networks:
-        rows.append(row_of(name, arguments.rounds))
+    for name in options.networks[:1] if options.quick else options.networks:
+        rows.append(row_of(name, options.rounds))
         print(json.dumps(rows[-1]), flush=True)
-    if arguments.json:
-        found = {"benchmark": "schedule", "rounds": arguments.rounds, "rows": rows}
-        arguments.json.write_text(json.dumps(found, indent=1) + "\n")
+    if options.json:
+        found = {"benchmark": "schedule", "rounds": options.rounds, "rows": rows}
+        options.json.write_text(json.dumps(found, indent=1) + "\n")
+    return 0
 
 
 def row_of(name: str, rounds: int) -> dict[str, Any]:
@@ -81,4 +79,4 @@ def _facts(forest: Forest) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

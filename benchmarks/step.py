@@ -14,12 +14,11 @@ from fairseq.logging import metrics
 from torch import Tensor, nn
 
 from benchmarks import command, timing
-from benchmarks.bad_option import BadOption
 from benchmarks.einsum_model import EinsumFeedForward
 from benchmarks.fairseq_models import SHAPES, Built, Shape, build, replaced, samples_of, words_of
 from benchmarks.layer_check import TOLERANCES, relative_errors
 from benchmarks.machine import device_of, facts
-from benchmarks.output import Report, Row
+from benchmarks.output import BadOption, Report, Row
 from fairseq_tutel.plugin.feed_forward import MoEFeedForward
 
 BASE = "dense"
@@ -34,8 +33,8 @@ def main(words: list[str] | None = None) -> int:
     add("--device", choices=("cpu", "cuda"), default="cpu", help="where, in float32")
     add("--arch", choices=SHAPES, default="moe_transformer_lm_gpt", help="sizes are ours")
     add("--top-k", type=int, nargs="+", help="a configuration for each; 1, of the recipe 2")
-    add("--threads", type=int, default=1, help="on CPU")
-    add("--rounds", type=int, default=ROUNDS, help="timed steps of each")
+    add("--threads", type=command.positive, default=1, help="on CPU")
+    add("--rounds", type=command.positive, default=ROUNDS, help="timed steps of each")
     return command.run(parser, words, _measure)
 
 
@@ -47,15 +46,12 @@ def _measure(options: argparse.Namespace) -> int:
     for top_k in options.top_k:
         if not 1 <= top_k <= shape.experts:
             raise BadOption(f"--top-k is {top_k}; give 1 to {shape.experts}, the number of experts.")
-    for flag in ("threads", "rounds"):
-        if getattr(options, flag) < 1:
-            raise BadOption(f"--{flag} is {getattr(options, flag)}; give at least 1.")
     torch.set_num_threads(options.threads)
     machine = facts(device, torch.float32)
     report = Report("step", BASE, machine, command.shown(options), options.json)
     for top_k in options.top_k:
         measured(replace(shape, top_k=top_k), options, device, report)
-    report.finish(options.plot)
+    report.finish()
     return int(any(row["status"] not in ("ok", "skipped") for row in report.rows))
 
 

@@ -5,9 +5,6 @@ as fairseq's commands do, and decodes one sentence token by token. What counts i
 (RssAnon, without pages of files) that the process ever had, opening included, and tokens/s. Files are read
 through the system's page cache, which counts for nobody: how much of them was in it is said, and `cold`
 rows begin without.
-
-The last part shows what overlaps: a fetch is made to take d, the rest of a block c (by sleeping, or by
-products of matrices); a block then takes max(c, d) where it is pre-gated, and c + d on demand.
 """
 
 import argparse
@@ -18,14 +15,11 @@ import multiprocessing
 import os
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
-from statistics import median
 from typing import Any
-from unittest import mock
 
 import torch
 from fairseq import checkpoint_utils, utils
@@ -33,15 +27,13 @@ from omegaconf import OmegaConf
 from torch import Tensor, nn
 
 from benchmarks import command
-from benchmarks.bad_option import BadOption
 from benchmarks.fairseq_models import SHAPES, SPECIAL, USER_DIR, Shape, build, words_of
 from benchmarks.machine import facts
+from benchmarks.memory import own_peak
 from benchmarks.output import Report, Row
 from benchmarks.timing import spread
-from fairseq_tutel import ExpertStore, MoEConfig, MoELayer, Topology
+from fairseq_tutel import Topology
 from fairseq_tutel.checkpoint.experts import save_in_shards
-from fairseq_tutel.inference.expert_sources import FromHost
-from fairseq_tutel.inference.pregate import pregate
 from fairseq_tutel.moe.option_table import STORE_POLICIES
 from fairseq_tutel.plugin.run_state import RUN
 
@@ -49,33 +41,24 @@ BASE = "resident"
 GOAL = 0.25  # of resident's memory, for pregated
 FILE = "checkpoint.pt"
 SECONDS = 8.0  # of decoding, at most; prefetch-all reads all experts for every token
-# Of a fetch, and of a block without its layer, in seconds.
-TIMES = ((0.01, 0.02), (0.02, 0.02), (0.03, 0.02))
-BLOCKS, STEPS = 8, 5
 
 
 def main(words: list[str] | None = None) -> int:
     """Measure; return 1 where a policy's logits are not those of resident, else 0."""
     parser = command.parser_of("store", "Measure the policies of --moe-expert-store.")
     add = parser.add_argument
-    parts = ("memory", "overlap")
-    add("--parts", nargs="+", choices=parts, default=parts, help="what to measure")
     add("--folder", type=Path, help="where the model is, or is to be written; else a temporary one")
-    add("--layers", type=int, default=12, help="with experts")
-    add("--experts", type=int, default=64, help="of a layer")
-    add("--ffn-dim", type=int, default=1024, help="hidden dimension of an expert, at model dimension 512")
-    add("--top-k", type=int, default=1, help="experts of a token")
+    add("--layers", type=command.positive, default=12, help="with experts")
+    add("--experts", type=command.positive, default=64, help="of a layer")
+    add("--ffn-dim", type=command.positive, default=1024, help="of an expert; the model has 512")
+    add("--top-k", type=command.positive, default=1, help="experts of a token")
     add("--cache", default="96", help="--moe-expert-cache of the rows that have one")
-    add("--tokens", type=int, default=48, help="to decode")
-    add("--threads", type=int, default=1, help="of torch's")
+    add("--tokens", type=command.positive, default=48, help="to decode")
+    add("--threads", type=command.positive, default=1, help="of torch's")
     return command.run(parser, words, _measure)
 
 
 def _measure(options: argparse.Namespace) -> int:
-    for flag in ("layers", "experts", "ffn_dim", "top_k", "tokens", "threads"):
-        if getattr(options, flag) < 1:
-            label = flag.replace("_", "-")
-            raise BadOption(f"--{label} is {getattr(options, flag)}; give at least 1.")
     sizes = {"layers": options.layers, "experts": options.experts, "ffn_dim": options.ffn_dim}
     shape = replace(
         SHAPES["moe_transformer_lm_gpt"], **sizes, top_k=options.top_k, freq=1, sentences=1, tokens=1024
@@ -86,15 +69,10 @@ def _measure(options: argparse.Namespace) -> int:
     torch.set_num_threads(options.threads)
     machine = facts(torch.device("cpu"), torch.float32)
     report = Report("store", BASE, machine, {**command.shown(options), "folder": None}, options.json)
-    if "memory" in options.parts:
-        with _folder(options.folder) as folder:
-            _in_child(_write, shape, folder)
-            _decode_by_every_policy(report, shape, folder, options)
-    for kind in ("sleeping", "computing") if "overlap" in options.parts else ():
-        report.add(f"overlap, {kind}", {"blocks": BLOCKS}, overlap(kind, 2 if options.quick else STEPS))
-    report.finish(None)
-    if options.plot is not None:
-        plot(report, options.plot)
+    with _folder(options.folder) as folder:
+        _in_child(_write, shape, folder)
+        _decode_by_every_policy(report, shape, folder, options)
+    report.finish()
     return int(any(row["status"] != "ok" for row in report.rows))
 
 
@@ -197,24 +175,13 @@ def _cached(file: Path) -> int:
 
 def _decode(folder: Path, policy: str, cache: str, tokens: int, threads: int) -> Row:
     """Open the model and decode, in this process; return what that took, and the last logits."""
-    peak, done = [0], threading.Event()
-
-    def watch() -> None:
-        while not done.wait(0.001):
-            peak[0] = max(peak[0], own_memory())
-
-    watcher = threading.Thread(target=watch)
-    watcher.start()
-    try:
+    with own_peak() as peak:
         torch.set_num_threads(threads)
         utils.import_user_module(argparse.Namespace(user_dir=str(USER_DIR)))
         begin = time.perf_counter()
         model, counters = _opened(folder, policy, cache)
         opening = time.perf_counter() - begin
         logits, took = _texted(model, tokens)
-    finally:
-        done.set()
-        watcher.join()
     steps = took[1:] or took  # the first begins with an empty cache, and is longer
     return {
         "peak_bytes": peak[0],
@@ -226,14 +193,6 @@ def _decode(folder: Path, policy: str, cache: str, tokens: int, threads: int) ->
         "logits": logits,
         "counters": asdict(counters) if counters else {},
     }
-
-
-def own_memory() -> int:
-    """Return this process's memory in bytes, without pages of files."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("RssAnon"):
-            return int(line.split()[1]) * 1024
-    raise RuntimeError("no RssAnon in /proc/self/status: this benchmark needs Linux")
 
 
 def _opened(folder: Path, policy: str, cache: str) -> tuple[nn.Module, Any]:
@@ -261,101 +220,6 @@ def _texted(model: nn.Module, tokens: int) -> tuple[Tensor, list[float]]:
         kept = logits_V if len(took) == 2 else kept
     assert kept is not None
     return kept, took
-
-
-def overlap(kind: str, steps: int) -> list[Row]:
-    """Return a row for every policy, d and c, with the time of a block beside the formula.
-
-    Args:
-        kind: the part of c outside of the layer, sleeping or computing.
-        steps: of all blocks.
-    """
-    rest: Callable[[float], None] = time.sleep if kind == "sleeping" else _compute
-    read, rows = FromHost.read, []
-    for delay, pause in TIMES:
-
-        def slow(self: Any, *arguments: Any, delay: float = delay) -> None:
-            time.sleep(delay)
-            read(self, *arguments)
-
-        sides = {policy: _layers() for policy in (BASE, "on-demand", "pregated")}
-        took: dict[str, list[float]] = {policy: [] for policy in sides}
-        ratios: dict[str, list[float]] = {policy: [] for policy in sides}
-        with contextlib.ExitStack() as stack:
-            for policy in ("on-demand", "pregated"):
-                store = stack.enter_context(ExpertStore(policy, tier="host"))
-                for layer in sides[policy]:
-                    store.add(layer.experts)
-            stack.enter_context(mock.patch.object(FromHost, "read", slow))
-            for step in range(steps):
-                own = 0.0  # c: seconds of a block in this round with its experts in memory
-                for policy, layers in sides.items():
-                    times = _blocks(layers, lambda pause=pause: rest(pause), step)
-                    own = own or median(times)
-                    formula = {BASE: own, "on-demand": delay + own, "pregated": max(delay, own)}[policy]
-                    took[policy] += times
-                    ratios[policy] += [each / formula for each in times]
-        rows += [
-            {
-                "variant": f"{policy}, d {1000 * delay:.0f} ms",
-                "status": "ok",
-                "seconds": median(took[policy]),
-                **spread(ratios[policy], "ratio"),
-                "note": f"{what}; c {1000 * median(took[BASE]):.1f} ms",
-            }
-            for policy, what in (("on-demand", "over c + d"), ("pregated", "over max(c, d)"))
-        ]
-    return rows
-
-
-def _layers() -> list[MoELayer]:
-    """Return blocks that are pre-gated; the gate of the first is its own."""
-    config = MoEConfig(model_dim=16, hidden_dim=16, num_experts=8, top_k=1)
-    layers = [MoELayer(config, seed=1, name=str(block)).eval() for block in range(BLOCKS)]
-    pregate(layers, 1)
-    return layers
-
-
-@torch.no_grad()
-def _blocks(layers: list[MoELayer], rest: Callable[[], None], step: int) -> list[float]:
-    """Return the times of blocks, but for the first, which nothing could go ahead of."""
-    took = []
-    x_TD = torch.randn(1, 16, generator=torch.Generator().manual_seed(step))
-    for number, layer in enumerate(layers):
-        begin = time.perf_counter()
-        x_TD = x_TD + layer(x_TD)[0]
-        rest()
-        if number:
-            took.append(time.perf_counter() - begin)
-    return took
-
-
-def _compute(seconds: float) -> None:
-    """Multiply matrices for so long."""
-    end, matrix = time.perf_counter() + seconds, torch.ones(64, 64)
-    while time.perf_counter() < end:
-        matrix @ matrix
-
-
-def plot(report: Report, path: Path) -> None:
-    """Draw memory against speed, a point for each policy."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8, 3.5), layout="constrained")
-    axis = figure.subplots()
-    colors = {BASE: "black", "on-demand": "tab:orange", "pregated": "tab:blue", "prefetch-all": "tab:green"}
-    for row in report.rows:
-        if "share" in row and row["status"] == "ok":
-            policy, _, way = row["variant"].partition(", ")
-            marker = {"": "o", "cold": "x"}.get(way, "s")
-            point = row["rate"], row["peak_bytes"] / 2**30
-            axis.plot(*point, marker, color=colors[policy], label=row["variant"], linestyle="")
-    figure.legend(loc="outside right upper", fontsize="small")
-    axis.set_xlim(left=0)
-    axis.set_ylim(bottom=0)
-    axis.set_xlabel("tokens/s, batch 1")
-    axis.set_ylabel("memory at most, GiB (RssAnon)")
-    figure.savefig(path)
 
 
 if __name__ == "__main__":

@@ -17,9 +17,9 @@ from unittest import mock
 import torch
 
 from benchmarks import command, timing
-from benchmarks.bad_option import BadOption
 from benchmarks.layer_cases import CUDA_CASES, Case
 from benchmarks.op_inputs import CALLS, Call, Sizes, Tensors, make_tensors
+from benchmarks.output import BadOption
 from fairseq_tutel import kernels
 from fairseq_tutel.kernels.tiles import Tile, choose, fitted
 
@@ -45,7 +45,7 @@ def main(words: list[str] | None = None) -> int:
         action="store_true",
         help="one tiny layer, also in Triton's interpreter; times are meaningless",
     )
-    parser.set_defaults(json=None, plot=None)
+    parser.set_defaults(json=None)
     return command.run(parser, words, _measure)
 
 

@@ -4,11 +4,9 @@
 """
 
 import json
-import sys
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import page
@@ -17,7 +15,7 @@ DOCS = Path(__file__).resolve().parent
 PAGE = DOCS / "performance.md"
 RESULTS = DOCS.parent / "benchmarks" / "results"
 BENCHMARKS = ("layer", "step", "generate", "collectives", "compiled")
-SIZES = (64, 4096, 262144, 16777216)  # bytes of a collective; the picture has all
+SIZES = (64, 4096, 262144, 16777216)  # bytes of a collective
 
 # See benchmarks/output.py.
 Row = dict[str, Any]
@@ -153,20 +151,5 @@ def launches_table(result: Result) -> str:
     return page.table(rows, ["layer", "phase", "launches", "host reads", "GB"])
 
 
-def draw() -> None:
-    """Draw the ratios of layers and steps, a panel for each configuration."""
-    sys.path.insert(0, str(DOCS.parent))
-    from benchmarks.output import plot
-
-    for benchmark, prefix in (("layer", "layer_cpu"), ("step", "step_")):
-        rows: dict[tuple[str, str], Row] = {}
-        for result in read():
-            if result.name.startswith(prefix) and not result.name.endswith("2threads"):
-                for row in result.content["rows"]:
-                    rows.setdefault((row["configuration"], row["variant"]), row)
-        plot(SimpleNamespace(rows=list(rows.values()), base="dense"), DOCS / f"performance_{benchmark}.png")
-
-
 if __name__ == "__main__":
-    if page.run(PAGE, filled_in, __doc__):
-        draw()
+    page.run(PAGE, filled_in, __doc__)
