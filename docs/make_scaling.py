@@ -1,19 +1,16 @@
-"""Writes the tables and pictures of docs/scaling.md, from the cost model and the emulated cluster.
+"""Writes the tables and pictures of docs/scaling.md, from the cost model and benchmarks/results.
 
 `python docs/make_scaling.py` rewrites them; with --check it only reports whether the tables are up to date.
-Measurements are in benchmarks/results/cluster_*.json (`python -m benchmarks.cluster --json`).
 """
 
 import json
-import math
 from collections import defaultdict
-from collections.abc import Callable
 from dataclasses import replace
 from fractions import Fraction
 from itertools import product
 from pathlib import Path
 from statistics import mean
-from typing import Any, NamedTuple
+from typing import Any
 
 import matplotlib
 from matplotlib.axes import Axes
@@ -23,9 +20,8 @@ from matplotlib.ticker import FuncFormatter
 import forms
 import page
 from fairseq_tutel.parallel.cost import Cluster, Work, best, candidates, step_seconds
-from fairseq_tutel.parallel.link_fit import Errors, Row, errors_of, fit_machine, relative_errors
-from fairseq_tutel.parallel.links import exchange_seconds, faster_algorithm
-from fairseq_tutel.parallel.machine import CPU, PRESETS, Machine
+from fairseq_tutel.parallel.links import exchange_seconds
+from fairseq_tutel.parallel.machine import PRESETS
 from fairseq_tutel.parallel.strategy import Strategy
 from fairseq_tutel.tools.report.figures import COLORS
 
@@ -50,8 +46,6 @@ PAPER_GRID = (
     (4096, 16384, 65536),
     (16, 64, 256),
 )
-# What the model's choice may cost over the best that was measured.
-REGRETS = (0.05, 0.10, 0.20)
 
 
 def main() -> None:
@@ -64,26 +58,14 @@ def main() -> None:
 
 def filled_in(text: str) -> str:
     """Return the page's text with each table in its place."""
-    measured = sorted(RESULTS.glob("cluster_*.json"))
-    steps = measured_steps(measured)
     tables = {
         "forms": forms.forms_table(),
         "forms claims": forms.claims_table(),
         "presets": presets_table(),
         "2dh": algorithms_table(),
         "paper": paper_table(),
-        "cluster": cluster_table(measured),
-        "steps": steps_table(steps),
-        "choices": choices_table(steps),
         "schedule": schedule_table(json.loads((RESULTS / "schedule.json").read_text())),
-        "collectives": collectives_table(
-            json.loads((RESULTS / "cluster_collectives.json").read_text())["collectives"]
-        ),
-        "collectives hybrid": collectives_table(
-            json.loads((RESULTS / "plans_boxes.json").read_text())["collectives"]
-        ),
-        "plans": plans_table(json.loads((RESULTS / "plans_2x2.json").read_text())["plans"]),
-        "scale": scale_table(json.loads((RESULTS / "scale.json").read_text())),
+        "collectives": collectives_table(json.loads((RESULTS / "cluster.json").read_text())),
     }
     return page.filled(text, PAGE.name, tables)
 
@@ -178,53 +160,6 @@ def paper_table() -> str:
     return page.table(rows, ["question", "paper (measured, A100s)", "model (A100 preset)"])
 
 
-def cluster_table(files: list[Path]) -> str:
-    """Return the errors of the model that is fitted to the emulated cluster's all-to-alls.
-
-    A fit for every link speed and delay. With several shapes of one, the largest is also predicted from
-    the others alone.
-    """
-    measured: dict[tuple[float, float], list[Row]] = defaultdict(list)
-    for file in files:
-        content = json.loads(file.read_text())
-        config = content["config"]
-        measured[config["rate_mbit"], config["delay_us"]] += content.get("a2a", [])
-    rows = []
-    for (rate, delay), all_to_alls in sorted(measured.items()):
-        if not all_to_alls:
-            continue
-        machine = fit_machine(all_to_alls, CPU)
-        agreed, linear, cells = _agreement(all_to_alls, machine)
-        shapes = sorted({(r["nodes"], r["local"]) for r in all_to_alls}, key=math.prod)
-        rows.append(
-            [
-                f"{rate:g}",
-                f"{8 * machine.inter.bytes_per_s / 1e6:.0f}",
-                f"{delay:g}",
-                f"{1e6 * machine.inter.alpha_s:.0f}",
-                f"{1e6 * machine.launch_s:.0f}",
-                ", ".join(f"{nodes}x{local}" for nodes, local in shapes),
-                len(all_to_alls),
-                _errors(all_to_alls, machine),
-                _unseen(all_to_alls, shapes[-1]) if len(shapes) > 1 else "-",
-                f"{agreed} of {cells}" if cells else "-",
-                f"{linear} of {cells}" if cells else "-",
-            ]
-        )
-    if not rows:
-        return "Not measured yet: there is no benchmarks/results/cluster_*.json."
-    header = ["link, Mbit/s", "fitted", "delay, us", "fitted alpha, us", "launch, us", "nodes x ranks",
-              "rows", "error: median, p90, most", "largest shape, unseen", "faster algorithm",
-              "always linear"]  # fmt: skip
-    return page.table(rows, header)
-
-
-def scale_table(content: dict[str, Any]) -> str:
-    """Return the costs that grow with the number of ranks."""
-    rows = [[row["configuration"], row["variant"], _shown(row)] for row in content["rows"]]
-    return page.table(rows, ["what", "ranks", "cost"])
-
-
 def schedule_table(content: dict[str, Any]) -> str:
     """Return bounds of all-gathers on networks, and the times of their trees."""
 
@@ -250,174 +185,24 @@ def schedule_table(content: dict[str, Any]) -> str:
     return page.table(rows, header)
 
 
-def collectives_table(measured: list[dict[str, Any]]) -> str:
+def collectives_table(content: dict[str, Any]) -> str:
     """Return measured and predicted times of collectives on emulated networks."""
     cells: dict[tuple[str, str], dict[str, dict[str, Any]]] = defaultdict(dict)
-    for row in measured:
-        cells[row["network"], row["collective"]][row["by"]] = row
-    hybrid = [by for by in next(iter(cells.values())) if by.startswith("hybrid")]
+    for row in content["rows"]:
+        collective, _, way = row["variant"].partition(", ")
+        cells[row["configuration"], collective][way] = row
+    ways = ("forest", "in 4 slices", "ring")
     rows = [
         [
-            f"`{network}`" if ":" in network.partition(" ")[0] else network,
+            f"`{network}`",
             collective,
             f"{1e3 * cell['forest']['busiest']:.0f}",
-            *(
-                f"{1e3 * cell[by]['predicted']:.0f}; {1e3 * cell[by]['seconds']:.0f}"
-                for by in ("forest", "sliced", "ring", *hybrid)
-            ),
+            *(f"{1e3 * cell[way]['predicted']:.0f}; {1e3 * cell[way]['seconds']:.0f}" for way in ways),
             f"{1e3 * cell['gloo']['seconds']:.0f}",
         ]
         for (network, collective), cell in cells.items()
     ]
-    header = ["network", "collective", "busiest link", "forest", "in 4 slices", "ring"]
-    header += [by.replace("sliced", "in 4 slices") for by in hybrid]
-    header += ["gloo"]
-    return page.table(rows, header)
-
-
-def plans_table(measured: list[dict[str, Any]]) -> str:
-    """Return the time of each plan over gloo's by size, with and without shared memory inside nodes."""
-    lines: dict[tuple[str, str], dict[str, dict[int, dict[str, Any]]]] = defaultdict(dict)
-    base: dict[tuple[str, int], float] = {}
-    for row in measured:
-        if row["by"] == "gloo":
-            base[row["collective"], row["bytes"]] = row["seconds"]
-        else:
-            way, _, plan = row["by"].rpartition(" ")
-            lines[row["collective"], plan].setdefault(way, {})[row["bytes"]] = row
-    sizes = sorted({size for _, size in base})
-    rows = []
-    for (collective, plan), ways in lines.items():
-        for way, cells in ways.items():
-            ratios = (cells[size]["seconds"] / base[collective, size] for size in sizes)
-            rows.append([collective, plan, way or "messages", *(f"{ratio:.2f}" for ratio in ratios)])
-    return page.table(rows, ["collective", "plan", "by", *(f"{size // 1024} KiB" for size in sizes)])
-
-
-def _shown(row: dict[str, Any]) -> str:
-    """Return a row of benchmarks.scale as one cell."""
-    seconds = f"{row['seconds']:.3g} s" if "seconds" in row else ""
-    accused = f"{row['accusers']:,} ranks accuse living ones" if row.get("accusers") else ""
-    parts = (seconds, row.get("note", row.get("reason", "")), accused)
-    return "; ".join(part for part in parts if part) or "-"
-
-
-class Step(NamedTuple):
-    """A measured step on the emulated cluster, and its prediction.
-
-    Attributes:
-        cluster: nodes x ranks and link, for tables.
-        section: "static" for r, d and algorithm, "overlap" for d alone.
-        form: of the experts, "sleep" or "compute".
-        tokens: of a rank.
-        strategy: the choice.
-        seconds: measured.
-        own: predicted by links that were fitted to this shape's all-to-alls.
-        others: predicted by links that were fitted to other shapes' alone; None if there are none.
-    """
-
-    cluster: str
-    section: str
-    form: str
-    tokens: int
-    strategy: Strategy
-    seconds: float
-    own: float
-    others: float | None
-
-
-def measured_steps(files: list[Path]) -> list[Step]:
-    """Return the measured steps of files with links that are fitted in any file."""
-    contents = [json.loads(file.read_text()) for file in files]
-    steps = []
-    for content in contents:
-        config = content["config"]
-        alike = [c for c in contents if c["config"]["delay_us"] == config["delay_us"]]
-        own = _links_for(config, [c for c in alike if _shape(c) == _shape(content)])
-        others = _links_for(config, [c for c in alike if _shape(c) != _shape(content)])
-        if own is None:
-            continue
-        name = f"{config['nodes']}x{config['local']}, {config['rate_mbit']:g} Mbit/s"
-        for section in ("static", "overlap"):
-            for row in content.get(section, []):
-                flops_per_s = _experts_rate(row, section, content)
-                if flops_per_s is None:
-                    continue
-                predicted = [
-                    _predicted_step(row, section, config, replace(links, flops_per_s=flops_per_s))
-                    for links in (own, others)
-                    if links
-                ]
-                steps.append(
-                    Step(
-                        cluster=name,
-                        section=section,
-                        form=row["form"],
-                        tokens=row["tokens"],
-                        strategy=_strategy_of(row),
-                        seconds=row["seconds"],
-                        own=predicted[0],
-                        others=predicted[1] if others else None,
-                    )
-                )
-    return steps
-
-
-def steps_table(steps: list[Step]) -> str:
-    """Return the errors of predicted steps, by cluster and form of experts."""
-    groups: dict[tuple[str, str, str], list[Step]] = defaultdict(list)
-    for step in steps:
-        kind = "d alone" if step.section == "overlap" else "r, d, algorithm"
-        if step.strategy.adaptive_r == 0:
-            kind = "r = 0"
-        groups[kind, step.cluster, step.form].append(step)
-    rows = []
-    for (kind, cluster, form), found in sorted(groups.items(), key=lambda group: group[0][0]):
-        others = [(step.others, step.seconds) for step in found if step.others is not None]
-        rows.append(
-            [
-                kind,
-                cluster,
-                form,
-                len(found),
-                _percent(errors_of((step.own, step.seconds) for step in found)),
-                f"{mean(step.own / step.seconds for step in found):.2f}",
-                _percent(errors_of(others)) if others else "-",
-            ]
-        )
-    if not rows:
-        return "Not measured yet: there is no benchmarks/results/cluster_*.json with steps."
-    header = ["choices of", "cluster", "experts", "rows", "error: median, p90, most",
-              "predicted / measured, mean", "links of other shapes: error"]  # fmt: skip
-    return page.table(rows, header)
-
-
-def choices_table(steps: list[Step]) -> str:
-    """Return the cost of the model's best (r, d, algorithm) over the measured best.
-
-    Beside it the same of one choice for all cells of a line, the one that costs least in the mean.
-    """
-    cells: dict[tuple[str, str], dict[int, dict[Strategy, Step]]] = defaultdict(lambda: defaultdict(dict))
-    for step in steps:
-        if step.section == "static":
-            cells[step.cluster, step.form][step.tokens][step.strategy] = step
-    rows = []
-    for (cluster, form), by_tokens in cells.items():
-        found = list(by_tokens.values())
-        columns = [_regrets(found, lambda step: step.own)]
-        if all(step.others is not None for cell in found for step in cell.values()):
-            columns.append(_regrets(found, lambda step: step.others))
-        fixed = {strategy: [_regret(cell, strategy) for cell in found] for strategy in found[0]}
-        columns.append(min(fixed.values(), key=sum))
-        shown = [_within(regrets) for regrets in columns]
-        shown[1:1] = ["-"] * (3 - len(shown))
-        rows.append([cluster, form, len(found), *shown])
-    if not rows:
-        return "Not measured yet: there is no benchmarks/results/cluster_*.json with static choices."
-    limits = ", ".join(f"{100 * limit:.0f}" for limit in REGRETS)
-    header = ["cluster", "experts", "cells", f"within {limits} %; most", "links of other shapes",
-              "one choice for all cells"]  # fmt: skip
-    return page.table(rows, header)
+    return page.table(rows, ["network", "collective", "busiest link", *ways, "gloo"])
 
 
 def draw_algorithms(path: Path) -> None:
@@ -476,104 +261,6 @@ def draw_parallelism(path: Path) -> None:
 
 def _first_ahead(mebibytes: float) -> int:
     return next(gpus for gpus in GPUS if gpus > LOCAL and gain_of_2dh(gpus, mebibytes) > 1)
-
-
-def _shape(content: dict[str, Any]) -> tuple[int, int]:
-    return content["config"]["nodes"], content["config"]["local"]
-
-
-def _links_for(config: dict[str, Any], contents: list[dict[str, Any]]) -> Machine | None:
-    """Return the profile that is fitted to the all-to-alls of the nearest link speed.
-
-    Links between nodes are as much faster or slower as the speed that they are limited to.
-    """
-    rates = {c["config"]["rate_mbit"] for c in contents if c.get("a2a")}
-    if not rates:
-        return None
-    rate = min(rates, key=lambda r: abs(r - config["rate_mbit"]))
-    rows = [r for c in contents if c["config"]["rate_mbit"] == rate for r in c.get("a2a", [])]
-    machine = fit_machine(rows, CPU)
-    bytes_per_s = machine.inter.bytes_per_s * config["rate_mbit"] / rate
-    return replace(machine, inter=replace(machine.inter, bytes_per_s=bytes_per_s))
-
-
-def _experts_rate(row: dict[str, Any], section: str, content: dict[str, Any]) -> float | None:
-    """Return the experts' FLOP/s: those of their sleep, or the measured ones."""
-    config = content["config"]
-    if row["form"] == "sleep":
-        hidden = config["overlap_hidden_dim" if section == "overlap" else "hidden_dim"]
-        seconds_per_row = 1e-3 * config["expert_ms_per_row"] * row.get("cost", 1.0)
-        return 4 * config["model_dim"] * hidden / seconds_per_row
-    alone = [r for r in content.get("overlap", []) if r["form"] == "compute"]
-    if not alone:
-        return None
-    flops = 12 * alone[0]["tokens"] * config["model_dim"] * config["overlap_hidden_dim"]
-    return flops / alone[0]["experts_seconds"]
-
-
-def _strategy_of(row: dict[str, Any]) -> Strategy:
-    """Return the strategy of a row, with defaults for missing fields."""
-    return Strategy(
-        adaptive_r=row.get("adaptive_r", 1),
-        overlap=row["overlap"],
-        algorithm=row.get("algorithm", "linear"),
-    )
-
-
-def _predicted_step(row: dict[str, Any], section: str, config: dict[str, Any], machine: Machine) -> float:
-    alone = section == "overlap"  # one expert a rank
-    world = config["nodes"] * config["local"]
-    work = Work(
-        tokens=row["tokens"],
-        model_dim=config["model_dim"],
-        hidden_dim=config["overlap_hidden_dim" if alone else "hidden_dim"],
-        experts=world if alone else config["experts"],
-        top_k=1,
-        bytes_per_element=4,
-    )
-    cluster = Cluster(nodes=config["nodes"], local=config["local"], expert_parallel_size=world)
-    return step_seconds(work, machine, cluster, _strategy_of(row))
-
-
-def _regrets(cells: list[dict[Strategy, Step]], predicted: Callable[[Step], float | None]) -> list[float]:
-    """Return the cost of the choice with the least predicted time, for each cell."""
-    return [_regret(cell, min(cell, key=lambda h, c=cell: predicted(c[h]))) for cell in cells]
-
-
-def _regret(cell: dict[Strategy, Step], strategy: Strategy) -> float:
-    """Return the measured time of a choice over that of the best, minus one."""
-    return cell[strategy].seconds / min(step.seconds for step in cell.values()) - 1
-
-
-def _within(regrets: list[float]) -> str:
-    counts = ", ".join(str(sum(r <= limit for r in regrets)) for limit in REGRETS)
-    return f"{counts}; {max(regrets):.0%}"
-
-
-def _agreement(rows: list[Row], machine: Machine) -> tuple[int, int, int]:
-    """Count (shape, size) where the model names the faster algorithm, where linear is it, and all."""
-    cells: dict[tuple[int, int, float], dict[str, float]] = defaultdict(dict)
-    for row in rows:
-        cells[row["nodes"], row["local"], row["bytes_per_rank"]][row["algorithm"]] = row["seconds"]
-    pairs = {cell: times for cell, times in cells.items() if len(times) == 2}
-    faster = {cell: min(times, key=lambda a, t=times: t[a]) for cell, times in pairs.items()}
-    agreed = sum(faster_algorithm(machine, *cell) == name for cell, name in faster.items())
-    return agreed, list(faster.values()).count("linear"), len(pairs)
-
-
-def _unseen(rows: list[Row], shape: tuple[int, int]) -> str:
-    """Return the errors of a model on one shape, if it is fitted to the others."""
-    seen = [row for row in rows if (row["nodes"], row["local"]) != shape]
-    unseen = [row for row in rows if (row["nodes"], row["local"]) == shape]
-    return _errors(unseen, fit_machine(seen, CPU))
-
-
-def _errors(rows: list[Row], machine: Machine) -> str:
-    return _percent(relative_errors(rows, machine))
-
-
-def _percent(errors: Errors) -> str:
-    return f"{errors.median:.0%}, {errors.p90:.0%}, {errors.largest:.0%}"
 
 
 def _size(mebibytes: float) -> str:
