@@ -1,215 +1,236 @@
-"""One trial from its plan to its result: the training that is hit, what it left, and how it goes on.
+"""One training run with one fault: how it ends, the checkpoints that it leaves, and how it continues."""
 
-W ranks.
-"""
-
-import contextlib
+import json
+import os
+import random
 import re
 import shutil
-import threading
-import traceback
-from collections import defaultdict
-from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+import signal
+import time
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
+from cli import start
+from launchers import launch, torchrun
+from models import lm_args
 
-from . import disk, files
-from .clear import PREEMPTED, last_error, unclear
-from .job import Job, train
-from .plan import BEGUN, UPDATES, Fault, Trial
+from fairseq_tutel.checkpoint import folders, shards
+from fairseq_tutel.parallel.signals import EXIT_CODE
 
-SAVED = re.compile(r"Saved checkpoint \S+ \(epoch \d+ @ (\d+) updates")
-FROM_ANOTHER = "training resumes from"
-# Numbers of the same micro-batches on other ranks differ by rounding.
-CLOSE = {"rtol": 1e-3, "atol": 1e-4}
+PLACES = str(Path(__file__).parent / "faulty_places")
+UPDATES, SAVE_EVERY, BEGUN, EXPERTS = 8, 2, 4, 4  # BEGUN: updates of the checkpoint that a trial resumes
+TIMEOUT, SECONDS = 4, 180  # of --moe-comm-timeout; of a run, start included
+SGD = ("--optimizer", "moe_sgd", "--momentum", 0.9, "--lr", 0.5)
+CLOSE = {"rtol": 1e-3, "atol": 1e-4}  # other ranks sum in another order
+SAVED = re.compile(r"Saved checkpoint \S+ \(epoch \d+ @ (\d+) updates|; update (\d+) is saved in")
+LAST_LINE = re.compile(r"^(?:[\w.]+\.)?\w*(?:Error|Exception|error)\b.*$", re.M)
+# Errors that a user can act on.
+CLEAR = re.compile(
+    r"rank \d+ (could not|ends, because)|ranks? [\d, -]+ did not reach|an injected fault|which is corrupt"
+    r"|became NaN or infinite at update \d+|could not be written|no file can be written|files are missing"
+    r"|which is corrupt or missing"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trial:
+    """A fault, and what must be seen of it.
+
+    Attributes:
+        what: kill, stop, error, signal, nan, empty (a batch), full (a disk), flip (a bit), remove.
+        place, when, rank: the n-th visit of a place of `faulty_places` by a rank.
+        everywhere: all ranks are struck at that moment, or torchrun if `launcher`.
+        number: of the signal.
+        outcome: ended (with an error), preempted (saved, exit code 75) or continued.
+        says: a pattern in some rank's log.
+        begun: the run resumes a checkpoint.
+        ranks_after: ranks of the run that continues.
+        flags: of all runs.
+        exact: final weights equal those of a run without a fault.
+    """
+
+    what: str
+    place: str = "none"
+    when: int = 1
+    rank: int = 0
+    everywhere: bool = False
+    launcher: bool = False
+    number: str = ""
+    outcome: str = "ended"
+    says: str = ""
+    begun: bool = False
+    ranks_after: int = 2
+    flags: tuple[str, ...] = ()
+    exact: bool = True
 
 
 @dataclass(frozen=True)
-class Result:
-    """What came of a trial.
+class Job:
+    """Exit codes and logs by rank, and whether the fault happened and a rank hung."""
 
-    Attributes:
-        trial: its plan.
-        outcome: "ended" with a clear error, "preempted" by a signal, or "went on" to the end.
-        fired: the fault happened: not every place is reached as often as the plan says.
-        seconds: from the fault to the end of the training that was hit.
-        resumed: another training went on from what was left, to the end.
-        compared: the weights at the end are those of an undisturbed training.
-        problems: what must not be, such as a rank that hung; none in a good trial.
-        logs: what all ranks of all trainings printed.
-    """
+    codes: list[int]
+    logs: list[str]
+    fired: bool = False
+    hung: bool = False
 
-    trial: Trial
-    outcome: str
-    fired: bool
-    seconds: float
-    resumed: bool = False
-    compared: bool = False
-    problems: list[str] = field(default_factory=list)
-    logs: list[str] = field(default_factory=list)
+    @property
+    def text(self) -> str:
+        return "\n".join(self.logs)
 
 
-class World:
-    """What trials share: the data, and undisturbed trainings by their flags and ranks, made once.
+def train(data: Path, save_dir: Path, ranks: int, flags: tuple, updates: int, trial=None, extra=()) -> Job:
+    """Run a training to its end, or to its deadline."""
+    marker = save_dir.parent / f"fired-{time.monotonic_ns()}"
+    fault = {**(asdict(trial) if trial else {}), "marker": str(marker), "save_dir": str(save_dir)}
+    words = lm_args(
+        data, save_dir, "--user-dir", PLACES, "--moe-comm-timeout", TIMEOUT, "--batch-size", 8,
+        "--save-interval-updates", SAVE_EVERY, "--moe-micro-batches", 4, *SGD, *flags, *extra,
+        updates=updates,
+    )  # fmt: skip
+    env = {"FAULT": json.dumps(fault)}
+    if trial and trial.launcher:
+        log = save_dir.parent / "torchrun.log"
+        launcher = torchrun(ranks, "--signals-to-handle", "SIGTERM,SIGUSR1", "--max-restarts", 1)
+        started: list[Any] = [(launch(launcher, words, log, env), log)]
+    else:
+        started = start("train", *words, ranks=ranks, env=env)
+    processes = [process for process, _ in started]
+    end, fired, hung = time.monotonic() + SECONDS, False, False
+    while alive := [rank for rank, process in enumerate(processes) if process.is_alive()]:
+        if not fired and marker.exists():
+            fired = True
+            for rank, process in enumerate(processes):
+                if trial.launcher or (trial.everywhere and rank != trial.rank):
+                    number = signal.SIGKILL if trial.what == "kill" else signal.Signals[trial.number]
+                    os.kill(process.pid, number)
+        stopped = [trial.rank] if fired and trial.what == "stop" else []
+        hung = time.monotonic() > end
+        if hung or alive == stopped:
+            for rank in alive:
+                processes[rank].kill()
+        time.sleep(0.02)
+    for process in processes:
+        process.join()
+    logs = [log.read_text() if log.exists() else "" for _, log in started]
+    return Job([process.exitcode for process in processes], logs, fired, hung)
+
+
+def carry_out(trial: Trial, data: Path, folder: Path, undisturbed: Any) -> None:
+    """Run a trial and assert how it ends and continues.
 
     Args:
+        trial: the fault.
         data: a binarized corpus.
-        folder: for all that trials write.
-        timeout: --moe-comm-timeout in seconds.
+        folder: an empty folder.
+        undisturbed: (flags, updates) -> the save dir of a run on 2 ranks without a fault.
     """
-
-    def __init__(self, data: Path, folder: Path, timeout: float) -> None:
-        self.data, self.folder, self.timeout = data, folder, timeout
-        self._locks: dict[tuple, threading.Lock] = defaultdict(threading.Lock)
-
-    def undisturbed(self, flags: tuple[str, ...], ranks: int, updates: int = UPDATES) -> Path:
-        """Return the save dir of a training that nothing happened to."""
-        key = (flags, ranks, updates)
-        with self._locks[key]:
-            name = re.sub(r"\W+", "-", f"{'_'.join(flags)}_{ranks}_{updates}")
-            save_dir = self.folder / "undisturbed" / name / "save"
-            if not (save_dir / "checkpoint_last.pt").exists():
-                save_dir.parent.mkdir(parents=True, exist_ok=True)
-                job = train(self.data, save_dir, ranks, flags, updates, 60)
-                assert not any(job.exit_codes), last_error(job.logs[0]) or job.logs[0][-2000:]
-            return save_dir
-
-
-def run(trial: Trial, world: World) -> Result:
-    """Carry out a trial; what goes wrong in it is in its result."""
-    folder = world.folder / "trial"
     save_dir = folder / "save"
-    shutil.rmtree(folder, ignore_errors=True)
-    save_dir.mkdir(parents=True)
-    fault, size = trial.fault, 0
-    if trial.disk:
-        whole = world.undisturbed(trial.flags, trial.ranks) / "checkpoint_last.pt"
-        size = int(trial.disk * whole.stat().st_size)
-        if not disk.can_mount():
-            fault = Fault(what="full", place="write", when=1 + int(trial.disk), fraction=0.5)
-    with disk.small(save_dir, size) if size else contextlib.nullcontext():
-        try:
-            result = _run(replace(trial, fault=fault), world, save_dir)
-        except Exception:  # the other trials go on
-            problem = f"could not be carried out: {traceback.format_exc()}"
-            result = Result(trial, "broken", fired=False, seconds=0.0, problems=[problem])
-    shutil.rmtree(folder, ignore_errors=True)
-    return replace(result, trial=trial)
-
-
-def _run(trial: Trial, world: World, save_dir: Path) -> Result:
     if trial.begun:
-        begun = world.undisturbed(trial.flags, trial.ranks, BEGUN)
-        shutil.copytree(begun, save_dir, dirs_exist_ok=True)
-    torn = files.tear(trial.tear, save_dir) if trial.tear else None
-    common = trial.flags, UPDATES, world.timeout
-    job = train(world.data, save_dir, trial.ranks, *common, fault=trial.fault)
-    finished = not any(job.exit_codes)
-    result = Result(
-        trial,
-        outcome="went on" if finished else "preempted" if _preempted(job) else "ended",
-        fired=job.fired or bool(torn) or bool(trial.disk),
-        seconds=job.seconds,
-        problems=unclear(job, trial.fault),
-        logs=list(job.logs),
-    )
-    result.problems.extend(_loss(trial, save_dir, job, torn))
-    if finished:
-        result.problems.extend(_at_the_end(save_dir, "the training ended with exit code 0, but"))
-    else:
-        disk.make_room(save_dir) if trial.disk else None
-        result = _go_on(result, world, save_dir, torn)
-    at_its_end = not result.problems and files.updates_of(save_dir / "checkpoint_last.pt") == UPDATES
-    if trial.compared and at_its_end:
-        ranks = trial.ranks if finished else trial.ranks_after
-        result.problems.extend(_difference(trial, world, save_dir, ranks))
-        result = replace(result, compared=True)
-    return result
+        shutil.copytree(undisturbed(trial.flags, BEGUN), save_dir)
+    torn = tear(trial.what, save_dir) if trial.what in ("flip", "remove") else None
+    job = train(data, save_dir, 2, trial.flags, UPDATES, trial)
+    assert (job.fired or torn) and not job.hung, job.text[-2000:]
+    assert re.search(trial.says, job.text), job.text[-2000:]
+    check_end(trial, job)
+    check_checkpoints(save_dir, job, torn)
+    ranks = 2
+    if trial.outcome != "continued":
+        ranks, extra = trial.ranks_after, ()
+        if torn:  # as the message says
+            torn.unlink(missing_ok=True)
+            extra = ("--restore-file", str(newest(p for p in whole(save_dir) if "last" not in p.name)))
+        again = train(data, save_dir, ranks, trial.flags, UPDATES, extra=extra)
+        assert not any(again.codes) and not again.hung, again.text[-2000:]
+        check_checkpoints(save_dir, again, torn)
+    assert updates_of(save_dir / "checkpoint_last.pt") == UPDATES
+    if trial.exact:
+        expected = weights(undisturbed(trial.flags, UPDATES) / "checkpoint_last.pt")
+        found = weights(save_dir / "checkpoint_last.pt")
+        for name in expected.keys() & found.keys():
+            if ranks == 2:
+                assert torch.equal(expected[name], found[name]), name
+            else:
+                torch.testing.assert_close(expected[name], found[name], **CLOSE)
 
 
-def _go_on(result: Result, world: World, save_dir: Path, torn: Path | None) -> Result:
-    """Start the training again on what it left, as a user would after reading its last sentence."""
-    trial, extra = result.trial, ()
-    if torn is not None:
-        refused = " ".join(last_error(log) for log in result.logs)
-        if "which is corrupt" not in refused and "files are missing" not in refused:
-            result.problems.append(f"{torn.name} was torn, and the training does not say so")
-        torn.unlink(missing_ok=True)
-        older = files.newest(p for p in _whole(trial, save_dir) if "last" not in p.name)
-        if older is None:  # all checkpoints share the file
-            return result
-        extra = ("--restore-file", str(older))
-    job = train(world.data, save_dir, trial.ranks_after, trial.flags, UPDATES, world.timeout, extra=extra)
-    if any(job.exit_codes) or job.hung:
-        codes, errors = job.exit_codes, [last_error(log) for log in job.logs]
-        result.problems.append(f"does not go on: exit codes {codes}, {errors}")
-    else:
-        result.problems.extend(_at_the_end(save_dir, "after it went on,"))
-        for path in files.checkpoints(save_dir):
-            if torn is not None and files.belongs(torn, path):
-                continue  # what shared the torn file
-            if problem := files.problem_of(path, _num_experts(trial)):
-                result.problems.append(f"after it went on, {problem}")
-    return replace(result, resumed=not any(job.exit_codes), logs=[*result.logs, *job.logs])
-
-
-def _loss(trial: Trial, save_dir: Path, job: Job, torn: Path | None) -> Iterator[str]:
-    """Yield what a training that was hit should have left and did not."""
-    whole = _whole(trial, save_dir)
-    for path in files.checkpoints(save_dir):
-        # Another program's damage is no fault of the training's.
-        if path not in whole and not (torn and files.belongs(torn, path)):
-            yield f"left {files.problem_of(path, _num_experts(trial))}"
-    if trial.tear:
-        gone = torn is not None and torn.name == "checkpoint_last.pt" and trial.tear == "remove"
-        if gone and FROM_ANOTHER not in "".join(job.logs):
-            yield "did not go on from the newest checkpoint, or not with a word"
+def check_end(trial: Trial, job: Job) -> None:
+    """Assert exit codes, and that each rank that was not struck logged a clear error."""
+    if trial.outcome == "continued":
+        assert not any(job.codes), job.text[-2000:]
         return
-    saved = [int(n) for n in SAVED.findall(job.logs[0])] + [BEGUN] * trial.begun
-    preempted = _preempted(job)
-    saved += [int(found[1]) for found in preempted if found[1]]
-    newest = files.newest(whole)
-    if saved and (newest is None or files.updates_of(newest) < max(saved)):
-        yield f"update {max(saved)} was saved, and the newest whole checkpoint is {newest}"
+    if trial.outcome == "preempted":
+        assert set(job.codes) == {1 if trial.launcher else EXIT_CODE}, job.text[-2000:]
+        return
+    struck = {0, 1} if trial.everywhere else {trial.rank} if trial.what in ("kill", "stop") else set()
+    for rank, (code, log) in enumerate(zip(job.codes, job.logs, strict=True)):
+        if rank not in struck:
+            assert code > 0 and CLEAR.search((LAST_LINE.findall(log) or [log])[-1]), log[-2000:]
 
 
-def _preempted(job: Job) -> list[re.Match[str]]:
-    return [found for log in job.logs for found in PREEMPTED.finditer(log)]
+def check_checkpoints(save_dir: Path, job: Job, torn: Path | None) -> None:
+    """Assert that every checkpoint opens, and that the newest has the last update that was saved."""
+    files = [path for path in checkpoints(save_dir) if torn is None or not belongs(torn, path)]
+    for path in files:
+        assert problem_of(path) is None
+    saved = [int(a or b) for a, b in SAVED.findall(job.logs[0])]
+    if saved:
+        assert updates_of(newest(files)) >= max(saved)
 
 
-def _whole(trial: Trial, save_dir: Path) -> list[Path]:
-    return [
-        path for path in files.checkpoints(save_dir) if files.problem_of(path, _num_experts(trial)) is None
-    ]
+def checkpoints(save_dir: Path) -> list[Path]:
+    """Return the checkpoint files; half written files have another suffix, and crash.pt is one rank's."""
+    return sorted(path for path in save_dir.glob("*.pt") if path.name != "crash.pt")
 
 
-def _num_experts(trial: Trial) -> int:
-    flags = trial.flags
-    return int(flags[flags.index("--moe-expert-count") + 1]) if "--moe-expert-count" in flags else 4
+def whole(save_dir: Path) -> list[Path]:
+    return [path for path in checkpoints(save_dir) if problem_of(path) is None]
 
 
-def _at_the_end(save_dir: Path, when: str) -> Iterator[str]:
-    last = save_dir / "checkpoint_last.pt"
-    if not last.exists():
-        yield f"{when} there is no checkpoint_last.pt"
-    elif (updates := files.updates_of(last)) != UPDATES:
-        yield f"{when} checkpoint_last.pt has {updates} of {UPDATES} updates"
+def newest(paths: Any) -> Path:
+    return max(paths, key=updates_of)
 
 
-def _difference(trial: Trial, world: World, save_dir: Path, ranks: int) -> Iterator[str]:
-    """Yield where the weights differ from an undisturbed training's: bit for bit on the same ranks, else by
-    more than rounding.
-    """
-    expected = files.weights(world.undisturbed(trial.flags, trial.ranks) / "checkpoint_last.pt")
-    found = files.weights(save_dir / "checkpoint_last.pt")
-    exact = ranks == trial.ranks
-    if ranks == trial.ranks and expected.keys() != found.keys():
-        yield f"other tensors than undisturbed: {sorted(expected.keys() ^ found.keys())}"
-    for name in expected.keys() & found.keys():
-        a, b = expected[name], found[name]
-        same = torch.equal(a, b) if exact else torch.allclose(a, b, **CLOSE)
-        if not same:
-            yield f"{name} differs from an undisturbed training's by {(a - b).abs().max():.2g}"
-            return
+def updates_of(path: Path) -> int:
+    return torch.load(path, weights_only=False)["optimizer_history"][-1]["num_updates"]
+
+
+def problem_of(path: Path) -> str | None:
+    """Return what is wrong with a checkpoint, or None: it opens, is finite and holds every expert."""
+    try:
+        tensors = weights(path)
+    except Exception as error:
+        return f"{path.name} does not open: {error}"
+    experts = [t for name, t in tensors.items() if re.search(r"\.experts\.fc\d_(?:weight|bias)$", name)]
+    complete = experts and all(len(tensor) == EXPERTS for tensor in experts)
+    finite = all(torch.isfinite(tensor).all() for tensor in tensors.values())
+    return None if complete and finite else f"{path.name} lacks experts or is not finite"
+
+
+def weights(path: Path) -> dict[str, torch.Tensor]:
+    """Return a checkpoint's model and optimizer tensors by name, those in its shards included."""
+    content = torch.load(path, weights_only=False)
+    for part in (content["model"], content.get("last_optimizer_state", {})):
+        shards.bind(part, path)
+        shards.unbind(part)
+    tensors = dict(content["model"])
+    for index, state in content.get("last_optimizer_state", {}).get("state", {}).items():
+        tensors |= {f"{index}.{key}": value for key, value in state.items() if torch.is_tensor(value)}
+    return tensors
+
+
+def belongs(path: Path, checkpoint: Path) -> bool:
+    """Return whether a file is a checkpoint's own, or one of the shards that it names."""
+    return path == checkpoint or path.parent.name in folders.mentions(checkpoint)
+
+
+def tear(how: str, save_dir: Path) -> Path:
+    """Flip a bit in the middle of checkpoint_last.pt, or remove it; return its path."""
+    path = save_dir / "checkpoint_last.pt"
+    content = bytearray(path.read_bytes())
+    path.unlink()  # copies on one disk may share their bytes
+    if how == "flip":
+        content[random.Random(1).randrange(len(content) // 4, len(content) // 2)] ^= 1
+        path.write_bytes(content)
+    return path

@@ -1,7 +1,7 @@
-"""A --user-dir that loads the plugin and lets a fault happen where a training comes by.
+"""A --user-dir that loads the plugin and injects a fault at a place of the training.
 
-FAULT holds a `plan.Fault` as JSON, and two paths beside: `marker`, which is written just before the fault
-happens, so that it happens once where a launcher starts ranks again, and `save_dir`.
+FAULT is a `Trial` as JSON, and two paths: `marker`, which is written just before the fault, so that it
+happens once if a launcher restarts ranks, and `save_dir`.
 """
 
 import io
@@ -32,9 +32,9 @@ LIMIT = 120_000
 
 
 def is_due(place):
-    """Count a rank's visit of a place; return whether the fault is to happen now, and mark that."""
+    """Count a rank's visits of a place; return whether the fault happens now, and write the marker."""
     _times[place] = _times.get(place, 0) + 1
-    here = _fault["place"] == place and _rank == _fault["rank"] and not _happened
+    here = _fault.get("place") == place and _rank == _fault["rank"] and not _happened
     due = here and _times[place] == _fault["when"]
     if due:
         Path(_fault["marker"]).write_text(f"{_fault['what']} in {place} {_fault['when']}\n")
@@ -42,14 +42,14 @@ def is_due(place):
 
 
 def reach(place):
-    """Come by a place where a process may be killed, stopped or fail."""
+    """Visit a place: inject the fault if it is due."""
     if is_due(place):
         happen()
 
 
 def happen():
-    """Let the fault happen in this process."""
-    if _fault.get("target") == "torchrun":
+    """Inject the fault into this process."""
+    if _fault["launcher"]:
         return  # the parent strikes torchrun, when it sees the marker
     what = _fault["what"]
     if what == "kill":
@@ -59,13 +59,13 @@ def happen():
     elif what == "error":
         raise OSError(5, "an injected fault: Input/output error")
     elif what == "signal":
-        os.kill(os.getpid(), getattr(signal, _fault["detail"]))
+        os.kill(os.getpid(), getattr(signal, _fault["number"]))
     elif what == "full":  # for every file, so for the log too: above that, below a checkpoint
         resource.setrlimit(resource.RLIMIT_FSIZE, (LIMIT, resource.RLIM_INFINITY))
 
 
 def before(owner, name, place):
-    """Let `owner.name` come by a place before it begins."""
+    """Wrap `owner.name`, which visits a place before it starts."""
     original = getattr(owner, name)
 
     def wrapper(*args, **kwargs):
@@ -75,23 +75,11 @@ def before(owner, name, place):
     setattr(owner, name, wrapper)
 
 
-def after(owner, name, place):
-    """Let `owner.name` come by a place when it has ended."""
-    original = getattr(owner, name)
-
-    def wrapper(*args, **kwargs):
-        result = original(*args, **kwargs)
-        reach(place)
-        return result
-
-    setattr(owner, name, wrapper)
-
-
 def break_numbers(original):
     """Wrap a task's training step: the embeddings of a batch become NaN."""
 
     def wrapper(self, sample, model, *args, **kwargs):
-        if _fault["what"] != "nan":
+        if _fault.get("what") != "nan":
             reach("train")
         elif is_due("train"):
             embedding = next(m for m in model.modules() if isinstance(m, torch.nn.Embedding))
@@ -125,7 +113,7 @@ def write_in_two(original):
         whole = io.BytesIO()
         original(obj, whole, *args, **kwargs)
         content = whole.getvalue()
-        part = int(_fault["fraction"] * len(content))
+        part = len(content) // 2
         file.write(content[:part])
         file.flush()
         happen()
@@ -144,7 +132,7 @@ def copy_in_two(original):
             return original(source, destination, **kwargs)
         content = Path(source).read_bytes()
         with open(destination, "wb") as file:
-            file.write(content[: int(_fault["fraction"] * len(content))])
+            file.write(content[: len(content) // 2])
             file.flush()
             happen()
         return original(source, destination, **kwargs)
@@ -152,47 +140,19 @@ def copy_in_two(original):
     return wrapper
 
 
-def around_rename(original):
-    """Wrap os.rename and os.replace: places before and after a file of the save dir gets its name."""
-
-    def wrapper(source, destination, **kwargs):
-        ours = str(destination).startswith(_fault["save_dir"])
-        if ours:
-            reach("rename")
-        original(source, destination, **kwargs)
-        if ours:
-            reach("renamed")
-
-    return wrapper
-
-
 COLLECTIVES = (
-    "all_reduce",
-    "all_gather",
-    "all_gather_into_tensor",
-    "all_to_all",
-    "all_to_all_single",
-    "broadcast",
-    "gather",
-    "barrier",
-    "reduce_scatter",
-    "batch_isend_irecv",
+    *("all_reduce", "all_gather", "all_gather_into_tensor", "all_to_all", "all_to_all_single"),
+    *("broadcast", "gather", "barrier", "reduce_scatter", "batch_isend_irecv"),
 )
 
 for name in COLLECTIVES:
     before(dist, name, "collective")
 for name in ("_reduce_scatter", "_all_gather"):  # names of torch's, taken at import
     before(collectives, name, "collective")
-before(Trainer, "__init__", "built")
-after(Trainer, "load_checkpoint", "loaded")
-before(torch.Tensor, "backward", "backward")
-before(Trainer, "clip_grad_norm", "clip")
-before(FairseqTask, "optimizer_step", "update")
 FairseqTask.train_step = break_numbers(FairseqTask.train_step)
 before(FairseqTask, "valid_step", "valid")
 Trainer.train_step = break_batches(Trainer.train_step)
 before(experts, "write_file", "shard")
 torch.save = write_in_two(torch.save)
 shutil.copyfile = copy_in_two(shutil.copyfile)
-os.rename, os.replace = around_rename(os.rename), around_rename(os.replace)
 reach("import")
