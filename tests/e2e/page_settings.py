@@ -105,7 +105,6 @@ FILES = {
         "checkpoints/checkpoint_best.pt": "ours-nllb/model.pt",
     },
     "docs/report.md": {"DATA_BIN": "pairs", "SAVE": "several", "runs/dense": "several", "runs/moe": "mt"},
-    "docs/results.md": {"OUT/bin": "DATA_BIN", "OUT/moe-1": "lm"},
     "docs/tutel.md": {"states": "nothing"},
     "docs/vision.md": {"vision": "vision"},
 }  # fmt: skip
@@ -161,6 +160,3 @@ KEPT = "--save-interval-updates 2 --keep-best-checkpoints 5 --max-tokens 400 --m
 STOCK = "--task translation --criterion label_smoothed_cross_entropy --optimizer adam"
 MOE_FLAGS = {"--moe-freq": "1", "--moe-expert-count": "4"}
 RANKS = {"fairseq_tutel.train", "fairseq_tutel.run"}
-QUICK_TOOLS = ("flags", "plan", "plan-check", "schedule")
-# Blocks without files and other ranks: the page, and the number of the block.
-QUICK_PYTHON = [("README.md", -1), ("docs/tutel.md", 0), ("docs/site/api.md", 0)]

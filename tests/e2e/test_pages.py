@@ -28,8 +28,6 @@ from page_settings import (
     NOT_RUN,
     PROGRAMS,
     PYTHON,
-    QUICK_PYTHON,
-    QUICK_TOOLS,
     RANKS,
     SMALL,
     STOCK,
@@ -214,22 +212,6 @@ def test_every_command_of_a_page_runs_or_is_listed(page):
     for _, text in runs(page):
         words = [word for word in text.split(" && ")[-1].split() if "=" not in word]
         assert words[0] in PROGRAMS, f"{page}: run {text!r} in this test, or add it to NOT_RUN"
-
-
-@pytest.mark.parametrize(
-    "page", [page for page in PAGES if any("fairseq-tutel" in c for _, c in runs(page))]
-)
-def test_tools_without_files_run(page, folder):
-    for _, command in runs(page):
-        words = command.split()
-        if words[0] == "fairseq-tutel" and words[1] in QUICK_TOOLS and "--machine" not in words:
-            run(page, command, folder)
-
-
-@pytest.mark.parametrize(("page", "number"), QUICK_PYTHON)
-def test_python_blocks_without_files_run(page, number, folder, capsys):
-    text = blocks(page, "python")[number].text
-    exec(edited(page, text), {})
 
 
 def check(page: str, folder: Path) -> None:
