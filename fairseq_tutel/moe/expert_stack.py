@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import _has_any_global_hook
 from torch.utils.checkpoint import checkpoint
 
 from fairseq_tutel.kernels.groups import Groups
@@ -24,13 +25,13 @@ Tensors = Mapping[str, Any]
 
 
 def is_hooked(module: nn.Module) -> bool:
-    """Return whether a module has forward or backward hooks, or a `forward` of its own.
+    """Return whether a module or all modules have hooks, or whether the module has a `forward` of its own.
 
     Some libraries replace the `forward` of a single module instead of registering a hook.
     """
     before, after = module._forward_pre_hooks, module._forward_hooks
     has_hooks = bool(before or after or module._backward_pre_hooks or module._backward_hooks)
-    return has_hooks or "forward" in vars(module)
+    return has_hooks or "forward" in vars(module) or _has_any_global_hook()
 
 
 class Weights:
