@@ -120,9 +120,14 @@ class Experts(ExpertStack):
 
     @property
     def is_one_node(self) -> bool:
-        """Whether all experts can be one autograd node: only an activation may be between fc1 and fc2."""
-        drops = self.training and self.config.activation_dropout > 0
-        return self.hidden_layer_norm is None and not drops
+        """Whether all experts can be one autograd node.
+
+        Only an activation may be between fc1 and fc2, and no subclass may replace a step of the FFN.
+        """
+        own, drops = type(self), self.training and self.config.activation_dropout > 0
+        is_replaced = own.run is not Experts.run or own.activate is not Experts.activate
+        is_replaced = is_replaced or own.forward is not ExpertStack.forward
+        return self.hidden_layer_norm is None and not drops and not is_replaced
 
     def _call(self, groups: Groups, device: torch.device, dtype: torch.dtype) -> FFNCall:
         config = self.config
