@@ -41,8 +41,8 @@ from benchmarks.timing import spread
 from fairseq_tutel import ExpertStore, MoEConfig, MoELayer, Topology
 from fairseq_tutel.checkpoint.experts import save_in_shards
 from fairseq_tutel.inference.expert_sources import FromHost
+from fairseq_tutel.inference.options import STORE_POLICIES
 from fairseq_tutel.inference.pregate import pregate
-from fairseq_tutel.moe.option_table import STORE_POLICIES
 from fairseq_tutel.plugin.run_state import RUN
 
 BASE = "resident"

@@ -22,20 +22,10 @@ _SIZE = re.compile(r"(\d{1,18}(?:\.\d{1,18})?) *([KMG]i?B)")
 
 @dataclass(frozen=True)
 class Condition:
-    """A condition under which an option has no effect or is refused."""
+    """A condition on a MoEConfig under which an option is refused."""
 
-    holds: Callable[[Any], bool]  # test of the facts; see `Option`
-    words: str  # follows the option's name and value in the message; {f.…} inserts a fact
-
-
-def because(holds: Callable[[Any], bool], reason: str) -> Condition:
-    """Return a condition under which an option has no effect, for a reason that the log shows."""
-    return Condition(holds, f": {reason}")
-
-
-def needs(holds: Callable[[Any], bool], what: str) -> Condition:
-    """Return a condition under which an option has no effect, because the requirement `what` is missing."""
-    return Condition(lambda facts: not holds(facts), f" without {what}")
+    holds: Callable[[Any], bool]
+    words: str  # follows the option's name and value in the message; {f.…} inserts a field of the MoEConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,9 +40,6 @@ class Option:
     choices: tuple[str, ...] = ()  # the valid values of an option with words as values
     rule: Rule | None = None  # an additional test of the value
     or_class: bool = False  # whether Python may give a class in place of a word
-    # Conditions on `Facts` under which a value other than the default has no effect in a training run. The
-    # first condition that holds is logged.
-    no_effect: tuple[Condition, ...] = ()
     # Conditions on a MoEConfig under which a value other than the default is refused.
     excluded: tuple[Condition, ...] = ()
     of_any_training: bool = False  # whether a task's option also affects models without experts
@@ -95,6 +82,13 @@ def flag_of(key: str) -> str:
 def option(default: Any, help: str = "", **parts: Any) -> Any:
     """Return a dataclass field that defines an option; `parts` are attributes of `Option`."""
     return field(default=default, metadata={"option": Option(default=default, help=help, **parts)})
+
+
+def older(name: str, value: Any, of: str = "model") -> Any:
+    """Define the option of a deprecated flag, which sets a field of MoEConfig to a fixed value."""
+    flag = f"--moe-{name.replace('_', '-')}"
+    help = f"the same as {flag} {value}"
+    return option(False, help, theme="Older names", of=of, same_as=(name, value))
 
 
 def options_in(config: Any) -> tuple[Option, ...]:

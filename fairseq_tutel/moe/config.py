@@ -19,14 +19,12 @@ from fairseq_tutel.option import (
     Condition,
     Rule,
     balance,
-    because,
     capacity,
     communication,
     documented,
     experts,
     kernels,
     memory,
-    needs,
     one_of,
     option,
     options_in,
@@ -56,43 +54,6 @@ PARALLEL_TYPE: Rule = (
     "give data, model, auto, or adaptive:r, where r is a whole number",
 )
 TEMPERATURE: Rule = (lambda v: 0.01 <= v < math.inf, "give a number of at least 0.01")
-
-# Conditions under which an option has no effect. f is the plugin's Facts. f.layer is the first layer's
-# MoEConfig.
-NO_CAPACITY = needs(
-    lambda f: bool(
-        f.layer.capacity_factor or f.layer.eval_capacity_factor or f.layer.eval_capacity_token_fraction > 0
-    ),
-    "a capacity, such as --moe-capacity-factor 1",
-)
-NOT_COSINE = needs(lambda f: "cosine" in f.layer.gate_types, "--moe-gate-type cosine")
-FEW_GROUPS = needs(
-    lambda f: f.layer.groups_per_token < f.layer.expert_groups, "a larger --moe-expert-groups"
-)
-ONE_CHOICE = needs(lambda f: f.layer.top_k > 1, "--moe-top-k 2 or more")
-ONE_RANK = because(lambda f: f.ranks == 1, "the run has only one rank")
-ALL_LOCAL = because(lambda f: f.expert_parallel_size == 1, "every rank has all experts")
-NO_ROWS = because(lambda f: f.adaptive_r == 0 and not f.tuned, "adaptive_r is 0, so no rows are sent")
-ONE_NODE = because(
-    lambda f: f.layer.a2a_algorithm == "2dh" and not f.over_nodes,
-    "the expert-parallel group of {f.expert_parallel_size} ranks does not span several complete nodes of "
-    "{f.ranks_per_node} ranks",
-)
-HALF_ALREADY = because(
-    lambda f: f.layer.a2a_dtype == "bf16" and f.half, "rows are already in half precision"
-)
-NOT_TUNED = needs(lambda f: f.tuned, "--moe-adaptive auto")
-TUNED = because(
-    lambda f: f.tuned, "the tuner chooses the value and reports its speedup over the given value"
-)
-TUNED_TYPE = Condition(lambda f: f.layer.parallel_type != "auto" and f.tuned, TUNED.words)
-R_GIVEN = because(
-    lambda f: f.layer.parallel_type != "auto" and f.layer.adaptive_r >= 0, "--moe-adaptive-r is given"
-)
-R_TOO_LARGE = because(
-    lambda f: f.layer.adaptive_r > f.slices,
-    "the number of ranks per expert is {f.slices}, so {f.slices} is used",
-)
 
 # Conditions under which an option is refused. f is the MoEConfig.
 EXPERTS_CHOOSE = Condition(
@@ -156,15 +117,15 @@ class MoEConfig:
         help="length of every sentence for eval_capacity_token_fraction; 0 counts the real tokens",
     )
     min_capacity: int = capacity(
-        0, unit="tokens", rule=whole(0, MILLION), no_effect=(NO_CAPACITY,),
+        0, unit="tokens", rule=whole(0, MILLION),
         help="minimum slots per expert if the capacity is limited",
     )
     capacity_multiple: int = capacity(
-        1, unit="tokens", rule=whole(1, MILLION), no_effect=(NO_CAPACITY,),
+        1, unit="tokens", rule=whole(1, MILLION),
         help="round a limited capacity up to a multiple of this number",
     )
     drop_policy: str = capacity(
-        "position", choices=("position", "bpr", "rts", "probability"), no_effect=(NO_CAPACITY,),
+        "position", choices=("position", "bpr", "rts", "probability"),
         excluded=(EXPERTS_CHOOSE,),
         help="which assignments a full expert keeps: position, the earliest tokens; bpr (batch-prioritized "
         "routing), tokens with the largest probability; rts (random token selection), random tokens in "
@@ -186,11 +147,11 @@ class MoEConfig:
     )
     gate_index: int = routing(0, "index of the gate to use if there are several", rule=AT_LEAST_0)
     gate_projection_dim: int = routing(
-        256, rule=AT_LEAST_1, no_effect=(NOT_COSINE,),
+        256, rule=AT_LEAST_1,
         help="dimension of the cosine gate's projection",
     )
     gate_temperature: float = routing(
-        0.5, rule=TEMPERATURE, no_effect=(NOT_COSINE,),
+        0.5, rule=TEMPERATURE,
         help="initial value of the cosine gate's learned temperature, at least 0.01",
     )
     score_function: str = routing(
@@ -198,7 +159,7 @@ class MoEConfig:
         help="how logits become scores: softmax over the experts, or sigmoid of each logit",
     )
     normalize_gate: str = routing(
-        "before", choices=("before", "after", "none"), no_effect=(ONE_CHOICE,),
+        "before", choices=("before", "after", "none"),
         help="divide the weights of a token's experts by their sum if top_k > 1: before dropping, after "
         "dropping (over the kept assignments), or none",
     )
@@ -220,11 +181,11 @@ class MoEConfig:
         "best top_k / groups-per-token scores in each), then experts within them",
     )
     groups_per_token: int = routing(
-        1, rule=AT_LEAST_1, no_effect=(FEW_GROUPS,),
+        1, rule=AT_LEAST_1,
         help="number of groups from which a token may choose experts",
     )
     second_expert_policy: str = routing(
-        "all", choices=("all", "sampling", "random"), no_effect=(ONE_CHOICE,),
+        "all", choices=("all", "sampling", "random"),
         excluded=(EXPERTS_CHOOSE, HASHED),
         help="how each choice after the first is made: all, by score; sampling, in training sampled from "
         "the other experts' scores; random, by score, but in training kept with probability top_k times "
@@ -262,7 +223,7 @@ class MoEConfig:
         "the bias rises for experts below the mean load and falls for experts above it",
     )
     bias_update_rate: float = balance(
-        0.001, rule=NOT_NEGATIVE, no_effect=(needs(lambda f: f.layer.balance_bias, "--moe-balance-bias"),),
+        0.001, rule=NOT_NEGATIVE,
         help="change of the balance bias per update, in units of scores; 0 keeps the bias constant",
     )
     expert_type: str | type = experts(  # noqa: RUF009
@@ -287,12 +248,10 @@ class MoEConfig:
     )
     cmr_gate_drop: float = experts(
         0.0, flag="--cmr-gate-drop", rule=PROBABILITY,
-        no_effect=(needs(lambda f: f.layer.cmr, "--moe-cmr"),),
         help="dropout probability of the gate g of --moe-cmr; a token whose g is 0 uses only the FFN",
     )
     expert_grad_norm: str = experts(
         "world_size", flag="--moe-normalize-expert-grad", choices=("world_size", "sqrt_world_size"),
-        no_effect=(ONE_RANK,),
         help="divisor of the experts' summed gradients on several ranks: world_size, as for other "
         "parameters, or sqrt_world_size",
     )
@@ -321,19 +280,17 @@ class MoEConfig:
     )
     fp32_products: str = kernels(
         "torch", choices=("torch", "tf32x3"),
-        no_effect=(because(lambda f: not f.gpu, "products on a CPU are exact fp32 products"),),
         help="matrix products of fp32 experts on a GPU: torch uses torch's TF32 setting, which is off by "
         "default; tf32x3 computes each as three TF32 products on tensor cores, with about 22 bits instead "
         "of 24, on NVIDIA GPUs with Triton kernels",
     )
     exchange: str = communication(
-        "ragged", choices=("ragged", "padded"), no_effect=(ALL_LOCAL, NO_ROWS),
+        "ragged", choices=("ragged", "padded"),
         help="all-to-all buffers: ragged sends only the kept rows; padded sends buffers of equal size; the "
         "result is the same",
     )
     a2a_algorithm: str = communication(
         "linear", rule=ALGORITHM,
-        no_effect=(ALL_LOCAL, ONE_NODE, NO_ROWS),
         help="all-to-all algorithm: linear, every rank sends to every other; 2dh, 2-D hierarchical, first "
         "within the node (fewer, larger messages, for experts on several complete nodes); auto, the "
         "faster of the two by the cost model; plan:NAME, the collective plan of that name in "
@@ -341,30 +298,29 @@ class MoEConfig:
     )
     a2a_dtype: str = communication(
         "same", choices=("same", "bf16", "fp8"),
-        no_effect=(ALL_LOCAL, NO_ROWS, HALF_ALREADY),
         help="transfer dtype of rows in the all-to-all: same, bf16, or fp8 with one scale per row; bf16 "
         "and fp8 lose precision",
     )
     a2a_ffn_overlap_degree: int = communication(
-        1, rule=OVERLAP, no_effect=(ALL_LOCAL, NO_ROWS),
+        1, rule=OVERLAP,
         help="number of row chunks whose all-to-all overlaps with the experts' computation; the result is "
         "the same",
     )
     parallel_type: str = parallelism(
-        "adaptive:1", rule=PARALLEL_TYPE, no_effect=(ALL_LOCAL, R_GIVEN, TUNED_TYPE),
+        "adaptive:1", rule=PARALLEL_TYPE,
         help="parallelism of the experts: adaptive:r with r as in --moe-adaptive-r; data, the same as "
         "adaptive:1; model, the largest possible r; auto, the r that measures fastest; the result is the "
         "same",
     )
     adaptive_r: int = parallelism(
-        -1, rule=whole(-1, MILLION), no_effect=(ALL_LOCAL, R_TOO_LARGE, TUNED),
+        -1, rule=whole(-1, MILLION),
         help="if there are more ranks than experts, number of expert shards (parts of the hidden "
         "dimension, one per rank) that each row is sent to: 0 gathers all experts on every rank and sends "
         "no row; otherwise a divisor of the ranks per expert, which is also the maximum; -1 uses "
         "--moe-parallel-type; the result is the same",
     )
     adaptive: str = parallelism(
-        "off", choices=("off", "auto"), no_effect=(ALL_LOCAL,),
+        "off", choices=("off", "auto"),
         help="auto: choose --moe-adaptive-r, --moe-a2a-ffn-overlap-degree and --moe-a2a-algorithm by "
         "measuring updates; off: use the given values",
     )

@@ -16,7 +16,6 @@ import torch.distributed as dist
 from fairseq_tutel.files import json_of, renamed_when_whole
 from fairseq_tutel.moe.adaptive import allowed_degrees, predicted_seconds
 from fairseq_tutel.moe.layer import MoELayer
-from fairseq_tutel.moe.option_table import TaskConfig
 from fairseq_tutel.option import require
 from fairseq_tutel.parallel import world
 from fairseq_tutel.parallel.collectives import all_reduce
@@ -31,6 +30,7 @@ logger = logging.getLogger(__name__)
 WIDENING = 0.25  # least width of a bucket relative to its lower end, for long-tailed dropless loads
 WARM_UPDATES = 2  # the first allocates optimizer state; the second's memory peak is measured
 FORMAT = 3
+WINDOW = 128  # least width of a bucket, in slots of an expert
 # The measurements depend on these options.
 SIGNED = ("model_dim", "hidden_dim", "top_k", "exchange", "a2a_dtype")
 
@@ -71,7 +71,7 @@ class UpdateTuner:
     def __init__(
         self,
         layers: Sequence[MoELayer],
-        window: int = TaskConfig.moe_adaptive_window,
+        window: int = WINDOW,
         path: str | None = None,
         overlaps: Sequence[int] = OVERLAPS,
         algorithms: Sequence[str] | None = None,

@@ -8,23 +8,16 @@ import re
 import numpy as np
 import pytest
 
+from fairseq_tutel.inference.options import StoreConfig
 from fairseq_tutel.kernels.activations import ACTIVATIONS
 from fairseq_tutel.moe.balance import LOSSES
 from fairseq_tutel.moe.balance_options import parse_balance_loss
 from fairseq_tutel.moe.capacity import DROP_POLICIES
 from fairseq_tutel.moe.config import LAYER, MoEConfig
 from fairseq_tutel.moe.gates import GATES
-from fairseq_tutel.moe.option_table import (
-    BY_OWNER,
-    CriterionConfig,
-    ModelConfig,
-    PreemptionConfig,
-    SidesConfig,
-    StoreConfig,
-    TaskConfig,
-    options_of,
-)
 from fairseq_tutel.option import flag_of, key_of, read, refuse_bad_values
+from fairseq_tutel.plugin.options import BY_OWNER, CriterionConfig, ModelConfig, SidesConfig, options_of
+from fairseq_tutel.plugin.training.options import PreemptionConfig, TaskConfig
 
 GOOD = {"model_dim": 8, "hidden_dim": 16, "num_experts": 4}
 
