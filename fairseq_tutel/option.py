@@ -16,16 +16,6 @@ T = TypeVar("T")
 Rule = tuple[Callable[[Any], bool], str]
 KINDS: dict[Any, str] = {int: "a whole number", float: "a number", bool: "true or false", str: "a word"}
 UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
-# Longer numbers would overflow.
-_SIZE = re.compile(r"(\d{1,18}(?:\.\d{1,18})?) *([KMG]i?B)")
-
-
-@dataclass(frozen=True)
-class Condition:
-    """A condition on a MoEConfig under which an option is refused."""
-
-    holds: Callable[[Any], bool]
-    words: str  # follows the option's name and value in the message; {f.…} inserts a field of the MoEConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,8 +30,6 @@ class Option:
     choices: tuple[str, ...] = ()  # the valid values of an option with words as values
     rule: Rule | None = None  # an additional test of the value
     or_class: bool = False  # whether Python may give a class in place of a word
-    # Conditions on a MoEConfig under which a value other than the default is refused.
-    excluded: tuple[Condition, ...] = ()
     of_any_training: bool = False  # whether a task's option also affects models without experts
     same_as: tuple[str, Any] | None = None  # the field of MoEConfig and the value that an older flag sets
     flag: str = ""  # the flag, if it does not follow from the key
@@ -84,20 +72,10 @@ def option(default: Any, help: str = "", **parts: Any) -> Any:
     return field(default=default, metadata={"option": Option(default=default, help=help, **parts)})
 
 
-def older(name: str, value: Any, of: str = "model") -> Any:
-    """Define the option of a deprecated flag, which sets a field of MoEConfig to a fixed value."""
-    flag = f"--moe-{name.replace('_', '-')}"
-    help = f"the same as {flag} {value}"
-    return option(False, help, theme="Older names", of=of, same_as=(name, value))
-
-
+@cache
 def options_in(config: Any) -> tuple[Option, ...]:
     """Return the options of a dataclass; an option's key is the class's `prefix` plus the field's name."""
-    return _options_in(config)
 
-
-@cache
-def _options_in(config: Any) -> tuple[Option, ...]:
     def named(entry: Option, name: str, type: Any) -> Option:
         type = str if entry.or_class else type
         flag = entry.flag or (flag_of(getattr(config, "prefix", "") + name) if entry.of else "")
@@ -142,16 +120,6 @@ def refuse_bad_values(config: Any) -> None:
             raise ValueError(f"{entry.label} is {text}; {rule[1]}.")
 
 
-def refuse_excluded(config: Any) -> None:
-    """Raise ValueError if an option differs from its default although another option excludes it."""
-    for entry in options_in(type(config)):
-        value = getattr(config, entry.name)
-        for condition in entry.excluded if value != entry.default else ():
-            if condition.holds(config):
-                reason = condition.words.format(f=config)
-                raise ValueError(f"{entry.label} is {value}, {reason}; remove one of the two options.")
-
-
 def _is_of_type(value: Any, kind: Any) -> bool:
     if kind is int:
         return is_whole(value)
@@ -194,7 +162,7 @@ def whole(least: int, most: int | None = None, unit: str = "") -> Rule:
 
 def bytes_of(text: str) -> int | None:
     """Parse a size with a unit, such as 512MiB, to bytes; return None for any other text."""
-    found = _SIZE.fullmatch(text.strip())
+    found = re.fullmatch(r"(\d{1,18}(?:\.\d{1,18})?) *([KMG]i?B)", text.strip())
     return int(float(found[1]) * UNITS[found[2]]) if found else None
 
 
@@ -219,6 +187,4 @@ experts = partial(option, theme="Experts", of="model")
 communication = partial(option, theme="Communication", of="task")
 parallelism = partial(option, theme="Parallelism", of="task")
 memory = partial(option, theme="Memory", of="task")
-checkpoints = partial(option, theme="Checkpoints", of="task")
-kernels = partial(option, theme="Kernels", of="task")
 logging = partial(option, theme="Logging", of="task")

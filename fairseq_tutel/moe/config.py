@@ -5,7 +5,9 @@ not the result. They may differ between runs that load the same checkpoint.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import MISSING, dataclass
+from functools import partial
 from typing import ClassVar
 
 from fairseq_tutel.moe.balance_options import BALANCE_LOSSES, balance_loss_option, parse_balance_loss
@@ -16,21 +18,18 @@ from fairseq_tutel.option import (
     NOT_NEGATIVE,
     POSITIVE,
     PROBABILITY,
-    Condition,
     Rule,
     balance,
     capacity,
     communication,
     documented,
     experts,
-    kernels,
     memory,
     one_of,
     option,
     options_in,
     parallelism,
     refuse_bad_values,
-    refuse_excluded,
     require,
     routing,
     whole,
@@ -41,6 +40,7 @@ GATE_TYPES = ("linear", "biased", "cosine", "hash")
 EXPERT_TYPES = ("ffn", "glu")
 ACTIVATIONS = ("relu", "relu_squared", "gelu", "gelu_fast", "gelu_accurate", "tanh", "linear", "swish")
 
+kernels = partial(option, theme="Kernels", of="task")
 OVERLAP = whole(1, 32)
 MILLION = 1_000_000
 GATE = one_of(GATE_TYPES, or_class=True)
@@ -55,21 +55,22 @@ PARALLEL_TYPE: Rule = (
 )
 TEMPERATURE: Rule = (lambda v: 0.01 <= v < math.inf, "give a number of at least 0.01")
 
-# Conditions under which an option is refused. f is the MoEConfig.
-EXPERTS_CHOOSE = Condition(
-    lambda f: f.choice == "experts", "which cannot be combined with --moe-choice experts"
-)
-HASHED = Condition(
-    lambda f: "hash" in f.gate_types,
-    "which cannot be combined with gate_type (--moe-gate-type) {f.gate_type!r}: a hash gate chooses "
-    "experts without scores, with the weight 1 / top_k",
-)
-
-PRESCORED = Condition(
-    lambda f: f.prescore,
-    "which masks experts' outputs, but with --moe-prescore the weights multiply their inputs",
-)
-RESIDUAL = Condition(lambda f: f.residual, "which cannot be combined with --moe-residual")
+# Options that cannot be combined: a value, a test of it, and the options that it excludes.
+EXCLUDED: tuple[tuple[str, Callable[["MoEConfig"], bool], tuple[str, ...]], ...] = (
+    (
+        "--moe-choice experts",
+        lambda c: c.choice == "experts",
+        ("drop_policy", "expert_groups", "second_expert_policy", "rsample", "sinkhorn", "balance_bias"),
+    ),
+    (
+        "--moe-gate-type hash: a hash gate chooses experts without scores, with the weight 1 / top_k",
+        lambda c: "hash" in c.gate_types,
+        ("choice", "score_function", "expert_groups", "second_expert_policy", "rsample", "sinkhorn",
+         "gate_noise", "input_jitter", "input_dropout", "balance_bias"),
+    ),
+    ("--moe-prescore, because eom masks outputs", lambda c: c.prescore, ("eom",)),
+    ("--moe-residual", lambda c: c.residual, ("cmr",)),
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -117,8 +118,7 @@ class MoEConfig:
         help="length of every sentence for eval_capacity_token_fraction; 0 counts the real tokens",
     )
     min_capacity: int = capacity(
-        0, unit="tokens", rule=whole(0, MILLION),
-        help="minimum slots per expert if the capacity is limited",
+        0, unit="tokens", rule=whole(0, MILLION), help="minimum slots per expert of a limited capacity",
     )
     capacity_multiple: int = capacity(
         1, unit="tokens", rule=whole(1, MILLION),
@@ -126,14 +126,13 @@ class MoEConfig:
     )
     drop_policy: str = capacity(
         "position", choices=("position", "bpr", "rts", "probability"),
-        excluded=(EXPERTS_CHOOSE,),
         help="which assignments a full expert keeps: position, the earliest tokens; bpr (batch-prioritized "
         "routing), tokens with the largest probability; rts (random token selection), random tokens in "
         "training and the earliest tokens in evaluation; probability, the assignments with the largest "
         "probability, regardless of the order of choices",
     )
     choice: str = routing(
-        "tokens", choices=("tokens", "experts"), excluded=(HASHED,),
+        "tokens", choices=("tokens", "experts"),
         help="tokens: each token chooses its experts; experts: each expert chooses the top_k * ceil(f * "
         "tokens / experts) tokens with the highest scores, with f = 1 if the capacity factor is 0 (expert "
         "choice; a token's experts then depend on later tokens, so do not use it in causal models)",
@@ -147,15 +146,13 @@ class MoEConfig:
     )
     gate_index: int = routing(0, "index of the gate to use if there are several", rule=AT_LEAST_0)
     gate_projection_dim: int = routing(
-        256, rule=AT_LEAST_1,
-        help="dimension of the cosine gate's projection",
+        256, rule=AT_LEAST_1, help="dimension of the cosine gate's projection",
     )
     gate_temperature: float = routing(
-        0.5, rule=TEMPERATURE,
-        help="initial value of the cosine gate's learned temperature, at least 0.01",
+        0.5, rule=TEMPERATURE, help="initial value of the cosine gate's learned temperature, at least 0.01",
     )
     score_function: str = routing(
-        "softmax", choices=("softmax", "sigmoid"), excluded=(HASHED,),
+        "softmax", choices=("softmax", "sigmoid"),
         help="how logits become scores: softmax over the experts, or sigmoid of each logit",
     )
     normalize_gate: str = routing(
@@ -166,7 +163,7 @@ class MoEConfig:
     routed_scaling_factor: float = routing(1.0, "factor for all weights, applied last", rule=POSITIVE)
     prescore: bool = routing(False, "multiply the experts' inputs by the weights, instead of their outputs")
     eom: float = routing(
-        0.0, rule=PROBABILITY, excluded=(PRESCORED,),
+        0.0, rule=PROBABILITY,
         help="expert output masking: probability with which each assignment's output is set to 0 in "
         "training; evaluation multiplies these outputs by 1 minus this probability",
     )
@@ -176,49 +173,46 @@ class MoEConfig:
         "in training; evaluation multiplies the output by 1 minus this probability",
     )
     expert_groups: int = routing(
-        1, rule=AT_LEAST_1, excluded=(EXPERTS_CHOOSE, HASHED),
+        1, rule=AT_LEAST_1,
         help="number of groups of consecutive experts; a token first chooses groups (by the sum of the "
         "best top_k / groups-per-token scores in each), then experts within them",
     )
     groups_per_token: int = routing(
-        1, rule=AT_LEAST_1,
-        help="number of groups from which a token may choose experts",
+        1, rule=AT_LEAST_1, help="number of groups from which a token may choose experts",
     )
     second_expert_policy: str = routing(
         "all", choices=("all", "sampling", "random"),
-        excluded=(EXPERTS_CHOOSE, HASHED),
         help="how each choice after the first is made: all, by score; sampling, in training sampled from "
         "the other experts' scores; random, by score, but in training kept with probability top_k times "
         "its weight",
     )
     rsample: bool = routing(
-        False, excluded=(EXPERTS_CHOOSE, HASHED),
+        False,
         help="choose experts by sampling in training (Gumbel noise on the choice); the weights have no "
         "noise",
     )
     sinkhorn: bool = routing(
-        False, excluded=(EXPERTS_CHOOSE, HASHED),
+        False,
         help="choose experts in training by scores that Sinkhorn iterations balance over the micro-batch; "
         "the weights are the original scores",
     )
     gate_noise: float = routing(
-        0.0, rule=NOT_NEGATIVE, excluded=(HASHED,),
+        0.0, rule=NOT_NEGATIVE,
         help="standard deviation of Gaussian noise on the logits in training (perturb, jitter), times the "
         "number of experts",
     )
     input_jitter: float = routing(
-        0.0, rule=PROBABILITY, excluded=(HASHED,),
+        0.0, rule=PROBABILITY,
         help="noise j on the gate's input in training: each element is multiplied by a random number "
         "from 1 - j to 1 + j",
     )
     input_dropout: float = routing(
-        0.0, rule=PROBABILITY, excluded=(HASHED,),
-        help="dropout probability of the gate's input",
+        0.0, rule=PROBABILITY, help="dropout probability of the gate's input",
     )
     gate_fp32: bool = option(True, "compute the gate and its softmax in fp32")
     balance_loss: str = balance_loss_option()
     balance_bias: bool = balance(
-        False, excluded=(EXPERTS_CHOOSE, HASHED),
+        False,
         help="balance the load by a bias on the scores, used only to choose experts; after every update, "
         "the bias rises for experts below the mean load and falls for experts above it",
     )
@@ -233,8 +227,7 @@ class MoEConfig:
         "that is one expert",
     )
     shared_experts: int = experts(
-        0, rule=AT_LEAST_0,
-        help="number of shared experts, which process every token; their output is added",
+        0, rule=AT_LEAST_0, help="number of shared experts, which process every token",
     )
     residual: bool = experts(
         False,
@@ -242,7 +235,7 @@ class MoEConfig:
         "mixes the two outputs",
     )
     cmr: bool = experts(
-        False, excluded=(RESIDUAL,),
+        False,
         help="conditional MoE routing: a dense FFN of an expert's size in parallel to the experts; with a "
         "learned gate g = sigmoid(w x + b), the output is g * experts + (1 - g) * FFN",
     )
@@ -333,7 +326,6 @@ class MoEConfig:
             if item.type in (int, float) and not isinstance(value, int | float):  # converts NumPy numbers
                 object.__setattr__(self, item.name, item.type(value))
         _refuse_contradictions(self)
-        refuse_excluded(self)
 
     @property
     def gate_types(self) -> list[str | type]:
@@ -361,6 +353,12 @@ def _refuse_contradictions(config: MoEConfig) -> None:
     def given(name: str) -> str:
         return f"{label_of(name)} is {getattr(config, name)}"
 
+    for reason, holds, names in EXCLUDED:
+        for name in names if holds(config) else ():
+            require(
+                getattr(config, name) == LAYER[name].default,
+                f"{given(name)}, which cannot be combined with {reason}; remove one of the two options.",
+            )
     experts, groups, kept = config.num_experts, config.expert_groups, config.groups_per_token
     require(
         config.top_k <= experts,

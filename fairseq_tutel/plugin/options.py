@@ -15,7 +15,6 @@ from fairseq_tutel.option import (
     capacity,
     experts,
     logging,
-    older,
     option,
     options_in,
     routing,
@@ -25,6 +24,13 @@ from fairseq_tutel.plugin.training.options import PreemptionConfig, TaskConfig
 
 SIDE_FREQ: Rule = (whole(-1)[0], "give a whole number of layers, at least 0, or -1 for --moe-freq")
 FRACTION: Rule = (lambda v: 0 <= v <= 1, "give a number from 0 to 1")
+
+
+def older(name: str, value: Any) -> Any:
+    """Define the option of a deprecated flag, which sets a field of MoEConfig to a fixed value."""
+    flag = f"--moe-{name.replace('_', '-')}"
+    help = f"the same as {flag} {value}"
+    return option(False, help, theme="Older names", of="model", same_as=(name, value))
 
 
 def accepted(default: Any, reason: str, **parts: Any) -> Any:

@@ -1,20 +1,21 @@
 """The task options that are not in MoEConfig, and the options of signals."""
 
 from dataclasses import dataclass
+from functools import partial
 
 from fairseq_tutel.option import (
     AT_LEAST_0,
     POSITIVE,
     Rule,
-    checkpoints,
     communication,
     logging,
     memory,
-    older,
+    option,
     parallelism,
     whole,
 )
 
+checkpoints = partial(option, theme="Checkpoints", of="task")
 SIGNALS = ("SIGTERM", "SIGUSR1", "SIGUSR2", "SIGHUP", "SIGINT", "SIGQUIT")
 SIGNAL_NAMES = f"give names of signals ({', '.join(SIGNALS)}), separated by commas, or none"
 ZERO_STAGE: Rule = (
@@ -47,7 +48,10 @@ class TaskConfig:
         help="ranks per node, for --moe-a2a-algorithm and --moe-collective-plans; 0 uses the value of "
         "torchrun, OpenMPI or Slurm",
     )
-    moe_use_2dh: bool = older("a2a_algorithm", "2dh", of="task")
+    moe_use_2dh: bool = option(
+        False, "the same as --moe-a2a-algorithm 2dh", theme="Older names", of="task",
+        same_as=("a2a_algorithm", "2dh"),
+    )
     moe_machine_file: str = communication(
         "",
         help="hardware profile written by `fairseq-tutel tune`, for --moe-a2a-algorithm auto and "
