@@ -6,7 +6,7 @@ Slots, counts and row maps are computed at their first access. The results equal
 assignments, R rows, n rows of one expert.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cached_property, partial
 from typing import Any
 
@@ -60,25 +60,21 @@ class DecodeRouting(Routing):
     token_of_R = _later("token_of_R")
 
     @cached_property
-    def assignments(self) -> dict[int, list[int]]:
-        """The assignments t * K + j of each expert that has tokens, by expert ID. One read by the host."""
-        ids_TK = self.expert_ids_TK
+    def sources(self) -> list[list[int]]:
+        """The assignments t * K + j of each expert, without those of padding. One read by the host."""
+        num_experts, ids_TK = self.probs_TE.shape[1], self.expert_ids_TK
         if self.real_T is not None:
-            ids_TK = torch.where(self.real_T.unsqueeze(1), ids_TK, -1)
-        assignments: dict[int, list[int]] = {}
+            ids_TK = torch.where(self.real_T.unsqueeze(1), ids_TK, num_experts)
+        sources: list[list[int]] = [[] for _ in range(num_experts + 1)]
         # For so few numbers, Python lists are faster than sorting a tensor.
-        for assignment, expert in enumerate(ids_TK.flatten().tolist()):
-            assignments.setdefault(expert, []).append(assignment)
-        assignments.pop(-1, None)
-        return dict(sorted(assignments.items()))
+        for source, expert in enumerate(ids_TK.flatten().tolist()):
+            sources[expert].append(source)
+        return sources[:-1]
 
     @cached_property
     def groups(self) -> Groups:
         """The groups of rows: the number of rows of each expert."""
-        counts = [0] * self.probs_TE.shape[1]
-        for expert, own in self.assignments.items():
-            counts[expert] = len(own)
-        return Groups.of_host(counts, self.expert_ids_TK.device)
+        return Groups.of_host([len(own) for own in self.sources], self.expert_ids_TK.device)
 
 
 def are_few(logits_TE: Tensor, config: MoEConfig, batch: MicroBatch) -> bool:
@@ -116,55 +112,25 @@ def runs_few(experts: ExpertStack, routing: Routing) -> bool:
 
 def run_few(experts: ExpertStack, x_TD: Tensor, routing: Any, weights: Weights) -> Tensor:
     """Run the experts that have rows one by one, and return each token's weighted sum of outputs [T, D]."""
-    run = partial(_run_expert, experts)
+    weights_TK, own = routing.weights_TK, [sources for sources in routing.sources if sources]
+    top_k, of_each = weights_TK.shape[1], weights.of_each(experts, routing.groups)
+    rows = (x_TD[[source // top_k for source in sources]] if len(x_TD) > 1 else x_TD for sources in own)
     # `map` keeps the tensors of only one expert in memory at a time.
-    outs = list(map(run, weights.of_each(experts, routing.groups), _dispatch(x_TD, routing)))
+    outs = list(map(partial(_run_expert, experts), of_each, rows))
     if not outs:
         return experts.prepared({"y": x_TD.new_zeros(x_TD.shape)}, x_TD.device)["y"]
-    return _combine(outs, routing)
+    outs_ND = torch.cat(outs) if len(outs) > 1 else outs[0]
+    if (order := [source for sources in own for source in sources]) != list(range(weights_TK.numel())):
+        outs_RD = outs_ND
+        outs_ND = outs_RD.new_zeros(weights_TK.numel(), outs_RD.shape[1])
+        outs_ND[order] = outs_RD
+    weights_TK = weights_TK.to(outs_ND.dtype)
+    if top_k == 1:
+        return outs_ND.mul_(weights_TK)
+    return torch.bmm(weights_TK.unsqueeze(1), outs_ND.view(len(x_TD), top_k, -1)).squeeze(1)
 
 
 def _run_expert(experts: ExpertStack, tensors: Tensors, rows_nD: Tensor) -> Tensor:
     tensors = experts.prepared(tensors, rows_nD.device)
     rows_nD = rows_nD.to(tensors["fc1_weight"].dtype)
     return ffn_of_few(rows_nD, tensors, experts.config.activation)
-
-
-def _dispatch(x_TD: Tensor, routing: DecodeRouting) -> Sequence[Tensor]:
-    """Return, for each expert that has tokens, the token vectors [n, D] that it must compute."""
-    of_experts = routing.assignments.values()
-    if len(x_TD) == 1:  # no expert can have two rows
-        return [x_TD] * len(of_experts)
-    top_k = routing.expert_ids_TK.shape[1]
-    tokens = [assignment // top_k for own in of_experts for assignment in own]
-    token_of_R = torch.tensor(tokens, dtype=torch.int64, device=x_TD.device)
-    return x_TD.index_select(0, token_of_R).split([len(own) for own in of_experts])
-
-
-def _combine(outs: Sequence[Tensor], routing: DecodeRouting) -> Tensor:
-    """Return each token's weighted sum of expert outputs, [T, D]. `outs` has the order of `_dispatch`."""
-    rows = [assignment for own in routing.assignments.values() for assignment in own]
-    return _weighted(_in_order(outs, rows, routing.weights_TK.numel()), routing.weights_TK)
-
-
-def _weighted(outs_ND: Tensor, weights_TK: Tensor) -> Tensor:
-    """Return each token's weighted sum of the outputs of its assignments [T, D]; may overwrite outs_ND."""
-    weights_TK = weights_TK.to(outs_ND.dtype)
-    num_tokens, top_k = weights_TK.shape
-    if top_k == 1:
-        return outs_ND.mul_(weights_TK)
-    return torch.bmm(weights_TK.unsqueeze(1), outs_ND.view(num_tokens, top_k, -1)).squeeze(1)
-
-
-def _in_order(outs: Sequence[Tensor], rows: Sequence[int], num_assignments: int) -> Tensor:
-    """Return the experts' outputs [N, D] in the order of the assignments, with zeros for padding."""
-    if len(outs) == 1 and len(rows) == num_assignments:
-        return outs[0]
-    row_of_N = [len(rows)] * num_assignments
-    for row, assignment in enumerate(rows):
-        row_of_N[assignment] = row
-    if len(outs) == num_assignments:
-        return torch.cat([outs[row] for row in row_of_N])
-    padding = () if len(rows) == num_assignments else (outs[0].new_zeros(1, outs[0].shape[1]),)
-    index_N = torch.tensor(row_of_N, device=outs[0].device)
-    return torch.cat((*outs, *padding)).index_select(0, index_N)
