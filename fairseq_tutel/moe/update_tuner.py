@@ -102,7 +102,7 @@ class UpdateTuner:
         self._last: tuple[str, Strategy] | None = None
         self._milliseconds, self._is_timed = math.nan, False
         self._micro_batches = [0]  # number of tokens of each micro-batch on this rank
-        self._updates, self._warm, self._warned = 0, 0, False
+        self._updates, self._warm = 0, 0
         for layer in self.layers:
             if layer.config.capacity_factor <= 0:
                 layer.watch_load()
@@ -188,24 +188,16 @@ class UpdateTuner:
             return
         # The cost is per token, since updates in one bucket have different numbers of tokens.
         self.tuner.record(key, strategy, 1000 * milliseconds / max(tokens, 1))
-        if self.tuner.settled(key):
-            self._log_best(key)
+        if self.tuner.settled(key) and world.is_first():
+            best = self.tuner.best[key]
+            costs = {strategy: median(c) for strategy, c in self.tuner.costs[key].items()}
+            logger.info(
+                "adaptive: %s: adaptive_r %d, overlap %d, %s: %.4g ms per thousand tokens of a rank; given "
+                "strategy %.4g ms; slowest of %d strategies %.4g ms",
+                key, best.adaptive_r, best.overlap, best.algorithm, costs[best],
+                costs.get(self.static, math.nan), len(costs), max(costs.values()),
+            )  # fmt: skip
         self._save()  # an interrupted run can continue from this state
-
-    def _log_best(self, key: str) -> None:
-        if not world.is_first():
-            return
-        costs = {strategy: median(c) for strategy, c in self.tuner.costs[key].items()}
-        best = self.tuner.best[key]
-        gain = ""
-        if self.static in costs:
-            gain = f", {costs[self.static] / costs[best]:.3g} times as fast as the given strategy"
-        logger.info(
-            "adaptive: %s: adaptive_r %d, overlap %d, %s: %.4g ms per thousand tokens of a rank%s; the "
-            "slowest of %d strategies took %.4g ms",
-            key, best.adaptive_r, best.overlap, best.algorithm, costs[best], gain, len(costs),
-            max(costs.values()),
-        )  # fmt: skip
 
     def _agreed(self, num_tokens: int) -> tuple[float, ...]:
         """Return five measured values of an update, each the maximum over all ranks. Collective.
@@ -279,19 +271,10 @@ class UpdateTuner:
             return
         found = _read(self.path, self.signature()) if world.is_first() else {}
         found = world.broadcast_object(found, "the reading of the tuner's dictionary")
-        try:
-            skipped = self.tuner.load(found)
-        except ValueError as error:
-            _warn_unreadable(self.path, error)
-            self._tuner = Tuner(self.tuner.rs, *self._pairs, self.static)
-            return
+        skipped = self.tuner.load(found)
         if world.is_first() and found:
-            settled, all_of_them = len(self.tuner.best), len(self.tuner.costs)
-            logger.info(
-                "adaptive: loaded %s: %d buckets settled, %d unfinished, %d skipped because their best "
-                "strategy is not available in this run",
-                self.path, settled, all_of_them - settled, skipped,
-            )  # fmt: skip
+            counts = self.path, len(self.tuner.best), len(self.tuner.costs), skipped
+            logger.info("adaptive: loaded %s: %d of %d buckets settled, %d not available here", *counts)
 
     def _save(self) -> None:
         """Write the measurements on rank 0. A failure logs a warning, and training continues."""
@@ -303,9 +286,8 @@ class UpdateTuner:
             with renamed_when_whole(self.path) as temporary, open(temporary, "w") as file:
                 json.dump(content, file, indent=1)
         except OSError as error:
-            if not self._warned:
-                self._warned = True
-                logger.warning("adaptive: %s was not written: %s", self.path, error)
+            logger.warning("adaptive: %s was not written: %s", self.path, error)
+            self.path = None
 
 
 def _weights(layer: MoELayer) -> list[torch.Tensor]:
@@ -339,22 +321,13 @@ def _read(path: str, signature: dict[str, Any]) -> dict[str, Any]:
     """Read saved measurements. Return {} if the file is missing, corrupt or made in other conditions."""
     try:
         content = json_of(path)
-        saved = {"format": content["format"], **content["signature"]}
+        is_same = content["format"] == FORMAT and content["signature"] == signature
         buckets = content["buckets"]
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, KeyError, TypeError) as error:
-        _warn_unreadable(path, error)
-        return {}
-    here = {"format": FORMAT, **signature}
-    names = [name for name in here if saved.get(name) != here[name]]
-    if names:
-        differing = ", ".join(f"{n} was {saved.get(n)} and is {here[n]} now" for n in names)
-        logger.info("adaptive: %s was measured with another setup (%s); measuring again", path, differing)
-        return {}
-    return buckets
-
-
-def _warn_unreadable(path: str, error: Exception) -> None:
-    if world.is_first():
         logger.warning("adaptive: %s cannot be read (%s); measuring again", path, error)
+        return {}
+    if not is_same:
+        logger.info("adaptive: %s was measured with another setup; measuring again", path)
+    return buckets if is_same else {}

@@ -11,7 +11,7 @@ import itertools
 import pytest
 import torch
 from option_values import draws
-from training import CHOOSING, CLIP_NORM, LAYOUTS, UPDATES, WAYS, Model, Training, train
+from training import CHOOSING, CLIP_NORM, LAYOUTS, UPDATES, WAYS, Training, train
 
 from fairseq_tutel import MoEConfig
 from fairseq_tutel.moe.config import GATE_TYPES, LAYER
@@ -240,40 +240,3 @@ def test_the_training_trains_clips_and_drops():
         assert not torch.allclose(other["losses"], first["losses"]), change
     biases = on_one_rank(Training("adamw", 2, 0.0, bias=True))["last.balance_bias.bias"]
     assert 0.05 < float(biases.abs().max()) <= 20 * 0.05 + 1e-6
-
-
-def test_the_cases_hold_every_pair_of_values():
-    held = set()
-    for case in CASES:
-        held |= pairs(tuple(CHOICES[name].index(value) for name, value in vars(case).items()))
-    assert list(vars(CASES[0])) == list(CHOICES)
-    assert held == all_pairs()
-
-
-def what_runs(layout: str, way: str) -> tuple:
-    """Return s, replicas, r, chunks and whether rows go in two hops, as the layer has them."""
-    training = Training("sgd", 1, 0.0, layout=layout, way=way)
-    layer = Model(training, training.topology()).first
-    strategy, place = layer.strategy, layer.topology
-    hops = strategy.algorithm == "2dh" and place.grid is not None
-    return (layer.experts.part.slices, place.num_replicas, strategy.adaptive_r, strategy.overlap, hops)
-
-
-def test_layouts_and_ways_have_an_effect_on_four_ranks(ranks):
-    layouts = {
-        "four": (1, 1, 1),
-        "four, gathered": (1, 1, 0),
-        "four, two replicas": (1, 2, 1),
-        "four on every rank": (1, 4, 1),
-        "two, two replicas": (1, 2, 1),
-        "slices, r 0": (2, 1, 0),
-        "slices, r 1": (2, 1, 1),
-        "slices, r 2": (2, 1, 2),
-    }
-    assert layouts.keys() == LAYOUTS.keys()
-    for layout, way in itertools.product(LAYOUTS, WAYS):
-        if {numbered("layout", (layout,))[0], numbered("way", (way,))[0]} in map(set, NOT_TOGETHER):
-            continue
-        ways = {"plain": (1, False), "chunks": (3, False), "nodes": (1, True)}
-        expected = layouts[layout] + ways.get(way, (2, True))
-        assert ranks(4).run(what_runs, layout, way) == [expected] * 4, (layout, way)

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize, prune
 
 from fairseq_tutel import MoEConfig, MoELayer
-from fairseq_tutel.moe.adaptive import weights_of
 from fairseq_tutel.parallel.gradients import is_expert
 from fairseq_tutel.parallel.groups import Topology, slice_of
 
@@ -104,21 +103,6 @@ def test_parametrized_experts_are_what_their_parametrization_gives(options):
         close(original.grad, 2 * getattr(plain.experts, name).grad, name)
 
 
-@pytest.mark.parametrize(
-    "change",
-    (
-        lambda experts: prune.l1_unstructured(experts, "fc1_weight", 0.5),
-        lambda experts: parametrize.register_parametrization(experts, "fc1_weight", Twice()),
-    ),
-    ids=("pruned", "parametrized"),
-)
-def test_ranks_that_share_the_experts_refuse_them(change):
-    layer = build(2)
-    change(layer.experts)
-    with pytest.raises(ValueError, match="the experts' fc1_weight are no longer parameters"):
-        weights_of(layer.experts, layer.topology, 1, torch.device("cpu"))
-
-
 def replica(module: nn.Module) -> nn.Module:
     """Return what torch.nn.DataParallel makes of a module: its tensors are no parameters."""
     made = module._replicate_for_data_parallel()
@@ -136,10 +120,3 @@ def test_a_replica_of_data_parallel_is_the_layer(options):
     assert torch.equal(y, layer(tokens())[0])
     (y.sum() + output.balance_loss).backward()
     assert all(p.grad is not None for p in layer.parameters())
-
-
-def test_a_layer_prints_its_sizes_and_what_is_not_default():
-    text = repr(build(capacity_factor=1.25))
-    assert "model_dim=4, hidden_dim=6, num_experts=4, top_k=2, capacity_factor=1.25" in text
-    assert "activation='gelu'" in text and "backend" not in text
-    assert "Experts(fc1_weight=(4, 6, 4), fc1_bias=(4, 6), fc2_weight=(4, 4, 6)" in text
