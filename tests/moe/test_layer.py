@@ -1,6 +1,9 @@
 """The whole layer against loops over tokens, choices and experts."""
 
 import dataclasses
+import math
+import re
+from pathlib import Path
 
 import oracle
 import pytest
@@ -22,6 +25,34 @@ def build(dtype: torch.dtype = torch.float64, **options) -> MoELayer:
 
 def tokens(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
     return normal(*shape, CONFIG.model_dim, seed=6, dtype=dtype).requires_grad_()
+
+
+def plain_layer():
+    """Return the function on docs/walk.md that is the whole layer in plain torch."""
+    page = Path(__file__).parents[2] / "docs" / "walk.md"
+    names: dict = {}
+    exec(re.search(r"```python\n(.*?)```", page.read_text(), re.S)[1], names)
+    return names["mixture_of_experts"]
+
+
+@pytest.mark.parametrize("factor", (0.0, 0.5))
+@pytest.mark.parametrize("top_k", (1, 2, 4))
+def test_the_layer_equals_the_function_on_the_page(top_k, factor):
+    config = MoEConfig(model_dim=6, hidden_dim=5, num_experts=4, top_k=top_k, capacity_factor=factor)
+    layer = MoELayer(config, seed=1).double()
+    x_TD = normal(11, 6, seed=2).requires_grad_()
+    names = ("fc1_weight", "fc1_bias", "fc2_weight", "fc2_bias")
+    tensors = layer.gate.weight, *(getattr(layer.experts, name) for name in names)
+    capacity = top_k * math.ceil(factor * 11 / 4) if factor else 11 * top_k
+    rows, loss = plain_layer()(x_TD, *tensors, top_k, capacity)
+    y_TD, output = layer(x_TD)
+    close(y_TD, torch.stack(rows), "y")
+    close(output.balance_loss, loss, "balance loss")
+    inputs = x_TD, *tensors
+    expected = torch.autograd.grad(torch.stack(rows).square().sum() + loss, inputs)
+    got = torch.autograd.grad(y_TD.square().sum() + output.balance_loss, inputs)
+    for i, gradients in enumerate(zip(got, expected, strict=True)):
+        close(*gradients, f"gradient {i}")
 
 
 def check(
