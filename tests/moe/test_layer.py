@@ -51,8 +51,8 @@ def test_the_layer_equals_the_function_on_the_page(top_k, factor):
     inputs = x_TD, *tensors
     expected = torch.autograd.grad(torch.stack(rows).square().sum() + loss, inputs)
     got = torch.autograd.grad(y_TD.square().sum() + output.balance_loss, inputs)
-    for i, gradients in enumerate(zip(got, expected, strict=True)):
-        close(*gradients, f"gradient {i}")
+    for i, pair in enumerate(zip(got, expected, strict=True)):
+        close(*pair, f"gradient {i}")
 
 
 def check(
