@@ -16,7 +16,6 @@ The rank that sent a row sums the partial outputs of the r ranks.
 Source: Tutel (Hwang et al. 2023), section 3.2.
 """
 
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -30,7 +29,6 @@ from fairseq_tutel.moe.expert_stack import ExpertStack, Weights
 from fairseq_tutel.option import require
 from fairseq_tutel.parallel.call_id import NO_CALL_ID, CallId, compare_later
 from fairseq_tutel.parallel.collectives import all_to_all, start_all_gather, start_reduce_scatter
-from fairseq_tutel.parallel.cost import Cluster, Work, step_seconds
 from fairseq_tutel.parallel.groups import Topology, slice_of
 from fairseq_tutel.parallel.links import faster_algorithm
 from fairseq_tutel.parallel.machine import Machine, typical
@@ -180,28 +178,6 @@ def static_degree(config: MoEConfig, slices: int) -> int:
         "hidden dimension; give 0 or 1.",
     )
     return degree
-
-
-def predicted_seconds(
-    config: MoEConfig,
-    topology: Topology,
-    strategy: Strategy,
-    tokens: int,
-    machine: Machine,
-    element_bytes: int,
-) -> float:
-    """Predict the seconds of a layer's forward and backward with a strategy, by the cost model."""
-    grid, size = topology.grid, topology.expert_parallel_size
-    nodes, local = (grid.nodes, grid.local) if grid else (1, size)
-    slices = topology.slices(config.num_experts)
-    degree = nearest_degree(strategy.adaptive_r, slices, config.hidden_layer_norm)
-    algorithm = "linear" if strategy.plan else strategy.algorithm
-    work = Work(
-        tokens=tokens, model_dim=config.model_dim, hidden_dim=config.hidden_dim, experts=config.num_experts,
-        top_k=config.top_k, bytes_per_element=element_bytes, glu=config.expert_type == "glu",
-    )  # fmt: skip
-    cluster = Cluster(nodes=nodes, local=local, expert_parallel_size=size)
-    return step_seconds(work, machine, cluster, replace(strategy, adaptive_r=degree, algorithm=algorithm))
 
 
 def is_tuned(config: MoEConfig) -> bool:

@@ -8,9 +8,8 @@ import math
 from collections.abc import Callable
 from dataclasses import MISSING, dataclass
 from functools import partial
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
-from fairseq_tutel.moe.balance_options import BALANCE_LOSSES, balance_loss_option, parse_balance_loss
 from fairseq_tutel.option import (
     AT_LEAST_0,
     AT_LEAST_1,
@@ -54,6 +53,31 @@ PARALLEL_TYPE: Rule = (
     "give data, model, auto, or adaptive:r, where r is a whole number",
 )
 TEMPERATURE: Rule = (lambda v: 0.01 <= v < math.inf, "give a number of at least 0.01")
+
+
+class BalanceLoss(NamedTuple):
+    """The properties of a balance loss."""
+
+    help: str
+    # The loss uses the probability that a token chooses an expert if the gate's noise is drawn again.
+    needs_gate_noise: bool = False
+
+
+# By the name in --moe-balance-loss.
+BALANCE_LOSSES = {
+    "gshard": BalanceLoss("fraction of first choices times mean probability, summed over experts"),
+    "gshard_all": BalanceLoss("gshard with the fraction of all choices"),
+    "gshard_sequence": BalanceLoss("gshard_all per sentence"),
+    "gshard_global": BalanceLoss("gshard_all with the fraction over all ranks"),
+    "switch": BalanceLoss("alias of gshard"),
+    "load_importance": BalanceLoss(
+        "variation of the experts' summed probabilities and of the experts' loads; needs --moe-gate-noise",
+        needs_gate_noise=True,
+    ),
+    "load_importance_tutel": BalanceLoss("Tutel's variant of load_importance", needs_gate_noise=True),
+    "z": BalanceLoss("squared logarithm of the sum of the logits' exponentials"),
+}
+
 
 # Options that cannot be combined: a value, a test of it, and the options that it excludes.
 EXCLUDED: tuple[tuple[str, Callable[["MoEConfig"], bool], tuple[str, ...]], ...] = (
@@ -210,7 +234,11 @@ class MoEConfig:
         0.0, rule=PROBABILITY, help="dropout probability of the gate's input",
     )
     gate_fp32: bool = option(True, "compute the gate and its softmax in fp32")
-    balance_loss: str = balance_loss_option()
+    balance_loss: str = balance(
+        "gshard:1",
+        help="balance losses of a layer and their relative weights, as name:weight separated by commas, or "
+        f"none; {', '.join(f'{name} ({loss.help})' for name, loss in BALANCE_LOSSES.items())}",
+    )
     balance_bias: bool = balance(
         False,
         help="balance the load by a bias on the scores, used only to choose experts; after every update, "
@@ -345,6 +373,28 @@ MoEConfig.__doc__ = documented(MoEConfig)
 def label_of(name: str) -> str:
     """Return the text that names a MoEConfig field in messages: the field and, if any, its flag."""
     return LAYER[name].label
+
+
+def parse_balance_loss(text: str) -> dict[str, float]:
+    """Parse loss weights: "gshard:1,z:0.1" gives {"gshard": 1.0, "z": 0.1}, "none" and "" give {}."""
+    weights: dict[str, float] = {}
+    for part in text.split(",") if text.strip() not in ("", "none") else ():
+        name, _, weight = (word.strip() for word in part.partition(":"))
+        require(
+            name in BALANCE_LOSSES and name not in weights,
+            f"balance_loss (--moe-balance-loss) is {text!r}: {name!r} is unknown or given twice; give "
+            f"none, or a list of {', '.join(BALANCE_LOSSES)}, such as gshard:1.",
+        )
+        try:
+            weights[name] = float(weight or "1")
+        except ValueError:
+            weights[name] = math.nan
+        require(
+            0 <= weights[name] < math.inf,
+            f"balance_loss (--moe-balance-loss) is {text!r}: {weight!r} is not a valid weight; give "
+            "name:number with a number of at least 0.",
+        )
+    return weights
 
 
 def _refuse_contradictions(config: MoEConfig) -> None:

@@ -12,7 +12,7 @@ from fairseq_tutel import kernels
 from fairseq_tutel.kernels.activations import ACTIVATIONS
 from fairseq_tutel.kernels.first_order import first_order
 from fairseq_tutel.kernels.groups import Groups
-from fairseq_tutel.moe.build import construct, draw, draw_linear, hashed_seed, load_class, seeded_generator
+from fairseq_tutel.moe.build import draw, draw_linear, hashed_seed, load_class, seeded_generator
 from fairseq_tutel.moe.config import MoEConfig, label_of
 from fairseq_tutel.moe.expert_ffn import FFNCall, RowMaps, ffn
 from fairseq_tutel.moe.expert_stack import OWN, ExpertStack, Tensors, Weights
@@ -189,7 +189,7 @@ class CustomExperts(ExpertStack):
         super().__init__(config, part)
         self.kind = kind
         with torch.device("meta"):
-            template = construct(label_of("expert_type"), kind, config)
+            template = kind(config)
         name = f"expert {kind.__name__}"
         require(bool(list(template.parameters())), f"{name} has no parameters; give a torch module.")
         require(

@@ -11,13 +11,12 @@ from torch import Tensor, nn
 
 from fairseq_tutel.moe.adaptive import static_strategy
 from fairseq_tutel.moe.balance import BalanceBias, balance_losses
-from fairseq_tutel.moe.balance_options import parse_balance_loss
 from fairseq_tutel.moe.call import Call
 from fairseq_tutel.moe.capacity import Capacity
-from fairseq_tutel.moe.config import MoEConfig
+from fairseq_tutel.moe.config import MoEConfig, parse_balance_loss
 from fairseq_tutel.moe.decode import are_few, can_defer, decide_few
 from fairseq_tutel.moe.dispatchers import Dispatcher, OwnExperts, choose_dispatcher
-from fairseq_tutel.moe.expert_stack import ExpertStack, Weights
+from fairseq_tutel.moe.expert_stack import ExpertStack
 from fairseq_tutel.moe.experts import build_experts
 from fairseq_tutel.moe.gates import (
     build_gate,
@@ -27,7 +26,7 @@ from fairseq_tutel.moe.gates import (
     noisy_logits,
     reset_gate,
 )
-from fairseq_tutel.moe.routing import GateOutput, Routing, decide, mask_outputs, summary
+from fairseq_tutel.moe.routing import GateOutput, Routing, decide, mask_outputs
 from fairseq_tutel.moe.shared_experts import SharedResidualExperts, sum_of_gate
 from fairseq_tutel.option import is_whole
 from fairseq_tutel.parallel.call_id import CallCounter
@@ -58,8 +57,6 @@ class MoEOutput:
 
     routing: Routing
     balance_weights: dict[str, float]
-
-    __repr__ = summary
 
     @cached_property
     def losses(self) -> dict[str, Tensor]:
@@ -132,8 +129,6 @@ class MoELayer(nn.Module):
             )
         self.name = name
         self.topology = topology or Topology()
-        self._dispatcher: Dispatcher | None = None
-        self._dispatcher_for: tuple[ExpertStack, Weights] | None = None
         self.configure(config, gate_configs or [config] * len(config.gate_types))
         if gates is None:
             kinds = config.gate_types if gate_configs is None else [c.gate_type for c in gate_configs]
@@ -158,7 +153,7 @@ class MoELayer(nn.Module):
 
     def configure(self, config: MoEConfig, gate_configs: Sequence[MoEConfig]) -> None:
         """Replace the configurations of the layer and of each gate, but keep the existing modules."""
-        self.config, self._dispatcher = config, None
+        self.config = config
         self.gate_configs = [
             # Checks options that the layer's losses require of every gate, such as noise.
             dataclasses.replace(c, balance_loss=config.balance_loss)
@@ -283,22 +278,18 @@ class MoELayer(nn.Module):
 
     def follow(self, strategy: Strategy) -> None:
         """Use this execution strategy in later forward passes. All ranks must use the same strategy."""
-        self.strategy, self._dispatcher = strategy, None
+        self.strategy = strategy
 
     @property
     def dispatcher(self) -> Dispatcher:
-        """The dispatcher of the next forward pass; a change of strategy or weights selects it again."""
-        basis = self.experts, self.experts.weights
-        if self._dispatcher is None or self._dispatcher_for != basis:
-            self._dispatcher = choose_dispatcher(
-                self.experts, self.config, self.topology, self.strategy, self.calls, self.timer, self.name
-            )
-            self._dispatcher_for = basis
-        return self._dispatcher
+        """The dispatcher for the current topology, strategy and weights."""
+        return choose_dispatcher(
+            self.experts, self.config, self.topology, self.strategy, self.calls, self.timer, self.name
+        )
 
     def time_exchanges(self) -> None:
         """Measure the time of all later all-to-all exchanges with `timer`."""
-        self.timer, self._dispatcher = ExchangeTimer(), None
+        self.timer = ExchangeTimer()
 
     def watch_load(self) -> None:
         """Record each micro-batch's largest number of assignments of an expert in `busiest`."""

@@ -6,6 +6,7 @@ import math
 import os
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from statistics import median
 from typing import Any
@@ -14,12 +15,12 @@ import torch
 import torch.distributed as dist
 
 from fairseq_tutel.files import json_of, renamed_when_whole
-from fairseq_tutel.moe.adaptive import allowed_degrees, predicted_seconds
+from fairseq_tutel.moe.adaptive import allowed_degrees, nearest_degree
 from fairseq_tutel.moe.layer import MoELayer
 from fairseq_tutel.option import require
 from fairseq_tutel.parallel import world
 from fairseq_tutel.parallel.collectives import all_reduce
-from fairseq_tutel.parallel.cost import OVERLAPS
+from fairseq_tutel.parallel.cost import OVERLAPS, Cluster, Work, step_seconds
 from fairseq_tutel.parallel.machine import Machine, typical
 from fairseq_tutel.parallel.rendezvous import ranks_per_node
 from fairseq_tutel.parallel.strategy import ALGORITHMS, Strategy
@@ -173,12 +174,20 @@ class UpdateTuner:
     def _predicted(self, tokens: int, strategy: Strategy) -> float:
         """Return the predicted seconds of all layers' forward and backward with a strategy."""
         assert self._machine is not None
-        seconds = 0.0
+        algorithm, seconds = "linear" if strategy.plan else strategy.algorithm, 0.0
         for layer in self.layers:
-            width = _weights(layer)[0].element_size()
-            seconds += predicted_seconds(
-                layer.config, layer.topology, strategy, tokens, self._machine, width
-            )
+            config, topology = layer.config, layer.topology
+            size, slices = topology.expert_parallel_size, layer.experts.part.slices
+            degree = nearest_degree(strategy.adaptive_r, slices, config.hidden_layer_norm)
+            nodes, local = (topology.grid.nodes, topology.grid.local) if topology.grid else (1, size)
+            work = Work(
+                tokens=tokens, model_dim=config.model_dim, hidden_dim=config.hidden_dim,
+                experts=config.num_experts, top_k=config.top_k, glu=config.expert_type == "glu",
+                bytes_per_element=_weights(layer)[0].element_size(),
+            )  # fmt: skip
+            cluster = Cluster(nodes=nodes, local=local, expert_parallel_size=size)
+            way = replace(strategy, adaptive_r=degree, algorithm=algorithm)
+            seconds += step_seconds(work, self._machine, cluster, way)
         return seconds
 
     def _record(self, milliseconds: float, tokens: float) -> None:

@@ -15,8 +15,7 @@ from fairseq_tutel.checkpoint.experts import gather_everywhere
 from fairseq_tutel.inference.pregate import pregate, refuse_too_far
 from fairseq_tutel.kernels import backend_for
 from fairseq_tutel.moe.adaptive import is_tuned, static_degree
-from fairseq_tutel.moe.balance_options import parse_balance_loss
-from fairseq_tutel.moe.config import MoEConfig
+from fairseq_tutel.moe.config import MoEConfig, parse_balance_loss
 from fairseq_tutel.option import flag_of, is_custom, read, refuse_bad_values
 from fairseq_tutel.parallel import world
 from fairseq_tutel.parallel.gradients import is_expert
