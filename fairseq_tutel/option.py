@@ -72,10 +72,13 @@ def option(default: Any, help: str = "", **parts: Any) -> Any:
     return field(default=default, metadata={"option": Option(default=default, help=help, **parts)})
 
 
-@cache
 def options_in(config: Any) -> tuple[Option, ...]:
     """Return the options of a dataclass; an option's key is the class's `prefix` plus the field's name."""
+    return _options_in(config)
 
+
+@cache
+def _options_in(config: Any) -> tuple[Option, ...]:
     def named(entry: Option, name: str, type: Any) -> Option:
         type = str if entry.or_class else type
         flag = entry.flag or (flag_of(getattr(config, "prefix", "") + name) if entry.of else "")

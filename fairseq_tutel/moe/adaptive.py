@@ -61,18 +61,8 @@ def weights_of(
 
     The backward pass sums the gradients of all ranks that gathered the weights. It keeps the gradients of
     this rank's shard. If r is 0, the ranks exchange no row counts, so this function compares the call ID.
-
-    Raises:
-        ValueError: the experts were pruned or parametrized, which prevents gathering, or the topology
-            has no groups for this r.
     """
     named, slices = experts.expert_parameters(), experts.part.slices
-    gone = sorted(set(experts.names) - set(named))
-    require(
-        not gone,
-        f"the experts' {', '.join(gone)} are no longer parameters, but other ranks must gather them; undo "
-        "the torch.nn.utils.prune or parametrize call.",
-    )
     joined = slices if degree == 0 else slices // degree
     group = topology.expert_group if degree == 0 else topology.share_group(slices, degree)
     tensors: dict[str, Any] = dict(named)

@@ -28,7 +28,7 @@ from fairseq_tutel.moe.gates import (
 )
 from fairseq_tutel.moe.routing import GateOutput, Routing, decide, mask_outputs
 from fairseq_tutel.moe.shared_experts import SharedResidualExperts, sum_of_gate
-from fairseq_tutel.option import is_whole
+from fairseq_tutel.option import is_whole, require
 from fairseq_tutel.parallel.call_id import CallCounter
 from fairseq_tutel.parallel.groups import Topology
 from fairseq_tutel.parallel.strategy import Strategy
@@ -97,7 +97,7 @@ class MoELayer(nn.Module):
         experts: existing experts, used instead of new experts of `config`; drawn again from `seed`.
 
     Raises:
-        ValueError: `config` is no MoEConfig, or does not fit the topology.
+        ValueError: `config` does not fit the topology.
 
     Example:
         >>> layer = ft.MoELayer(ft.MoEConfig(model_dim=64, hidden_dim=256, num_experts=8))
@@ -122,11 +122,6 @@ class MoELayer(nn.Module):
         experts: ExpertStack | None = None,
     ) -> None:
         super().__init__()
-        if not isinstance(config, MoEConfig):
-            raise ValueError(
-                f"config is {config!r}; give a MoEConfig, such as MoEConfig(model_dim=64, hidden_dim=256, "
-                "num_experts=8)."
-            )
         self.name = name
         self.topology = topology or Topology()
         self.configure(config, gate_configs or [config] * len(config.gate_types))
@@ -310,10 +305,8 @@ class MoELayer(nn.Module):
 
     def gate_at(self, index: int) -> tuple[nn.Module, MoEConfig]:
         """Return the gate with this index and its configuration; raise ValueError for an invalid index."""
-        if not (is_whole(index) and 0 <= index < len(self.gate_configs)):
-            count = len(self.gate_configs)
-            raise ValueError(
-                f"gate_index is {index!r} but there are {count} gates; choose from 0 to {count - 1}."
-            )
+        count = len(self.gate_configs)
+        message = f"gate_index is {index!r} but there are {count} gates; choose from 0 to {count - 1}."
+        require(is_whole(index) and 0 <= index < count, message)
         gate = self.gate if index == 0 else self.other_gates[index - 1]
         return gate, self.gate_configs[index]
