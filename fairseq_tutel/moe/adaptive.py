@@ -63,6 +63,9 @@ def weights_of(
     this rank's shard. If r is 0, the ranks exchange no row counts, so this function compares the call ID.
     """
     named, slices = experts.expert_parameters(), experts.part.slices
+    # A pruned or parametrized bias would be left out without an error.
+    message = "a torch.nn.utils.prune or parametrize call changed the experts, but other ranks gather them"
+    require(named.keys() >= set(experts.names), f"{message}; undo that call.")
     joined = slices if degree == 0 else slices // degree
     group = topology.expert_group if degree == 0 else topology.share_group(slices, degree)
     tensors: dict[str, Any] = dict(named)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize, prune
 
 from fairseq_tutel import MoEConfig, MoELayer
+from fairseq_tutel.moe.adaptive import weights_of
 from fairseq_tutel.parallel.gradients import is_expert
 from fairseq_tutel.parallel.groups import Topology, slice_of
 
@@ -101,6 +102,13 @@ def test_parametrized_experts_are_what_their_parametrization_gives(options):
     for name in names:
         original = layer.experts.parametrizations[name].original
         close(original.grad, 2 * getattr(plain.experts, name).grad, name)
+
+
+def test_ranks_that_gather_pruned_experts_refuse_them():
+    layer = build(2)
+    prune.l1_unstructured(layer.experts, "fc1_bias", 0.5)
+    with pytest.raises(ValueError, match="prune"):
+        weights_of(layer.experts, layer.topology, 1, torch.device("cpu"))
 
 
 def replica(module: nn.Module) -> nn.Module:
