@@ -18,7 +18,7 @@ from fairseq_tutel.files import json_of, renamed_when_whole
 from fairseq_tutel.moe.adaptive import allowed_degrees, nearest_degree
 from fairseq_tutel.moe.layer import MoELayer
 from fairseq_tutel.option import require
-from fairseq_tutel.parallel import world
+from fairseq_tutel.parallel import host_memory, world
 from fairseq_tutel.parallel.collectives import all_reduce
 from fairseq_tutel.parallel.cost import OVERLAPS, Cluster, Work, step_seconds
 from fairseq_tutel.parallel.machine import Machine, typical
@@ -79,10 +79,6 @@ class UpdateTuner:
         conditions: Mapping[str, Any] | None = None,
         machine: Machine | None = None,
     ) -> None:
-        require(
-            isinstance(layers, Sequence) and len(layers) > 0,
-            "layers must be a list with at least one MoELayer; give all MoE layers of one model.",
-        )
         self.layers, self.window, self.path = list(layers), window, path
         first = self.layers[0]
         require(
@@ -103,7 +99,7 @@ class UpdateTuner:
         self._last: tuple[str, Strategy] | None = None
         self._milliseconds, self._is_timed = math.nan, False
         self._micro_batches = [0]  # number of tokens of each micro-batch on this rank
-        self._updates, self._warm = 0, 0
+        self._warm = 0
         for layer in self.layers:
             if layer.config.capacity_factor <= 0:
                 layer.watch_load()
@@ -124,7 +120,6 @@ class UpdateTuner:
 
         Collective over all ranks. The previous update is recorded only if every rank called `end` for it.
         """
-        require(num_tokens >= 0, f"num_tokens is {num_tokens}; give a number of tokens.")
         tokens, milliseconds, busiest, of_update, of_last = self._agreed(num_tokens)
         if math.isfinite(milliseconds):
             self._warm += 1
@@ -138,7 +133,6 @@ class UpdateTuner:
         for layer in self.layers:
             layer.follow(strategy)
         self._micro_batches, self._milliseconds = [num_tokens], math.nan
-        self._updates += 1
         self._is_timed = self._last is None or not self.tuner.settled(self._last[0])
         self._wait_for_gpu()
         self._started = time.perf_counter()
@@ -150,8 +144,6 @@ class UpdateTuner:
 
     def end(self) -> None:
         """Record the time at which the update ends. If called several times, the last call counts."""
-        if not self._updates:
-            raise RuntimeError("UpdateTuner.end was called before begin; call begin first.")
         if self._tuner is None:
             self._free = _free_bytes(self._device())
         if self._is_timed:
@@ -304,15 +296,13 @@ def _weights(layer: MoELayer) -> list[torch.Tensor]:
 
 
 def _free_bytes(device: torch.device) -> float:
-    """Return the free bytes at this rank's memory peak, on its GPU or in its share of host memory.
-
-    On a host, the current free memory is used, because a process keeps memory that it freed.
-    """
+    """Return the free bytes at this rank's memory peak, on its GPU or in its share of host memory."""
     if device.type == "cuda":
         free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
         return float(free - torch.cuda.max_memory_allocated(device))
-    pages = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return pages / (ranks_per_node() or world.size())
+    # A process keeps memory that it freed, so this is the free memory at the peak.
+    free = host_memory.available()
+    return math.inf if free is None else free / (ranks_per_node() or world.size())
 
 
 def _capacity(layer: MoELayer, tokens: float, busiest: float) -> float:

@@ -230,8 +230,7 @@ def test_what_is_free_on_a_gpu_is_beside_the_peak(monkeypatch):
 
 @pytest.mark.parametrize(("per_node", "ranks_of_all", "divisor"), [(2, 8, 2), (0, 4, 4)])
 def test_ranks_of_a_host_share_its_free_memory(monkeypatch, per_node, ranks_of_all, divisor):
-    sizes = {"SC_AVPHYS_PAGES": 1000, "SC_PAGE_SIZE": 4096}
-    monkeypatch.setattr(update_tuner.os, "sysconf", sizes.__getitem__)
+    monkeypatch.setattr(update_tuner.host_memory, "available", lambda: 4096)
     monkeypatch.setattr(update_tuner, "ranks_per_node", lambda: per_node)
     monkeypatch.setattr(update_tuner.world, "size", lambda group=None: ranks_of_all)
-    assert update_tuner._free_bytes(torch.device("cpu")) == 1000 * 4096 / divisor
+    assert update_tuner._free_bytes(torch.device("cpu")) == 4096 / divisor
