@@ -87,13 +87,3 @@ def test_a_call_s_factor_holds_for_that_call_alone():
             dropped = int(routing.dropped_K.sum())
             assert dropped == 80 - int(routing.counts_E.sum())
             assert dropped > 0 if limit == 6 else limit == 20 or dropped == 0
-
-
-def test_evaluation_with_a_fraction_drops_by_it():
-    config = dataclasses.replace(CONFIG, eval_capacity_token_fraction=0.25)
-    layer = MoELayer(config, seed=1)
-    x = torch.randn(30, 4, generator=torch.Generator().manual_seed(0))
-    mask = torch.arange(30) % 3 == 0
-    assert int(layer(x, mask)[1].routing.dropped_K.sum()) == 0
-    counts_E = layer.eval()(x, mask)[1].routing.counts_E
-    assert int(counts_E.max()) == 5  # ceil(20 / 4)

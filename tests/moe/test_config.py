@@ -140,10 +140,6 @@ def test_a_bad_value_around_the_layers_is_refused(config, option, value):
         refuse_bad_values(config(**{option: value}))
 
 
-def test_a_signal_that_is_given_twice_is_one():
-    assert PreemptionConfig(moe_preemption_signals="SIGINT, SIGINT").names == ("SIGINT",)
-
-
 def test_a_configuration_is_read_with_defaults_for_what_it_lacks():
     assert read(TaskConfig, None) == TaskConfig()
     read_back = read(ModelConfig, argparse.Namespace(moe_freq=1, moe_expert_count=4))

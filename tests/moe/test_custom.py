@@ -17,7 +17,6 @@ from fairseq_tutel.kernels.groups import Groups
 from fairseq_tutel.moe.experts import CustomExperts, Experts
 from fairseq_tutel.moe.gates import HashGate
 from fairseq_tutel.parallel.groups import Topology
-from fairseq_tutel.plugin.feed_forward import MoEFeedForward
 
 CONFIG = MoEConfig(model_dim=5, hidden_dim=6, num_experts=4, activation="gelu")
 OWN = dataclasses.replace(CONFIG, gate_type="custom_parts.CalmGate", expert_type="custom_parts.DeepExpert")
@@ -287,13 +286,3 @@ def test_layers_and_seeds_hash_differently_and_the_salt_is_saved():
     assert torch.equal(torch.isfinite(layers[2].gate(ids_of(200), 2)), chosen[0])
     for cast in (MoELayer.half, MoELayer.bfloat16, MoELayer.double):
         assert torch.equal(torch.isfinite(cast(layers[2]).gate(ids_of(200), 2)), chosen[0])
-
-
-def test_a_gate_that_is_not_used_has_no_parameters_to_train():
-    config = dataclasses.replace(CONFIG, gate_type="linear,cosine,linear", gate_index=1)
-    layer = MoEFeedForward(config, Topology(), 1, "decoder.layers.0.fc1")
-    trains = [
-        {parameter.requires_grad for parameter in gate.parameters()}
-        for gate in (layer.gate, *layer.other_gates)
-    ]
-    assert trains == [{False}, {True}, {False}]

@@ -109,22 +109,3 @@ def test_ranks_that_gather_pruned_experts_refuse_them():
     prune.l1_unstructured(layer.experts, "fc1_bias", 0.5)
     with pytest.raises(ValueError, match="prune"):
         weights_of(layer.experts, layer.topology, 1, torch.device("cpu"))
-
-
-def replica(module: nn.Module) -> nn.Module:
-    """Return what torch.nn.DataParallel makes of a module: its tensors are no parameters."""
-    made = module._replicate_for_data_parallel()
-    for name, parameter in module._parameters.items():
-        setattr(made, name, None if parameter is None else parameter * 1)
-    for name, child in module._modules.items():
-        made._modules[name] = None if child is None else replica(child)
-    return made
-
-
-@pytest.mark.parametrize("options", (*PARTS, {"shared_experts": 1, "balance_bias": True}), ids=str)
-def test_a_replica_of_data_parallel_is_the_layer(options):
-    layer = build(**options)
-    y, output = replica(layer)(tokens())
-    assert torch.equal(y, layer(tokens())[0])
-    (y.sum() + output.balance_loss).backward()
-    assert all(p.grad is not None for p in layer.parameters())

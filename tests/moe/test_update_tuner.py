@@ -134,18 +134,6 @@ def test_the_hardware_profile_of_the_first_rank_chooses_the_candidates(ranks):
     assert len(by_experts[0]) == 12 + (ft.Strategy() not in by_experts[0][:12])
 
 
-def buckets_of_all_sizes():
-    tuner = ft.UpdateTuner([layer_of(parallel=2)])
-    return {tuner.key(2 * places, 0) for places in range(11000)}
-
-
-def test_large_buckets_are_wide(ranks):
-    found = ranks(2).run(buckets_of_all_sizes)[0]
-    assert len(found) == 18
-    assert {"capacity factor 1, 0 to 127 slots", "capacity factor 1, 512 to 639 slots"} < found
-    assert "capacity factor 1, 800 to 999 slots" in found
-
-
 def reread(path, change, stage=0):
     config = dataclasses.replace(CONFIG, **change)
     layer = layer_of(config, local=2)
