@@ -177,8 +177,6 @@ REFUSED = [
     ("expert_type", "custom_parts.constant", "not a torch module class"),
     ("expert_type", "custom_parts.BufferExpert", "BufferExpert has buffers"),
     ("expert_type", "custom_parts.NoExpert", "NoExpert has no parameters"),
-    ("gate_type", "torch.nn.Linear", "cannot be built as Class(config)"),
-    ("expert_type", "torch.nn.Linear", "cannot be built as Class(config)"),
     ("gate_type", Tensor, "not a torch module class"),
 ]
 
