@@ -301,8 +301,8 @@ def _free_bytes(device: torch.device) -> float:
         free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
         return float(free - torch.cuda.max_memory_allocated(device))
     # A process keeps memory that it freed, so this is the free memory at the peak.
-    free = host_memory.available()
-    return math.inf if free is None else free / (ranks_per_node() or world.size())
+    left = host_memory.available()
+    return math.inf if left is None else left / (ranks_per_node() or world.size())
 
 
 def _capacity(layer: MoELayer, tokens: float, busiest: float) -> float:
