@@ -34,7 +34,7 @@ from benchmarks.output import Report, Row
 from benchmarks.timing import spread
 from fairseq_tutel import Topology
 from fairseq_tutel.checkpoint.experts import save_in_shards
-from fairseq_tutel.moe.option_table import STORE_POLICIES
+from fairseq_tutel.inference.options import STORE_POLICIES
 from fairseq_tutel.plugin.run_state import RUN
 
 BASE = "resident"

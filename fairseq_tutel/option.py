@@ -16,26 +16,6 @@ T = TypeVar("T")
 Rule = tuple[Callable[[Any], bool], str]
 KINDS: dict[Any, str] = {int: "a whole number", float: "a number", bool: "true or false", str: "a word"}
 UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
-# Longer numbers would overflow.
-_SIZE = re.compile(r"(\d{1,18}(?:\.\d{1,18})?) *([KMG]i?B)")
-
-
-@dataclass(frozen=True)
-class Condition:
-    """A condition under which an option has no effect or is refused."""
-
-    holds: Callable[[Any], bool]  # test of the facts; see `Option`
-    words: str  # follows the option's name and value in the message; {f.…} inserts a fact
-
-
-def because(holds: Callable[[Any], bool], reason: str) -> Condition:
-    """Return a condition under which an option has no effect, for a reason that the log shows."""
-    return Condition(holds, f": {reason}")
-
-
-def needs(holds: Callable[[Any], bool], what: str) -> Condition:
-    """Return a condition under which an option has no effect, because the requirement `what` is missing."""
-    return Condition(lambda facts: not holds(facts), f" without {what}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,11 +30,6 @@ class Option:
     choices: tuple[str, ...] = ()  # the valid values of an option with words as values
     rule: Rule | None = None  # an additional test of the value
     or_class: bool = False  # whether Python may give a class in place of a word
-    # Conditions on `Facts` under which a value other than the default has no effect in a training run. The
-    # first condition that holds is logged.
-    no_effect: tuple[Condition, ...] = ()
-    # Conditions on a MoEConfig under which a value other than the default is refused.
-    excluded: tuple[Condition, ...] = ()
     of_any_training: bool = False  # whether a task's option also affects models without experts
     same_as: tuple[str, Any] | None = None  # the field of MoEConfig and the value that an older flag sets
     flag: str = ""  # the flag, if it does not follow from the key
@@ -148,16 +123,6 @@ def refuse_bad_values(config: Any) -> None:
             raise ValueError(f"{entry.label} is {text}; {rule[1]}.")
 
 
-def refuse_excluded(config: Any) -> None:
-    """Raise ValueError if an option differs from its default although another option excludes it."""
-    for entry in options_in(type(config)):
-        value = getattr(config, entry.name)
-        for condition in entry.excluded if value != entry.default else ():
-            if condition.holds(config):
-                reason = condition.words.format(f=config)
-                raise ValueError(f"{entry.label} is {value}, {reason}; remove one of the two options.")
-
-
 def _is_of_type(value: Any, kind: Any) -> bool:
     if kind is int:
         return is_whole(value)
@@ -200,7 +165,7 @@ def whole(least: int, most: int | None = None, unit: str = "") -> Rule:
 
 def bytes_of(text: str) -> int | None:
     """Parse a size with a unit, such as 512MiB, to bytes; return None for any other text."""
-    found = _SIZE.fullmatch(text.strip())
+    found = re.fullmatch(r"(\d{1,18}(?:\.\d{1,18})?) *([KMG]i?B)", text.strip())
     return int(float(found[1]) * UNITS[found[2]]) if found else None
 
 
@@ -225,6 +190,4 @@ experts = partial(option, theme="Experts", of="model")
 communication = partial(option, theme="Communication", of="task")
 parallelism = partial(option, theme="Parallelism", of="task")
 memory = partial(option, theme="Memory", of="task")
-checkpoints = partial(option, theme="Checkpoints", of="task")
-kernels = partial(option, theme="Kernels", of="task")
 logging = partial(option, theme="Logging", of="task")

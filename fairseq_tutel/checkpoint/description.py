@@ -3,7 +3,7 @@
 import re
 import zipfile
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,18 +14,19 @@ from fairseq_tutel.checkpoint.malformed import refuse_malformed
 from fairseq_tutel.checkpoint.recognition import kind_of
 from fairseq_tutel.checkpoint.saved import PARTS, Layer, SavedModel, layers_of
 from fairseq_tutel.checkpoint.shards import ShardedTensor, bind
-from fairseq_tutel.moe.option_table import options_of
-from fairseq_tutel.option import plain
+from fairseq_tutel.option import Option, plain
 
 OURS, DENSE = "fairseq_tutel, with experts", "fairseq, dense"
 EXPERTS = re.compile(r"(?:^|\.)experts\.")  # matches the tensor names of every supported system
 Facts = dict[str, Any]
 
 
-def describe(state: Any, path: Path, check: bool = False) -> tuple[Facts, list[Layer]]:
+def describe(
+    state: Any, path: Path, options: Sequence[Option], check: bool = False
+) -> tuple[Facts, list[Layer]]:
     """Return a description of a checkpoint file's content, and a list of its MoE layers.
 
-    `check` reads all bytes and compares them with the checksums.
+    `options` are the options of models. `check` reads all bytes and compares them with the checksums.
     """
     is_checkpoint = isinstance(state, dict) and isinstance(state.get("model"), dict)
     if is_checkpoint:
@@ -55,7 +56,7 @@ def describe(state: Any, path: Path, check: bool = False) -> tuple[Facts, list[L
     if layers:
         facts["layers"] = [_layer(weights, layer) for layer in layers]
     if is_ours:
-        facts |= _changed_options(state)
+        facts |= _changed_options(state, options)
     return {**facts, "tensors": _grouped(weights)}, layers
 
 
@@ -69,12 +70,12 @@ def _verify(path: Path, shards: Iterable[ShardedTensor]) -> None:
         )
 
 
-def _changed_options(state: dict[str, Any]) -> Facts:
+def _changed_options(state: dict[str, Any], known: Sequence[Option]) -> Facts:
     """Return the MoE options of a checkpoint whose values differ from the defaults."""
     options = SavedModel(state).options_of("model")
     inner = options.get("w2v_args")  # options of a pretrained model inside the model
     options = inner.get("model", options) if isinstance(inner, dict) else options
-    known = [option for option in options_of("model") if option.key in options]
+    known = [option for option in known if option.key in options]
     values = [(option, plain(options[option.key])) for option in known]
     changed = {o.flag: value for o, value in values if value not in (None, o.default)}
     return {"options": changed} if known else {}

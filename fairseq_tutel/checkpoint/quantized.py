@@ -20,8 +20,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from fairseq_tutel.checkpoint.options import EXPERT_DTYPES as EXPERT_DTYPES
 from fairseq_tutel.kernels.quantized import BLOCK, GROUP, ZERO, QuantizedMatrix, packed_int4, unpacked_int4
-from fairseq_tutel.moe.option_table import EXPERT_DTYPES as EXPERT_DTYPES
 
 LARGEST = {"int8": 127, "int4": 7}
 # The scales that are tried for a group: the value of the largest magnitude, divided by these numbers.

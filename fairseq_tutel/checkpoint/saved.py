@@ -17,9 +17,9 @@ from torch import Tensor
 from fairseq_tutel.checkpoint import atomic_save
 from fairseq_tutel.checkpoint.files import read_file, walk
 from fairseq_tutel.checkpoint.malformed import refuse_malformed
+from fairseq_tutel.checkpoint.options import RETIRED
 from fairseq_tutel.checkpoint.shards import bind, unbind
 from fairseq_tutel.files import printable, renamed_when_whole
-from fairseq_tutel.moe.option_table import RETIRED
 from fairseq_tutel.parallel.progress import progress
 
 logger = logging.getLogger(__name__)

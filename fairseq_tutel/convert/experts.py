@@ -21,9 +21,9 @@ from fairseq_tutel.convert.configs import (
 from fairseq_tutel.convert.upcycle import sums_to_1
 from fairseq_tutel.moe.capacity import capacity_of
 from fairseq_tutel.moe.config import GATE_TYPES, LAYER, MoEConfig, label_of
-from fairseq_tutel.moe.option_table import BY_OWNER, options_of
 from fairseq_tutel.option import options_in
 from fairseq_tutel.plugin.feed_forward import SIDES
+from fairseq_tutel.plugin.options import BY_OWNER, options_of
 from fairseq_tutel.vision.options import SwinExpertsConfig
 
 # For each new expert, the IDs of the old experts that it is made from.

@@ -15,9 +15,9 @@ import torch
 from fairseq_tutel.checkpoint.saved import DENSE, PARTS, SavedModel
 from fairseq_tutel.convert.configs import Tensors, refuse_other_rows, task_of, use_moe_variants
 from fairseq_tutel.convert.released.vocabulary import Vocabulary, dictionary
-from fairseq_tutel.moe.option_table import options_of
 from fairseq_tutel.option import flag_of
 from fairseq_tutel.plugin.install import chosen_layers
+from fairseq_tutel.plugin.options import options_of
 
 # Name prefixes that fully sharded data parallelism adds, and its name for flattened weights.
 WRAPPERS, FLAT = r"(_fsdp_wrapped_module|_fpw_module)\.", r"(^|\.)flat_param"

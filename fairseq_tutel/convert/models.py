@@ -11,10 +11,10 @@ from fairseq_tutel import plugin
 from fairseq_tutel.checkpoint.saved import PARTS, Layer, SavedModel, Weights, write_all
 from fairseq_tutel.convert.configs import configs_of, counts_text, freq_of
 from fairseq_tutel.inference.pregate import refuse_too_far
-from fairseq_tutel.moe.option_table import options_of
 from fairseq_tutel.option import options_in
 from fairseq_tutel.plugin.ensemble_options import CMCLConfig, EnsembleConfig
 from fairseq_tutel.plugin.feed_forward import SIDES
+from fairseq_tutel.plugin.options import options_of
 
 ENSEMBLE = "ensemble_of"
 

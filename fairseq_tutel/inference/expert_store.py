@@ -19,11 +19,7 @@ from fairseq_tutel.inference.expert_cache import ExpertCache, Key
 from fairseq_tutel.inference.expert_sources import ShardFiles, source_of
 from fairseq_tutel.inference.fetch_thread import Fetch, Fetcher, Source
 from fairseq_tutel.inference.free_memory import free_bytes
-from fairseq_tutel.kernels import backend_for
-from fairseq_tutel.kernels.groups import Groups
-from fairseq_tutel.kernels.weights import ExpertTensorList
-from fairseq_tutel.moe.expert_stack import ExpertStack, Tensors, Weights
-from fairseq_tutel.moe.option_table import (
+from fairseq_tutel.inference.options import (
     AUTO,
     EVICTIONS,
     STORE_POLICIES,
@@ -31,6 +27,10 @@ from fairseq_tutel.moe.option_table import (
     STORE_TIERS,
     cache_limits,
 )
+from fairseq_tutel.kernels import backend_for
+from fairseq_tutel.kernels.groups import Groups
+from fairseq_tutel.kernels.weights import ExpertTensorList
+from fairseq_tutel.moe.expert_stack import ExpertStack, Tensors, Weights
 from fairseq_tutel.parallel import world
 
 logger = logging.getLogger(__name__)

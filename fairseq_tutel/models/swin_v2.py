@@ -10,9 +10,9 @@ from typing import Any
 from fairseq.models import BaseFairseqModel, register_model
 from torch import nn
 
-from fairseq_tutel.moe.option_table import SidesConfig, options_of
 from fairseq_tutel.option import options_in, read, refuse_bad_values
 from fairseq_tutel.plugin.install import MoEModelMixin, install_experts
+from fairseq_tutel.plugin.options import SidesConfig, options_of
 from fairseq_tutel.plugin.registration.flags import made
 from fairseq_tutel.vision.options import SwinConfig, SwinExpertsConfig
 from fairseq_tutel.vision.swin_v2 import SwinV2

@@ -16,7 +16,6 @@ The rank that sent a row sums the partial outputs of the r ranks.
 Source: Tutel (Hwang et al. 2023), section 3.2.
 """
 
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -30,7 +29,6 @@ from fairseq_tutel.moe.expert_stack import ExpertStack, Weights
 from fairseq_tutel.option import require
 from fairseq_tutel.parallel.call_id import NO_CALL_ID, CallId, compare_later
 from fairseq_tutel.parallel.collectives import all_to_all, start_all_gather, start_reduce_scatter
-from fairseq_tutel.parallel.cost import Cluster, Work, step_seconds
 from fairseq_tutel.parallel.groups import Topology, slice_of
 from fairseq_tutel.parallel.links import faster_algorithm
 from fairseq_tutel.parallel.machine import Machine, typical
@@ -63,18 +61,11 @@ def weights_of(
 
     The backward pass sums the gradients of all ranks that gathered the weights. It keeps the gradients of
     this rank's shard. If r is 0, the ranks exchange no row counts, so this function compares the call ID.
-
-    Raises:
-        ValueError: the experts were pruned or parametrized, which prevents gathering, or the topology
-            has no groups for this r.
     """
     named, slices = experts.expert_parameters(), experts.part.slices
-    gone = sorted(set(experts.names) - set(named))
-    require(
-        not gone,
-        f"the experts' {', '.join(gone)} are no longer parameters, but other ranks must gather them; undo "
-        "the torch.nn.utils.prune or parametrize call.",
-    )
+    # A pruned or parametrized bias would be left out without an error.
+    message = "a torch.nn.utils.prune or parametrize call changed the experts, but other ranks gather them"
+    require(named.keys() >= set(experts.names), f"{message}; undo that call.")
     joined = slices if degree == 0 else slices // degree
     group = topology.expert_group if degree == 0 else topology.share_group(slices, degree)
     tensors: dict[str, Any] = dict(named)
@@ -180,28 +171,6 @@ def static_degree(config: MoEConfig, slices: int) -> int:
         "hidden dimension; give 0 or 1.",
     )
     return degree
-
-
-def predicted_seconds(
-    config: MoEConfig,
-    topology: Topology,
-    strategy: Strategy,
-    tokens: int,
-    machine: Machine,
-    element_bytes: int,
-) -> float:
-    """Predict the seconds of a layer's forward and backward with a strategy, by the cost model."""
-    grid, size = topology.grid, topology.expert_parallel_size
-    nodes, local = (grid.nodes, grid.local) if grid else (1, size)
-    slices = topology.slices(config.num_experts)
-    degree = nearest_degree(strategy.adaptive_r, slices, config.hidden_layer_norm)
-    algorithm = "linear" if strategy.plan else strategy.algorithm
-    work = Work(
-        tokens=tokens, model_dim=config.model_dim, hidden_dim=config.hidden_dim, experts=config.num_experts,
-        top_k=config.top_k, bytes_per_element=element_bytes, glu=config.expert_type == "glu",
-    )  # fmt: skip
-    cluster = Cluster(nodes=nodes, local=local, expert_parallel_size=size)
-    return step_seconds(work, machine, cluster, replace(strategy, adaptive_r=degree, algorithm=algorithm))
 
 
 def is_tuned(config: MoEConfig) -> bool:

@@ -32,20 +32,9 @@ def _imported(name: str) -> Any:
 
 def build_custom(label: str, name: str | type, config: Any) -> nn.Module:
     """Build an object of the class and store its configuration, so that `redraw` can rebuild it."""
-    module: Any = construct(label, load_class(label, name), config)
+    module: Any = load_class(label, name)(config)
     module.moe_config = config
     return module
-
-
-def construct(label: str, kind: type, config: Any) -> Any:
-    """Build an object of a class, kind(config); raise ValueError if the class takes other arguments."""
-    try:
-        return kind(config)
-    except TypeError as error:
-        raise ValueError(
-            f"{label} is {kind.__module__}.{kind.__name__}, which cannot be built as Class(config) "
-            f"({error}); give a class whose only argument is a MoEConfig."
-        ) from error
 
 
 @torch.no_grad()

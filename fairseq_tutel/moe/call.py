@@ -35,18 +35,9 @@ class Call:
         **overrides: Any,
     ) -> "Call":
         """Check the arguments of a forward pass and return them as a Call, or raise ValueError."""
-        if not x.is_floating_point():
-            raise ValueError(f"x has dtype {x.dtype}; give a tensor of a floating-point dtype.")
-        if x.shape[-1:] != (model_dim,):
-            raise ValueError(
-                f"x has shape {tuple(x.shape)} but model_dim is {model_dim}; give a tensor whose last "
-                f"dimension is {model_dim}."
-            )
-        if time_first and x.dim() != 3:
-            raise ValueError(
-                f"x has shape {tuple(x.shape)} but time_first is True; give [time, batch, {model_dim}], or "
-                "remove time_first."
-            )
+        if x.shape[-1:] != (model_dim,) or (time_first and x.dim() != 3):
+            shape = f"[{'time, batch' if time_first else '...'}, {model_dim}]"
+            raise ValueError(f"x has shape {tuple(x.shape)}; give {shape}, where {model_dim} is model_dim.")
         return cls(
             shape=tuple(x.shape[:-1]),
             time_first=time_first,

@@ -5,10 +5,11 @@ not the result. They may differ between runs that load the same checkpoint.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import MISSING, dataclass
-from typing import ClassVar
+from functools import partial
+from typing import ClassVar, NamedTuple
 
-from fairseq_tutel.moe.balance_options import BALANCE_LOSSES, balance_loss_option, parse_balance_loss
 from fairseq_tutel.option import (
     AT_LEAST_0,
     AT_LEAST_1,
@@ -16,23 +17,18 @@ from fairseq_tutel.option import (
     NOT_NEGATIVE,
     POSITIVE,
     PROBABILITY,
-    Condition,
     Rule,
     balance,
-    because,
     capacity,
     communication,
     documented,
     experts,
-    kernels,
     memory,
-    needs,
     one_of,
     option,
     options_in,
     parallelism,
     refuse_bad_values,
-    refuse_excluded,
     require,
     routing,
     whole,
@@ -43,6 +39,7 @@ GATE_TYPES = ("linear", "biased", "cosine", "hash")
 EXPERT_TYPES = ("ffn", "glu")
 ACTIVATIONS = ("relu", "relu_squared", "gelu", "gelu_fast", "gelu_accurate", "tanh", "linear", "swish")
 
+kernels = partial(option, theme="Kernels", of="task")
 OVERLAP = whole(1, 32)
 MILLION = 1_000_000
 GATE = one_of(GATE_TYPES, or_class=True)
@@ -57,58 +54,47 @@ PARALLEL_TYPE: Rule = (
 )
 TEMPERATURE: Rule = (lambda v: 0.01 <= v < math.inf, "give a number of at least 0.01")
 
-# Conditions under which an option has no effect. f is the plugin's Facts. f.layer is the first layer's
-# MoEConfig.
-NO_CAPACITY = needs(
-    lambda f: bool(
-        f.layer.capacity_factor or f.layer.eval_capacity_factor or f.layer.eval_capacity_token_fraction > 0
+
+class BalanceLoss(NamedTuple):
+    """The properties of a balance loss."""
+
+    help: str
+    # The loss uses the probability that a token chooses an expert if the gate's noise is drawn again.
+    needs_gate_noise: bool = False
+
+
+# By the name in --moe-balance-loss.
+BALANCE_LOSSES = {
+    "gshard": BalanceLoss("fraction of first choices times mean probability, summed over experts"),
+    "gshard_all": BalanceLoss("gshard with the fraction of all choices"),
+    "gshard_sequence": BalanceLoss("gshard_all per sentence"),
+    "gshard_global": BalanceLoss("gshard_all with the fraction over all ranks"),
+    "switch": BalanceLoss("alias of gshard"),
+    "load_importance": BalanceLoss(
+        "variation of the experts' summed probabilities and of the experts' loads; needs --moe-gate-noise",
+        needs_gate_noise=True,
     ),
-    "a capacity, such as --moe-capacity-factor 1",
-)
-NOT_COSINE = needs(lambda f: "cosine" in f.layer.gate_types, "--moe-gate-type cosine")
-FEW_GROUPS = needs(
-    lambda f: f.layer.groups_per_token < f.layer.expert_groups, "a larger --moe-expert-groups"
-)
-ONE_CHOICE = needs(lambda f: f.layer.top_k > 1, "--moe-top-k 2 or more")
-ONE_RANK = because(lambda f: f.ranks == 1, "the run has only one rank")
-ALL_LOCAL = because(lambda f: f.expert_parallel_size == 1, "every rank has all experts")
-NO_ROWS = because(lambda f: f.adaptive_r == 0 and not f.tuned, "adaptive_r is 0, so no rows are sent")
-ONE_NODE = because(
-    lambda f: f.layer.a2a_algorithm == "2dh" and not f.over_nodes,
-    "the expert-parallel group of {f.expert_parallel_size} ranks does not span several complete nodes of "
-    "{f.ranks_per_node} ranks",
-)
-HALF_ALREADY = because(
-    lambda f: f.layer.a2a_dtype == "bf16" and f.half, "rows are already in half precision"
-)
-NOT_TUNED = needs(lambda f: f.tuned, "--moe-adaptive auto")
-TUNED = because(
-    lambda f: f.tuned, "the tuner chooses the value and reports its speedup over the given value"
-)
-TUNED_TYPE = Condition(lambda f: f.layer.parallel_type != "auto" and f.tuned, TUNED.words)
-R_GIVEN = because(
-    lambda f: f.layer.parallel_type != "auto" and f.layer.adaptive_r >= 0, "--moe-adaptive-r is given"
-)
-R_TOO_LARGE = because(
-    lambda f: f.layer.adaptive_r > f.slices,
-    "the number of ranks per expert is {f.slices}, so {f.slices} is used",
-)
+    "load_importance_tutel": BalanceLoss("Tutel's variant of load_importance", needs_gate_noise=True),
+    "z": BalanceLoss("squared logarithm of the sum of the logits' exponentials"),
+}
 
-# Conditions under which an option is refused. f is the MoEConfig.
-EXPERTS_CHOOSE = Condition(
-    lambda f: f.choice == "experts", "which cannot be combined with --moe-choice experts"
-)
-HASHED = Condition(
-    lambda f: "hash" in f.gate_types,
-    "which cannot be combined with gate_type (--moe-gate-type) {f.gate_type!r}: a hash gate chooses "
-    "experts without scores, with the weight 1 / top_k",
-)
 
-PRESCORED = Condition(
-    lambda f: f.prescore,
-    "which masks experts' outputs, but with --moe-prescore the weights multiply their inputs",
-)
-RESIDUAL = Condition(lambda f: f.residual, "which cannot be combined with --moe-residual")
+# Options that cannot be combined: a value, a test of it, and the options that it excludes.
+EXCLUDED: tuple[tuple[str, Callable[["MoEConfig"], bool], tuple[str, ...]], ...] = (
+    (
+        "--moe-choice experts",
+        lambda c: c.choice == "experts",
+        ("drop_policy", "expert_groups", "second_expert_policy", "rsample", "sinkhorn", "balance_bias"),
+    ),
+    (
+        "--moe-gate-type hash: a hash gate chooses experts without scores, with the weight 1 / top_k",
+        lambda c: "hash" in c.gate_types,
+        ("choice", "score_function", "expert_groups", "second_expert_policy", "rsample", "sinkhorn",
+         "gate_noise", "input_jitter", "input_dropout", "balance_bias"),
+    ),
+    ("--moe-prescore, because eom masks outputs", lambda c: c.prescore, ("eom",)),
+    ("--moe-residual", lambda c: c.residual, ("cmr",)),
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -156,23 +142,21 @@ class MoEConfig:
         help="length of every sentence for eval_capacity_token_fraction; 0 counts the real tokens",
     )
     min_capacity: int = capacity(
-        0, unit="tokens", rule=whole(0, MILLION), no_effect=(NO_CAPACITY,),
-        help="minimum slots per expert if the capacity is limited",
+        0, unit="tokens", rule=whole(0, MILLION), help="minimum slots per expert of a limited capacity",
     )
     capacity_multiple: int = capacity(
-        1, unit="tokens", rule=whole(1, MILLION), no_effect=(NO_CAPACITY,),
+        1, unit="tokens", rule=whole(1, MILLION),
         help="round a limited capacity up to a multiple of this number",
     )
     drop_policy: str = capacity(
-        "position", choices=("position", "bpr", "rts", "probability"), no_effect=(NO_CAPACITY,),
-        excluded=(EXPERTS_CHOOSE,),
+        "position", choices=("position", "bpr", "rts", "probability"),
         help="which assignments a full expert keeps: position, the earliest tokens; bpr (batch-prioritized "
         "routing), tokens with the largest probability; rts (random token selection), random tokens in "
         "training and the earliest tokens in evaluation; probability, the assignments with the largest "
         "probability, regardless of the order of choices",
     )
     choice: str = routing(
-        "tokens", choices=("tokens", "experts"), excluded=(HASHED,),
+        "tokens", choices=("tokens", "experts"),
         help="tokens: each token chooses its experts; experts: each expert chooses the top_k * ceil(f * "
         "tokens / experts) tokens with the highest scores, with f = 1 if the capacity factor is 0 (expert "
         "choice; a token's experts then depend on later tokens, so do not use it in causal models)",
@@ -186,26 +170,24 @@ class MoEConfig:
     )
     gate_index: int = routing(0, "index of the gate to use if there are several", rule=AT_LEAST_0)
     gate_projection_dim: int = routing(
-        256, rule=AT_LEAST_1, no_effect=(NOT_COSINE,),
-        help="dimension of the cosine gate's projection",
+        256, rule=AT_LEAST_1, help="dimension of the cosine gate's projection",
     )
     gate_temperature: float = routing(
-        0.5, rule=TEMPERATURE, no_effect=(NOT_COSINE,),
-        help="initial value of the cosine gate's learned temperature, at least 0.01",
+        0.5, rule=TEMPERATURE, help="initial value of the cosine gate's learned temperature, at least 0.01",
     )
     score_function: str = routing(
-        "softmax", choices=("softmax", "sigmoid"), excluded=(HASHED,),
+        "softmax", choices=("softmax", "sigmoid"),
         help="how logits become scores: softmax over the experts, or sigmoid of each logit",
     )
     normalize_gate: str = routing(
-        "before", choices=("before", "after", "none"), no_effect=(ONE_CHOICE,),
+        "before", choices=("before", "after", "none"),
         help="divide the weights of a token's experts by their sum if top_k > 1: before dropping, after "
         "dropping (over the kept assignments), or none",
     )
     routed_scaling_factor: float = routing(1.0, "factor for all weights, applied last", rule=POSITIVE)
     prescore: bool = routing(False, "multiply the experts' inputs by the weights, instead of their outputs")
     eom: float = routing(
-        0.0, rule=PROBABILITY, excluded=(PRESCORED,),
+        0.0, rule=PROBABILITY,
         help="expert output masking: probability with which each assignment's output is set to 0 in "
         "training; evaluation multiplies these outputs by 1 minus this probability",
     )
@@ -215,54 +197,55 @@ class MoEConfig:
         "in training; evaluation multiplies the output by 1 minus this probability",
     )
     expert_groups: int = routing(
-        1, rule=AT_LEAST_1, excluded=(EXPERTS_CHOOSE, HASHED),
+        1, rule=AT_LEAST_1,
         help="number of groups of consecutive experts; a token first chooses groups (by the sum of the "
         "best top_k / groups-per-token scores in each), then experts within them",
     )
     groups_per_token: int = routing(
-        1, rule=AT_LEAST_1, no_effect=(FEW_GROUPS,),
-        help="number of groups from which a token may choose experts",
+        1, rule=AT_LEAST_1, help="number of groups from which a token may choose experts",
     )
     second_expert_policy: str = routing(
-        "all", choices=("all", "sampling", "random"), no_effect=(ONE_CHOICE,),
-        excluded=(EXPERTS_CHOOSE, HASHED),
+        "all", choices=("all", "sampling", "random"),
         help="how each choice after the first is made: all, by score; sampling, in training sampled from "
         "the other experts' scores; random, by score, but in training kept with probability top_k times "
         "its weight",
     )
     rsample: bool = routing(
-        False, excluded=(EXPERTS_CHOOSE, HASHED),
+        False,
         help="choose experts by sampling in training (Gumbel noise on the choice); the weights have no "
         "noise",
     )
     sinkhorn: bool = routing(
-        False, excluded=(EXPERTS_CHOOSE, HASHED),
+        False,
         help="choose experts in training by scores that Sinkhorn iterations balance over the micro-batch; "
         "the weights are the original scores",
     )
     gate_noise: float = routing(
-        0.0, rule=NOT_NEGATIVE, excluded=(HASHED,),
+        0.0, rule=NOT_NEGATIVE,
         help="standard deviation of Gaussian noise on the logits in training (perturb, jitter), times the "
         "number of experts",
     )
     input_jitter: float = routing(
-        0.0, rule=PROBABILITY, excluded=(HASHED,),
+        0.0, rule=PROBABILITY,
         help="noise j on the gate's input in training: each element is multiplied by a random number "
         "from 1 - j to 1 + j",
     )
     input_dropout: float = routing(
-        0.0, rule=PROBABILITY, excluded=(HASHED,),
-        help="dropout probability of the gate's input",
+        0.0, rule=PROBABILITY, help="dropout probability of the gate's input",
     )
     gate_fp32: bool = option(True, "compute the gate and its softmax in fp32")
-    balance_loss: str = balance_loss_option()
+    balance_loss: str = balance(
+        "gshard:1",
+        help="balance losses of a layer and their relative weights, as name:weight separated by commas, or "
+        f"none; {', '.join(f'{name} ({loss.help})' for name, loss in BALANCE_LOSSES.items())}",
+    )
     balance_bias: bool = balance(
-        False, excluded=(EXPERTS_CHOOSE, HASHED),
+        False,
         help="balance the load by a bias on the scores, used only to choose experts; after every update, "
         "the bias rises for experts below the mean load and falls for experts above it",
     )
     bias_update_rate: float = balance(
-        0.001, rule=NOT_NEGATIVE, no_effect=(needs(lambda f: f.layer.balance_bias, "--moe-balance-bias"),),
+        0.001, rule=NOT_NEGATIVE,
         help="change of the balance bias per update, in units of scores; 0 keeps the bias constant",
     )
     expert_type: str | type = experts(  # noqa: RUF009
@@ -272,8 +255,7 @@ class MoEConfig:
         "that is one expert",
     )
     shared_experts: int = experts(
-        0, rule=AT_LEAST_0,
-        help="number of shared experts, which process every token; their output is added",
+        0, rule=AT_LEAST_0, help="number of shared experts, which process every token",
     )
     residual: bool = experts(
         False,
@@ -281,18 +263,16 @@ class MoEConfig:
         "mixes the two outputs",
     )
     cmr: bool = experts(
-        False, excluded=(RESIDUAL,),
+        False,
         help="conditional MoE routing: a dense FFN of an expert's size in parallel to the experts; with a "
         "learned gate g = sigmoid(w x + b), the output is g * experts + (1 - g) * FFN",
     )
     cmr_gate_drop: float = experts(
         0.0, flag="--cmr-gate-drop", rule=PROBABILITY,
-        no_effect=(needs(lambda f: f.layer.cmr, "--moe-cmr"),),
         help="dropout probability of the gate g of --moe-cmr; a token whose g is 0 uses only the FFN",
     )
     expert_grad_norm: str = experts(
         "world_size", flag="--moe-normalize-expert-grad", choices=("world_size", "sqrt_world_size"),
-        no_effect=(ONE_RANK,),
         help="divisor of the experts' summed gradients on several ranks: world_size, as for other "
         "parameters, or sqrt_world_size",
     )
@@ -321,19 +301,17 @@ class MoEConfig:
     )
     fp32_products: str = kernels(
         "torch", choices=("torch", "tf32x3"),
-        no_effect=(because(lambda f: not f.gpu, "products on a CPU are exact fp32 products"),),
         help="matrix products of fp32 experts on a GPU: torch uses torch's TF32 setting, which is off by "
         "default; tf32x3 computes each as three TF32 products on tensor cores, with about 22 bits instead "
         "of 24, on NVIDIA GPUs with Triton kernels",
     )
     exchange: str = communication(
-        "ragged", choices=("ragged", "padded"), no_effect=(ALL_LOCAL, NO_ROWS),
+        "ragged", choices=("ragged", "padded"),
         help="all-to-all buffers: ragged sends only the kept rows; padded sends buffers of equal size; the "
         "result is the same",
     )
     a2a_algorithm: str = communication(
         "linear", rule=ALGORITHM,
-        no_effect=(ALL_LOCAL, ONE_NODE, NO_ROWS),
         help="all-to-all algorithm: linear, every rank sends to every other; 2dh, 2-D hierarchical, first "
         "within the node (fewer, larger messages, for experts on several complete nodes); auto, the "
         "faster of the two by the cost model; plan:NAME, the collective plan of that name in "
@@ -341,30 +319,29 @@ class MoEConfig:
     )
     a2a_dtype: str = communication(
         "same", choices=("same", "bf16", "fp8"),
-        no_effect=(ALL_LOCAL, NO_ROWS, HALF_ALREADY),
         help="transfer dtype of rows in the all-to-all: same, bf16, or fp8 with one scale per row; bf16 "
         "and fp8 lose precision",
     )
     a2a_ffn_overlap_degree: int = communication(
-        1, rule=OVERLAP, no_effect=(ALL_LOCAL, NO_ROWS),
+        1, rule=OVERLAP,
         help="number of row chunks whose all-to-all overlaps with the experts' computation; the result is "
         "the same",
     )
     parallel_type: str = parallelism(
-        "adaptive:1", rule=PARALLEL_TYPE, no_effect=(ALL_LOCAL, R_GIVEN, TUNED_TYPE),
+        "adaptive:1", rule=PARALLEL_TYPE,
         help="parallelism of the experts: adaptive:r with r as in --moe-adaptive-r; data, the same as "
         "adaptive:1; model, the largest possible r; auto, the r that measures fastest; the result is the "
         "same",
     )
     adaptive_r: int = parallelism(
-        -1, rule=whole(-1, MILLION), no_effect=(ALL_LOCAL, R_TOO_LARGE, TUNED),
+        -1, rule=whole(-1, MILLION),
         help="if there are more ranks than experts, number of expert shards (parts of the hidden "
         "dimension, one per rank) that each row is sent to: 0 gathers all experts on every rank and sends "
         "no row; otherwise a divisor of the ranks per expert, which is also the maximum; -1 uses "
         "--moe-parallel-type; the result is the same",
     )
     adaptive: str = parallelism(
-        "off", choices=("off", "auto"), no_effect=(ALL_LOCAL,),
+        "off", choices=("off", "auto"),
         help="auto: choose --moe-adaptive-r, --moe-a2a-ffn-overlap-degree and --moe-a2a-algorithm by "
         "measuring updates; off: use the given values",
     )
@@ -377,7 +354,6 @@ class MoEConfig:
             if item.type in (int, float) and not isinstance(value, int | float):  # converts NumPy numbers
                 object.__setattr__(self, item.name, item.type(value))
         _refuse_contradictions(self)
-        refuse_excluded(self)
 
     @property
     def gate_types(self) -> list[str | type]:
@@ -399,12 +375,40 @@ def label_of(name: str) -> str:
     return LAYER[name].label
 
 
+def parse_balance_loss(text: str) -> dict[str, float]:
+    """Parse loss weights: "gshard:1,z:0.1" gives {"gshard": 1.0, "z": 0.1}, "none" and "" give {}."""
+    weights: dict[str, float] = {}
+    for part in text.split(",") if text.strip() not in ("", "none") else ():
+        name, _, weight = (word.strip() for word in part.partition(":"))
+        require(
+            name in BALANCE_LOSSES and name not in weights,
+            f"balance_loss (--moe-balance-loss) is {text!r}: {name!r} is unknown or given twice; give "
+            f"none, or a list of {', '.join(BALANCE_LOSSES)}, such as gshard:1.",
+        )
+        try:
+            weights[name] = float(weight or "1")
+        except ValueError:
+            weights[name] = math.nan
+        require(
+            0 <= weights[name] < math.inf,
+            f"balance_loss (--moe-balance-loss) is {text!r}: {weight!r} is not a valid weight; give "
+            "name:number with a number of at least 0.",
+        )
+    return weights
+
+
 def _refuse_contradictions(config: MoEConfig) -> None:
     """Raise ValueError for combinations of options that contradict each other."""
 
     def given(name: str) -> str:
         return f"{label_of(name)} is {getattr(config, name)}"
 
+    for reason, holds, names in EXCLUDED:
+        for name in names if holds(config) else ():
+            require(
+                getattr(config, name) == LAYER[name].default,
+                f"{given(name)}, which cannot be combined with {reason}; remove one of the two options.",
+            )
     experts, groups, kept = config.num_experts, config.expert_groups, config.groups_per_token
     require(
         config.top_k <= experts,

@@ -9,7 +9,6 @@ Every class has these members:
 
 - `apply(x_TD, routing, weights)` returns each token's weighted sum of its experts' outputs, [T, D].
 - `run_without_tokens` joins the collectives of other ranks' `apply` with zero tokens.
-- `decodes` is True if few tokens use the decode path in the current mode.
 
 T tokens, D model_dim, R rows.
 """
@@ -17,7 +16,6 @@ T tokens, D model_dim, R rows.
 import dataclasses
 from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -25,8 +23,7 @@ from torch import Tensor
 from fairseq_tutel.kernels.groups import Groups
 from fairseq_tutel.moe.adaptive import nearest_degree, weights_of
 from fairseq_tutel.moe.config import MoEConfig
-from fairseq_tutel.moe.decode import DecodeRouting, run_few
-from fairseq_tutel.moe.deferred import can_defer
+from fairseq_tutel.moe.decode import run_few, runs_few
 from fairseq_tutel.moe.dispatch import combine, dispatch
 from fairseq_tutel.moe.expert_stack import ExpertStack, Weights
 from fairseq_tutel.moe.routing import Routing, padded
@@ -46,16 +43,10 @@ class Local:
     experts: ExpertStack
     config: MoEConfig
 
-    @property
-    def decodes(self) -> bool:
-        """Whether few tokens use the decode path in the current mode."""
-        experts = self.experts
-        return can_defer(experts.training) and not self.config.prescore and experts.can_fuse
-
     def apply(self, x_TD: Tensor, routing: Routing, weights: Weights) -> Tensor:
         """Run the experts on this rank and return the layer output y_TD."""
         experts, config = self.experts, self.config
-        if isinstance(routing, DecodeRouting) and routing.is_deferred and self.decodes:
+        if not config.prescore and runs_few(experts, routing):
             return run_few(experts, x_TD, routing, weights)
         if not config.prescore and experts.can_fuse:
             return experts.run_fused(x_TD, routing, weights)
@@ -73,7 +64,6 @@ class Gathering(Local):
 
     topology: Topology
     calls: CallCounter
-    decodes: ClassVar[bool] = False
 
     def apply(self, x_TD: Tensor, routing: Routing, weights: Weights) -> Tensor:
         """Gather all experts, run them on this rank's tokens and return the layer output y_TD."""
@@ -97,7 +87,6 @@ class Exchange:
     topology: Topology
     calls: CallCounter
     options: exchange.ExchangeOptions
-    decodes: ClassVar[bool] = False
 
     def apply(self, x_TD: Tensor, routing: Routing, weights: Weights) -> Tensor:
         """Send rows to the ranks of their experts, receive the outputs and return the layer output y_TD."""

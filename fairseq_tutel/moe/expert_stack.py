@@ -1,13 +1,13 @@
 """The base class of experts, whose parameters are stacked. E experts, e on a rank, s shards of each."""
 
 import dataclasses
-import logging
 from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property
 from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import _has_any_global_hook
 from torch.utils.checkpoint import checkpoint
 
 from fairseq_tutel.kernels.groups import Groups
@@ -18,19 +18,7 @@ from fairseq_tutel.parallel.gradients import mark_expert, mark_root_scaled
 from fairseq_tutel.parallel.groups import Part, Slice, cut, mark_slice
 from fairseq_tutel.parallel.regroup import permute
 
-logger = logging.getLogger(__name__)
-
 Tensors = Mapping[str, Any]
-
-
-def is_hooked(module: nn.Module) -> bool:
-    """Return whether a module has forward or backward hooks, or a `forward` of its own.
-
-    Some libraries replace the `forward` of a single module instead of registering a hook.
-    """
-    before, after = module._forward_pre_hooks, module._forward_hooks
-    has_hooks = bool(before or after or module._backward_pre_hooks or module._backward_hooks)
-    return has_hooks or "forward" in vars(module)
 
 
 class Weights:
@@ -161,8 +149,10 @@ class ExpertStack(nn.Module):
 
     @property
     def is_hooked(self) -> bool:
-        """Whether calls must run hooks, such as the hooks of torch.nn.utils.prune; see the function."""
-        return is_hooked(self)
+        """Whether calls must run hooks or a `forward` of this object, which some libraries set."""
+        before, after = self._forward_pre_hooks, self._forward_hooks
+        has_hooks = bool(before or after or self._backward_pre_hooks or self._backward_hooks)
+        return has_hooks or "forward" in vars(self) or _has_any_global_hook()
 
     @property
     def call(self) -> Callable[..., Tensor]:
@@ -278,10 +268,6 @@ class ExpertStack(nn.Module):
         super().__setstate__(state)
         self.mark()
 
-    def extra_repr(self) -> str:
-        """Return the shapes of the expert tensors, for `repr`."""
-        return ", ".join(f"{name}={tuple(getattr(self, name).shape)}" for name in self.names)
-
     def whole_shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of a parameter of one complete expert, not split into shards."""
         shape, slicing = list(self.expert_parameters()[name].shape), self.slice_of(name)
@@ -314,7 +300,7 @@ class ExpertStack(nn.Module):
     def _load_from_state_dict(self, state_dict: Any, prefix: str, local_metadata: Any, *args: Any) -> None:
         self._refuse_offloaded(prefix)
         if self._saved_by_rank:
-            self._check_part(state_dict, prefix, local_metadata.get("part"))
+            self._check_part(prefix, local_metadata.get("part"))
         for name, parameter in self.expert_parameters().items():
             key, tensor = prefix + name, state_dict.get(prefix + name)
             if tensor is None:
@@ -332,24 +318,13 @@ class ExpertStack(nn.Module):
             self._loads_later, self._compute_device = False, None
         self.mark()
 
-    def _check_part(self, state_dict: Any, prefix: str, held: tuple[int, ...] | None) -> None:
-        """Raise ValueError if a state dict has another rank's experts, and warn if it names no rank."""
-        num_experts, mine = self.config.num_experts, self.part.of(self.config.num_experts)
-        if held is not None and held not in (self._held(), (num_experts, num_experts, 0, 1, 0)):
+    def _check_part(self, prefix: str, held: tuple[int, ...] | None) -> None:
+        """Raise ValueError if a state dict records that it has another rank's experts."""
+        if held is not None and held not in (self._held(), (held[0], held[0], 0, 1, 0)):
             raise ValueError(
-                f"the state dict's {prefix}{next(iter(self.expert_parameters()), '')} holds "
-                f"{Part(*held[1:]).of(held[0])}, but this rank has {mine}; load the file that this rank "
-                "saved, with the same number of ranks, or a file with all experts."
-            )
-        if held is None and any(
-            self._is_own_part(name, state_dict[prefix + name])
-            for name in self.expert_parameters()
-            if prefix + name in state_dict
-        ):
-            logger.warning(
-                "%s: the state dict does not record which experts it contains; they are loaded as %s.",
-                prefix[:-1],
-                mine,
+                f"the state dict's {prefix}* hold {Part(*held[1:]).of(held[0])}, but this rank has "
+                f"{self.part.of(self.config.num_experts)}; load the file that this rank saved, or one "
+                "with all experts."
             )
 
     def _is_own_part(self, name: str, tensor: Tensor | StoredStack) -> bool:

@@ -12,7 +12,7 @@ from fairseq_tutel import kernels
 from fairseq_tutel.kernels.activations import ACTIVATIONS
 from fairseq_tutel.kernels.first_order import first_order
 from fairseq_tutel.kernels.groups import Groups
-from fairseq_tutel.moe.build import construct, draw, draw_linear, hashed_seed, load_class, seeded_generator
+from fairseq_tutel.moe.build import draw, draw_linear, hashed_seed, load_class, seeded_generator
 from fairseq_tutel.moe.config import MoEConfig, label_of
 from fairseq_tutel.moe.expert_ffn import FFNCall, RowMaps, ffn
 from fairseq_tutel.moe.expert_stack import OWN, ExpertStack, Tensors, Weights
@@ -120,9 +120,14 @@ class Experts(ExpertStack):
 
     @property
     def is_one_node(self) -> bool:
-        """Whether all experts can be one autograd node: only an activation may be between fc1 and fc2."""
-        drops = self.training and self.config.activation_dropout > 0
-        return self.hidden_layer_norm is None and not drops
+        """Whether all experts can be one autograd node.
+
+        Only an activation may be between fc1 and fc2, and no subclass may replace a step of the FFN.
+        """
+        own, drops = type(self), self.training and self.config.activation_dropout > 0
+        is_replaced = own.run is not Experts.run or own.activate is not Experts.activate
+        is_replaced = is_replaced or own.forward is not ExpertStack.forward
+        return self.hidden_layer_norm is None and not drops and not is_replaced
 
     def _call(self, groups: Groups, device: torch.device, dtype: torch.dtype) -> FFNCall:
         config = self.config
@@ -184,7 +189,7 @@ class CustomExperts(ExpertStack):
         super().__init__(config, part)
         self.kind = kind
         with torch.device("meta"):
-            template = construct(label_of("expert_type"), kind, config)
+            template = kind(config)
         name = f"expert {kind.__name__}"
         require(bool(list(template.parameters())), f"{name} has no parameters; give a torch module.")
         require(

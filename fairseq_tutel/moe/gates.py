@@ -19,11 +19,6 @@ from fairseq_tutel.moe.config import MoEConfig, label_of
 from fairseq_tutel.option import is_custom
 
 
-def num_scores(config: MoEConfig) -> int:
-    """Return E, the number of logits that a gate computes per token."""
-    return config.num_experts
-
-
 class LinearGate(nn.Module):
     """A gate with one linear map without bias, in fp32 (fp64 for fp64 input) if `gate_fp32` is set.
 
@@ -34,7 +29,7 @@ class LinearGate(nn.Module):
     def __init__(self, config: MoEConfig) -> None:
         super().__init__()
         self.fp32_gate = config.gate_fp32
-        self.weight = nn.Parameter(torch.empty(num_scores(config), config.model_dim))
+        self.weight = nn.Parameter(torch.empty(config.num_experts, config.model_dim))
 
     def reset_parameters(self, generator: torch.Generator) -> None:
         """Initialize the weight from nn.Linear's initial distribution."""
@@ -60,7 +55,7 @@ class BiasedGate(LinearGate):
 
     def __init__(self, config: MoEConfig) -> None:
         super().__init__(config)
-        self.bias = nn.Parameter(torch.empty(num_scores(config)))
+        self.bias = nn.Parameter(torch.empty(config.num_experts))
 
     def reset_parameters(self, generator: torch.Generator) -> None:
         """Initialize the weight as LinearGate does, and the bias with zeros."""
@@ -88,7 +83,7 @@ class CosineGate(nn.Module):
         dim = config.gate_projection_dim
         self.projection_weight = nn.Parameter(torch.empty(dim, config.model_dim))
         self.projection_bias = nn.Parameter(torch.empty(dim))
-        self.directions = nn.Parameter(torch.empty(num_scores(config), dim))
+        self.directions = nn.Parameter(torch.empty(config.num_experts, dim))
         self.log_scale = nn.Parameter(torch.empty(()))
 
     def reset_parameters(self, generator: torch.Generator) -> None:
@@ -127,7 +122,7 @@ class HashGate(nn.Module):
 
     def __init__(self, config: MoEConfig) -> None:
         super().__init__()
-        self.num_experts = num_scores(config)
+        self.num_experts = config.num_experts
         # Saved in checkpoints, so that routing does not depend on the seed at load time.
         self.register_buffer("salt", torch.zeros((), dtype=torch.int64))
 
@@ -191,7 +186,7 @@ def gate_logits(gate: nn.Module, x_TD: Tensor, call: Call, config: MoEConfig) ->
     """Run a gate and return its logits [T, E]; raise ValueError if shapes or token IDs are wrong."""
     if not isinstance(gate, HashGate):
         logits_TE = gate(x_TD)
-        expected = x_TD.shape[0], num_scores(config)
+        expected = x_TD.shape[0], config.num_experts
         if logits_TE.shape != expected:
             raise ValueError(
                 f"gate {type(gate).__name__} gave logits of shape {tuple(logits_TE.shape)} for "
@@ -209,7 +204,7 @@ def gate_logits(gate: nn.Module, x_TD: Tensor, call: Call, config: MoEConfig) ->
 
 def noise_std(config: MoEConfig) -> float:
     """Return the standard deviation of the noise that training adds to gate logits: gate_noise / E."""
-    return config.gate_noise / num_scores(config)
+    return config.gate_noise / config.num_experts
 
 
 def noisy_logits(logits_TE: Tensor, config: MoEConfig, training: bool) -> Tensor:

@@ -1,29 +1,24 @@
 """The MoE layer: routing, experts, balance losses. T tokens, D model_dim, E experts, K top_k, R rows."""
 
 import dataclasses
-import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property, reduce
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.modules.module import _has_any_global_hook
 
 from fairseq_tutel.moe.adaptive import static_strategy
 from fairseq_tutel.moe.balance import BalanceBias, balance_losses
-from fairseq_tutel.moe.balance_options import parse_balance_loss
 from fairseq_tutel.moe.call import Call
 from fairseq_tutel.moe.capacity import Capacity
-from fairseq_tutel.moe.config import MoEConfig
-from fairseq_tutel.moe.decode import MOST_ASSIGNMENTS, are_few, decide_few, is_plain, route_and_run
-from fairseq_tutel.moe.deferred import Deferred, can_defer
+from fairseq_tutel.moe.config import MoEConfig, parse_balance_loss
+from fairseq_tutel.moe.decode import are_few, can_defer, decide_few
 from fairseq_tutel.moe.dispatchers import Dispatcher, OwnExperts, choose_dispatcher
-from fairseq_tutel.moe.expert_stack import ExpertStack, Weights, is_hooked
-from fairseq_tutel.moe.experts import Experts, build_experts
+from fairseq_tutel.moe.expert_stack import ExpertStack
+from fairseq_tutel.moe.experts import build_experts
 from fairseq_tutel.moe.gates import (
-    LinearGate,
     build_gate,
     gate_input,
     gate_logits,
@@ -31,27 +26,27 @@ from fairseq_tutel.moe.gates import (
     noisy_logits,
     reset_gate,
 )
-from fairseq_tutel.moe.routing import GateOutput, Routing, decide, mask_outputs, summary
+from fairseq_tutel.moe.routing import GateOutput, Routing, decide, mask_outputs
 from fairseq_tutel.moe.shared_experts import SharedResidualExperts, sum_of_gate
-from fairseq_tutel.option import is_whole
+from fairseq_tutel.option import is_whole, require
 from fairseq_tutel.parallel.call_id import CallCounter
 from fairseq_tutel.parallel.groups import Topology
 from fairseq_tutel.parallel.strategy import Strategy
 from fairseq_tutel.parallel.transfer import ExchangeTimer
 
-# The methods of a layer that `decode` replaces.
-SKIPPED = ("routing_of", "route", "apply_routing")
 
-
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class MoEOutput:
     """The balance losses and the routing of one forward pass.
 
+    In evaluation without gradients, the losses are computed at their first access.
+
     Attributes:
-        balance_loss: [] at least fp32, differentiable; the weighted sum of `losses`, 0 without losses.
-        losses: unweighted balance losses by name, [] each.
-        cmr_sum: [] differentiable, sum of the CMR gate over real tokens; None without CMR.
         routing: the assignments of tokens to experts.
+        balance_weights: the weight of each balance loss, by name.
+        losses: unweighted balance losses by name, [] each.
+        balance_loss: [] at least fp32, differentiable; the weighted sum of `losses`, 0 without losses.
+        cmr_sum: [] differentiable, sum of the CMR gate over real tokens; None without CMR.
 
     Example:
         >>> layer = ft.MoELayer(ft.MoEConfig(model_dim=64, hidden_dim=256, num_experts=8))
@@ -60,22 +55,34 @@ class MoEOutput:
         (['gshard'], torch.Size([8]))
     """
 
-    balance_loss: Tensor
-    losses: dict[str, Tensor]
-    cmr_sum: Tensor | None
     routing: Routing
+    balance_weights: dict[str, float]
 
-    __repr__ = summary
+    @cached_property
+    def losses(self) -> dict[str, Tensor]:
+        """The unweighted balance losses by name. Some of them need a collective at the first access."""
+        assert self.routing.gate is not None
+        return balance_losses(self.balance_weights, self.routing, self.routing.gate)
 
+    @cached_property
+    def balance_loss(self) -> Tensor:
+        """The weighted sum of all balance losses."""
+        weighted = [self.balance_weights[name] * loss for name, loss in self.losses.items()]
+        return reduce(torch.add, weighted) if weighted else self.routing.probs_TE.new_zeros(())
 
-class DeferredOutput(Deferred, MoEOutput):
-    """A `MoEOutput` that computes the balance losses at their first access."""
+    @cached_property
+    def cmr_sum(self) -> Tensor | None:
+        """The sum of the CMR gate over all tokens except padding."""
+        gate = self.routing.gate
+        if gate is None or gate.cmr_T1 is None:
+            return None
+        return sum_of_gate(gate.cmr_T1, self.routing.real_T)
 
 
 class MoELayer(nn.Module):
     """A mixture of experts that replaces a feed-forward layer.
 
-    The forward pass calls `route`, `apply_routing` and `balance`, or for few tokens `decode`.
+    The forward pass calls `route`, `apply_routing` and `balance`.
 
     Args:
         config: the options of the layer.
@@ -90,7 +97,7 @@ class MoELayer(nn.Module):
         experts: existing experts, used instead of new experts of `config`; drawn again from `seed`.
 
     Raises:
-        ValueError: `config` is no MoEConfig, or does not fit the topology.
+        ValueError: `config` does not fit the topology.
 
     Example:
         >>> layer = ft.MoELayer(ft.MoEConfig(model_dim=64, hidden_dim=256, num_experts=8))
@@ -102,7 +109,6 @@ class MoELayer(nn.Module):
     """
 
     router: Any = None  # routes several layers with `routing_of`, as in inference/pregate.py
-    _is_plain: bool | None = None  # whether class and options allow `decode`; None: not known yet
 
     def __init__(
         self,
@@ -116,15 +122,8 @@ class MoELayer(nn.Module):
         experts: ExpertStack | None = None,
     ) -> None:
         super().__init__()
-        if not isinstance(config, MoEConfig):
-            raise ValueError(
-                f"config is {config!r}; give a MoEConfig, such as MoEConfig(model_dim=64, hidden_dim=256, "
-                "num_experts=8)."
-            )
         self.name = name
         self.topology = topology or Topology()
-        self._dispatcher: Dispatcher | None = None
-        self._dispatcher_for: tuple[ExpertStack, Weights] | None = None
         self.configure(config, gate_configs or [config] * len(config.gate_types))
         if gates is None:
             kinds = config.gate_types if gate_configs is None else [c.gate_type for c in gate_configs]
@@ -149,7 +148,7 @@ class MoELayer(nn.Module):
 
     def configure(self, config: MoEConfig, gate_configs: Sequence[MoEConfig]) -> None:
         """Replace the configurations of the layer and of each gate, but keep the existing modules."""
-        self.config, self._dispatcher, self._is_plain = config, None, None
+        self.config = config
         self.gate_configs = [
             # Checks options that the layer's losses require of every gate, such as noise.
             dataclasses.replace(c, balance_loss=config.balance_loss)
@@ -198,9 +197,6 @@ class MoELayer(nn.Module):
         Raises:
             ValueError: x, a mask, token IDs or an override are invalid.
         """
-        is_default = capacity_factor is None and top_k is None and gate_index is None
-        if is_default and padding_mask is None and token_ids is None and self.decodes(x, time_first):
-            return self.decode(x, time_first)
         call = Call.of(
             x,
             self.config.model_dim,
@@ -215,56 +211,6 @@ class MoELayer(nn.Module):
         routing = self.routing_of(x_TD, call)
         y_TD = self.apply_routing(x_TD, routing)
         return y_TD.view(*call.shape, y_TD.shape[1]), self.balance(routing)
-
-    def decodes(self, x: Tensor, time_first: bool) -> bool:
-        """Return whether `decode` can compute this input: few tokens in fp32, and default options."""
-        # This check comes first, because torch.compile compiles again if `_is_plain` changes.
-        if not can_defer(self.training):
-            return False
-        if self._is_plain is None:
-            self._is_plain = self._has_plain_options()
-        # `Module.__getattr__` and properties would take as long as all other checks together.
-        config, own, modules = self.config, self.__dict__, self._modules
-        gate: Any = modules["gate"]
-        experts: Any = modules["experts"]
-        weight, fc1_weight = gate._parameters.get("weight"), experts._parameters.get("fc1_weight")
-        return (
-            self._is_plain
-            and 0 < x.numel() * config.top_k <= MOST_ASSIGNMENTS * config.model_dim
-            and x.shape[-1] == config.model_dim
-            and self.router is None
-            and self.beside is None
-            and self.balance_bias is None
-            and own.keys().isdisjoint(SKIPPED)  # no method is replaced in this object
-            and type(experts) is Experts
-            and experts.is_one_node
-            and experts.weights.are_own
-            and not experts.training
-            and not is_hooked(experts)
-            and type(gate) is LinearGate
-            and not is_hooked(gate)
-            and not _has_any_global_hook()
-            and weight is not None
-            and x.dtype == torch.float32 == weight.dtype == fc1_weight.dtype
-            and x.is_cpu
-            and not (time_first and x.dim() != 3)
-            and not torch.is_autocast_enabled("cpu")
-        )
-
-    def _has_plain_options(self) -> bool:
-        """Return whether the options allow `decode`, and no subclass replaces the steps that it skips."""
-        is_stock = all(getattr(type(self), name) is getattr(MoELayer, name) for name in SKIPPED)
-        is_single = self.gate_configs == [self.config] and self.topology.expert_group is None
-        return is_stock and is_single and is_plain(self.config)
-
-    def decode(self, x: Tensor, time_first: bool) -> tuple[Tensor, MoEOutput]:
-        """Compute a few tokens; their losses, slots and rows are computed at the first access."""
-        gate: Any = self.gate
-        x_TD = x.reshape(-1, x.shape[-1])
-        logits_TE = F.linear(x_TD, gate.weight)
-        routed = functools.partial(_route_all, logits_TE, self.config, x.shape[:-1], time_first)
-        y_TD, routing = route_and_run(x_TD, logits_TE, self.experts, self.config, routed)
-        return y_TD.view(x.shape), self.balance(routing)
 
     def routing_of(self, x_TD: Tensor, call: Call) -> Routing:
         """Return the routing of a forward pass, from the router set by `route_by`, or else from `route`."""
@@ -285,10 +231,14 @@ class MoELayer(nn.Module):
         logits_TE = noisy_logits(clean_TE, config, self.training)
         cmr_T1 = None if self.beside is None else self.beside.cmr_gate_of(x_TD)
         topology = self.topology if self.training else None
-        gate_output = _gate_output(logits_TE, clean_TE, call, config, cmr_T1, topology)
+        gate_output = GateOutput(
+            logits_TE=logits_TE, clean_TE=clean_TE, noise=noise_std(config),
+            score_function=config.score_function, sentences=call.sentences, time_first=call.time_first,
+            cmr_T1=cmr_T1, topology=topology, backend=config.backend,
+        )  # fmt: skip
         bias_E = None if self.balance_bias is None else self.balance_bias.bias
         batch = call.micro_batch(config, self.training, bias_E)
-        if can_defer(self.training) and self.dispatcher.decodes and are_few(logits_TE, config, batch):
+        if self.topology.expert_group is None and are_few(logits_TE, config, batch):
             return decide_few(logits_TE, config, batch, gate_output)
         routing = decide(logits_TE, config, batch, gate_output)
         if self.training and call.is_new:
@@ -316,29 +266,25 @@ class MoELayer(nn.Module):
 
     def balance(self, routing: Routing) -> MoEOutput:
         """Return the balance losses of a routing from `route`. Some losses make this a collective call."""
-        weights = self.balance_weights
-        if can_defer(self.training):
-            return DeferredOutput(functools.partial(_balance, routing, weights), routing=routing)
-        return _balance(routing, weights)
+        output = MoEOutput(routing, self.balance_weights)
+        if not can_defer(self.training):
+            output.balance_loss, output.cmr_sum  # noqa: B018  computes them with gradients
+        return output
 
     def follow(self, strategy: Strategy) -> None:
         """Use this execution strategy in later forward passes. All ranks must use the same strategy."""
-        self.strategy, self._dispatcher = strategy, None
+        self.strategy = strategy
 
     @property
     def dispatcher(self) -> Dispatcher:
-        """The dispatcher of the next forward pass; a change of strategy or weights selects it again."""
-        basis = self.experts, self.experts.weights
-        if self._dispatcher is None or self._dispatcher_for != basis:
-            self._dispatcher = choose_dispatcher(
-                self.experts, self.config, self.topology, self.strategy, self.calls, self.timer, self.name
-            )
-            self._dispatcher_for = basis
-        return self._dispatcher
+        """The dispatcher for the current topology, strategy and weights."""
+        return choose_dispatcher(
+            self.experts, self.config, self.topology, self.strategy, self.calls, self.timer, self.name
+        )
 
     def time_exchanges(self) -> None:
         """Measure the time of all later all-to-all exchanges with `timer`."""
-        self.timer, self._dispatcher = ExchangeTimer(), None
+        self.timer = ExchangeTimer()
 
     def watch_load(self) -> None:
         """Record each micro-batch's largest number of assignments of an expert in `busiest`."""
@@ -359,44 +305,8 @@ class MoELayer(nn.Module):
 
     def gate_at(self, index: int) -> tuple[nn.Module, MoEConfig]:
         """Return the gate with this index and its configuration; raise ValueError for an invalid index."""
-        if not (is_whole(index) and 0 <= index < len(self.gate_configs)):
-            count = len(self.gate_configs)
-            raise ValueError(
-                f"gate_index is {index!r} but there are {count} gates; choose from 0 to {count - 1}."
-            )
+        count = len(self.gate_configs)
+        message = f"gate_index is {index!r} but there are {count} gates; choose from 0 to {count - 1}."
+        require(is_whole(index) and 0 <= index < count, message)
         gate = self.gate if index == 0 else self.other_gates[index - 1]
         return gate, self.gate_configs[index]
-
-
-# These functions do not use the layer. Its mode and options can change before a deferred result is read.
-
-
-def _balance(routing: Routing, balance_weights: dict[str, float]) -> MoEOutput:
-    assert routing.gate is not None
-    named = balance_losses(balance_weights, routing, routing.gate)
-    weighted = [balance_weights[name] * loss for name, loss in named.items()]
-    total = functools.reduce(torch.add, weighted) if weighted else routing.probs_TE.new_zeros(())
-    cmr_sum = None if routing.gate.cmr_T1 is None else sum_of_gate(routing.gate.cmr_T1, routing.real_T)
-    return MoEOutput(balance_loss=total, losses=named, cmr_sum=cmr_sum, routing=routing)
-
-
-def _route_all(logits_TE: Tensor, config: MoEConfig, shape: torch.Size, time_first: bool) -> Routing:
-    """Return the complete routing of tokens that `decode` has computed."""
-    call = Call(shape=tuple(shape), time_first=time_first)
-    gate_output = _gate_output(logits_TE, logits_TE, call, config)
-    return decide(logits_TE, config, call.micro_batch(config, training=False), gate_output)
-
-
-def _gate_output(
-    logits_TE: Tensor,
-    clean_TE: Tensor,
-    call: Call,
-    config: MoEConfig,
-    cmr_T1: Tensor | None = None,
-    topology: Topology | None = None,
-) -> GateOutput:
-    return GateOutput(
-        logits_TE=logits_TE, clean_TE=clean_TE, noise=noise_std(config),
-        score_function=config.score_function, sentences=call.sentences, time_first=call.time_first,
-        cmr_T1=cmr_T1, topology=topology, backend=config.backend,
-    )  # fmt: skip

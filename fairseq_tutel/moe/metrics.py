@@ -1,4 +1,4 @@
-"""The metrics of routing, in one table, `METRICS`, which defines logs, charts and docs.
+"""The metrics of routing, in one table, `METRICS`, which defines logs and docs.
 
 A metric is either a mean over tokens, whose sum each layer computes in its forward, or a function of the
 counts of assignments, computed once per micro-batch for all layers. Nothing is read on the host.
@@ -41,12 +41,6 @@ class Metric:
     token_sum: Callable[[Tensor, Tensor, Tensor | None], Tensor] | None = None
     of_counts: Callable[[Counts], Tensor] | None = None  # returns it for each layer, [L] or [L, K]
     layers: str = ""  # name of its list over layers in the JSON log; empty: none is logged
-    title: str = ""  # of its chart in the report; empty: its name
-    unit: str = ""  # label of the chart's axis
-    text: str = ""  # how to read the chart
-    drawn: bool = True  # whether the report draws it
-    from_zero: bool = False  # the chart's axis begins at 0
-    unless_zero: bool = False  # a chart of zeros alone is left out
 
     def names(self, top_k: int, name: str | None = None) -> list[str]:
         """Return the metric's log names: one name, or one for each choice; `name` replaces its own name."""
@@ -84,55 +78,43 @@ METRICS = (
     Metric(
         name="entropy_gating", layers="entropy", token_sum=_entropies,
         help="entropy of the gate, in nats: from 0 to ln E",
-        title="Gate entropy", unit="entropy (nats)",
-        text="How undecided the gate is about a token: ln E if all E experts are alike, 0 if one is sure.",
     ),
     Metric(
         name="expert{}_weight", layers="weight{}",
         token_sum=lambda _, weights_TK, real_T: weights_TK.sum(dim=0),
         help="mean weight of choice J",
-        title="Weights", unit="mean weight",
-        text="Factors of the outputs of a token's choices.",
     ),
     Metric(
         name="expert{}_balance_top", of_counts=lambda counts: _fifth(counts, largest=True),
-        help="percent of tokens at the busiest fifth of the experts", drawn=False,
+        help="percent of tokens at the busiest fifth of the experts",
     ),
     Metric(
         name="expert{}_balance_bottom", of_counts=lambda counts: _fifth(counts, largest=False),
-        help="percent of tokens at the least busy fifth of the experts", drawn=False,
+        help="percent of tokens at the least busy fifth of the experts",
     ),
     Metric(
         name="overflow_expert{}", of_counts=_overflow,
         help="percent of dropped assignments of choice J; with --moe-choice experts, choice 1 is the "
         "percent of tokens that no expert chose",
-        title="Dropped share by choice", unit="dropped (%)", from_zero=True, unless_zero=True,
-        text="Later choices are dropped more often, since first choices come before them.",
     ),
     Metric(
         name="unused_expert{}_count", of_counts=lambda counts: counts.assigned_LKE.eq(0).sum(dim=2),
-        help="experts that no token chose as choice J", drawn=False,
+        help="experts that no token chose as choice J",
     ),
     Metric(
         name="moe_dead_experts", layers="dead_experts",
         of_counts=lambda counts: counts.load_LE.eq(0).sum(dim=1),
         help="experts that no token chose",
-        title="Dead experts", unit="experts", from_zero=True,
-        text="Experts that no token of a micro-batch chose.",
     ),
     Metric(
         name="moe_dropped", layers="dropped", help="percent of dropped assignments",
         of_counts=lambda it: 100 * (it.load_LE - it.kept_LE).sum(dim=1) / it.per_assignment_L,
-        title="Dropped share", unit="dropped (%)", from_zero=True, unless_zero=True,
-        text="Percent of all assignments whose expert was full. Always 0 without a capacity.",
     ),
     Metric(
         name="moe_max_violation", layers="max_violation",
         of_counts=lambda it: it.load_LE.shape[1] * it.load_LE.amax(dim=1) / it.per_assignment_L,
         help="load of the busiest expert over the mean load, before dropping; 1 is even, and Wang et al.'s "
         "MaxVio is this minus 1",
-        title="Busiest expert", unit="load (even shares)",
-        text="Its load, over all choices and before dropping: 1 if even, E if one of E experts has all.",
     ),
 )  # fmt: skip
 

@@ -4,7 +4,7 @@ T tokens, E experts, K top_k, C capacity, R rows. A row is a row of the buffer t
 source t * K + j is assignment j of token t.
 """
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -26,20 +26,6 @@ from fairseq_tutel.moe.config import MoEConfig
 from fairseq_tutel.parallel.groups import Topology
 
 
-def summary(record: Any) -> str:
-    """Return the repr of a dataclass, with the dtype and shape of each tensor in place of its values."""
-
-    def text(value: Any) -> str:
-        if isinstance(value, dict):
-            return "{" + ", ".join(f"{key!r}: {text(each)}" for key, each in value.items()) + "}"
-        if isinstance(value, Tensor):
-            return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
-        return repr(value)
-
-    values = ", ".join(f"{item.name}={text(getattr(record, item.name))}" for item in fields(record))
-    return f"{type(record).__name__}({values})"
-
-
 @dataclass(frozen=True, kw_only=True)
 class GateOutput:
     """The gate's results that balance losses use in addition to the routing."""
@@ -53,8 +39,6 @@ class GateOutput:
     cmr_T1: Tensor | None = None  # differentiable, the CMR gate g of each token; None without CMR
     topology: Topology | None = None  # `gshard_global` sums the loads of its ranks; None in evaluation
     backend: str = "auto"  # of the kernels
-
-    __repr__ = summary
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,8 +93,6 @@ class Routing:
     token_of_R: Tensor
     capacity: int | None
     gate: GateOutput | None
-
-    __repr__ = summary
 
     @cached_property
     def groups(self) -> Groups:

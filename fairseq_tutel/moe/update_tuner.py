@@ -6,6 +6,7 @@ import math
 import os
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from statistics import median
 from typing import Any
@@ -14,13 +15,12 @@ import torch
 import torch.distributed as dist
 
 from fairseq_tutel.files import json_of, renamed_when_whole
-from fairseq_tutel.moe.adaptive import allowed_degrees, predicted_seconds
+from fairseq_tutel.moe.adaptive import allowed_degrees, nearest_degree
 from fairseq_tutel.moe.layer import MoELayer
-from fairseq_tutel.moe.option_table import TaskConfig
 from fairseq_tutel.option import require
-from fairseq_tutel.parallel import world
+from fairseq_tutel.parallel import host_memory, world
 from fairseq_tutel.parallel.collectives import all_reduce
-from fairseq_tutel.parallel.cost import OVERLAPS
+from fairseq_tutel.parallel.cost import OVERLAPS, Cluster, Work, step_seconds
 from fairseq_tutel.parallel.machine import Machine, typical
 from fairseq_tutel.parallel.rendezvous import ranks_per_node
 from fairseq_tutel.parallel.strategy import ALGORITHMS, Strategy
@@ -31,6 +31,7 @@ logger = logging.getLogger(__name__)
 WIDENING = 0.25  # least width of a bucket relative to its lower end, for long-tailed dropless loads
 WARM_UPDATES = 2  # the first allocates optimizer state; the second's memory peak is measured
 FORMAT = 3
+WINDOW = 128  # least width of a bucket, in slots of an expert
 # The measurements depend on these options.
 SIGNED = ("model_dim", "hidden_dim", "top_k", "exchange", "a2a_dtype")
 
@@ -71,17 +72,13 @@ class UpdateTuner:
     def __init__(
         self,
         layers: Sequence[MoELayer],
-        window: int = TaskConfig.moe_adaptive_window,
+        window: int = WINDOW,
         path: str | None = None,
         overlaps: Sequence[int] = OVERLAPS,
         algorithms: Sequence[str] | None = None,
         conditions: Mapping[str, Any] | None = None,
         machine: Machine | None = None,
     ) -> None:
-        require(
-            isinstance(layers, Sequence) and len(layers) > 0,
-            "layers must be a list with at least one MoELayer; give all MoE layers of one model.",
-        )
         self.layers, self.window, self.path = list(layers), window, path
         first = self.layers[0]
         require(
@@ -102,7 +99,7 @@ class UpdateTuner:
         self._last: tuple[str, Strategy] | None = None
         self._milliseconds, self._is_timed = math.nan, False
         self._micro_batches = [0]  # number of tokens of each micro-batch on this rank
-        self._updates, self._warm, self._warned = 0, 0, False
+        self._warm = 0
         for layer in self.layers:
             if layer.config.capacity_factor <= 0:
                 layer.watch_load()
@@ -123,7 +120,6 @@ class UpdateTuner:
 
         Collective over all ranks. The previous update is recorded only if every rank called `end` for it.
         """
-        require(num_tokens >= 0, f"num_tokens is {num_tokens}; give a number of tokens.")
         tokens, milliseconds, busiest, of_update, of_last = self._agreed(num_tokens)
         if math.isfinite(milliseconds):
             self._warm += 1
@@ -137,7 +133,6 @@ class UpdateTuner:
         for layer in self.layers:
             layer.follow(strategy)
         self._micro_batches, self._milliseconds = [num_tokens], math.nan
-        self._updates += 1
         self._is_timed = self._last is None or not self.tuner.settled(self._last[0])
         self._wait_for_gpu()
         self._started = time.perf_counter()
@@ -149,8 +144,6 @@ class UpdateTuner:
 
     def end(self) -> None:
         """Record the time at which the update ends. If called several times, the last call counts."""
-        if not self._updates:
-            raise RuntimeError("UpdateTuner.end was called before begin; call begin first.")
         if self._tuner is None:
             self._free = _free_bytes(self._device())
         if self._is_timed:
@@ -173,12 +166,20 @@ class UpdateTuner:
     def _predicted(self, tokens: int, strategy: Strategy) -> float:
         """Return the predicted seconds of all layers' forward and backward with a strategy."""
         assert self._machine is not None
-        seconds = 0.0
+        algorithm, seconds = "linear" if strategy.plan else strategy.algorithm, 0.0
         for layer in self.layers:
-            width = _weights(layer)[0].element_size()
-            seconds += predicted_seconds(
-                layer.config, layer.topology, strategy, tokens, self._machine, width
-            )
+            config, topology = layer.config, layer.topology
+            size, slices = topology.expert_parallel_size, layer.experts.part.slices
+            degree = nearest_degree(strategy.adaptive_r, slices, config.hidden_layer_norm)
+            nodes, local = (topology.grid.nodes, topology.grid.local) if topology.grid else (1, size)
+            work = Work(
+                tokens=tokens, model_dim=config.model_dim, hidden_dim=config.hidden_dim,
+                experts=config.num_experts, top_k=config.top_k, glu=config.expert_type == "glu",
+                bytes_per_element=_weights(layer)[0].element_size(),
+            )  # fmt: skip
+            cluster = Cluster(nodes=nodes, local=local, expert_parallel_size=size)
+            way = replace(strategy, adaptive_r=degree, algorithm=algorithm)
+            seconds += step_seconds(work, self._machine, cluster, way)
         return seconds
 
     def _record(self, milliseconds: float, tokens: float) -> None:
@@ -188,24 +189,16 @@ class UpdateTuner:
             return
         # The cost is per token, since updates in one bucket have different numbers of tokens.
         self.tuner.record(key, strategy, 1000 * milliseconds / max(tokens, 1))
-        if self.tuner.settled(key):
-            self._log_best(key)
+        if self.tuner.settled(key) and world.is_first():
+            best = self.tuner.best[key]
+            costs = {strategy: median(c) for strategy, c in self.tuner.costs[key].items()}
+            logger.info(
+                "adaptive: %s: adaptive_r %d, overlap %d, %s: %.4g ms per thousand tokens of a rank; given "
+                "strategy %.4g ms; slowest of %d strategies %.4g ms",
+                key, best.adaptive_r, best.overlap, best.algorithm, costs[best],
+                costs.get(self.static, math.nan), len(costs), max(costs.values()),
+            )  # fmt: skip
         self._save()  # an interrupted run can continue from this state
-
-    def _log_best(self, key: str) -> None:
-        if not world.is_first():
-            return
-        costs = {strategy: median(c) for strategy, c in self.tuner.costs[key].items()}
-        best = self.tuner.best[key]
-        gain = ""
-        if self.static in costs:
-            gain = f", {costs[self.static] / costs[best]:.3g} times as fast as the given strategy"
-        logger.info(
-            "adaptive: %s: adaptive_r %d, overlap %d, %s: %.4g ms per thousand tokens of a rank%s; the "
-            "slowest of %d strategies took %.4g ms",
-            key, best.adaptive_r, best.overlap, best.algorithm, costs[best], gain, len(costs),
-            max(costs.values()),
-        )  # fmt: skip
 
     def _agreed(self, num_tokens: int) -> tuple[float, ...]:
         """Return five measured values of an update, each the maximum over all ranks. Collective.
@@ -279,19 +272,10 @@ class UpdateTuner:
             return
         found = _read(self.path, self.signature()) if world.is_first() else {}
         found = world.broadcast_object(found, "the reading of the tuner's dictionary")
-        try:
-            skipped = self.tuner.load(found)
-        except ValueError as error:
-            _warn_unreadable(self.path, error)
-            self._tuner = Tuner(self.tuner.rs, *self._pairs, self.static)
-            return
+        skipped = self.tuner.load(found)
         if world.is_first() and found:
-            settled, all_of_them = len(self.tuner.best), len(self.tuner.costs)
-            logger.info(
-                "adaptive: loaded %s: %d buckets settled, %d unfinished, %d skipped because their best "
-                "strategy is not available in this run",
-                self.path, settled, all_of_them - settled, skipped,
-            )  # fmt: skip
+            counts = self.path, len(self.tuner.best), len(self.tuner.costs), skipped
+            logger.info("adaptive: loaded %s: %d of %d buckets settled, %d not available here", *counts)
 
     def _save(self) -> None:
         """Write the measurements on rank 0. A failure logs a warning, and training continues."""
@@ -303,9 +287,8 @@ class UpdateTuner:
             with renamed_when_whole(self.path) as temporary, open(temporary, "w") as file:
                 json.dump(content, file, indent=1)
         except OSError as error:
-            if not self._warned:
-                self._warned = True
-                logger.warning("adaptive: %s was not written: %s", self.path, error)
+            logger.warning("adaptive: %s was not written: %s", self.path, error)
+            self.path = None
 
 
 def _weights(layer: MoELayer) -> list[torch.Tensor]:
@@ -313,15 +296,13 @@ def _weights(layer: MoELayer) -> list[torch.Tensor]:
 
 
 def _free_bytes(device: torch.device) -> float:
-    """Return the free bytes at this rank's memory peak, on its GPU or in its share of host memory.
-
-    On a host, the current free memory is used, because a process keeps memory that it freed.
-    """
+    """Return the free bytes at this rank's memory peak, on its GPU or in its share of host memory."""
     if device.type == "cuda":
         free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
         return float(free - torch.cuda.max_memory_allocated(device))
-    pages = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return pages / (ranks_per_node() or world.size())
+    # A process keeps memory that it freed, so this is the free memory at the peak.
+    left = host_memory.available()
+    return math.inf if left is None else left / (ranks_per_node() or world.size())
 
 
 def _capacity(layer: MoELayer, tokens: float, busiest: float) -> float:
@@ -339,22 +320,13 @@ def _read(path: str, signature: dict[str, Any]) -> dict[str, Any]:
     """Read saved measurements. Return {} if the file is missing, corrupt or made in other conditions."""
     try:
         content = json_of(path)
-        saved = {"format": content["format"], **content["signature"]}
+        is_same = content["format"] == FORMAT and content["signature"] == signature
         buckets = content["buckets"]
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, KeyError, TypeError) as error:
-        _warn_unreadable(path, error)
-        return {}
-    here = {"format": FORMAT, **signature}
-    names = [name for name in here if saved.get(name) != here[name]]
-    if names:
-        differing = ", ".join(f"{n} was {saved.get(n)} and is {here[n]} now" for n in names)
-        logger.info("adaptive: %s was measured with another setup (%s); measuring again", path, differing)
-        return {}
-    return buckets
-
-
-def _warn_unreadable(path: str, error: Exception) -> None:
-    if world.is_first():
         logger.warning("adaptive: %s cannot be read (%s); measuring again", path, error)
+        return {}
+    if not is_same:
+        logger.info("adaptive: %s was measured with another setup; measuring again", path)
+    return buckets if is_same else {}

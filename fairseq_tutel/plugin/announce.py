@@ -3,53 +3,17 @@
 import logging
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any
 
-import torch
 from torch import nn
 
-from fairseq_tutel.moe.adaptive import is_tuned
 from fairseq_tutel.moe.capacity import evaluates_as_in_training
 from fairseq_tutel.moe.config import MoEConfig
 from fairseq_tutel.moe.expert_stack import ExpertStack
 from fairseq_tutel.moe.layer import MoELayer
-from fairseq_tutel.moe.option_table import ModelConfig, SidesConfig, StoreConfig, TaskConfig
-from fairseq_tutel.option import options_in, read
+from fairseq_tutel.plugin.options import ModelConfig
+from fairseq_tutel.plugin.training.options import TaskConfig
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Facts:
-    """Properties of a run that decide which options have an effect."""
-
-    layer: MoEConfig  # configuration of the first MoE layer
-    sides: SidesConfig
-    ranks: int = 1
-    expert_parallel_size: int = 1
-    slices: int = 1  # the largest number of shards of an expert in any layer
-    adaptive_r: int = 1  # the value in the first MoE layer
-    over_nodes: bool = False  # whether each EP group consists of several complete nodes
-    ranks_per_node: int = 0  # 0 if unknown
-    half: bool = False  # whether the model computes in fp16 or bf16
-    gpu: bool = False
-    plans: bool = False  # whether collective plans are given
-    pregated: bool = False  # whether gates read the input of an earlier layer
-    tuned: bool = False  # whether the tuner chooses the layers' strategy
-    store: StoreConfig = field(default_factory=StoreConfig)
-    opened: bool = False  # whether the model is opened from a checkpoint for inference
-
-
-def warn_of_no_effect(config: Any, facts: Facts) -> None:
-    """Warn of every option in `config` that differs from the default value but has no effect."""
-    for option in options_in(type(config)):
-        value = getattr(config, option.name)
-        condition = next((each for each in option.no_effect if each.holds(facts)), None)
-        if condition is not None and value != option.default:
-            shown = "" if value is True else f" {value}"
-            words = condition.words.format(f=facts)
-            logger.warning("%s%s has no effect%s", option.flag, shown, words)
 
 
 def log_experts(layers: Sequence[MoELayer], kernels: tuple[str, str]) -> None:
@@ -149,33 +113,29 @@ def log_exchange(layers: Sequence[MoELayer]) -> None:
     )
 
 
-def warn_of_options(
-    layers: Sequence[MoELayer], model_cfg: Any, options: TaskConfig, local: int, half: bool
-) -> None:
-    """Warn of model and task options that have no effect in this training run.
-
-    Options of the criterion are checked when it is built.
-    """
-    first, sides = layers[0], read(SidesConfig, model_cfg)
-    if first.topology.rank != 0:
+def warn_of_no_effect(layers: Sequence[MoELayer], model: ModelConfig, task: TaskConfig) -> None:
+    """Warn of options that users set in vain, because another option or more ranks are missing."""
+    config, topology = layers[0].config, layers[0].topology
+    if topology.rank != 0:
         return
-    facts = Facts(
-        layer=first.config,
-        sides=sides,
-        ranks=first.topology.world_size,
-        expert_parallel_size=first.topology.expert_parallel_size,
-        slices=max(layer.experts.part.slices for layer in layers),
-        adaptive_r=first.strategy.adaptive_r,
-        over_nodes=first.topology.grid is not None,
-        ranks_per_node=local,
-        half=half,
-        gpu=torch.cuda.is_available(),
-        plans=bool(options.moe_collective_plans),
-        pregated=read(ModelConfig, model_cfg).moe_pregate > 0,
-        tuned=is_tuned(first.config),
-    )
-    for config in (first.config, read(ModelConfig, model_cfg), sides, options):
-        warn_of_no_effect(config, facts)
+    one_rank, all_local = topology.world_size == 1, topology.expert_parallel_size == 1
+    limited = config.capacity_factor or config.eval_capacity_factor or config.eval_capacity_token_fraction
+    reasons = {
+        "no capacity is set, such as --moe-capacity-factor 1": {
+            "--moe-drop-policy": not limited and config.drop_policy != "position",
+            "--moe-min-capacity": not limited and config.min_capacity > 0,
+        },
+        "every rank has all experts": {
+            "--moe-adaptive": all_local and config.adaptive == "auto",
+            "--moe-a2a-algorithm": all_local and config.a2a_algorithm != "linear",
+            "--moe-a2a-ffn-overlap-degree": all_local and config.a2a_ffn_overlap_degree > 1,
+            "--moe-local-drop": all_local and model.moe_local_drop > 0,
+        },
+        "the run has only one rank": {"--moe-zero-stage": one_rank and task.moe_zero_stage > 0},
+    }
+    for reason, flags in reasons.items():
+        for flag in (flag for flag, is_in_vain in flags.items() if is_in_vain):
+            logger.warning("%s has no effect: %s", flag, reason)
 
 
 def warn_of_surprises(config: MoEConfig, has_decoder: bool) -> None:

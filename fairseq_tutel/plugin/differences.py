@@ -17,9 +17,9 @@ from torch import nn
 from fairseq_tutel.checkpoint.saved import layer_label
 from fairseq_tutel.files import shown
 from fairseq_tutel.moe.layer import MoELayer
-from fairseq_tutel.moe.option_table import options_of
 from fairseq_tutel.option import flag_of, plain
 from fairseq_tutel.parallel import world
+from fairseq_tutel.plugin.options import options_of
 from fairseq_tutel.plugin.registration.flags import expert_counts
 
 logger = logging.getLogger(__name__)

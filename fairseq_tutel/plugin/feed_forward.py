@@ -6,7 +6,6 @@ the other modules of the FFN. The layer's forward method stays as it is. T: toke
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ from fairseq_tutel.kernels.first_order import first_order
 from fairseq_tutel.moe.build import seeded_generator
 from fairseq_tutel.moe.call import Call
 from fairseq_tutel.moe.config import MoEConfig
-from fairseq_tutel.moe.deferred import Deferred, can_defer
+from fairseq_tutel.moe.decode import can_defer
 from fairseq_tutel.moe.expert_stack import OWN, ExpertStack
 from fairseq_tutel.moe.layer import MoELayer, MoEOutput
 from fairseq_tutel.moe.metrics import RoutingCounts, count_routing
@@ -114,10 +113,6 @@ class MoERecord:
     tally: RoutingCounts
 
 
-class DeferredRecord(Deferred, MoERecord):
-    """A MoERecord whose fields are computed at the first access."""
-
-
 class MoEFeedForward(MoELayer):
     """A MoE layer that takes the place of fc1 in a fairseq transformer layer.
 
@@ -129,7 +124,7 @@ class MoEFeedForward(MoELayer):
     CMR gate, from which the criterion computes the budget loss, is injected in the same way.
     """
 
-    record: MoERecord  # the record of the last micro-batch
+    _record: MoERecord | MoEOutput  # of the last micro-batch
     # Whether the forward of this micro-batch has run; a second forward is a recomputation. A counter would
     # make torch.compile recompile for each micro-batch.
     seen: bool = False
@@ -176,23 +171,26 @@ class MoEFeedForward(MoELayer):
         """Return the experts' output for x [time, batch, D] or [batch, time, D]; 0 for padding tokens."""
         self._prepare_ranks()
         mask, time_first, is_new = self._mask_of(x), not self.batch_first, not self.seen
-        if mask is None and self._token_ids is None and self.decodes(x, time_first):
-            y, output = self.decode(x, time_first)
-        else:
-            call = Call.of(x, self.config.model_dim, mask, self._token_ids, time_first, is_new=is_new)
-            x_TD = call.tokens(x)
-            routing = self.routing_of(x_TD, call)
-            y = self.apply_routing(x_TD, routing, self.context.keeps_rows(self)).view(x.shape)
-            output = self.balance(routing)
+        call = Call.of(x, self.config.model_dim, mask, self._token_ids, time_first, is_new=is_new)
+        x_TD = call.tokens(x)
+        routing = self.routing_of(x_TD, call)
+        y = self.apply_routing(x_TD, routing, self.context.keeps_rows(self)).view(x.shape)
+        output = self.balance(routing)
         if is_new:
-            make = partial(_record, output)
-            self.record = DeferredRecord(make) if can_defer(self.training) else make()
+            self._record = output if can_defer(self.training) else _recorded(output)
             self.seen = True
         if torch.is_grad_enabled():  # otherwise reading the losses would compute them
             for loss, name in (output.balance_loss, BALANCE), (output.cmr_sum, BUDGET):
                 if loss is not None and loss.requires_grad:
                     y = _InjectLoss.apply(y, loss, self, name)
         return y
+
+    @property
+    def record(self) -> MoERecord:
+        """The record of the last micro-batch; in evaluation it is computed at the first access."""
+        if isinstance(self._record, MoEOutput):
+            self._record = _recorded(self._record)
+        return self._record
 
     def _prepare_ranks(self) -> None:
         """In evaluation, prepare experts that are spread over ranks: wait for the ranks, or gather them."""
@@ -228,7 +226,7 @@ class _InjectLoss(torch.autograd.Function):
         return dy, None if coefficient is None else coefficient.to(ctx.dtype), None, None
 
 
-def _record(output: MoEOutput) -> MoERecord:
+def _recorded(output: MoEOutput) -> MoERecord:
     return MoERecord(
         balance_loss=output.balance_loss.detach(),
         losses={name: loss.detach() for name, loss in output.losses.items()},

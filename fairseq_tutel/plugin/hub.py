@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from fairseq_tutel.checkpoint.files import checkpoint_in, read_file
+from fairseq_tutel.checkpoint.options import RETIRED
 from fairseq_tutel.checkpoint.saved import SavedModel
-from fairseq_tutel.moe.option_table import RETIRED
 from fairseq_tutel.plugin import register
 
 # The dtypes of an opened model.

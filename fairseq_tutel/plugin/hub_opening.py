@@ -15,9 +15,9 @@ from omegaconf import OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from fairseq_tutel.files import printable
-from fairseq_tutel.moe.option_table import options_of
 from fairseq_tutel.plugin.feed_forward import moe_layers
 from fairseq_tutel.plugin.hub_interfaces import Interface, interface_of
+from fairseq_tutel.plugin.options import options_of
 from fairseq_tutel.plugin.registration.process import (
     ENCODER_FILE,
     REASON,

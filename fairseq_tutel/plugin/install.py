@@ -15,9 +15,7 @@ from fairseq_tutel.checkpoint.experts import gather_everywhere
 from fairseq_tutel.inference.pregate import pregate, refuse_too_far
 from fairseq_tutel.kernels import backend_for
 from fairseq_tutel.moe.adaptive import is_tuned, static_degree
-from fairseq_tutel.moe.balance_options import parse_balance_loss
-from fairseq_tutel.moe.config import MoEConfig
-from fairseq_tutel.moe.option_table import ModelConfig, SidesConfig, TaskConfig
+from fairseq_tutel.moe.config import MoEConfig, parse_balance_loss
 from fairseq_tutel.option import flag_of, is_custom, read, refuse_bad_values
 from fairseq_tutel.parallel import world
 from fairseq_tutel.parallel.gradients import is_expert
@@ -38,6 +36,7 @@ from fairseq_tutel.plugin.feed_forward import (
 )
 from fairseq_tutel.plugin.opening import offload
 from fairseq_tutel.plugin.opening.several_ranks import topology_of_opened
+from fairseq_tutel.plugin.options import ModelConfig, SidesConfig
 from fairseq_tutel.plugin.plans import use_plans
 from fairseq_tutel.plugin.registration.flags import expert_counts, layer_config
 from fairseq_tutel.plugin.registration.variants import give_system_options
@@ -51,6 +50,7 @@ from fairseq_tutel.plugin.run_state import (
     root_of,
 )
 from fairseq_tutel.plugin.training.micro_batches import set_update_freq
+from fairseq_tutel.plugin.training.options import TaskConfig
 from fairseq_tutel.plugin.training.resume import resumed_model
 from fairseq_tutel.plugin.training.startup import complete, refuse_run, start_together
 from fairseq_tutel.plugin.training.task import give_mixin
@@ -214,7 +214,7 @@ class _Installation:
         crosses_nodes = first.a2a_algorithm != "linear" or first.adaptive != "off"
         # Number of ranks per node; 0 if unknown or not needed.
         self.local = (self.options.moe_local_size or ranks_per_node()) if crosses_nodes else 0
-        self.store = offload.store_options(self.task_cfg, first, self.opened, self.ahead > 0, self.device)
+        self.store = offload.store_options(self.task_cfg, self.opened, self.ahead > 0, self.device)
 
     def place(self) -> None:
         """Assign experts to ranks. Collective if experts are spread over ranks."""
@@ -282,8 +282,7 @@ class _Installation:
         announce.log_size(self.model)
         if self.training:
             announce.log_exchange(layers)
-            half = self.root.common.fp16 or self.root.common.bf16
-            announce.warn_of_options(layers, self.cfg, self.options, self.local, half)
+            announce.warn_of_no_effect(layers, read(ModelConfig, self.cfg), self.options)
         announce.warn_of_surprises(first, has_decoder=any("decoder" in each.name for each in self.chosen))
 
 

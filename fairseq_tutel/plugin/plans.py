@@ -8,7 +8,6 @@ import torch.distributed as dist
 
 from fairseq_tutel.moe.config import MoEConfig
 from fairseq_tutel.moe.layer import MoELayer
-from fairseq_tutel.moe.option_table import TaskConfig
 from fairseq_tutel.option import read
 from fairseq_tutel.parallel import collectives, world
 from fairseq_tutel.parallel.groups import Topology
@@ -21,6 +20,7 @@ from fairseq_tutel.parallel.world import Work
 from fairseq_tutel.plans.executors.backend import PlanBackend
 from fairseq_tutel.plans.files import PlacedPlan, read_run, refuse_unused
 from fairseq_tutel.plugin.run_state import RUN
+from fairseq_tutel.plugin.training.options import TaskConfig
 
 logger = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from weakref import WeakValueDictionary
 import torch
 from omegaconf import OmegaConf
 
-from fairseq_tutel.moe.option_table import StoreConfig
+from fairseq_tutel.inference.options import StoreConfig
 from fairseq_tutel.parallel.groups import Topology
 
 if TYPE_CHECKING:

@@ -6,10 +6,10 @@ import textwrap
 from difflib import get_close_matches
 from typing import Any
 
-from fairseq_tutel.moe.option_table import BY_OWNER, options_of
 from fairseq_tutel.option import Option, options_in
 from fairseq_tutel.plugin.distillation_options import DistillationConfig
 from fairseq_tutel.plugin.ensemble_options import CMCLConfig, EnsembleConfig
+from fairseq_tutel.plugin.options import BY_OWNER, options_of
 from fairseq_tutel.vision.options import ImageConfig, SwinConfig, SwinExpertsConfig
 
 # Options that are defined outside of moe/.

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fairseq_tutel.files import printable
+from fairseq_tutel.plugin.options import options_of
 from fairseq_tutel.tools.selection import of_log
 
 if TYPE_CHECKING:
@@ -43,7 +44,8 @@ def run(arguments: argparse.Namespace) -> None:
     from fairseq_tutel.checkpoint.files import checkpoint_in, read_file
 
     path = checkpoint_in(Path(arguments.checkpoint), "CHECKPOINT")
-    facts, layers = describe(read_file(path, "CHECKPOINT", verify=False), path, arguments.check)
+    state = read_file(path, "CHECKPOINT", verify=False)
+    facts, layers = describe(state, path, options_of("model"), arguments.check)
     if arguments.log is not None:
         _add_loads(facts, layers, Path(arguments.log))
     if arguments.json:

@@ -149,15 +149,6 @@ def test_masters_of_slices_survive_a_resume(lm_data, tmp_path):
     same_bits(expected["last_optimizer_state"]["state"], got["last_optimizer_state"]["state"])
 
 
-def test_options_with_nothing_to_do_say_so(lm_data, tmp_path):
-    flags = (
-        "--moe-adaptive", "auto", "--moe-a2a-algorithm", "2dh", "--moe-expert-parallel-size", 1,
-    )  # fmt: skip
-    run = train(lm_data, tmp_path, *flags, ranks=2, updates=1)
-    assert "--moe-adaptive auto has no effect: every rank has all experts" in run.output
-    assert "--moe-a2a-algorithm 2dh has no effect: every rank has all experts" in run.output
-
-
 def test_every_option_goes_through_hydra(lm_data, tmp_path):
     dataclasses.replace(typical(None), name="this one").to_json(tmp_path / "machine.json")
     keys = (

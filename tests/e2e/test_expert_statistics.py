@@ -214,5 +214,4 @@ def test_hydra_takes_the_options(lm_data, tmp_path):
         "+task.moe_expert_prefetch=use.json", "+task.moe_expert_prefetch_pairs=de-en",
         env={"PWD": str(ROOT)},
     )  # fmt: skip
-    for option in ("cache auto", "prefetch use.json", "prefetch-pairs de-en"):
-        assert f"--moe-expert-{option} has no effect without --moe-expert-store" in run.output
+    assert "--moe-expert-cache has no effect without --moe-expert-store" in run.output

@@ -4,7 +4,7 @@ import re
 
 import pytest
 import torch
-from cli import HYDRA, USER_DIR, fairseq
+from cli import USER_DIR, fairseq
 from equality import same_bits
 from models import lm_args, mt_args
 
@@ -18,7 +18,6 @@ ON_GPU = {
     "memory-efficient fp16": ("--memory-efficient-fp16",),
     "amp": ("--amp",),
     "bf16": ("--bf16",),
-    "memory-efficient bf16": ("--memory-efficient-bf16",),
     "memory-efficient fp16, fp16 Adam stats": ("--memory-efficient-fp16", "--fp16-adam-stats"),
     "fp16, fp16 Adam stats": ("--fp16", "--fp16-adam-stats"),
     "bf16, masters in host memory": ("--bf16", "--moe-offload-optimizer"),
@@ -69,36 +68,6 @@ def test_precision_of_masters_survives_from_two_ranks_to_one(lm_data, tmp_path):
     _train(lm_data, tmp_path, *flags, updates=4)
     for index, state in _load(tmp_path)["last_optimizer_state"]["state"].items():
         assert torch.equal(state["fp32_master"], masters[index])
-
-
-def test_precision_bf16_dense_baseline(lm_data, tmp_path):
-    """Stock fairseq alone takes --bf16 for a TPU."""
-    fairseq(
-        "train", lm_data, "--user-dir", USER_DIR, "--task", "language_modeling", "--arch",
-        "transformer_lm", "--criterion", "cross_entropy", "--decoder-layers", 1,
-        "--decoder-embed-dim", 16, "--decoder-input-dim", 16, "--decoder-output-dim", 16,
-        "--decoder-ffn-embed-dim", 32, "--decoder-attention-heads", 2, "--tokens-per-sample", 16,
-        "--batch-size", 4, "--optimizer", "adam", "--lr", 0.01, "--max-update", 3, "--bf16", "--cpu",
-        "--save-dir", tmp_path, "--no-epoch-checkpoints", "--num-workers", 0,
-    )  # fmt: skip
-    assert _load(tmp_path)["extra_state"]["train_iterator"]["iterations_in_epoch"] == 3
-
-
-@pytest.mark.parametrize("key", ["bf16", pytest.param("memory_efficient_bf16", marks=pytest.mark.long)])
-def test_precision_bf16_through_hydra(key, lm_data, tmp_path):
-    fairseq(
-        "hydra-train", "--config-dir", HYDRA, "--config-name", "tiny_lm",
-        f"task.data={lm_data}", f"common.user_dir={USER_DIR}", f"common.{key}=true",
-        "common.cpu=true", "common.log_interval=1", "model.decoder_layers=1",
-        "+optimizer.fp16_adam_stats=true", "task.tokens_per_sample=16", "optimization.max_update=2",
-        f"checkpoint.save_dir={tmp_path}",
-    )  # fmt: skip
-    saved = _load(tmp_path)
-    state = saved["last_optimizer_state"]["state"][0]
-    assert state["step"] == 2
-    assert "exp_avg_scale" in state
-    assert ("fp32_master" in state) == (key == "bf16")
-    assert all(torch.equal(w, w.bfloat16().float()) for w in saved["model"].values())
 
 
 def _translation(data, folder, *flags, updates=6, ranks=1):

@@ -138,7 +138,7 @@ def test_zero_refuses_in_one_sentence(lm_data, tmp_path):
 @pytest.mark.long
 def test_zero_says_what_it_does_and_what_has_no_effect(lm_data, tmp_path):
     run = _train(lm_data, tmp_path, *ZERO_2, *OFFLOAD, updates=1)
-    assert "--moe-zero-stage 2 has no effect: the run has only one rank" in run.output
+    assert "--moe-zero-stage has no effect: the run has only one rank" in run.output
     assert "--moe-offload-optimizer: this rank keeps the optimizer state of" in run.output
 
 

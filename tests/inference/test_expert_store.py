@@ -16,8 +16,8 @@ from fairseq_tutel import ExpertStore, make_topology
 from fairseq_tutel.checkpoint.quantized import EXPERT_DTYPES, Quantized
 from fairseq_tutel.inference.expert_buffers import BufferLayout, buffers_on_host
 from fairseq_tutel.inference.fetch_thread import Fetch, Fetcher
+from fairseq_tutel.inference.options import STORE_POLICIES, STORE_TIERS
 from fairseq_tutel.moe.call import Call
-from fairseq_tutel.moe.option_table import STORE_POLICIES, STORE_TIERS
 
 CACHE = 2
 

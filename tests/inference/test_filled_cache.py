@@ -9,7 +9,7 @@ from test_expert_store import run, steps
 
 from fairseq_tutel import ExpertStore
 from fairseq_tutel.inference.expert_cache import ExpertCache
-from fairseq_tutel.moe.option_table import EVICTIONS, STORE_POLICIES
+from fairseq_tutel.inference.options import EVICTIONS, STORE_POLICIES
 
 
 @pytest.mark.parametrize(

@@ -20,9 +20,9 @@ from fairseq_tutel import ExpertStore
 from fairseq_tutel.checkpoint.quantized import Quantized
 from fairseq_tutel.inference import expert_sources
 from fairseq_tutel.inference.expert_cache import ExpertCache
+from fairseq_tutel.inference.options import EVICTIONS
 from fairseq_tutel.kernels.groups import Groups
 from fairseq_tutel.moe.experts import build_experts
-from fairseq_tutel.moe.option_table import EVICTIONS
 from fairseq_tutel.parallel.groups import Part
 
 X_TD = torch.randn(9, FFN.model_dim, generator=torch.Generator().manual_seed(1))

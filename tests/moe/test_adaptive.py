@@ -12,7 +12,7 @@ from normal import normal
 from fairseq_tutel import MoEConfig, MoELayer, make_topology
 from fairseq_tutel.checkpoint.experts import drop_everywhere, gather_everywhere, gather_experts
 from fairseq_tutel.kernels import reference
-from fairseq_tutel.moe.adaptive import allowed_degrees, nearest_degree
+from fairseq_tutel.moe.adaptive import allowed_degrees
 from fairseq_tutel.parallel.strategy import Strategy
 
 TOKENS = (9, 0, 7, 1, 12, 3, 5, 8)
@@ -133,19 +133,6 @@ def test_r_ranks_get_a_row_each_with_a_part_of_the_hidden_dimension(ranks):
         assert {tuple(shape) for _, shape in got} == {(1, 16 // max(1, degree))}
 
 
-def parameters_stay(degrees):
-    layer, _ = layers(FFN, 4)
-    where = {name: p.data_ptr() for name, p in layer.experts.expert_parameters().items()}
-    for degree in degrees:
-        layer.follow(Strategy(adaptive_r=degree))
-        run(layer, tokens_of(dist.get_rank()))
-    return where == {name: p.data_ptr() for name, p in layer.experts.expert_parameters().items()}
-
-
-def test_switching_moves_no_parameter(ranks):
-    assert all(ranks(4).run(parameters_stay, (1, 2, 0, 2, 1)))
-
-
 def gathered(parallel):
     sliced, whole = layers(FFN, parallel)
     gather_experts(sliced, sliced.topology)
@@ -190,27 +177,3 @@ def refused(config, parallel):
 def test_what_cannot_be_cut_is_refused_in_a_sentence(ranks, change, sentence):
     for message in ranks(4).run(refused, dataclasses.replace(FFN, **change), 4):
         assert sentence in message and message.endswith("."), message
-
-
-@pytest.mark.parametrize(
-    "parallel_type, adaptive_r, expected",
-    [("adaptive:1", -1, 1), ("adaptive:0", -1, 0), ("adaptive:8", -1, 4), ("data", -1, 1),
-     ("model", -1, 4), ("auto", -1, 1), ("model", 2, 2), ("adaptive:1", 9, 4), ("data", 0, 0)],
-)  # fmt: skip
-def test_the_degree_that_options_ask_for(ranks, parallel_type, adaptive_r, expected):
-    config = dataclasses.replace(
-        FFN, num_experts=1, top_k=1, parallel_type=parallel_type, adaptive_r=adaptive_r
-    )
-    assert ranks(4).run(degree_of, config) == [expected] * 4
-
-
-def degree_of(config):
-    return MoELayer(config, make_topology([1], 4)).strategy.adaptive_r
-
-
-def test_degrees():
-    assert allowed_degrees(1) == (0, 1)
-    assert allowed_degrees(12) == (0, 1, 2, 3, 4, 6, 12)
-    assert allowed_degrees(4, whole_hidden=True) == (0, 1)
-    assert [nearest_degree(r, 4) for r in (0, 1, 2, 3, 4, 99)] == [0, 1, 2, 2, 4, 4]
-    assert nearest_degree(4, 4, whole_hidden=True) == 1

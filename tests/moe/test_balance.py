@@ -11,9 +11,7 @@ from torch import Tensor
 from fairseq_tutel import MoEConfig, MoELayer, gshard_loss, route
 from fairseq_tutel.moe.balance import (
     LOSSES,
-    balance_losses,
     gshard_all_loss,
-    gshard_global_loss,
     gshard_sequence_loss,
     load_importance_loss,
     load_importance_tutel_loss,
@@ -31,46 +29,6 @@ def test_gshard_by_hand():
     # First choices 0, 0, 1, 0: f = (3/4, 1/4, 0); P = (1.9, 1.4, 0.7) / 4.
     expected = 3 * (0.75 * 1.9 / 4 + 0.25 * 1.4 / 4)
     assert float(gshard_loss(route(probs_TE.log(), 2))) == pytest.approx(expected, rel=1e-6)
-
-
-def test_gshard_is_1_at_uniform_load_and_uniform_probabilities():
-    # Nearly uniform probabilities, each expert the first choice of two tokens.
-    logits_TE = 1e-9 * torch.eye(4, dtype=torch.float64).repeat(2, 1)
-    assert float(gshard_loss(route(logits_TE, 1))) == pytest.approx(1.0, rel=1e-8)
-
-
-def test_gshard_is_the_number_of_experts_at_collapse():
-    logits_TE = torch.zeros(9, 5, dtype=torch.float64)
-    logits_TE[:, 3] = 100.0
-    assert float(gshard_loss(route(logits_TE, 2))) == pytest.approx(5.0)
-
-
-def test_gshard_looks_at_choices_before_dropping():
-    logits_TE = logits(20, 4)
-    assert torch.equal(gshard_loss(route(logits_TE, 2)), gshard_loss(route(logits_TE, 2, 0.25)))
-
-
-def test_gshard_of_real_tokens_ignores_padding():
-    logits_TE, real_T = logits(12, 4), torch.arange(12) % 4 != 2
-    padded = gshard_loss(route(logits_TE, 2, real_T=real_T))
-    torch.testing.assert_close(padded, gshard_loss(route(logits_TE[real_T], 2)))
-
-
-@pytest.mark.parametrize("dtype", (torch.float16, torch.bfloat16))
-def test_gshard_of_a_half_precision_gate_stays_within_its_rounding(dtype):
-    # More tokens than fp16's largest number, and than bf16 can count one by one.
-    logits_TE = logits(70_000, 4).to(dtype)
-    loss = gshard_loss(route(logits_TE, 1))
-    assert float(loss) == pytest.approx(float(gshard_loss(route(logits_TE.double(), 1))), rel=5e-3)
-
-
-def test_losses_come_by_name():
-    routing = route(logits(6, 3), 1)
-    assert balance_losses({}, routing, gate(logits(6, 3))) == {}
-    named = balance_losses({"gshard": 0.5, "switch": 2.0}, routing, gate(logits(6, 3)))
-    assert list(named) == ["gshard", "switch"]
-    assert torch.equal(named["gshard"], gshard_loss(routing))  # unweighted
-    assert torch.equal(named["switch"], named["gshard"])  # one formula
 
 
 @pytest.mark.parametrize("top_k", (1, 2, 5))
@@ -149,18 +107,6 @@ def test_gshard_by_sentence_is_the_mean_over_sentences(time_first, padded, rules
     assert float(gshard_sequence_loss(routing, output)) == pytest.approx(statistics.mean(values))
 
 
-def test_without_sentences_gshard_by_sentence_is_that_of_all_tokens():
-    real_T = torch.arange(9) % 4 != 2
-    routing = route(logits(9, 4), 2, real_T=real_T)
-    by_sentence = gshard_sequence_loss(routing, gate(logits(9, 4)))
-    torch.testing.assert_close(by_sentence, gshard_all_loss(routing))
-
-
-def test_gshard_over_one_rank_is_that_of_all_choices():
-    routing = route(logits(9, 4), 2, real_T=torch.arange(9) % 4 != 2)
-    assert torch.equal(gshard_global_loss(routing, gate(logits(9, 4))), gshard_all_loss(routing))
-
-
 @pytest.mark.parametrize("name", ("gshard", "gshard_all", "gshard_sequence", "gshard_global"))
 def test_sigmoid_scores_count_as_shares_of_their_sum(name):
     logits_TE = logits(8, 4)
@@ -210,17 +156,6 @@ def test_load_and_importance_equal_loops(num_experts, top_k, function, padded):
     expected = (cv_squared(importance) + cv_squared(load)) / 2
     assert float(load_importance_loss(routing, output)) == pytest.approx(expected)
     assert (expected > 0) == (num_experts > 1)
-
-
-def test_an_expert_that_is_shut_off_has_no_load_where_fewer_than_k_are_open():
-    clean_TE = torch.zeros(6, 4, dtype=torch.float64)
-    clean_TE[:4, 1:] = -math.inf  # one expert is open to four tokens; a second choice is a shut one
-    clean_TE[4:, 2:] = -math.inf
-    output = GateOutput(logits_TE=clean_TE, clean_TE=clean_TE, noise=0.4)
-    loss = load_importance_loss(route(clean_TE, 2), output)
-    # To the other two both open ones are sure, each against what is shut.
-    expected = (cv_squared([5.0, 1.0, 0.0, 0.0]) + cv_squared([6.0, 2.0, 0.0, 0.0])) / 2
-    assert float(loss) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("num_experts, top_k", [(5, 1), (5, 2), (5, 5), (1, 1)])

@@ -50,16 +50,6 @@ def test_places_are_those_of_plain_arithmetic_and_the_host_s_bound_holds(
         assert rule.most_slots(top_k, num_experts, at_most) >= slots
 
 
-def test_a_product_is_rounded_as_python_rounds_it():
-    assert int(Capacity(factor=1.1).slots(1, 4, torch.tensor(200))) == math.ceil(1.1 * 200 / 4) == 56
-
-
-def test_without_a_factor_or_a_fraction_nothing_is_limited():
-    assert not Capacity().is_limited
-    assert not Capacity(minimum=3, multiple=8).is_limited
-    assert Capacity(factor=-0.5).is_limited and Capacity(token_fraction=0.1).is_limited
-
-
 @pytest.mark.parametrize(
     "options, training, factor, fraction",
     [
@@ -97,19 +87,3 @@ def test_a_call_s_factor_holds_for_that_call_alone():
             dropped = int(routing.dropped_K.sum())
             assert dropped == 80 - int(routing.counts_E.sum())
             assert dropped > 0 if limit == 6 else limit == 20 or dropped == 0
-
-
-def test_evaluation_with_a_fraction_drops_by_it():
-    config = dataclasses.replace(CONFIG, eval_capacity_token_fraction=0.25)
-    layer = MoELayer(config, seed=1)
-    x = torch.randn(30, 4, generator=torch.Generator().manual_seed(0))
-    mask = torch.arange(30) % 3 == 0
-    assert int(layer(x, mask)[1].routing.dropped_K.sum()) == 0
-    counts_E = layer.eval()(x, mask)[1].routing.counts_E
-    assert int(counts_E.max()) == 5  # ceil(20 / 4)
-
-
-@pytest.mark.parametrize("factor", [math.nan, math.inf, 1e30, True, np.float32("nan"), "1"])
-def test_a_call_s_factor_is_checked(factor):
-    with pytest.raises(ValueError, match=r"capacity_factor is .*; give a finite number"):
-        MoELayer(MoEConfig(4, 4, 4))(torch.ones(3, 4), capacity_factor=factor)

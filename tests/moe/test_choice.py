@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fairseq_tutel import MoEConfig, kernels, route
 from fairseq_tutel.moe.capacity import MicroBatch
-from fairseq_tutel.moe.choice import choose, scores_of, sinkhorn_keys, ways_of
+from fairseq_tutel.moe.choice import choose, scores_of, sinkhorn_keys
 from fairseq_tutel.moe.config import LAYER
 from fairseq_tutel.moe.routing import decide
 
@@ -85,28 +85,6 @@ def test_scores_and_weights_equal_loops(function, normalize, top_k, factor):
 
 
 @pytest.mark.parametrize("function", ("softmax", "sigmoid"))
-@pytest.mark.parametrize("top_k", (2, 3, E))
-def test_weights_divided_after_dropping_sum_to_1_over_what_is_left(function, top_k):
-    logits_TE = logits(40, seed=top_k)
-    logits_TE[:, 0] += 2  # a crowded expert, which drops many first choices
-    logits_TE[::3] *= 30  # and leaves scores far below 1e-7
-    r = route(logits_TE, top_k, 0.3, normalize_gate="after", score_function=function)
-    kept_T = (r.row_of_TK >= 0).any(dim=1)
-    total_T = kept_weights(r).sum(dim=1)
-    torch.testing.assert_close(total_T[kept_T], torch.ones_like(total_T[kept_T]))
-    assert not total_T[~kept_T].any()
-    dropped_first_T = (r.row_of_TK[:, 0] < 0) & kept_T
-    assert int(dropped_first_T.sum()) > 1 and (~kept_T).any()
-
-
-def test_scores_far_below_1_still_sum_to_1_where_they_are_divided():
-    logits_TE = torch.tensor([[-30.0, -31, -40, -33]])
-    r = route(logits_TE, 2, score_function="sigmoid")
-    assert r.expert_ids_TK.tolist() == [[0, 1]]
-    torch.testing.assert_close(r.weights_TK.sum(), torch.tensor(1.0))
-
-
-@pytest.mark.parametrize("function", ("softmax", "sigmoid"))
 @pytest.mark.parametrize("normalize", ("before", "after", "none"))
 @pytest.mark.parametrize("top_k", (1, 3))
 def test_weights_have_the_gradient_of_finite_differences(function, normalize, top_k):
@@ -118,17 +96,6 @@ def test_weights_have_the_gradient_of_finite_differences(function, normalize, to
         return kept_weights(r), r.probs_TE
 
     assert torch.autograd.gradcheck(weights, (logits(6).requires_grad_(),))
-
-
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-@pytest.mark.parametrize("function", ("softmax", "sigmoid"))
-def test_every_dtype_gives_weights_of_its_own_precision(dtype, function):
-    logits_TE = logits(9).to(dtype)
-    got = route(logits_TE, 2, score_function=function, normalize_gate="none")
-    wide = route(logits_TE.double(), 2, score_function=function, normalize_gate="none")
-    assert got.weights_TK.dtype == got.probs_TE.dtype == dtype
-    tolerance = TOLERANCE[dtype]
-    torch.testing.assert_close(got.weights_TK.double(), wide.weights_TK, rtol=tolerance, atol=tolerance)
 
 
 def outside_groups(scores, groups: int, kept: int, top_k: int) -> list[list[float]]:
@@ -163,25 +130,6 @@ def test_expert_groups_equal_brute_force(data, groups, size, function):
     assert r.slots_TK.tolist() == plan.slots
 
 
-def test_a_group_counts_by_its_best_scores_together():
-    # Expert 0 is the best of all, but two of a group count: experts 2 and 3.
-    logits_TE = torch.tensor([[0.5, 0.1, 0.45, 0.45]]).log()
-    rules = {"expert_groups": 2, "groups_per_token": 1}
-    assert route(logits_TE, 2, **rules).expert_ids_TK.tolist() == [[2, 3]]
-    assert route(logits_TE, 1, **rules).expert_ids_TK.tolist() == [[0]]
-
-
-def test_more_experts_than_the_groups_of_a_token_hold_are_refused_by_a_sentence():
-    message = r"top_k is 3 but there are 2 experts in 1 group\(s\); choose a value from 1 to 2."
-    with pytest.raises(ValueError, match=message):
-        route(logits(2), 3, expert_groups=2)
-
-
-def test_all_groups_are_no_groups():
-    config = MoEConfig(1, 1, E, expert_groups=2, groups_per_token=2)
-    assert ways_of(config, MicroBatch(top_k=1)) == []
-
-
 def test_a_bias_moves_the_choice_and_neither_weights_nor_probabilities():
     logits_TE = logits(30).requires_grad_()
     bias_E = torch.tensor([10.0, 0, 0, -10])
@@ -206,13 +154,6 @@ def sampled(function: str, top_k: int, **rules) -> Tensor:
 
 
 @pytest.mark.parametrize("function", ("softmax", "sigmoid"))
-def test_rsample_is_as_frequent_as_its_probabilities(function):
-    counts_E = sampled(function, 1, rsample=True).flatten().bincount(minlength=E)
-    probs_E = scores_of(ROW[None], function)[1][0]
-    assert chi_square(counts_E, probs_E) < CRITICAL[3]
-
-
-@pytest.mark.parametrize("function", ("softmax", "sigmoid"))
 def test_rsample_draws_without_replacement(function):
     ids_TK = sampled(function, 2, rsample=True)
     probs = scores_of(ROW[None], function)[1][0].tolist()
@@ -232,18 +173,6 @@ def test_second_expert_policy_sampling_leaves_the_first_as_it_is(function):
     counts_E = ids_TK[:, 1].bincount(minlength=E)
     assert counts_E[2] == 0
     assert chi_square(counts_E[others], probs_E[others] / (1 - probs_E[2])) < CRITICAL[2]
-
-
-@pytest.mark.parametrize("options", [{"rsample": True}, {"second_expert_policy": "sampling"}])
-def test_weights_of_sampled_experts_are_without_noise(options):
-    logits_TE = logits(50).requires_grad_()
-    torch.manual_seed(2)
-    r = route(logits_TE, 2, training=True, normalize_gate="none", **options)
-    plain = route(logits_TE, 2, normalize_gate="none")
-    assert not torch.equal(r.expert_ids_TK, plain.expert_ids_TK)
-    scores_TE = torch.softmax(logits_TE, 1)
-    torch.testing.assert_close(r.weights_TK, scores_TE.gather(1, r.expert_ids_TK))
-    assert torch.equal(r.probs_TE, plain.probs_TE)
 
 
 DRAWING = [way for way in WAYS_TO_CHOOSE if draws(way)]
@@ -293,18 +222,6 @@ def test_no_expert_is_chosen_twice(scale, top_k, dtype, function, options, group
         assert len({e // size for e in ids}) <= kept
 
 
-@pytest.mark.parametrize("top_k", (1, 2, 3))
-@pytest.mark.parametrize("policy", ("sampling", "random"))
-def test_no_policy_for_second_choices_changes_the_first(policy, top_k):
-    # The best expert's group need not be the best group.
-    rules = {"expert_groups": 2, "groups_per_token": 1}
-    torch.manual_seed(0)
-    logits_TE = logits(400, num_experts=6)
-    got = route(logits_TE, top_k, training=True, second_expert_policy=policy, **rules)
-    plain = route(logits_TE, top_k, **rules)
-    assert torch.equal(got.expert_ids_TK[:, 0], plain.expert_ids_TK[:, 0])
-
-
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
 @pytest.mark.parametrize("normalize", ("before", "none"))
 def test_second_expert_policy_random_takes_choices_with_k_times_their_weight(dtype, normalize):
@@ -322,12 +239,6 @@ def test_second_expert_policy_random_takes_choices_with_k_times_their_weight(dty
         counts = torch.tensor([taken, len(requested_TK) - taken])
         assert 0.2 < chance < 1
         assert chi_square(counts, torch.tensor([chance, 1 - chance])) < CRITICAL[1]
-
-
-def test_a_sure_second_choice_is_always_taken():
-    torch.manual_seed(0)
-    r = route(torch.zeros(500, 2), 2, training=True, second_expert_policy="random")
-    assert (r.slots_TK >= 0).all()  # 2 * 1/2
 
 
 @pytest.mark.parametrize("policy", LAYER["drop_policy"].choices)
@@ -355,22 +266,6 @@ def test_a_choice_that_was_left_out_takes_no_place_and_counts_nowhere(policy, fa
     assert torch.equal(r.dropped_K, (requested_TK & ~kept_TK).sum(dim=0))
     assert int(r.num_tokens) == int(real_T.sum())
     assert torch.equal(kept_TK, requested_TK & (r.slots_TK < limit))
-
-
-def test_weights_of_taken_choices_are_divided_by_those_of_all_or_of_the_taken_alone():
-    logits_TE = logits(60, seed=2)
-    for normalize in ("before", "after"):
-        torch.manual_seed(1)
-        rules = {"second_expert_policy": "random", "normalize_gate": normalize}
-        r = route(logits_TE, 2, training=True, **rules)
-        left_out_T = r.slots_TK[:, 1] < 0
-        assert left_out_T.any()
-        total_T = kept_weights(r).sum(dim=1)
-        if normalize == "after":
-            torch.testing.assert_close(total_T, torch.ones_like(total_T))
-        else:
-            assert (total_T[left_out_T] < 1).all()
-            assert torch.equal(r.weights_TK, route(logits_TE, 2).weights_TK)
 
 
 EVERYTHING = (
@@ -425,13 +320,6 @@ def test_sinkhorn_leaves_out_what_a_gate_shuts_off():
     assert r.assigned_KE.sum(0)[3] == 0 and (r.expert_ids_TK[:20] != 0).all()
     assert (r.expert_ids_TK[:, 0] != r.expert_ids_TK[:, 1]).all()
     assert r.weights_TK.isfinite().all()
-
-
-@pytest.mark.parametrize("num_tokens", [0, 1, 3])
-def test_sinkhorn_is_finite_without_real_tokens(num_tokens):
-    all_padding = torch.zeros(num_tokens, dtype=torch.bool)
-    keys_TE = sinkhorn_keys(logits(num_tokens), logits(num_tokens), all_padding)
-    assert torch.equal(keys_TE, logits(num_tokens))
 
 
 def test_every_way_to_choose_in_training_is_in_the_list():

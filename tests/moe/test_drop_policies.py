@@ -112,20 +112,6 @@ def test_no_policy_drops_anything_under_dropless(policy):
         assert (r.row_of_TK >= 0).all()
 
 
-def test_bpr_keeps_the_surest_tokens():
-    sureness = torch.tensor([1.0, 5.0, 2.0, 4.0, 3.0, 6.0])
-    logits_TE = torch.stack([sureness, *[torch.zeros(6)] * (E - 1)], dim=1)
-    r = route(logits_TE, 1, 1.0, drop_policy="bpr")  # ceil(6 / 4) = 2 slots
-    assert (r.row_of_TK >= 0).flatten().tolist() == [False, True, False, False, False, True]
-
-
-def test_probability_lets_a_sure_second_choice_go_before_an_unsure_first_one():
-    logits_TE = torch.tensor([[0.1, 0.0, 0, 0], [5.0, 5.1, 0, 0]])
-    r = route(logits_TE, 2, 0.5, drop_policy="probability")  # 2 slots
-    assert r.slots_TK[1, 1] == 0  # token 1's second choice, expert 0, before token 0's first
-    assert r.slots_TK[0, 0] == 1
-
-
 def test_rts_drops_every_token_equally_often():
     drops = torch.zeros(12)
     torch.manual_seed(0)
@@ -149,13 +135,3 @@ def test_rts_repeats_with_the_generator_and_is_position_in_evaluation():
     assert torch.equal(torch.get_rng_state(), state)
     expected = oracle.plan(torch.softmax(logits(20), 1).tolist(), 2, 0.5)
     assert evaluation.slots_TK.tolist() == expected.slots
-
-
-def test_rts_draws_another_order_for_each_choice():
-    order_N = DROP_POLICIES["rts"](
-        torch.zeros(50, E), torch.zeros(50, 2, dtype=torch.int64), torch.arange(50), True
-    )
-    first_T, second_T = order_N.view(2, 50)
-    assert sorted(first_T.tolist()) == list(range(50))
-    assert sorted(second_T.tolist()) == list(range(50, 100))
-    assert not torch.equal(first_T + 50, second_T)

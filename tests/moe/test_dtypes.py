@@ -6,7 +6,6 @@ from compare import close
 from torch import Tensor
 
 from fairseq_tutel import MoEConfig, MoELayer
-from fairseq_tutel.moe.balance import BalanceBias
 from fairseq_tutel.moe.build import draw_linear
 from fairseq_tutel.moe.capacity import at_random
 from fairseq_tutel.moe.choice import sampled_choices
@@ -48,29 +47,11 @@ def test_x_may_be_of_another_dtype_than_the_weights(options, dtype):
     close(other.grad, same.grad, "gradient of x", 0.1)
 
 
-@pytest.mark.parametrize("gate_type", ("linear", "cosine", "custom_parts.CalmGate"))
-@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16), ids=str)
-def test_a_gate_of_half_precision_sees_jitter(gate_type, dtype):
-    config = MoEConfig(**SIZES, gate_type=gate_type, gate_fp32=False, input_jitter=0.1, input_dropout=0.1)
-    layer, x = MoELayer(config, seed=1).to(dtype), tokens(dtype)
-    y, output = layer(x)
-    assert y.dtype == output.routing.probs_TE.dtype == dtype
-    (y.sum() + output.balance_loss).backward()
-    assert all(p.grad is not None for p in layer.parameters())
-
-
 @pytest.fixture
 def bf16_by_default():
     torch.set_default_dtype(torch.bfloat16)
     yield
     torch.set_default_dtype(torch.float32)
-
-
-def test_a_small_step_of_the_bias_is_kept_whatever_torch_s_default_dtype_is(bf16_by_default):
-    bias = BalanceBias(2, 0.001)
-    bias.bias.fill_(0.5)
-    bias.update(torch.tensor([0, 2]))
-    assert bias.bias.tolist() == pytest.approx([0.501, 0.499], abs=1e-6)
 
 
 def test_random_numbers_a_hash_s_logits_and_norms_are_fp32_whatever_the_default(bf16_by_default):

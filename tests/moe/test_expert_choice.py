@@ -81,51 +81,9 @@ def test_experts_take_what_brute_force_gives_them(rows, top_k, factor, pads, fun
         assert weights == pytest.approx([scores[t][e] for e in mine])
 
 
-@pytest.mark.parametrize("padded", (False, True))
-def test_the_layout_of_tokens_changes_nothing(padded):
-    time, batch = 5, 3
-    batch_first = logits(time * batch, seed=4).view(batch, time, E)
-    batch_first[1, 2] = batch_first[0, 4]  # a tie goes to the earlier sentence, though later in time
-    real_BT = torch.arange(time) < torch.tensor([[5], [3], [4]]) if padded else None
-    expected = route(
-        batch_first.reshape(-1, E), 2, 0.5, real_T=None if real_BT is None else real_BT.flatten(),
-        **EXPERTS,
-    )  # fmt: skip
-    got = route(
-        batch_first.transpose(0, 1).reshape(-1, E), 2, 0.5, time_first=(time, batch),
-        real_T=None if real_BT is None else real_BT.t().flatten(), **EXPERTS,
-    )  # fmt: skip
-    for name in ("expert_ids_TK", "slots_TK", "row_of_TK", "weights_TK"):
-        columns = getattr(expected, name).shape[1]
-        other = getattr(expected, name).view(batch, time, columns).transpose(0, 1)
-        assert torch.equal(getattr(got, name), other.reshape(-1, columns)), name
-
-
 def decided(logits_TE: Tensor, rule: Capacity, real_T: Tensor):
     config = MoEConfig(1, 1, E, **EXPERTS)
     return decide(logits_TE, config, MicroBatch(top_k=2, capacity=rule, real_T=real_T))
-
-
-@pytest.mark.parametrize(
-    "rule, num_real, places",
-    [
-        (Capacity(), 10, 6),  # f = 1: 2 * ceil(10 / 4)
-        (Capacity(factor=0.5), 10, 4),  # 2 * ceil(5 / 4)
-        (Capacity(factor=-0.5), 10, 4),
-        (Capacity(token_fraction=0.25), 10, 3),  # ceil(2.5)
-        (Capacity(factor=0.1, minimum=5), 10, 5),
-        (Capacity(minimum=9), 10, 9),
-        (Capacity(factor=0.5, multiple=3), 10, 6),
-        (Capacity(multiple=16), 10, 10),  # never more than there are tokens
-    ],
-    ids=str,
-)
-def test_an_expert_takes_as_many_tokens_as_it_has_slots(rule, num_real, places):
-    real_T = torch.arange(14) < num_real
-    r = decided(logits(14), rule, real_T)
-    assert r.counts_E.tolist() == [places] * E
-    elsewhere = decided(logits(14).to("meta"), rule, real_T.to("meta"))
-    assert len(elsewhere.source_of_R) >= places * E
 
 
 @pytest.mark.parametrize(
@@ -147,21 +105,6 @@ def test_off_the_cpu_buffers_have_a_size_that_asks_no_device(rule, rows):
     assert r.source_of_R.shape == (rows * E,)
     assert int(on_cpu.counts_E.max()) <= rows
     assert on_cpu.source_of_R.shape == (int(on_cpu.counts_E.sum()),)
-
-
-@pytest.mark.parametrize("normalize", ("before", "after", "none"))
-def test_weights_are_scores_or_divided_by_those_of_the_experts_that_took_the_token(normalize):
-    rules = {"normalize_gate": normalize, "routed_scaling_factor": 2.0, **EXPERTS}
-    r = route(logits(30), 1, 1.0, **rules)
-    total_T = r.weights_TK.sum(dim=1)
-    kept_TK = r.row_of_TK >= 0
-    taken_T = kept_TK.any(dim=1)
-    assert not total_T[~taken_T].any() and not taken_T.all() and (kept_TK.sum(1) > 1).any()
-    if normalize == "after":
-        torch.testing.assert_close(total_T[taken_T], torch.full_like(total_T[taken_T], 2.0))
-    else:  # a token's experts are not known before they chose
-        scores_TK = logits(30).softmax(1).gather(1, r.expert_ids_TK)
-        torch.testing.assert_close(r.weights_TK, 2.0 * scores_TK.masked_fill(~kept_TK, 0.0))
 
 
 @pytest.mark.parametrize("function", ("softmax", "sigmoid"))

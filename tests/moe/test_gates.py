@@ -37,15 +37,6 @@ def test_the_cosine_gate_is_its_formula():
             assert float(gate(x())[t, e]) == pytest.approx(2 * float(cosine))  # 1 / 0.5
 
 
-def test_the_cosine_gate_s_scale_stops_at_100():
-    gate = layer(gate_type="cosine").gate
-    with torch.no_grad():
-        gate.log_scale.fill_(50.0)
-    assert gate(x()).abs().max() <= 100
-    gate(x()).sum().backward()
-    assert gate.log_scale.grad == 0
-
-
 def test_the_cosine_gate_s_gradients_are_finite_differences():
     gate = layer(gate_type="cosine").gate
     inputs = (x(3).requires_grad_(),)
@@ -71,13 +62,6 @@ def test_a_gate_s_logits_are_fp32_unless_asked_otherwise(kind, dtype):
         assert MoELayer(config, seed=1).gate(x().float()).dtype == torch.float32
 
 
-def test_an_unprojectable_token_has_finite_logits():
-    gate = layer(gate_type="cosine").gate
-    with torch.no_grad():
-        gate.projection_bias.zero_()
-    assert torch.equal(gate(torch.zeros(1, 6, dtype=torch.float64)), torch.zeros(1, 4))
-
-
 def test_jitter_multiplies_by_numbers_near_one_in_training_alone():
     config = MoEConfig(**SIZES, input_jitter=0.1)
     ones = torch.ones(2000, 6)
@@ -85,13 +69,6 @@ def test_jitter_multiplies_by_numbers_near_one_in_training_alone():
     jittered = gate_input(ones, config, training=True)
     assert 0.9 <= float(jittered.min()) < 0.91
     assert 1.09 < float(jittered.max()) <= 1.1
-
-
-def test_jitter_is_even_around_one_in_half_precision():
-    config = MoEConfig(**SIZES, input_jitter=0.01)
-    jittered = gate_input(torch.ones(5000, 6, dtype=torch.bfloat16), config, training=True)
-    assert float(jittered.double().mean()) == pytest.approx(1, abs=2e-4)
-    assert float(jittered.max()) > 1.005
 
 
 def test_dropout_of_the_gate_s_input_keeps_its_mean():

@@ -1,6 +1,9 @@
 """The whole layer against loops over tokens, choices and experts."""
 
 import dataclasses
+import math
+import re
+from pathlib import Path
 
 import oracle
 import pytest
@@ -22,6 +25,34 @@ def build(dtype: torch.dtype = torch.float64, **options) -> MoELayer:
 
 def tokens(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
     return normal(*shape, CONFIG.model_dim, seed=6, dtype=dtype).requires_grad_()
+
+
+def plain_layer():
+    """Return the function on docs/walk.md that is the whole layer in plain torch."""
+    page = Path(__file__).parents[2] / "docs" / "walk.md"
+    names: dict = {}
+    exec(re.search(r"```python\n(.*?)```", page.read_text(), re.S)[1], names)
+    return names["mixture_of_experts"]
+
+
+@pytest.mark.parametrize("factor", (0.0, 0.5))
+@pytest.mark.parametrize("top_k", (1, 2, 4))
+def test_the_layer_equals_the_function_on_the_page(top_k, factor):
+    config = MoEConfig(model_dim=6, hidden_dim=5, num_experts=4, top_k=top_k, capacity_factor=factor)
+    layer = MoELayer(config, seed=1).double()
+    x_TD = normal(11, 6, seed=2).requires_grad_()
+    names = ("fc1_weight", "fc1_bias", "fc2_weight", "fc2_bias")
+    tensors = layer.gate.weight, *(getattr(layer.experts, name) for name in names)
+    capacity = top_k * math.ceil(factor * 11 / 4) if factor else 11 * top_k
+    rows, loss = plain_layer()(x_TD, *tensors, top_k, capacity)
+    y_TD, output = layer(x_TD)
+    close(y_TD, torch.stack(rows), "y")
+    close(output.balance_loss, loss, "balance loss")
+    inputs = x_TD, *tensors
+    expected = torch.autograd.grad(torch.stack(rows).square().sum() + loss, inputs)
+    got = torch.autograd.grad(y_TD.square().sum() + output.balance_loss, inputs)
+    for i, pair in enumerate(zip(got, expected, strict=True)):
+        close(*pair, f"gradient {i}")
 
 
 def check(
@@ -67,28 +98,6 @@ def test_every_kind_of_expert_equals_loops(options):
     check(build(capacity_factor=0.5, **options), tokens(T), top_k, 0.5)
 
 
-def test_capacity_factor_and_top_k_can_be_given_per_call():
-    layer, x = build(top_k=2, capacity_factor=0.0), tokens(T)
-    check(layer, x, 2, 0.5, call={"capacity_factor": 0.5})
-    check(layer, x, 3, 0.0, call={"top_k": 3})
-    check(layer, x, 1, -0.5, call={"top_k": 1, "capacity_factor": -0.5})
-    check(layer, x, 2, 0.0)  # and nothing sticks
-    assert int(layer(x, capacity_factor=0.5)[1].routing.dropped_K.sum()) > 0
-
-
-def test_evaluation_drops_nothing_unless_asked():
-    layer, x = build(capacity_factor=0.25).eval(), tokens(T)
-    check(layer, x, 2, 0.0)
-    check(build(eval_capacity_factor=0.5).eval(), x, 2, 0.5)
-
-
-def test_an_evaluated_token_does_not_depend_on_the_others():
-    layer, x = build(capacity_factor=0.25).eval(), tokens(T)
-    whole = layer(x)[0]
-    alone = torch.cat([layer(x[t : t + 1])[0] for t in range(T)])
-    torch.testing.assert_close(whole, alone)
-
-
 def test_padding_gives_zero_and_takes_no_gradient():
     layer, x = build(), tokens(T)
     mask = torch.arange(T) % 3 == 0
@@ -127,21 +136,12 @@ def test_nan_in_padding_reaches_no_gradient(options, dtype):
 
 @pytest.mark.parametrize("gate_type", ("linear", "hash", "custom_parts.CalmGate"))
 @pytest.mark.parametrize(
-    "x, call, message",
-    (
-        (torch.ones(3, 6), {}, r"x has shape \(3, 6\) but model_dim is 5; give"),
-        (torch.ones(2, 3, 3), {"time_first": True}, r"x has shape \(2, 3, 3\) but model_dim is 5"),
-        (torch.ones(()), {}, r"x has shape \(\) but model_dim is 5"),
-        (torch.ones(3, 5, dtype=torch.int64), {}, r"x has dtype torch\.int64; give"),
-        (torch.ones(3, 5), {"time_first": True}, r"x has shape \(3, 5\) but time_first is True"),
-        (torch.ones(2, 3, 1, 5), {"time_first": True}, r"\(2, 3, 1, 5\) but time_first is True"),
-    ),
-    ids=lambda value: value if isinstance(value, str) else "",
+    "shape, time_first", [((3, 6), False), ((), False), ((3, 5), True), ((2, 3, 1, 5), True)]
 )
-def test_what_is_no_batch_of_tokens_is_refused_by_a_sentence(gate_type, x, call, message):
-    ids = torch.zeros(x.shape[:-1], dtype=torch.int64)
-    with pytest.raises(ValueError, match=message):
-        build(gate_type=gate_type)(x, token_ids=ids, **call)
+def test_an_input_of_another_shape_is_refused(gate_type, shape, time_first):
+    x, ids = torch.ones(shape), torch.zeros(shape[:-1], dtype=torch.int64)
+    with pytest.raises(ValueError, match=re.escape(f"x has shape {shape}; give [")):
+        build(gate_type=gate_type)(x, token_ids=ids, time_first=time_first)
 
 
 @pytest.mark.parametrize("padded", (False, True))
@@ -166,14 +166,6 @@ def test_no_tokens_give_no_output_and_zero_gradients(shape, factor):
     (y.sum() + output.balance_loss).backward()
     for name, parameter in layer.named_parameters():
         assert torch.equal(parameter.grad, torch.zeros_like(parameter)), name
-
-
-def test_one_token_by_itself_is_a_list_of_one():
-    layer, x = build(), tokens(1)
-    y, output = layer(x[0])
-    expected, of_list = layer(x)
-    assert torch.equal(y, expected[0])
-    assert torch.equal(output.balance_loss, of_list.balance_loss)
 
 
 def test_padding_alone_gives_zeros_and_zero_gradients():
@@ -239,12 +231,6 @@ def test_the_balance_loss_is_the_weighted_sum(balance_loss, weight):
     assert torch.equal(output.balance_loss, weight * output.losses["gshard"])
 
 
-def test_without_balance_losses_their_sum_is_zero():
-    output = build(balance_loss="none")(tokens(T))[1]
-    assert output.losses == {}
-    assert float(output.balance_loss) == 0.0
-
-
 def test_two_runs_give_the_same_bits():
     def run() -> dict[str, Tensor]:
         layer, x = build(torch.float32, capacity_factor=1.0, top_k=3), tokens(200).float().detach()
@@ -259,25 +245,6 @@ def test_two_runs_give_the_same_bits():
         assert torch.equal(tensor, second[name]), name
 
 
-def test_forward_draws_no_random_number():
-    layer, x = build(capacity_factor=1.0), tokens(T)
-    before = torch.get_rng_state()
-    layer(x)
-    assert torch.equal(torch.get_rng_state(), before)
-
-
-@pytest.mark.parametrize("options", ({}, {"prescore": True}, {"hidden_layer_norm": True}), ids=str)
-def test_the_halves_are_the_forward(options):
-    layer, x = build(shared_experts=1, **options), tokens(2, 3)
-    mask = torch.tensor([[False, True, False], [False, False, True]])
-    expected, output = layer(x, mask)
-    call = Call.of(x, CONFIG.model_dim, mask)
-    x_TD = call.tokens(x)
-    routing = layer.route(x_TD, call)
-    close(layer.apply_routing(x_TD, routing).view_as(x), expected, "y")
-    close(layer.balance(routing).balance_loss, output.balance_loss, "balance loss")
-
-
 def test_an_earlier_routing_sends_other_tokens_the_same_way():
     layer, x, later = build(), tokens(T), tokens(T).detach().flip(0)
     experts, layer.experts = layer.experts, None  # a decision needs none
@@ -290,18 +257,3 @@ def test_an_earlier_routing_sends_other_tokens_the_same_way():
         close(y[t], expected, f"token {t}")
     y.square().sum().backward()
     assert x.grad.any() and layer.gate.weight.grad.any()
-
-
-def test_what_is_no_configuration_is_refused():
-    with pytest.raises(ValueError, match=r"^config is 64; give a MoEConfig, such as MoEConfig\("):
-        MoELayer(64)
-
-
-@pytest.mark.parametrize("grad", (True, False))
-def test_the_repr_of_an_output_has_shapes_in_place_of_values(grad):
-    layer = MoELayer(MoEConfig(model_dim=4, hidden_dim=6, num_experts=3), seed=1).eval()
-    with torch.set_grad_enabled(grad):
-        text = repr(layer(torch.randn(5, 4))[1])
-    assert (
-        "\n" not in text and "losses={'gshard': float32[]}" in text and "weights_TK=float32[5, 2]" in text
-    )

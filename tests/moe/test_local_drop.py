@@ -67,31 +67,6 @@ def test_a_rank_without_tokens_computes_nothing(ranks):
     ranks(2).run(on_a_rank, {}, 0)
 
 
-def alone():
-    layer = MoELayer(config(), make_topology([E], 2), seed=1).double()
-    if dist.get_rank() == 0:
-        run(layer, normal(7, 5, seed=1), local=True)
-    assert layer.calls.count == 0
-    run(layer, normal(7, 5, seed=1), local=False)  # ranks are still in the same call
-    assert layer.calls.count == 1
-
-
-def test_nothing_is_sent(ranks):
-    ranks(2).run(alone)
-
-
-def shared_by_ranks():
-    layer = MoELayer(MoEConfig(model_dim=6, hidden_dim=4, num_experts=1, top_k=1), make_topology([1], 2))
-    x_TD = torch.ones(3, 6)
-    routing = layer.route(x_TD, Call.of(x_TD, 6))
-    with pytest.raises(ValueError, match=r"^local is set, but 2 ranks share each expert; give complete"):
-        layer.apply_routing(x_TD, routing, local=True)
-
-
-def test_shards_of_experts_are_refused(ranks):
-    ranks(2).run(shared_by_ranks)
-
-
 def recomputed():
     context = Context(True, local_drop=0.5, seed=3)
     build = partial(MoEFeedForward, config(eom=0.3, fom=0.2), make_topology([E], 2), 1, "first", context)

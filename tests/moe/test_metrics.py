@@ -8,8 +8,7 @@ import torch
 from normal import normal as logits
 
 from fairseq_tutel import route, routing_metrics
-from fairseq_tutel.moe import metrics
-from fairseq_tutel.moe.metrics import Metric, count_routing, metric_names, metric_rows
+from fairseq_tutel.moe.metrics import count_routing, metric_names, metric_rows
 
 
 def direct_metrics(routing, real: list[bool]) -> dict[str, float]:
@@ -55,23 +54,9 @@ def test_metrics_are_what_loops_count(num_experts, factor, num_real):
         assert got[name] == pytest.approx(value, rel=1e-5), name
 
 
-def test_metrics_without_padding_count_every_token():
-    routing = route(logits(15, 4), 2, 0.5)
-    got = {name: float(value) for name, value in routing_metrics(routing).items()}
-    assert got == pytest.approx(direct_metrics(routing, [True] * 15), rel=1e-5)
-    assert got["overflow_expert2"] > 0
-    assert 0 < got["moe_dropped"] < got["overflow_expert2"]
-    assert got["expert1_weight"] + got["expert2_weight"] == pytest.approx(1)
-
-
 def test_metrics_are_finite_where_a_probability_underflows():
     routing = route(torch.tensor([[0.0, -1e4], [-1e4, 0.0]]), 1)
     assert float(routing_metrics(routing)["entropy_gating"]) == 0.0
-
-
-def test_metrics_carry_no_gradient():
-    found = routing_metrics(route(logits(4, 3).requires_grad_(), 2))
-    assert not any(value.requires_grad for value in found.values())
 
 
 def test_layers_of_several_sizes_are_rows_in_their_order():
@@ -82,16 +67,6 @@ def test_layers_of_several_sizes_are_rows_in_their_order():
     for routing, row in zip(routings, rows_LN.tolist(), strict=True):
         got = dict(zip(metric_names(2), row, strict=True))
         assert got == pytest.approx(direct_metrics(routing, [True] * 15), rel=1e-5)
-
-
-def test_a_choice_that_was_left_out_is_no_copy():
-    torch.manual_seed(0)
-    routing = route(logits(40, 4), 2, 0.5, second_expert_policy="random", training=True)
-    requested, dropped = int(routing.assigned_KE[1].sum()), int(routing.dropped_K[1])
-    assert 0 < dropped < requested < 40
-    got = {name: float(value) for name, value in routing_metrics(routing).items()}
-    assert got == pytest.approx(direct_metrics(routing, [True] * 40), rel=1e-5)
-    assert got["overflow_expert2"] == pytest.approx(100 * dropped / requested)
 
 
 def test_where_experts_choose_the_names_are_those_of_k():
@@ -124,23 +99,3 @@ def test_what_padding_holds_does_not_matter():
         weights_TK=clean.weights_TK.masked_fill(padding, math.nan),
     )  # fmt: skip
     assert routing_metrics(clean) == routing_metrics(dirty)
-
-
-def test_one_entry_of_the_table_adds_a_metric(monkeypatch):
-    added = (
-        Metric(name="largest_probability", help="", token_sum=lambda probs, *_: probs.amax(1).sum()),
-        Metric(
-            name="unsure",
-            help="",
-            token_sum=lambda probs, _, real_T: (real_T & (probs.amax(1) < 0.5)).sum(),
-        ),
-        Metric(name="used{}", help="", of_counts=lambda it: it.assigned_LKE.gt(0).sum(dim=2)),
-    )
-    monkeypatch.setattr(metrics, "METRICS", (*added[:2], *metrics.METRICS, added[2]))
-    routing = route(logits(15, 4), 2, 0.5, real_T=torch.arange(15) < 9)
-    got = {name: float(value) for name, value in routing_metrics(routing).items()}
-    assert got.pop("largest_probability") == pytest.approx(float(routing.probs_TE[:9].amax(1).mean()))
-    assert got.pop("unsure") == pytest.approx(float((routing.probs_TE[:9].amax(1) < 0.5).double().mean()))
-    for j, used in enumerate(routing.assigned_KE.gt(0).sum(dim=1).tolist(), start=1):
-        assert got.pop(f"used{j}") == used
-    assert got == pytest.approx(direct_metrics(routing, [t < 9 for t in range(15)]), rel=1e-5)

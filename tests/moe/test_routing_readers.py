@@ -6,16 +6,14 @@ import math
 import oracle
 import pytest
 import torch
-import torch.distributed as dist
 from compare import close
 from normal import normal
 
-from fairseq_tutel import MoEConfig, MoELayer, make_topology
+from fairseq_tutel import MoEConfig, MoELayer
 from fairseq_tutel.moe import routing as routing_module
 from fairseq_tutel.moe.balance import LOSSES, balance_losses
 from fairseq_tutel.moe.call import Call
 from fairseq_tutel.moe.metrics import routing_metrics
-from fairseq_tutel.moe.routing import padded
 
 T, E, K, D = 9, 4, 2, 6
 CONFIG = MoEConfig(
@@ -77,14 +75,6 @@ def test_the_experts_read_no_assignment_that_was_left_out(options):
     assert not y_TD[~EXISTS.any(1)].any()
 
 
-def test_the_padded_layout_has_no_row_for_them():
-    _, _, r = routed()
-    wide = padded(r, int(r.counts_E.max()) + 1)
-    assert torch.equal(wide.row_of_TK >= 0, EXISTS)
-    sources = wide.source_of_R[wide.source_of_R >= 0]
-    assert sorted(sources.tolist()) == EXISTS.flatten().nonzero().flatten().tolist()
-
-
 def test_losses_count_them_neither_as_load_nor_as_tokens():
     _, _, r = routed()
     losses = balance_losses(dict.fromkeys(LOSSES, 1.0), r, r.gate)
@@ -109,16 +99,3 @@ def test_metrics_average_over_all_real_tokens():
     largest = r.assigned_KE[0].topk(math.ceil(0.2 * E)).values
     assert metrics["expert1_balance_top"] == pytest.approx(100 * int(largest) / (T - 1))
     assert metrics["moe_dropped"] == metrics["overflow_expert1"] == 0
-
-
-def across_ranks(exchange):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(routing_module, "sampled_choices", lambda weights_TK: REQUESTED)
-        layer, x_TD, r = routed(make_topology([E], 2), exchange=exchange)
-    whole = MoELayer(CONFIG, seed=1).double()
-    close(layer.apply_routing(x_TD, r), by_loop(whole, x_TD, r), f"rank {dist.get_rank()}")
-
-
-@pytest.mark.parametrize("exchange", ("ragged", "padded"))
-def test_no_rank_sends_them(ranks, exchange):
-    ranks(2).run(across_ranks, exchange)

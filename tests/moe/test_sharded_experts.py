@@ -1,7 +1,5 @@
 """Shards written on W ranks and read on others: weights and states, any P, replicas, slices."""
 
-import copy
-import dataclasses
 import itertools
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +13,6 @@ from fairseq_tutel import MoEConfig, MoELayer, make_topology
 from fairseq_tutel.checkpoint import experts
 from fairseq_tutel.checkpoint.experts import save_in_shards
 from fairseq_tutel.checkpoint.shards import ShardedTensor, bind, write_file
-from fairseq_tutel.parallel.gradients import is_expert
 
 CONFIG = MoEConfig(model_dim=4, hidden_dim=8, num_experts=2)
 # (W, P): one rank, replicas, one expert a rank, one expert on two ranks.
@@ -93,25 +90,6 @@ def test_every_expert_is_written_once(ranks, tmp_path, topology, files):
     assert found == [f"{n}.experts.{file}.safetensors" for n in (0, 1) for file in files]
 
 
-def written(folder: str, layers: int) -> int:
-    """Return how many files this rank writes of one expert that all ranks have."""
-    topology = make_topology([1])
-    config = MoEConfig(model_dim=4, hidden_dim=8, num_experts=1, top_k=1)
-    split = nn.Sequential(*(MoELayer(config, topology, seed=1, name=str(i)) for i in range(layers)))
-    with pytest.MonkeyPatch.context() as patch:
-        files: list[Path] = []
-        patch.setattr(
-            experts, "write_file", lambda values, path: files.append(path) or write_file(values, path)
-        )
-        records = save_in_shards(split, topology, states, Path(folder))
-    assert len(records) == layers * 4 * 3
-    return len(files)
-
-
-def test_replicas_write_in_turns(ranks, tmp_path):
-    assert ranks(4).run(written, str(tmp_path), 8) == [2] * 4
-
-
 def differing(parameter: Tensor) -> dict[str, Tensor]:
     return states(parameter) if dist.get_rank() == 0 else {}
 
@@ -167,24 +145,3 @@ def write_elsewhere(values: dict, path: Path) -> None:
 def test_a_file_that_rank_0_does_not_see_is_no_checkpoint(ranks, tmp_path):
     for sentence in ranks(2).run(save_unseen, str(tmp_path)):
         assert "is missing or has the wrong size" in sentence
-
-
-def copied(size: int, slices: int) -> tuple[bool, bool, bool]:
-    """Copy a layer; return whether the copy computes the same, has its own weights, and is marked."""
-    topology = make_topology([2], size)
-    config = dataclasses.replace(CONFIG, adaptive_r=slices, a2a_ffn_overlap_degree=2)
-    layer = MoELayer(config, topology, seed=1, name="a")
-    again = copy.deepcopy(layer)
-    x = torch.randn(5, 4, generator=torch.Generator().manual_seed(dist.get_rank()))
-    same = torch.equal(layer(x)[0], again(x)[0])
-    with torch.no_grad():
-        for parameter in again.parameters():
-            parameter.mul_(2)
-    pairs = list(zip(layer.named_parameters(), again.parameters(), strict=True))
-    own = all(torch.equal(2 * one, other) for (_, one), other in pairs)
-    return same, own, all(is_expert(one) == is_expert(other) for (_, one), other in pairs)
-
-
-@pytest.mark.parametrize(("world", "size", "slices"), [(2, 2, 1), (4, 4, 2), (4, 4, 0)])
-def test_a_copy_of_a_layer_uses_the_same_groups(ranks, world, size, slices):
-    assert ranks(world).run(copied, size, slices) == [(True, True, True)] * world

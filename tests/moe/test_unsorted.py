@@ -39,19 +39,3 @@ def test_outputs_and_gradients_are_those_of_sorted_rows(options, counts):
     pairs = zip(*(run(experts, rows, counts, order, sorts) for sorts in (False, True)), strict=True)
     for got, expected in pairs:
         torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
-
-
-def test_without_gradients_too():
-    experts, rows, order = build({}), torch.randn(7, 6, dtype=torch.float64), torch.randperm(7)
-    groups = Groups.of_host((2, 0, 4, 1), rows.device)
-    with torch.no_grad():
-        got = experts.run_unsorted(rows, groups, order, order.argsort())
-        assert torch.equal(got, experts(rows[order], groups)[order.argsort()])
-
-
-def test_hooks_see_sorted_rows():
-    experts, order, seen = build({}), torch.tensor([2, 0, 1]), []
-    rows = torch.randn(3, 6, dtype=torch.float64)
-    experts.register_forward_pre_hook(lambda module, given: seen.append(given[0]))
-    experts.run_unsorted(rows, Groups.of_host((1, 1, 1, 0), rows.device), order, order.argsort())
-    assert torch.equal(seen[0], rows[order])

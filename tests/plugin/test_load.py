@@ -17,7 +17,7 @@ from fairseq_tutel import MoEConfig, Topology, plugin
 from fairseq_tutel.checkpoint.saved import SavedModel
 from fairseq_tutel.convert.sharded import to_sharded
 from fairseq_tutel.inference import expert_sources
-from fairseq_tutel.moe.option_table import StoreConfig
+from fairseq_tutel.inference.options import StoreConfig
 from fairseq_tutel.parallel import host_memory
 from fairseq_tutel.parallel.guard import CommunicationError
 from fairseq_tutel.plugin.differences import Fits
@@ -120,10 +120,10 @@ def test_an_option_that_an_older_file_lacks_is_overridden_all_the_same(tmp_path)
 
 
 def test_a_store_that_needs_pregating_is_refused_for_another_model():
-    task, layer = argparse.Namespace(moe_expert_store="pregated"), MoEConfig(4, 8, 2)
-    assert store_options(task, layer, True, True, torch.device("cpu")).moe_expert_tier == "disk"
+    task = argparse.Namespace(moe_expert_store="pregated")
+    assert store_options(task, True, True, torch.device("cpu")).moe_expert_tier == "disk"
     with pytest.raises(ValueError, match=r"^--moe-expert-store is pregated, but this model"):
-        store_options(task, layer, True, False, torch.device("cpu"))
+        store_options(task, True, False, torch.device("cpu"))
 
 
 def test_experts_that_host_memory_cannot_hold_are_refused_before_they_are_copied(monkeypatch):
@@ -139,13 +139,6 @@ def test_experts_that_host_memory_cannot_hold_are_refused_before_they_are_copied
         monkeypatch.setattr(host_memory, "available", lambda left=left: left)
         with pytest.raises(error, match="give --moe-expert-tier disk" if error is ValueError else None):
             empty.load_state_dict(whole.state_dict())
-
-
-@pytest.mark.parametrize("opened", [True, False])
-def test_a_dtype_of_inference_has_no_effect_in_training(opened, caplog):
-    task, layer = argparse.Namespace(moe_inference_dtype="bf16"), MoEConfig(4, 8, 2)
-    store_options(task, layer, opened, False, torch.device("cpu"))
-    assert ("--moe-inference-dtype bf16 has no effect: " in caplog.text) == (not opened)
 
 
 FOREIGN = {

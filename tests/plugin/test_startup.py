@@ -11,8 +11,8 @@ from fairseq.data.iterators import BufferedIterator
 from omegaconf import OmegaConf
 
 from fairseq_tutel import train
+from fairseq_tutel.inference.options import StoreConfig
 from fairseq_tutel.moe.config import MoEConfig
-from fairseq_tutel.moe.option_table import StoreConfig
 from fairseq_tutel.parallel import rendezvous
 from fairseq_tutel.plugin.opening import offload
 from fairseq_tutel.plugin.registration import wrapped

@@ -7,11 +7,11 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from fairseq_tutel.checkpoint.options import EXPERT_DTYPES
 from fairseq_tutel.convert.commands.conversion import NEW_RUN, Conversion, one_file, one_folder, option
 from fairseq_tutel.convert.options import TUTEL_LAYERS
 from fairseq_tutel.files import printable
 from fairseq_tutel.moe.config import ACTIVATIONS
-from fairseq_tutel.moe.option_table import EXPERT_DTYPES
 from fairseq_tutel.option import UNITS, bytes_of
 from fairseq_tutel.tools.arguments import refuse_output_folder
 

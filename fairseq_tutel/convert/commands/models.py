@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 from fairseq_tutel.convert.commands.conversion import NEW_RUN, Conversion, one_file, option
 from fairseq_tutel.convert.options import Variation
-from fairseq_tutel.moe.option_table import options_of
 from fairseq_tutel.option import flag_of, options_in, read, refuse_bad_values
+from fairseq_tutel.plugin.options import options_of
 from fairseq_tutel.tools.arguments import refuse_output
 from fairseq_tutel.vision.options import SwinExpertsConfig
 

@@ -3,11 +3,11 @@
 import argparse
 from pathlib import Path
 
+from fairseq_tutel.checkpoint.options import EXPERT_DTYPES
 from fairseq_tutel.convert.commands.conversion import NEW_RUN, Conversion, one_folder, option
 from fairseq_tutel.convert.commands.formats import MAX_SIZE, size_limit
 from fairseq_tutel.convert.options import RELEASED
 from fairseq_tutel.files import printable
-from fairseq_tutel.moe.option_table import EXPERT_DTYPES
 from fairseq_tutel.tools.arguments import refuse_output_folder
 
 FAMILY = "the kind of model [inferred from the options]; if no kind fits, the tool prints the reason"

@@ -6,7 +6,6 @@ import torch
 from torch import Tensor, nn
 
 from fairseq_tutel.kernels.first_order import first_order
-from fairseq_tutel.moe.option_table import CriterionConfig
 from fairseq_tutel.option import read, refuse_bad_values
 from fairseq_tutel.plugin.criterions.expert_log import expert_log, reduce_expert_log, without_experts
 from fairseq_tutel.plugin.feed_forward import (
@@ -17,6 +16,7 @@ from fairseq_tutel.plugin.feed_forward import (
     contexts_of,
     moe_layers,
 )
+from fairseq_tutel.plugin.options import CriterionConfig
 from fairseq_tutel.plugin.run_state import root_of
 
 

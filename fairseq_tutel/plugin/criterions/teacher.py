@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from fairseq_tutel.checkpoint.files import has_an_end
-from fairseq_tutel.moe.option_table import options_of
 from fairseq_tutel.plugin.distillation_options import DistillationConfig
 from fairseq_tutel.plugin.feed_forward import contexts_of, moe_layers, unwrapped
+from fairseq_tutel.plugin.options import options_of
 from fairseq_tutel.plugin.registration.process import is_machine_error
 from fairseq_tutel.plugin.run_state import RUN, config_of
 

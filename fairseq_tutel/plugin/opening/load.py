@@ -24,11 +24,11 @@ from fairseq_tutel.checkpoint.recognition import refuse_meta
 from fairseq_tutel.checkpoint.saved import SavedModel, drop_retired
 from fairseq_tutel.checkpoint.shards import ShardedTensor, bind
 from fairseq_tutel.moe.config import label_of
-from fairseq_tutel.moe.option_table import options_of
 from fairseq_tutel.option import is_custom
 from fairseq_tutel.parallel import world
 from fairseq_tutel.plugin.differences import Saved, saved_model
 from fairseq_tutel.plugin.opening.literals import options_within, refuse_code, refuse_unusable_options
+from fairseq_tutel.plugin.options import options_of
 from fairseq_tutel.plugin.registration.flags import (
     SystemOptions,
     has_user_dir,

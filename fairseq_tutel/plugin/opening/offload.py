@@ -22,18 +22,16 @@ from torch.overrides import TorchFunctionMode
 from fairseq_tutel.checkpoint.shards import ShardedTensor
 from fairseq_tutel.inference.expert_statistics import of_layer, pooled, read_statistics
 from fairseq_tutel.inference.expert_store import Counters, ExpertStore
+from fairseq_tutel.inference.options import StoreConfig
 from fairseq_tutel.inference.quantized_linear import quantize_linear_layers
 from fairseq_tutel.kernels.quantized import LANES
 from fairseq_tutel.moe.config import MoEConfig
 from fairseq_tutel.moe.expert_stack import ExpertStack
 from fairseq_tutel.moe.experts import build_experts
-from fairseq_tutel.moe.option_table import SidesConfig, StoreConfig
 from fairseq_tutel.option import read, refuse_bad_values
-from fairseq_tutel.parallel import world
 from fairseq_tutel.parallel.groups import Topology
 from fairseq_tutel.parallel.host_memory import refuse_too_little
 from fairseq_tutel.parallel.progress import progress
-from fairseq_tutel.plugin.announce import Facts, warn_of_no_effect
 from fairseq_tutel.plugin.feed_forward import MoEFeedForward, moe_layers
 from fairseq_tutel.plugin.registration.process import call_at_end
 from fairseq_tutel.plugin.run_state import RUN, config_of, is_opened, language_pair
@@ -47,10 +45,8 @@ DRAWS = (Tensor.normal_, Tensor.uniform_, init.normal_, init.uniform_, init.kaim
 PREFETCH, PREFETCH_PAIRS = "--moe-expert-prefetch", "--moe-expert-prefetch-pairs"
 
 
-def store_options(
-    task_cfg: Any, layer: MoEConfig, opened: bool, pregated: bool, device: torch.device
-) -> StoreConfig:
-    """Return a task's expert store options, with `auto` resolved; warn of options without effect."""
+def store_options(task_cfg: Any, opened: bool, pregated: bool, device: torch.device) -> StoreConfig:
+    """Return a task's expert store options, with `auto` resolved; warn of a cache without a store."""
     options = read(StoreConfig, task_cfg)
     refuse_bad_values(options)
     policy = options.moe_expert_store
@@ -59,8 +55,8 @@ def store_options(
             f"--moe-expert-store is {policy}, which is only for inference: training needs all experts in "
             "memory; remove it."
         )
-    if world.is_first():
-        warn_of_no_effect(options, Facts(layer=layer, sides=SidesConfig(), store=options, opened=opened))
+    if options.moe_expert_cache != "0" and not is_offloaded(options):
+        logger.warning("--moe-expert-cache has no effect without --moe-expert-store")
     if policy == "pregated" and not pregated:
         raise ValueError(
             "--moe-expert-store is pregated, but this model has no pre-gating; give a model with "

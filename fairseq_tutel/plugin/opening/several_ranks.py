@@ -16,13 +16,13 @@ import torch.distributed as dist
 
 from fairseq_tutel.inference.lockstep import Lockstep
 from fairseq_tutel.moe.config import MoEConfig, label_of
-from fairseq_tutel.moe.option_table import TaskConfig
 from fairseq_tutel.option import read
 from fairseq_tutel.parallel import world
 from fairseq_tutel.parallel.agreement import agree
 from fairseq_tutel.parallel.groups import Topology, make_topology
 from fairseq_tutel.plugin.feed_forward import MoEFeedForward
 from fairseq_tutel.plugin.run_state import RUN
+from fairseq_tutel.plugin.training.options import TaskConfig
 from fairseq_tutel.plugin.training.startup import allocate_gather_buffers, limit_fairseq_groups, set_timeout
 
 logger = logging.getLogger(__name__)

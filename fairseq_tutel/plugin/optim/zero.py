@@ -7,10 +7,10 @@ from typing import Any
 from fairseq.optim import MemoryEfficientFP16Optimizer
 from torch import Tensor
 
-from fairseq_tutel.moe.option_table import TaskConfig
 from fairseq_tutel.option import read, refuse_bad_values
 from fairseq_tutel.parallel import world
 from fairseq_tutel.plugin.run_state import RUN
+from fairseq_tutel.plugin.training.options import TaskConfig
 
 # Optimizers whose update of an element depends on others: a rank with some of them would diverge.
 NOT_ELEMENTWISE = ("adafactor", "lamb", "composite")

@@ -19,15 +19,9 @@ from fairseq.models import ARCH_MODEL_REGISTRY
 
 from fairseq_tutel.files import shown
 from fairseq_tutel.moe.config import LAYER, MoEConfig
-from fairseq_tutel.moe.option_table import (
-    BY_OWNER,
-    CriterionConfig,
-    ModelConfig,
-    SidesConfig,
-    TaskConfig,
-    options_of,
-)
 from fairseq_tutel.option import Option, flag_of, key_of, options_in, plain, read, refuse_bad_values
+from fairseq_tutel.plugin.options import BY_OWNER, CriterionConfig, ModelConfig, SidesConfig, options_of
+from fairseq_tutel.plugin.training.options import TaskConfig
 
 logger = logging.getLogger(__name__)
 

@@ -5,9 +5,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fairseq_tutel.checkpoint.saved import SavedModel
-from fairseq_tutel.moe.option_table import TaskConfig
 from fairseq_tutel.option import is_whole, read
 from fairseq_tutel.plugin.training.epoch_iterator import rounds_of
+from fairseq_tutel.plugin.training.options import TaskConfig
 
 logger = logging.getLogger(__name__)
 

@@ -15,13 +15,13 @@ from typing import Any, NoReturn
 from fairseq import checkpoint_utils
 from torch.multiprocessing import ProcessExitedException
 
-from fairseq_tutel.moe.option_table import PreemptionConfig
 from fairseq_tutel.option import read, refuse_bad_values
 from fairseq_tutel.parallel import world
 from fairseq_tutel.parallel.failures import write_for_torchrun
 from fairseq_tutel.parallel.signals import EXIT_CODE, SignalWatch, watched
 from fairseq_tutel.plugin.run_state import RUN
 from fairseq_tutel.plugin.training.loop import Votes, globals_of, wrapping
+from fairseq_tutel.plugin.training.options import PreemptionConfig
 
 logger = logging.getLogger(__name__)
 

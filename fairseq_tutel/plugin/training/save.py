@@ -20,7 +20,6 @@ from fairseq.trainer import Trainer
 from fairseq_tutel.checkpoint import atomic_save, experts, folders
 from fairseq_tutel.checkpoint.lock import locked
 from fairseq_tutel.files import is_temporary
-from fairseq_tutel.moe.option_table import TaskConfig
 from fairseq_tutel.option import read
 from fairseq_tutel.parallel.groups import Topology
 from fairseq_tutel.parallel.world import run_on_rank_zero
@@ -30,6 +29,7 @@ from fairseq_tutel.plugin.training import finite, memory
 from fairseq_tutel.plugin.training.background_save import BackgroundSave
 from fairseq_tutel.plugin.training.ema import ExpertEMA
 from fairseq_tutel.plugin.training.expert_states import ExpertStates
+from fairseq_tutel.plugin.training.options import TaskConfig
 from fairseq_tutel.plugin.training.own_layers import prepared
 from fairseq_tutel.plugin.training.preemption import Preemption, end_process
 from fairseq_tutel.plugin.training.resume import checkpoint_to_load

@@ -21,7 +21,6 @@ from omegaconf import OmegaConf, open_dict
 from torch import nn
 
 from fairseq_tutel import __version__
-from fairseq_tutel.moe.option_table import TaskConfig
 from fairseq_tutel.option import flag_of, read
 from fairseq_tutel.parallel import guard, rendezvous
 from fairseq_tutel.parallel.agreement import agree
@@ -32,6 +31,7 @@ from fairseq_tutel.plugin.optim.zero import NOT_ELEMENTWISE, refuse_first, refus
 from fairseq_tutel.plugin.plans import check_together, plans_of
 from fairseq_tutel.plugin.run_state import config_of, device_of
 from fairseq_tutel.plugin.training import ema
+from fairseq_tutel.plugin.training.options import TaskConfig
 
 logger = logging.getLogger(__name__)
 

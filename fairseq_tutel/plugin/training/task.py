@@ -16,14 +16,11 @@ from torch import nn
 from fairseq_tutel.checkpoint import experts
 from fairseq_tutel.moe.balance import update_biases
 from fairseq_tutel.moe.build import hashed_seed
-from fairseq_tutel.moe.config import MoEConfig
 from fairseq_tutel.moe.layer import MoELayer
-from fairseq_tutel.moe.option_table import CriterionConfig, SidesConfig, TaskConfig
 from fairseq_tutel.moe.update_tuner import UpdateTuner
 from fairseq_tutel.option import read
 from fairseq_tutel.parallel import world
 from fairseq_tutel.parallel.guard import guarded
-from fairseq_tutel.plugin.announce import Facts, warn_of_no_effect
 from fairseq_tutel.plugin.feed_forward import contexts_of, moe_layers
 from fairseq_tutel.plugin.opening.several_ranks import NoSentences
 from fairseq_tutel.plugin.optim.moe_optimizer import innermost_optimizer
@@ -31,6 +28,7 @@ from fairseq_tutel.plugin.registration.variants import change_class
 from fairseq_tutel.plugin.run_state import RUN, config_of, root_of
 from fairseq_tutel.plugin.training import finite, memory
 from fairseq_tutel.plugin.training.epoch_iterator import ElasticEpochBatchIterator
+from fairseq_tutel.plugin.training.options import TaskConfig
 
 logger = logging.getLogger(__name__)
 
@@ -96,7 +94,6 @@ class MoETaskMixin(InferenceMixin):
     """Mixin for a fairseq task class that trains models with experts, on one or several ranks."""
 
     _has_experts = False
-    _layer_config: MoEConfig  # configuration of the first MoE layer, if there is one
     datasets: dict[str, Any]  # fairseq's data sets by split
     moe_tuner: UpdateTuner | None = None
     _micro_batches = 0  # --moe-micro-batches
@@ -106,7 +103,7 @@ class MoETaskMixin(InferenceMixin):
 
     def take_experts(self, layers: Sequence[MoELayer], tuner: UpdateTuner | None) -> None:
         """Record the model's MoE layers and their tuner, and apply this task's options to the layers."""
-        self._has_experts, self._layer_config, self.moe_tuner = True, layers[0].config, tuner
+        self._has_experts, self.moe_tuner = True, tuner
         options, root = read(TaskConfig, config_of(self)), root_of(self)
         if root is not None:
             self._micro_batches, self._seed = options.moe_micro_batches, int(root.common.seed)
@@ -119,10 +116,7 @@ class MoETaskMixin(InferenceMixin):
         criterion = super().build_criterion(cfg, *args, **kwargs)  # type: ignore[misc]
         if not (self._has_experts and world.is_first()):
             return criterion
-        if hasattr(criterion, "gate_loss"):
-            facts = Facts(layer=self._layer_config, sides=SidesConfig())
-            warn_of_no_effect(read(CriterionConfig, cfg), facts)
-        else:
+        if not hasattr(criterion, "gate_loss"):
             variant = f"moe_{getattr(cfg, '_name', None) or getattr(cfg, 'criterion', '')}"
             logger.warning(
                 "criterion %s trains the experts without a balance loss; use %s",

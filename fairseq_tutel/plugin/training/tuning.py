@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 from fairseq_tutel.moe.adaptive import TOKENS, is_tuned, static_strategy
-from fairseq_tutel.moe.option_table import TaskConfig
 from fairseq_tutel.moe.update_tuner import UpdateTuner
 from fairseq_tutel.option import read
 from fairseq_tutel.parallel import world
@@ -17,6 +16,7 @@ from fairseq_tutel.parallel.machine import Machine, typical
 from fairseq_tutel.plugin.feed_forward import moe_layers
 from fairseq_tutel.plugin.plans import tuned_algorithms
 from fairseq_tutel.plugin.run_state import device_of
+from fairseq_tutel.plugin.training.options import TaskConfig
 
 logger = logging.getLogger(__name__)
 

@@ -5,7 +5,6 @@ import math
 import re
 from dataclasses import dataclass, field
 
-from fairseq_tutel.moe.metrics import METRICS, Metric
 from fairseq_tutel.tools.report.figures import (
     COLORS,
     DROPPED_SCALE,
@@ -76,19 +75,7 @@ class Chart:
     log: bool = False  # logarithmic y axis
     from_zero: bool = False  # the y axis begins at 0
     unless_zero: bool = False  # leave the chart out if all values are 0
-
-
-def _chart_of(metric: Metric) -> Chart:
-    """Return the chart of a logged metric. If it is logged for each of the K choices, each has a curve."""
-    return Chart(
-        metric.title or metric.name.format("J"),
-        metric.name.format(r"(\d+)"),
-        metric.unit,
-        metric.text,
-        part="choice {}" if metric.is_per_choice else "",
-        from_zero=metric.from_zero,
-        unless_zero=metric.unless_zero,
-    )
+    layers: str = ""  # pattern of the name of the same quantity's list over layers
 
 
 SECTIONS = {
@@ -109,7 +96,22 @@ SECTIONS = {
     ("experts", "Experts", "Averages over the MoE layers."): [
         Chart("Balance loss", "moe_gate_loss", "balance loss",
               "Without its weight. gshard, switch: 1 at an even load, E if one of E experts gets all."),
-        *(_chart_of(metric) for metric in METRICS if metric.drawn),
+        Chart("Gate entropy", "entropy_gating", "entropy (nats)",
+              "How undecided the gate is about a token: ln E if all E experts are alike, 0 if one is sure.",
+              layers="entropy"),
+        Chart("Weights", r"expert(\d+)_weight", "mean weight",
+              "Factors of the outputs of a token's choices.", part="choice {}", layers=r"weight(\d+)"),
+        Chart("Dropped share by choice", r"overflow_expert(\d+)", "dropped (%)",
+              "Later choices are dropped more often, since first choices come before them.",
+              part="choice {}", from_zero=True, unless_zero=True),
+        Chart("Dead experts", "moe_dead_experts", "experts",
+              "Experts that no token of a micro-batch chose.", from_zero=True, layers="dead_experts"),
+        Chart("Dropped share", "moe_dropped", "dropped (%)",
+              "Percent of all assignments whose expert was full. Always 0 without a capacity.",
+              from_zero=True, unless_zero=True, layers="dropped"),
+        Chart("Busiest expert", "moe_max_violation", "load (even shares)",
+              "Its load, over all choices and before dropping: 1 if even, E if one of E experts has all.",
+              layers="max_violation"),
     ],
     ("speed", "Speed", ""): [
         Chart("Speed", "wps", "per second",
@@ -222,10 +224,10 @@ def layer_section(runs: dict[str, Run]) -> Section:
 
 def _quantity(name: str) -> tuple[str, str, bool]:
     """Return how to draw a logged list: its title, its axis label, and whether the axis begins at 0."""
-    for metric in METRICS:
-        if match := re.fullmatch(metric.layers.format(r"(\d+)"), name):
+    for chart in (chart for charts in SECTIONS.values() for chart in charts):
+        if match := re.fullmatch(chart.layers, name):
             choice = f" of choice {match[1]}" if match.groups() else ""
-            return (metric.title or name) + choice, metric.unit, metric.from_zero
+            return chart.title + choice, chart.unit, chart.from_zero
     return name, "", False
 
 

@@ -1,0 +1,84 @@
+"""The options of an expert store, which keeps experts outside of memory during inference."""
+
+from dataclasses import dataclass
+
+from fairseq_tutel.files import shown
+from fairseq_tutel.option import UNITS, bytes_of, memory
+
+STORE_POLICIES = ("on-demand", "pregated", "prefetch-all")
+STORE_TIERS = ("host", "disk")
+EVICTIONS = ("lfu", "lru", "fifo")
+STORE_PRODUCTS = ("quantized", "unpacked")
+AUTO = "auto"
+CACHE_SIZES = (
+    "give a number of experts, such as 64, a size with a unit, such as 512MiB "
+    f"({', '.join(UNITS)}), or {AUTO}"
+)
+
+
+@dataclass(frozen=True)
+class StoreConfig:
+    """Options that set where experts are stored during inference and when they are loaded."""
+
+    # fmt: off
+    moe_expert_store: str = memory(
+        "resident", choices=("resident", *STORE_POLICIES),
+        help="when experts are loaded into memory in inference (no effect in training): resident, all "
+        "experts when the model is opened; on-demand, experts with tokens when their layer runs; pregated, "
+        "experts with tokens while an earlier layer runs, for models with --moe-pregate; prefetch-all, all "
+        "experts of the next layer; the result is the same",
+    )
+    moe_expert_tier: str = memory(
+        "auto", choices=("auto", *STORE_TIERS),
+        help="where --moe-expert-store loads experts from: host, host memory; disk, the files of a sharded "
+        "checkpoint; auto, host on a GPU, otherwise disk",
+    )
+    moe_expert_cache: str = memory(
+        "0", rule=(lambda v: v == AUTO or _limits_of(v) is not None, CACHE_SIZES),
+        help="size of the cache that keeps used experts of all layers in memory: a number of experts, a "
+        "size with a unit, such as 2GiB, or auto: half of the memory that is free at the first fetch (on a "
+        "CPU the smaller of MemAvailable and what the cgroup limits leave, over the ranks of the node)",
+    )
+    moe_expert_cache_policy: str = memory(
+        "lfu", choices=EVICTIONS,
+        help="which expert a full cache evicts: lfu, the least frequently used; lru, the least recently "
+        "used; fifo, the first fetched",
+    )
+    moe_expert_compute: str = memory(
+        "quantized", choices=STORE_PRODUCTS,
+        help="how int8 and int4 experts of --moe-expert-store are multiplied on a CPU: quantized, as they "
+        "are stored, with inputs and outputs rounded to bf16; unpacked, after conversion to the model's "
+        "dtype, which is slower",
+    )
+    moe_inference_dtype: str = memory(
+        "auto", choices=("auto", "bf16", "int8"),
+        help="dtype of a model that is opened for inference (no effect in training): auto, the dtype that "
+        "the command sets; bf16, which takes half of the memory of fp32; int8, bf16 with the linear layers "
+        "of the decoder in int8, except for experts, which is faster for few sentences on a CPU",
+    )
+    moe_expert_prefetch: str = memory(
+        "",
+        help="JSON file of `tokens --output-statistics`: when the model is opened, the store begins to "
+        "fetch the experts with the most assignments in it, until the cache is full; empty: none",
+    )
+    moe_expert_prefetch_pairs: str = memory(
+        "",
+        help="language pairs in --moe-expert-prefetch whose assignments count, separated by commas, such "
+        "as de-en; empty: the pair of the task if the file has it, otherwise all pairs",
+    )
+    # fmt: on
+
+
+def cache_limits(cache: int | str) -> tuple[int | None, int | None]:
+    """Parse the size of an expert cache to (bytes, experts), one of which is None, or raise ValueError."""
+    limits = _limits_of(str(cache))
+    if limits is None:
+        raise ValueError(f"cache (--moe-expert-cache) is {shown(cache)}; {CACHE_SIZES}.")
+    return limits
+
+
+def _limits_of(text: str) -> tuple[int | None, int | None] | None:
+    if text.strip().isdecimal() and len(text) <= 18:  # Python does not convert very long numbers
+        return None, int(text)
+    size = bytes_of(text)
+    return None if size is None else (size, None)
