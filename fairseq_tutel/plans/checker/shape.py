@@ -65,6 +65,8 @@ def _wrong_in(plan: Plan, rank: int, step: Step) -> Iterator[str]:
     if step.dst is None:
         return
     sources = len(step.src)
+    if step.n < 1:
+        yield "has no chunks"
     # A sum has at most one term from each rank.
     if sources != 1 if step.op != "reduce" else not 2 <= sources <= max(2, plan.ranks):
         yield f"has {sources} sources; a put or copy has 1, a reduce has 2 or more, at most 1 for each rank"

@@ -19,7 +19,7 @@ import struct
 import time
 import uuid
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from datetime import timedelta
 from typing import Any, cast
 
@@ -54,25 +54,16 @@ class SharedMemory:
     """Memory that ranks of a host share: int64 `words`, and a region of bytes for each of these ranks.
 
     All ranks of the group must construct this together. The caller can use `lines` cache lines of words. A
-    region has `size` bytes at first, and can grow to `region` bytes. `members` has the ranks of the group
-    that are on this rank's host; None means all. Other methods number ranks by their index in `members`.
+    region has `size` bytes at first, and can grow to `region` bytes.
 
     Raises:
         SharedMemoryError: the ranks cannot share memory; the message has the reason.
         CommunicationError: a rank did not take part in the construction.
     """
 
-    def __init__(
-        self,
-        group: dist.ProcessGroup | None,
-        lines: int,
-        region: int,
-        size: int,
-        members: Sequence[int] | None = None,
-    ) -> None:
+    def __init__(self, group: dist.ProcessGroup | None, lines: int, region: int, size: int) -> None:
         self.group, self.size = group, size
-        self.members = range(dist.get_world_size(group)) if members is None else members
-        self.rank, self.ranks = self.members.index(dist.get_rank(group)), len(self.members)
+        self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
         self._first = self.ranks + 1  # one line per rank for `barrier`, and one line for `grow`
         self._start = _whole_pages((self._first + lines) * WORDS_OF_LINE * 8)
         self._region = _whole_pages(region)
@@ -84,14 +75,14 @@ class SharedMemory:
         weakref.finalize(self, os.close, self._descriptor)
 
     def _share(self) -> int:
-        """Open one file on all members, lock one byte of it for each, and return the file descriptor."""
+        """Open one file on all ranks, lock one byte of it for each, and return the file descriptor."""
         path, problem, descriptor = "", "", -1
         if self.rank == 0:
             path = f"{FOLDER}/{PREFIX}{uuid.uuid4().hex}"
             descriptor, problem = _open(path, os.O_CREAT | os.O_EXCL)
             path = "" if problem else path
         try:
-            name = world.all_gather_object(path, OPERATION, self.group)[self.members[0]]
+            name = world.all_gather_object(path, OPERATION, self.group)[0]
             if name and self.rank:
                 descriptor, problem = _open(name, os.O_NOFOLLOW)
             if descriptor >= 0:
@@ -153,7 +144,7 @@ class SharedMemory:
                 backoff.pause([source])
 
     def barrier(self) -> None:
-        """Wait until all members have called this function."""
+        """Wait until all ranks have called this function."""
         self._barriers += 1
         self.words[self.rank * WORDS_OF_LINE] = self._barriers
         for rank in range(self.ranks):
@@ -162,7 +153,7 @@ class SharedMemory:
     def grow(self, size: int) -> bool:
         """Grow all regions to `size` bytes, and return whether there was enough memory.
 
-        All members must call this together. The contents of the regions are lost. At least half of the
+        All ranks must call this together. The contents of the regions are lost. At least half of the
         folder stays free for other users, such as data loaders.
         """
         self.barrier()
@@ -180,7 +171,7 @@ class SharedMemory:
         return grown
 
     def has_ended(self, rank: int) -> bool:
-        """Return whether a member's process has ended, which is the case if it holds no lock."""
+        """Return whether a rank's process has ended, which is the case if it holds no lock."""
         request = struct.pack(FLOCK, fcntl.F_WRLCK, os.SEEK_SET, rank, 1, 0)
         answer = fcntl.fcntl(self._descriptor, fcntl.F_GETLK, request)
         return bool(struct.unpack(FLOCK, answer)[0] == fcntl.F_UNLCK)
@@ -196,7 +187,7 @@ class Backoff:
         self._ended: set[int] = set()
 
     def pause(self, sources: Iterable[int]) -> None:
-        """Pause between two checks while waiting for the members `sources`.
+        """Pause between two checks while waiting for the ranks `sources`.
 
         Raises:
             DistBackendError: one of these ranks has ended, or the timeout of groups has passed.
@@ -219,9 +210,7 @@ class Backoff:
             time.sleep(min(max(waited * SLEEP_PART, SLEEP_SECONDS[0]), SLEEP_SECONDS[1]))
 
     def _names(self, ranks: Iterable[int]) -> str:
-        group = self._memory.group
-        members = self._memory.members
-        return name_ranks(sorted(world.rank_in_job(members[rank], group) for rank in ranks))
+        return name_ranks(sorted(world.rank_in_job(rank, self._memory.group) for rank in ranks))
 
 
 def timeout_of(group: dist.ProcessGroup | None) -> timedelta:
