@@ -94,15 +94,13 @@ def read_run(path: str) -> tuple[PlacedPlan, ...]:
     Raises:
         ValueError: there is no plan, or a plan is unreadable or wrong; the message names the file.
     """
-    place = Path(path)
-    found = sorted(place.glob("*.json")) if place.is_dir() else [place]
-    networks = dict(_networks(found)) if place.is_dir() else {}
+    given = Path(path)
+    folder = given if given.is_dir() else given.parent
+    networks = dict(_networks(sorted(folder.glob("*.json"))))
+    hosts = {each.digest: tuple(map(len, each.hosts.values())) for each in networks.values()}
+    files = sorted(set(folder.glob("*.json")) - set(networks)) if given.is_dir() else [given]
     try:
-        plans = {file: read(file) for file in found if file not in networks}
-        if not place.is_dir() and plans[place].network:
-            networks = dict(_networks(place.parent.glob("*.json")))
-        hosts = {each.digest: tuple(map(len, each.hosts.values())) for each in networks.values()}
-        placed = tuple(_placed(file, plan, hosts) for file, plan in plans.items())
+        placed = tuple(_placed(file, hosts) for file in files)
     except ValueError as error:
         raise ValueError(f"{OPTION}: {error}") from error
     if not placed:
@@ -118,11 +116,12 @@ def _networks(paths: Iterable[Path]) -> Iterator[tuple[Path, Network]]:
             yield path, network.read(path)
 
 
-def _placed(file: Path, plan: Plan, hosts: Mapping[str, tuple[int, ...]]) -> PlacedPlan:
-    """Check a plan, and return it with the number of ranks on each host of its network.
+def _placed(file: Path, hosts: Mapping[str, tuple[int, ...]]) -> PlacedPlan:
+    """Read and check a plan; return it with the number of ranks on each host of its network.
 
     `hosts` has these numbers by the digest of the network.
     """
+    plan = read(file)
     if plan.network and plan.network not in hosts:
         raise ValueError(
             f"{file}: the plan is for the network with the digest {plan.network}, but no network file in "
@@ -140,18 +139,12 @@ def refuse_unused(plans: Sequence[PlacedPlan], groups: Sequence[Sequence[int]], 
     `groups` has the ranks of each group with at least 2 ranks. A host has `local` ranks; 0 means unknown.
     """
     for placed in plans:
-        plan = placed.plan
-        if any(placed.fits(ranks, local) for ranks in groups):
-            continue
-        sizes = " and ".join(map(str, sorted({len(ranks) for ranks in groups}))) or "1"
-        if all(len(ranks) != plan.ranks for ranks in groups):
+        if not any(placed.fits(ranks, local) for ranks in groups):
+            sizes = " and ".join(map(str, sorted({len(ranks) for ranks in groups}))) or "1"
+            on_hosts = f" ({'+'.join(map(str, placed.hosts))} on its hosts)" if placed.hosts else ""
+            own_hosts = f" with {local} on a host" if placed.hosts else ""
             raise ValueError(
-                f"{OPTION}: plan {placed.name} is for {plan.ranks} ranks, but the groups of this run have "
-                f"{sizes} ranks; make the plan for a group of this run, or remove it."
+                f"{OPTION}: plan {placed.name} is for {placed.plan.ranks} ranks{on_hosts}, but the groups "
+                f"of this run have {sizes} ranks{own_hosts}; make the plan for a group of this run, or "
+                "remove it."
             )
-        hosts = "+".join(map(str, placed.hosts or ()))
-        here = "+".join(map(str, hosts_of(range(plan.ranks), local)))
-        raise ValueError(
-            f"{OPTION}: plan {placed.name} is for a network with {hosts} ranks on its hosts, but this run "
-            f"has {here}; make the plan for these hosts, start other numbers of ranks, or remove the plan."
-        )

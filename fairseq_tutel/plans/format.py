@@ -32,8 +32,7 @@ still reads.
 
 A channel leads from one rank to another. One lane of the sender has all of its puts, signals and flushes,
 and one lane of the receiver has all of its waits. A channel has as many waits as signals, and its last put
-is followed by a signal. Kind `ll` is MSCCL's LL protocol, whose packets have twice the bytes. The executors
-treat `ll` like `simple`.
+is followed by a signal.
 
 Source: the channels and plans of MSCCL++ (Shah et al. 2025), reduced to what a checker can prove correct.
 """
@@ -49,7 +48,6 @@ FORMAT = 1
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
 REDUCING = ("reduce_scatter", "all_reduce")
 BUFFERS = ("in", "out", "tmp")
-KINDS = ("simple", "ll")
 # The fields of each operation.
 OPERATIONS = {
     "put": ("channel", "src", "dst", "n"),
@@ -91,7 +89,6 @@ class Channel(NamedTuple):
 
     source: int
     target: int
-    kind: str = "simple"
 
 
 Lane = tuple[Step, ...]
@@ -160,8 +157,8 @@ class Writer:
     A channel is created when a step first uses it. Channels between the same two ranks differ by `tag`.
     """
 
-    def __init__(self, ranks: int, kind: str = "simple") -> None:
-        self.ranks, self.kind = ranks, kind
+    def __init__(self, ranks: int) -> None:
+        self.ranks = ranks
         self.lanes: list[dict[int, list[Step]]] = [{} for _ in range(ranks)]
         self.channels: dict[tuple[int, int, Any], int] = {}
 
@@ -217,7 +214,7 @@ class Writer:
 
     def plan(self, name: str, collective: str, chunks: int, **others: Any) -> Plan:
         """Return a plan with all steps that have been appended; `others` has more fields of `Plan`."""
-        channels = tuple(Channel(source, target, self.kind) for source, target, _ in self.channels)
+        channels = tuple(Channel(source, target) for source, target, _ in self.channels)
         programs = tuple(tuple(tuple(lanes[lane]) for lane in sorted(lanes)) for lanes in self.lanes)
         fields = {"channels": channels, "programs": programs, **others}
         return Plan(name=name, collective=collective, ranks=self.ranks, chunks=chunks, **fields)
@@ -255,7 +252,9 @@ def from_json(data: Any) -> Plan:
             ranks=_number(data["ranks"], 1),
             chunks=_number(data["chunks"], 1),
             temporary=_number(data.get("temporary", 0)),
-            channels=tuple(_channel_of(*channel) for channel in data["channels"]),
+            channels=tuple(
+                Channel(_number(source), _number(target)) for source, target in data["channels"]
+            ),
             programs=tuple(
                 tuple(tuple(_step_of(**step) for step in lane) for lane in lanes)
                 for lanes in data["programs"]
@@ -266,12 +265,6 @@ def from_json(data: Any) -> Plan:
         )
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise PlanError(f"This is not a collective plan: {error!r}.") from error
-
-
-def _channel_of(source: Any, target: Any, kind: Any = "simple") -> Channel:
-    if kind not in KINDS:
-        raise ValueError(f"a channel has kind {kind!r}; give one of {', '.join(KINDS)}")
-    return Channel(_number(source), _number(target), kind)
 
 
 def _step_of(op: str, **fields: Any) -> Step:

@@ -12,7 +12,7 @@ Each rank has a memory region to which the other ranks write:
   `out` at the end.
 
 `in` and, without `staged`, `out` are the caller's tensors. A put is a copy that finishes at once, so a
-flush needs no step. Channels of kind `ll` work like `simple` channels.
+flush needs no step.
 """
 
 from collections import defaultdict
@@ -180,7 +180,7 @@ class OneSided:
         Both tensors are contiguous, with elements along their first dimension.
 
         Raises:
-            DistBackendError: in `wait`, if a rank has ended or did not respond within the group's timeout.
+            DistBackendError: in `wait`, if a rank did not respond within the group's timeout.
         """
         return Call(lambda: self._call(own, out, sizes))
 

@@ -7,15 +7,12 @@ largest possible size. Bytes are allocated before use, because a write to unallo
 process.
 
 Words need no lock, because an x86 processor shows its writes to other processors in order. Other types of
-processors are refused. Each rank locks one byte of the file. The kernel releases the lock when the rank
-ends, so a waiting rank notices this at once. A stopped rank is noticed after the timeout of groups.
+processors are refused. A rank that waits for longer than the timeout of groups raises an error.
 """
 
-import fcntl
 import mmap
 import os
 import platform
-import struct
 import time
 import uuid
 import weakref
@@ -42,8 +39,6 @@ YIELD_SECONDS = 0.001
 SLEEP_SECONDS = (0.00005, 0.005)
 # The length of a sleep as a fraction of the time waited so far.
 SLEEP_PART = 1 / 50
-# The fields of struct flock: type, whence, start, length, process.
-FLOCK = "hhqqi4x"
 
 
 class SharedMemoryError(OSError):
@@ -71,23 +66,19 @@ class SharedMemory:
         self._mapped = mmap.mmap(self._descriptor, self._start + self.ranks * self._region)
         self.words = memoryview(self._mapped)[: self._start].cast("q")
         self._barriers = self._generation = 0
-        # The descriptor stays open: closing any descriptor of a file releases this process's locks on it.
         weakref.finalize(self, os.close, self._descriptor)
 
     def _share(self) -> int:
-        """Open one file on all ranks, lock one byte of it for each, and return the file descriptor."""
+        """Open one file on all ranks, and return the file descriptor."""
         path, problem, descriptor = "", "", -1
         if self.rank == 0:
             path = f"{FOLDER}/{PREFIX}{uuid.uuid4().hex}"
             descriptor, problem = _open(path, os.O_CREAT | os.O_EXCL)
             path = "" if problem else path
         try:
-            name = world.all_gather_object(path, OPERATION, self.group)[0]
+            name = world.broadcast_object(path, OPERATION, self.group)
             if name and self.rank:
                 descriptor, problem = _open(name, os.O_NOFOLLOW)
-            if descriptor >= 0:
-                fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, self.rank)
-            # After this exchange, all ranks hold their locks.
             problem = self._first_problem(problem)
         finally:
             if path:
@@ -136,7 +127,7 @@ class SharedMemory:
         """Wait until the value of a word, which rank `source` writes, is at least `least`.
 
         Raises:
-            DistBackendError: this rank has ended, or did not write within the timeout of groups.
+            DistBackendError: this rank did not write within the timeout of groups.
         """
         if self.words[word] < least:
             backoff = Backoff(self)
@@ -170,47 +161,31 @@ class SharedMemory:
         self.size = size if grown else self.size
         return grown
 
-    def has_ended(self, rank: int) -> bool:
-        """Return whether a rank's process has ended, which is the case if it holds no lock."""
-        request = struct.pack(FLOCK, fcntl.F_WRLCK, os.SEEK_SET, rank, 1, 0)
-        answer = fcntl.fcntl(self._descriptor, fcntl.F_GETLK, request)
-        return bool(struct.unpack(FLOCK, answer)[0] == fcntl.F_UNLCK)
-
 
 class Backoff:
     """Pauses while waiting for other ranks: yields the processor, later sleeps, and fails at a timeout."""
 
-    __slots__ = ("_ended", "_memory", "_start")
+    __slots__ = ("_memory", "_start")
 
     def __init__(self, memory: SharedMemory) -> None:
-        self._memory, self._start = memory, 0.0
-        self._ended: set[int] = set()
+        self._memory, self._start = memory, time.perf_counter()
 
     def pause(self, sources: Iterable[int]) -> None:
         """Pause between two checks while waiting for the ranks `sources`.
 
         Raises:
-            DistBackendError: one of these ranks has ended, or the timeout of groups has passed.
+            DistBackendError: the timeout of groups has passed.
         """
-        now = time.perf_counter()
-        self._start = self._start or now
-        waited = now - self._start
+        waited = time.perf_counter() - self._start
         if waited < YIELD_SECONDS:
             os.sched_yield()
             return
-        sources = [rank for rank in set(sources) if rank != self._memory.rank]
-        # After a rank has ended, the caller checks once more, because the rank may have written before.
-        if gone := self._ended.intersection(sources):
-            raise dist.DistBackendError(f"{self._names(gone)} ended during a collective")
-        self._ended = {rank for rank in sources if self._memory.has_ended(rank)}
-        timeout = timeout_of_groups() or timeout_of(self._memory.group)
+        group = self._memory.group
+        timeout = timeout_of_groups() or timeout_of(group)
         if waited > timeout.total_seconds():
-            raise dist.DistBackendError(f"{self._names(sources)} did not respond for {waited:.1f} s")
-        if not self._ended:
-            time.sleep(min(max(waited * SLEEP_PART, SLEEP_SECONDS[0]), SLEEP_SECONDS[1]))
-
-    def _names(self, ranks: Iterable[int]) -> str:
-        return name_ranks(sorted(world.rank_in_job(rank, self._memory.group) for rank in ranks))
+            names = name_ranks(sorted({world.rank_in_job(rank, group) for rank in sources}))
+            raise dist.DistBackendError(f"{names} did not respond for {waited:.1f} s")
+        time.sleep(min(max(waited * SLEEP_PART, SLEEP_SECONDS[0]), SLEEP_SECONDS[1]))
 
 
 def timeout_of(group: dist.ProcessGroup | None) -> timedelta:

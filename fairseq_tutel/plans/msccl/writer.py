@@ -41,10 +41,9 @@ def to_xml(plan: Plan) -> str:
     """
     check(plan)
     scale = plan.ranks if plan.collective == "all_gather" else 1
-    is_ll = bool(plan.channels) and all(channel.kind == "ll" for channel in plan.channels)
     numbers = _channel_numbers(plan)
     algorithm = ET.Element("algo", _texts(
-        name=plan.name, proto="LL" if is_ll else "Simple", nchannels=max(numbers, default=0) + 1,
+        name=plan.name, proto="Simple", nchannels=max(numbers, default=0) + 1,
         nchunksperloop=max(plan.in_chunks, plan.out_chunks), ngpus=plan.ranks,
         coll=NAMES[plan.collective], inplace=0, outofplace=1,
         minBytes=plan.min_bytes * scale, maxBytes=(plan.max_bytes or 0) * scale,
