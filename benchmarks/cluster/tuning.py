@@ -11,7 +11,7 @@ from benchmarks.cluster.layers import FORMS, make_layer, rows_of, step_of
 from benchmarks.cluster.settings import Settings
 from benchmarks.cluster.timing import Step, interleaved, seconds_of, summary
 from fairseq_tutel.parallel.strategy import Strategy
-from fairseq_tutel.parallel.tuner import Tuner
+from fairseq_tutel.parallel.search import StrategySearch
 
 # More than the steps of any search here. A tuner that never settles is reported.
 MOST_STEPS = 500
@@ -43,7 +43,7 @@ def tuning(settings: Settings) -> Iterator[dict[str, Any]]:
     """Yield all static choices and then the tuner's, for each form of experts and number of tokens."""
     for form in FORMS:
         layer = make_layer(settings, settings.experts, form)
-        tuner = Tuner(rs=settings.degrees, overlaps=settings.overlaps, algorithms=settings.algorithms)
+        tuner = StrategySearch(rs=settings.degrees, overlaps=settings.overlaps, algorithms=settings.algorithms)
         for tokens in settings.tokens:
             plain = step_of(layer, rows_of(settings, tokens, dist.get_rank()))
             steps = {strategy: _with(layer, strategy, plain) for strategy in static_choices(settings)}
@@ -64,7 +64,7 @@ def _with(layer: Any, strategy: Strategy, plain: Step) -> Step:
 
 
 def _tuned(
-    tuner: Tuner, key: str, layer: Any, plain: Step, took: dict[Strategy, list[float]], repeats: int
+    tuner: StrategySearch, key: str, layer: Any, plain: Step, took: dict[Strategy, list[float]], repeats: int
 ) -> dict[str, Any]:
     """Run the tuner's search, then compare its choice with the best static ones in turns."""
     num_steps = 0

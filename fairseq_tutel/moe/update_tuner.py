@@ -24,7 +24,7 @@ from fairseq_tutel.parallel.cost import OVERLAPS
 from fairseq_tutel.parallel.machine import Machine, typical
 from fairseq_tutel.parallel.rendezvous import ranks_per_node
 from fairseq_tutel.parallel.strategy import ALGORITHMS, Strategy
-from fairseq_tutel.parallel.tuner import Tuner
+from fairseq_tutel.parallel.search import StrategySearch
 
 logger = logging.getLogger(__name__)
 
@@ -95,7 +95,7 @@ class UpdateTuner:
         self._pairs, self._machine = (tuple(overlaps), tuple(algorithms)), machine
         # The search is created after the warm-up updates. By then the model is on its device and its peak
         # memory is known.
-        self._tuner: Tuner | None = None
+        self._tuner: StrategySearch | None = None
         self._free: float | None = None  # free bytes on this rank at the peak of the last update
         # The key and strategy of the last update, if the tuner chose its strategy, and its milliseconds on
         # this rank.
@@ -108,10 +108,10 @@ class UpdateTuner:
                 layer.watch_load()
 
     @property
-    def tuner(self) -> Tuner:
+    def tuner(self) -> StrategySearch:
         """The search over strategies, created at the first access. The first access is collective."""
         if self._tuner is None:
-            self._tuner = Tuner(self._degrees(), *self._pairs, self.static)
+            self._tuner = StrategySearch(self._degrees(), *self._pairs, self.static)
             on_gpu = self._device().type == "cuda"
             machine = self._machine or typical(torch.cuda.get_device_name() if on_gpu else None)
             self._machine = world.broadcast_object(machine, "the agreement on a hardware profile")
@@ -283,7 +283,7 @@ class UpdateTuner:
             skipped = self.tuner.load(found)
         except ValueError as error:
             _warn_unreadable(self.path, error)
-            self._tuner = Tuner(self.tuner.rs, *self._pairs, self.static)
+            self._tuner = StrategySearch(self.tuner.rs, *self._pairs, self.static)
             return
         if world.is_first() and found:
             settled, all_of_them = len(self.tuner.best), len(self.tuner.costs)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from fairseq_tutel.parallel import world
 from fairseq_tutel.parallel.agreement import agree
-from fairseq_tutel.parallel.guard import guarded, name_ranks, timeout_of_groups, watched
+from fairseq_tutel.parallel.guard import guarded, name_ranks, timeout_of_groups
 
 
 @dataclass(frozen=True)
@@ -320,7 +320,7 @@ def _of_rank(rank: int, groups: Sequence[range]) -> int:
 
 def _new(ranks: Sequence[int], callers: dist.ProcessGroup | None, **options: Any) -> dist.ProcessGroup:
     operation = f"the creation of the group of {name_ranks(ranks)}"
-    with watched(operation), guarded(operation, callers):
+    with guarded(operation, callers):
         return dist.new_group(ranks, timeout=timeout_of_groups(), **options)
 
 

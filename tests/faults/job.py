@@ -14,7 +14,7 @@ from cli import start
 from launchers import launch, torchrun
 from models import lm_args
 
-from fairseq_tutel.parallel import agreement, guard
+from fairseq_tutel.parallel import guard, rendezvous
 
 from .plan import MICRO_BATCHES, SAVE_EVERY, Fault
 
@@ -49,12 +49,11 @@ class Job:
 def allowance(timeout: float) -> float:
     """Return the seconds that ranks have from a fault to their end: the deadline of a trial.
 
-    A collective waits for --moe-comm-timeout, at start longer by a margin; then the roll is called, and
-    the rank that keeps the store leaves last.
+    A collective waits for --moe-comm-timeout, and a rendezvous longer by a margin. Then ranks run a health
+    check, and the rank that keeps the store leaves last.
     """
     health_check = min(timeout, guard.LONGEST_CHECK) + 2 * guard.GRACE_SECONDS
-    at_start = agreement.MARGIN.total_seconds()
-    return timeout + at_start + health_check + SLACK_SECONDS
+    return timeout + rendezvous.WATCH_SECONDS + health_check + SLACK_SECONDS
 
 
 def words_of(

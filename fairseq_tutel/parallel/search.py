@@ -1,4 +1,4 @@
-"""Tuner: finds the fastest strategy for each range of capacities (bucket) by measuring training updates.
+"""Finds the fastest strategy for each range of capacities (bucket) by measuring training updates.
 
 Updates in the same bucket share one choice. The cost model proposes the candidates of a bucket. They are
 measured in rounds, one update for each candidate in a round. After a round, candidates that are too slow
@@ -28,7 +28,7 @@ Costs = dict[Strategy, list[float]]
 Predict = Callable[[Strategy], float]
 
 
-class Tuner:
+class StrategySearch:
     """Chooses the strategy of the next update: measures candidates, and then keeps the fastest.
 
     `given`, the strategy of the options, is always tried.
@@ -107,7 +107,7 @@ class Tuner:
                 if best is not None:
                     self.best[key] = best
         except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"the state of the tuner is malformed: {error!r}") from error
+            raise ValueError(f"the measurements are malformed: {error!r}") from error
         return skipped
 
     def _is_available(self, strategy: Strategy) -> bool:
