@@ -23,8 +23,8 @@ from fairseq_tutel.parallel.collectives import all_reduce
 from fairseq_tutel.parallel.cost import OVERLAPS
 from fairseq_tutel.parallel.machine import Machine, typical
 from fairseq_tutel.parallel.rendezvous import ranks_per_node
-from fairseq_tutel.parallel.strategy import ALGORITHMS, Strategy
 from fairseq_tutel.parallel.search import StrategySearch
+from fairseq_tutel.parallel.strategy import ALGORITHMS, Strategy
 
 logger = logging.getLogger(__name__)
 

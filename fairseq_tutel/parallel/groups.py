@@ -179,8 +179,7 @@ def share_sizes(
 
 
 # All layers and models share groups, because creating a group is collective. A group lives as long as the
-# group from which it was split. That group is the key of its checked arguments and of its topologies.
-_agreed: WeakKeyDictionary[dist.ProcessGroup, set[tuple[Any, ...]]] = WeakKeyDictionary()
+# group from which it was split.
 _topologies: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[Any, ...], Topology]] = WeakKeyDictionary()
 # A function that creates groups of the given ranks and returns this rank's group.
 NewGroup = Callable[[Sequence[range]], dist.ProcessGroup]
@@ -194,7 +193,7 @@ def make_topology(
 ) -> Topology:
     """Create or reuse this rank's process groups for layers with these numbers of experts. Collective.
 
-    Every rank must give the same arguments. Ranks compare them at the first call.
+    Every rank must give the same arguments; ranks compare them.
 
     Args:
         expert_counts: the number of experts of every layer.
@@ -213,7 +212,14 @@ def make_topology(
     """
     count, whole = world.size(), dist.group.WORLD
     if whole is not None and count > 1:
-        _agree(whole, tuple(expert_counts), requested, ranks_per_node)
+        # Ranks that created different groups would wait for each other forever.
+        agree(
+            {
+                "--moe-expert-parallel-size": requested,
+                "the number of experts of each layer": list(expert_counts),
+                "the number of ranks of a node": ranks_per_node,
+            }
+        )
     size = expert_parallel_size(count, expert_counts, requested)
     if whole is None:
         return Topology()
@@ -239,22 +245,6 @@ def topology_within(group: dist.ProcessGroup, num_experts: int, sliced: bool = F
     if key not in made:
         made[key] = _create(count, rank, *key, functools.partial(_new_in_group, group), group)
     return made[key]
-
-
-def _agree(
-    whole: dist.ProcessGroup, expert_counts: tuple[int, ...], requested: int, ranks_per_node: int
-) -> None:
-    """Check that all ranks have the same arguments before they create groups, to avoid a deadlock."""
-    arguments = {
-        "--moe-expert-parallel-size": requested,
-        "the number of experts of each layer": expert_counts,
-        "the number of ranks of a node": ranks_per_node,
-    }
-    agreed = _agreed.setdefault(whole, set())
-    key = tuple(arguments.values())
-    if key not in agreed:
-        agree(arguments)
-        agreed.add(key)
 
 
 def _create(

@@ -95,16 +95,15 @@ class StrategySearch:
         skipped = 0
         try:
             for key, entry in state.items():
-                costs = {}
-                for row in entry["costs"]:
-                    strategy = Strategy(**{k: v for k, v in row.items() if k != "costs"})
-                    costs[strategy] = [float(cost) for cost in row["costs"]]
-                best = None if entry["best"] is None else Strategy(**entry["best"])
-                if best is not None and not self._is_available(best):
+                rows = [dict(row) for row in entry["costs"]]
+                seconds = [[float(cost) for cost in row.pop("costs")] for row in rows]
+                costs = dict(zip((Strategy(**row) for row in rows), seconds, strict=True))
+                best = entry["best"] and Strategy(**entry["best"])
+                if best and not self._is_available(best):
                     skipped += 1
                     continue
                 self.costs[key] = {s: c for s, c in costs.items() if c and self._is_available(s)}
-                if best is not None:
+                if best:
                     self.best[key] = best
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise ValueError(f"the measurements are malformed: {error!r}") from error

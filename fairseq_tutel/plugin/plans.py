@@ -15,8 +15,8 @@ from fairseq_tutel.parallel.groups import Topology
 from fairseq_tutel.parallel.links import exchange_seconds, plan_seconds
 from fairseq_tutel.parallel.machine import Machine
 from fairseq_tutel.parallel.rendezvous import ranks_per_node
-from fairseq_tutel.parallel.strategy import ALGORITHMS, PLAN
 from fairseq_tutel.parallel.search import HOPELESS
+from fairseq_tutel.parallel.strategy import ALGORITHMS, PLAN
 from fairseq_tutel.parallel.world import Work
 from fairseq_tutel.plans.executors.backend import PlanBackend
 from fairseq_tutel.plans.files import PlacedPlan, read_run, refuse_unused
