@@ -43,7 +43,9 @@ def tuning(settings: Settings) -> Iterator[dict[str, Any]]:
     """Yield all static choices and then the tuner's, for each form of experts and number of tokens."""
     for form in FORMS:
         layer = make_layer(settings, settings.experts, form)
-        tuner = StrategySearch(rs=settings.degrees, overlaps=settings.overlaps, algorithms=settings.algorithms)
+        tuner = StrategySearch(
+            rs=settings.degrees, overlaps=settings.overlaps, algorithms=settings.algorithms
+        )
         for tokens in settings.tokens:
             plain = step_of(layer, rows_of(settings, tokens, dist.get_rank()))
             steps = {strategy: _with(layer, strategy, plain) for strategy in static_choices(settings)}
@@ -64,7 +66,12 @@ def _with(layer: Any, strategy: Strategy, plain: Step) -> Step:
 
 
 def _tuned(
-    tuner: StrategySearch, key: str, layer: Any, plain: Step, took: dict[Strategy, list[float]], repeats: int
+    tuner: StrategySearch,
+    key: str,
+    layer: Any,
+    plain: Step,
+    took: dict[Strategy, list[float]],
+    repeats: int,
 ) -> dict[str, Any]:
     """Run the tuner's search, then compare its choice with the best static ones in turns."""
     num_steps = 0

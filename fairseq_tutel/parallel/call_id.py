@@ -95,7 +95,8 @@ def compare(call_ids_P: Tensor, operation: str, group: dist.ProcessGroup) -> Non
 
 def _call(number: int, group: dist.ProcessGroup) -> str:
     layer, mode = number >> _LAYER_BIT, "training" if number >> _TRAINING_BIT & 1 else "evaluation"
-    name = _layers[group][layer].name if group in _layers else f"layer {layer}"
+    known = _layers.get(group, [])
+    name = known[layer].name if layer < len(known) else f"layer {layer}"
     return f"call {1 + (number & ((1 << _TRAINING_BIT) - 1))} of {name}, for {mode}"
 
 
