@@ -79,9 +79,6 @@ def filled_in(text: str) -> str:
         "collectives": collectives_table(
             json.loads((RESULTS / "cluster_collectives.json").read_text())["collectives"]
         ),
-        "collectives hybrid": collectives_table(
-            json.loads((RESULTS / "plans_boxes.json").read_text())["collectives"]
-        ),
         "plans": plans_table(json.loads((RESULTS / "plans_2x2.json").read_text())["plans"]),
         "scale": scale_table(json.loads((RESULTS / "scale.json").read_text())),
     }
@@ -255,7 +252,6 @@ def collectives_table(measured: list[dict[str, Any]]) -> str:
     cells: dict[tuple[str, str], dict[str, dict[str, Any]]] = defaultdict(dict)
     for row in measured:
         cells[row["network"], row["collective"]][row["by"]] = row
-    hybrid = [by for by in next(iter(cells.values())) if by.startswith("hybrid")]
     rows = [
         [
             f"`{network}`" if ":" in network.partition(" ")[0] else network,
@@ -263,35 +259,31 @@ def collectives_table(measured: list[dict[str, Any]]) -> str:
             f"{1e3 * cell['forest']['busiest']:.0f}",
             *(
                 f"{1e3 * cell[by]['predicted']:.0f}; {1e3 * cell[by]['seconds']:.0f}"
-                for by in ("forest", "sliced", "ring", *hybrid)
+                for by in ("forest", "sliced", "ring")
             ),
             f"{1e3 * cell['gloo']['seconds']:.0f}",
         ]
         for (network, collective), cell in cells.items()
     ]
-    header = ["network", "collective", "busiest link", "forest", "in 4 slices", "ring"]
-    header += [by.replace("sliced", "in 4 slices") for by in hybrid]
-    header += ["gloo"]
+    header = ["network", "collective", "busiest link", "forest", "in 4 slices", "ring", "gloo"]
     return page.table(rows, header)
 
 
 def plans_table(measured: list[dict[str, Any]]) -> str:
-    """Return the time of each plan over gloo's by size, with and without shared memory inside nodes."""
-    lines: dict[tuple[str, str], dict[str, dict[int, dict[str, Any]]]] = defaultdict(dict)
+    """Return the time of each plan over gloo's by size, by messages."""
+    lines: dict[tuple[str, str], dict[int, float]] = defaultdict(dict)
     base: dict[tuple[str, int], float] = {}
     for row in measured:
         if row["by"] == "gloo":
             base[row["collective"], row["bytes"]] = row["seconds"]
-        else:
-            way, _, plan = row["by"].rpartition(" ")
-            lines[row["collective"], plan].setdefault(way, {})[row["bytes"]] = row
+        elif not row["by"].startswith("hybrid "):  # a removed way
+            lines[row["collective"], row["by"]][row["bytes"]] = row["seconds"]
     sizes = sorted({size for _, size in base})
-    rows = []
-    for (collective, plan), ways in lines.items():
-        for way, cells in ways.items():
-            ratios = (cells[size]["seconds"] / base[collective, size] for size in sizes)
-            rows.append([collective, plan, way or "messages", *(f"{ratio:.2f}" for ratio in ratios)])
-    return page.table(rows, ["collective", "plan", "by", *(f"{size // 1024} KiB" for size in sizes)])
+    rows = [
+        [collective, plan, *(f"{cells[size] / base[collective, size]:.2f}" for size in sizes)]
+        for (collective, plan), cells in lines.items()
+    ]
+    return page.table(rows, ["collective", "plan", *(f"{size // 1024} KiB" for size in sizes)])
 
 
 def _shown(row: dict[str, Any]) -> str:

@@ -21,7 +21,6 @@ from benchmarks.cluster.settings import Settings
 from benchmarks.cluster.timing import Step, interleaved, summary
 from fairseq_tutel.parallel.links import Load
 from fairseq_tutel.plans.checker import check
-from fairseq_tutel.plans.executors.mailboxes import Mailboxes
 from fairseq_tutel.plans.executors.two_sided import TwoSided
 from fairseq_tutel.plans.forestcoll.forest import grow_for
 from fairseq_tutel.plans.format import Plan
@@ -32,7 +31,6 @@ from fairseq_tutel.plans.network import Network, from_json, routed
 COLLECTIVES = ("all_gather", "all_reduce")
 FLOAT_BYTES = 4
 SLICES = 4
-HYBRID = "hybrid "
 Form = Callable[[Tensor, Tensor], object]
 
 
@@ -42,12 +40,10 @@ def collectives(settings: Settings) -> Iterator[dict[str, Any]]:
     network = from_json(json.loads(settings.collectives[0]))
     shard_bytes = 1024 * settings.shard_kib
     alpha = alpha_of(network.ranks, settings.more_repeats)
-    mailboxes = mailboxes_of(network)
     for collective in COLLECTIVES:
         plans = plans_of(network, collective)
         forms = {"gloo": GLOO[collective]}
-        for name, (plan, hybrid) in plans.items():
-            forms[name] = by_plan(plan, mailboxes if hybrid else None)
+        forms |= {name: by_plan(plan) for name, plan in plans.items()}
         for name, times in measured(collective, shard_bytes, forms, settings.repeats).items():
             row = {
                 "section": "collectives",
@@ -59,27 +55,22 @@ def collectives(settings: Settings) -> Iterator[dict[str, Any]]:
                 **summary(times),
             }
             if name in plans:
-                plan, hybrid = plans[name]
-                row |= predicted(network, plan, shard_bytes, settings.unit_mbit, alpha, hybrid)
+                row |= predicted(network, plans[name], shard_bytes, settings.unit_mbit, alpha)
             yield row
 
 
-def plans_of(network: Network, collective: str) -> dict[str, tuple[Plan, bool]]:
-    """Return the plans that are compared, and whether each uses shared memory inside boxes."""
+def plans_of(network: Network, collective: str) -> dict[str, Plan]:
+    """Return the plans that are compared."""
     forests = grow_for(network, collective)
-    found = {
+    return {
         "forest": forest(collective, *forests),
         "sliced": forest(collective, *forests, slices=SLICES),
         "ring": ring(collective, network.ranks),
     }
-    plans = {name: (plan, False) for name, plan in found.items()}
-    if len(network.hosts) < network.ranks:
-        plans |= {HYBRID + name: (found[name], True) for name in ("forest", "sliced")}
-    return plans
 
 
 def predicted(
-    network: Network, plan: Plan, shard_bytes: int, unit_mbit: float, alpha: float, hybrid: bool = False
+    network: Network, plan: Plan, shard_bytes: int, unit_mbit: float, alpha: float
 ) -> dict[str, Any]:
     """Return the seconds of a plan by rounds, and by the busiest link alone.
 
@@ -89,16 +80,13 @@ def predicted(
         shard_bytes: of a rank, before an all-gather.
         unit_mbit: of a link of bandwidth 1.
         alpha: seconds of a message.
-        hybrid: transfers inside a box take no time.
     """
     size = shard_bytes * (1 if plan.collective == "all_gather" else network.ranks)
     unit = 1e6 * unit_mbit / 8
     report = check(plan)
-    box = {rank: host for host, ranks in network.hosts.items() for rank in ranks}
 
     def over_links(load: Load) -> Load:
-        far = {pair: part for pair, part in load.items() if not hybrid or box[pair[0]] != box[pair[1]]}
-        return routed(network, far)
+        return routed(network, load)
 
     def seconds_per_byte(link: tuple[int, int]) -> float:
         return 1 / (unit * network.matrix[link[0]][link[1]])
@@ -146,14 +134,9 @@ def measured(
     return times
 
 
-def mailboxes_of(network: Network) -> Mailboxes:
-    """Return the mailboxes of this rank's box. Collective."""
-    return Mailboxes(None, [host for host, _ in network.places])
-
-
-def by_plan(plan: Plan, mailboxes: Mailboxes | None = None) -> Form:
-    """Return a function that runs a plan by messages, or with mailboxes inside boxes."""
-    program = TwoSided(plan, None, mailboxes)
+def by_plan(plan: Plan) -> Form:
+    """Return a function that runs a plan by messages."""
+    program = TwoSided(plan, None)
     shards = plan.ranks if plan.collective == "all_to_all" else 1
     return lambda own, out: program.start(own, out, min(own.numel(), out.numel()) // shards).wait()
 

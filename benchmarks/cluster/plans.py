@@ -1,15 +1,13 @@
-"""Collective plans between nodes: by gloo's messages alone, and with shared memory inside each node."""
+"""Collective plans between nodes, by gloo's messages."""
 
 from collections.abc import Iterator
 from typing import Any
 
 from benchmarks.cluster.collectives import (
     GLOO,
-    HYBRID,
     SLICES,
     alpha_of,
     by_plan,
-    mailboxes_of,
     measured,
     predicted,
 )
@@ -25,10 +23,9 @@ INSIDE = 10
 
 
 def plans(settings: Settings) -> Iterator[dict[str, Any]]:
-    """Yield the time of each plan by size, with and without shared memory inside nodes, and gloo's own."""
+    """Yield the time of each plan by size, and gloo's own."""
     ranks = settings.world_size
     network = find(f"cluster:{settings.nodes}x{settings.local}:{INSIDE}:1")
-    mailboxes = mailboxes_of(network)
     alpha = alpha_of(ranks, settings.more_repeats)
     for collective in ("all_gather", "reduce_scatter", "all_reduce", "all_to_all"):
         if collective == "all_to_all":
@@ -44,7 +41,7 @@ def plans(settings: Settings) -> Iterator[dict[str, Any]]:
             }
         forms = {"gloo": GLOO[collective]}
         for name, plan in found.items():
-            forms |= {name: by_plan(plan), HYBRID + name: by_plan(plan, mailboxes)}
+            forms[name] = by_plan(plan)
         for kib in settings.sizes_kib:
             shard_bytes = 1024 * kib // ranks
             for name, times in measured(collective, shard_bytes, forms, settings.more_repeats).items():
@@ -58,6 +55,5 @@ def plans(settings: Settings) -> Iterator[dict[str, Any]]:
                     **summary(times),
                 }
                 if name != "gloo":
-                    plan, hybrid = found[name.removeprefix(HYBRID)], name.startswith(HYBRID)
-                    row |= predicted(network, plan, shard_bytes, settings.rate_mbit, alpha, hybrid)
+                    row |= predicted(network, found[name], shard_bytes, settings.rate_mbit, alpha)
                 yield row

@@ -167,7 +167,7 @@ def _collectives(rows: list[Row]) -> str:
                     f"{1e3 * row[by]['predicted']:.0f}; {_ms(row[by])}" if by in row else ""
                     for row in cells.values()
                 ]
-                for by in ("forest", "sliced", "ring", "hybrid forest", "hybrid sliced")
+                for by in ("forest", "sliced", "ring")
             },
             "gloo": [_ms(row["gloo"]) for row in cells.values()],
         }

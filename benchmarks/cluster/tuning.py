@@ -10,8 +10,8 @@ import torch.distributed as dist
 from benchmarks.cluster.layers import FORMS, make_layer, rows_of, step_of
 from benchmarks.cluster.settings import Settings
 from benchmarks.cluster.timing import Step, interleaved, seconds_of, summary
-from fairseq_tutel.parallel.strategy import Strategy
 from fairseq_tutel.parallel.search import StrategySearch
+from fairseq_tutel.parallel.strategy import Strategy
 
 # More than the steps of any search here. A tuner that never settles is reported.
 MOST_STEPS = 500

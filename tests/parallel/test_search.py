@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fairseq_tutel.parallel.strategy import Strategy
 from fairseq_tutel.parallel.search import MOST_CANDIDATES, ROUNDS, StrategySearch
+from fairseq_tutel.parallel.strategy import Strategy
 
 RS = (0, 1, 2, 4, 8, 16)
 OVERLAPS, ALGORITHMS = (1, 2, 4, 8), ("linear", "2dh")
