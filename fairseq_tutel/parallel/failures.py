@@ -60,14 +60,10 @@ def no_store() -> str:
 
 def write_for_torchrun(line: str) -> None:
     """Write an error line to the file that torchrun reads, so that torchrun's summary has this line."""
-    path = os.environ.get(ERROR_FILE)
-    if path:
+    if path := os.environ.get(ERROR_FILE):
         message = {"message": line, "extraInfo": {"timestamp": str(int(time.time()))}}
-        try:
-            with open(path, "w") as file:
-                json.dump({"message": message}, file)
-        except OSError:
-            pass
+        with contextlib.suppress(OSError), open(path, "w") as file:
+            json.dump({"message": message}, file)
 
 
 def end_process(sentence: str, code: int = 1, publishes: str = "") -> NoReturn:

@@ -45,8 +45,7 @@ class Part:
         """Return a description such as "experts 0 to 3 of 8", for messages."""
         last = self.first + self.num_local - 1
         which = f"expert {last}" if self.num_local == 1 else f"experts {self.first} to {last}"
-        cut = f", shard {self.index} of {self.slices}" if self.slices > 1 else ""
-        return f"{which} of {num_experts}{cut}"
+        return f"{which} of {num_experts}" + (f", shard {self.index} of {self.slices}" * (self.slices > 1))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -257,21 +256,19 @@ def _create(
     group: dist.ProcessGroup | None = None,
 ) -> Topology:
     def consecutive(number: int) -> dist.ProcessGroup:
-        return new_group([range(first, first + number) for first in range(0, world, number)])
+        return strided(number, 1)
+
+    def strided(number: int, step: int) -> dist.ProcessGroup:
+        """Create groups of ranks at distance `step` within each `number` consecutive ranks."""
+        parts = range(0, world, number)
+        return new_group([range(part + i, part + number, step) for part in parts for i in range(step)])
 
     # P = W also gets a new communicator: its collectives need no common order with data parallelism.
     expert_group = consecutive(size) if size > 1 else None
-    replica_group = grid = None
-    if 1 < size < world:
-        replica_group = new_group([range(first, world, size) for first in range(size)])
+    replica_group = strided(world, size) if 1 < size < world else None
+    grid = None
     if 1 < local < size and size % local == 0:
-        node_group = consecutive(local)
-        rails = [
-            range(first + index, first + size, local)
-            for first in range(0, world, size)
-            for index in range(local)
-        ]
-        rail_group = new_group(rails)
+        node_group, rail_group = consecutive(local), strided(size, local)
         grid = Grid(nodes=size // local, local=local, node_group=node_group, rail_group=rail_group)
     return Topology(
         world_size=world,

@@ -86,7 +86,7 @@ def test_what_is_refused(written, tmp_path):
     bad = written(replace(RING, programs=(RING.programs[0][:1], *RING.programs[:3])))
     assert refusal_of("plan-check", bad).startswith(f"{bad}: Plan 'ring all_gather' is malformed: rank ")
     bad.write_text(json.dumps(to_json(RING) | {"ranks": 0}))
-    assert refusal_of("plan-check", bad).startswith(f"{bad}: This is not a collective plan: ranks is 0")
+    assert refusal_of("plan-check", bad).startswith(f"{bad}: This is not a collective plan: ")
     for content in (b"{", b"\xff", b"[" * 100000):
         bad.write_bytes(content)
         assert refusal_of("plan-check", bad).startswith(f"{bad} cannot be read as a collective plan (")
