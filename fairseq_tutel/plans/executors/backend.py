@@ -70,7 +70,7 @@ class PlanBackend:
 
     def _fitting(self, collective: str, group: Group) -> list[PlacedPlan]:
         plans = (each for each in self.plans if each.plan.collective == collective)
-        return [each for each in plans if each.fits(_ranks(group), self.local)]
+        return [each for each in plans if each.fits(_ranks(group))]
 
     def _program(self, placed: PlacedPlan, own: Tensor, operation: str, group: Group) -> "Program":
         plan, key = placed.plan, group or dist.group.WORLD

@@ -104,14 +104,12 @@ class SharedMemory:
         """Allocate `words` bytes for all words and `size` bytes per region; return an error text, or ""."""
         regions = [(self._start + rank * self._region, size) for rank in range(self.ranks)]
         ranges = [(start, length) for start, length in [(0, words), *regions] if length]
-        state = os.fstatvfs(descriptor)
         try:
             for start, length in ranges:
                 os.posix_fallocate(descriptor, start, length)
         except OSError as error:
             needed = sum(length for _, length in ranges) // 1024
-            free = state.f_bavail * state.f_frsize // 1024
-            return f"{needed} KiB are needed, but {free} KiB are free in {FOLDER} ({error.strerror})"
+            return f"{needed} KiB are needed in {FOLDER} ({error.strerror})"
         return ""
 
     def line(self, index: int) -> int:
@@ -205,7 +203,5 @@ def _open(path: str, flags: int) -> tuple[int, str]:
         return -1, f"processors of type {machine} do not guarantee the order of writes"
     try:
         return os.open(path, os.O_RDWR | flags, 0o600), ""
-    except FileNotFoundError:
-        return -1, f"{path} does not exist, perhaps because the rank is on another host or in a container"
     except OSError as error:
         return -1, f"{path} cannot be opened ({error.strerror})"
