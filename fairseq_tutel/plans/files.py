@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from fairseq_tutel.files import content_of, json_of
 from fairseq_tutel.plans.checker import Report, check
-from fairseq_tutel.plans.format import Plan, from_json, to_json
+from fairseq_tutel.plans.format import Plan, PlanError, from_json, to_json
 from fairseq_tutel.plans.generators import GENERATORS, make
 from fairseq_tutel.plans.msccl.reader import from_xml
 from fairseq_tutel.plans.msccl.writer import to_xml
@@ -82,7 +82,8 @@ def read_run(path: str) -> tuple[PlacedPlan, ...]:
             plan = read(file)
             placed.append(PlacedPlan(file.stem, plan, check(plan)))
         except ValueError as error:
-            raise ValueError(f"{OPTION}: {file}: {error}") from error
+            where = f"{file}: " if isinstance(error, PlanError) else ""  # `read` names the file
+            raise ValueError(f"{OPTION}: {where}{error}") from error
     if not placed:
         raise ValueError(
             f"{OPTION} is {path}, which has no plan; give the JSON file of a plan or a folder of them."
@@ -99,6 +100,6 @@ def refuse_unused(plans: Sequence[PlacedPlan], groups: Sequence[Sequence[int]]) 
         if not any(placed.fits(ranks) for ranks in groups):
             sizes = " and ".join(map(str, sorted({len(ranks) for ranks in groups}))) or "1"
             raise ValueError(
-                f"{OPTION}: plan {placed.name} is for {placed.plan.ranks} ranks, but the groups of this run "
-                f"have {sizes} ranks; make the plan for a group of this run, or remove it."
+                f"{OPTION}: plan {placed.name} is for {placed.plan.ranks} ranks, but the groups of this "
+                f"run have {sizes} ranks; make the plan for a group of this run, or remove it."
             )
