@@ -61,36 +61,6 @@ def test_replicas_and_dense_parameters_are_all_reduced():
     assert cost.step_seconds(work, ROUND, pair, Strategy()) == sum(parts.values())
 
 
-def test_overlap_hides_at_most_the_shorter_of_link_and_experts():
-    work = Work(tokens=16384, model_dim=4096, hidden_dim=16384, experts=64)
-    cluster = Cluster(nodes=8, local=8, expert_parallel_size=64)
-    parts = {d: cost.step_parts(work, A100, cluster, Strategy(overlap=d)) for d in (1, 2, 4, 8)}
-    exposed = {d: of["exchange"] for d, of in parts.items()}
-    assert exposed[8] < exposed[4] < exposed[2] < exposed[1]
-    trip = exchange_seconds(2 * 16384 * 4096 * 2, A100, 8, 8, "linear")
-    assert exposed[1] == pytest.approx(4 * trip)
-    longest = max(4 * trip, parts[1]["experts"])
-    assert parts[8]["exchange"] + parts[8]["experts"] > longest
-    # Experts that take no time hide nothing: all trips follow one another.
-    free = replace(A100, flops_per_s=1e30, memory_bytes_per_s=1e30)
-    chunk = exchange_seconds(2 * 16384 * 4096 * 2 / 8, free, 8, 8, "linear")
-    part = cost.step_parts(work, free, cluster, Strategy(overlap=8))
-    assert part["exchange"] == pytest.approx(4 * 8 * chunk)
-
-
-def test_many_tokens_want_gathered_weights_and_few_tokens_want_sliced_ones():
-    cluster = Cluster(nodes=1, local=8, expert_parallel_size=8)
-
-    def times(tokens):
-        work = Work(tokens=tokens, model_dim=4096, hidden_dim=16384, experts=2)
-        return [cost.step_seconds(work, A100, cluster, Strategy(adaptive_r=r)) for r in (1, 4)]
-
-    gathered, sliced = times(65536)
-    assert gathered < sliced
-    gathered, sliced = times(256)
-    assert sliced < gathered
-
-
 def test_memory_by_hand():
     # 3 layers, P = 4, E = 2: a rank stores 64 of each layer's 256 weights.
     work = replace(WORK, layers=3, dense_parameters=1000)

@@ -111,27 +111,6 @@ def test_split_experts_equal_whole_ones(ranks, name, exchange):
     ranks(4).run(compare_with_one_rank, Case(options=tuple(options.items()), **case))
 
 
-def time_of_exchanges() -> tuple[list[float], int]:
-    layer, _ = layers(Case())
-    layer.time_exchanges()
-    collectives = []
-    measure = layer.timer.measure
-    layer.timer.measure = lambda *args: (collectives.append(1), measure(*args))[1]
-    times = []
-    for _ in range(2):
-        y, _ = layer(inputs(Case(), dist.get_rank())[0])
-        y.sum().backward()
-        times.append(layer.timer.read_and_reset()["all_to_all_cpu_time_ms"])
-    times.append(layer.timer.read_and_reset()["all_to_all_cpu_time_ms"])
-    return times, len(collectives)
-
-
-def test_the_timer_counts_both_directions_and_starts_again_when_read(ranks):
-    for times, collectives in ranks(4).run(time_of_exchanges):
-        assert times[0] > 0 and times[1] > 0 and times[2] == 0
-        assert collectives == 2 * 4  # two forwards and backwards, each there and back
-
-
 def run_without_the_others() -> None:
     """Every rank runs a different number of forwards, so that a collective would hang."""
     split, whole = layers(Case())

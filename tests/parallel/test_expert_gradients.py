@@ -9,7 +9,6 @@ from torch import Tensor, nn
 
 from fairseq_tutel import MoEConfig, MoELayer, make_topology
 from fairseq_tutel.parallel.gradients import (
-    clip_gradients,
     global_grad_norm,
     is_expert,
     mark_expert,
@@ -74,25 +73,6 @@ def test_the_norm_of_half_gradients_is_taken_in_fp32(dtype):
     value = global_grad_norm([parameter], Topology())
     assert value.dtype == torch.float32
     assert float(value) == 900.0
-
-
-def clipped(max_norm: float) -> list[Tensor]:
-    parameters = [with_gradient([3.0], False), with_gradient([4.0], True), nn.Parameter(torch.ones(1))]
-    clip_gradients(parameters, max_norm, global_grad_norm(parameters, Topology()))
-    return [p.grad for p in parameters]
-
-
-def test_clipping_scales_everything_to_the_wanted_norm():
-    dense, expert, none = clipped(1.0)
-    assert float(dense) == pytest.approx(0.6, rel=1e-6)
-    assert float(expert) == pytest.approx(0.8, rel=1e-6)
-    assert none is None
-
-
-@pytest.mark.parametrize("max_norm", (0.0, -1.0, 5.1, 100.0))
-def test_a_small_norm_and_a_switched_off_limit_leave_gradients_alone(max_norm):
-    dense, expert, _ = clipped(max_norm)
-    assert (float(dense), float(expert)) == (3.0, 4.0)
 
 
 @pytest.mark.parametrize("size, marked", [(1, False), (2, True)])

@@ -83,15 +83,6 @@ def test_narrow_transfer_dtypes_err_by_their_digits(kept, wire, digit, way):
     assert not torch.equal(lossy[0][0], exact[0][0])
 
 
-@pytest.mark.parametrize("way", ("chunks", "padded", "two hops"))
-def test_rounding_does_not_depend_on_the_path(kept, way):
-    options, strategy = WAYS[way]
-    plain = kept({"a2a_dtype": "fp8"}, Strategy())
-    other = kept({**options, "a2a_dtype": "fp8"}, strategy)
-    for got, expected in zip(other, plain, strict=True):
-        torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
-
-
 @pytest.mark.parametrize("number", (1, 2, 3, 7))
 def test_chunks_of_a_block_differ_by_one_and_sum_to_it(number):
     counts = torch.arange(20)

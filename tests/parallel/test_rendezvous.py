@@ -11,7 +11,7 @@ import torch.distributed as dist
 from ports import free_port
 from torch.distributed import distributed_c10d
 
-from fairseq_tutel.parallel import failures, rendezvous
+from fairseq_tutel.parallel import rendezvous
 from fairseq_tutel.parallel.guard import CommunicationError
 
 
@@ -132,10 +132,3 @@ def test_missing_ranks_end_a_start_in_time():
 )
 def test_a_launcher_says_how_many_ranks_a_node_has(environment, expected):
     assert rendezvous.ranks_per_node(environment) == expected
-
-
-@pytest.mark.parametrize(("keeps", "restarts"), [("True", "0"), ("False", "2"), (None, None)])
-def test_a_launcher_keeps_the_store_whatever_restarts_it_allows(keeps, restarts):
-    given = {"USE_AGENT_STORE": keeps, "MAX_RESTARTS": restarts}
-    environment = {f"TORCHELASTIC_{name}": value for name, value in given.items() if value}
-    assert failures.keeps_the_store(environment) == (keeps == "True")

@@ -77,19 +77,6 @@ def test_slow_candidates_drop_out_after_their_round():
     assert counts == {1: ROUNDS, 2: ROUNDS, 4: 3, 8: 2}
 
 
-def test_slow_outliers_drop_no_candidate():
-    found = StrategySearch((1,), (1, 2), ("linear",))
-    ran = []
-
-    def cost(strategy):
-        ran.append(strategy.overlap)
-        outlier = strategy.overlap == 2 and ran.count(2) in (2, 5)
-        return (1.0 if strategy.overlap == 2 else 1.08) * (10 if outlier else 1)
-
-    search(found, cost)
-    assert found.choose("0").overlap == 2
-
-
 def test_the_first_update_of_a_candidate_in_each_bucket_is_not_counted():
     found = StrategySearch((1,), (1, 2, 4, 8), ("linear",))
     for key in ("early", "late"):
