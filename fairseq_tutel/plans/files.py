@@ -1,4 +1,4 @@
-"""Reads collective plans from JSON or MSCCL XML files, or makes them from names such as ring:all_gather:8."""
+"""Reads collective plans from JSON or MSCCL XML files or from names such as ring:all_gather:8."""
 
 import json
 import re

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from cli import HYDRA, ROOT, fairseq, refused
+from cli import HYDRA, ROOT, fairseq
 from equality import facts_of, same_weights
 from models import lm_args
 
@@ -116,11 +116,3 @@ def test_every_option_goes_through_hydra(lm_data, tmp_path):
     assert f"experts across ranks: {said} dtype bf16, tuned: adaptive_r, overlap, all-to-all" in run.output
     assert "--moe-a2a-algorithm auto: chose linear from the hardware profile of this one" in run.output
     assert list((tmp_path / "experts").glob("*/*.slice-1-of-2.safetensors"))
-
-
-def test_options_that_exclude_expert_shards_are_refused(lm_data, tmp_path):
-    for flags, sentence in (
-        (("--moe-expert-ffn-dim", 30, *ALL_FOUR, "--moe-expert-count", 1, "--moe-top-k", 1), "4 shards"),
-        ((*ALL_FOUR, "--moe-expert-count", 2, "--fp16-adam-stats"), "ranks hold shards of them; remove it"),
-    ):  # fmt: skip
-        assert sentence in refused("train", *lm_args(lm_data, tmp_path, *flags), ranks=4)
