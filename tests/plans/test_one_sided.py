@@ -67,7 +67,7 @@ def same(sizes, dtypes):
             wanted, kept = own.new_empty(plan.out_chunks // plan.chunks * m, 2), own.clone()
             two.start(own, wanted, m).wait()
             one.memory.region(rank)[: one.memory.size] = 0xFF
-            one.memory.barrier()
+            dist.barrier()
             for _ in range(2):
                 got = torch.empty_like(wanted)
                 one.start(own, got, m).wait()

@@ -2,9 +2,7 @@
 
 The file has int64 words and a region of bytes for each rank. Each word has its own cache line, and only one
 rank writes it. The other ranks put data into a rank's region. The file has a name only until all ranks have
-opened it, and is empty until then. So killed ranks leave at most an empty file. The file is mapped at its
-largest possible size. Bytes are allocated before use, because a write to unallocated memory would end the
-process.
+opened it. Bytes are allocated before use, because a write to unallocated memory would end the process.
 
 Words need no lock, because an x86 processor shows its writes to other processors in order. Other types of
 processors are refused. A rank that waits for longer than the timeout of groups raises an error.
@@ -15,7 +13,6 @@ import os
 import platform
 import time
 import uuid
-import weakref
 from collections.abc import Iterable
 from datetime import timedelta
 from typing import Any, cast
@@ -48,25 +45,26 @@ class SharedMemoryError(OSError):
 class SharedMemory:
     """Memory that ranks of a host share: int64 `words`, and a region of bytes for each of these ranks.
 
-    All ranks of the group must construct this together. The caller can use `lines` cache lines of words. A
-    region has `size` bytes at first, and can grow to `region` bytes.
+    All ranks of the group must construct this together. The caller can use `lines` cache lines of words, and
+    `size` bytes of each region. With `is_large`, at least half of the folder must stay free for other users,
+    such as data loaders.
 
     Raises:
         SharedMemoryError: the ranks cannot share memory; the message has the reason.
         CommunicationError: a rank did not take part in the construction.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None, lines: int, region: int, size: int) -> None:
-        self.group, self.size = group, size
+    def __init__(
+        self, group: dist.ProcessGroup | None, lines: int, size: int, is_large: bool = False
+    ) -> None:
+        self.group, self.size, self._is_large = group, size, is_large
         self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
-        self._first = self.ranks + 1  # one line per rank for `barrier`, and one line for `grow`
-        self._start = _whole_pages((self._first + lines) * WORDS_OF_LINE * 8)
-        self._region = _whole_pages(region)
-        self._descriptor = self._share()
-        self._mapped = mmap.mmap(self._descriptor, self._start + self.ranks * self._region)
+        self._start = _whole_pages(max(1, lines) * WORDS_OF_LINE * 8)
+        self._region = _whole_pages(size)
+        descriptor = self._share()
+        self._mapped = mmap.mmap(descriptor, self._start + self.ranks * self._region)
+        os.close(descriptor)
         self.words = memoryview(self._mapped)[: self._start].cast("q")
-        self._barriers = self._generation = 0
-        weakref.finalize(self, os.close, self._descriptor)
 
     def _share(self) -> int:
         """Open one file on all ranks, and return the file descriptor."""
@@ -84,10 +82,7 @@ class SharedMemory:
             if path:
                 os.unlink(path)
         if not problem:
-            if path:
-                os.ftruncate(descriptor, self._start + self.ranks * self._region)
-                problem = self._allocate(descriptor, self.size, self._start)
-            problem = self._first_problem(problem)
+            problem = self._first_problem(self._allocate(descriptor) if path else "")
         if problem:
             if descriptor >= 0:
                 os.close(descriptor)
@@ -100,64 +95,27 @@ class SharedMemory:
         found = (f"on rank {rank} of the group, {each}" for rank, each in enumerate(problems) if each)
         return next(found, "")
 
-    def _allocate(self, descriptor: int, size: int, words: int = 0) -> str:
-        """Allocate `words` bytes for all words and `size` bytes per region; return an error text, or ""."""
-        regions = [(self._start + rank * self._region, size) for rank in range(self.ranks)]
-        ranges = [(start, length) for start, length in [(0, words), *regions] if length]
+    def _allocate(self, descriptor: int) -> str:
+        """Allocate all bytes of the file; return an error text, or ""."""
+        needed, state = self._start + self.ranks * self._region, os.fstatvfs(descriptor)
+        if (
+            self._is_large
+            and state.f_bavail * state.f_frsize - needed < state.f_blocks * state.f_frsize / 2
+        ):
+            return f"half of {FOLDER} would not stay free"
         try:
-            for start, length in ranges:
-                os.posix_fallocate(descriptor, start, length)
+            os.posix_fallocate(descriptor, 0, needed)
         except OSError as error:
-            needed = sum(length for _, length in ranges) // 1024
-            return f"{needed} KiB are needed in {FOLDER} ({error.strerror})"
+            return f"{needed // 1024} KiB are needed in {FOLDER} ({error.strerror})"
         return ""
 
     def line(self, index: int) -> int:
         """Return the index in `words` of the first word of a cache line that the caller can use."""
-        return (self._first + index) * WORDS_OF_LINE
+        return index * WORDS_OF_LINE
 
     def region(self, rank: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
-        """Return a rank's region of the shared memory; only its first `size` bytes are allocated."""
-        start = self._start + rank * self._region
-        return np.frombuffer(self._mapped, np.uint8, self._region, start)
-
-    def wait(self, word: int, least: int, source: int) -> None:
-        """Wait until the value of a word, which rank `source` writes, is at least `least`.
-
-        Raises:
-            DistBackendError: this rank did not write within the timeout of groups.
-        """
-        if self.words[word] < least:
-            backoff = Backoff(self)
-            while self.words[word] < least:
-                backoff.pause([source])
-
-    def barrier(self) -> None:
-        """Wait until all ranks have called this function."""
-        self._barriers += 1
-        self.words[self.rank * WORDS_OF_LINE] = self._barriers
-        for rank in range(self.ranks):
-            self.wait(rank * WORDS_OF_LINE, self._barriers, rank)
-
-    def grow(self, size: int) -> bool:
-        """Grow all regions to `size` bytes, and return whether there was enough memory.
-
-        All ranks must call this together. The contents of the regions are lost. At least half of the
-        folder stays free for other users, such as data loaders.
-        """
-        self.barrier()
-        self._generation += 1
-        word = self.ranks * WORDS_OF_LINE
-        if self.rank == 0:
-            state = os.fstatvfs(self._descriptor)
-            left = state.f_bavail * state.f_frsize - (size - self.size) * self.ranks
-            is_spare = left >= state.f_blocks * state.f_frsize / 2
-            grown = is_spare and not self._allocate(self._descriptor, size)
-            self.words[word] = 2 * self._generation + grown
-        self.wait(word, 2 * self._generation, 0)
-        grown = self.words[word] == 2 * self._generation + 1
-        self.size = size if grown else self.size
-        return grown
+        """Return a rank's region of the shared memory."""
+        return np.frombuffer(self._mapped, np.uint8, self._region, self._start + rank * self._region)
 
 
 class Backoff:
