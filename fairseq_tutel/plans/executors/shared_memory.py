@@ -2,7 +2,8 @@
 
 The file has int64 words and a region of bytes for each rank. Each word has its own cache line, and only one
 rank writes it. The other ranks put data into a rank's region. The file has a name only until all ranks have
-opened it. Bytes are allocated before use, because a write to unallocated memory would end the process.
+opened it, and is empty until then. So killed ranks leave at most an empty file. Then its bytes are
+allocated, because a write to unallocated memory would end the process.
 
 Words need no lock, because an x86 processor shows its writes to other processors in order. Other types of
 processors are refused. A rank that waits for longer than the timeout of groups raises an error.
@@ -45,9 +46,9 @@ class SharedMemoryError(OSError):
 class SharedMemory:
     """Memory that ranks of a host share: int64 `words`, and a region of bytes for each of these ranks.
 
-    All ranks of the group must construct this together. The caller can use `lines` cache lines of words, and
-    `size` bytes of each region. With `is_large`, at least half of the folder must stay free for other users,
-    such as data loaders.
+    All ranks of the group must construct this together. The caller can use `lines` cache lines of words,
+    and `size` bytes of each region. With `is_large`, at least half of the folder must stay free for other
+    users, such as data loaders.
 
     Raises:
         SharedMemoryError: the ranks cannot share memory; the message has the reason.
@@ -98,10 +99,8 @@ class SharedMemory:
     def _allocate(self, descriptor: int) -> str:
         """Allocate all bytes of the file; return an error text, or ""."""
         needed, state = self._start + self.ranks * self._region, os.fstatvfs(descriptor)
-        if (
-            self._is_large
-            and state.f_bavail * state.f_frsize - needed < state.f_blocks * state.f_frsize / 2
-        ):
+        spare = (state.f_bavail - state.f_blocks / 2) * state.f_frsize
+        if self._is_large and needed > spare:
             return f"half of {FOLDER} would not stay free"
         try:
             os.posix_fallocate(descriptor, 0, needed)
