@@ -9,7 +9,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fairseq_tutel import MoEConfig, MoELayer, make_topology
-from fairseq_tutel.checkpoint.experts import drop_everywhere, gather_everywhere
 from fairseq_tutel.parallel.exchange import ExchangeOptions, agreed_capacity
 from fairseq_tutel.parallel.regroup import regroup_maps
 
@@ -109,24 +108,6 @@ def test_split_experts_equal_whole_ones(ranks, name, exchange):
     case = dict(CASES[name])
     options = {"exchange": exchange, **case.pop("options", {})}
     ranks(4).run(compare_with_one_rank, Case(options=tuple(options.items()), **case))
-
-
-def run_without_the_others() -> None:
-    """Every rank runs a different number of forwards, so that a collective would hang."""
-    split, whole = layers(Case())
-    gather_everywhere(split, split.topology)
-    with torch.no_grad():
-        for _ in range(dist.get_rank() + 1):
-            x, _ = inputs(Case(), dist.get_rank())
-            torch.testing.assert_close(split(x)[0], whole(x)[0])
-    drop_everywhere(split)
-    x, _ = inputs(Case(), dist.get_rank())
-    torch.testing.assert_close(split(x)[0], whole(x)[0])
-    assert not split.experts.weights.of_all
-
-
-def test_gathered_experts_need_nobody_else(ranks):
-    ranks(4).run(run_without_the_others)
 
 
 def agree(needs) -> int:

@@ -55,13 +55,6 @@ def test_consecutive_ranks_exchange_and_ranks_equal_modulo_p_are_replicas(ranks,
         }
 
 
-@pytest.mark.parametrize("counts, requested", [([4], 1), ([3], 0)])
-def test_no_group_where_every_rank_holds_all_experts(ranks, counts, requested):
-    for got in ranks(4).run(describe, counts, requested):
-        assert got["size"] == 1
-        assert got["expert_group"] is got["replica_group"] is None
-
-
 def test_without_torch_distributed_there_is_one_rank():
     made = make_topology([4])
     assert made == Topology()

@@ -10,7 +10,6 @@ import torch.distributed as dist
 from fairseq_tutel import MoEConfig, MoELayer, make_topology
 from fairseq_tutel.parallel import background, collectives, exchange, guard
 from fairseq_tutel.parallel.all_to_all import AllToAll, Counts
-from fairseq_tutel.parallel.regroup import chunk_of
 from fairseq_tutel.parallel.strategy import Strategy
 
 CONFIG = MoEConfig(model_dim=6, hidden_dim=8, num_experts=4, activation="gelu")
@@ -81,14 +80,6 @@ def test_narrow_transfer_dtypes_err_by_their_digits(kept, wire, digit, way):
         for i, (a, b) in enumerate(zip(got, expected, strict=True)):
             assert largest(a - b) <= (2 if i else 1) * digit * largest(b), i
     assert not torch.equal(lossy[0][0], exact[0][0])
-
-
-@pytest.mark.parametrize("number", (1, 2, 3, 7))
-def test_chunks_of_a_block_differ_by_one_and_sum_to_it(number):
-    counts = torch.arange(20)
-    parts = torch.stack([chunk_of(counts, i, number) for i in range(number)])
-    assert torch.equal(parts.sum(0), counts)
-    assert int((parts.amax(0) - parts.amin(0)).max()) <= 1
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -63,12 +63,6 @@ def test_predictions_choose_and_order_the_candidates():
     assert len(ran) < len(search(tuner(), cost)) / 2
 
 
-def test_the_given_strategy_is_measured_whatever_is_predicted():
-    found = StrategySearch((0, 1), (1, 2), ("linear",), Strategy(adaptive_r=0))
-    search(found, lambda s: 1.0 + s.adaptive_r, predict=lambda s: 9.0 - 8 * s.adaptive_r)
-    assert found.choose("0").adaptive_r == 0
-
-
 def test_slow_candidates_drop_out_after_their_round():
     found = StrategySearch((1,), (1, 2, 4, 8), ("linear",))
     factors = {1: 1.0, 2: 1.05, 4: 1.5, 8: 2.0}
