@@ -20,7 +20,7 @@ def health_checks(quick: bool) -> Iterator[Row]:
     for world in (8,) if quick else WORLDS:
 
         def call(store: dist.Store, rank: int, world: int = world) -> bool:
-            found = guard._checked(store, rank, range(world), guard.LONGEST_CHECK, "")
+            found = guard._checked(store, rank, range(world), guard.LONGEST_CHECK)
             return "did not answer" not in found
 
         found = swarm.run(world, call)

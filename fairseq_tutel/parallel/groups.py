@@ -5,7 +5,6 @@ tokens. Ranks that are equal modulo P are EP replicas and hold the same experts.
 each of s = P / E consecutive ranks holds one shard of an expert.
 """
 
-import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -180,8 +179,6 @@ def share_sizes(
 # All layers and models share groups, because creating a group is collective. A group lives as long as the
 # group from which it was split.
 _topologies: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[Any, ...], Topology]] = WeakKeyDictionary()
-# A function that creates groups of the given ranks and returns this rank's group.
-NewGroup = Callable[[Sequence[range]], dist.ProcessGroup]
 
 
 def make_topology(
@@ -223,11 +220,7 @@ def make_topology(
     if whole is None:
         return Topology()
     shares = share_sizes(size, expert_counts, degree_of)
-    made = _topologies.setdefault(whole, {})
-    key = (size, ranks_per_node, shares)
-    if key not in made:
-        made[key] = _create(count, world.rank(), *key, _new_in_world)
-    return made[key]
+    return _made(None, size, ranks_per_node, shares)
 
 
 def topology_within(group: dist.ProcessGroup, num_experts: int, sliced: bool = False) -> Topology:
@@ -236,43 +229,43 @@ def topology_within(group: dist.ProcessGroup, num_experts: int, sliced: bool = F
     If `sliced`, all ranks of the group hold shards of fewer experts. Otherwise P is the greatest common
     divisor of the numbers of ranks and experts.
     """
-    rank, count = dist.get_rank(group), dist.get_world_size(group)
+    count = dist.get_world_size(group)
     size = count if sliced else math.gcd(count, num_experts)
-    shares = share_sizes(size, [num_experts])
-    made = _topologies.setdefault(group, {})
-    key = (size, 0, shares)
+    return _made(group, size, 0, share_sizes(size, [num_experts]))
+
+
+def _made(group: dist.ProcessGroup | None, size: int, local: int, shares: tuple[int, ...]) -> Topology:
+    """Create the topology of a group, None for all ranks, or reuse it."""
+    whole = group or dist.group.WORLD
+    assert whole is not None
+    made = _topologies.setdefault(whole, {})
+    key = (size, local, shares)
     if key not in made:
-        made[key] = _create(count, rank, *key, functools.partial(_new_in_group, group), group)
+        made[key] = _create(group, *key)
     return made[key]
 
 
-def _create(
-    world: int,
-    rank: int,
-    size: int,
-    local: int,
-    shares: tuple[int, ...],
-    new_group: NewGroup,
-    group: dist.ProcessGroup | None = None,
-) -> Topology:
+def _create(group: dist.ProcessGroup | None, size: int, local: int, shares: tuple[int, ...]) -> Topology:
+    count = dist.get_world_size(group)
+
     def consecutive(number: int) -> dist.ProcessGroup:
         return strided(number, 1)
 
     def strided(number: int, step: int) -> dist.ProcessGroup:
         """Create groups of ranks at distance `step` within each `number` consecutive ranks."""
-        parts = range(0, world, number)
-        return new_group([range(part + i, part + number, step) for part in parts for i in range(step)])
+        parts = range(0, count, number)
+        return _new(group, [range(part + i, part + number, step) for part in parts for i in range(step)])
 
     # P = W also gets a new communicator: its collectives need no common order with data parallelism.
     expert_group = consecutive(size) if size > 1 else None
-    replica_group = strided(world, size) if 1 < size < world else None
+    replica_group = strided(count, size) if 1 < size < count else None
     grid = None
     if 1 < local < size and size % local == 0:
         node_group, rail_group = consecutive(local), strided(size, local)
         grid = Grid(nodes=size // local, local=local, node_group=node_group, rail_group=rail_group)
     return Topology(
-        world_size=world,
-        rank=rank,
+        world_size=count,
+        rank=dist.get_rank(group),
         group=group,
         expert_parallel_size=size,
         expert_group=expert_group,
@@ -285,29 +278,27 @@ def _create(
     )
 
 
-def _new_in_world(groups: Sequence[range]) -> dist.ProcessGroup:
-    """Create all groups, as every rank must do, and return this rank's group."""
-    made = [_new(ranks, None) for ranks in groups]
-    return made[_of_rank(dist.get_rank(), groups)]
+def _new(callers: dist.ProcessGroup | None, groups: Sequence[range]) -> dist.ProcessGroup:
+    """Create groups of ranks of `callers`, and return this rank's group; None means all ranks of the job.
+
+    All ranks of the job must create all groups. In a smaller group, each rank creates only its own group,
+    because ranks outside make no call.
+    """
+    rank = dist.get_rank(callers)
+    own = next(ranks for ranks in groups if rank in ranks)
+    if callers is None:
+        return {ranks: _new_group(ranks, None) for ranks in groups}[own]
+    if len(own) == dist.get_world_size(callers):
+        return callers
+    everywhere = [dist.get_global_rank(callers, each) for each in own]
+    options = {"backend": dist.get_backend(callers), "use_local_synchronization": True}
+    return _new_group(everywhere, callers, **options)
 
 
-def _new_in_group(group: dist.ProcessGroup, groups: Sequence[range]) -> dist.ProcessGroup:
-    """Create only this rank's group, which is part of `group`; ranks outside of `group` make no call."""
-    ranks = groups[_of_rank(dist.get_rank(group), groups)]
-    if len(ranks) == dist.get_world_size(group):
-        return group
-    everywhere = [dist.get_global_rank(group, rank) for rank in ranks]
-    backend = dist.get_backend(group)
-    return _new(everywhere, group, backend=backend, use_local_synchronization=True)
-
-
-def _of_rank(rank: int, groups: Sequence[range]) -> int:
-    return next(i for i, ranks in enumerate(groups) if rank in ranks)
-
-
-def _new(ranks: Sequence[int], callers: dist.ProcessGroup | None, **options: Any) -> dist.ProcessGroup:
-    operation = f"the creation of the group of {name_ranks(ranks)}"
-    with guarded(operation, callers):
+def _new_group(
+    ranks: Sequence[int], callers: dist.ProcessGroup | None, **options: Any
+) -> dist.ProcessGroup:
+    with guarded(f"the creation of the group of {name_ranks(ranks)}", callers):
         return dist.new_group(ranks, timeout=timeout_of_groups(), **options)
 
 
