@@ -220,9 +220,11 @@ def _land(
                     landings[block.recv, rank, block.chan].append(place)
         temporary = max(temporary, free)
     for way in sorted({*sent, *received}):
-        there, here = sent[way], received[way]
+        given, expected = sent[way], received[way]
         names = "gpu {} sends to gpu {} on channel {}".format(*way)
-        _demand(there == here, f"{names} messages of {there} chunks, but the receiver expects {here}")
+        _demand(
+            given == expected, f"{names} messages of {given} chunks, but the receiver expects {expected}"
+        )
     return landings, temporary
 
 
