@@ -175,8 +175,7 @@ def _plans(collective: str, ranks: int, num_bytes: int, is_all: bool) -> Iterato
                     yield executor, plan
         return
     for name, generator in GENERATORS.items():
-        is_power = ranks & (ranks - 1) == 0
-        if collective in generator.collectives and (name != "recursive_doubling" or is_power):
+        if collective in generator.collectives:
             yield "plan_shm", make(name, collective, ranks)
 
 

@@ -23,8 +23,8 @@ from fairseq_tutel.parallel.collectives import all_reduce
 from fairseq_tutel.parallel.cost import OVERLAPS, Cluster, Work, step_seconds
 from fairseq_tutel.parallel.machine import Machine, typical
 from fairseq_tutel.parallel.rendezvous import ranks_per_node
+from fairseq_tutel.parallel.search import StrategySearch
 from fairseq_tutel.parallel.strategy import ALGORITHMS, Strategy
-from fairseq_tutel.parallel.tuner import Tuner
 
 logger = logging.getLogger(__name__)
 
@@ -92,7 +92,7 @@ class UpdateTuner:
         self._pairs, self._machine = (tuple(overlaps), tuple(algorithms)), machine
         # The search is created after the warm-up updates. By then the model is on its device and its peak
         # memory is known.
-        self._tuner: Tuner | None = None
+        self._tuner: StrategySearch | None = None
         self._free: float | None = None  # free bytes on this rank at the peak of the last update
         # The key and strategy of the last update, if the tuner chose its strategy, and its milliseconds on
         # this rank.
@@ -105,10 +105,10 @@ class UpdateTuner:
                 layer.watch_load()
 
     @property
-    def tuner(self) -> Tuner:
+    def tuner(self) -> StrategySearch:
         """The search over strategies, created at the first access. The first access is collective."""
         if self._tuner is None:
-            self._tuner = Tuner(self._degrees(), *self._pairs, self.static)
+            self._tuner = StrategySearch(self._degrees(), *self._pairs, self.static)
             on_gpu = self._device().type == "cuda"
             machine = self._machine or typical(torch.cuda.get_device_name() if on_gpu else None)
             self._machine = world.broadcast_object(machine, "the agreement on a hardware profile")

@@ -32,16 +32,16 @@ def start(function: Callable[[Tensor], Tensor], rows: Tensor) -> Wait:
     if rows.is_cuda:
         return _start_on_stream(function, rows)
     global _worker
-    if _worker is None or not _worker.is_alive():  # a forked process has no thread
+    if _worker is None or _worker.has_raised or not _worker.is_alive():  # a forked process has no thread
         _worker = _Worker()
     worker, future = _worker, Future[Tensor]()
-    worker.jobs.put((function, rows, future, worker.errors_seen))
+    worker.jobs.put((function, rows, future))
 
     def wait() -> Tensor:
         try:
             return future.result()
         except BaseException:
-            worker.errors_seen += 1
+            worker.has_raised = True
             raise
 
     return wait
@@ -53,22 +53,20 @@ class _Worker(threading.Thread):
     def __init__(self) -> None:
         super().__init__(name="communication", daemon=True)
         self.jobs: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self.errors_seen = 0
+        self.has_raised = False
         self.start()
 
     def run(self) -> None:
         failure: BaseException | None = None
-        failed_at = -1
         while (job := self.jobs.get()) is not None:
-            function, rows, future, errors_seen = job
+            function, rows, future = job
             try:
-                if failure is not None and errors_seen == failed_at:
+                if failure is not None:
                     raise failure
-                failure = None
                 with torch.no_grad():
                     future.set_result(function(rows))
             except BaseException as error:  # `wait` raises it again
-                failure, failed_at = error, errors_seen
+                failure = error
                 future.set_exception(error)
             # Free the tensors before waiting for the next job.
             del job, function, rows, future

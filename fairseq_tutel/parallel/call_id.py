@@ -84,7 +84,7 @@ def compare(call_ids_P: Tensor, operation: str, group: dist.ProcessGroup) -> Non
     for rank, number in zip(dist.get_process_group_ranks(group), numbers, strict=True):
         ranks_of.setdefault(number, []).append(rank)
     calls = "; ".join(
-        f"{name_ranks(sorted(ranks))} in {_call(number, group)}" for number, ranks in ranks_of.items()
+        f"{name_ranks(ranks)} in {_call(number, group)}" for number, ranks in ranks_of.items()
     )
     raise CommunicationError(
         f"rank {dist.get_rank()} could not finish {operation}, because ranks are in different calls "
@@ -94,12 +94,10 @@ def compare(call_ids_P: Tensor, operation: str, group: dist.ProcessGroup) -> Non
 
 
 def _call(number: int, group: dist.ProcessGroup) -> str:
-    layer = number >> _LAYER_BIT
-    mode = "training" if number >> _TRAINING_BIT & 1 else "evaluation"
-    count = number & ((1 << _TRAINING_BIT) - 1)
+    layer, mode = number >> _LAYER_BIT, "training" if number >> _TRAINING_BIT & 1 else "evaluation"
     known = _layers.get(group, [])
-    name = known[layer].name if 0 <= layer < len(known) else f"layer {layer}"
-    return f"call {count + 1} of {name}, for {mode}"
+    name = known[layer].name if layer < len(known) else f"layer {layer}"
+    return f"call {1 + (number & ((1 << _TRAINING_BIT) - 1))} of {name}, for {mode}"
 
 
 # Call IDs that are being copied to the host: the event of the copy, and the arguments of `compare`.

@@ -7,7 +7,7 @@ host memory. G is the number of ranks in a group. `ranks.world` sends Python obj
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,49 +22,23 @@ _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.redu
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
-class Program(Protocol):
-    """A protocol for a collective that a `Backend` runs for tensors of any size."""
-
-    def start(self, own: Tensor, out: Tensor, sizes: Any) -> Any:
-        """Start the collective with input `own` and output `out`, and return its `dist.Work`.
-
-        Both tensors are contiguous and separate. `sizes` is the number of elements of a shard, or for an
-        all_to_all the numbers of rows by source and destination.
-        """
+# The object that runs some collectives instead of torch; the same on all ranks.
+_backend: Any = None
 
 
-class Backend(Protocol):
-    """A protocol for objects that run some collectives instead of torch.
-
-    All ranks get the same results from its methods.
-    """
-
-    def has(self, collective: str, group: Group) -> bool:
-        """Return whether the backend runs a collective for at least some tensor sizes."""
-
-    def chosen(self, collective: str, own: Tensor, operation: str, group: Group) -> Program | None:
-        """Return the program for a collective with input `own`; None means that torch runs it."""
-
-    def named(self, name: str, rows: Tensor, group: Group) -> Program | None:
-        """Return the all_to_all program with this name, or None if there is none."""
-
-
-_backend: Backend | None = None
-
-
-def use(backend: Backend | None) -> None:
-    """Set the backend that runs collectives from now on; with None, torch runs all collectives."""
+def use(backend: Any) -> None:
+    """Set the `PlanBackend` that runs collectives from now on; with None, torch runs all collectives."""
     global _backend
     _backend = backend
 
 
 def is_replaced(collective: str, group: Group) -> bool:
     """Return whether a backend, not torch, runs a collective for at least some tensor sizes."""
-    return _backend is not None and _backend.has(collective, group)
+    return _backend is not None and bool(_backend.has(collective, group))
 
 
-def _chosen(collective: str, own: Tensor, operation: str, group: Group) -> Program | None:
-    return _backend.chosen(collective, own, operation, group) if _backend else None
+def _chosen(collective: str, own: Tensor, operation: str, group: Group) -> Any:
+    return _backend and _backend.chosen(collective, own, operation, group)
 
 
 class Started:

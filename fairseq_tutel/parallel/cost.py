@@ -146,16 +146,7 @@ class _Layer:
 
 def _layer_of(work: Work, cluster: Cluster, strategy: Strategy) -> _Layer:
     experts, size, r = work.experts, cluster.expert_parallel_size, strategy.adaptive_r
-    if experts % size and size % experts:
-        raise ValueError(
-            f"expert_parallel_size is {size} for {experts} experts; give a divisor or a multiple."
-        )
     slices = max(1, size // experts)
-    if r and slices % r:
-        raise ValueError(
-            f"adaptive_r is {r}, which is neither 0 nor a divisor of the {slices} "
-            "rank(s) that share an expert; give 0 or a divisor."
-        )
     weights = experts * work.expert_parameters
     stored = weights / size
     if r == 0:
@@ -166,10 +157,8 @@ def _layer_of(work: Work, cluster: Cluster, strategy: Strategy) -> _Layer:
 def step_parts(work: Work, machine: Machine, cluster: Cluster, strategy: Strategy) -> dict[str, float]:
     """Return the predicted seconds of each part of one training step (forward and backward, all layers).
 
-    "exchange" is the time of all-to-alls that does not overlap with the experts.
-
-    Raises:
-        ValueError: neither E nor P divides the other, or r is neither 0 nor a divisor of s.
+    "exchange" is the time of all-to-alls that does not overlap with the experts. One of E and P must divide
+    the other, and r must be 0 or divide s.
     """
     layer, chunks, dense = _layer_of(work, cluster, strategy), strategy.overlap, work.dense_parameters
 

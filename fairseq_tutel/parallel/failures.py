@@ -60,14 +60,10 @@ def no_store() -> str:
 
 def write_for_torchrun(line: str) -> None:
     """Write an error line to the file that torchrun reads, so that torchrun's summary has this line."""
-    path = os.environ.get(ERROR_FILE)
-    if path:
+    if path := os.environ.get(ERROR_FILE):
         message = {"message": line, "extraInfo": {"timestamp": str(int(time.time()))}}
-        try:
-            with open(path, "w") as file:
-                json.dump({"message": message}, file)
-        except OSError:
-            pass
+        with contextlib.suppress(OSError), open(path, "w") as file:
+            json.dump({"message": message}, file)
 
 
 def end_process(sentence: str, code: int = 1, publishes: str = "") -> NoReturn:
@@ -94,8 +90,8 @@ def look(after_signal: bool = False) -> str:
 
 
 def can_watch(store: Any) -> bool:
-    """Return whether a FailureWatch can use this store; older torch cannot clone stores."""
-    return store is not None and store.has_extended_api() and hasattr(store, "clone")
+    """Return whether a FailureWatch can use this store; a file has no such operations."""
+    return bool(store.has_extended_api())
 
 
 class FailureWatch:
@@ -114,9 +110,7 @@ class FailureWatch:
         self._due = NEVER  # when the thread ends this process
         self._lock = threading.Lock()  # held by the thread from its last line on
         self._wakes = threading.Event()
-        # Numbers of the newest request for a look, and of the newest request that a look began after.
-        self._requested = self._answered = 0
-        self._answers = threading.Condition()
+        self._has_looked = threading.Event()
         # Every process of a machine appends "rank:PID" to one key, and "rank:0" before an ordinary end.
         self._key = f"{PROCESSES}/{_machine()}"
         self._entries = [f"{rank}:{os.getpid()} "]  # not yet in the store
@@ -129,11 +123,11 @@ class FailureWatch:
     def look(self, after_signal: bool = False) -> str:
         """Let the thread look for a failure at once; see the function `look`."""
         self._is_after_signal |= after_signal
-        with self._answers:
-            self._requested += 1
-            number = self._requested
+        # A look that has already begun may end before the request: two looks end after it.
+        for _ in range(2):
+            self._has_looked.clear()
             self._wakes.set()
-            self._answers.wait_for(lambda: self._answered >= number, LOOK_SECONDS)
+            self._has_looked.wait(LOOK_SECONDS)
         return self._failure
 
     def report(self, error: BaseException) -> None:
@@ -179,7 +173,6 @@ class FailureWatch:
                     if handle is not None and handle >= 0:
                         os.close(handle)
                 return
-            request = self._requested
             try:
                 self._failure = self._failure or self._find()
             except dist.DistNetworkError:
@@ -189,9 +182,7 @@ class FailureWatch:
             if self._failure and not self._own_error:
                 grace = AFTER_SIGNAL_SECONDS if self._is_after_signal else GRACE_SECONDS
                 self._due = min(self._due, time.monotonic() + grace)
-            with self._answers:
-                self._answered = request
-                self._answers.notify_all()
+            self._has_looked.set()
             if time.monotonic() >= self._due and not self._is_closing:
                 self._end()
 

@@ -90,14 +90,15 @@ def divide_gradients(parameters: Iterable[nn.Parameter], divisor: float) -> None
 def _sum(parameters: Iterable[nn.Parameter], operation: str, group: Group) -> None:
     trained = [p for p in parameters if p.requires_grad]
     in_buckets = is_replaced("all_reduce", group) or any(p.is_cuda for p in trained)
-    under_way: list[Started] = []
+    previous: Started | None = None
     for bucket in _buckets(trained, BUCKET_BYTES if in_buckets else 0):
-        under_way.append(_start_sum(bucket, operation, group))
+        started = _start_sum(bucket, operation, group)
         # At most two buckets at a time: one is stacked while the other is reduced.
-        if len(under_way) > 1:
-            under_way.pop(0).wait()
-    for started in under_way:
-        started.wait()
+        if previous is not None:
+            previous.wait()
+        previous = started
+    if previous is not None:
+        previous.wait()
 
 
 def _start_sum(bucket: Sequence[nn.Parameter], operation: str, group: Group) -> Started:

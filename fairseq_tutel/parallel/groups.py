@@ -5,7 +5,6 @@ tokens. Ranks that are equal modulo P are EP replicas and hold the same experts.
 each of s = P / E consecutive ranks holds one shard of an expert.
 """
 
-import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -18,7 +17,7 @@ from torch import Tensor, nn
 
 from fairseq_tutel.parallel import world
 from fairseq_tutel.parallel.agreement import agree
-from fairseq_tutel.parallel.guard import guarded, name_ranks, timeout_of_groups, watched
+from fairseq_tutel.parallel.guard import guarded, name_ranks, timeout_of_groups
 
 
 @dataclass(frozen=True)
@@ -45,8 +44,7 @@ class Part:
         """Return a description such as "experts 0 to 3 of 8", for messages."""
         last = self.first + self.num_local - 1
         which = f"expert {last}" if self.num_local == 1 else f"experts {self.first} to {last}"
-        cut = f", shard {self.index} of {self.slices}" if self.slices > 1 else ""
-        return f"{which} of {num_experts}{cut}"
+        return f"{which} of {num_experts}" + (f", shard {self.index} of {self.slices}" * (self.slices > 1))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,11 +177,8 @@ def share_sizes(
 
 
 # All layers and models share groups, because creating a group is collective. A group lives as long as the
-# group from which it was split. That group is the key of its checked arguments and of its topologies.
-_agreed: WeakKeyDictionary[dist.ProcessGroup, set[tuple[Any, ...]]] = WeakKeyDictionary()
+# group from which it was split.
 _topologies: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[Any, ...], Topology]] = WeakKeyDictionary()
-# A function that creates groups of the given ranks and returns this rank's group.
-NewGroup = Callable[[Sequence[range]], dist.ProcessGroup]
 
 
 def make_topology(
@@ -194,7 +189,7 @@ def make_topology(
 ) -> Topology:
     """Create or reuse this rank's process groups for layers with these numbers of experts. Collective.
 
-    Every rank must give the same arguments. Ranks compare them at the first call.
+    Every rank must give the same arguments; ranks compare them.
 
     Args:
         expert_counts: the number of experts of every layer.
@@ -213,16 +208,19 @@ def make_topology(
     """
     count, whole = world.size(), dist.group.WORLD
     if whole is not None and count > 1:
-        _agree(whole, tuple(expert_counts), requested, ranks_per_node)
+        # Ranks that created different groups would wait for each other forever.
+        agree(
+            {
+                "--moe-expert-parallel-size": requested,
+                "the number of experts of each layer": list(expert_counts),
+                "the number of ranks of a node": ranks_per_node,
+            }
+        )
     size = expert_parallel_size(count, expert_counts, requested)
     if whole is None:
         return Topology()
     shares = share_sizes(size, expert_counts, degree_of)
-    made = _topologies.setdefault(whole, {})
-    key = (size, ranks_per_node, shares)
-    if key not in made:
-        made[key] = _create(count, world.rank(), *key, _new_in_world)
-    return made[key]
+    return _made(None, size, ranks_per_node, shares)
 
 
 def topology_within(group: dist.ProcessGroup, num_experts: int, sliced: bool = False) -> Topology:
@@ -231,61 +229,43 @@ def topology_within(group: dist.ProcessGroup, num_experts: int, sliced: bool = F
     If `sliced`, all ranks of the group hold shards of fewer experts. Otherwise P is the greatest common
     divisor of the numbers of ranks and experts.
     """
-    rank, count = dist.get_rank(group), dist.get_world_size(group)
+    count = dist.get_world_size(group)
     size = count if sliced else math.gcd(count, num_experts)
-    shares = share_sizes(size, [num_experts])
-    made = _topologies.setdefault(group, {})
-    key = (size, 0, shares)
+    return _made(group, size, 0, share_sizes(size, [num_experts]))
+
+
+def _made(group: dist.ProcessGroup | None, size: int, local: int, shares: tuple[int, ...]) -> Topology:
+    """Create the topology of a group, None for all ranks, or reuse it."""
+    whole = group or dist.group.WORLD
+    assert whole is not None
+    made = _topologies.setdefault(whole, {})
+    key = (size, local, shares)
     if key not in made:
-        made[key] = _create(count, rank, *key, functools.partial(_new_in_group, group), group)
+        made[key] = _create(group, *key)
     return made[key]
 
 
-def _agree(
-    whole: dist.ProcessGroup, expert_counts: tuple[int, ...], requested: int, ranks_per_node: int
-) -> None:
-    """Check that all ranks have the same arguments before they create groups, to avoid a deadlock."""
-    arguments = {
-        "--moe-expert-parallel-size": requested,
-        "the number of experts of each layer": expert_counts,
-        "the number of ranks of a node": ranks_per_node,
-    }
-    agreed = _agreed.setdefault(whole, set())
-    key = tuple(arguments.values())
-    if key not in agreed:
-        agree(arguments)
-        agreed.add(key)
+def _create(group: dist.ProcessGroup | None, size: int, local: int, shares: tuple[int, ...]) -> Topology:
+    count = dist.get_world_size(group)
 
-
-def _create(
-    world: int,
-    rank: int,
-    size: int,
-    local: int,
-    shares: tuple[int, ...],
-    new_group: NewGroup,
-    group: dist.ProcessGroup | None = None,
-) -> Topology:
     def consecutive(number: int) -> dist.ProcessGroup:
-        return new_group([range(first, first + number) for first in range(0, world, number)])
+        return strided(number, 1)
+
+    def strided(number: int, step: int) -> dist.ProcessGroup:
+        """Create groups of ranks at distance `step` within each `number` consecutive ranks."""
+        parts = range(0, count, number)
+        return _new(group, [range(part + i, part + number, step) for part in parts for i in range(step)])
 
     # P = W also gets a new communicator: its collectives need no common order with data parallelism.
     expert_group = consecutive(size) if size > 1 else None
-    replica_group = grid = None
-    if 1 < size < world:
-        replica_group = new_group([range(first, world, size) for first in range(size)])
+    replica_group = strided(count, size) if 1 < size < count else None
+    grid = None
     if 1 < local < size and size % local == 0:
-        node_group = consecutive(local)
-        rails = [
-            range(first + index, first + size, local)
-            for first in range(0, world, size)
-            for index in range(local)
-        ]
-        rail_group = new_group(rails)
+        node_group, rail_group = consecutive(local), strided(size, local)
         grid = Grid(nodes=size // local, local=local, node_group=node_group, rail_group=rail_group)
     return Topology(
-        world_size=world,
-        rank=rank,
+        world_size=count,
+        rank=dist.get_rank(group),
         group=group,
         expert_parallel_size=size,
         expert_group=expert_group,
@@ -298,29 +278,27 @@ def _create(
     )
 
 
-def _new_in_world(groups: Sequence[range]) -> dist.ProcessGroup:
-    """Create all groups, as every rank must do, and return this rank's group."""
-    made = [_new(ranks, None) for ranks in groups]
-    return made[_of_rank(dist.get_rank(), groups)]
+def _new(callers: dist.ProcessGroup | None, groups: Sequence[range]) -> dist.ProcessGroup:
+    """Create groups of ranks of `callers`, and return this rank's group; None means all ranks of the job.
+
+    All ranks of the job must create all groups. In a smaller group, each rank creates only its own group,
+    because ranks outside make no call.
+    """
+    rank = dist.get_rank(callers)
+    own = next(ranks for ranks in groups if rank in ranks)
+    if callers is None:
+        return {ranks: _new_group(ranks, None) for ranks in groups}[own]
+    if len(own) == dist.get_world_size(callers):
+        return callers
+    everywhere = [dist.get_global_rank(callers, each) for each in own]
+    options = {"backend": dist.get_backend(callers), "use_local_synchronization": True}
+    return _new_group(everywhere, callers, **options)
 
 
-def _new_in_group(group: dist.ProcessGroup, groups: Sequence[range]) -> dist.ProcessGroup:
-    """Create only this rank's group, which is part of `group`; ranks outside of `group` make no call."""
-    ranks = groups[_of_rank(dist.get_rank(group), groups)]
-    if len(ranks) == dist.get_world_size(group):
-        return group
-    everywhere = [dist.get_global_rank(group, rank) for rank in ranks]
-    backend = dist.get_backend(group)
-    return _new(everywhere, group, backend=backend, use_local_synchronization=True)
-
-
-def _of_rank(rank: int, groups: Sequence[range]) -> int:
-    return next(i for i, ranks in enumerate(groups) if rank in ranks)
-
-
-def _new(ranks: Sequence[int], callers: dist.ProcessGroup | None, **options: Any) -> dist.ProcessGroup:
-    operation = f"the creation of the group of {name_ranks(ranks)}"
-    with watched(operation), guarded(operation, callers):
+def _new_group(
+    ranks: Sequence[int], callers: dist.ProcessGroup | None, **options: Any
+) -> dist.ProcessGroup:
+    with guarded(f"the creation of the group of {name_ranks(ranks)}", callers):
         return dist.new_group(ranks, timeout=timeout_of_groups(), **options)
 
 

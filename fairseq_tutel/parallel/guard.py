@@ -2,14 +2,13 @@
 
 torch's errors name a socket at most. A rank with such an error looks for the job's failure in the
 rendezvous store (`failures`). If there is none, it runs a health check and names the ranks that did not
-answer. If torch would wait for that store forever, a timer ends the process. No code catches the
-CommunicationError, so it ends the process.
+answer. No code catches the CommunicationError, so it ends the process.
 """
 
 import contextlib
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -22,9 +21,8 @@ from fairseq_tutel.parallel import failures
 LONGEST_CHECK = 3.0
 # Seconds to wait longer for a store that hangs. Rank 0 may run the store, so it exits this much later.
 GRACE_SECONDS = 1.0
-# Seconds beyond the time-out for an operation at start: the margin of `agree` and a health check.
-WATCH_SECONDS = 16.0
 LONGEST_SECONDS = 365 * 24 * 3600
+WAIT_LONGER = "raise --moe-comm-timeout"
 PRESENT = "fairseq_tutel/health_check"
 # Texts in gloo's errors, which are plain RuntimeErrors. The last text is from a file store.
 MARKS = ("gloo/transport", "gloo/rendezvous", "Gloo connectFullMesh failed", "Wait timeout")
@@ -37,14 +35,9 @@ class CommunicationError(RuntimeError):
 _timeout: timedelta | None = None
 
 
-def is_time(seconds: Any) -> bool:
-    """Return whether a time-out is valid: whole seconds, at most a year, or 0 for torch's default."""
-    return type(seconds) is int and 0 <= seconds <= LONGEST_SECONDS
-
-
 def set_timeout(seconds: int) -> None:
     """Set the time-out of collectives for groups created from now on; 0 keeps torch's default."""
-    if not is_time(seconds):
+    if not 0 <= seconds <= LONGEST_SECONDS:
         raise ValueError(
             f"--moe-comm-timeout is {seconds!r}; give whole seconds from 1 to {LONGEST_SECONDS} (a "
             "year), or 0 for torch's default."
@@ -87,35 +80,6 @@ class guarded:  # noqa: N801 - a context manager
             ) from error
 
 
-@contextlib.contextmanager
-def watched(operation: str, rank: int | None = None) -> Iterator[None]:
-    """Context manager that ends this process if torch waits forever for the rendezvous store.
-
-    A store's client has a time-out for missing keys, but not for a store whose process is stopped. No
-    exception reaches a thread that waits for such a store. Give `rank` if this process is in no group yet.
-    """
-    timeout = timeout_of_groups() or distributed_c10d.default_pg_timeout
-    seconds = timeout.total_seconds() + WATCH_SECONDS
-    watch = threading.Timer(seconds, _end, (operation, rank, seconds))
-    watch.daemon = True
-    watch.start()
-    try:
-        yield
-    finally:
-        watch.cancel()
-
-
-def _end(operation: str, rank: int | None, seconds: float) -> None:
-    reason = failures.no_store()
-    if rank is None:
-        rank = dist.get_rank()
-    elif dist.is_initialized():  # the store has answered
-        operation = "the first collective of all ranks"
-        reason = "a rank, its GPU or the network hangs; look at the logs of all ranks with NCCL_DEBUG=INFO"
-    end = f"could not finish {operation} within {seconds:.0f} s: {reason}"
-    failures.end_process(f"rank {rank} {end}.", publishes=end)
-
-
 def is_of_communication(error: BaseException) -> bool:
     """Return whether torch raised this error because communication with another rank failed.
 
@@ -136,22 +100,6 @@ def absent(store: dist.Store, prefix: str, ranks: Sequence[int]) -> list[int]:
     return absent(store, prefix, ranks[:middle]) + absent(store, prefix, ranks[middle:])
 
 
-def wait_for(store: dist.Store, prefix: str, ranks: Sequence[int], seconds: float) -> list[int]:
-    """Wait at most `seconds` until each rank has a key `prefix/rank`; return the ranks without a key.
-
-    It returns earlier if the job has failed.
-    """
-    deadline, pause = time.monotonic() + seconds, 0.05
-    keys = [f"{prefix}/{rank}" for rank in ranks]
-    while not (store.check(keys) or store.check([failures.FAILED])):
-        left = deadline - time.monotonic()
-        if left <= 0:
-            return absent(store, prefix, ranks)
-        time.sleep(min(pause, left))
-        pause *= 2  # thousands of ranks may poll
-    return []
-
-
 def name_ranks(ranks: Sequence[int]) -> str:
     """Return text such as "rank 3" or "ranks 0-2, 5" for ranks in ascending order."""
     runs: list[list[int]] = []
@@ -164,24 +112,15 @@ def name_ranks(ranks: Sequence[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {names}"
 
 
-def how_to_wait_longer(seconds: float) -> str:
-    """Return advice to raise the time-out; `seconds` is its current value, 0 for torch's default."""
-    if seconds:
-        return f"raise --moe-comm-timeout (now {seconds:g})"
-    return "set --moe-comm-timeout above torch's default"
-
-
 def _check_health(group: dist.ProcessGroup | None) -> str:
     """Run a health check of a group's ranks; return a clause that names the missing ranks."""
     ranks = range(dist.get_world_size()) if group is None else sorted(dist.get_process_group_ranks(group))
-    timeout = _timeout.total_seconds() if _timeout else 0
-    seconds = min(timeout or LONGEST_CHECK, LONGEST_CHECK)
+    seconds = min(_timeout.total_seconds() if _timeout else LONGEST_CHECK, LONGEST_CHECK)
     found: list[str] = []
 
     def call() -> None:
         with contextlib.suppress(RuntimeError):
-            store = distributed_c10d._get_default_store()
-            found.append(_checked(store, dist.get_rank(), ranks, seconds, how_to_wait_longer(timeout)))
+            found.append(_checked(distributed_c10d._get_default_store(), dist.get_rank(), ranks, seconds))
 
     # Calls to a store whose process is stopped never return.
     thread = threading.Thread(target=call, daemon=True)
@@ -192,28 +131,26 @@ def _check_health(group: dist.ProcessGroup | None) -> str:
     return found[0] if found else failures.no_store()
 
 
-def _checked(store: dist.Store, rank: int, ranks: Sequence[int], seconds: float, longer: str) -> str:
-    """Mark this rank as present in the store, and return the job's failure.
+def _checked(store: dist.Store, rank: int, ranks: Sequence[int], seconds: float) -> str:
+    """Mark this rank as present in the store, wait for the marks of the others, and name missing ranks.
 
-    The first rank of a group waits for the marks of all others and publishes the failure, so W ranks do not
-    request W keys each. A failed job does not continue, so one set of keys suffices.
+    A failed job does not continue, so one set of keys suffices.
     """
     store.set(f"{PRESENT}/{rank}", "here")
-    if store.add(f"{PRESENT}/of/{hash(tuple(ranks))}", 1) > 1:
-        # The first rank may end before it publishes a failure.
-        with contextlib.suppress(dist.DistStoreError):
-            store.wait([failures.FAILED], timedelta(seconds=seconds + GRACE_SECONDS / 2))
-    elif missing := wait_for(store, PRESENT, ranks, seconds):
+    missing: list[int] = []
+    try:
+        store.wait([f"{PRESENT}/{other}" for other in ranks], timedelta(seconds=seconds))
+    except dist.DistStoreError:
+        missing = absent(store, PRESENT, ranks)
+    if failure := failures.published(store):
+        return failure
+    if missing:
         name = name_ranks(missing)
-        failures.publish(
-            store,
+        return (
             f"{name} did not answer a health check of {seconds:g} s; look at the log of {name} for the "
-            f"reason, or {longer} if it is only slow",
+            f"reason, or {WAIT_LONGER} if it is only slow"
         )
-    # This has no effect if there is a failure.
-    failures.publish(
-        store,
+    return (
         f"{name_ranks(ranks)} answered a health check or ended during it, so a connection broke or one "
-        f"rank was late; look for the first error in their logs, or {longer} if a rank is only slow",
+        f"rank was late; look for the first error in their logs, or {WAIT_LONGER} if a rank is only slow"
     )
-    return failures.published(store)

@@ -5,22 +5,10 @@ import socket
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
-from typing import NamedTuple
 
 from fairseq_tutel.parallel import world
 
 GIB = 2**30
-
-
-class _CgroupFiles(NamedTuple):
-    folder: str
-    limit: str
-    usage: str
-    inactive: str  # key in memory.stat: page cache that the kernel frees first
-
-
-_VERSION_1 = _CgroupFiles("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-_VERSION_2 = _CgroupFiles("", "memory.max", "memory.current", "inactive_file")
 
 
 def available(root: Path = Path("/")) -> int | None:
@@ -37,37 +25,20 @@ def available(root: Path = Path("/")) -> int | None:
 
 
 def _left_by_cgroups(root: Path) -> Iterator[int]:
-    """Yield the bytes that each memory limit of this process's cgroups leaves."""
-    text = ""
-    with contextlib.suppress(OSError):
-        text = (root / "proc/self/cgroup").read_text()
-    for line in text.splitlines():
-        _, controllers, path = line.split(":", 2)
-        if controllers == "":
-            files = _VERSION_2
-        elif "memory" in controllers.split(","):
-            files = _VERSION_1
-        else:
-            continue
-        top = root / "sys/fs/cgroup" / files.folder
-        # Inside a container, the folder may be mounted at the top; then only the top exists.
-        inner = PurePosixPath(path.lstrip("/"))
-        for part in (inner, *inner.parents):
-            left = _left_in(top / part, files)
-            if left is not None:
-                yield left
-
-
-def _left_in(folder: Path, files: _CgroupFiles) -> int | None:
-    """Return the bytes that the limit of one cgroup leaves; None if it has no limit or no such files."""
+    """Yield the bytes that the memory limits of this process's cgroup and its parents leave."""
     try:
-        limit = (folder / files.limit).read_text().strip()
-        usage = (folder / files.usage).read_text()
+        text = (root / "proc/self/cgroup").read_text()
     except OSError:
-        return None
-    if limit == "max":
-        return None
-    return int(limit) - int(usage) + (_value_of(folder / "memory.stat", files.inactive) or 0)
+        return
+    path = next((line[3:] for line in text.splitlines() if line.startswith("0::")), "")  # version 2
+    inner = PurePosixPath(path.lstrip("/"))
+    # Inside a container, the folder may be mounted at the top; then only the top exists.
+    for part in (inner, *inner.parents):
+        folder = root / "sys/fs/cgroup" / part
+        with contextlib.suppress(OSError, ValueError):  # no such folder, or the limit "max"
+            left = int((folder / "memory.max").read_text()) - int((folder / "memory.current").read_text())
+            # The kernel first frees the inactive page cache.
+            yield left + (_value_of(folder / "memory.stat", "inactive_file") or 0)
 
 
 def _value_of(path: Path, key: str) -> int | None:

@@ -81,11 +81,9 @@ def _arguments(row: Row, machine: Machine) -> tuple[float, Machine, int, int, st
 
 def _machine_of(columns: np.ndarray, on_links: np.ndarray, seconds: np.ndarray, start: Machine) -> Machine:
     used = [i for kind in ((1, 2), (3, 4)) if columns[:, kind[1]].any() for i in kind]
-    with_launch = columns[:, [0, *used]]
-    scaled = with_launch / np.maximum(np.abs(with_launch).max(axis=0), 1e-300)
+    scaled = columns[:, [0, *used]] / np.maximum(columns[:, [0, *used]].max(axis=0), 1e-300)
     has_full_rank = np.linalg.matrix_rank(scaled, tol=1e-6) == scaled.shape[1]
-    chosen = [0, *used] if has_full_rank else used
-    found = dict(zip(chosen, _solve(columns[:, chosen], on_links, seconds), strict=True))
+    found = _solve(columns, [0, *used] if has_full_rank else used, on_links, seconds)
     if max(found.get(2, 0.0), found.get(4, 0.0)) <= 0:
         raise ValueError(
             "the measured all-to-alls do not take longer with more bytes; measure larger messages."
@@ -103,21 +101,19 @@ def _link(alpha: float | None, per_byte: float | None, start: Link) -> Link:
     return Link(start.alpha_s if alpha is None else alpha, 1 / per_byte if per_byte else start.bytes_per_s)
 
 
-def _solve(columns: np.ndarray, targets: np.ndarray, seconds: np.ndarray) -> list[float]:
-    """Return the non-negative coefficients that minimize the squared relative errors.
+def _solve(
+    columns: np.ndarray, chosen: Sequence[int], targets: np.ndarray, seconds: np.ndarray
+) -> dict[int, float]:
+    """Return the non-negative coefficients of the chosen columns with the least squared relative error.
 
-    Columns with negative coefficients are removed one by one, the most negative column first.
+    Columns with negative coefficients get 0, one by one, the most negative column first.
     """
-    weights = 1 / seconds
-    scale = np.maximum(np.abs(columns).max(axis=0), 1e-300)
-    kept = list(range(columns.shape[1]))
-    result = [0.0] * columns.shape[1]
+    scale, kept = np.maximum(columns.max(axis=0), 1e-300), list(chosen)
     while kept:
-        weighted = columns[:, kept] / scale[kept] * weights[:, None]
-        found = np.linalg.lstsq(weighted, targets * weights, rcond=None)[0]
+        weighted = columns[:, kept] / scale[kept] / seconds[:, None]
+        found = np.linalg.lstsq(weighted, targets / seconds, rcond=None)[0]
         if found.min() >= 0:
-            for index, value in zip(kept, found, strict=True):
-                result[index] = float(value / scale[index])
             break
         kept.pop(int(found.argmin()))
-    return result
+    fitted = {index: float(value / scale[index]) for index, value in zip(kept, found, strict=False)}
+    return dict.fromkeys(chosen, 0.0) | fitted

@@ -7,8 +7,6 @@ from pathlib import Path
 
 from fairseq_tutel.files import json_of
 
-_FLAGS = {"inter_shared", "reduce_scatter_as_all_reduce"}
-
 
 @dataclass(frozen=True)
 class Link:
@@ -44,29 +42,20 @@ class Machine:
     @classmethod
     def from_json(cls, path: Path) -> "Machine":
         """Read a hardware profile from a JSON file; raise ValueError if the file has no valid profile."""
-        fix = "give a file that `tune --json` wrote"
         try:
             values = json_of(path)
-            links = {name: Link(**values[name]) for name in ("intra", "inter")}
-            machine = cls(**values | links)
-        except (OSError, ValueError) as error:
-            raise ValueError(f"{path} cannot be read as a hardware profile ({error}); {fix}.") from error
-        except (KeyError, TypeError) as error:
-            raise ValueError(f"{path} is not a hardware profile ({error!r}); {fix}.") from error
-        numbers = asdict(machine)
-        for name in links:
-            numbers |= {f"{name}.{key}": number for key, number in numbers.pop(name).items()}
-        del numbers["name"]
-        for key, value in numbers.items():
-            fix = "a number above 0"
-            is_number = isinstance(value, int | float) and not isinstance(value, bool)
-            is_right = is_number and value > 0
-            if key in _FLAGS:
-                is_right, fix = isinstance(value, bool), "true or false"
-            elif key.endswith(("alpha_s", "launch_s")):
-                is_right, fix = is_number and value >= 0, "seconds, 0 or more"
-            if not is_right:
-                raise ValueError(f"{path} has {key} = {value!r}; give {fix}.")
+            links = [Link(**values[name]) for name in ("intra", "inter")]
+            machine = cls(**values | dict(zip(("intra", "inter"), links, strict=True)))
+            speeds = [link.bytes_per_s for link in links]
+            speeds += [machine.memory_bytes_per_s, machine.flops_per_s, machine.gate_flops_per_s]
+            latencies = [machine.launch_s, *(link.alpha_s for link in links)]
+            if min(*speeds, machine.memory_bytes) <= 0 or min(latencies) < 0:
+                raise ValueError("a speed is not above 0, or a latency is negative")
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ValueError(
+                f"{path} cannot be read as a hardware profile ({error!r}); give a file that "
+                "`tune --output` wrote."
+            ) from error
         return machine
 
 

@@ -15,30 +15,20 @@ def progress(text: str, total: int, unit: str) -> Iterator[Callable[[int], objec
     """Context manager that shows a progress bar, which disappears at the end of the block.
 
     The block gets a function that adds an amount of finished work to the bar. `total` is the amount of all
-    work, in `unit`, which is B for bytes. There is no bar if stderr is not a terminal, on ranks other than
-    0, or without tqdm, which fairseq installs.
+    work, in `unit`, which is B for bytes. There is no bar if stderr is not a terminal, or on ranks other
+    than 0.
     """
-    is_shown = world.is_first() and sys.stderr is not None and sys.stderr.isatty()
-    bar_class = _bar_class() if is_shown else None
-    if bar_class is None:
+    if not (world.is_first() and sys.stderr is not None and sys.stderr.isatty()):
         yield lambda amount: None
         return
-    with bar_class(
-        desc=text, total=total, unit=unit, unit_scale=unit == "B", delay=DELAY_SECONDS, leave=False
-    ) as bar:
-        yield bar.update
-
-
-def _bar_class() -> type | None:
-    """Import tqdm late, because the import takes time; return None if tqdm is missing."""
-    try:
-        from tqdm import tqdm
-    except ImportError:
-        return None
+    from tqdm import tqdm  # its import takes time
 
     class Bar(tqdm):  # type: ignore[type-arg]
         # tqdm's own lock would fix the start method of multiprocessing; its monitor is a thread.
         _lock = threading.RLock()
         monitor_interval = 0
 
-    return Bar
+    with Bar(
+        desc=text, total=total, unit=unit, unit_scale=unit == "B", delay=DELAY_SECONDS, leave=False
+    ) as bar:
+        yield bar.update

@@ -8,6 +8,7 @@ name prefixes all keys. Each rank confirms the name: a request from an earlier s
 import contextlib
 import os
 import re
+import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
@@ -15,10 +16,11 @@ from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed import DistStoreError, PrefixStore, Store, constants, distributed_c10d, rendezvous
 from torch.distributed.rendezvous import register_rendezvous_handler
 
-from fairseq_tutel.parallel import guard
+from fairseq_tutel.parallel import failures, guard
 
 # torch's variables with the default time-outs of `init_process_group`.
 DEFAULTS = ("default_pg_timeout", "default_pg_nccl_timeout")
@@ -29,6 +31,8 @@ PREFIX = "fairseq_tutel/start"
 # Keys that NCCL errors leave in the store under no prefix. torch's monitor would take them for errors of
 # the next start, and would end that start after about 8 minutes.
 LEFT_BY_NCCL = ("exception_dump", "remote_error")
+# Seconds beyond the time-out until a rank ends, so that torch's own error comes first.
+WATCH_SECONDS = 16.0
 # Seconds that rank 0 waits for confirmations before it checks for new requests.
 SHORTEST_SECONDS, LONGEST_SECONDS = 0.05, 1.0
 
@@ -74,7 +78,11 @@ def meeting(rank: int, world_size: int, seconds: int) -> Iterator[Callable[[], N
         for name in DEFAULTS if seconds else ():
             until_met.callback(setattr, distributed_c10d, name, getattr(distributed_c10d, name))
             setattr(distributed_c10d, name, timedelta(seconds=seconds))
-        until_met.enter_context(guard.watched("the rendezvous", rank))
+        limit = distributed_c10d.default_pg_timeout.total_seconds() + WATCH_SECONDS
+        watch = threading.Timer(limit, _end, (rank, limit))
+        watch.daemon = True
+        watch.start()
+        until_met.callback(watch.cancel)
         until_met.callback(waiting.clear)
         try:
             yield until_met.close
@@ -86,8 +94,16 @@ def meeting(rank: int, world_size: int, seconds: int) -> Iterator[Callable[[], N
             raise guard.CommunicationError(
                 f"rank {rank} could not find the other ranks of {world_size} and gave up after "
                 f"{seconds_passed:.1f} s ({reason}); look at the logs of rank 0 and of the missing "
-                f"ranks, or {guard.how_to_wait_longer(seconds)} if they are only slow to start."
+                f"ranks, or {guard.WAIT_LONGER} if they are only slow to start."
             ) from error
+
+
+def _end(rank: int, seconds: float) -> None:
+    """End this process: torch has no time-out for a stopped store, or for a start of NCCL that hangs."""
+    reason = failures.no_store()
+    if dist.is_initialized():  # the store has answered
+        reason = "a rank, its GPU or the network hangs; look at the logs of all ranks with NCCL_DEBUG=INFO"
+    failures.end_process(f"rank {rank} could not finish the rendezvous within {seconds:.0f} s: {reason}.")
 
 
 def fresh(store: Store, rank: int, world_size: int, timeout: timedelta) -> Store:
@@ -101,29 +117,22 @@ def fresh(store: Store, rank: int, world_size: int, timeout: timedelta) -> Store
 
 def _publish_name(store: Store, world_size: int, deadline: float) -> str:
     """Send every rank the random name of this start until all ranks have confirmed it."""
-    name, waiting = uuid.uuid4().hex, list(range(1, world_size))
-    answered: dict[int, str] = {}
-    pause = SHORTEST_SECONDS
-    if waiting and not _wait(store, [f"{PREFIX}/asker/{rank}" for rank in waiting], deadline):
-        waiting = guard.absent(store, f"{PREFIX}/asker", waiting)
-        raise DistStoreError(f"{world_size - len(waiting)}/{world_size} ranks arrived")
-    while waiting:
-        for rank in waiting:
-            asker = store.get(f"{PREFIX}/asker/{rank}").decode()
-            if answered.get(rank) != asker:
-                answered[rank] = asker
-                store.set(f"{PREFIX}/answer/{asker}", name)
-        # An earlier start's request is never confirmed; the rank of this start overwrites it.
-        taken = [f"{PREFIX}/taken/{name}/{rank}" for rank in waiting]
+    name, ranks, pause = uuid.uuid4().hex, range(1, world_size), SHORTEST_SECONDS
+    askers = [f"{PREFIX}/asker/{rank}" for rank in ranks]
+    confirmed = f"{PREFIX}/taken/{name}"
+    found = _wait(store, askers, deadline)
+    # A request of an earlier start is never confirmed; the rank of this start overwrites it.
+    while found:
+        for asker in askers:
+            store.set(f"{PREFIX}/answer/{store.get(asker).decode()}", name)
+        taken = [f"{confirmed}/{rank}" for rank in ranks]
         if _wait(store, taken, min(deadline, time.monotonic() + pause)):
-            break
-        waiting = guard.absent(store, f"{PREFIX}/taken/{name}", waiting)
-        if time.monotonic() > deadline:
-            raise DistStoreError(f"{world_size - len(waiting)}/{world_size} ranks arrived")
-        pause = min(2 * pause, LONGEST_SECONDS)
-    for rank in range(1, world_size):  # the next start finds no old requests
-        store.delete_key(f"{PREFIX}/asker/{rank}")
-    return name
+            for asker in askers:  # the next start finds no old requests
+                store.delete_key(asker)
+            return name
+        pause, found = min(2 * pause, LONGEST_SECONDS), time.monotonic() < deadline
+    missing = guard.absent(store, confirmed, ranks)
+    raise DistStoreError(f"{guard.name_ranks(missing)} did not arrive")
 
 
 def _request_name(store: Store, rank: int, deadline: float) -> str:

@@ -53,7 +53,7 @@ class SignalWatch:
 
     A second signal, more than MERGE_SECONDS after the first, ends the process at once. Child processes,
     such as those that load data, ignore the signals unless this process sends them. A signal with a handler
-    of other code keeps it. Only the main thread can receive signals; in other threads, a watch gets none.
+    of other code keeps it.
 
     Args:
         names: names of signals, such as SIGTERM.
@@ -67,16 +67,13 @@ class SignalWatch:
         self._begin, self._has_work = 0.0, False
         self._reader, self._writer = socket.socketpair()
         self._writer.setblocking(False)
-        is_main = threading.current_thread() is threading.main_thread()
-        numbers = [signal.Signals[name] for name in names] if is_main else []
-        self._before: dict[int, Any] = {}
-        self._descriptor = signal.set_wakeup_fd(self._writer.fileno()) if numbers else -1
-        self._sets_descriptor = bool(numbers)
-        for number in numbers:
-            if signal.getsignal(number) in OF_PYTHON:
-                self._before[number] = signal.signal(number, _no_action)
-            else:
-                logger.info("%s keeps the handler that other code has set", number.name)
+        numbers = [signal.Signals[name] for name in names]
+        self._descriptor = signal.set_wakeup_fd(self._writer.fileno())
+        self._before: dict[int, Any] = {
+            number: signal.signal(number, _no_action)
+            for number in numbers
+            if signal.getsignal(number) in OF_PYTHON
+        }
         self._thread = threading.Thread(target=self._read, name="signals", daemon=True)
         self._thread.start()
         in_child = weakref.WeakMethod(self._shield_child)
@@ -98,8 +95,7 @@ class SignalWatch:
         """
         for number, before in self._before.items():
             signal.signal(number, signal.SIG_IGN if is_ending or self.received else before)
-        if self._sets_descriptor:
-            signal.set_wakeup_fd(self._descriptor)
+        signal.set_wakeup_fd(self._descriptor)
         self._before = {}
         self._writer.send(bytes([CLOSE]))
         self._thread.join()

@@ -97,8 +97,7 @@ def run_on_rank_zero(action: Callable[[], Any], operation: str) -> Any:
     work = Work(action) if is_first() else None
     ended = False
     while not ended:
-        own = None if work is None else work.look()
-        ended, result, sentence = broadcast_object(own, operation)
+        ended, result, sentence = broadcast_object(work and work.look(), operation)
     error = None if work is None else work.error
     if error is not None and not isinstance(error, ValueError | OSError):
         raise error  # a bug; only rank 0 has its traceback
@@ -131,7 +130,7 @@ class Work:
     def look(self) -> tuple[bool, Any, str | None]:
         """Wait briefly; return whether the function has ended, its result, and its error message if any."""
         self._thread.join(PAUSE_SECONDS)
-        if self._thread.is_alive():
+        if not self.has_ended:
             return False, None, None
         if self.error is None:
             return True, self.result, None

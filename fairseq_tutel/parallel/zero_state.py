@@ -43,7 +43,7 @@ class GradientReducer:
     def reset(self) -> None:
         """Reset the records of sent buckets and received gradients for the next update."""
         self.sent = 0  # buckets sent in this backward pass
-        self.here: list[set[int]] = [set() for _ in self.shared]
+        self.ready: list[set[int]] = [set() for _ in self.shared]
         self.backwards = 0
         self.is_reduced = False
 
@@ -55,9 +55,9 @@ class GradientReducer:
                 "was sent: several checkpointed layers may share it, or the backward pass was not run by "
                 "the optimizer; give --moe-zero-stage 1."
             )
-        self.here[number].add(id(parameter))
+        self.ready[number].add(id(parameter))
         while self.sent < len(self.shared):
-            if len(self.here[self.sent]) < len(self.shared[self.sent].partitions):
+            if len(self.ready[self.sent]) < len(self.shared[self.sent].partitions):
                 break
             self._send()
 
@@ -72,7 +72,7 @@ class GradientReducer:
             self._send()
         self._finish(self.pending)
         self.backwards += 1
-        self.sent, self.here = 0, [set() for _ in self.shared]
+        self.sent, self.ready = 0, [set() for _ in self.shared]
 
     def reduce(self) -> None:
         """Finish the reduction of all gradients before a step, once per update. Collective."""

@@ -1,25 +1,17 @@
-"""Reads collective plans from JSON or MSCCL XML files, or makes them from names such as ring:all_gather:8.
+"""Reads collective plans from JSON or MSCCL XML files or from names such as ring:all_gather:8."""
 
-`read_run` reads the plans of a run. If a plan was made for one network, its folder has the file of
-this network, and the run must have the same number of ranks on each host as the network.
-"""
-
-import contextlib
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import groupby
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from fairseq_tutel.files import content_of, json_of
-from fairseq_tutel.plans import network
 from fairseq_tutel.plans.checker import Report, check
-from fairseq_tutel.plans.format import Plan, from_json, to_json
+from fairseq_tutel.plans.format import Plan, PlanError, from_json, to_json
 from fairseq_tutel.plans.generators import GENERATORS, make
 from fairseq_tutel.plans.msccl.reader import from_xml
 from fairseq_tutel.plans.msccl.writer import to_xml
-from fairseq_tutel.plans.network import Network
 
 NAMED = "NAME:COLLECTIVE:RANKS[:NODES]"
 MOST = 512  # ranks
@@ -66,26 +58,15 @@ def write(plan: Plan, path: Path) -> None:
 
 
 class PlacedPlan(NamedTuple):
-    """A collective plan that a run uses and that the checker has accepted.
-
-    `name` is the file name without .json. `hosts` has the number of ranks on each host; None means any.
-    """
+    """A plan that a run uses and that the checker has accepted; `name` is the file name without .json."""
 
     name: str
     plan: Plan
     report: Report
-    hosts: tuple[int, ...] | None = None
 
-    def fits(self, ranks: Sequence[int], local: int) -> bool:
-        """Return whether a group of ranks can run the plan. A host has `local` ranks; 0 means unknown."""
-        if len(ranks) != self.plan.ranks:
-            return False
-        return not local or self.hosts is None or self.hosts == hosts_of(ranks, local)
-
-
-def hosts_of(ranks: Iterable[int], local: int) -> tuple[int, ...]:
-    """Count the given ranks on each host, in the order of hosts; each host has `local` ranks."""
-    return tuple(len(list(same)) for _, same in groupby(ranks, lambda rank: rank // local))
+    def fits(self, ranks: Sequence[int]) -> bool:
+        """Return whether a group of ranks can run the plan."""
+        return len(ranks) == self.plan.ranks
 
 
 def read_run(path: str) -> tuple[PlacedPlan, ...]:
@@ -95,63 +76,30 @@ def read_run(path: str) -> tuple[PlacedPlan, ...]:
         ValueError: there is no plan, or a plan is unreadable or wrong; the message names the file.
     """
     place = Path(path)
-    found = sorted(place.glob("*.json")) if place.is_dir() else [place]
-    networks = dict(_networks(found)) if place.is_dir() else {}
-    try:
-        plans = {file: read(file) for file in found if file not in networks}
-        if not place.is_dir() and plans[place].network:
-            networks = dict(_networks(place.parent.glob("*.json")))
-        hosts = {each.digest: tuple(map(len, each.hosts.values())) for each in networks.values()}
-        placed = tuple(_placed(file, plan, hosts) for file, plan in plans.items())
-    except ValueError as error:
-        raise ValueError(f"{OPTION}: {error}") from error
+    placed = []
+    for file in sorted(place.glob("*.json")) if place.is_dir() else [place]:
+        try:
+            plan = read(file)
+            placed.append(PlacedPlan(file.stem, plan, check(plan)))
+        except ValueError as error:
+            where = f"{file}: " if isinstance(error, PlanError) else ""  # `read` names the file
+            raise ValueError(f"{OPTION}: {where}{error}") from error
     if not placed:
         raise ValueError(
             f"{OPTION} is {path}, which has no plan; give the JSON file of a plan or a folder of them."
         )
-    return placed
+    return tuple(placed)
 
 
-def _networks(paths: Iterable[Path]) -> Iterator[tuple[Path, Network]]:
-    for path in paths:
-        with contextlib.suppress(ValueError):  # the file has no network
-            yield path, network.read(path)
-
-
-def _placed(file: Path, plan: Plan, hosts: Mapping[str, tuple[int, ...]]) -> PlacedPlan:
-    """Check a plan, and return it with the number of ranks on each host of its network.
-
-    `hosts` has these numbers by the digest of the network.
-    """
-    if plan.network and plan.network not in hosts:
-        raise ValueError(
-            f"{file}: the plan is for the network with the digest {plan.network}, but no network file in "
-            "its folder has this digest; add the file of this network to the folder."
-        )
-    try:
-        return PlacedPlan(file.stem, plan, check(plan), hosts.get(plan.network))
-    except ValueError as error:
-        raise ValueError(f"{file}: {error}") from error
-
-
-def refuse_unused(plans: Sequence[PlacedPlan], groups: Sequence[Sequence[int]], local: int) -> None:
+def refuse_unused(plans: Sequence[PlacedPlan], groups: Sequence[Sequence[int]]) -> None:
     """Raise ValueError if a collective plan fits none of the groups of ranks in the run.
 
-    `groups` has the ranks of each group with at least 2 ranks. A host has `local` ranks; 0 means unknown.
+    `groups` has the ranks of each group with at least 2 ranks.
     """
     for placed in plans:
-        plan = placed.plan
-        if any(placed.fits(ranks, local) for ranks in groups):
-            continue
-        sizes = " and ".join(map(str, sorted({len(ranks) for ranks in groups}))) or "1"
-        if all(len(ranks) != plan.ranks for ranks in groups):
+        if not any(placed.fits(ranks) for ranks in groups):
+            sizes = " and ".join(map(str, sorted({len(ranks) for ranks in groups}))) or "1"
             raise ValueError(
-                f"{OPTION}: plan {placed.name} is for {plan.ranks} ranks, but the groups of this run have "
-                f"{sizes} ranks; make the plan for a group of this run, or remove it."
+                f"{OPTION}: plan {placed.name} is for {placed.plan.ranks} ranks, but the groups of this "
+                f"run have {sizes} ranks; make the plan for a group of this run, or remove it."
             )
-        hosts = "+".join(map(str, placed.hosts or ()))
-        here = "+".join(map(str, hosts_of(range(plan.ranks), local)))
-        raise ValueError(
-            f"{OPTION}: plan {placed.name} is for a network with {hosts} ranks on its hosts, but this run "
-            f"has {here}; make the plan for these hosts, start other numbers of ranks, or remove the plan."
-        )

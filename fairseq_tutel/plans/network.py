@@ -10,7 +10,7 @@ import json
 import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property, partial
@@ -165,40 +165,40 @@ def to_json(network: Network) -> dict[str, Any]:
 
 
 def from_json(data: Any) -> Network:
-    """Return the network that a JSON object describes."""
-    _demand(isinstance(data, Mapping), "it is not a JSON object")
-    _demand(data.get("format") == FORMAT, f"its format is {data.get('format')!r}; give format {FORMAT}")
-    known = {"format", "name", "unit", "gpus", "switches", "links"}
-    _demand(data.keys() <= known, f"it has unknown fields; remove {sorted(data.keys() - known)}")
-    for key in ("gpus", "links"):
-        _demand(isinstance(data.get(key), list), f"it has no list of {key}")
-    switches = data.get("switches", [])
-    are_names = isinstance(switches, list) and all(isinstance(name, str) for name in switches)
-    _demand(are_names, "its switches are not a list of names")
-    vertices = len(data["gpus"]) + len(switches)
-    _demand(vertices <= MOST_VERTICES, f"it has {vertices:,} vertices, more than {MOST_VERTICES:,}")
-    gpus = sorted(_gpu_of(each) for each in data["gpus"])
-    names = [name for *_, name in gpus] + switches
-    index = {name: vertex for vertex, name in enumerate(names)}
-    network = Network(
-        name=str(data.get("name", "")),
-        places=tuple((host, local) for host, local, _ in gpus),
-        vertices=tuple(names),
-        links=tuple(_link_of(each, index) for each in data["links"]),
-        unit=str(data.get("unit", "GB/s")),
-    )
+    """Return the network that a JSON object describes, or raise a ValueError if it describes none."""
+    try:
+        if data["format"] != FORMAT:
+            raise ValueError(f"its format is {data['format']!r}; give format {FORMAT}")
+        switches = list(data.get("switches", ()))
+        gpus = sorted((gpu["host"], gpu["local"], gpu["name"]) for gpu in data["gpus"])
+        names = [name for *_, name in gpus] + switches
+        index = {name: vertex for vertex, name in enumerate(names)}
+        network = Network(
+            name=str(data.get("name", "")),
+            places=tuple((host, local) for host, local, _ in gpus),
+            vertices=tuple(names),
+            links=tuple(
+                Link(index[source], index[target], width) for source, target, width in data["links"]
+            ),
+            unit=str(data.get("unit", "GB/s")),
+        )
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"This is not a network: {error!r}.") from error
     return checked(network)
 
 
 def checked(network: Network) -> Network:
     """Return the network, or raise a ValueError if collectives cannot run on it."""
-    names = network.vertices
-    for twice in _repeated(names):
-        _demand(False, f"two vertices have the name {twice!r}")
-    for host, local in _repeated(network.places):
-        _demand(False, f"two GPUs are local rank {local} of host {host}")
-    for source, target in _repeated(link[:2] for link in network.links):
-        _demand(False, f"two links lead from {names[source]} to {names[target]}; replace them by one link")
+    names, links = network.vertices, [link[:2] for link in network.links]
+    _demand(len(names) <= MOST_VERTICES, f"it has {len(names):,} vertices, more than {MOST_VERTICES:,}")
+    for what, values in (("name", names), ("place", network.places), ("link", links)):
+        for value, times in Counter(values).items():
+            _demand(times == 1, f"it has two vertices or links with the {what} {value}")
+    for source, target, width in network.links:
+        where = f"the link from {names[source]} to {names[target]}"
+        _demand(source != target, f"{where} has the same vertex at both ends")
+        is_width = type(width) is int and 0 < width <= WIDEST
+        _demand(is_width, f"{where} has bandwidth {width!r:.40}; give a whole number from 1 to {WIDEST}")
     for vertex, name in enumerate(names):
         received = sum(row[vertex] for row in network.matrix)
         sent = sum(network.matrix[vertex])
@@ -210,38 +210,6 @@ def checked(network: Network) -> Network:
     for rank in range(network.ranks):
         _demand(rank in reached, f"there is no route from {names[0]} to {names[rank]}; add links")
     return network
-
-
-def _gpu_of(data: Any) -> tuple[int, int, str]:
-    _demand(
-        isinstance(data, Mapping)
-        and data.keys() == {"name", "host", "local"}
-        and isinstance(data["name"], str)
-        and all(_is_whole(data[key]) and data[key] >= 0 for key in ("host", "local")),
-        f'{data!r} is not a GPU such as {{"name": "gpu0", "host": 0, "local": 0}}',
-    )
-    return data["host"], data["local"], data["name"]
-
-
-def _link_of(data: Any, index: Mapping[str, int]) -> Link:
-    is_link = isinstance(data, list) and len(data) == 3 and all(isinstance(name, str) for name in data[:2])
-    _demand(is_link, f"{data!r} is not a link such as [from, to, bandwidth]")
-    source, target, bandwidth = data
-    where = f"the link from {source} to {target}"
-    for name in (source, target):
-        _demand(name in index, f"{where} uses {name!r}, which is not a GPU or switch")
-    _demand(source != target, f"{where} has the same vertex at both ends")
-    is_width = _is_whole(bandwidth) and 0 < bandwidth <= WIDEST
-    _demand(is_width, f"{where} has bandwidth {bandwidth!r:.40}; give a whole number from 1 to {WIDEST}")
-    return Link(index[source], index[target], bandwidth)
-
-
-def _is_whole(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _repeated(values: Iterable[Any]) -> list[Any]:
-    return [value for value, times in Counter(values).items() if times > 1]
 
 
 def _demand(holds: bool, otherwise: str) -> None:

@@ -1,4 +1,4 @@
-"""Reads and checks the collective plans of a run, and passes them to `comm.collectives`."""
+"""Reads and checks the collective plans of a run, and passes them to `parallel.collectives`."""
 
 import logging
 from collections.abc import Sequence
@@ -14,8 +14,8 @@ from fairseq_tutel.parallel.groups import Topology
 from fairseq_tutel.parallel.links import exchange_seconds, plan_seconds
 from fairseq_tutel.parallel.machine import Machine
 from fairseq_tutel.parallel.rendezvous import ranks_per_node
+from fairseq_tutel.parallel.search import HOPELESS
 from fairseq_tutel.parallel.strategy import ALGORITHMS, PLAN
-from fairseq_tutel.parallel.tuner import HOPELESS
 from fairseq_tutel.parallel.world import Work
 from fairseq_tutel.plans.executors.backend import PlanBackend
 from fairseq_tutel.plans.files import PlacedPlan, read_run, refuse_unused
@@ -69,11 +69,11 @@ def use_plans(task_cfg: Any, topology: Topology, config: MoEConfig) -> str:
     plans = plans_of(task_cfg) if topology.world_size > 1 else ()
     local, is_elastic = options.moe_local_size or ranks_per_node(), options.moe_micro_batches > 0
     if is_elastic:
-        plans = _fitting(plans, _groups(topology), local)
-    refuse_unused(plans, _groups(topology), local)
+        plans = _fitting(plans, _groups(topology))
+    refuse_unused(plans, _groups(topology))
     algorithm, name = config.a2a_algorithm, config.a2a_algorithm.removeprefix(PLAN)
     size = topology.expert_parallel_size
-    known = [each.name for each in _all_to_alls(plans, topology, local)]
+    known = [each.name for each in _all_to_alls(plans, topology)]
     is_missing = name != algorithm and size > 1 and name not in known
     if is_missing and is_elastic:
         algorithm = ALGORITHMS[0]
@@ -94,11 +94,9 @@ def use_plans(task_cfg: Any, topology: Topology, config: MoEConfig) -> str:
     return algorithm
 
 
-def _fitting(
-    plans: Sequence[PlacedPlan], groups: Sequence[Sequence[int]], local: int
-) -> tuple[PlacedPlan, ...]:
+def _fitting(plans: Sequence[PlacedPlan], groups: Sequence[Sequence[int]]) -> tuple[PlacedPlan, ...]:
     """Return the plans that a group of ranks can run, and log the names of the others."""
-    fitting = tuple(each for each in plans if any(each.fits(ranks, local) for ranks in groups))
+    fitting = tuple(each for each in plans if any(each.fits(ranks) for ranks in groups))
     if len(fitting) < len(plans):
         others = ", ".join(each.name for each in plans if each not in fitting)
         logger.info("collective plans that fit no group of ranks are not used: %s", others)
@@ -115,8 +113,7 @@ def tuned_algorithms(layer: MoELayer, task_cfg: Any, machine: Machine, num_bytes
     nodes, local = (1, size) if grid is None else (grid.nodes, grid.local)
     names = ALGORITHMS if grid is not None else ALGORITHMS[:1]
     seconds = {name: exchange_seconds(num_bytes, machine, nodes, local, name) for name in names}
-    given = read(TaskConfig, task_cfg).moe_local_size or ranks_per_node()
-    for each in _all_to_alls(plans_of(task_cfg), topology, given):
+    for each in _all_to_alls(plans_of(task_cfg), topology):
         seconds[PLAN + each.name] = plan_seconds(each.report.loads, num_bytes, machine, local)
     limit = HOPELESS * min(seconds.values())
     kept = [name for name in seconds if name in ALGORITHMS or seconds[name] <= limit]
@@ -127,11 +124,11 @@ def tuned_algorithms(layer: MoELayer, task_cfg: Any, machine: Machine, num_bytes
     return tuple(kept)
 
 
-def _all_to_alls(plans: Sequence[PlacedPlan], topology: Topology, local: int) -> list[PlacedPlan]:
+def _all_to_alls(plans: Sequence[PlacedPlan], topology: Topology) -> list[PlacedPlan]:
     if topology.expert_group is None:
         return []
     ranks = dist.get_process_group_ranks(topology.expert_group)
-    return [each for each in plans if each.plan.collective == "all_to_all" and each.fits(ranks, local)]
+    return [each for each in plans if each.plan.collective == "all_to_all" and each.fits(ranks)]
 
 
 def _groups(topology: Topology) -> list[Sequence[int]]:

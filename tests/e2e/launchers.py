@@ -62,17 +62,12 @@ def children(pid):
 class Cluster:
     """Two nodes with an agent of torchrun each, on this machine, and a store for their rendezvous.
 
-    Args:
-        folder: for the logs of the nodes.
-        words: the command line of the training.
-        has_store: the store is a process of its own, not in the agent of node 0.
-        seconds: per update.
-        last_call: seconds that a rendezvous waits for more nodes.
+    With `has_store` the store is a separate process, not in the agent of node 0. An update takes `seconds`.
     """
 
-    def __init__(self, folder, words, has_store, seconds=0.7, last_call=15):
+    def __init__(self, folder, words, has_store, seconds=0.7):
         self.folder, self.words, self.port = folder, words, free_port()
-        self.agents, self.has_store, self.last_call = {}, has_store, last_call
+        self.agents, self.has_store = {}, has_store
         self._environment = {
             "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "SECONDS_PER_UPDATE": str(seconds)
         }  # fmt: skip
@@ -86,7 +81,7 @@ class Cluster:
         launcher = (
             "torch.distributed.run", "--nnodes", "1:2", "--nproc_per_node", 1, "--max-restarts", 5,
             "--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{self.port}",
-            "--rdzv-conf", f"is_host={int(is_host)},last_call_timeout={self.last_call}",
+            "--rdzv-conf", f"is_host={int(is_host)},last_call_timeout=15",
             "--local-addr", "127.0.0.1", "--monitor-interval", 1, "-m", "fairseq_tutel.train",
         )  # fmt: skip
         self.agents[node] = launch(launcher, self.words, self.folder / f"{node}.log", self._environment)

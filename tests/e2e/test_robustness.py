@@ -42,7 +42,7 @@ def test_a_stopped_rank_ends_the_others_in_time_in_what_fairseq_sends_too(lm_dat
     run = wait(started)
     error = _last_error(run.logs[0])
     assert "error: rank 0 could not finish a collective of fairseq's own: rank 1 did not" in error
-    assert f"raise --moe-comm-timeout (now {TIMEOUT_S}) if it is only slow" in error
+    assert "raise --moe-comm-timeout if it is only slow" in error
     assert '"num_updates": "2"' in run.logs[0]
 
 

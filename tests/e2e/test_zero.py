@@ -5,7 +5,7 @@ import shlex
 
 import pytest
 import torch
-from cli import ROOT, USER_DIR, fairseq, refused, start, tail, wait
+from cli import ROOT, USER_DIR, fairseq, refused, tail
 from equality import facts_of, same_bits, same_weights
 from models import lm_args
 
@@ -46,33 +46,12 @@ def plain(lm_data, tmp_path_factory):
     return of
 
 
-CASES = {
-    "zero 2, replicas": (PREGATED, (*ZERO_2, "--moe-expert-parallel-size", 2), 4),
-    "zero 2, experts on every rank, activation checkpoints": (
-        SGD, (*ZERO_2, "--moe-expert-parallel-size", 1, "--checkpoint-activations"), 2,
-    ),
-    "offload, zero 0": (PREGATED, OFFLOAD, 2),
-    "offload, zero 1, stock optimizer": (
-        SGD, (*OFFLOAD, "--moe-zero-stage", 1, "--optimizer", "sgd"), 4,
-    ),
-}  # fmt: skip
-LONG = (
-    "zero 2, replicas",  # the test of four ranks and one has it
-    "zero 2, experts on every rank, activation checkpoints",
-    "offload, zero 1, stock optimizer",
-)
-
-
-@pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=[pytest.mark.long] * (case in LONG)) for case in CASES]
-)
-def test_a_training_with_shards_is_the_training_without(case, lm_data, plain, tmp_path):
-    common, flags, ranks = CASES[case]
-    run = _train(lm_data, tmp_path, *common, *flags, ranks=ranks)
+def test_a_training_with_offload_is_the_training_without(lm_data, plain, tmp_path):
+    run = _train(lm_data, tmp_path, *PREGATED, *OFFLOAD, ranks=2)
     kept, elements = re.search(r"keeps the optimizer state of (\d+) of (\d+) param", run.logs[0]).groups()
-    assert (int(kept) < int(elements)) == ("--moe-zero-stage" in flags)
-    expected, found = plain(*common), _load(tmp_path)
-    _same_training(expected, found, adam=common != SGD)
+    assert int(kept) == int(elements)
+    expected, found = plain(*PREGATED), _load(tmp_path)
+    _same_training(expected, found, adam=True)
     # The state is an ordinary one.
     before, after = (each["last_optimizer_state"]["state"] for each in (expected, found))
     assert before.keys() == after.keys()
@@ -118,47 +97,10 @@ def test_zero_on_four_ranks_and_none_on_one_read_each_other(lm_data, plain, tmp_
         same_weights(plain(*PREGATED)["model"], _load(folder)["model"], adam=True)
 
 
-@pytest.mark.long
-def test_zero_resumes_on_the_same_ranks_bit_for_bit(lm_data, tmp_path):
-    flags = (*ZERO_2, *OFFLOAD, "--bf16", "--dropout", 0.1, "--moe-expert-parallel-size", 1)
-    _train(lm_data, tmp_path / "a", *flags, ranks=2, updates=4)
-    for updates in (2, 4):
-        _train(lm_data, tmp_path / "b", *flags, ranks=2, updates=updates)
-    a, b = _load(tmp_path / "a"), _load(tmp_path / "b")
-    same_bits(a["model"], b["model"])
-    same_bits(a["last_optimizer_state"]["state"], b["last_optimizer_state"]["state"])
-
-
 def test_zero_refuses_in_one_sentence(lm_data, tmp_path):
     sentence = "replicas; set it to none, and give --moe-zero-stage instead."
     words = lm_args(lm_data, tmp_path, "--zero-sharding", "os")
     assert sentence in refused("train", *words).splitlines()[-1]
-
-
-@pytest.mark.long
-def test_zero_says_what_it_does_and_what_has_no_effect(lm_data, tmp_path):
-    run = _train(lm_data, tmp_path, *ZERO_2, *OFFLOAD, updates=1)
-    assert "--moe-zero-stage has no effect: the run has only one rank" in run.output
-    assert "--moe-offload-optimizer: this rank keeps the optimizer state of" in run.output
-
-
-@pytest.mark.long
-def test_zero_after_a_nan_ends_on_every_rank_and_its_crash_file_gives_weights_alone(lm_data, tmp_path):
-    flags = ("--save-interval-updates", 2, "--moe-expert-parallel-size", 1)
-    faulty = ("--user-dir", ROOT / "tests" / "e2e" / "faulty_user_dir")
-    words = lm_args(lm_data, tmp_path, *faulty, *ZERO_2, *flags)
-    run = wait(start("train", *words, ranks=2, env={"FAULT": "step:4:nan", "FAULT_RANK": "1"}))
-    for log in run.logs:
-        assert "became NaN or infinite at update 3" in log.splitlines()[-1]
-    resume = ("--restore-file", tmp_path / "crash.pt")
-    sentence = "has only rank 0's part of the optimizer state"
-    for more, ranks in ((ZERO_2, 2), ((), 1)):
-        words = lm_args(lm_data, tmp_path / "on", *resume, *more)
-        assert sentence in refused("train", *words, ranks=ranks)
-    fairseq("train", *lm_args(lm_data, tmp_path / "on", *resume, "--reset-optimizer"))
-
-
-FORMS = ("e", "e_d", "e_z", "e_d_m", "e_z_offload")
 
 
 def _recipe(form):
@@ -189,13 +131,8 @@ def one_process(lm_data, tmp_path_factory):
     return of
 
 
-# The others are parts of these two.
-LONG_FORMS = ("e", "e_d", "e_z")
-
-
-@pytest.mark.parametrize(
-    "form", [pytest.param(f, marks=[pytest.mark.long] * (f in LONG_FORMS)) for f in FORMS]
-)
+# The other forms are parts of these two.
+@pytest.mark.parametrize("form", ["e_d_m", "e_z_offload"])
 def test_a_form_of_parallelism_trains_what_one_process_does(form, lm_data, one_process, tmp_path):
     run = fairseq("train", lm_data, *_recipe(form), "--save-dir", tmp_path, ranks=4)
     assert ("this rank keeps the optimizer state of" in run.output) == ("z" in form)

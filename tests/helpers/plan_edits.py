@@ -103,9 +103,3 @@ def _inserted(plan: Plan, dice: Random, rank: int, step: Step) -> Plan:
     lane = dice.choice(homes or range(len(lanes)))
     at = dice.randrange(len(lanes[lane]) + 1)
     return with_steps(plan, rank, lane, at, at, step)
-
-
-def in_packets(plan: Plan) -> Plan:
-    """Return the plan with channels of kind ll."""
-    channels = tuple(channel._replace(kind="ll") for channel in plan.channels)
-    return replace(plan, channels=channels)

@@ -24,7 +24,6 @@ def of(ranks: int) -> list[Plan]:
         for name, generator in GENERATORS.items()
         for collective in generator.collectives
         if not (ranks % 2 and generator.has_nodes)
-        and not (ranks & (ranks - 1) and name == "recursive_doubling")
     ]
 
 

@@ -1,4 +1,4 @@
-"""Free memory: MemAvailable and the limits of cgroups of both versions, from files of a made-up system."""
+"""Free memory: MemAvailable and the limits of cgroups, from files of a made-up system."""
 
 import pytest
 import torch
@@ -8,40 +8,29 @@ from fairseq_tutel.inference import expert_store, free_memory
 from fairseq_tutel.inference.free_memory import free_bytes, host_free_bytes
 
 MIB = 2**20
-TWO, ONE = "sys/fs/cgroup", "sys/fs/cgroup/memory"
+CGROUP = "sys/fs/cgroup"
 
 
-def version_2(limit, usage=100 * MIB, inactive=0):
+def limited(limit, usage=100 * MIB, inactive=0):
     stat = f"anon 5\ninactive_file {inactive}\n"
     return {"memory.max": str(limit), "memory.current": str(usage), "memory.stat": stat}
-
-
-def version_1(limit, usage=100 * MIB, inactive=0):
-    names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "memory.stat")
-    stat = f"inactive_file 7\ntotal_inactive_file {inactive}\n"
-    return dict(zip(names, (str(limit), str(usage), stat), strict=True))
 
 
 # The process's cgroups; the files of folders; the free memory in MiB if MemAvailable is 1000 MiB.
 SYSTEMS = {
     "no cgroup": ("", {}, 1000),
-    "no limit": ("0::/\n", {TWO: version_2("max")}, 1000),
-    "a limit": ("0::/\n", {TWO: version_2(300 * MIB)}, 200),
-    "a large limit": ("0::/\n", {TWO: version_2(3000 * MIB)}, 1000),
-    "inactive page cache": ("0::/\n", {TWO: version_2(300 * MIB, inactive=50 * MIB)}, 250),
+    "no limit": ("0::/\n", {CGROUP: limited("max")}, 1000),
+    "a limit": ("0::/\n", {CGROUP: limited(300 * MIB)}, 200),
+    "a large limit": ("0::/\n", {CGROUP: limited(3000 * MIB)}, 1000),
+    "inactive page cache": ("0::/\n", {CGROUP: limited(300 * MIB, inactive=50 * MIB)}, 250),
     "a limit of a parent": (
         "0::/job/step\n",
-        {f"{TWO}/job": version_2(400 * MIB), f"{TWO}/job/step": version_2(900 * MIB)},
+        {f"{CGROUP}/job": limited(400 * MIB), f"{CGROUP}/job/step": limited(900 * MIB)},
         300,
     ),
-    "a container's view": ("0::/docker/4f0c\n", {TWO: version_2(300 * MIB)}, 200),
-    "outside of the view": ("0::/../other\n", {TWO: version_2(300 * MIB)}, 200),
-    "used up": ("0::/\n", {TWO: version_2(100 * MIB, usage=101 * MIB)}, 0),
-    "version 1": (
-        "5:cpu,memory:/job\n3:pids:/job\n",
-        {f"{ONE}/job": version_1(300 * MIB, inactive=10 * MIB), ONE: version_1(2**63 - 4096)},
-        210,
-    ),
+    "a container's view": ("0::/docker/4f0c\n", {CGROUP: limited(300 * MIB)}, 200),
+    "outside of the view": ("0::/../other\n", {CGROUP: limited(300 * MIB)}, 200),
+    "used up": ("0::/\n", {CGROUP: limited(100 * MIB, usage=101 * MIB)}, 0),
 }
 
 

@@ -1,12 +1,9 @@
-"""Work beside the computation, on a GPU's stream and in a thread."""
+"""Work beside the computation, in a thread on a CPU and on a stream of a GPU."""
 
-import os
-import subprocess
-import sys
+import threading
 
 import pytest
 import torch
-from ports import free_port
 
 from fairseq_tutel.parallel import background
 
@@ -16,36 +13,25 @@ def test_the_stream_of_exchanges_has_a_higher_priority(monkeypatch):
     assert background._exchange_stream.__wrapped__("cuda:0") < 0
 
 
-SCRIPT = """
-import os, torch, torch.distributed as dist, fairseq_tutel as ft
-dist.init_process_group("gloo")
-layer = ft.MoELayer(ft.MoEConfig(8, 16, 4), ft.make_topology([4]), seed=1)
-layer.follow(ft.How(overlap=int(os.environ["OVERLAP"])))
-x = torch.randn(32, 8)
-layer(x)
-if dist.get_rank() == 1:
-    def fail(*_, **__):
-        raise ValueError("a broken expert")
-    layer.experts.run_unsorted = fail
-layer(x)[0].sum().backward()
-"""
+def test_after_an_error_queued_jobs_fail_without_sending_and_later_ones_run():
+    """A peer, which waits for the first job's rows, would take the second one's."""
+    all_begun, failed, sent = threading.Event(), threading.Event(), []
 
+    def fail(rows):
+        all_begun.wait()
+        failed.set()
+        raise RuntimeError("the peer is gone")
 
-@pytest.mark.long
-@pytest.mark.parametrize("overlap", (1, 4))
-def test_an_error_on_one_rank_ends_both_with_an_error(overlap):
-    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
-    base = {**os.environ, **address}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", SCRIPT],
-            env={**base, "RANK": str(rank), "OVERLAP": str(overlap), "OMP_NUM_THREADS": "1"},
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    errors = [process.communicate(timeout=60)[1] for process in processes]
-    assert [process.returncode for process in processes] == [1, 1], errors
-    assert "ValueError: a broken expert" in errors[1]
-    assert "CommunicationError: rank 0 could not finish the exchange of" in errors[0]
+    def send(rows):
+        sent.append(rows)
+        return rows
+
+    pending = [background.start(fail, torch.ones(1)), background.start(send, torch.ones(1))]
+    all_begun.set()
+    failed.wait()
+    pending.append(background.start(send, torch.ones(1)))
+    for each in pending:
+        with pytest.raises(RuntimeError, match="the peer is gone"):
+            each()
+    assert sent == []
+    assert background.start(send, torch.ones(1))() == 1

@@ -6,8 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fairseq_tutel import MoEConfig, MoELayer, Strategy, Topology, make_topology
-from fairseq_tutel.checkpoint.experts import drop_everywhere, gather_everywhere
+from fairseq_tutel import MoEConfig, MoELayer, Strategy, make_topology
 from fairseq_tutel.parallel.guard import CommunicationError
 
 CONFIG = MoEConfig(model_dim=4, hidden_dim=4, num_experts=4, top_k=1)
@@ -18,10 +17,7 @@ PATHS = {
     "replicas": (4, 2, 0, {}, Strategy()),
     "two hops": (4, 4, 2, {}, Strategy(algorithm="2dh")),
     "padded": (4, 4, 0, {"exchange": "padded"}, Strategy()),
-    "padded, two hops": (4, 4, 2, {"exchange": "padded"}, Strategy(algorithm="2dh")),
     "gathered": (4, 4, 0, {}, Strategy(adaptive_r=0)),
-    "slices, r = 0": (2, 4, 0, {}, Strategy(adaptive_r=0)),
-    "slices, r = 1": (2, 4, 0, {}, Strategy(adaptive_r=1)),
     "slices, r = s": (2, 4, 0, {}, Strategy(adaptive_r=2)),
     "chunks": (4, 4, 0, {}, Strategy(overlap=3)),
 }
@@ -65,7 +61,7 @@ def test_ranks_in_different_layers_are_told_so(ranks, name):
         assert f"because ranks are in different calls ({group.format(*calls)});" in sentence
 
 
-@pytest.mark.parametrize("name", ("linear", "two hops", "padded", "gathered"))
+@pytest.mark.parametrize("name", ("linear", "gathered"))
 def test_so_are_those_in_layers_of_other_sizes(ranks, name):
     _, *path = PATHS[name]
     for sentence in ranks(4).run(in_different_layers, [4, 8], *path):
@@ -82,7 +78,7 @@ def one_evaluates_within_a_training(count, *path):
     return [*message, call(other)]
 
 
-@pytest.mark.parametrize("name", ("linear", "padded", "gathered"))
+@pytest.mark.parametrize("name", ("padded", "gathered"))
 def test_so_are_those_in_another_mode_or_call(ranks, name):
     for mode, late in ranks(2).run(one_evaluates_within_a_training, 4, 2, 0, *PATHS[name][3:]):
         assert (
@@ -90,65 +86,3 @@ def test_so_are_those_in_another_mode_or_call(ranks, name):
             "training);" in mode
         )
         assert "(rank 0 in call 1 of layers.1, for training; rank 1 in call 2 of layers.1" in late
-
-
-def calls_of_ones_own():
-    (layer,) = two_layers([4], 0, 0, {}, Strategy())
-    gather_everywhere(layer, layer.topology)
-    for _ in range(dist.get_rank()):
-        layer(torch.ones(1, CONFIG.model_dim))
-    drop_everywhere(layer)
-    layer(torch.ones(1, CONFIG.model_dim))
-    return layer.calls.count
-
-
-def test_calls_without_other_ranks_do_not_count(ranks):
-    assert ranks(2).run(calls_of_ones_own) == [1, 1]
-
-
-def frames_compiled():
-    layer = two_layers([4], 0, 0, {}, Strategy())[0].eval()
-    x, compiled = torch.ones(3, CONFIG.model_dim), torch.compile(layer, backend="eager")
-    seen = []
-    for _ in range(4):
-        torch.testing.assert_close(compiled(x)[0], layer(x)[0])
-        seen.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
-    return seen
-
-
-@pytest.mark.long
-def test_a_compiled_layer_is_not_compiled_anew_for_every_call(ranks):
-    for seen in ranks(2).run(frames_compiled):
-        assert 0 < seen[1] == seen[-1]
-
-
-@pytest.mark.parametrize("experts", (2, 6))
-def test_a_topology_made_for_other_experts_is_refused_with_the_layer(experts):
-    place = Topology(world_size=4, rank=1, expert_parallel_size=4)
-    config = dataclasses.replace(CONFIG, num_experts=experts)
-    with pytest.raises(ValueError, match=r"but the layer's topology (was|has no) .*make_topology"):
-        MoELayer(config, place)
-
-
-def another_degree():
-    place = make_topology([1], 4, degree_of=lambda slices: 4)
-    layer = MoELayer(dataclasses.replace(CONFIG, num_experts=1, adaptive_r=4), place, seed=1)
-    x = torch.ones(3, CONFIG.model_dim)
-    good = [layer(x)[0]]
-    message = []
-    for degree in (1, 2):
-        layer.follow(Strategy(adaptive_r=degree))
-        with pytest.raises(ValueError) as error:
-            layer(x)
-        message.append(str(error.value))
-    layer.follow(Strategy(adaptive_r=0))
-    torch.testing.assert_close(layer(x)[0], good[0])
-    return message
-
-
-def test_an_r_that_the_topology_has_no_groups_for_is_refused(ranks):
-    for message in ranks(4).run(another_degree):
-        for degree, sentence in zip((1, 2), message, strict=True):
-            assert sentence.startswith(
-                f"adaptive_r (--moe-adaptive-r) is {degree}, which needs groups of {4 // degree} ranks"
-            )

@@ -29,17 +29,6 @@ def test_a_size_that_does_not_fit_both_is_refused_by_a_sentence(world_size, coun
     assert message.endswith("or start a different number of ranks with torchrun.")
 
 
-@pytest.mark.parametrize("size", (1, 2, 4))
-def test_local_experts_cover_all_experts_once_in_every_group(size):
-    for first in range(0, 4, size):
-        held = [
-            e
-            for rank in range(first, first + size)
-            for e in Topology(world_size=4, rank=rank, expert_parallel_size=size).local_experts(8)
-        ]
-        assert held == list(range(8))
-
-
 def describe(counts: list[int], requested: int) -> dict[str, object]:
     made = make_topology(counts, requested)
 
@@ -55,11 +44,6 @@ def describe(counts: list[int], requested: int) -> dict[str, object]:
     }
 
 
-def test_groups_of_the_whole_world(ranks):
-    for got in ranks(4).run(describe, [4], 0):
-        assert got == {"size": 4, "replicas": 1, "expert_group": [0, 1, 2, 3], "replica_group": None}
-
-
 @pytest.mark.parametrize("counts, requested", [([8], 2), ([6], 0), ([4, 2], 0)])
 def test_consecutive_ranks_exchange_and_ranks_equal_modulo_p_are_replicas(ranks, counts, requested):
     for rank, got in enumerate(ranks(4).run(describe, counts, requested)):
@@ -69,13 +53,6 @@ def test_consecutive_ranks_exchange_and_ranks_equal_modulo_p_are_replicas(ranks,
             "expert_group": [[0, 1], [2, 3]][rank // 2],
             "replica_group": [[0, 2], [1, 3]][rank % 2],
         }
-
-
-@pytest.mark.parametrize("counts, requested", [([4], 1), ([3], 0)])
-def test_no_group_where_every_rank_holds_all_experts(ranks, counts, requested):
-    for got in ranks(4).run(describe, counts, requested):
-        assert got["size"] == 1
-        assert got["expert_group"] is got["replica_group"] is None
 
 
 def test_without_torch_distributed_there_is_one_rank():

@@ -149,7 +149,8 @@ def gradients_of_experts(device):
 
 def test_nccl_sums_the_gradients_of_experts_in_buckets(ranks):
     _, log = run(ranks, gradients_of_experts)
-    assert [(c.name, len(c.ranks), c.numel) for c in log] == [("all_reduce", 2, 33), ("all_reduce", 4, 1)]
+    sums = [(len(c.ranks), c.numel) for c in log if c.name == "all_reduce"]
+    assert sums == [(2, 33), (4, 1)]
 
 
 def backward_of_stage_2(device, completes):

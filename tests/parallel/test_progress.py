@@ -1,6 +1,5 @@
 """Progress bars: drawn on a terminal, by rank 0, for long work; nothing is written anywhere else."""
 
-import sys
 import threading
 
 import pytest
@@ -28,7 +27,7 @@ def test_a_bar_is_drawn_on_a_terminal_and_disappears():
             assert "/3.00M [" in drawn()
 
 
-@pytest.mark.parametrize("reason", ["no terminal", "short work", "rank 1", "no tqdm"])
+@pytest.mark.parametrize("reason", ["no terminal", "short work", "rank 1"])
 def test_nothing_is_drawn_otherwise(reason, monkeypatch, capfd):
     if reason == "no terminal":
         work()
@@ -36,8 +35,6 @@ def test_nothing_is_drawn_otherwise(reason, monkeypatch, capfd):
         return
     if reason == "rank 1":
         monkeypatch.setattr(world, "rank", lambda: 1)
-    if reason == "no tqdm":
-        monkeypatch.setitem(sys.modules, "tqdm", None)
     with terminal(delay=60.0 if reason == "short work" else 0.0) as drawn:
         work()
         assert drawn() == ""
@@ -51,9 +48,3 @@ def test_a_bar_starts_no_thread_and_leaves_multiprocessing_alone(monkeypatch):
     with terminal() as drawn, progress("copying", 4, "file"):
         assert threading.active_count() == before and drawn()
     assert not hasattr(std.TqdmDefaultWriteLock, "mp_lock")
-
-
-def test_tqdm_is_imported_only_for_a_bar(monkeypatch):
-    monkeypatch.delitem(sys.modules, "tqdm", raising=False)
-    work()
-    assert "tqdm" not in sys.modules

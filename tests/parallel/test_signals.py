@@ -3,7 +3,6 @@
 import multiprocessing
 import os
 import signal
-import sys
 import time
 
 import forkserver
@@ -51,18 +50,6 @@ def test_the_first_signal_is_recorded_and_one_soon_after_is_merged():
     assert _run(_records_and_merges) == 0
 
 
-def _ends_before_its_signal():
-    try:
-        with watched(["SIGTERM"], SECONDS):
-            sys.exit(EXIT_CODE)  # because of a signal to another rank
-    finally:
-        _send(signal.SIGTERM)
-
-
-def test_a_signal_after_the_end_of_all_ranks_does_not_change_the_exit_code():
-    assert _run(_ends_before_its_signal) == EXIT_CODE
-
-
 def _restores():
     signal.signal(signal.SIGUSR2, lambda *_: None)
     own, before = signal.getsignal(signal.SIGUSR2), signal.getsignal(signal.SIGTERM)
@@ -107,18 +94,6 @@ def test_the_time_limit_holds_while_the_main_thread_waits():
     assert _run(_takes_too_long) == 128 + signal.SIGUSR1
 
 
-def _has_no_limit():
-    with watched(["SIGTERM"], 1e300) as watch:
-        _send(signal.SIGTERM)
-        _wait_for(lambda: watch.received)
-        time.sleep(0.1)
-        assert watch._thread.is_alive()
-
-
-def test_a_huge_time_limit_is_none():
-    assert _run(_has_no_limit) == 0
-
-
 def _has_a_child():
     with watched(["SIGTERM", "SIGUSR1"], SECONDS) as watch:
         ready, told = os.pipe()
@@ -144,8 +119,6 @@ def test_a_child_obeys_its_parent_only():
 
 
 def _forwards():
-    lines = []
-    signals.logger.addFilter(lambda record: lines.append(record.getMessage()))
     with watched(["SIGTERM"], 0.1, forwards=True) as watch:
         child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(SECONDS,))
         child.start()
@@ -153,8 +126,6 @@ def _forwards():
         _send(signal.SIGTERM)
         child.join(SECONDS / 2)
         assert child.exitcode == 0 and watch.received
-        _wait_for(lambda: lines)
-        assert lines == ["received SIGTERM, and sent it to the ranks that this process started"]
 
 
 def test_the_process_that_spawned_ranks_forwards_signals():

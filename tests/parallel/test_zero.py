@@ -28,23 +28,14 @@ def on_one_rank(training):
 TRAININGS = {
     "four": Training("adamw", 2, 0.0, layout="four"),
     "replicas": Training("sgd", 2, 0.5, layout="four, two replicas", beside="shared", bias=True),
-    "each": Training("adamw", 1, 0.0, layout="four on every rank", recompute="reentrant"),
-    "slices": Training("sgd", 2, 0.0, layout="slices, r 1", way="chunks", recompute="non-reentrant"),
 }
 TRAININGS["planned"] = dataclasses.replace(TRAININGS["replicas"], way="plans")
 CASES = [
-    ("four", 4, 2, True),
+    # test_on_gpus has the other forms.
     ("four", 1, 2, False),
     ("four", 1, 0, True),
-    ("replicas", 4, 2, False),
     ("replicas", 4, 1, True),
-    ("replicas", 4, 0, True),
-    ("replicas", 2, 2, False),
-    ("each", 2, 1, False),
-    ("slices", 2, 1, True),
     ("planned", 4, 2, False),
-    pytest.param("planned", 4, 1, False, marks=pytest.mark.long),
-    pytest.param("planned", 2, 2, True, marks=pytest.mark.long),
 ]  # fmt: skip
 
 
@@ -113,8 +104,9 @@ def fp32_copies_by_hand(dtype, scale):
     return [p.data for p in parameters]
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(("stage", "offload"), [(1, False), (2, True)])
+@pytest.mark.parametrize(
+    ("dtype", "stage", "offload"), [(torch.bfloat16, 1, False), (torch.float16, 2, True)]
+)
 def test_half_weights_follow_fp32_masters_whatever_the_scale_of_gradients(ranks, dtype, stage, offload):
     # Divided by this in fp16, gradients would vanish; clipping divides once more.
     scale = 2.0**30 if dtype == torch.float16 else 1.0
@@ -177,8 +169,7 @@ def moments(parallel, stage, dtype, offload):
 
 
 @pytest.mark.parametrize(("parallel", "stage", "dtype", "offload"), [
-    (1, 1, torch.float64, False), (2, 1, torch.bfloat16, False), (4, 1, torch.float64, True),
-    (2, 0, torch.bfloat16, True),
+    (1, 1, torch.float64, False), (2, 1, torch.bfloat16, True), (2, 0, torch.bfloat16, True),
 ])  # fmt: skip
 def test_state_becomes_whole_and_is_cut_again(ranks, parallel, stage, dtype, offload):
     expected = moments(1, 0, dtype, True)
@@ -211,12 +202,6 @@ def test_moments_in_fp16_are_widened_before_they_are_cut():
     own = zero.own_state(5, {"exp_avg": torch.ones(4, 2, 3).half(), "exp_avg_scale": scale})
     assert own.keys() == {"exp_avg"}
     assert own["exp_avg"].tolist() == [8.0] * 6 + [16.0] * 6
-
-
-def test_a_state_that_is_a_part_is_refused():
-    zero = ZeroState(some_parameters(), Topology(world_size=2), 1)
-    with pytest.raises(ValueError, match=r"exp_avg of parameter 0 has shape \(18,\), but this model needs"):
-        zero.own_state(0, {"exp_avg": torch.ones(18)})
 
 
 def bytes_of(tensors):
@@ -260,7 +245,7 @@ def gradient_bytes(zero):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("parallel", "stage", "offload"), [
-    (2, 1, False), (2, 2, False), (4, 2, False), (1, 2, True), (2, 0, True),
+    (2, 1, False), (2, 2, False), (1, 2, True),
 ])  # fmt: skip
 def test_a_rank_holds_the_bytes_of_the_formula(ranks, parallel, stage, offload, dtype):
     sizes = {kind: [math.prod(s) for s in shapes] for kind, shapes in EVEN.items()}
@@ -278,12 +263,3 @@ def test_a_rank_holds_the_bytes_of_the_formula(ranks, parallel, stage, offload, 
     for found, gradients in ranks(4).run(held, parallel, stage, offload, dtype):
         assert found == expected
         assert gradients == reduced.gradients
-
-
-@pytest.mark.parametrize(("stage", "per_element"), [(0, 20), (1, 2 + 2 + 12 / 4), (2, 2 + 14 / 4)])
-def test_the_formula_is_deepspeed_s(stage, per_element):
-    """2 + (2 + 12) / D bytes with Adam and 2-byte weights; plain fairseq has fp32 gradients beside."""
-    assert sum(held_bytes([1000], [], 4, 1, stage)) == 1000 * per_element
-    assert sum(held_bytes([], [1000], 8, 2, stage)) == 1000 * per_element
-    offloaded = held_bytes([1000], [], 4, 1, stage, offload=True)
-    assert (offloaded.state, offloaded.host) == (0, 12000 if stage == 0 else 3000)

@@ -4,7 +4,7 @@ from dataclasses import replace
 from fractions import Fraction
 
 import pytest
-from plan_edits import in_packets, two_lanes, with_steps
+from plan_edits import two_lanes, with_steps
 
 from fairseq_tutel.plans.checker import PlanError, check
 from fairseq_tutel.plans.format import Channel, Place, Step, Writer
@@ -20,7 +20,6 @@ def test_what_a_plan_does():
     assert report.bytes_of_link == dict.fromkeys(links, 3)
     assert report.loads == (dict.fromkeys(links, Fraction(1)),) * 3
     assert report.predicted(100, 1.0, lambda link: 2.0 if link == (0, 1) else 0.5) == 4 + 3 * 100 * 2
-    assert check(in_packets(make("one_phase", "all_reduce", 3))).bytes_of_link[0, 2] == 2
     assert check(two_lanes()).depth == 2
 
 
@@ -54,11 +53,7 @@ OWN = ("copy", 0, IN, OUT)
     [
         # 1. shape
         (replace(ONE, ranks=3), "it has 2 programs for 3 ranks"),
-        (
-            replace(ONE, temporary=10**9),
-            "the buffers of all ranks have 2000000004 chunks; the limit is 1048576",
-        ),
-        (replace(ONE, min_bytes=9, max_bytes=8), "its byte range is empty: 9 to 8 bytes"),
+        (replace(ONE, temporary=10**9), "the buffers of all ranks have 2000000004 chunks"),
         (replace(ONE, channels=(Channel(0, 0),)), "channel 0 leads from rank 0 to rank 0"),
         (
             replace(ONE, channels=ONE.channels[:1]),
@@ -69,7 +64,6 @@ OWN = ("copy", 0, IN, OUT)
         (writing(("put", 0, 1, IN, Place("tmp", 2))), "goes beyond the 2 chunks of tmp on rank 1"),
         (writing(("copy", 0, OUT, IN)), "rank 0, lane 0, step 0 (copy) writes to the buffer `in`, which"),
         (writing(("copy", 0, TMP, TMP)), "rank 0, lane 0, step 0 (copy) writes to chunks that it reads"),
-        (writing(("reduce", 0, [IN, TMP], TMP)), "(reduce) writes to chunks that it reads"),
         (
             writing(("signal", 0, 1), ("signal", 0, 1, {"lane": 1})),
             "uses channel 0, which lane 0 also uses",
@@ -82,10 +76,6 @@ OWN = ("copy", 0, IN, OUT)
             writing(("wait", 0, 1), ("signal", 0, 1), ("wait", 1, 0), ("signal", 1, 0)),
             "deadlock: rank 0, lane 0, step 0 (wait) waits for rank 1, lane 0, step 1 (signal), which "
             "runs after rank 1, lane 0, step 0 (wait); rank 1, lane 0, step 0 (wait) waits for rank 0",
-        ),
-        (
-            writing(("pend", 0, 0, {"lane": 0}), ("post", 0, 0, {"lane": 0})),
-            "step 0 (pend) waits for rank 0, lane 0, step 1 (post), which runs after this wait",
         ),
         # 3. races: within a call, with the caller, with the next call and the one after
         (

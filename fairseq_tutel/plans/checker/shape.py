@@ -65,6 +65,8 @@ def _wrong_in(plan: Plan, rank: int, step: Step) -> Iterator[str]:
     if step.dst is None:
         return
     sources = len(step.src)
+    if step.n < 1:
+        yield "has no chunks"
     # A sum has at most one term from each rank.
     if sources != 1 if step.op != "reduce" else not 2 <= sources <= max(2, plan.ranks):
         yield f"has {sources} sources; a put or copy has 1, a reduce has 2 or more, at most 1 for each rank"
@@ -106,17 +108,17 @@ def _check_pairs(plan: Plan) -> None:
     sites: dict[tuple[str, int, int | None], list[str]] = defaultdict(list)
     open_puts: dict[int | None, str] = {}
     for rank, lane, index, step in plan.steps():
-        here = site(rank, lane, index)
+        where = site(rank, lane, index)
         if step.op == "put":
-            open_puts[step.channel] = here
+            open_puts[step.channel] = where
         if step.op == "signal":
             open_puts.pop(step.channel, None)
         for *pair, field in PAIRS:
             if step.op in pair:
                 of = rank if field == "semaphore" else -1
-                sites[step.op, of, getattr(step, field)].append(here)
-    for channel, here in open_puts.items():
-        _refuse(plan, f"{here} (put) has no signal after it on channel {channel}")
+                sites[step.op, of, getattr(step, field)].append(where)
+    for channel, where in open_puts.items():
+        _refuse(plan, f"{where} (put) has no signal after it on channel {channel}")
     for first, second, field in PAIRS:
         for op, of, number in list(sites):
             if op not in (first, second):

@@ -1,13 +1,13 @@
-"""A backend of `comm.collectives` that runs collectives with collective plans instead of torch.
+"""A backend of `parallel.collectives` that runs collectives with collective plans instead of torch.
 
 It chooses a plan by the collective, the ranks, the number of bytes and the dtype. If no plan fits, torch
 runs the collective. All ranks choose the same plan: their plans are the same (`plugin.startup` compares
-them) and the values above are equal on all ranks. On CPUs, ranks of one host use shared memory, and ranks
-of several hosts also messages. GPUs use messages only.
+them) and the values above are equal on all ranks. On CPUs, the ranks of one host use shared memory. Ranks
+of several hosts, and GPUs, use messages.
 """
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from weakref import WeakKeyDictionary
 
 import torch
@@ -16,7 +16,6 @@ from torch import Tensor
 
 from fairseq_tutel.parallel import world
 from fairseq_tutel.plans.executors.layout import Sizes
-from fairseq_tutel.plans.executors.mailboxes import Mailboxes
 from fairseq_tutel.plans.executors.one_sided import Call, OneSided
 from fairseq_tutel.plans.executors.shared_memory import SharedMemoryError
 from fairseq_tutel.plans.executors.two_sided import TwoSided
@@ -32,7 +31,7 @@ SUMMED = {torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int
 class PlanBackend:
     """Runs collectives with the first collective plan that fits, and logs each choice once.
 
-    It implements `comm.collectives.Backend`. `local` is the number of ranks on a host; 0 means unknown.
+    `parallel.collectives` uses it. `local` is the number of ranks on a host; 0 means unknown.
     """
 
     def __init__(self, plans: Iterable[PlacedPlan], local: int = 0) -> None:
@@ -71,11 +70,7 @@ class PlanBackend:
 
     def _fitting(self, collective: str, group: Group) -> list[PlacedPlan]:
         plans = (each for each in self.plans if each.plan.collective == collective)
-        return [each for each in plans if each.fits(_ranks(group), self.local)]
-
-    def _hosts(self, group: Group) -> list[int]:
-        """Return the host of each rank of a group; all ranks are on host 0 if that is unknown."""
-        return [rank // self.local if self.local else 0 for rank in _ranks(group)]
+        return [each for each in plans if each.fits(_ranks(group))]
 
     def _program(self, placed: PlacedPlan, own: Tensor, operation: str, group: Group) -> "Program":
         plan, key = placed.plan, group or dist.group.WORLD
@@ -83,10 +78,11 @@ class PlanBackend:
         programs = self._programs.setdefault(key, {})
         by = plan.digest, own.is_cpu
         if by not in programs:
-            on_cpu = _OnCpu(placed.name, plan, group, self._hosts(group), self._log)
-            programs[by] = on_cpu if own.is_cpu else TwoSided(plan, group)
-        ranks = f"{plan.ranks} ranks, digest {plan.digest}"
-        self._log(f"{operation} uses the collective plan {placed.name} ({ranks})")
+            hosts = {rank // self.local if self.local else 0 for rank in _ranks(group)}
+            programs[by] = (
+                _InSharedMemory(plan, group) if own.is_cpu and len(hosts) == 1 else TwoSided(plan, group)
+            )
+        self._log(f"{operation} uses the collective plan {placed.name} (digest {plan.digest})")
         return programs[by]
 
     def _log(self, sentence: str) -> None:
@@ -100,20 +96,15 @@ def _ranks(group: Group) -> Sequence[int]:
     return range(world.size()) if group is None else dist.get_process_group_ranks(group)
 
 
-class _OnCpu:
-    """Runs a collective plan in shared memory between ranks of a host, and by messages between hosts.
-
-    `hosts` has the host of each rank of the group. If the ranks of a host cannot share memory, all messages
-    use send and receive.
+class _InSharedMemory:
+    """Runs a collective plan in shared memory or, if the ranks cannot share memory, by messages.
 
     A call runs in `wait`, not in `start`. In shared memory it needs all ranks at once, and `start` may be
     inside a backward pass in which other ranks still need this rank for another collective.
     """
 
-    def __init__(
-        self, name: str, plan: Plan, group: Group, hosts: Sequence[int], log: Callable[[str], None]
-    ) -> None:
-        self.name, self.plan, self.group, self.hosts, self.log = name, plan, group, hosts, log
+    def __init__(self, plan: Plan, group: Group) -> None:
+        self.plan, self.group = plan, group
         self.program: OneSided | TwoSided | None = None
 
     def start(self, own: Tensor, out: Tensor, sizes: Sizes) -> Call:
@@ -122,21 +113,12 @@ class _OnCpu:
     def _run(self, own: Tensor, out: Tensor, sizes: Sizes) -> None:
         if self.program is None:
             try:
-                self.program, how = self._shared()
+                self.program = OneSided(self.plan, self.group)
             except SharedMemoryError as error:
-                self.program, how = TwoSided(self.plan, self.group), f"by messages: {error}"
-            self.log(f"the collective plan {self.name} runs {how}")
+                self.program = TwoSided(self.plan, self.group)
+                if world.is_first():
+                    logger.info("a collective plan runs by messages: %s", error)
         self.program.start(own, out, sizes).wait()
 
-    def _shared(self) -> tuple[OneSided | TwoSided, str]:
-        """Return a program that uses shared memory where it can, and the words for the log. Collective."""
-        number = len(set(self.hosts))
-        if number == 1:
-            return OneSided(self.plan, self.group), "in shared memory"
-        if number == len(self.hosts):
-            return TwoSided(self.plan, self.group), "by messages: each rank is on another host"
-        how = "in shared memory on each host, and by messages between hosts"
-        return TwoSided(self.plan, self.group, Mailboxes(self.group, self.hosts)), how
 
-
-Program = _OnCpu | TwoSided
+Program = _InSharedMemory | TwoSided

@@ -129,14 +129,6 @@ class Layout:
             For each run, a list of (rank, buffer, first element) for each end, and the run's length.
         """
         starts = [(self.starts(rank, buffer), chunk) for rank, (buffer, chunk) in ends]
-        if len(kinds) == 1:  # the usual case in an all_to_all, whose sizes may change in every call
-            n = self.length(kinds[0])
-            pairs = zip(ends, starts, strict=True)
-            return (
-                [([(rank, buffer, own[chunk]) for (rank, (buffer, _)), (own, chunk) in pairs], n)]
-                if n
-                else []
-            )
         found: list[tuple[list[int], int]] = []
         for i, kind in enumerate(kinds):
             length, at = self.length(kind), [own[first + i] for own, first in starts]

@@ -12,7 +12,7 @@ Each rank has a memory region to which the other ranks write:
   `out` at the end.
 
 `in` and, without `staged`, `out` are the caller's tensors. A put is a copy that finishes at once, so a
-flush needs no step. Channels of kind `ll` work like `simple` channels.
+flush needs no step.
 """
 
 from collections import defaultdict
@@ -27,7 +27,7 @@ from torch import Tensor
 
 from fairseq_tutel.plans.checker.data import kind_of
 from fairseq_tutel.plans.executors.layout import End, Layout, Move, Sizes, Walked, walk
-from fairseq_tutel.plans.executors.shared_memory import Backoff, SharedMemory
+from fairseq_tutel.plans.executors.shared_memory import Backoff, SharedMemory, SharedMemoryError
 from fairseq_tutel.plans.executors.two_sided import add_up
 from fairseq_tutel.plans.format import Place, Plan
 from fairseq_tutel.plans.format import Step as PlanStep
@@ -159,20 +159,24 @@ class OneSided:
     """
 
     def __init__(self, plan: Plan, group: dist.ProcessGroup | None) -> None:
-        self.plan, self.rank = plan, dist.get_rank(group)
+        self.plan, self.group, self.rank = plan, group, dist.get_rank(group)
         self.walked = walk(plan)
         self._program = Program(self.walked, self.rank)
         slots = max(1, plan.temporary, self._program.staged)
         self._most = max(LEAST_BYTES, min(MOST_BYTES, TMP_BYTES // slots // 64 * 64))
-        self._slot = min(FIRST_BYTES, self._most)
-        channels = len(plan.channels)
-        self.memory = SharedMemory(group, channels, self._bytes(self._most), self._bytes(self._slot))
-        # The count of each channel is a word that the channel's source writes.
-        self._words = [self.memory.line(channel) for channel in range(channels)]
-        self._counts = [0] * channels
         self._posted: dict[int, int] = defaultdict(int)
         self._calls = 0
         self._for_sizes = lru_cache(MOST_SIZES)(self._compiled)
+        self._share(min(FIRST_BYTES, self._most))
+
+    def _share(self, slot: int, is_large: bool = False) -> None:
+        """Share new memory with `slot` bytes in each slot; a slower rank still has its former memory."""
+        channels = len(self.plan.channels)
+        self.memory = SharedMemory(self.group, channels, self._bytes(slot), is_large)
+        # The count of each channel is a word that the channel's source writes.
+        self._words = [self.memory.line(channel) for channel in range(channels)]
+        self._counts, self._slot = [0] * channels, slot
+        self._for_sizes.cache_clear()
 
     def start(self, own: Tensor, out: Tensor, sizes: Sizes) -> Call:
         """Return a handle whose `wait` runs the plan with input buffer `own` and output buffer `out`.
@@ -180,7 +184,7 @@ class OneSided:
         Both tensors are contiguous, with elements along their first dimension.
 
         Raises:
-            DistBackendError: in `wait`, if a rank has ended or did not respond within the group's timeout.
+            DistBackendError: in `wait`, if a rank did not respond within the group's timeout.
         """
         return Call(lambda: self._call(own, out, sizes))
 
@@ -276,14 +280,16 @@ class OneSided:
         return arrays, tensors
 
     def _grow(self, needed: int) -> None:
+        """Share memory with larger slots, if there is enough; the plan also works with smaller slices."""
         slots = [self._slot]
         while slots[-1] < min(needed, self._most):
             slots.append(min(GROWTH * slots[-1], self._most))
-        while len(slots) > 1 and not self.memory.grow(self._bytes(slots[-1])):
-            slots.pop()
-            self._most = slots[-1]  # the plan also works with smaller slices
-        self._slot = slots[-1]
-        self._for_sizes.cache_clear()
+        while len(slots) > 1:
+            try:
+                return self._share(slots[-1], is_large=True)
+            except SharedMemoryError:
+                slots.pop()
+                self._most = slots[-1]
 
     def _compiled(self, sizes: Sizes, width: int, dtype: torch.dtype) -> list[tuple[int, Steps]]:
         """Return the slices of a call as pairs: the slice's first element in each chunk, and its steps."""

@@ -2,24 +2,19 @@
 
 The file has int64 words and a region of bytes for each rank. Each word has its own cache line, and only one
 rank writes it. The other ranks put data into a rank's region. The file has a name only until all ranks have
-opened it, and is empty until then. So killed ranks leave at most an empty file. The file is mapped at its
-largest possible size. Bytes are allocated before use, because a write to unallocated memory would end the
-process.
+opened it, and is empty until then. So killed ranks leave at most an empty file. Then its bytes are
+allocated, because a write to unallocated memory would end the process.
 
 Words need no lock, because an x86 processor shows its writes to other processors in order. Other types of
-processors are refused. Each rank locks one byte of the file. The kernel releases the lock when the rank
-ends, so a waiting rank notices this at once. A stopped rank is noticed after the timeout of groups.
+processors are refused. A rank that waits for longer than the timeout of groups raises an error.
 """
 
-import fcntl
 import mmap
 import os
 import platform
-import struct
 import time
 import uuid
-import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from datetime import timedelta
 from typing import Any, cast
 
@@ -42,8 +37,6 @@ YIELD_SECONDS = 0.001
 SLEEP_SECONDS = (0.00005, 0.005)
 # The length of a sleep as a fraction of the time waited so far.
 SLEEP_PART = 1 / 50
-# The fields of struct flock: type, whence, start, length, process.
-FLOCK = "hhqqi4x"
 
 
 class SharedMemoryError(OSError):
@@ -53,9 +46,9 @@ class SharedMemoryError(OSError):
 class SharedMemory:
     """Memory that ranks of a host share: int64 `words`, and a region of bytes for each of these ranks.
 
-    All ranks of the group must construct this together. The caller can use `lines` cache lines of words. A
-    region has `size` bytes at first, and can grow to `region` bytes. `members` has the ranks of the group
-    that are on this rank's host; None means all. Other methods number ranks by their index in `members`.
+    All ranks of the group must construct this together. The caller can use `lines` cache lines of words,
+    and `size` bytes of each region. With `is_large`, at least half of the folder must stay free for other
+    users, such as data loaders.
 
     Raises:
         SharedMemoryError: the ranks cannot share memory; the message has the reason.
@@ -63,49 +56,34 @@ class SharedMemory:
     """
 
     def __init__(
-        self,
-        group: dist.ProcessGroup | None,
-        lines: int,
-        region: int,
-        size: int,
-        members: Sequence[int] | None = None,
+        self, group: dist.ProcessGroup | None, lines: int, size: int, is_large: bool = False
     ) -> None:
-        self.group, self.size = group, size
-        self.members = range(dist.get_world_size(group)) if members is None else members
-        self.rank, self.ranks = self.members.index(dist.get_rank(group)), len(self.members)
-        self._first = self.ranks + 1  # one line per rank for `barrier`, and one line for `grow`
-        self._start = _whole_pages((self._first + lines) * WORDS_OF_LINE * 8)
-        self._region = _whole_pages(region)
-        self._descriptor = self._share()
-        self._mapped = mmap.mmap(self._descriptor, self._start + self.ranks * self._region)
+        self.group, self.size, self._is_large = group, size, is_large
+        self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
+        self._start = _whole_pages(max(1, lines) * WORDS_OF_LINE * 8)
+        self._region = _whole_pages(size)
+        descriptor = self._share()
+        self._mapped = mmap.mmap(descriptor, self._start + self.ranks * self._region)
+        os.close(descriptor)
         self.words = memoryview(self._mapped)[: self._start].cast("q")
-        self._barriers = self._generation = 0
-        # The descriptor stays open: closing any descriptor of a file releases this process's locks on it.
-        weakref.finalize(self, os.close, self._descriptor)
 
     def _share(self) -> int:
-        """Open one file on all members, lock one byte of it for each, and return the file descriptor."""
+        """Open one file on all ranks, and return the file descriptor."""
         path, problem, descriptor = "", "", -1
         if self.rank == 0:
             path = f"{FOLDER}/{PREFIX}{uuid.uuid4().hex}"
             descriptor, problem = _open(path, os.O_CREAT | os.O_EXCL)
             path = "" if problem else path
         try:
-            name = world.all_gather_object(path, OPERATION, self.group)[self.members[0]]
+            name = world.broadcast_object(path, OPERATION, self.group)
             if name and self.rank:
                 descriptor, problem = _open(name, os.O_NOFOLLOW)
-            if descriptor >= 0:
-                fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, self.rank)
-            # After this exchange, all ranks hold their locks.
             problem = self._first_problem(problem)
         finally:
             if path:
                 os.unlink(path)
         if not problem:
-            if path:
-                os.ftruncate(descriptor, self._start + self.ranks * self._region)
-                problem = self._allocate(descriptor, self.size, self._start)
-            problem = self._first_problem(problem)
+            problem = self._first_problem(self._allocate(descriptor) if path else "")
         if problem:
             if descriptor >= 0:
                 os.close(descriptor)
@@ -118,110 +96,51 @@ class SharedMemory:
         found = (f"on rank {rank} of the group, {each}" for rank, each in enumerate(problems) if each)
         return next(found, "")
 
-    def _allocate(self, descriptor: int, size: int, words: int = 0) -> str:
-        """Allocate `words` bytes for all words and `size` bytes per region; return an error text, or ""."""
-        regions = [(self._start + rank * self._region, size) for rank in range(self.ranks)]
-        ranges = [(start, length) for start, length in [(0, words), *regions] if length]
-        state = os.fstatvfs(descriptor)
+    def _allocate(self, descriptor: int) -> str:
+        """Allocate all bytes of the file; return an error text, or ""."""
+        needed, state = self._start + self.ranks * self._region, os.fstatvfs(descriptor)
+        spare = (state.f_bavail - state.f_blocks / 2) * state.f_frsize
+        if self._is_large and needed > spare:
+            return f"half of {FOLDER} would not stay free"
         try:
-            for start, length in ranges:
-                os.posix_fallocate(descriptor, start, length)
+            os.posix_fallocate(descriptor, 0, needed)
         except OSError as error:
-            needed = sum(length for _, length in ranges) // 1024
-            free = state.f_bavail * state.f_frsize // 1024
-            return f"{needed} KiB are needed, but {free} KiB are free in {FOLDER} ({error.strerror})"
+            return f"{needed // 1024} KiB are needed in {FOLDER} ({error.strerror})"
         return ""
 
     def line(self, index: int) -> int:
         """Return the index in `words` of the first word of a cache line that the caller can use."""
-        return (self._first + index) * WORDS_OF_LINE
+        return index * WORDS_OF_LINE
 
     def region(self, rank: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
-        """Return a rank's region of the shared memory; only its first `size` bytes are allocated."""
-        start = self._start + rank * self._region
-        return np.frombuffer(self._mapped, np.uint8, self._region, start)
-
-    def wait(self, word: int, least: int, source: int) -> None:
-        """Wait until the value of a word, which rank `source` writes, is at least `least`.
-
-        Raises:
-            DistBackendError: this rank has ended, or did not write within the timeout of groups.
-        """
-        if self.words[word] < least:
-            backoff = Backoff(self)
-            while self.words[word] < least:
-                backoff.pause([source])
-
-    def barrier(self) -> None:
-        """Wait until all members have called this function."""
-        self._barriers += 1
-        self.words[self.rank * WORDS_OF_LINE] = self._barriers
-        for rank in range(self.ranks):
-            self.wait(rank * WORDS_OF_LINE, self._barriers, rank)
-
-    def grow(self, size: int) -> bool:
-        """Grow all regions to `size` bytes, and return whether there was enough memory.
-
-        All members must call this together. The contents of the regions are lost. At least half of the
-        folder stays free for other users, such as data loaders.
-        """
-        self.barrier()
-        self._generation += 1
-        word = self.ranks * WORDS_OF_LINE
-        if self.rank == 0:
-            state = os.fstatvfs(self._descriptor)
-            left = state.f_bavail * state.f_frsize - (size - self.size) * self.ranks
-            is_spare = left >= state.f_blocks * state.f_frsize / 2
-            grown = is_spare and not self._allocate(self._descriptor, size)
-            self.words[word] = 2 * self._generation + grown
-        self.wait(word, 2 * self._generation, 0)
-        grown = self.words[word] == 2 * self._generation + 1
-        self.size = size if grown else self.size
-        return grown
-
-    def has_ended(self, rank: int) -> bool:
-        """Return whether a member's process has ended, which is the case if it holds no lock."""
-        request = struct.pack(FLOCK, fcntl.F_WRLCK, os.SEEK_SET, rank, 1, 0)
-        answer = fcntl.fcntl(self._descriptor, fcntl.F_GETLK, request)
-        return bool(struct.unpack(FLOCK, answer)[0] == fcntl.F_UNLCK)
+        """Return a rank's region of the shared memory."""
+        return np.frombuffer(self._mapped, np.uint8, self._region, self._start + rank * self._region)
 
 
 class Backoff:
     """Pauses while waiting for other ranks: yields the processor, later sleeps, and fails at a timeout."""
 
-    __slots__ = ("_ended", "_memory", "_start")
+    __slots__ = ("_memory", "_start")
 
     def __init__(self, memory: SharedMemory) -> None:
-        self._memory, self._start = memory, 0.0
-        self._ended: set[int] = set()
+        self._memory, self._start = memory, time.perf_counter()
 
     def pause(self, sources: Iterable[int]) -> None:
-        """Pause between two checks while waiting for the members `sources`.
+        """Pause between two checks while waiting for the ranks `sources`.
 
         Raises:
-            DistBackendError: one of these ranks has ended, or the timeout of groups has passed.
+            DistBackendError: the timeout of groups has passed.
         """
-        now = time.perf_counter()
-        self._start = self._start or now
-        waited = now - self._start
+        waited = time.perf_counter() - self._start
         if waited < YIELD_SECONDS:
             os.sched_yield()
             return
-        sources = [rank for rank in set(sources) if rank != self._memory.rank]
-        # After a rank has ended, the caller checks once more, because the rank may have written before.
-        if gone := self._ended.intersection(sources):
-            raise dist.DistBackendError(f"{self._names(gone)} ended during a collective")
-        self._ended = {rank for rank in sources if self._memory.has_ended(rank)}
-        timeout = timeout_of_groups() or timeout_of(self._memory.group)
-        if waited > timeout.total_seconds():
-            raise dist.DistBackendError(f"{self._names(sources)} did not respond for {waited:.1f} s")
-        if not self._ended:
-            time.sleep(min(max(waited * SLEEP_PART, SLEEP_SECONDS[0]), SLEEP_SECONDS[1]))
-
-    def _names(self, ranks: Iterable[int]) -> str:
         group = self._memory.group
-        members = self._memory.members
-        return name_ranks(sorted(world.rank_in_job(members[rank], group) for rank in ranks))
+        timeout = timeout_of_groups() or timeout_of(group)
+        if waited > timeout.total_seconds():
+            names = name_ranks(sorted({world.rank_in_job(rank, group) for rank in sources}))
+            raise dist.DistBackendError(f"{names} did not respond for {waited:.1f} s")
+        time.sleep(min(max(waited * SLEEP_PART, SLEEP_SECONDS[0]), SLEEP_SECONDS[1]))
 
 
 def timeout_of(group: dist.ProcessGroup | None) -> timedelta:
@@ -241,7 +160,5 @@ def _open(path: str, flags: int) -> tuple[int, str]:
         return -1, f"processors of type {machine} do not guarantee the order of writes"
     try:
         return os.open(path, os.O_RDWR | flags, 0o600), ""
-    except FileNotFoundError:
-        return -1, f"{path} does not exist, perhaps because the rank is on another host or in a container"
     except OSError as error:
         return -1, f"{path} cannot be opened ({error.strerror})"

@@ -4,12 +4,8 @@ The plan runs in rounds. In each round, a rank sends at most one message to each
 all chunks for that rank, one after another. Between rounds, the rank copies and sums in the plan's order.
 Only a rank itself writes its memory, so each call has its own `tmp`.
 
-If ranks of a CPU host share `mailboxes`, their messages go through shared memory. The round starts its
-messages to other hosts first, so both kinds are on their way at the same time.
-
-On CPUs, a round in which each rank sends to all ranks (of other hosts, with mailboxes) is one all_to_all of
-torch. Gloo runs it in its own threads, so it takes about half the time of single messages if there are more
-ranks than cores.
+On CPUs, a round in which each rank sends to all ranks is one all_to_all of torch. Gloo runs it in its own
+threads, so it takes about half the time of single messages if there are more ranks than cores.
 
 There is no thread. `start` sends the first round, and `wait` sends the later rounds. So all ranks of a
 group must start calls, and wait for them, in the same order. On a GPU the host never waits.
@@ -26,9 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fairseq_tutel.parallel import world
-from fairseq_tutel.plans.executors.direct import received_directly
 from fairseq_tutel.plans.executors.layout import Layout, Move, Sizes, walk
-from fairseq_tutel.plans.executors.mailboxes import Bytes, Mailboxes
 from fairseq_tutel.plans.format import Plan
 
 MOST_SIZES = 256  # the number of sizes for which a plan stays compiled
@@ -40,14 +34,11 @@ Message = tuple[int, list[Run]]  # other rank, runs of elements
 class Round(NamedTuple):
     """The work of one rank in a round of a plan: it exchanges messages, and then it adds chunks.
 
-    `posted` and `fetched` are messages through mailboxes. A sum is (sources, target). If `is_dense`, the
-    other messages are one all_to_all.
+    A sum is (sources, target). If `is_dense`, all messages are one all_to_all.
     """
 
     send: list[Message]
     receive: list[Message]
-    posted: list[Message]
-    fetched: list[Message]
     sums: list[tuple[list[Run], Run]]
     is_dense: bool
 
@@ -56,51 +47,39 @@ class Call:
     """A handle to wait for a collective that has started and exchanges messages between ranks."""
 
     def __init__(
-        self,
-        rounds: Sequence[Round],
-        buffers: dict[str, Tensor],
-        group: dist.ProcessGroup | None,
-        mailboxes: Mailboxes | None,
+        self, rounds: Sequence[Round], buffers: dict[str, Tensor], group: dist.ProcessGroup | None
     ) -> None:
-        self.rounds, self.buffers, self.group, self.mailboxes = rounds, buffers, group, mailboxes
-        self.at = 0
+        self.rounds, self.buffers, self.group = rounds, buffers, group
+        self.current = 0  # the index of the round whose messages are on their way
         self.works: list[dist.Work] = []
-        self.sent: list[Tensor] = []  # kept until the sends have ended
-        self.came: list[tuple[Tensor, list[Run]]] = []
+        self.outgoing: list[Tensor] = []  # kept until the sends have ended
+        self.incoming: list[tuple[Tensor, list[Run]]] = []  # to be copied to several runs of elements
         self._end_round()  # round 0 has no messages
 
     def is_completed(self) -> bool:
         """Return whether `wait` would return without waiting for another rank."""
-        left = self.rounds[self.at :]
-        if len(left) == 1 and not (left[0].posted or left[0].fetched):
-            return all(work.is_completed() for work in self.works)
-        return not left
+        remaining = len(self.rounds) - self.current
+        return remaining == 0 or (remaining == 1 and all(work.is_completed() for work in self.works))
 
     def wait(self) -> None:
         """Run the remaining rounds; on a GPU, queue them on the stream instead of waiting."""
-        while self.at < len(self.rounds):
+        while self.current < len(self.rounds):
             self._end_round()
 
     @torch.no_grad()
     def _end_round(self) -> None:
         """Wait for the messages of this round, compute the sums of this rank, and start the next round."""
-        this = self.rounds[self.at]
-        if self.mailboxes is not None and (this.posted or this.fetched):
-            self.mailboxes.exchange(*(self._pieces(messages) for messages in (this.posted, this.fetched)))
         for work in self.works:
             work.wait()
-        for message, runs in self.came:
+        for message, runs in self.incoming:
             for part, run in zip(message.split([run[2] for run in runs]), runs, strict=True):
                 self._view(run).copy_(part)
-        for sources, target in this.sums:
+        for sources, target in self.rounds[self.current].sums:
             add_up([self._view(run) for run in sources], self._view(target))
-        self.works, self.sent, self.came = [], [], []
-        self.at += 1
-        if self.at < len(self.rounds):
-            self._send(self.rounds[self.at])
-
-    def _pieces(self, messages: Sequence[Message]) -> list[tuple[int, list[Bytes]]]:
-        return [(rank, [_bytes(self._view(run)) for run in runs]) for rank, runs in messages]
+        self.works, self.outgoing, self.incoming = [], [], []
+        self.current += 1
+        if self.current < len(self.rounds):
+            self._send(self.rounds[self.current])
 
     def _send(self, messages: Round) -> None:
         if messages.is_dense and self.buffers["in"].is_cpu:
@@ -108,7 +87,7 @@ class Call:
             return
         operations = []
         for rank, runs in messages.receive:
-            operations.append(self._operation(dist.irecv, self._place(runs), rank))
+            operations.append(self._operation(dist.irecv, self._target(runs), rank))
         for rank, runs in messages.send:
             operations.append(self._operation(dist.isend, self._content(runs), rank))
         if operations:
@@ -117,27 +96,29 @@ class Call:
     def _all_to_all(self, messages: Round) -> dist.Work:
         """Start the messages of a round as one all_to_all of bytes; some of them may be empty."""
         own, ranks = self.buffers["in"], dist.get_world_size(self.group)
-        row = own.shape[1:].numel() * own.itemsize
-        (receive, come), (send, leave) = (
-            _side(messages, ranks, row) for messages in (messages.receive, messages.send)
+        row_bytes = own.shape[1:].numel() * own.itemsize
+        (received_bytes, target), (sent_bytes, source) = (
+            _side(messages, ranks, row_bytes) for messages in (messages.receive, messages.send)
         )
-        whole, sent = _flat(self._place(come)), _flat(self._content(leave))
-        return dist.all_to_all_single(whole, sent, receive, send, group=self.group, async_op=True)
+        received, sent = _flat(self._target(target)), _flat(self._content(source))
+        return dist.all_to_all_single(
+            received, sent, received_bytes, sent_bytes, group=self.group, async_op=True
+        )
 
-    def _place(self, runs: list[Run]) -> Tensor:
+    def _target(self, runs: list[Run]) -> Tensor:
         """Return the tensor in which a message arrives; `_end_round` copies it if it has several runs."""
         if len(runs) == 1:
             return self._view(runs[0])
         own = self.buffers["in"]
-        whole = own.new_empty(sum(run[2] for run in runs), *own.shape[1:])
-        self.came.append((whole, runs))
-        return whole
+        message = own.new_empty(sum(run[2] for run in runs), *own.shape[1:])
+        self.incoming.append((message, runs))
+        return message
 
     def _content(self, runs: Sequence[Run]) -> Tensor:
         """Return the tensor of a message that is sent."""
         views = [self._view(run) for run in runs] or [self.buffers["in"][:0]]
-        self.sent.append(views[0] if len(views) == 1 else torch.cat(views))
-        return self.sent[-1]
+        self.outgoing.append(views[0] if len(views) == 1 else torch.cat(views))
+        return self.outgoing[-1]
 
     def _operation(self, direction: Any, tensor: Tensor, rank: int) -> dist.P2POp:
         return dist.P2POp(direction, tensor, world.rank_in_job(rank, self.group), self.group)
@@ -167,40 +148,25 @@ def add_up(sources: Sequence[Tensor], out: Tensor) -> None:
 
 
 class TwoSided:
-    """Runs one rank's part of a collective plan by send and receive.
+    """Runs one rank's part of a collective plan by send and receive; the checker must have accepted it."""
 
-    The checker must have accepted the plan. `mailboxes` are those of this rank's host; either all ranks of
-    the group have mailboxes, or none.
-    """
-
-    def __init__(
-        self, plan: Plan, group: dist.ProcessGroup | None, mailboxes: Mailboxes | None = None
-    ) -> None:
-        self.plan, self.group, self.mailboxes, self.is_new = plan, group, mailboxes, True
+    def __init__(self, plan: Plan, group: dist.ProcessGroup | None) -> None:
+        self.plan, self.group, self.is_new = plan, group, True
         self.walked, self.rank = walk(plan), dist.get_rank(group)
         self._for_sizes = lru_cache(MOST_SIZES)(self._compiled)
-        last = max((move.round for move in self.walked.moves), default=0)
-        self._sums: list[list[Move]] = [[] for _ in range(last + 1)]
+        num_rounds = 1 + max((move.round for move in self.walked.moves), default=0)
+        self._sums: list[list[Move]] = [[] for _ in range(num_rounds)]
         self._messages: list[dict[tuple[int, int], list[Move]]]
-        self._messages = [defaultdict(list) for _ in range(last + 1)]
-        ours = [move for move in self.walked.moves if self.rank in move.ranks]
-        for move in received_directly(ours, self.rank):
-            if move.op == "put":
-                self._messages[move.round][move.ranks].append(move)
-            else:
-                self._sums[move.round].append(move)
-        far: list[set[tuple[int, int]]] = [set() for _ in range(last + 1)]
+        self._messages = [defaultdict(list) for _ in range(num_rounds)]
+        pairs: list[set[tuple[int, int]]] = [set() for _ in range(num_rounds)]  # of all ranks
         for move in self.walked.moves:
-            if move.op == "put" and not self._is_near(*move.ranks):
-                far[move.round].add(move.ranks)
-        pairs = permutations(range(plan.ranks), 2)
-        every = {pair for pair in pairs if not self._is_near(*pair)}
-        self._are_dense = [bool(found) and found == every for found in far]
-
-    def _is_near(self, rank: int, other: int) -> bool:
-        """Return whether messages between two ranks go through mailboxes."""
-        hosts = self.mailboxes.hosts if self.mailboxes else range(self.plan.ranks)
-        return hosts[rank] == hosts[other]
+            if move.op == "put":
+                pairs[move.round].add(move.ranks)
+            if self.rank in move.ranks and move.op == "put":
+                self._messages[move.round][move.ranks].append(move)
+            elif self.rank in move.ranks:
+                self._sums[move.round].append(move)
+        self._are_dense = [found == set(permutations(range(plan.ranks), 2)) for found in pairs]
 
     def start(self, own: Tensor, out: Tensor, sizes: Sizes) -> Call:
         """Start the collective, and return a handle to wait for it.
@@ -213,31 +179,22 @@ class TwoSided:
         self.is_new = False
         rounds, slots = self._for_sizes(sizes)
         tmp = own.new_empty(slots, *own.shape[1:])
-        return Call(rounds, {"in": own, "out": out, "tmp": tmp}, self.group, self.mailboxes)
+        return Call(rounds, {"in": own, "out": out, "tmp": tmp}, self.group)
 
     def _compiled(self, sizes: Sizes) -> tuple[list[Round], int]:
         """Return this rank's rounds for shards of the given sizes, and the number of elements of `tmp`."""
         layout = Layout(self.walked, sizes)
         rounds = []
         for moves, messages, is_dense in zip(self._sums, self._messages, self._are_dense, strict=True):
-            sums = [each for move in moves for each in _sums(move, layout)]
-            this = Round([], [], [], [], sums, is_dense)
+            send: list[Message] = []
+            receive: list[Message] = []
             for (source, target), puts in messages.items():
                 is_sent = source == self.rank
-                other = target if is_sent else source
-                is_near = self._is_near(source, target)
                 if runs := _joined(puts, layout, is_sent):
-                    if is_sent:
-                        (this.posted if is_near else this.send).append((other, runs))
-                    else:
-                        (this.fetched if is_near else this.receive).append((other, runs))
-            rounds.append(this)
+                    (send if is_sent else receive).append((target if is_sent else source, runs))
+            sums = [each for move in moves for each in _sums(move, layout)]
+            rounds.append(Round(send, receive, sums, is_dense))
         return rounds, layout.starts(self.rank, "tmp")[-1]
-
-
-def _bytes(part: Tensor) -> Bytes:
-    """Return the bytes of a contiguous tensor on a CPU as an array, without a copy."""
-    return _flat(part).numpy()
 
 
 def _flat(part: Tensor) -> Tensor:
@@ -245,15 +202,12 @@ def _flat(part: Tensor) -> Tensor:
     return part.detach().view(-1).view(torch.uint8)
 
 
-def _side(messages: Sequence[Message], ranks: int, row: int) -> tuple[list[int], list[Run]]:
-    """Return the bytes of the messages to or from each rank, and all runs in the order of ranks.
-
-    A row has `row` bytes.
-    """
+def _side(messages: Sequence[Message], ranks: int, row_bytes: int) -> tuple[list[int], list[Run]]:
+    """Return the bytes of the messages to or from each rank, and all runs in the order of ranks."""
     sizes = [0] * ranks
     runs: list[Run] = []
     for rank, own in sorted(messages):
-        sizes[rank] = row * sum(length for _, _, length in own)
+        sizes[rank] = row_bytes * sum(length for _, _, length in own)
         for run in own:
             _append(runs, run)
     return sizes, runs

@@ -133,20 +133,8 @@ class _Splitting:
         sent, beyond = graph.push(start, end, limit)
         if sent == limit or ranks & ~beyond:
             return sent - self.needed
-        trial, last = graph, -1
         for rank in members(ranks):
-            if last < 0 or not self._moved(trial, last, rank, end):
-                trial = graph.copy()
-                trial.add(rank, end, self.endless)
-                limit = sent + trial.push(start, end, limit - sent)[0]
-            last = rank
+            trial = graph.copy()
+            trial.add(rank, end, self.endless)
+            limit = sent + trial.push(start, end, limit - sent)[0]
         return limit - self.needed
-
-    def _moved(self, graph: Flow, last: int, rank: int, end: int) -> bool:
-        """Move flow from the unlimited edge of rank `last` to that of `rank`; return whether it fits."""
-        graph.add(last, end, -self.endless)
-        if (over := -graph.left[last][end]) > 0:
-            graph.add(last, end, over)
-            graph.add(end, last, -over)
-        graph.add(rank, end, self.endless)
-        return over <= 0 or graph.push(last, end, over)[0] == over

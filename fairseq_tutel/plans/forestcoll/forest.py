@@ -62,15 +62,15 @@ def grow_for(
     A forest that is not needed is None. `grow` describes the options. Data is reduced from leaves to roots,
     so the forest for this is made for the network with reversed links.
     """
-    there = grow(network, trees, most_trees) if collective != "reduce_scatter" else None
+    distributing = grow(network, trees, most_trees) if collective != "reduce_scatter" else None
     if collective == "all_gather":
-        return None, there
-    back = network.reversed
-    if there is None:
-        return grow(back, trees, most_trees), None
-    if sorted(back.links) == sorted(network.links):
-        return there, there
+        return None, distributing
+    reversed_network = network.reversed
+    if distributing is None:
+        return grow(reversed_network, trees, most_trees), None
+    if sorted(reversed_network.links) == sorted(network.links):
+        return distributing, distributing
     # Both forests need the same k. The optimum's k works, because both directions have the same optimum.
-    if trees is None and not fixed_share(back, there.best, there.share.trees):
-        there = grow(network, optimal_share(network, there.best).trees)
-    return grow(back, there.share.trees), there
+    if trees is None and not fixed_share(reversed_network, distributing.best, distributing.share.trees):
+        distributing = grow(network, optimal_share(network, distributing.best).trees)
+    return grow(reversed_network, distributing.share.trees), distributing

@@ -32,7 +32,6 @@ class Generator(NamedTuple):
 _SUMS = ("all_gather", "reduce_scatter", "all_reduce")
 GENERATORS = {
     "ring": Generator(named.ring, _SUMS),
-    "recursive_doubling": Generator(named.recursive_doubling, _SUMS),
     "one_phase": Generator(named.all_pairs, _SUMS),
     "two_phase": Generator(named.two_phase, ("all_reduce",)),
     "hierarchical": Generator(named.hierarchical, ("all_reduce",), has_nodes=True),

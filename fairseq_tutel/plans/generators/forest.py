@@ -82,13 +82,13 @@ def _branches(forest: Forest, slices: int) -> list[_Branch]:
     return found
 
 
-def _distribute(w: Writer, forest: Forest, begun: bool, slices: int) -> None:
+def _distribute(w: Writer, forest: Forest, have_begun: bool, slices: int) -> None:
     """Add the steps that copy each root's chunks to `out` of all ranks.
 
     If all ranks have begun the call, the chunks come from the root's `out`, else from its `in`.
     """
     branches = _branches(forest, slices)
-    if not begun:
+    if not have_begun:
         pairs = sorted({(each.child, each.parent) for each in branches})
         for child, parent in pairs:
             w.signal(child, parent)
@@ -102,7 +102,7 @@ def _distribute(w: Writer, forest: Forest, begun: bool, slices: int) -> None:
         for branch in branches:
             if branch.depth == depth:
                 place = Place("out", branch.chunk)
-                source = place if branch.own is None or begun else Place("in", branch.own)
+                source = place if branch.own is None or have_begun else Place("in", branch.own)
                 messages.append((branch.parent, branch.child, source, place, branch.n))
         _send(w, messages)
 
@@ -136,8 +136,8 @@ def _reduce(w: Writer, forest: Forest, collective: str, slices: int) -> int:
                 held = Place("in", branch.chunk)
                 if below := children.get((branch.chunk, branch.child)):
                     held = places[branch.chunk, min(part.child for part in below)]
-                there = places[branch.chunk, branch.child]
-                messages.append((branch.child, branch.parent, held, there, branch.n))
+                target = places[branch.chunk, branch.child]
+                messages.append((branch.child, branch.parent, held, target, branch.n))
         _send(w, messages)
     return max(used.values())
 
@@ -151,10 +151,13 @@ def _send(w: Writer, messages: Iterable[tuple[int, int, Place, Place, int]]) -> 
     for rank, other, source, target, n in sorted(messages):
         pieces = pairs[rank, other]
         if pieces:
-            first, there, before = pieces[-1]
-            after = (first.buffer, first.chunk + before), (there.buffer, there.chunk + before)
+            first_source, first_target, length = pieces[-1]
+            after = (
+                (first_source.buffer, first_source.chunk + length),
+                (first_target.buffer, first_target.chunk + length),
+            )
             if (source, target) == after:
-                source, target, n = first, there, before + n
+                source, target, n = first_source, first_target, length + n
                 pieces.pop()
         pieces.append((source, target, n))
     for (rank, other), pieces in pairs.items():

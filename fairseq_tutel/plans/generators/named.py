@@ -1,4 +1,4 @@
-"""Generators of collective plans for well-known algorithms, such as ring and recursive doubling.
+"""Generators of collective plans for well-known algorithms.
 
 N ranks on n nodes of L ranks; r is a rank, t a round, M the bytes of a rank's `in`. docs/plans.md has a
 table of messages and rounds.
@@ -54,67 +54,6 @@ def _pass_on(w: Writer, r: int, own: Chunk) -> None:
         leaves = (r - t) % w.ranks
         w.send(r, (r + 1) % w.ranks, ("out", leaves) if t else own, ("out", leaves))
         w.wait(r, (r - 1) % w.ranks)
-
-
-def recursive_doubling(collective: str, ranks: int) -> Plan:
-    """Return a recursive-doubling plan, in which ranks exchange data at distances of 1, 2, 4, ….
-
-    N must be a power of two.
-
-    A rank sends log2 N messages. all_gather doubles them: 1, 2, 4, … shards. reduce_scatter halves them: a
-    half, a quarter, … of `in`. all_reduce sends all of `in` each time, and each rank adds a group's upper
-    half to its lower half. Source: Thakur, Rabenseifner and Gropp 2005.
-    """
-    if ranks & (ranks - 1):
-        raise ValueError(
-            f"recursive_doubling needs a power of two, not {ranks} ranks; use ring for any number of ranks."
-        )
-    w = Writer(ranks)
-    rounds = ranks.bit_length() - 1
-    write, temporary = {
-        "all_gather": (_gather, ranks),
-        "reduce_scatter": (_halve, ranks - 1),
-        "all_reduce": (_double, 2 * rounds - 1),
-    }[collective]
-    for r in range(ranks):
-        write(w, r, rounds)
-    return w.plan(f"recursive_doubling {collective}", collective, 1, temporary=temporary)
-
-
-def _gather(w: Writer, r: int, rounds: int) -> None:
-    w.copy(r, ("in", 0), ("tmp", r))
-    for t in range(rounds):
-        first = r >> t << t
-        w.send(r, r ^ 1 << t, ("tmp", first), ("tmp", first), 1 << t)
-        w.wait(r, r ^ 1 << t)
-    w.copy(r, ("tmp", 0), ("out", 0), w.ranks)
-
-
-def _halve(w: Writer, r: int, rounds: int) -> None:
-    # The chunks that remain to be summed begin at chunk `at` of the buffer `held`.
-    held, at, arrives = "in", 0, 0
-    for t in reversed(range(rounds)):
-        n, peer = 1 << t, r ^ 1 << t
-        low, high = at, at + n
-        own, leaves = (high, low) if r & n else (low, high)
-        w.send(r, peer, (held, leaves), ("tmp", arrives), n)
-        w.wait(r, peer)
-        result = ("tmp", arrives) if t else ("out", 0)
-        w.reduce(r, [("tmp", arrives), (held, own)], result, n)
-        held, at, arrives = "tmp", arrives, arrives + n
-    w.flush(r, r ^ w.ranks // 2)
-
-
-def _double(w: Writer, r: int, rounds: int) -> None:
-    # tmp[2 t - 1] holds this rank's sum before round t, and tmp[2 t] holds the peer's sum.
-    for t in range(rounds):
-        n, peer = 1 << t, r ^ 1 << t
-        own, other = ("tmp", 2 * t - 1) if t else ("in", 0), ("tmp", 2 * t)
-        w.send(r, peer, own, other)
-        w.wait(r, peer)
-        result = ("out", 0) if t == rounds - 1 else ("tmp", 2 * t + 1)
-        w.reduce(r, [other, own] if r & n else [own, other], result)
-    w.flush(r, r ^ 1)
 
 
 def all_pairs(collective: str, ranks: int) -> Plan:

@@ -41,10 +41,9 @@ def to_xml(plan: Plan) -> str:
     """
     check(plan)
     scale = plan.ranks if plan.collective == "all_gather" else 1
-    is_ll = bool(plan.channels) and all(channel.kind == "ll" for channel in plan.channels)
     numbers = _channel_numbers(plan)
     algorithm = ET.Element("algo", _texts(
-        name=plan.name, proto="LL" if is_ll else "Simple", nchannels=max(numbers, default=0) + 1,
+        name=plan.name, proto="Simple", nchannels=max(numbers, default=0) + 1,
         nchunksperloop=max(plan.in_chunks, plan.out_chunks), ngpus=plan.ranks,
         coll=NAMES[plan.collective], inplace=0, outofplace=1,
         minBytes=plan.min_bytes * scale, maxBytes=(plan.max_bytes or 0) * scale,
@@ -125,13 +124,13 @@ def _add_blocks(gpu: ET.Element, steps: list[_Written], plan: Plan, numbers: lis
         block, seen = blocks[step.block], known[step.block]
         needs: dict[str, int] = {}  # by block, the last step that is not known to have ended
         for other in sorted(before):
-            there = blocks[steps[other].block].get("id", "")
-            if there != block.get("id") and seen.get(there, -1) < other:
-                needs[there] = seen[there] = other
+            block_id = blocks[steps[other].block].get("id", "")
+            if block_id != block.get("id") and seen.get(block_id, -1) < other:
+                needs[block_id] = seen[block_id] = other
         # A step can depend on only one other step, so nop steps wait for the others.
         kinds = [NOP] * (len(needs) - 1) + [step.attributes]
-        for attributes, there in zip_longest(kinds, needs):
-            leaf = _add_step(block, attributes, there, leaves[needs[there]] if needs else None)
+        for attributes, block_id in zip_longest(kinds, needs):
+            leaf = _add_step(block, attributes, block_id, leaves[needs[block_id]] if needs else None)
         leaves.append(leaf)
 
 
@@ -146,11 +145,11 @@ def _new_block(gpu: ET.Element, end: End, plan: Plan, numbers: list[int]) -> ET.
 
 
 def _add_step(
-    block: ET.Element, attributes: dict[str, str], there: str | None, leaf: ET.Element | None
+    block: ET.Element, attributes: dict[str, str], block_id: str | None, leaf: ET.Element | None
 ) -> ET.Element:
-    """Add a step to a thread block; the step depends on the step `leaf` of block `there`, if given."""
+    """Add a step to a thread block; the step depends on the step `leaf` of block `block_id`, if given."""
     deps = {"depid": "-1", "deps": "-1", "hasdep": "0"}
-    if there is not None and leaf is not None:
+    if block_id is not None and leaf is not None:
         leaf.set("hasdep", "1")
-        deps |= {"depid": there, "deps": leaf.get("s", "")}
+        deps |= {"depid": block_id, "deps": leaf.get("s", "")}
     return ET.SubElement(block, "step", {"s": str(len(block)), **attributes, **deps})

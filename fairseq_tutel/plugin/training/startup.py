@@ -90,8 +90,8 @@ def meeting_of(cfg: Any) -> contextlib.AbstractContextManager[Any]:
     distributed = cfg.distributed_training
     if distributed.distributed_init_method is None or not distributed.distributed_no_spawn:
         return contextlib.nullcontext()
-    given = read(TaskConfig, cfg.task).moe_comm_timeout
-    seconds = given if guard.is_time(given) else 0  # an invalid value raises an error later
+    set_timeout(cfg.task)
+    seconds = read(TaskConfig, cfg.task).moe_comm_timeout
     return rendezvous.meeting(distributed.distributed_rank, distributed.distributed_world_size, seconds)
 
 
@@ -115,6 +115,7 @@ def start_together(root: Any, model: nn.Module, task: Any) -> None:
     """Check that all ranks have equal options; set the time-out of their collectives. Collective."""
     set_timeout(config_of(task))
     if dist.is_initialized():
+        guard.limit(None)
         check_together(config_of(task))
         agree(_facts_of(root, model, task))
         limit_fairseq_groups()
@@ -132,7 +133,7 @@ def limit_fairseq_groups() -> None:
     Otherwise fairseq would create the groups later, with torch's default time-out.
     """
     operation = "the creation of fairseq's group of all ranks"
-    with guard.watched(operation), guard.guarded(operation):
+    with guard.guarded(operation):
         of_fairseq = distributed_utils.get_global_group()
     for group in (None, of_fairseq):
         guard.limit(group)

@@ -1,4 +1,4 @@
-"""Tuner: finds the fastest strategy for each range of capacities (bucket) by measuring training updates.
+"""Finds the fastest strategy for each range of capacities (bucket) by measuring training updates.
 
 Updates in the same bucket share one choice. The cost model proposes the candidates of a bucket. They are
 measured in rounds, one update for each candidate in a round. After a round, candidates that are too slow
@@ -28,7 +28,7 @@ Costs = dict[Strategy, list[float]]
 Predict = Callable[[Strategy], float]
 
 
-class Tuner:
+class StrategySearch:
     """Chooses the strategy of the next update: measures candidates, and then keeps the fastest.
 
     `given`, the strategy of the options, is always tried.
@@ -95,19 +95,18 @@ class Tuner:
         skipped = 0
         try:
             for key, entry in state.items():
-                costs = {}
-                for row in entry["costs"]:
-                    strategy = Strategy(**{k: v for k, v in row.items() if k != "costs"})
-                    costs[strategy] = [float(cost) for cost in row["costs"]]
-                best = None if entry["best"] is None else Strategy(**entry["best"])
-                if best is not None and not self._is_available(best):
+                rows = [dict(row) for row in entry["costs"]]
+                seconds = [[float(cost) for cost in row.pop("costs")] for row in rows]
+                costs = dict(zip((Strategy(**row) for row in rows), seconds, strict=True))
+                best = entry["best"] and Strategy(**entry["best"])
+                if best and not self._is_available(best):
                     skipped += 1
                     continue
                 self.costs[key] = {s: c for s, c in costs.items() if c and self._is_available(s)}
-                if best is not None:
+                if best:
                     self.best[key] = best
         except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"the state of the tuner is malformed: {error!r}") from error
+            raise ValueError(f"the measurements are malformed: {error!r}") from error
         return skipped
 
     def _is_available(self, strategy: Strategy) -> bool:
