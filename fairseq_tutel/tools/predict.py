@@ -13,18 +13,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from fairseq_tutel.option import key_of
-from fairseq_tutel.tools.arguments import refuse_folder, refuse_output, writing
+from fairseq_tutel.tools.arguments import at_least, refuse_output, writing
 from fairseq_tutel.tools.parser import add_output
 
 # Largest number of predicted classes in a line.
 LINE = 5
-# Flag, smallest value, default, help.
-NUMBERS = (
-    ("--limit", 1, None, "images to read [all]"),
-    ("--batch-size", 1, 64, "number of images per batch [64]"),
-    ("--num-workers", 0, 0, "number of processes that decode images [0]"),
-)
 # Index of an image, its class, and predicted pairs (class, probability), the most likely first.
 Answer = tuple[int, int, list[tuple[int, float]]]
 
@@ -39,11 +32,12 @@ def add_to(tools: Any) -> None:
     parser.add_argument("data", metavar="DATA", help="the data folder")
     parser.add_argument("--split", default="valid", metavar="SPLIT", help="split of the data set [valid]")
     add_output(parser, "the file to write", "predictions.csv")
-    for flag, _, default, text in NUMBERS:
-        parser.add_argument(flag, type=int, default=default, metavar="N", help=text)
-    parser.add_argument(
-        "--image-errors", choices=("refuse", "skip"), help="action for unreadable images [as in training]"
-    )
+    for flag, least, default, text in (
+        ("--limit", 1, None, "images to read [all]"),
+        ("--batch-size", 1, 64, "number of images per batch [64]"),
+        ("--num-workers", 0, 0, "number of processes that decode images [0]"),
+    ):
+        parser.add_argument(flag, type=at_least(least), default=default, metavar="N", help=text)
     parser.add_argument("--user-dir", metavar="FOLDER", help="folder that defines a custom model")
     parser.add_argument("--cpu", action="store_true", help="run on the CPU")
     parser.set_defaults(run=run)
@@ -51,10 +45,6 @@ def add_to(tools: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     """Classify the images and write the predictions to the output file."""
-    for flag, least, _, _ in NUMBERS:
-        value = getattr(arguments, key_of(flag))
-        if value is not None and value < least:
-            raise ValueError(f"{flag} is {value}; give a number of at least {least}.")
     refuse_output(arguments.output, [Path(arguments.model)], arguments.overwrite)
     logging.disable(logging.INFO)  # a module that fairseq imports enables all logs
     try:
@@ -67,14 +57,9 @@ def _predict(arguments: argparse.Namespace) -> None:
     model, task = _opened(arguments)
     task.load_dataset(arguments.split)
     dataset, names = task.dataset(arguments.split), task.class_names
-    # Keep one answer per image: a batch without readable images contains an image of another batch.
-    answers = {answer[0]: answer for answer in _answers(model, dataset, arguments)}.values()
+    answers = list(_answers(model, dataset, arguments))
     numbers = range(1, min(LINE, len(names)) + 1)
-    # File names may be invalid UTF-8.
-    with (
-        writing(arguments.output) as path,
-        path.open("w", newline="", encoding="utf-8", errors="backslashreplace") as file,
-    ):
+    with writing(arguments.output) as path, path.open("w", newline="", encoding="utf-8") as file:
         lines = csv.writer(file)
         lines.writerow(["image", "class", *(f"{k}_{n}" for n in numbers for k in ("class", "probability"))])
         for image, target, found in answers:
@@ -94,19 +79,14 @@ def _opened(arguments: argparse.Namespace) -> tuple[Any, Any]:
     from fairseq_tutel import plugin
     from fairseq_tutel.plugin.hub import files_of
 
-    refuse_folder("DATA", arguments.data)
     plugin.register()
     import_user_module(argparse.Namespace(user_dir=arguments.user_dir))
-    overrides = {"data": arguments.data}
-    if arguments.image_errors is not None:
-        overrides["image_errors"] = arguments.image_errors
     files = [str(file) for file in files_of(arguments.model, "MODEL")[:1]]
-    models, _, task = checkpoint_utils.load_model_ensemble_and_task(files, arg_overrides=overrides)
+    models, _, task = checkpoint_utils.load_model_ensemble_and_task(
+        files, arg_overrides={"data": arguments.data}
+    )
     if not hasattr(task, "class_names"):
-        raise ValueError(
-            f"MODEL is {arguments.model}, whose task is {type(task).__name__}; give a model for "
-            "image_classification."
-        )
+        raise ValueError(f"MODEL is {arguments.model}, which is no image classifier; give another model.")
     return models[0].eval(), task
 
 
@@ -127,8 +107,6 @@ def _answers(model: Any, dataset: Any, arguments: argparse.Namespace) -> Iterato
     )
     with progress("classifying", count, "image") as advance:
         for batch in batches:
-            if "refused" in batch:
-                raise ValueError(batch["refused"])
             with torch.inference_mode():
                 output = model(batch["net_input"]["images"].to(device))
                 probs_BC = model.get_normalized_probs(output, log_probs=False)

@@ -2,8 +2,8 @@
 
 A record is a line that ends in JSON: `… | train_inner | {"epoch": 1, …}` in a captured output,
 `[…][train_inner][INFO] - {…}` under hydra, or only the JSON in a `--log-file`. The value of the key
-that ends in `num_updates` is the update; the prefix of this key is the data subset. A record of
-fairseq-validate has no update. Lines of fairseq's format `simple` are read as such JSON:
+that ends in `num_updates` is the update; the prefix of this key is the data subset. Lines of fairseq's
+format `simple` are read as such JSON:
 `epoch 001:     20 / 100 loss=5.1, num_updates=20` and
 `epoch 001 | valid on 'valid' subset | loss 5.2 | num_updates 100`.
 """
@@ -26,8 +26,6 @@ SINCE_LAST, EPOCH = "train_inner", "train"
 LOAD, DROPPED = "moe_load_", "moe_dropped_"
 LAYERS = "moe_layers_"  # prefix of lists over MoE layers, before the metric's name
 
-UNKNOWN = -1  # the update of a record without an update number
-LONGEST_LINE = 2**24  # characters; longer lines (in files that are not logs) are read in parts
 _UPDATES = "num_updates"
 _SIMPLE = re.compile(r"\bepoch \d+(?:(:) +\d+ / \d+ | \| (?:valid on '(.+?)' subset \| )?)(\w+[ =].*)")
 _SIMPLE_VALUE = re.compile(r"(\w+)[ =](\[.*?\]|[^,|\s]+)")
@@ -57,8 +55,6 @@ class Log:
     entries: list[Record] = field(default_factory=list)
     starts: list[int] = field(default_factory=list)  # number of records before each process start
     ranks: list[int] = field(default_factory=list)  # number of ranks at each process start
-    damaged: list[int] = field(default_factory=list)  # line numbers of unreadable records
-    evaluations: dict[str, Record] = field(default_factory=dict)  # of fairseq-validate, by data subset
     is_over: bool = False  # the last process has logged that it is done
 
 
@@ -69,7 +65,6 @@ class Run:
     records: dict[str, list[Record]]  # by tag, in order of updates
     ranks: list[int]  # numbers of ranks over time, without repeats
     notes: list[str]  # sentences for the reader of a report
-    evaluations: dict[str, Record] = field(default_factory=dict)  # by data subset
 
     @property
     def training(self) -> list[Record]:
@@ -99,12 +94,6 @@ class Run:
         return max(record.update for record in self._all)
 
     @property
-    def unit(self) -> str:
-        """The unit of the logged speed: "images" if batches have one token per sample, else "tokens"."""
-        sizes = [(r.values["wpb"], r.values["bsz"]) for r in self._all if {"wpb", "bsz"} <= {*r.values}]
-        return "images" if sizes and all(wpb == bsz for wpb, bsz in sizes) else "tokens"
-
-    @property
     def _all(self) -> list[Record]:
         return [record for records in self.records.values() for record in records]
 
@@ -115,11 +104,6 @@ def list_keys(prefix: str, records: list[Record]) -> list[str]:
     return [key for key in keys if key.startswith(prefix)]
 
 
-def units_of(runs: Iterable[Run]) -> str:
-    """Return the unit of the logged speed of all runs: "tokens", "images", or "images or tokens"."""
-    return " or ".join(sorted({run.unit for run in runs}))
-
-
 def layer_of(key: str, prefix: str) -> str:
     """Convert the log key of a list over experts to the name of its layer, such as "decoder layer 1"."""
     return key.removeprefix(prefix).replace("_", " layer ")
@@ -128,7 +112,7 @@ def layer_of(key: str, prefix: str) -> str:
 def read_log(lines: Iterable[str]) -> Log:
     """Return the records in the lines of a training log; lines without a record are ignored."""
     log, last = Log(), ""
-    for number, line in enumerate(lines, start=1):
+    for line in lines:
         if found := _PROCESS_STARTS.search(line):
             log.starts.append(len(log.entries))
             log.ranks.append(int(found[1]))
@@ -143,13 +127,9 @@ def read_log(lines: Iterable[str]) -> Log:
         last = text
         try:
             entry = _read_entry(_simple_stats(simple) if simple else parse_json(text))
-        except ValueError:
-            entry = None
-            if text.startswith('{"epoch"'):
-                log.damaged.append(number)
-        if entry is not None and entry.update == UNKNOWN:
-            log.evaluations[entry.tag] = entry
-        elif entry is not None:
+        except ValueError:  # for example a line that was cut off
+            continue
+        if entry is not None:
             log.entries.append(entry)
     return log
 
@@ -167,10 +147,10 @@ def _read_entry(stats: object) -> Record | None:
     if not isinstance(stats, dict):
         return None
     key = next((key for key in stats if key.endswith(_UPDATES)), None)
-    prefix = _prefix_of_evaluation(list(stats)) if key is None else key.removesuffix(_UPDATES)
-    update = UNKNOWN if key is None else _number(stats[key])
-    if prefix is None or update is None or not math.isfinite(update):
+    update = None if key is None else _number(stats[key])
+    if key is None or update is None or not math.isfinite(update):
         return None
+    prefix = key.removesuffix(_UPDATES)
     entry = Record(prefix.removesuffix("_") or SINCE_LAST, int(update), {})
     for name, value in stats.items():
         if isinstance(value, list):
@@ -179,11 +159,6 @@ def _read_entry(stats: object) -> Record | None:
         elif (number := _number(value)) is not None:
             entry.values[name.removeprefix(prefix)] = number
     return entry
-
-
-def _prefix_of_evaluation(keys: list[str]) -> str | None:
-    prefix = keys[0].removesuffix("loss") if keys and keys[0].endswith("_loss") else ""
-    return prefix if prefix and all(key.startswith(prefix) for key in keys) else None
 
 
 def join(log: Log) -> Run:
@@ -219,16 +194,12 @@ def join(log: Log) -> Run:
                 now = seconds = before + wall
             kept.append(replace(entry, seconds=now))
     notes += _not_finite(kept)
-    if log.damaged:
-        notes.append(
-            f"{len(log.damaged)} damaged line(s) are left out, the first one is line {log.damaged[0]}."
-        )
     by_tag: dict[str, dict[int, Record]] = {}
     for record in kept:
         by_tag.setdefault(record.tag, {})[record.update] = record
     ranks = [number for number, _ in groupby(log.ranks)]
     records = {tag: list(of.values()) for tag, of in by_tag.items()}
-    return Run(records, ranks, notes, log.evaluations)
+    return Run(records, ranks, notes)
 
 
 def _processes(log: Log) -> list[list[Record]]:
@@ -272,20 +243,11 @@ def _lines_of(path: Path, grows: bool = False) -> Iterator[str]:
     """Yield the lines of a log; if it grows, leave out a last line that has no end yet."""
     try:
         with open(path, encoding="utf-8", errors="replace", opener=open_ordinary) as file:
-            while line := file.readline(LONGEST_LINE):
-                if not grows or line.endswith("\n"):
-                    yield line
+            yield from (line for line in file if not grows or line.endswith("\n"))
     except FileNotFoundError as error:
-        raise _no_file(path) from error
-    except OSError as error:
-        raise ValueError(
-            f"{path} cannot be read ({error.strerror or error}); give a log of fairseq-train, or its "
-            "--save-dir."
+        raise NoRecordError(
+            f"{path} does not exist; give a log of fairseq-train, or its --save-dir."
         ) from error
-
-
-def _no_file(path: Path) -> NoRecordError:
-    return NoRecordError(f"{path} does not exist; give a log of fairseq-train, or its --save-dir.")
 
 
 def logs_in(path: Path) -> list[Path]:
@@ -295,43 +257,24 @@ def logs_in(path: Path) -> list[Path]:
     return sorted({p for pattern in LOG_NAMES for p in path.rglob(pattern) if p.is_file()})
 
 
-def find_log(path: Path, grows: bool = False) -> tuple[Log, list[Path]]:
-    """Find the log of a training run; return its records and the files that were read.
+def find_log(path: Path, grows: bool = False) -> tuple[Log, Path]:
+    """Find the log of a training run; return its records and the file that has them.
 
     Raise NoRecordError if there is no log, and ValueError if there are logs of several runs. With `grows`,
     a last line without an end is ignored.
     """
-    if not path.exists():
-        raise _no_file(path)
-    logs = {text: read_log(_lines_of(text, grows)) for text in logs_in(path)}
-    found = _without_copies({text: log for text, log in logs.items() if log.entries})
+    logs = {file: read_log(_lines_of(file, grows)) for file in logs_in(path)}
+    found = _without_copies({file: log for file, log in logs.items() if log.entries})
     if len(found) > 1:
-        names = ", ".join(map(str, sorted(found)[:3])) + ", …" * (len(found) > 3)
-        raise ValueError(
-            f"{path} contains the logs of several runs ({names}); name one of them, or several of them to "
-            "draw them together. If they are parts of one run, join them in one file first."
-        )
+        names = ", ".join(map(str, sorted(found)))
+        raise ValueError(f"{path} contains the logs of several runs ({names}); give one of these files.")
     if not found:
-        searched = f"{len(logs)} file(s) named {', '.join(LOG_NAMES)}" if path.is_dir() else "it"
         folder = path if path.is_dir() else path.parent
         raise NoRecordError(
-            f"{path} has no training record: no record of fairseq in {searched}; train with "
-            f"--log-format json --log-file {folder}/train.log."
+            f"{path} has no training record; train with --log-format json --log-file {folder}/train.log."
         )
-    ((text, log),) = found.items()
-    evaluated = {other: of.evaluations for other, of in logs.items() if of.evaluations}
-    log.evaluations = _by_name(evaluated)
-    return log, [text, *(other for other in evaluated if other != text)]
-
-
-def _by_name(evaluations: dict[Path, dict[str, Record]]) -> dict[str, Record]:
-    """Return the records of evaluation logs in a dictionary by file name and, if needed, data subset."""
-    names = default_names(list(evaluations)) if evaluations else []
-    return {
-        f"{name}, {tag}" if len(records) > 1 else name: record
-        for name, records in zip(names, evaluations.values(), strict=True)
-        for tag, record in records.items()
-    }
+    ((file, log),) = found.items()
+    return log, file
 
 
 def default_names(paths: list[Path]) -> list[str]:

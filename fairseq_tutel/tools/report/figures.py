@@ -167,16 +167,6 @@ def heat_map(
 
 
 @matplotlib.rc_context(_MAP_STYLE)
-def heat_map_by_name(names: Sequence[str], values_NE: Sequence[Sequence[float]], scale: Scale) -> str:
-    """Return a heat map as SVG, with a row for each expert and a column for each data set."""
-    figure = Figure(figsize=(max(3.6, 1 + 0.8 * len(names)), 2.6))
-    axes = figure.add_subplot(ylabel="expert")
-    _draw_map(axes, np.arange(len(names) + 1) - 0.5, np.asarray(values_NE, dtype=float).T, scale)
-    axes.set_xticks(range(len(names)), names)
-    return _svg(figure)
-
-
-@matplotlib.rc_context(_MAP_STYLE)
 def legend_of(scale: Scale) -> str:
     """Return an SVG legend for a colour scale that has named values."""
     assert scale.ticks is not None

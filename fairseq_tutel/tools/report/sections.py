@@ -13,7 +13,6 @@ from fairseq_tutel.tools.report.figures import (
     Curve,
     Scale,
     heat_map,
-    heat_map_by_name,
     legend_of,
     line_chart,
     scale_of,
@@ -26,7 +25,6 @@ from fairseq_tutel.tools.training_log import (
     Run,
     layer_of,
     list_keys,
-    units_of,
 )
 
 HOUR = 3600  # seconds
@@ -61,7 +59,7 @@ class Section:
 def sections_of(runs: dict[str, Run]) -> list[Section]:
     """Return all sections of a report in the order of the page; some may have no pictures."""
     loss, experts, *others = curve_sections(runs)
-    return [loss, experts, layer_section(runs), *expert_sections(runs), data_section(runs), *others]
+    return [loss, experts, layer_section(runs), *expert_sections(runs), *others]
 
 
 @dataclass(frozen=True)
@@ -112,7 +110,7 @@ SECTIONS = {
         *(_chart_of(metric) for metric in METRICS if metric.drawn),
     ],
     ("speed", "Speed", ""): [
-        Chart("Speed", "wps", "per second",
+        Chart("Speed", "wps", "tokens or images per second",
               "All ranks together. Dips are validation, checkpoints or other processes.", from_zero=True),
         Chart("Row exchanges", r"all_to_all_(cpu|cuda)_time_ms", "time of a micro-batch (ms)",
               "Time of dispatch and combine across ranks, from --record-a2a-perf-stats.",
@@ -155,7 +153,7 @@ def _pictures(section: str, chart: Chart, runs: dict[str, Run], time: bool = Fal
     svg = line_chart(
         curves,
         f"training time ({x_unit})" if time else "updates",
-        f"{units_of(runs.values())} per second" if chart.keys == "wps" else chart.unit,
+        chart.unit,
         log=chart.log,
         from_zero=chart.from_zero,
         references=[(math.log(e), f"ln {e} = {math.log(e):.2f}") for e in sorted(uniform)],
@@ -284,29 +282,3 @@ def _add_maps(
         alt = f"{group}, {layer}: at update {updates[-1]} the {len(values[-1])} experts {last}."
         svg = heat_map(updates, values, scale, columns=columns)
         section.groups.setdefault(group, []).append(Picture(layer, "", alt, svg))
-
-
-DATA_TEXT = """
-Load of the trained model, from fairseq-validate: one picture for each MoE layer. A row is an expert; a
-column is a data set, such as a language, with its perplexity. Data sets with similar columns use the same
-experts. An expert that is orange in one column and violet in the others is specialized in that data set.
-"""
-
-
-def data_section(runs: dict[str, Run]) -> Section:
-    """Return the section with heat maps of each expert's load on each data set."""
-    section = Section("data", "Load of every expert by data set", DATA_TEXT)
-    for name, run in runs.items():
-        for key in list_keys(LOAD, list(run.evaluations.values())):
-            loads = {what: r for what, r in run.evaluations.items() if key in r.lists}
-            labels = [f"{what}\nppl {r.values.get('ppl', math.nan):.2f}" for what, r in loads.items()]
-            values_NE = [record.lists[key] for record in loads.values()]
-            busiest = ", ".join(
-                f"{what} {values_E.index(max(values_E))} with {max(values_E):.2f} even shares"
-                for what, values_E in zip(loads, values_NE, strict=True)
-            )
-            layer = layer_of(key, LOAD)
-            svg = heat_map_by_name(labels, values_NE, LOAD_SCALE)
-            alt = f"{name}, {layer}: the busiest expert of {busiest}."
-            section.groups.setdefault(name, []).append(Picture(layer, "", alt, svg))
-    return section
