@@ -15,8 +15,7 @@ from fairseq_tutel.option import flag_of
 from fairseq_tutel.tools.arguments import at_least, refuse_output
 from fairseq_tutel.tools.parser import add_input, add_output
 
-# fairseq's file names for each flag. Pattern: the last group is the number to sort by, the first one of a best
-# file is the metric.
+# fairseq's file names for each flag. The last group of a pattern is the number to sort by.
 NAMES = {
     "num_epoch_checkpoints": ("checkpointEPOCH.pt", r"checkpoint(\d+)\.pt"),
     "num_update_checkpoints": ("checkpoint_EPOCH_UPDATE.pt", r"checkpoint_\d+_(\d+)\.pt"),

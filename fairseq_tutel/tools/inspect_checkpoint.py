@@ -1,4 +1,4 @@
-"""inspect: print the content of a checkpoint: experts, shapes, bytes, options, updates and expert loads.
+"""inspect: print the content of a checkpoint: experts, shapes, bytes, options and updates.
 
 The tool reads checkpoints of this package, dense fairseq checkpoints, single files of Meta's moe branch or
 of Tutel, and other files of tensors. Pickled code is not executed.
@@ -14,21 +14,17 @@ from typing import TYPE_CHECKING, Any
 
 from fairseq_tutel.files import printable
 from fairseq_tutel.tools.arguments import aligned
-from fairseq_tutel.tools.selection import of_log
 
 if TYPE_CHECKING:
     from fairseq_tutel.checkpoint.description import Facts
-    from fairseq_tutel.checkpoint.saved import Layer
 
 UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB")
 
 
 def add_to(tools: Any) -> None:
     """Add this tool as a subcommand of `python -m fairseq_tutel`."""
-    parser = tools.add_parser("inspect", description=__doc__, example="SAVE/checkpoint_best.pt --log SAVE")
+    parser = tools.add_parser("inspect", description=__doc__, example="SAVE/checkpoint_best.pt")
     parser.add_argument("checkpoint", metavar="CHECKPOINT", help="a checkpoint file or a --save-dir")
-    log = "add the experts' loads from a training log (--log-format json), or from the log in a "
-    parser.add_argument("--log", metavar="PATH", help=f"{log}--save-dir")
     for name, text in (
         ("--check", "read all bytes, also of expert files, and compare them with the checksums"),
         ("--json", "print everything as JSON"),
@@ -43,27 +39,11 @@ def run(arguments: argparse.Namespace) -> None:
     from fairseq_tutel.checkpoint.files import checkpoint_in, read_file
 
     path = checkpoint_in(Path(arguments.checkpoint), "CHECKPOINT")
-    facts, layers = describe(read_file(path, "CHECKPOINT", verify=False), path, arguments.check)
-    if arguments.log is not None:
-        _add_loads(facts, layers, Path(arguments.log))
+    facts, _ = describe(read_file(path, "CHECKPOINT", verify=False), path, arguments.check)
     if arguments.json:
         print(json.dumps(facts, indent=2))
     else:
         print(printable("\n".join(_lines(facts))))
-
-
-def _add_loads(facts: Facts, layers: list[Layer], log: Path) -> None:
-    """Add each expert's mean load, from the last records of a training log, to the description."""
-    if not layers:
-        raise ValueError(f"--log is given, but {facts['file']} has no experts; remove --log.")
-    loads = of_log(log, layers)
-    for layer, entry in zip(layers, facts.get("layers", []), strict=True):
-        if len(loads[layer]) != entry["experts"]:
-            raise ValueError(
-                f"{layer.label} has {len(loads[layer])} experts in --log {log}, but {entry['experts']} in "
-                "CHECKPOINT; give the log of this model."
-            )
-        entry["load"] = loads[layer]
 
 
 def _lines(facts: Facts) -> list[str]:
@@ -104,16 +84,10 @@ def _epoch(facts: Facts) -> str:
 
 
 def _table_of_layers(layers: Sequence[Facts]) -> str:
-    has_load = "load" in layers[0]
-    header = ["layer", "experts", "one expert", "dtype", "size", "other parameters"]
-    rows = [header + ["load: least, most, below 0.1"] * has_load]
+    rows = [["layer", "experts", "one expert", "dtype", "size", "other parameters"]]
     for layer in layers:
         row = [layer["layer"], str(layer["experts"]), _shapes(layer["shapes"])]
-        row += [_stored(layer), _size(layer["bytes"]), _shapes(layer["beside"]) or "-"]
-        if has_load:
-            load = layer["load"]
-            row.append(f"{min(load):.2f}, {max(load):.2f}, {sum(x < 0.1 for x in load)}")
-        rows.append(row)
+        rows.append([*row, _stored(layer), _size(layer["bytes"]), _shapes(layer["beside"]) or "-"])
     return aligned(rows)
 
 

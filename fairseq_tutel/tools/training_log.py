@@ -79,22 +79,17 @@ class Run:
     @property
     def experts(self) -> dict[str, int]:
         """A dictionary from the log key of each MoE layer's load to the layer's number of experts."""
-        lists = [item for record in self._all for item in record.lists.items()]
+        lists = [item for record in self.all for item in record.lists.items()]
         return {key: len(load) for key, load in lists if key.startswith(LOAD)}
 
     @property
     def seconds(self) -> float:
         """The total training time in seconds, or nan if unknown."""
-        known = [record.seconds for record in self._all if not math.isnan(record.seconds)]
-        return max(known, default=math.nan)
+        return max((r.seconds for r in self.all if not math.isnan(r.seconds)), default=math.nan)
 
     @property
-    def last_update(self) -> int:
-        """The update number of the last record."""
-        return max(record.update for record in self._all)
-
-    @property
-    def _all(self) -> list[Record]:
+    def all(self) -> list[Record]:
+        """The records of all tags."""
         return [record for records in self.records.values() for record in records]
 
 
@@ -168,38 +163,29 @@ def join(log: Log) -> Run:
     left out. fairseq's `wall` begins at 0 in every process, so the times of all processes are added. If
     `wall` stays 0, which happens after a resume within an epoch, the speed of updates gives the time.
     """
-    notes = []
+    notes: list[str] = []
     kept: list[Record] = []
     seconds = 0.0
     for entries in _processes(log):
         first = entries[0].update
         if kept:
-            lasting = [record for record in kept if record.update < first]
-            void = len(kept) - len(lasting)
-            lost = f", and {void} earlier records of these updates are left out" if void else ""
-            notes.append(f"Resumed: a new process logs from update {first} on{lost}.")
-            kept = lasting
-        before, now = seconds, math.nan
-        walls = [entry.values["wall"] for entry in entries if "wall" in entry.values]
-        stopped = walls and not any(walls)
-        last = kept[-1].update if kept else 0
+            notes.append(f"Resumed: a new process logs from update {first} on.")
+            kept = [record for record in kept if record.update < first]
+        before, now, last = seconds, math.nan, kept[-1].update if kept else 0
+        stopped = not any(entry.values.get("wall") for entry in entries)
         for entry in entries:
-            if stopped:
-                speed = entry.values.get("ups", 0)
-                if entry.tag == SINCE_LAST and speed > 0:
-                    seconds += (entry.update - last) / speed
-                    last = entry.update
-                now = seconds
-            elif not math.isnan(wall := entry.values.get("wall", math.nan)):
-                now = seconds = before + wall
+            if stopped and entry.tag == SINCE_LAST and entry.values.get("ups", 0) > 0:
+                now = seconds = seconds + (entry.update - last) / entry.values["ups"]
+                last = entry.update
+            elif not stopped and "wall" in entry.values:
+                now = seconds = before + entry.values["wall"]
             kept.append(replace(entry, seconds=now))
     notes += _not_finite(kept)
     by_tag: dict[str, dict[int, Record]] = {}
     for record in kept:
         by_tag.setdefault(record.tag, {})[record.update] = record
     ranks = [number for number, _ in groupby(log.ranks)]
-    records = {tag: list(of.values()) for tag, of in by_tag.items()}
-    return Run(records, ranks, notes)
+    return Run({tag: list(of.values()) for tag, of in by_tag.items()}, ranks, notes)
 
 
 def _processes(log: Log) -> list[list[Record]]:
@@ -221,8 +207,10 @@ def _not_finite(records: list[Record]) -> list[str]:
     """Return a note for each logged quantity that has nan or infinite values."""
     updates: dict[str, list[int]] = {}
     for record in records:
-        listed = {key: [value] for key, value in record.values.items()} | record.lists
-        for key, numbers in listed.items():
+        for key, numbers in {
+            **{key: [value] for key, value in record.values.items()},
+            **record.lists,
+        }.items():
             if not all(map(math.isfinite, numbers)):
                 updates.setdefault(f"{record.tag} {key}", []).append(record.update)
     return [

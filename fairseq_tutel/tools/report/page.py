@@ -121,7 +121,7 @@ def _summary_row(name: str, run: Run, qualities: list[Any]) -> dict[str, str]:
     suffix = "" if subset == "valid" else f" ({subset})"
     speeds = [speed for _, speed in _finite(run.training, "wps")]
     speeds = speeds[1:] or speeds  # the first updates warm up
-    row = {"Run": name, "Updates": f"{run.last_update:,}"}
+    row = {"Run": name, "Updates": f"{max(record.update for record in run.all):,}"}
     for key, quality, best_of in qualities:
         values = _finite(run.subsets.get(subset, []), key)
         best = best_of(values, key=lambda point: point[1], default=None)

@@ -7,13 +7,11 @@ from dataclasses import dataclass, field
 
 from fairseq_tutel.moe.metrics import METRICS, Metric
 from fairseq_tutel.tools.report.figures import (
-    COLORS,
     DROPPED_SCALE,
     LOAD_SCALE,
     Curve,
     Scale,
     heat_map,
-    legend_of,
     line_chart,
     scale_of,
 )
@@ -188,8 +186,8 @@ def _curves_of(chart: Chart, runs: dict[str, Run], has_subsets: bool, seconds: f
 
 
 LAYERS_TEXT = """
-One line for each MoE layer in training. If there are more layers than colors, a map with the first layer
-on top replaces the lines. If a layer differs from its neighbors, see the map of this layer below.
+One map for each metric in training: a row is a MoE layer, the first one on top. If a layer differs from its
+neighbors, see the map of this layer below.
 """
 
 
@@ -197,24 +195,14 @@ def layer_section(runs: dict[str, Run]) -> Section:
     """Return the section with charts for each layer, without non-negative metrics that are always 0."""
     section = Section("layers", "Layer by layer", LAYERS_TEXT)
     for name, run in runs.items():
-        pictures = section.groups[name] = []
-        labels = [layer_of(load, LOAD) for load in list_keys(LOAD, run.training)]
         for key in list_keys(LAYERS, run.training):
             title, unit, from_zero = _quantity(key.removeprefix(LAYERS))
             updates, values_UL = _values(run.training, key)
-            if from_zero and not _any_above_0(values_UL):
-                continue
-            last = ", ".join(
-                f"{layer} {value:g}" for layer, value in zip(labels, values_UL[-1], strict=True)
-            )
-            if len(labels) > len(COLORS):
+            if not from_zero or _any_above_0(values_UL):
                 svg = heat_map(updates, values_UL, scale_of(unit, values_UL), rows="MoE layer")
-            else:
-                lines = enumerate(zip(labels, zip(*values_UL, strict=True), strict=True))
-                curves = [Curve(label, updates, values, run=i) for i, (label, values) in lines]
-                svg = line_chart(curves, "updates", unit, from_zero=from_zero)
-            alt = f"{name}, {title.lower()} by layer: at update {updates[-1]} {last}."
-            pictures.append(Picture(title, "", alt, svg))
+                last = ", ".join(f"{value:g}" for value in values_UL[-1])
+                alt = f"{name}, {title.lower()} by layer: at update {updates[-1]} {last}."
+                section.groups.setdefault(name, []).append(Picture(title, "", alt, svg))
     return section
 
 
@@ -240,32 +228,24 @@ def _any_above_0(rows: list[list[float]]) -> bool:
 LOAD_TEXT = """
 One picture for each MoE layer. A row is an expert; a column is the updates from one record to the next.
 White is an even share, orange is more, and violet is less. An expert whose row stays dark violet hardly
-learns.
+learns. The colors end at a quarter of an even share and at four.
 """
 DROPPED_TEXT = """
 The dropped share of each expert's assignments, for layers with dropped assignments. Rows and columns are as
 above. White is 0. If a row stays dark, the expert's load always exceeds its capacity.
 """
-LOAD_COLOURS = (
-    "Violet is a quarter of an even share or less, white is an even share, orange is four or more."
-)
-DROPPED_COLOURS = (
-    "White means that nothing is dropped, orange a quarter of the assignments, black all of them."
-)
 
 
 def expert_sections(runs: dict[str, Run]) -> list[Section]:
     """Return the sections with heat maps of each expert's load and fraction of dropped assignments."""
     load = Section("load", "Load of every expert", LOAD_TEXT)
-    _add_maps(load, runs, LOAD, LOAD_SCALE, LOAD_COLOURS, "have {:.2f} to {:.2f} even shares")
+    _add_maps(load, runs, LOAD, LOAD_SCALE, "have {:.2f} to {:.2f} even shares")
     dropped = Section("dropped", "Dropped share of every expert", DROPPED_TEXT)
-    _add_maps(dropped, runs, DROPPED, DROPPED_SCALE, DROPPED_COLOURS, "drop a share of {:.3f} to {:.3f}")
+    _add_maps(dropped, runs, DROPPED, DROPPED_SCALE, "drop a share of {:.3f} to {:.3f}")
     return [load, dropped]
 
 
-def _add_maps(
-    section: Section, runs: dict[str, Run], prefix: str, scale: Scale, colours: str, words: str
-) -> None:
+def _add_maps(section: Section, runs: dict[str, Run], prefix: str, scale: Scale, words: str) -> None:
     """Add a heat map for each logged list whose key has the prefix, except lists that are always 0."""
     shown = [
         (f"{name}, {what}", layer_of(key, prefix), *_values(records, key))
@@ -274,8 +254,6 @@ def _add_maps(
         for key in list_keys(prefix, records)
     ]
     shown = [row for row in shown if _any_above_0(row[3])]
-    if shown:
-        section.groups[""] = [Picture("Colors", "", colours, legend_of(scale))]
     columns = min(200, max(40, COLUMNS // max(len(shown), 1)))
     for group, layer, updates, values in shown:
         last = words.format(min(values[-1]), max(values[-1]))
