@@ -17,6 +17,7 @@ from matplotlib.ticker import EngFormatter, FuncFormatter, MaxNLocator
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 LINES = ("-", "--", ":", "-.")
 LINE_LETTERS = 70  # characters per line of a legend, including gaps and line samples
+MOST_POINTS, MOST_COLUMNS = 400, 200  # of a curve and of a map; neighbours of longer ones are averaged
 FEW_POINTS = 40  # a curve with at most this many points has markers
 
 
@@ -87,18 +88,16 @@ def line_chart(
     log: bool = False,
     from_zero: bool = False,
     references: Sequence[tuple[float, str]] = (),
-    points: int = 400,
 ) -> str:
     """Return a line chart of several curves as SVG, with gaps at values that are not finite.
 
-    With `log`, the y axis is logarithmic if all values are positive.
-    If a curve has more than `points` points, neighbours are averaged. `references` are horizontal lines.
+    With `log`, the y axis is logarithmic if all values are positive. `references` are horizontal lines.
     """
     figure = Figure(figsize=(5, 3.2))
     axes = figure.add_subplot(xlabel=x_label, ylabel=y_label)
     _mark(axes.xaxis)
     for curve in curves:
-        _draw(axes, curve, points)
+        _draw(axes, curve)
     for height, name in references:
         axes.axhline(height, color="black", linewidth=1.4, linestyle=":", label=name)
     if log and all(value > 0 for curve in curves for value in curve.y):
@@ -118,23 +117,20 @@ def heat_map(
     updates: Sequence[int],
     values_UR: Sequence[Sequence[float]],
     scale: Scale,
-    *,
     rows: str = "expert",
-    columns: int = 200,
 ) -> str:
     """Return a heat map as SVG, with a row for each expert or layer and a column for each record.
 
-    A column spans the updates since the previous record, over which fairseq averages. If there are more
-    records than `columns`, neighbours are averaged.
+    A column spans the updates since the previous record, over which fairseq averages.
     """
-    values_RU = averaged(np.asarray(values_UR, dtype=float).T, columns)
+    values_RU = averaged(np.asarray(values_UR, dtype=float).T, MOST_COLUMNS)
     right = np.asarray(updates, dtype=float)
-    step = -(-len(right) // columns)
+    step = -(-len(right) // MOST_COLUMNS)
     first = 2 * right[0] - right[1] if len(right) > 1 else 0
     edges = np.concatenate([[max(first, 0)], right[step - 1 :: step]])
     if len(edges) == values_RU.shape[1]:  # the last block is not full
         edges = np.append(edges, right[-1])
-    figure = Figure(figsize=(5, 3.2))
+    figure = Figure(figsize=(4, 2.7))
     axes = figure.add_subplot(xlabel="updates", ylabel=rows)
     mesh = axes.pcolormesh(
         edges,
@@ -167,8 +163,8 @@ def averaged(values: np.ndarray, count: int) -> np.ndarray:
     return np.where(seen > 0, np.nansum(blocks, axis=-1) / np.maximum(seen, 1), np.nan)
 
 
-def _draw(axes: Axes, curve: Curve, points: int) -> None:
-    x, y = (averaged(np.asarray(values, dtype=float), points) for values in (curve.x, curve.y))
+def _draw(axes: Axes, curve: Curve) -> None:
+    x, y = (averaged(np.asarray(values, dtype=float), MOST_POINTS) for values in (curve.x, curve.y))
     axes.plot(
         x,
         y,

@@ -26,7 +26,6 @@ from fairseq_tutel.tools.training_log import (
 )
 
 HOUR = 3600  # seconds
-COLUMNS = 4000  # total columns of all heat maps in a section; limits the size of the page
 
 
 @dataclass(frozen=True)
@@ -155,7 +154,6 @@ def _pictures(section: str, chart: Chart, runs: dict[str, Run], time: bool = Fal
         log=chart.log,
         from_zero=chart.from_zero,
         references=[(math.log(e), f"ln {e} = {math.log(e):.2f}") for e in sorted(uniform)],
-        points=max(100, min(400, 2000 // len(curves))),
     )
     title = f"{chart.title} against {'time' if time else 'updates'}"
     ends = [f"{c.label} from {c.y[0]:g} at {c.x[0]:g} to {c.y[-1]:g} at {c.x[-1]:g}" for c in curves]
@@ -254,9 +252,8 @@ def _add_maps(section: Section, runs: dict[str, Run], prefix: str, scale: Scale,
         for key in list_keys(prefix, records)
     ]
     shown = [row for row in shown if _any_above_0(row[3])]
-    columns = min(200, max(40, COLUMNS // max(len(shown), 1)))
     for group, layer, updates, values in shown:
         last = words.format(min(values[-1]), max(values[-1]))
         alt = f"{group}, {layer}: at update {updates[-1]} the {len(values[-1])} experts {last}."
-        svg = heat_map(updates, values, scale, columns=columns)
+        svg = heat_map(updates, values, scale)
         section.groups.setdefault(group, []).append(Picture(layer, "", alt, svg))
