@@ -49,7 +49,7 @@ def run(arguments: argparse.Namespace) -> None:
     dataset, names = task.dataset(arguments.split), task.class_names
     numbers = range(min(len(dataset), arguments.limit or len(dataset)))
     with progress("classifying", len(numbers), "image") as advance:
-        answers = []
+        answers: list[Answer] = []
         for start in numbers[:: arguments.batch_size]:
             batch = dataset.collater([dataset[i] for i in numbers[start : start + arguments.batch_size]])
             answers += _answers(model, batch)

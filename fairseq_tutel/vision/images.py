@@ -160,7 +160,8 @@ def decoded(path: str, channels: int) -> "Image":
     from PIL import Image
 
     try:
-        with Image.open(path) as image:
+        with Image.open(path) as file:
+            image: Image.Image = file
             if image.mode[0] == "I":  # 16-bit grey, which Pillow would clip at 255
                 image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
             return image.convert(MODES[channels])

@@ -93,7 +93,6 @@ def test_patches_of_images_have_experts(tmp_path):
 
 REFUSED = {
     "no model": (("no.pt", "DATA"), "MODEL names {folder}/no.pt, which does not exist; give an existing "),
-    "empty text": (("SAVE", "DATA", "--text", " "), "--text is empty; give a sentence."),
     "output exists": (("SAVE", "DATA", "--output", "old.html"), "--output old.html exists; give another "),
     "overrides": (("SAVE", "DATA", "--model-overrides", "{"), "--model-overrides is {{; give a dictionary"),
 }

@@ -47,5 +47,5 @@ def test_languages_and_tasks_have_loads_of_their_own(data, tmp_path):
     for pair in PAIRS:
         task = ("--task", "moe_translation_multi_simple_epoch", "--lang-pairs", pair)
         run = fairseq("validate", data, *opened, *task, "--log-format", "json")
-        loads.append(re.findall(r'"moe_load_\w+": \[.+?\]', run.output))
+        loads.append(re.findall(r'moe_load_\w+": \[.+?\]', run.output))
     assert len(loads[0]) == len(loads[1]) > 1 and loads[0] != loads[1]
