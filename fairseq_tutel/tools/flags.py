@@ -47,7 +47,7 @@ def run(arguments: argparse.Namespace) -> None:
         words = {
             word for o in every for word in re.findall(r"[a-z]{3,}", f"{o.key} {o.text}".replace("_", " "))
         }
-        similar = get_close_matches(pattern, words, 1)
+        similar = get_close_matches(pattern, words, 1, cutoff=0.75)
         if not similar:
             raise ValueError(f"no flag has {pattern!r} in its name or help; give another word.")
         print(f"no flag has {pattern!r}; flags with {similar[0]!r}:")
