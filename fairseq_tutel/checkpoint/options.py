@@ -9,4 +9,6 @@ RETIRED = {
     "distill_top_k": "the teacher's whole distribution is used",
     "distill_logits": "the teacher is in memory",
     "cmcl_teach_router": "only ensembles learn by CMCL",
+    "image_errors": "an unreadable image ends the run",
+    "swin_attention_dropout": "no published model has it",
 }

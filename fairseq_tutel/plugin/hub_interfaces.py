@@ -7,6 +7,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from fairseq import hub_utils
 from fairseq.dataclass.configs import GenerationConfig
@@ -20,7 +21,7 @@ from fairseq_cli.generate import get_symbols_to_strip_from_output
 from torch import nn
 
 from fairseq_tutel.plugin.registration.process import sentence_of
-from fairseq_tutel.vision.images import UnreadableImageError, decoded, fitted, normalisation
+from fairseq_tutel.vision.images import decoded, fitted, normalisation, tensor_of
 
 # Options of fairseq-generate that have no effect in Python, or fail.
 OF_COMMANDS = {"constraints", "lm_path", "lm_weight", "nbest", "prefix_size", "replace_unk", "sacrebleu"}
@@ -342,23 +343,22 @@ class ImageClassification(Interface, nn.Module):
         return found
 
     def _normalised(self, image: Any) -> torch.Tensor:
+        from PIL import Image
+
         channels, height, width = self.task.state.images["shape"]
         if isinstance(image, str | Path):
-            try:
-                pixels = decoded(str(image), channels)
-            except UnreadableImageError as error:
-                raise ValueError(f"{error}; give another file.") from error
+            image = decoded(str(image), channels)
         else:
-            array = torch.as_tensor(image)
-            array = array[..., None] if array.ndim == 2 else array
-            if array.dtype != torch.uint8 or array.ndim != 3 or array.shape[2] != channels:
+            array = np.asarray(image)
+            array = array[..., 0] if array.shape[2:] == (1,) else array
+            if array.dtype != np.uint8 or array.shape[2:] != (3,) * (channels == 3):
                 raise ValueError(
                     f"classify got an array of {array.dtype} {list(array.shape)}; give an array of uint8 "
                     f"[height, width, {channels}]."
                 )
-            pixels = array.permute(2, 0, 1)
+            image = Image.fromarray(array)
         mean, std = normalisation(self.task.image_config, channels)
-        return (fitted(pixels, height, width) - mean) / std
+        return (tensor_of(fitted(image, height, width)) - mean) / std
 
 
 def _refuse_masks(text: str, is_right: bool, wanted: str) -> None:

@@ -21,13 +21,7 @@ from fairseq_tutel.plugin.run_state import is_training, root_of
 from fairseq_tutel.plugin.training.resume import flag_and_path
 from fairseq_tutel.plugin.training.task import InferenceMixin
 from fairseq_tutel.tasks.image_dataset import ImageDataset
-from fairseq_tutel.vision.images import (
-    UnreadableImageError,
-    classes_of,
-    different_class,
-    open_images,
-    refusal,
-)
+from fairseq_tutel.vision.images import different_class, open_images
 from fairseq_tutel.vision.options import ImageConfig
 
 logger = logging.getLogger(__name__)
@@ -135,31 +129,14 @@ class ImageClassificationTask(InferenceMixin, FairseqTask):
             )
         return criterion
 
-    def train_step(self, sample: Any, *args: Any, **kwargs: Any) -> Any:
-        """Run a training step; raise an error if an image in the batch is unreadable."""
-        _refuse_unreadable(sample)
-        return super().train_step(sample, *args, **kwargs)
-
-    def valid_step(self, sample: Any, *args: Any, **kwargs: Any) -> Any:
-        """Run a validation step; raise an error if an image in the batch is unreadable."""
-        _refuse_unreadable(sample)
-        return super().valid_step(sample, *args, **kwargs)
-
     def _read_training_set(self) -> dict[str, Any]:
         """Return the training set's class names, and the image shape from the options or an image."""
         root, config = root_of(self), self.image_config
         images = self._opened(self.cfg.data, "train" if root is None else root.dataset.train_subset)
-        for i in range(len(images)):
-            try:
-                channels = config.channels or images.channels(i)
-                height, width = images.read(i, channels).shape[1:]
-            except UnreadableImageError as error:
-                if config.errors == "refuse":
-                    raise ValueError(refusal(str(error))) from None
-                continue
-            shape = [channels, config.size or height, config.size or width]
-            return {"classes": classes_of(images), "shape": shape}
-        raise ValueError(f"{images.origin} has {len(images)} images, but none can be read; check them.")
+        channels = config.channels or images.channels(0)
+        image = images.read(0, channels)
+        shape = [channels, config.size or image.height, config.size or image.width]
+        return {"classes": images.class_names, "shape": shape}
 
 
 def _classes_in(path: str) -> list[str]:
@@ -168,9 +145,3 @@ def _classes_in(path: str) -> list[str]:
         return mapped(path)["task_state"]["images"]["classes"]
     except Exception:  # of many kinds; loading the checkpoint will report the error
         return []
-
-
-def _refuse_unreadable(sample: Any) -> None:
-    # The error is raised in the main process, because a worker's error would include a traceback.
-    if "refused" in sample:
-        raise ValueError(sample["refused"])

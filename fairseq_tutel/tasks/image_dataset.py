@@ -3,7 +3,6 @@
 B: images in a batch, C: channels, H and W: height and width, N: images in the data set.
 """
 
-import logging
 from typing import Any
 
 import numpy as np
@@ -11,17 +10,8 @@ import torch
 from fairseq.data import FairseqDataset
 
 from fairseq_tutel.vision.augment import augmented, draw_mixing, draws_of, erased, mixed, order_of
-from fairseq_tutel.vision.images import (
-    Images,
-    UnreadableImageError,
-    fitted,
-    labels_among,
-    normalisation,
-    refusal,
-)
+from fairseq_tutel.vision.images import Images, fitted, labels_among, normalisation, tensor_of
 from fairseq_tutel.vision.options import ImageConfig
-
-logger = logging.getLogger(__name__)
 
 
 class ImageDataset(FairseqDataset):
@@ -42,15 +32,8 @@ class ImageDataset(FairseqDataset):
     ) -> None:
         self.images, self.config, self.shape, self.seed = images, config, shape, seed
         self.labels_N = labels_among(images, classes)
-        if seed is not None and config.crop_padding >= min(shape[1:]):
-            raise ValueError(
-                f"--image-crop-padding is {config.crop_padding}, so a crop of an image of "
-                f"{shape[1]} x {shape[2]} pixels could be padding only; give at most {min(shape[1:]) - 1}."
-            )
         self.mean, self.std = normalisation(config, shape[0])
         self._epoch = 0
-        # Unreadable images. All workers share this tensor, so each image is logged once.
-        self._left_out_N = torch.zeros(len(images), dtype=torch.bool).share_memory_()
 
     @property
     def can_reuse_epoch_itr_across_epochs(self) -> bool:
@@ -88,62 +71,36 @@ class ImageDataset(FairseqDataset):
         return indices, []
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        """Return an image with its label, or the reason why the image is unreadable."""
+        """Return an image with its label; raise ValueError if the image is unreadable."""
         epoch, i = divmod(int(index), len(self))
         (channels, height, width), mixing = self.shape, None
-        try:
-            image = fitted(self.images.read(i, channels), height, width)
-        except UnreadableImageError as error:
-            return {"index": int(index), "unreadable": str(error)}
+        image = fitted(self.images.read(i, channels), height, width)
         if self.seed is None:
-            image = (image - self.mean) / self.std
+            x = (tensor_of(image) - self.mean) / self.std
         else:
             draws = draws_of(self.seed, epoch, i)
-            image = (augmented(image, self.config, draws) - self.mean) / self.std
-            image = erased(image, self.config.erase, draws)
+            x = (tensor_of(augmented(image, self.config, draws)) - self.mean) / self.std
+            x = erased(x, self.config.erase, draws)
             mixing = draw_mixing(self.config, height, width, draws)
-        return {"id": i, "image": image, "target": int(self.labels_N[i]), "mixing": mixing}
+        return {"id": i, "image": x, "target": int(self.labels_N[i]), "mixing": mixing}
 
     def collater(self, samples: list[dict[str, Any]]) -> dict[str, Any]:
         """Return a batch: images [B, C, H, W] float32, normalized, with their ids and targets [B] int64.
 
         If images are mixed, "mixed" has the target [B] of the second image and the share [B] of the first.
-        Without samples, the batch is empty, and fairseq treats it as a dummy batch. An unreadable image
-        makes the batch {"refused": the error message}, unless --image-errors is skip.
+        Without samples, the batch is empty, and fairseq treats it as a dummy batch.
         """
-        kept = [sample for sample in samples if "image" in sample]
-        bad = [sample for sample in samples if "image" not in sample]
-        if bad and self.config.errors == "refuse":
-            return {"refused": refusal(bad[0]["unreadable"])}
-        for sample in bad:
-            self._leave_out(sample)
-        if bad and not kept:  # an empty batch would have no loss; another image keeps the ranks in step
-            kept = [self._next_readable(bad[-1]["index"])]
-        if not kept:
+        if not samples:
             return {}
-        images_BCHW = torch.stack([sample["image"] for sample in kept])
+        images_BCHW = torch.stack([sample["image"] for sample in samples])
         batch: dict[str, Any] = {
             "net_input": {"images": images_BCHW},
-            **{key: torch.tensor([sample[key] for sample in kept]) for key in ("id", "target")},
-            **dict.fromkeys(("nsentences", "ntokens"), len(kept)),
+            **{key: torch.tensor([sample[key] for sample in samples]) for key in ("id", "target")},
+            **dict.fromkeys(("nsentences", "ntokens"), len(samples)),
         }
-        if kept[0]["mixing"] is not None:
-            mixings = [sample["mixing"] for sample in kept]
+        if samples[0]["mixing"] is not None:
+            mixings = [sample["mixing"] for sample in samples]
             batch["net_input"]["images"] = mixed(images_BCHW, mixings)
             share_B = torch.tensor([mixing.share for mixing in mixings])
             batch["mixed"] = {"target": batch["target"].roll(-1), "share": share_B}
         return batch
-
-    def _leave_out(self, sample: dict[str, Any]) -> None:
-        i = sample["index"] % len(self)
-        if not self._left_out_N[i]:
-            self._left_out_N[i] = True
-            logger.warning("skipped %s (%d so far)", sample["unreadable"], int(self._left_out_N.sum()))
-
-    def _next_readable(self, index: int) -> dict[str, Any]:
-        epoch, i = divmod(index, len(self))
-        for step in range(1, len(self)):
-            sample = self[epoch * len(self) + (i + step) % len(self)]
-            if "image" in sample:
-                return sample
-        raise ValueError(f"{self.images.origin} has {len(self)} images, but none can be read; check them.")

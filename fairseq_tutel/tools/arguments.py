@@ -1,31 +1,38 @@
-"""Checks numbers and output files of the tools' command lines, and writes output files."""
+"""Checks numbers and output files of the tools' command lines, and writes output files and tables."""
 
 import argparse
 import contextlib
 import os
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
+from fairseq_tutel import __version__
 from fairseq_tutel.files import TEMPORARY
-from fairseq_tutel.option import flag_of
-from fairseq_tutel.tools.parser import Number
 
 DTYPES = {"fp32": 4, "fp16": 2, "bf16": 2}  # bytes of an element
 
 
-def refuse_numbers(arguments: argparse.Namespace, numbers: Sequence[Number]) -> None:
-    """Raise ValueError for a number below 1, a --top-k above --experts or an unknown --dtype."""
-    for key, _, _ in numbers:
-        if getattr(arguments, key) < 1:
-            raise ValueError(f"{flag_of(key)} is {getattr(arguments, key)}; give a number of at least 1.")
-    if arguments.top_k > arguments.experts:
-        raise ValueError(
-            f"--top-k is {arguments.top_k}, but --experts is {arguments.experts}; give at most "
-            f"{arguments.experts}."
-        )
-    if arguments.dtype is not None and arguments.dtype not in DTYPES:
-        raise ValueError(f"--dtype is {arguments.dtype}; give one of {', '.join(DTYPES)}.")
+def at_least(least: int, most: int | None = None) -> Callable[[str], int]:
+    """Return an argument's type: a whole number within these bounds."""
+
+    def number(text: str) -> int:
+        value = int(text)
+        if value < least or (most is not None and value > most):
+            limit = "" if most is None else f" and at most {most}"
+            raise argparse.ArgumentTypeError(f"{text} is out of range; give at least {least}{limit}")
+        return value
+
+    return number
+
+
+def above_0(text: str) -> float:
+    """Parse an argument that is a number above 0."""
+    value = float(text)
+    if not value > 0:
+        raise argparse.ArgumentTypeError(f"{text} is not above 0")
+    return value
 
 
 def refuse_output(
@@ -65,13 +72,6 @@ def refuse_output_folder(output: Path, source: Path, mark: str, overwrite: bool)
         raise ValueError(f"--output is {output}, which holds the input; give a new path.")
 
 
-def refuse_folder(name: str, folder: str) -> None:
-    """Raise ValueError if an input folder does not exist; fairseq allows several, joined by colons."""
-    for each in folder.split(":"):
-        if not Path(each).is_dir():
-            raise ValueError(f"{name} is {each}, which is not a folder; give the folder of the data set.")
-
-
 @contextlib.contextmanager
 def writing(path: Path, flag: str = "--output") -> Iterator[Path]:
     """Yield a temporary path to write to; after the block, rename the file to `path`.
@@ -91,13 +91,29 @@ def writing(path: Path, flag: str = "--output") -> Iterator[Path]:
             beside.unlink(missing_ok=True)
 
 
+def template_of(path: Path) -> Any:
+    """Return the Jinja template in a file; it escapes HTML, and has the variable `version`."""
+    with needing("this page", "report"):
+        from jinja2 import Environment, StrictUndefined
+
+    facts: dict[str, Any] = {"autoescape": True, "undefined": StrictUndefined}
+    templates = Environment(trim_blocks=True, lstrip_blocks=True, **facts)
+    return templates.from_string(path.read_text(encoding="utf-8"), globals={"version": __version__})
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> str:
+    """Return the text of a table whose columns are separated by two spaces; the header is the first row."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = [map(str.ljust, row, widths) for row in rows]
+    return "\n".join("  ".join(line).rstrip() for line in lines)
+
+
 @contextlib.contextmanager
-def needing(what: str, extra: str = "") -> Iterator[None]:
-    """Convert an ImportError in the block to a ValueError that names the package or extra to install."""
+def needing(what: str, extra: str) -> Iterator[None]:
+    """Convert an ImportError in the block to a ValueError that names the extra to install."""
     try:
         yield
     except ModuleNotFoundError as error:
-        package = f"'fairseq-tutel[{extra}]'" if extra else error.name
         raise ValueError(
-            f"{what} needs {error.name}, which is not installed; run pip install {package}."
+            f"{what} needs {error.name}, which is not installed; run pip install 'fairseq-tutel[{extra}]'."
         ) from error

@@ -1,7 +1,6 @@
 """env: print versions, devices and backends, and why each backend is chosen, for a bug report."""
 
 import argparse
-import importlib.util
 import platform
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
@@ -11,8 +10,8 @@ from typing import Any
 from fairseq_tutel.moe.config import LAYER
 
 PACKAGES = (
-    "fairseq-tutel", "torch", "fairseq-fixed", "fairseq", "numpy", "triton", "hydra-core", "omegaconf",
-    "sacrebleu", "sentencepiece", "tensorboardX", "wandb", "matplotlib",
+    "fairseq-tutel", "torch", "fairseq-fixed", "numpy", "triton", "hydra-core", "omegaconf",
+    "sacrebleu", "sentencepiece", "matplotlib", "pillow",
 )  # fmt: skip
 
 
@@ -40,9 +39,7 @@ def _versions() -> Iterator[tuple[str, str]]:
         try:
             yield package, version(package)
         except PackageNotFoundError:
-            if package != "fairseq":  # fairseq-fixed is the same software
-                yield package, "not installed"
-    yield "apex", _apex()
+            yield package, "not installed"
 
 
 def _devices() -> Iterator[tuple[str, str]]:
@@ -79,17 +76,6 @@ def _choices() -> Iterator[tuple[str, str]]:
         yield f"kernels (--moe-backend {requested})", choice
     if on_gpu:
         yield "backend of torch.distributed", "nccl, since there is a GPU"
-        yield "precisions", "fp32, --fp16, --bf16 and their memory-efficient forms, --amp"
     else:
-        gloo = "gloo, with --ddp-backend legacy_ddp, since there is no GPU"
-        yield "backend of torch.distributed", gloo
-        halves = "fp32, --bf16, --memory-efficient-bf16; not --fp16 and --amp, which need a GPU"
-        yield "precisions", halves
-
-
-def _apex() -> str:
-    if importlib.util.find_spec("apex") is None:
-        return "not installed"
-    if importlib.util.find_spec("amp_C") is None:
-        return "a package of that name without NVIDIA's extensions (PyPI's apex is another project)"
-    return "NVIDIA's"
+        yield "backend of torch.distributed", "gloo, with --ddp-backend legacy_ddp, since there is no GPU"
+        yield "precisions", "not --fp16 and --amp, which need a GPU"

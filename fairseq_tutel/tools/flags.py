@@ -15,22 +15,9 @@ from fairseq_tutel.vision.options import ImageConfig, SwinConfig, SwinExpertsCon
 # Options that are defined outside of moe/.
 OTHER_TABLES = (ImageConfig, SwinConfig, SwinExpertsConfig, EnsembleConfig, CMCLConfig, DistillationConfig)
 THEMES = (
-    "Routing",
-    "Capacity",
-    "Balance",
-    "Experts",
-    "Parallelism",
-    "Communication",
-    "Memory",
-    "Checkpoints",
-    "Kernels",
-    "Logging",
-    "Images",
-    "Vision",
-    "Ensembles",
-    "Distillation",
-    "Older names",
-)
+    "Routing", "Capacity", "Balance", "Experts", "Parallelism", "Communication", "Memory", "Checkpoints",
+    "Kernels", "Logging", "Images", "Vision", "Ensembles", "Distillation", "Older names",
+)  # fmt: skip
 
 
 def all_options() -> list[Option]:
@@ -58,7 +45,7 @@ def run(arguments: argparse.Namespace) -> None:
     pattern = " ".join([*arguments.word, *arguments.flag]).lower()
     if not any(_matches(option, pattern) for option in every):
         words = {
-            word for o in every for word in re.findall(r"[a-z]{3,}", f"{o.key.replace('_', ' ')} {o.text}")
+            word for o in every for word in re.findall(r"[a-z]{3,}", f"{o.key} {o.text}".replace("_", " "))
         }
         similar = get_close_matches(pattern, words, 1, cutoff=0.75)
         if not similar:

@@ -1,4 +1,4 @@
-"""inspect: print the content of a checkpoint: experts, shapes, bytes, options, updates and expert loads.
+"""inspect: print the content of a checkpoint: experts, shapes, bytes, options and updates.
 
 The tool reads checkpoints of this package, dense fairseq checkpoints, single files of Meta's moe branch or
 of Tutel, and other files of tensors. Pickled code is not executed.
@@ -14,23 +14,19 @@ from typing import TYPE_CHECKING, Any
 
 from fairseq_tutel.files import printable
 from fairseq_tutel.plugin.options import options_of
-from fairseq_tutel.tools.selection import of_log
+from fairseq_tutel.tools.arguments import aligned
 
 if TYPE_CHECKING:
     from fairseq_tutel.checkpoint.description import Facts
-    from fairseq_tutel.checkpoint.saved import Layer
 
 UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB")
 
 
 def add_to(tools: Any) -> None:
     """Add this tool as a subcommand of `python -m fairseq_tutel`."""
-    parser = tools.add_parser("inspect", description=__doc__, example="SAVE/checkpoint_best.pt --log SAVE")
+    parser = tools.add_parser("inspect", description=__doc__, example="SAVE/checkpoint_best.pt")
     parser.add_argument("checkpoint", metavar="CHECKPOINT", help="a checkpoint file or a --save-dir")
-    log = "add the experts' loads from a training log (--log-format json), or from the log in a "
-    parser.add_argument("--log", metavar="PATH", help=f"{log}--save-dir")
     for name, text in (
-        ("--tensors", "list all tensors of a checkpoint of this package, too"),
         ("--check", "read all bytes, also of expert files, and compare them with the checksums"),
         ("--json", "print everything as JSON"),
     ):
@@ -45,32 +41,14 @@ def run(arguments: argparse.Namespace) -> None:
 
     path = checkpoint_in(Path(arguments.checkpoint), "CHECKPOINT")
     state = read_file(path, "CHECKPOINT", verify=False)
-    facts, layers = describe(state, path, options_of("model"), arguments.check)
-    if arguments.log is not None:
-        _add_loads(facts, layers, Path(arguments.log))
+    facts, _ = describe(state, path, options_of("model"), arguments.check)
     if arguments.json:
         print(json.dumps(facts, indent=2))
     else:
-        print(printable("\n".join(_lines(facts, arguments.tensors))))
+        print(printable("\n".join(_lines(facts))))
 
 
-def _add_loads(facts: Facts, layers: list[Layer], log: Path) -> None:
-    """Add each expert's mean load, from the last records of a training log, to the description."""
-    if not layers:
-        raise ValueError(
-            f"--log is given, but CHECKPOINT names {facts['file']}, which has no experts; remove --log."
-        )
-    loads = of_log(log, layers)
-    for layer, entry in zip(layers, facts.get("layers", []), strict=True):
-        if len(loads[layer]) != entry["experts"]:
-            raise ValueError(
-                f"--log is {log}, where {layer.label} has {len(loads[layer])} experts, but CHECKPOINT "
-                f"has {entry['experts']}; give the log of this model."
-            )
-        entry["load"] = loads[layer]
-
-
-def _lines(facts: Facts, with_tensors: bool) -> list[str]:
+def _lines(facts: Facts) -> list[str]:
     from fairseq_tutel.checkpoint.description import OURS
 
     lines = [f"{facts['file']}: {facts['kind']}, {_size(facts['bytes_of_file'])}"]
@@ -90,9 +68,11 @@ def _lines(facts: Facts, with_tensors: bool) -> list[str]:
         options = [f"{flag} {value}" for flag, value in facts["options"].items()]
         lines.append(f"MoE options other than the defaults: {', '.join(options) or 'none'}")
     if "layers" in facts:
-        lines += ["", *_table_of_layers(facts["layers"])]
-    if with_tensors or facts["kind"] != OURS:
-        lines += ["", *_table_of_tensors(facts["tensors"])]
+        lines += ["", _table_of_layers(facts["layers"])]
+    if facts["kind"] != OURS:
+        rows = [["tensor", "number", "shape", "dtype"]]
+        rows += [[t["name"], str(t["number"]), _shape(t["shape"]), t["dtype"]] for t in facts["tensors"]]
+        lines += ["", aligned(rows)]
     return lines
 
 
@@ -105,18 +85,12 @@ def _epoch(facts: Facts) -> str:
     return f"in epoch {'unknown' if epoch is None else epoch}"
 
 
-def _table_of_layers(layers: Sequence[Facts]) -> list[str]:
-    has_load = "load" in layers[0]
-    header = ["layer", "experts", "one expert", "dtype", "size", "other parameters"]
-    rows = [header + ["load: least, most, below 0.1"] * has_load]
+def _table_of_layers(layers: Sequence[Facts]) -> str:
+    rows = [["layer", "experts", "one expert", "dtype", "size", "other parameters"]]
     for layer in layers:
         row = [layer["layer"], str(layer["experts"]), _shapes(layer["shapes"])]
-        row += [_stored(layer), _size(layer["bytes"]), _shapes(layer["beside"]) or "-"]
-        if has_load:
-            load = layer["load"]
-            row.append(f"{min(load):.2f}, {max(load):.2f}, {sum(x < 0.1 for x in load)}")
-        rows.append(row)
-    return _aligned(rows)
+        rows.append([*row, _stored(layer), _size(layer["bytes"]), _shapes(layer["beside"]) or "-"])
+    return aligned(rows)
 
 
 def _stored(layer: Facts) -> str:
@@ -124,20 +98,6 @@ def _stored(layer: Facts) -> str:
         return layer["dtype"]
     relative, worst = (max(layer[key].values()) for key in ("relative_error", "worst_row_error"))
     return f"{layer['dtype']} in {layer['stored']}: error {relative:.1e}, worst row {worst:.1e}"
-
-
-def _table_of_tensors(tensors: Sequence[Facts]) -> list[str]:
-    rows = [["tensor", "number", "shape", "dtype"]]
-    rows += [[t["name"], str(t["number"]), _shape(t["shape"]), t["dtype"]] for t in tensors]
-    return _aligned(rows)
-
-
-def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in rows
-    ]
 
 
 def _shapes(named: dict[str, Sequence[int]]) -> str:

@@ -14,12 +14,7 @@ import torch.distributed as dist
 
 from fairseq_tutel.kernels.groups import Groups
 from fairseq_tutel.moe.experts import grouped_linear
-from fairseq_tutel.parallel.all_to_all import (
-    Hop,
-    HopAllToAll,
-    exchange_counts_in_two_hops,
-    hierarchical_all_to_all,
-)
+from fairseq_tutel.parallel.all_to_all import Hop, HopAllToAll
 from fairseq_tutel.parallel.collectives import all_reduce, barrier
 from fairseq_tutel.parallel.groups import Topology, make_topology
 from fairseq_tutel.parallel.link_fit import Row, fit_machine
@@ -120,33 +115,27 @@ def _experts(
 def _exchanges(arguments: argparse.Namespace, device: torch.device, topology: Topology) -> Iterator[Row]:
     """Measure the times of all-to-alls of several sizes in the EP group.
 
-    On a grid of nodes, also measure those within a node, those between nodes, and the 2-D hierarchical one.
+    On a grid of nodes, also measure those within a node and those between nodes.
     """
     grid, group, ranks_of_group = topology.grid, topology.expert_group, topology.expert_parallel_size
     # A group over several nodes that is not a grid has one rank in each node.
     one_each = (ranks_per_node() or topology.world_size) == 1
     shape = (grid.nodes, grid.local) if grid else (ranks_of_group, 1) if one_each else (1, ranks_of_group)
-    # Nodes, ranks per node, algorithm, ranks of a node that send at once, group.
-    cases: list[tuple[int, int, str, int, Any]] = [(*shape, "linear", shape[1], group)]
+    # Nodes, ranks per node, ranks of a node that send at once, group.
+    cases: list[tuple[int, int, int, Any]] = [(*shape, shape[1], group)]
     if grid:
-        cases.append((1, grid.local, "linear", grid.local, grid.node_group))
-        cases.append((grid.nodes, 1, "linear", grid.local, grid.rail_group))
-        cases.append((*shape, "2dh", grid.local, group))
-    for nodes, local, algorithm, on_link, ranks in cases:
+        cases.append((1, grid.local, grid.local, grid.node_group))
+        cases.append((grid.nodes, 1, grid.local, grid.rail_group))
+    for nodes, local, on_link, ranks in cases:
         count = size = nodes * local  # number of rows: one per rank, then four times as many in each step
         while 4 * _ROW_FLOATS * count <= arguments.max_mib * 2**20:
             rows_RD = torch.zeros(count, _ROW_FLOATS, device=device)
-            if algorithm == "2dh" and grid:
-                each = torch.full((size, 1), count // size, device=device)
-                counts = exchange_counts_in_two_hops(each, grid)
-                exchange = hierarchical_all_to_all(counts, counts.to_host(), grid)
-            else:
-                even = (count // size,) * size
-                exchange = HopAllToAll(hops=(Hop(ranks, even, even),))
+            even = (count // size,) * size
+            exchange = HopAllToAll(hops=(Hop(ranks, even, even),))
             yield {
                 "nodes": nodes,
                 "local": local,
-                "algorithm": algorithm,
+                "algorithm": "linear",
                 "bytes_per_rank": rows_RD.nbytes,
                 "seconds": _time(partial(exchange.dispatch, rows_RD), arguments, device),
                 "on_link": on_link,

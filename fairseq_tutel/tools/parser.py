@@ -10,9 +10,10 @@ import textwrap
 from collections.abc import Sequence
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from fairseq_tutel.option import Option, flag_of
+from fairseq_tutel.tools.arguments import at_least
 
 Number = tuple[str, int, str]  # key, default, help
 EXAMPLE = "example: "
@@ -45,40 +46,26 @@ class ToolParser(argparse.ArgumentParser):
                 self.error(f"unrecognized arguments: {word}; {hint}")
         return super().parse_known_args(words, namespace)
 
-    def error(self, message: str) -> NoReturn:
-        """Print the message and exit; add a hint if a value may have begun with a dash."""
-        if message.endswith("expected at least one argument"):
-            message += " that does not begin with -"
-        super().error(message)
-
 
 class _HelpFormatter(argparse.HelpFormatter):
-    """Keeps paragraphs, names with hyphens, and the example, which could not be copied otherwise."""
+    """Keeps paragraphs, and the example, which could not be copied if it were wrapped."""
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         if text.startswith(EXAMPLE):
             return text
-        return "\n\n".join("\n".join(self._split_lines(part, width)) for part in text.split("\n\n"))
-
-    def _split_lines(self, text: str, width: int) -> list[str]:
-        return textwrap.wrap(" ".join(text.split()), width, break_on_hyphens=False)
+        return "\n\n".join(textwrap.fill(part, width) for part in text.split("\n\n"))
 
 
 def _input_first(words: list[str], flag: str) -> list[str]:
-    """Replace an option by its values, as positional arguments before all others; the last one counts."""
-    values: list[str] = []
-    others: list[str] = []
-    is_value = False
-    for word in words:
-        name, equals, value = word.partition("=")
-        if name == flag:
-            values, is_value = [value] * bool(equals), not equals
-        elif is_value and not word.startswith("-"):
-            values.append(word)
-        else:
-            others.append(word)
-            is_value = False
-    return [*values, *others]
+    """Replace the option `flag` by its values, as positional arguments before all others."""
+    words = [
+        part for word in words for part in (word.split("=", 1) if word.startswith(f"{flag}=") else [word])
+    ]
+    if flag not in words:
+        return words
+    start = words.index(flag) + 1
+    end = next((i for i in range(start, len(words)) if words[i].startswith("-")), len(words))
+    return [*words[start:end], *words[: start - 1], *words[end:]]
 
 
 def add_input(
@@ -104,14 +91,11 @@ def add_output(
     *,
     required: bool = False,
     is_folder: bool = False,
-    former: str = "",
 ) -> None:
-    """Add the options --output and --overwrite; `former` is an older name of --output that still works."""
+    """Add the options --output and --overwrite."""
     facts: dict[str, Any] = {"type": Path if is_folder else _file, "required": required}
     facts |= {"default": default and Path(default), "metavar": "FOLDER" if is_folder else "FILE"}
     parser.add_argument("--output", help=f"{help} [{default}]" if default else help, **facts)
-    if former:
-        parser.add_argument(former, dest="output", type=_file, help=argparse.SUPPRESS)
     parser.add_argument("--overwrite", action="store_true", help="replace --output if it exists")
 
 
@@ -122,10 +106,10 @@ def _file(text: str) -> Path:
 
 
 def add_numbers(parser: argparse.ArgumentParser, numbers: Sequence[Number]) -> None:
-    """Add an integer option to the parser for each entry of `numbers`."""
+    """Add an integer option of at least 1 to the parser for each entry of `numbers`."""
     for key, default, meaning in numbers:
         parser.add_argument(
-            flag_of(key), type=int, default=default, metavar="N", help=f"{meaning} [{default}]"
+            flag_of(key), type=at_least(1), default=default, metavar="N", help=f"{meaning} [{default}]"
         )
 
 

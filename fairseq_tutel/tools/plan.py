@@ -14,7 +14,7 @@ from typing import Any
 
 from fairseq_tutel.parallel.cost import Candidate, Work, best
 from fairseq_tutel.parallel.machine import PRESETS, Machine
-from fairseq_tutel.tools.arguments import DTYPES, needing, refuse_numbers, refuse_output, writing
+from fairseq_tutel.tools.arguments import DTYPES, above_0, aligned, at_least, refuse_output, writing
 from fairseq_tutel.tools.parser import add_numbers, add_output
 
 DETAILED = 3  # number of candidates that are shown in detail
@@ -37,24 +37,23 @@ def add_to(tools: Any) -> None:
     example = "--nodes 4 --gpus-per-node 8 --gpu h100 --experts 64"
     parser = tools.add_parser("plan", description=__doc__, example=example)
     add_numbers(parser, NUMBERS)
-    known, dtypes = ", ".join(PRESETS), ", ".join(DTYPES)
     zero = "--moe-zero-stage: 1 shards the optimizer state, 2 also gradients [0]"
     dense = "number of parameters outside of experts [attention: 4 x layers x model-dim squared]"
     for flag, kind, metavar, text in (
         ("--machine", Path, "FILE", "hardware profile from `tune`, instead of --gpu"),
-        ("--intra-gb-s", float, "X", "bandwidth of a rank's link within the node, in GB/s"),
-        ("--inter-gb-s", float, "X", "bandwidth of a rank's link to other nodes, in GB/s"),
-        ("--alpha-us", float, "X", "latency of a message to another node, in microseconds"),
-        ("--dense-parameters", int, "N", dense),
+        ("--intra-gb-s", above_0, "X", "bandwidth of a rank's link within the node, in GB/s"),
+        ("--inter-gb-s", above_0, "X", "bandwidth of a rank's link to other nodes, in GB/s"),
+        ("--alpha-us", above_0, "X", "latency of a message to another node, in microseconds"),
+        ("--dense-parameters", at_least(0), "N", dense),
     ):
         parser.add_argument(flag, type=kind, metavar=metavar, help=text)
-    parser.add_argument("--gpu", default="a100", help=f"one of {known} [a100]")
-    parser.add_argument("--dtype", default="bf16", help=f"one of {dtypes} [bf16]")
-    parser.add_argument("--zero-stage", type=int, default=0, metavar="N", help=zero)
+    parser.add_argument("--gpu", default="a100", choices=PRESETS, help="GPU of the cluster [a100]")
+    parser.add_argument("--dtype", default="bf16", choices=DTYPES, help="dtype of the experts [bf16]")
+    parser.add_argument("--zero-stage", type=int, default=0, choices=(0, 1, 2), help=zero)
     parser.add_argument("--glu", action="store_true", help="experts are gated FFNs with three matrices")
     text = "--moe-offload-optimizer: optimizer state is in host memory"
     parser.add_argument("--offload-optimizer", action="store_true", help=text)
-    add_output(parser, "write the candidates as JSON to this file", former="--json")
+    add_output(parser, "write the candidates as JSON to this file")
     parser.set_defaults(run=run)
 
 
@@ -62,31 +61,26 @@ def run(arguments: argparse.Namespace) -> None:
     """Rank the configurations of experts on a cluster by predicted time, and print the best ones."""
     if arguments.output:
         refuse_output(arguments.output, overwrite=arguments.overwrite)
-    work = _work(arguments)
-    machine = _machine(arguments)
+    work, machine = _work(arguments), _machine(arguments)
     best_of: dict[tuple[int, int], Candidate] = {}  # by P and r
     for candidate in best(work, machine, arguments.nodes, arguments.gpus_per_node):
         key = candidate.cluster.expert_parallel_size, candidate.strategy.adaptive_r
         best_of.setdefault(key, candidate)
     shown = list(best_of.values())[: arguments.top]
-    page = _page(shown, work, machine)
+    print(_page(shown, work, machine))
     if arguments.output:
         listed = {"work": asdict(work), "machine": asdict(machine), "plans": list(map(asdict, shown))}
         with writing(arguments.output) as file:
             file.write_text(json.dumps(listed, indent=2) + "\n", encoding="utf-8")
-        page += f"\nwrote {arguments.output}"
-    print(page)
+        print(f"wrote {arguments.output}")
 
 
 def _work(arguments: argparse.Namespace) -> Work:
-    refuse_numbers(arguments, NUMBERS)
+    if arguments.top_k > arguments.experts:
+        raise ValueError(f"--top-k is {arguments.top_k}; give at most --experts, {arguments.experts}.")
     dense = arguments.dense_parameters
     if dense is None:
         dense = 4 * arguments.layers * arguments.model_dim**2
-    if dense < 0:
-        raise ValueError(f"--dense-parameters is {dense}; give a number of at least 0.")
-    if arguments.zero_stage not in (0, 1, 2):
-        raise ValueError(f"--zero-stage is {arguments.zero_stage}; give 0, 1 or 2.")
     names = ("tokens", "model_dim", "hidden_dim", "experts", "top_k", "glu", "layers", "zero_stage")
     return Work(
         **{name: getattr(arguments, name) for name in names},
@@ -99,54 +93,31 @@ def _work(arguments: argparse.Namespace) -> Work:
 def _machine(arguments: argparse.Namespace) -> Machine:
     if arguments.machine:
         machine = Machine.from_json(arguments.machine)
-    elif arguments.gpu in PRESETS:
+    else:
         machine = PRESETS[arguments.gpu]
         if arguments.dtype == "fp32":  # by default, torch uses no tensor cores for fp32
             machine = replace(machine, flops_per_s=machine.gate_flops_per_s)
-    else:
-        raise ValueError(
-            f"--gpu is {arguments.gpu}; give one of {', '.join(PRESETS)}, or a --machine FILE."
-        )
-    for name, gb_s in (("intra", arguments.intra_gb_s), ("inter", arguments.inter_gb_s)):
-        if gb_s is not None:
-            if not gb_s > 0:
-                raise ValueError(f"--{name}-gb-s is {gb_s:g}; give a number above 0.")
-            link = replace(getattr(machine, name), bytes_per_s=gb_s * 1e9)
-            machine = replace(machine, **{name: link})
-    alpha = arguments.alpha_us
-    if alpha is not None:
-        if not alpha >= 0:
-            raise ValueError(f"--alpha-us is {alpha:g}; give a number of at least 0.")
-        machine = replace(machine, inter=replace(machine.inter, alpha_s=alpha * 1e-6))
-    return machine
+    intra, inter = machine.intra, machine.inter
+    if arguments.intra_gb_s:
+        intra = replace(intra, bytes_per_s=arguments.intra_gb_s * 1e9)
+    if arguments.inter_gb_s:
+        inter = replace(inter, bytes_per_s=arguments.inter_gb_s * 1e9)
+    if arguments.alpha_us:
+        inter = replace(inter, alpha_s=arguments.alpha_us * 1e-6)
+    return replace(machine, intra=intra, inter=inter)
 
 
 def _page(candidates: Sequence[Candidate], work: Work, machine: Machine) -> str:
     """Return the text that the tool prints: a table of all configurations, and details of the best."""
-    with needing("plan"):
-        from tabulate import tabulate
-
     cluster = candidates[0].cluster
     parameters = work.layers * work.experts * work.expert_parameters + work.dense_parameters
-    stage = f", ZeRO stage {work.zero_stage}" if work.zero_stage else ""
-    host = ", optimizer state in host memory" if work.offload else ""
     head = (
         f"{cluster.world} x {machine.name} on {cluster.nodes} node(s); {work.layers} MoE layer(s) of "
-        f"{work.experts} experts, {parameters / 1e9:.2f} billion parameters{stage}{host}; predicted, for "
+        f"{work.experts} experts, {parameters / 1e9:.2f} billion parameters; predicted, for "
         f"{work.tokens} tokens a rank"
     )
-    detailed = candidates[:DETAILED]
-    parts = [[part, *(f"{1e3 * c.parts[part]:.2f}" for c in detailed)] for part in candidates[0].parts]
-    memory = [[kind, *(f"{c.memory[kind] / 1e9:.2f}" for c in detailed)] for kind in candidates[0].memory]
-    if work.offload:
-        memory.append(["optimizer state, in host memory", *(f"{c.host / 1e9:.2f}" for c in detailed)])
-
-    def table(rows: list, header: list[str]) -> str:
-        aligned = ("left", *("right",) * (len(header) - 1))
-        return tabulate(rows, header, tablefmt="github", colalign=aligned, disable_numparse=True)
-
-    header = [*"Prd", "all-to-all", "step, ms", "tokens/s", "memory, GB", "fits"]
-    rows = [
+    rows = [["P", "r", "d", "all-to-all", "step, ms", "tokens/s", "memory, GB", "fits"]]
+    rows += [
         [
             *_choice(candidate),
             f"{1e3 * candidate.seconds:.2f}",
@@ -156,10 +127,15 @@ def _page(candidates: Sequence[Candidate], work: Work, machine: Machine) -> str:
         ]
         for candidate in candidates
     ]
+    detailed = candidates[:DETAILED]
     names = ["P={} r={} d={} {}".format(*_choice(candidate)) for candidate in detailed]
-    by_part = table(parts, ["part of the step, ms", *names])
-    by_kind = table(memory, ["memory of a rank, GB", *names])
-    return "\n\n".join((head, table(rows, header), by_part, by_kind))
+    parts = [["part of the step, ms", *names]]
+    parts += [[part, *(f"{1e3 * c.parts[part]:.2f}" for c in detailed)] for part in candidates[0].parts]
+    memory = [["memory of a rank, GB", *names]]
+    memory += [[kind, *(f"{c.memory[kind] / 1e9:.2f}" for c in detailed)] for kind in candidates[0].memory]
+    if work.offload:
+        memory.append(["optimizer state, in host memory", *(f"{c.host / 1e9:.2f}" for c in detailed)])
+    return "\n\n".join((head, *map(aligned, (rows, parts, memory))))
 
 
 def _choice(candidate: Candidate) -> tuple[str, str, str, str]:

@@ -18,7 +18,7 @@ from fairseq_tutel.plans.format import Plan
 from fairseq_tutel.plans.generators import GENERATORS
 from fairseq_tutel.plans.network import Network, routed
 from fairseq_tutel.plans.network import find as network_of
-from fairseq_tutel.tools.arguments import refuse_output, writing
+from fairseq_tutel.tools.arguments import above_0, at_least, refuse_output, writing
 from fairseq_tutel.tools.parser import add_output
 
 # Largest number of links with equal bytes that are listed.
@@ -32,11 +32,11 @@ def add_to(tools: Any) -> None:
     text = f"FILE.json, MSCCL's FILE.xml, or {NAMED}, where NAME is one of {', '.join(GENERATORS)}"
     parser.add_argument("plan", metavar="PLAN", help=text)
     text = "bytes of a rank's input, for the predicted time [1048576]"
-    parser.add_argument("--bytes", type=int, default=1 << 20, metavar="N", help=text)
+    parser.add_argument("--bytes", type=at_least(1), default=1 << 20, metavar="N", help=text)
     text = "latency of a hop from rank to rank, in microseconds [10]"
-    parser.add_argument("--alpha-us", type=float, default=10.0, metavar="X", help=text)
+    parser.add_argument("--alpha-us", type=above_0, default=10.0, metavar="X", help=text)
     text = "bandwidth of each link, in GB/s [10]"
-    parser.add_argument("--gb-s", type=float, metavar="X", help=text)
+    parser.add_argument("--gb-s", type=above_0, default=10.0, metavar="X", help=text)
     text = "network instead of --gb-s: FILE.json or a name such as dgx_a100:2; transfers use fastest paths"
     parser.add_argument("--network", metavar="NETWORK", help=text)
     text = "write the plan to this file if it is correct: FILE.json, or FILE.xml for MSCCL"
@@ -46,13 +46,6 @@ def add_to(tools: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     """Check the collective plan, and print its properties and predicted time."""
-    for flag, value in (("--bytes", arguments.bytes), ("--gb-s", arguments.gb_s)):
-        if value is not None and not value > 0:
-            raise ValueError(f"{flag} is {value}; give a number above 0.")
-    if not arguments.alpha_us >= 0:
-        raise ValueError(f"--alpha-us is {arguments.alpha_us}; give a number of at least 0.")
-    if arguments.network and arguments.gb_s:
-        raise ValueError("--network and --gb-s both set the bandwidth of links; give one of them.")
     if arguments.output:
         refuse_output(arguments.output, overwrite=arguments.overwrite)
         if arguments.output.suffix not in (".json", ".xml"):
@@ -64,7 +57,7 @@ def run(arguments: argparse.Namespace) -> None:
     except ValueError as error:
         raise ValueError(f"{arguments.plan}: {error}") from error
     names: Mapping[int, str] = {rank: f"rank {rank}" for rank in range(plan.ranks)}
-    unit = f"{arguments.gb_s or 10:g} GB/s a link"
+    unit = f"{arguments.gb_s:g} GB/s a link"
     if network:
         report = _routed(report, plan, network)
         names, unit = dict(enumerate(network.vertices)), network.name
@@ -72,8 +65,7 @@ def run(arguments: argparse.Namespace) -> None:
             unit += f", 1 GB/s for 1 of its {network.unit}"
 
     def seconds_per_byte(link: tuple[int, int]) -> float:
-        width = network.matrix[link[0]][link[1]] if network else arguments.gb_s or 10.0
-        return 1e-9 / width
+        return 1e-9 / (network.matrix[link[0]][link[1]] if network else arguments.gb_s)
 
     print(printable("\n".join(_lines(plan, report, names, arguments.bytes))))
     seconds = report.predicted(arguments.bytes, arguments.alpha_us * 1e-6, seconds_per_byte)
@@ -108,10 +100,6 @@ def _lines(plan: Plan, report: Report, names: Mapping[int, str], size: int) -> l
 
 def _routed(report: Report, plan: Plan, network: Network) -> Report:
     """Return a copy of the report that has the loads of network links instead of pairs of ranks."""
-    if plan.network and plan.network != network.digest:
-        text = f"is not the plan's network {plan.network}; give that network"
-        raise ValueError(f"--network {network.name} {text}.")
-    if network.ranks != plan.ranks:
-        text = f"has {network.ranks} GPUs, but the plan has {plan.ranks} ranks; give the plan's network"
-        raise ValueError(f"--network {network.name} {text}.")
+    if plan.network not in ("", network.digest) or network.ranks != plan.ranks:
+        raise ValueError(f"--network {network.name} is not the network of the plan; give that network.")
     return replace(report, loads=tuple(routed(network, load) for load in report.loads))

@@ -9,23 +9,21 @@ from typing import Any
 from fairseq_tutel.plans.files import MOST, write
 from fairseq_tutel.plans.format import COLLECTIVES
 from fairseq_tutel.plans.generators import usual
-from fairseq_tutel.tools.arguments import writing
+from fairseq_tutel.tools.arguments import at_least, writing
 from fairseq_tutel.tools.parser import add_output
 
 
 def add_to(tools: Any) -> None:
     """Add this tool as a subcommand of `python -m fairseq_tutel`."""
     parser = tools.add_parser("plans", description=__doc__, example="2 4 --output plans")
-    parser.add_argument("ranks", type=int, nargs="+", metavar="N", help="number of ranks in a group")
+    text = "number of ranks in a group"
+    parser.add_argument("ranks", type=at_least(2, MOST), nargs="+", metavar="N", help=text)
     add_output(parser, "a new or empty folder for the plans", required=True, is_folder=True)
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> None:
     """Make the usual collective plans for N ranks, and write them to the output folder."""
-    for ranks in arguments.ranks:
-        if not 2 <= ranks <= MOST:
-            raise ValueError(f"N is {ranks}; give a number from 2 to {MOST}.")
     folder = arguments.output
     if folder.exists() and (not folder.is_dir() or (any(folder.iterdir()) and not arguments.overwrite)):
         raise ValueError(

@@ -17,13 +17,12 @@ from fairseq_tutel.plans.forestcoll.forest import Forest, grow_for
 from fairseq_tutel.plans.forestcoll.max_flow import members
 from fairseq_tutel.plans.generators.forest import forest as plan_of
 from fairseq_tutel.plans.network import NETWORKS, Network, find, to_json
-from fairseq_tutel.tools.arguments import refuse_output, writing
+from fairseq_tutel.tools.arguments import at_least, refuse_output, writing
 from fairseq_tutel.tools.parser import add_output
 
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce")
 # Smaller messages would be limited by latency.
 CHUNK_BYTES = 256 * 1024
-MOST = {"trees": 65536, "slices": 1024}
 # Larger networks take more than a few minutes.
 MOST_GPUS = 256
 # Largest number of vertices of a cut that are listed.
@@ -36,18 +35,17 @@ def add_to(tools: Any) -> None:
     parser = tools.add_parser("schedule", description=__doc__, example=example)
     known = ", ".join(f"{key}:{usage}" for key, (usage, _) in NETWORKS.items())
     parser.add_argument("network", metavar="NETWORK", help=f"FILE.json or one of {known}")
-    text = f"one of {', '.join(COLLECTIVES)} [all_gather]"
-    parser.add_argument("--collective", default="all_gather", help=text)
+    text = "collective of the plan [all_gather]"
+    parser.add_argument("--collective", default="all_gather", choices=COLLECTIVES, help=text)
     text = "number of trees per root [the smallest number within 5 %% of the optimum]"
-    parser.add_argument("--trees", type=int, metavar="K", help=text)
+    parser.add_argument("--trees", type=at_least(1, 65536), metavar="K", help=text)
     text = "bytes of a shard; limits the number of trees, so each carries at least 256 KiB [any]"
-    parser.add_argument("--bytes", type=int, metavar="N", help=text)
+    parser.add_argument("--bytes", type=at_least(1), metavar="N", help=text)
     text = "number of slices of a shard that are sent one after another, as smaller messages [1]"
-    parser.add_argument("--slices", type=int, default=1, metavar="P", help=text)
+    parser.add_argument("--slices", type=at_least(1, 1024), default=1, metavar="P", help=text)
     add_output(parser, "write the plan to this file")
     text = "write the network to this file"
     parser.add_argument("--output-network", type=Path, metavar="FILE", help=text)
-    parser.add_argument("--network", dest="output_network", type=Path, help=argparse.SUPPRESS)
     parser.set_defaults(run=run)
 
 
@@ -83,14 +81,6 @@ def _refuse(arguments: argparse.Namespace) -> None:
                 raise ValueError(f"{flag} is {path}; give a name that ends with .json.")
     if arguments.output and arguments.output == arguments.output_network:
         raise ValueError(f"--output and --output-network are both {arguments.output}; give two files.")
-    if arguments.collective not in COLLECTIVES:
-        raise ValueError(f"--collective is {arguments.collective}; give one of {', '.join(COLLECTIVES)}.")
-    for key in ("trees", "bytes", "slices"):
-        value = getattr(arguments, key)
-        if value is not None and value < 1:
-            raise ValueError(f"--{key} is {value}; give a number of at least 1.")
-        if value is not None and value > MOST.get(key, value):
-            raise ValueError(f"--{key} is {value}; give at most {MOST[key]}.")
 
 
 def _page(network: Network, collective: str, forest: Forest) -> Iterator[str]:

@@ -39,14 +39,10 @@ def by_layer(
     found: dict[Layer, T] = {}
     for word in words:
         label, equals, text = word.rpartition("=")
-        if not equals and len(words) > 1:
+        if (not equals and len(words) > 1) or (equals and label not in named):
             raise ValueError(
-                f"{flag} is {' '.join(words)}; give one value for all layers, or LAYER=VALUE for each."
-            )
-        if equals and (label not in named or named[label] in found):
-            raise ValueError(
-                f"{flag} has {word}, but {label} is given twice or is not a MoE layer; choose from "
-                f"{', '.join(named)}."
+                f"{flag} is {' '.join(words)}; give one value for all layers, or LAYER=VALUE with layers "
+                f"from {', '.join(named)}."
             )
         try:
             value = read(text)

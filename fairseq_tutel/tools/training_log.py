@@ -2,8 +2,8 @@
 
 A record is a line that ends in JSON: `… | train_inner | {"epoch": 1, …}` in a captured output,
 `[…][train_inner][INFO] - {…}` under hydra, or only the JSON in a `--log-file`. The value of the key
-that ends in `num_updates` is the update; the prefix of this key is the data subset. A record of
-fairseq-validate has no update. Lines of fairseq's format `simple` are read as such JSON:
+that ends in `num_updates` is the update; the prefix of this key is the data subset. Lines of fairseq's
+format `simple` are read as such JSON:
 `epoch 001:     20 / 100 loss=5.1, num_updates=20` and
 `epoch 001 | valid on 'valid' subset | loss 5.2 | num_updates 100`.
 """
@@ -26,8 +26,6 @@ SINCE_LAST, EPOCH = "train_inner", "train"
 LOAD, DROPPED = "moe_load_", "moe_dropped_"
 LAYERS = "moe_layers_"  # prefix of lists over MoE layers, before the metric's name
 
-UNKNOWN = -1  # the update of a record without an update number
-LONGEST_LINE = 2**24  # characters; longer lines (in files that are not logs) are read in parts
 _UPDATES = "num_updates"
 _SIMPLE = re.compile(r"\bepoch \d+(?:(:) +\d+ / \d+ | \| (?:valid on '(.+?)' subset \| )?)(\w+[ =].*)")
 _SIMPLE_VALUE = re.compile(r"(\w+)[ =](\[.*?\]|[^,|\s]+)")
@@ -57,8 +55,6 @@ class Log:
     entries: list[Record] = field(default_factory=list)
     starts: list[int] = field(default_factory=list)  # number of records before each process start
     ranks: list[int] = field(default_factory=list)  # number of ranks at each process start
-    damaged: list[int] = field(default_factory=list)  # line numbers of unreadable records
-    evaluations: dict[str, Record] = field(default_factory=dict)  # of fairseq-validate, by data subset
     is_over: bool = False  # the last process has logged that it is done
 
 
@@ -69,7 +65,6 @@ class Run:
     records: dict[str, list[Record]]  # by tag, in order of updates
     ranks: list[int]  # numbers of ranks over time, without repeats
     notes: list[str]  # sentences for the reader of a report
-    evaluations: dict[str, Record] = field(default_factory=dict)  # by data subset
 
     @property
     def training(self) -> list[Record]:
@@ -84,28 +79,17 @@ class Run:
     @property
     def experts(self) -> dict[str, int]:
         """A dictionary from the log key of each MoE layer's load to the layer's number of experts."""
-        lists = [item for record in self._all for item in record.lists.items()]
+        lists = [item for record in self.all for item in record.lists.items()]
         return {key: len(load) for key, load in lists if key.startswith(LOAD)}
 
     @property
     def seconds(self) -> float:
         """The total training time in seconds, or nan if unknown."""
-        known = [record.seconds for record in self._all if not math.isnan(record.seconds)]
-        return max(known, default=math.nan)
+        return max((r.seconds for r in self.all if not math.isnan(r.seconds)), default=math.nan)
 
     @property
-    def last_update(self) -> int:
-        """The update number of the last record."""
-        return max(record.update for record in self._all)
-
-    @property
-    def unit(self) -> str:
-        """The unit of the logged speed: "images" if batches have one token per sample, else "tokens"."""
-        sizes = [(r.values["wpb"], r.values["bsz"]) for r in self._all if {"wpb", "bsz"} <= {*r.values}]
-        return "images" if sizes and all(wpb == bsz for wpb, bsz in sizes) else "tokens"
-
-    @property
-    def _all(self) -> list[Record]:
+    def all(self) -> list[Record]:
+        """The records of all tags."""
         return [record for records in self.records.values() for record in records]
 
 
@@ -113,11 +97,6 @@ def list_keys(prefix: str, records: list[Record]) -> list[str]:
     """Return the keys of all logged lists that begin with a prefix, in the order of the log."""
     keys = dict.fromkeys(key for record in records for key in record.lists)
     return [key for key in keys if key.startswith(prefix)]
-
-
-def units_of(runs: Iterable[Run]) -> str:
-    """Return the unit of the logged speed of all runs: "tokens", "images", or "images or tokens"."""
-    return " or ".join(sorted({run.unit for run in runs}))
 
 
 def layer_of(key: str, prefix: str) -> str:
@@ -128,7 +107,7 @@ def layer_of(key: str, prefix: str) -> str:
 def read_log(lines: Iterable[str]) -> Log:
     """Return the records in the lines of a training log; lines without a record are ignored."""
     log, last = Log(), ""
-    for number, line in enumerate(lines, start=1):
+    for line in lines:
         if found := _PROCESS_STARTS.search(line):
             log.starts.append(len(log.entries))
             log.ranks.append(int(found[1]))
@@ -143,13 +122,9 @@ def read_log(lines: Iterable[str]) -> Log:
         last = text
         try:
             entry = _read_entry(_simple_stats(simple) if simple else parse_json(text))
-        except ValueError:
-            entry = None
-            if text.startswith('{"epoch"'):
-                log.damaged.append(number)
-        if entry is not None and entry.update == UNKNOWN:
-            log.evaluations[entry.tag] = entry
-        elif entry is not None:
+        except ValueError:  # for example a line that was cut off
+            continue
+        if entry is not None:
             log.entries.append(entry)
     return log
 
@@ -167,10 +142,10 @@ def _read_entry(stats: object) -> Record | None:
     if not isinstance(stats, dict):
         return None
     key = next((key for key in stats if key.endswith(_UPDATES)), None)
-    prefix = _prefix_of_evaluation(list(stats)) if key is None else key.removesuffix(_UPDATES)
-    update = UNKNOWN if key is None else _number(stats[key])
-    if prefix is None or update is None or not math.isfinite(update):
+    update = None if key is None else _number(stats[key])
+    if key is None or update is None or not math.isfinite(update):
         return None
+    prefix = key.removesuffix(_UPDATES)
     entry = Record(prefix.removesuffix("_") or SINCE_LAST, int(update), {})
     for name, value in stats.items():
         if isinstance(value, list):
@@ -181,11 +156,6 @@ def _read_entry(stats: object) -> Record | None:
     return entry
 
 
-def _prefix_of_evaluation(keys: list[str]) -> str | None:
-    prefix = keys[0].removesuffix("loss") if keys and keys[0].endswith("_loss") else ""
-    return prefix if prefix and all(key.startswith(prefix) for key in keys) else None
-
-
 def join(log: Log) -> Run:
     """Join the records of all processes in a log to one run, without repeated updates.
 
@@ -193,42 +163,29 @@ def join(log: Log) -> Run:
     left out. fairseq's `wall` begins at 0 in every process, so the times of all processes are added. If
     `wall` stays 0, which happens after a resume within an epoch, the speed of updates gives the time.
     """
-    notes = []
+    notes: list[str] = []
     kept: list[Record] = []
     seconds = 0.0
     for entries in _processes(log):
         first = entries[0].update
         if kept:
-            lasting = [record for record in kept if record.update < first]
-            void = len(kept) - len(lasting)
-            lost = f", and {void} earlier records of these updates are left out" if void else ""
-            notes.append(f"Resumed: a new process logs from update {first} on{lost}.")
-            kept = lasting
-        before, now = seconds, math.nan
-        walls = [entry.values["wall"] for entry in entries if "wall" in entry.values]
-        stopped = walls and not any(walls)
-        last = kept[-1].update if kept else 0
+            notes.append(f"Resumed: a new process logs from update {first} on.")
+            kept = [record for record in kept if record.update < first]
+        before, now, last = seconds, math.nan, kept[-1].update if kept else 0
+        stopped = not any(entry.values.get("wall") for entry in entries)
         for entry in entries:
-            if stopped:
-                speed = entry.values.get("ups", 0)
-                if entry.tag == SINCE_LAST and speed > 0:
-                    seconds += (entry.update - last) / speed
-                    last = entry.update
-                now = seconds
-            elif not math.isnan(wall := entry.values.get("wall", math.nan)):
-                now = seconds = before + wall
+            if stopped and entry.tag == SINCE_LAST and entry.values.get("ups", 0) > 0:
+                now = seconds = seconds + (entry.update - last) / entry.values["ups"]
+                last = entry.update
+            elif not stopped and "wall" in entry.values:
+                now = seconds = before + entry.values["wall"]
             kept.append(replace(entry, seconds=now))
     notes += _not_finite(kept)
-    if log.damaged:
-        notes.append(
-            f"{len(log.damaged)} damaged line(s) are left out, the first one is line {log.damaged[0]}."
-        )
     by_tag: dict[str, dict[int, Record]] = {}
     for record in kept:
         by_tag.setdefault(record.tag, {})[record.update] = record
     ranks = [number for number, _ in groupby(log.ranks)]
-    records = {tag: list(of.values()) for tag, of in by_tag.items()}
-    return Run(records, ranks, notes, log.evaluations)
+    return Run({tag: list(of.values()) for tag, of in by_tag.items()}, ranks, notes)
 
 
 def _processes(log: Log) -> list[list[Record]]:
@@ -250,8 +207,10 @@ def _not_finite(records: list[Record]) -> list[str]:
     """Return a note for each logged quantity that has nan or infinite values."""
     updates: dict[str, list[int]] = {}
     for record in records:
-        listed = {key: [value] for key, value in record.values.items()} | record.lists
-        for key, numbers in listed.items():
+        for key, numbers in {
+            **{key: [value] for key, value in record.values.items()},
+            **record.lists,
+        }.items():
             if not all(map(math.isfinite, numbers)):
                 updates.setdefault(f"{record.tag} {key}", []).append(record.update)
     return [
@@ -272,20 +231,11 @@ def _lines_of(path: Path, grows: bool = False) -> Iterator[str]:
     """Yield the lines of a log; if it grows, leave out a last line that has no end yet."""
     try:
         with open(path, encoding="utf-8", errors="replace", opener=open_ordinary) as file:
-            while line := file.readline(LONGEST_LINE):
-                if not grows or line.endswith("\n"):
-                    yield line
+            yield from (line for line in file if not grows or line.endswith("\n"))
     except FileNotFoundError as error:
-        raise _no_file(path) from error
-    except OSError as error:
-        raise ValueError(
-            f"{path} cannot be read ({error.strerror or error}); give a log of fairseq-train, or its "
-            "--save-dir."
+        raise NoRecordError(
+            f"{path} does not exist; give a log of fairseq-train, or its --save-dir."
         ) from error
-
-
-def _no_file(path: Path) -> NoRecordError:
-    return NoRecordError(f"{path} does not exist; give a log of fairseq-train, or its --save-dir.")
 
 
 def logs_in(path: Path) -> list[Path]:
@@ -295,43 +245,24 @@ def logs_in(path: Path) -> list[Path]:
     return sorted({p for pattern in LOG_NAMES for p in path.rglob(pattern) if p.is_file()})
 
 
-def find_log(path: Path, grows: bool = False) -> tuple[Log, list[Path]]:
-    """Find the log of a training run; return its records and the files that were read.
+def find_log(path: Path, grows: bool = False) -> tuple[Log, Path]:
+    """Find the log of a training run; return its records and the file that has them.
 
     Raise NoRecordError if there is no log, and ValueError if there are logs of several runs. With `grows`,
     a last line without an end is ignored.
     """
-    if not path.exists():
-        raise _no_file(path)
-    logs = {text: read_log(_lines_of(text, grows)) for text in logs_in(path)}
-    found = _without_copies({text: log for text, log in logs.items() if log.entries})
+    logs = {file: read_log(_lines_of(file, grows)) for file in logs_in(path)}
+    found = _without_copies({file: log for file, log in logs.items() if log.entries})
     if len(found) > 1:
-        names = ", ".join(map(str, sorted(found)[:3])) + ", …" * (len(found) > 3)
-        raise ValueError(
-            f"{path} contains the logs of several runs ({names}); name one of them, or several of them to "
-            "draw them together. If they are parts of one run, join them in one file first."
-        )
+        names = ", ".join(map(str, sorted(found)))
+        raise ValueError(f"{path} contains the logs of several runs ({names}); give one of these files.")
     if not found:
-        searched = f"{len(logs)} file(s) named {', '.join(LOG_NAMES)}" if path.is_dir() else "it"
         folder = path if path.is_dir() else path.parent
         raise NoRecordError(
-            f"{path} has no training record: no record of fairseq in {searched}; train with "
-            f"--log-format json --log-file {folder}/train.log."
+            f"{path} has no training record; train with --log-format json --log-file {folder}/train.log."
         )
-    ((text, log),) = found.items()
-    evaluated = {other: of.evaluations for other, of in logs.items() if of.evaluations}
-    log.evaluations = _by_name(evaluated)
-    return log, [text, *(other for other in evaluated if other != text)]
-
-
-def _by_name(evaluations: dict[Path, dict[str, Record]]) -> dict[str, Record]:
-    """Return the records of evaluation logs in a dictionary by file name and, if needed, data subset."""
-    names = default_names(list(evaluations)) if evaluations else []
-    return {
-        f"{name}, {tag}" if len(records) > 1 else name: record
-        for name, records in zip(names, evaluations.values(), strict=True)
-        for tag, record in records.items()
-    }
+    ((file, log),) = found.items()
+    return log, file
 
 
 def default_names(paths: list[Path]) -> list[str]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, Any
 
-from fairseq_tutel.tools.arguments import needing, refuse_numbers, refuse_output, writing
+from fairseq_tutel.tools.arguments import DTYPES, aligned, refuse_output, writing
 from fairseq_tutel.tools.parser import add_numbers, add_output
 
 if TYPE_CHECKING:
@@ -32,10 +32,9 @@ def add_to(tools: Any) -> None:
     """Add this tool as a subcommand of `python -m fairseq_tutel`."""
     parser = tools.add_parser("tune", description=__doc__, example="--output machine.json")
     add_numbers(parser, NUMBERS)
-    parser.add_argument(
-        "--dtype", help="dtype of the experts: fp32, fp16 or bf16 [bf16 on a GPU, else fp32]"
-    )
-    add_output(parser, "write the hardware profile to this file", former="--json")
+    text = "dtype of the experts [bf16 on a GPU, else fp32]"
+    parser.add_argument("--dtype", choices=DTYPES, help=text)
+    add_output(parser, "write the hardware profile to this file")
     parser.set_defaults(run=run)
 
 
@@ -43,9 +42,6 @@ def run(arguments: argparse.Namespace) -> None:
     """Measure the hardware profile, print it, and write it to the output file."""
     if arguments.output:
         refuse_output(arguments.output, overwrite=arguments.overwrite)
-    refuse_numbers(arguments, NUMBERS)
-    with needing("tune"):
-        import tabulate  # noqa: F401 - before the work
     from fairseq_tutel.tools.measurements import measured
 
     found = measured(arguments)
@@ -56,17 +52,15 @@ def run(arguments: argparse.Namespace) -> None:
     if arguments.output:
         with writing(arguments.output) as file:
             machine.to_json(file)
-        print(f"\nwrote {arguments.output}")
+        print(f"wrote {arguments.output}")
 
 
 def _page(machine: Machine, rows: list[Row]) -> str:
     """Return the text that the tool prints: the hardware profile, and times of all-to-alls."""
-    from tabulate import tabulate
-
     from fairseq_tutel.parallel.link_fit import predicted, relative_errors
 
     facts = [
-        ["memory, read and written, GB/s", f"{machine.memory_bytes_per_s / 1e9:.2f}"],
+        [f"{machine.name}: memory, read and written, GB/s", f"{machine.memory_bytes_per_s / 1e9:.2f}"],
         ["experts, forward and backward, TFLOP/s", f"{machine.flops_per_s / 1e12:.4f}"],
         ["gate, TFLOP/s in fp32", f"{machine.gate_flops_per_s / 1e12:.4f}"],
         ["memory of a rank, GB", f"{machine.memory_bytes / 1e9:.1f}"],
@@ -75,21 +69,17 @@ def _page(machine: Machine, rows: list[Row]) -> str:
     for name, link in (("within a node", machine.intra), ("between nodes", machine.inter)):
         facts.append([f"message {name}, us", f"{1e6 * link.alpha_s:.1f}"])
         facts.append([f"link {name}, GB/s", f"{link.bytes_per_s / 1e9:.3f}"])
-    tables = [tabulate(facts, [machine.name, ""], tablefmt="github", disable_numparse=True)]
-    if not rows:
-        return f"{tables[0]}\n\nOne rank cannot measure links; their speeds above are typical ones."
-    if all(row["nodes"] == 1 for row in rows):
-        tables.append("One node cannot measure links between nodes; their speed above is a typical one.")
-    shown = [
-        [row["nodes"], row["local"], row["algorithm"], f"{row['bytes_per_rank'] / 1024:g}"]
-        + [f"{1e3 * seconds:.3f}" for seconds in (row["seconds"], predicted(row, machine))]
-        for row in rows
-    ]
-    header = ["nodes", "ranks of each", "all-to-all", "KiB of a rank", "measured, ms", "model, ms"]
-    tables.append(tabulate(shown, header, tablefmt="github", disable_numparse=True))
-    errors = relative_errors(rows, machine)
-    tables.append(
-        f"Error of the model: median {errors.median:.0%}, 90th percentile {errors.p90:.0%}, largest "
-        f"{errors.largest:.0%}."
-    )
-    return "\n\n".join(tables)
+    text = aligned(facts)
+    if not rows or all(row["nodes"] == 1 for row in rows):
+        unknown = "links between nodes" if rows else "links"
+        text += f"\n\nThese ranks cannot measure {unknown}; their speed above is a typical one."
+    if rows:
+        table = [["nodes", "ranks of each", "all-to-all", "KiB of a rank", "measured, ms", "model, ms"]]
+        table += [
+            [str(row["nodes"]), str(row["local"]), row["algorithm"], f"{row['bytes_per_rank'] / 1024:g}"]
+            + [f"{1e3 * seconds:.3f}" for seconds in (row["seconds"], predicted(row, machine))]
+            for row in rows
+        ]
+        median = relative_errors(rows, machine).median
+        text += f"\n\n{aligned(table)}\n\nError of the model: median {median:.0%}."
+    return text

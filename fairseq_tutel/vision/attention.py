@@ -127,11 +127,9 @@ class WindowAttention(nn.Module):
     biases have no bounds.
     """
 
-    def __init__(
-        self, dim: int, heads: int, form: str, attention_dropout: float = 0.0, position_window: int = 0
-    ) -> None:
+    def __init__(self, dim: int, heads: int, form: str, position_window: int = 0) -> None:
         super().__init__()
-        self.heads, self.attention_dropout = heads, attention_dropout
+        self.heads = heads
         self.by_cosine = form == "v2"
         self.qkv = nn.Linear(dim, 3 * dim, bias=not self.by_cosine)
         self.proj = nn.Linear(dim, dim)
@@ -157,8 +155,7 @@ class WindowAttention(nn.Module):
             scale = self.logit_scale.clamp_max(math.log(MAX_SCALE)).exp().repeat(copies, 1, 1)
             # Scaling rows by a factor is several times faster than F.normalize, which divides all elements.
             scale, k = scale * _inverse_norm(q), (k * _inverse_norm(k)).to(v.dtype)
-        dropout = self.attention_dropout if self.training else 0.0
-        y = _attention(q, k, v, scale, self._bias(windows).to(v.dtype), dropout)
+        y = _attention(q, k, v, scale, self._bias(windows).to(v.dtype))
         return self.proj(y.view(B, G, M, N, D // M).transpose(2, 3).reshape(B, P, D))
 
     def _qkv(self, x_BPD: Tensor) -> Tensor:
@@ -182,15 +179,13 @@ def _inverse_norm(x: Tensor) -> Tensor:
     return torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=wide).clamp_min(1e-12).reciprocal()
 
 
-def _attention(
-    q: Tensor, k: Tensor, v: Tensor, scale: float | Tensor, bias: Tensor, dropout: float
-) -> Tensor:
+def _attention(q: Tensor, k: Tensor, v: Tensor, scale: float | Tensor, bias: Tensor) -> Tensor:
     """Return softmax(q k^T * scale + bias) v."""
     if torch.is_grad_enabled() and q.device.type == "cpu":
         # On CPUs, torch has no fused kernel that computes the gradient of a bias. Its fallback takes 1.1 to
         # 1.2 times as long (forward and backward), because it makes more passes over the scores.
         weights = ((q * scale).to(k.dtype) @ k.mT).add_(bias).softmax(-1)
-        return F.dropout(weights, dropout) @ v
+        return weights @ v
     if isinstance(scale, Tensor):
         q, scale = (q * scale).to(k.dtype), 1.0
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, dropout_p=dropout, scale=scale)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=scale)

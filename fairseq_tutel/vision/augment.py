@@ -7,17 +7,16 @@ B images, C channels, H height and W width of an image.
 """
 
 import math
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
-import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from fairseq_tutel.vision.options import ImageConfig
 
-# Weights of red, green and blue in brightness (ITU-R BT.601).
-LUMA = (0.299, 0.587, 0.114)
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
 # Random erasing (Zhong et al. 2017, section 3): range of area fractions, largest ratio of width to height.
 ERASED, ASPECT = (0.02, 1 / 3), 10 / 3
 
@@ -43,19 +42,19 @@ def order_of(seed: int, epoch: int, num_images: int) -> np.ndarray:
     return draws_of(seed, epoch, num_images).permutation(num_images)
 
 
-def augmented(image: Tensor, config: ImageConfig, draws: np.random.Generator) -> Tensor:
-    """Crop, flip and recolor an image [C, H, W] randomly; pixel values are from 0 to 1.
+def augmented(image: "Image", config: ImageConfig, draws: np.random.Generator) -> "Image":
+    """Crop, flip and recolor an image randomly. A disabled option draws no random numbers."""
+    from PIL import ImageEnhance, ImageOps
 
-    A disabled option draws no random numbers.
-    """
     if config.crop_padding:
-        height, width = image.shape[1:]
-        top, left = draws.integers(0, 2 * config.crop_padding, size=2, endpoint=True).tolist()
-        image = F.pad(image, [config.crop_padding] * 4)[:, top : top + height, left : left + width]
+        left, top = draws.integers(0, 2 * config.crop_padding, size=2, endpoint=True).tolist()
+        box = (left, top, left + image.width, top + image.height)
+        image = ImageOps.expand(image, config.crop_padding).crop(box)
     if config.flip and draws.random() < config.flip:
-        image = image.flip(2)
+        image = ImageOps.mirror(image)
     if config.jitter:
-        image = _recoloured(image, *draws.uniform(1 - config.jitter, 1 + config.jitter, size=3))
+        for change in (ImageEnhance.Brightness, ImageEnhance.Contrast, ImageEnhance.Color):
+            image = change(image).enhance(draws.uniform(1 - config.jitter, 1 + config.jitter))
     return image
 
 
@@ -102,17 +101,6 @@ def mixed(images_BCHW: Tensor, mixings: list[Mixing]) -> Tensor:
             top, bottom, left, right = mixing.box
             blended_BCHW[b, :, top:bottom, left:right] = next_BCHW[b, :, top:bottom, left:right]
     return blended_BCHW
-
-
-def _recoloured(image: Tensor, brightness: float, contrast: float, saturation: float) -> Tensor:
-    image = (image * brightness).clamp(0, 1)
-    image = _grey(image).mean().lerp(image, contrast).clamp(0, 1)
-    return _grey(image).lerp(image, saturation).clamp(0, 1) if len(image) == 3 else image
-
-
-def _grey(image: Tensor) -> Tensor:
-    weights = torch.tensor(LUMA) if len(image) == 3 else torch.full((len(image),), 1 / len(image))
-    return (image * weights.view(-1, 1, 1)).sum(0, keepdim=True)
 
 
 def _box(

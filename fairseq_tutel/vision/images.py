@@ -1,67 +1,44 @@
-"""Image data sets: folders of image files, or arrays. Images are decoded when they are read.
+"""Image data sets: folders of image files, or arrays. Pillow decodes and resizes an image when it is read.
 
-N images, C channels. A stored image is h x w, and the model's input is H x W.
+N images, C channels (1 or 3), H x W pixels of the model's input.
 """
 
-import math
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from fairseq_tutel.vision.options import IMAGENET_MEAN, IMAGENET_STD, ImageConfig, numbers_of
 
+if TYPE_CHECKING:
+    from PIL.Image import Image  # of the extra `vision`
+
 EXTENSIONS = (".png", ".jpg", ".jpeg")
 MODES = {1: "L", 3: "RGB"}
-# Larger labels are probably IDs or dates, and not class numbers.
-MOST_CLASSES = 1_000_000
-LONGEST = 200  # largest aspect ratio
-
-
-class UnreadableImageError(Exception):
-    """Raised if an image cannot be decoded; the message has the file name and the reason."""
-
-
-def refusal(reason: str) -> str:
-    """Return the error message for an unreadable image."""
-    return f"{reason}; repair or remove the image, or add --image-errors skip."
 
 
 class ImageFolder:
     """A data set of image files (.png, .jpg, .jpeg), one subfolder per class; both are sorted by name."""
 
     def __init__(self, folder: Path) -> None:
-        _pillow()  # checked before workers start
         self.origin = folder
-        names = sorted(e.name for e in os.scandir(folder) if e.is_dir() and e.name[0] != ".")
-        if not names:
+        found = [
+            (path.name, sorted(e.name for e in os.scandir(path) if e.name.lower().endswith(EXTENSIONS)))
+            for path in sorted(folder.iterdir())
+            if path.is_dir()
+        ]
+        if not found or not all(files for _, files in found):
             raise ValueError(
-                f"{folder} has no subfolders; put images into {folder}/CLASS, one subfolder for each class."
+                f"{folder} needs one subfolder for each class, with {', '.join(EXTENSIONS)} files."
             )
-        self.class_names: tuple[str, ...] | None = tuple(names)
-        self._files: list[str] = []
-        counts = []
-        for name in names:
-            files = sorted(
-                entry.name
-                for entry in os.scandir(folder / name)
-                if entry.name.lower().endswith(EXTENSIONS) and entry.name[0] != "."
-            )
-            if not files:
-                raise ValueError(
-                    f"{folder / name} has no images ({', '.join(EXTENSIONS)}); add images, or remove the "
-                    "folder."
-                )
-            self._files += [f"{name}/{file}" for file in files]
-            counts.append(len(files))
-        self.labels_N = np.repeat(np.arange(len(names)), counts)
+        self.class_names = [name for name, _ in found]
+        self._files = [f"{name}/{file}" for name, files in found for file in files]
+        self.labels_N = np.repeat(np.arange(len(found)), [len(files) for _, files in found])
 
     def __len__(self) -> int:
         return len(self._files)
@@ -72,64 +49,45 @@ class ImageFolder:
 
     def channels(self, i: int) -> int:
         """Return the number of channels of stored image i: 1 if it is grey, else 3."""
-        with _opened(self.name(i)) as image:
+        from PIL import Image
+
+        with Image.open(self.name(i)) as image:
             return 1 if image.mode in ("1", "L", "LA", "F") or image.mode[0] == "I" else 3
 
-    def read(self, i: int, channels: int) -> Tensor:
-        """Decode image i to the given number of channels, and return it as uint8 [C, h, w]."""
+    def read(self, i: int, channels: int) -> "Image":
+        """Decode image i to the given number of channels."""
         return decoded(self.name(i), channels)
 
 
 class ImageArrays:
     """A data set in an .npz file with arrays `images`, `labels` and, optionally, `classes` (class names).
 
-    `images` is uint8 [N, h, w] or [N, h, w, C]; `labels` is int [N].
+    `images` is uint8 [N, h, w] or [N, h, w, C]; `labels` is int [N]. Without names, classes are numbers.
     """
 
     def __init__(self, path: Path) -> None:
         self.origin = path
-        try:
-            with np.load(path, allow_pickle=False) as file:
-                found = {name: file[name] for name in ("images", "labels", "classes") if name in file}
-        except MemoryError:
-            raise
-        except Exception as error:  # corrupt and foreign files raise many types
+        with np.load(path, allow_pickle=False) as file:
+            images, labels = file["images"], file["labels"]
+            names = file["classes"].astype(str).tolist() if "classes" in file else None
+        if (
+            images.dtype != np.uint8
+            or images.ndim not in (3, 4)
+            or (images.ndim == 4 and images.shape[3] != 3)
+        ):
             raise ValueError(
-                f"{path} is not an .npz file of plain arrays ({_reason(error)}); save it with numpy.savez."
-            ) from None
-        for name in ("images", "labels"):
-            if name not in found:
-                raise ValueError(f"{path} has no array named {name}; save images and labels in it.")
-        images, labels = found["images"], found["labels"]
-        if images.dtype != np.uint8 or images.ndim not in (3, 4) or 0 in images.shape:
-            raise ValueError(
-                f"the array images of {path} is {images.dtype} {list(images.shape)}; give uint8 of shape "
-                "[images, height, width] or [images, height, width, channels], without empty dimensions."
+                f"images of {path} is {images.dtype} {list(images.shape)}; give uint8 of shape [images, "
+                "height, width] or [images, height, width, 3]."
             )
-        if images.ndim == 4 and images.shape[1] <= 4 < images.shape[3]:
+        self.class_names = names or [str(i) for i in range(int(labels.max()) + 1)]
+        if labels.shape != images.shape[:1] or not 0 <= labels.min() <= labels.max() < len(
+            self.class_names
+        ):
             raise ValueError(
-                f"the array images of {path} is {list(images.shape)}, probably with channels first; give "
-                "[images, height, width, channels]."
+                f"labels of {path} has {len(labels)} numbers up to {labels.max()}; give the class of each "
+                f"of the {len(images)} images, from 0."
             )
-        if labels.shape != images.shape[:1] or not np.issubdtype(labels.dtype, np.integer):
-            raise ValueError(
-                f"the array labels of {path} is {labels.dtype} {list(labels.shape)}; give a whole number "
-                f"for each of the {len(images)} images."
-            )
-        for label in (labels.min(), labels.max()):
-            if not 0 <= label < MOST_CLASSES:
-                raise ValueError(
-                    f"the array labels of {path} has {label}; number the classes consecutively from 0, and "
-                    f"give fewer than {MOST_CLASSES:,} classes."
-                )
-        self._images = images if images.ndim == 4 else images[..., None]
-        self.labels_N = labels.astype(np.int64)
-        self.class_names = _names(found["classes"], path) if "classes" in found else None
-        if self.class_names is not None and labels.max() >= len(self.class_names):
-            raise ValueError(
-                f"the array labels of {path} has {labels.max()}, but the array classes has only "
-                f"{len(self.class_names)} names, for classes 0 to {len(self.class_names) - 1}; add names."
-            )
+        self._images, self.labels_N = images, labels.astype(np.int64)
 
     def __len__(self) -> int:
         return len(self._images)
@@ -140,16 +98,13 @@ class ImageArrays:
 
     def channels(self, i: int) -> int:
         """Return the number of channels, which is the same for all images."""
-        return self._images.shape[3]
+        return 3 if self._images.ndim == 4 else 1
 
-    def read(self, i: int, channels: int) -> Tensor:
-        """Return image i as uint8 [C, h, w]."""
-        if channels != self._images.shape[3]:
-            raise ValueError(
-                f"images of {self.origin} have {self._images.shape[3]} channels, but the model takes "
-                f"{channels}; give images with {channels} channels, or change --image-channels."
-            )
-        return torch.from_numpy(self._images[i]).permute(2, 0, 1)
+    def read(self, i: int, channels: int) -> "Image":
+        """Return image i with the given number of channels."""
+        from PIL import Image
+
+        return Image.fromarray(self._images[i]).convert(MODES[channels])
 
 
 Images = ImageFolder | ImageArrays
@@ -157,45 +112,24 @@ Images = ImageFolder | ImageArrays
 
 def open_images(data: str, split: str) -> Images:
     """Return the images of a split: the folder DATA/SPLIT or the file DATA/SPLIT.npz."""
-    if not data:
-        raise ValueError("no data folder is given; name the folder that contains train and valid.")
+    import PIL  # noqa: F401 - workers would fail later
+
     folder = Path(data) / split
     file = folder.with_name(f"{split}.npz")
     if folder.is_dir() == file.is_file():
-        state = "neither exists" if not folder.is_dir() else "both exist"
         raise ValueError(
-            f"the images of {split} are read from {folder} or {file}, but {state}; give one of them."
+            f"the images of {split} are read from {folder} or {file}; give exactly one of them."
         )
-    try:
-        return ImageFolder(folder) if folder.is_dir() else ImageArrays(file)
-    except OSError as error:  # no permission, cyclic links
-        raise ValueError(
-            f"{error.filename} cannot be read ({error.strerror}); repair or remove it."
-        ) from None
-
-
-def classes_of(images: Images) -> list[str]:
-    """Return the class names of a training set; classes without names have their numbers as names."""
-    names = list(images.class_names or map(str, range(int(images.labels_N.max()) + 1)))
-    if len(names) < 2:
-        raise ValueError(f"{images.origin} has only one class, {names[0]}; give two or more classes.")
-    return names
+    return ImageFolder(folder) if folder.is_dir() else ImageArrays(file)
 
 
 def labels_among(images: Images, classes: Sequence[str]) -> np.ndarray:
     """Return each image's label as an index into `classes`, [N]; named classes are matched by name."""
-    if images.class_names is None:
-        if images.labels_N.max() >= len(classes):
-            raise ValueError(
-                f"the array labels of {images.origin} has {images.labels_N.max()}, but the training set "
-                f"has {len(classes)} classes, 0 to {len(classes) - 1}; remove images of other classes."
-            )
+    if _same_by_number(classes, images.class_names):
         return images.labels_N
     number_of = {name: number for number, name in enumerate(classes)}
     unknown = [name for name in images.class_names if name not in number_of]
     if unknown:
-        if _same_by_number(classes, images.class_names):
-            return images.labels_N
         raise ValueError(
             f"{images.origin} has the class {unknown[0]}, which is not one of the training set's "
             f"{len(classes)} classes, {classes[0]} to {classes[-1]}; remove the class, or train with it."
@@ -221,31 +155,31 @@ def _same_by_number(before: Sequence[str], now: Sequence[str]) -> bool:
     return is_alike and numbers in (list(before), list(now))
 
 
-def decoded(path: str, channels: int) -> Tensor:
-    """Decode an image file; return uint8 [C, h, w], grey (C = 1) or RGB (C = 3).
+def decoded(path: str, channels: int) -> "Image":
+    """Decode an image file to grey (1 channel) or RGB (3); raise ValueError if it is unreadable."""
+    from PIL import Image
 
-    Raises:
-        UnreadableImageError: the file cannot be decoded.
-    """
-    with _opened(path) as image:
-        if image.mode[0] == "I":  # 16-bit grey, which Pillow would clip at 255
-            image = _pillow().fromarray((np.asarray(image) >> 8).astype(np.uint8))
-        pixels = np.array(image.convert(MODES[channels]))
-    return torch.from_numpy(pixels.reshape(*pixels.shape[:2], channels)).permute(2, 0, 1)
+    try:
+        with Image.open(path) as file:
+            image: Image.Image = file
+            if image.mode[0] == "I":  # 16-bit grey, which Pillow would clip at 255
+                image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
+            return image.convert(MODES[channels])
+    except (OSError, SyntaxError, ValueError) as error:  # also of a truncated file
+        raise ValueError(f"{path} cannot be read as an image ({error}); repair or remove it.") from error
 
 
-def fitted(pixels: Tensor, height: int, width: int) -> Tensor:
-    """Resize an image to cover H x W and crop the center; return float32 [C, H, W] from 0 to 1."""
-    image = pixels.float() / 255
-    h, w = image.shape[1:]
-    if (h, w) != (height, width):
-        scale = max(height / h, width / w)
-        covering = max(height, round(h * scale)), max(width, round(w * scale))
-        if covering != (h, w):
-            image = F.interpolate(image[None], covering, mode="bilinear", antialias=True)[0]
-        top, left = (covering[0] - height) // 2, (covering[1] - width) // 2
-        image = image[:, top : top + height, left : left + width]
-    return image
+def fitted(image: "Image", height: int, width: int) -> "Image":
+    """Resize an image to cover H x W, and crop the center."""
+    from PIL import Image, ImageOps
+
+    return ImageOps.fit(image, (width, height), Image.Resampling.BILINEAR)
+
+
+def tensor_of(image: "Image") -> Tensor:
+    """Return the pixels of an image as float32 [C, H, W] from 0 to 1."""
+    pixels = torch.from_numpy(np.array(image))
+    return pixels.view(image.height, image.width, -1).permute(2, 0, 1).float() / 255
 
 
 def normalisation(config: ImageConfig, channels: int) -> tuple[Tensor, Tensor]:
@@ -256,55 +190,7 @@ def normalisation(config: ImageConfig, channels: int) -> tuple[Tensor, Tensor]:
         numbers = numbers_of(text) if text else default if channels == 3 else (0.5,)
         if len(numbers) not in (1, channels):
             raise ValueError(
-                f"--image-{name} is {text}, which has {len(numbers)} numbers, but images have {channels} "
-                "channels; give one number, or one per channel."
+                f"--image-{name} is {text}, but images have {channels} channels; give one number."
             )
         found.append(torch.tensor(numbers).expand(channels).view(-1, 1, 1))
     return found[0], found[1]
-
-
-def _names(classes: np.ndarray, path: Path) -> tuple[str, ...]:
-    values = classes.ravel().tolist()
-    names = tuple(v.decode(errors="replace") if isinstance(v, bytes) else str(v) for v in values)
-    if classes.ndim != 1 or len(set(names)) < len(names):
-        raise ValueError(
-            f"the array classes of {path} is {classes.dtype} {list(classes.shape)} with {len(set(names))} "
-            "different names; give a list of unique names."
-        )
-    return names
-
-
-def _pillow() -> Any:
-    try:
-        from PIL import Image
-    except ModuleNotFoundError:
-        raise ValueError(
-            "reading image files needs Pillow, which is not installed; run pip install "
-            "'fairseq-tutel[vision]'."
-        ) from None
-    return Image
-
-
-@contextmanager
-def _opened(path: str) -> Iterator[Any]:
-    """Open an image with Pillow, which reads only the header; errors in the with block name the file."""
-    pillow = _pillow()
-    try:
-        if not os.path.isfile(path) and os.path.exists(path):  # opening a pipe would block
-            raise ValueError("not a regular file")
-        with pillow.open(path) as image:
-            (width, height), pixels = image.size, math.prod(image.size)
-            # Such an image, resized to cover a square, would fill the memory.
-            if max(image.size) > LONGEST * min(image.size):
-                raise ValueError(f"{width} x {height} pixels; one side is over {LONGEST} times the other")
-            if pixels > pillow.MAX_IMAGE_PIXELS:  # Pillow itself only warns
-                raise ValueError(f"{pixels:,} pixels, more than {pillow.MAX_IMAGE_PIXELS:,}")
-            yield image
-    except MemoryError:
-        raise
-    except Exception as error:  # Pillow raises many types
-        raise UnreadableImageError(f"{path}: {_reason(error)}") from None
-
-
-def _reason(error: Exception) -> str:
-    return str(error).partition("\n")[0].rstrip(".") or type(error).__name__

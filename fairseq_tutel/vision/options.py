@@ -32,11 +32,9 @@ def numbers_of(text: str) -> tuple[float, ...]:
     return numbers if all(map(math.isfinite, numbers)) else ()
 
 
-PER_CHANNEL = "one number per channel, such as 0.5,0.5,0.5"
-NUMBERS: Rule = (lambda v: v == "" or bool(numbers_of(v)), f"give a number, or {PER_CHANNEL}")
-POSITIVE_NUMBERS: Rule = (
-    lambda v: v == "" or min(numbers_of(v), default=0) > 0,
-    f"give a number above 0, or {PER_CHANNEL}",
+NUMBERS: Rule = (
+    lambda v: v == "" or bool(numbers_of(v)),
+    "give a number, or one number per channel, such as 0.5,0.5,0.5",
 )
 
 
@@ -51,7 +49,7 @@ class ImageConfig:
         "height and width to which images are resized and center-cropped; 0: the size of the first "
         "training image",
         unit="pixels",
-        rule=(lambda v: 0 <= v <= 16384, "give a whole number from 0 to 16384"),
+        rule=AT_LEAST_0,
     )
     channels: int = image_option(
         0,
@@ -61,19 +59,14 @@ class ImageConfig:
     mean: str = image_option(
         "",
         "mean that normalization subtracts from values of 0 to 1: one number, or one per channel; "
-        f"empty: {', '.join(map(str, IMAGENET_MEAN))} (ImageNet's) for 3 channels, else 0.5",
+        "empty: ImageNet's for 3 channels, else 0.5",
         rule=NUMBERS,
     )
     std: str = image_option(
         "",
         "standard deviation by which normalization divides: one number, or one per channel; "
-        f"empty: {', '.join(map(str, IMAGENET_STD))} for 3 channels, else 0.5",
-        rule=POSITIVE_NUMBERS,
-    )
-    errors: str = image_option(
-        "refuse",
-        "action for images that cannot be decoded: end the command, or log, count and skip them",
-        choices=("refuse", "skip"),
+        "empty: ImageNet's for 3 channels, else 0.5",
+        rule=NUMBERS,
     )
     crop_padding: int = image_option(
         0,
@@ -164,7 +157,6 @@ class SwinConfig:
         4.0, "ratio of the FFN's hidden dimension to the model dimension", rule=POSITIVE
     )
     dropout: float = vision(0.0, "dropout probability in the FFN and after attention", rule=PROBABILITY)
-    attention_dropout: float = vision(0.0, "dropout probability of attention weights", rule=PROBABILITY)
     drop_path: float = vision(
         0.2,
         "stochastic depth in training: probability that an image skips the attention or the FFN of the "
@@ -197,20 +189,12 @@ def of_stages(config: SwinConfig) -> list[tuple[int, int, int, int]]:
     depths, heads = numbers(config.depths), numbers(config.heads)
     windows = numbers(config.position_windows)
     windows = windows * len(depths) if len(windows) == 1 else windows
-    for flag, text, found in (
-        ("--swin-heads", config.heads, heads),
-        ("--swin-position-windows", config.position_windows, windows),
-    ):
-        if len(found) != len(depths):
-            raise ValueError(
-                f"{flag} is {text!r}, but --swin-depths {config.depths!r} has {len(depths)} stages; "
-                "give one number for each stage."
-            )
+    if not len(depths) == len(heads) == len(windows):
+        raise ValueError(
+            f"--swin-heads is {config.heads}, --swin-position-windows {config.position_windows} and "
+            f"--swin-depths {config.depths}; give one number for each stage."
+        )
     dims = [config.embed_dim * 2**i for i in range(len(depths))]
-    for dim, count in zip(dims, heads, strict=True):
-        if dim % count:
-            raise ValueError(
-                f"--swin-heads is {config.heads!r}, but {count} does not divide the stage's model "
-                f"dimension {dim}; give divisors of {', '.join(map(str, dims))}."
-            )
+    if any(dim % count for dim, count in zip(dims, heads, strict=True)):
+        raise ValueError(f"--swin-heads is {config.heads}; give divisors of {', '.join(map(str, dims))}.")
     return list(zip(depths, dims, heads, windows, strict=True))

@@ -69,7 +69,7 @@ class Block(nn.Module):
         super().__init__()
         self.norms_first, self.drop_path = config.form == "moe", drop_path
         self.checkpoints = config.checkpoint_activations
-        self.attn = WindowAttention(dim, heads, config.form, config.attention_dropout, position_window)
+        self.attn = WindowAttention(dim, heads, config.form, position_window)
         hidden_dim = int(dim * config.mlp_ratio)
         self.norm1, self.norm2 = nn.LayerNorm(dim), nn.LayerNorm(dim)
         self.fc1, self.fc2 = nn.Linear(dim, hidden_dim), nn.Linear(hidden_dim, dim)

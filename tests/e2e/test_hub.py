@@ -212,7 +212,7 @@ def test_classify_gives_what_the_model_says_of_an_image(tmp_path):
         with pytest.raises(ValueError, match=r"give an array of uint8 \[height, width, 1\]\.$"):
             model.classify([wrong])
     (tmp_path / "image.png").write_bytes(b"no image")
-    with pytest.raises(ValueError, match=r"image\.png: .*; give another file\.$"):
+    with pytest.raises(ValueError, match=r"image\.png cannot be read as an image"):
         model.classify(tmp_path / "image.png")
 
 

@@ -11,6 +11,7 @@ from equality import facts_of, same_weights
 from PIL import Image
 from sklearn.datasets import load_digits
 from test_sharded_checkpoints import load
+from tool_in_process import tool
 
 AUGMENTED = (
     "--image-crop-padding", 1, "--image-flip", 0.2, "--image-jitter", 0.2, "--image-erase", 0.2,
@@ -40,19 +41,6 @@ def digits(tmp_path_factory):
     pixels = (found.images * 255 / 16).astype(np.uint8)
     for split, part in (("train", slice(88)), ("valid", slice(88, 128))):
         np.savez(folder / f"{split}.npz", images=pixels[part], labels=found.target[part])
-    return folder
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory):
-    """The same as 24 files in folders, of which one of the training is cut off, and 6 to look at."""
-    folder, found = tmp_path_factory.mktemp("folders"), load_digits()
-    for i in range(30):
-        at = folder / ("train" if i < 24 else "valid") / f"digit {found.target[i] % 3}"
-        at.mkdir(parents=True, exist_ok=True)
-        Image.fromarray((found.images[i] * 15.9).astype(np.uint8)).save(at / f"{i}.png")
-    cut = folder / "train" / "digit 1" / "4.png"
-    cut.write_bytes(cut.read_bytes()[:40])
     return folder
 
 
@@ -106,14 +94,14 @@ def test_the_best_checkpoint_is_the_most_accurate(plain):
 
 
 def test_validate_and_predict_find_the_same(sharded, digits, tmp_path):
-    """Both open a checkpoint in shards; predict in a folder that has no training set."""
+    """Both open a sharded checkpoint in one process."""
     (tmp_path / "valid.npz").write_bytes((digits / "valid.npz").read_bytes())
     checkpoint, table = sharded / "checkpoint_last.pt", tmp_path / "found.csv"
     words = ("--user-dir", USER_DIR, "--task", "image_classification", "--path", checkpoint)
     found = fairseq("validate", tmp_path, *words, "--batch-size", 16, "--log-format", "simple").output
     accuracy = re.search(r"accuracy ([\d.]+)", found)[1]
-    run = fairseq("tutel-__main__", "predict", checkpoint, tmp_path, "--output", table)
-    assert f"images right, {float(accuracy):.2f} %" in run.output and f"wrote {table}" in run.output
+    printed = tool("predict", checkpoint, tmp_path, "--output", table)
+    assert f"images right, {float(accuracy):.2f} %" in printed and f"wrote {table}" in printed
     with table.open() as file:
         lines = list(csv.DictReader(file))
     assert len(lines) == 40 and lines[3]["image"].endswith("valid.npz[3]")
@@ -123,29 +111,14 @@ def test_validate_and_predict_find_the_same(sharded, digits, tmp_path):
     assert probabilities == sorted(probabilities, reverse=True) and sum(probabilities) < 1
 
 
-def test_an_unreadable_image_is_left_out_and_a_stock_criterion_trains_a_dense_model(folders, tmp_path):
-    dense = [
-        folders, "--user-dir", USER_DIR, "--task", "image_classification", "--arch", "swin_v2_tiny",
-        "--criterion", "cross_entropy", "--optimizer", "adam", "--lr", 0.01, "--batch-size", 1,
-        "--max-epoch", 1, "--save-dir", tmp_path, "--image-size", 6, "--image-channels", 3,
-        "--log-format", "json", "--num-workers", 0, "--ddp-backend", "legacy_ddp",
-    ]  # fmt: skip
-    run = fairseq("train", *dense, "--image-errors", "skip", ranks=2)
-    (named,) = re.findall(r"skipped (.*)", run.output)
-    assert "digit 1/4.png: " in named and named.endswith("(1 so far)")
-    assert run.stats("train")[0]["train_num_updates"] == "12"
-    # Of three batches the second rank has one, and an empty one.
-    words = ("--user-dir", USER_DIR, "--path", tmp_path / "checkpoint_last.pt", "--batch-size", 2)
-    found = fairseq("validate", folders, *words, "--task", "image_classification", ranks=2).output
-    assert f"| loss {float(run.stats('valid')[0]['valid_loss']):g} |" in found
-    dense += ["--save-dir", tmp_path / "refused"]
-    sentence = r"^error: \S.*4\.png: .*; repair or remove the image, or add --image-errors skip\.$"
-    assert re.search(sentence, refused("train", *dense, ranks=2), re.MULTILINE)
-    for split in ("train", "valid"):
-        (folders / split / "digit 1").rename(folders / split / "one")
-    words = ("--image-errors", "skip", "--restore-file", tmp_path / "checkpoint_last.pt")
-    said = refused("train", *dense, *words)
-    assert f"checkpoint_last.pt is digit 1, but in {folders} it is digit 2; give the data" in said
+def test_an_unreadable_file_ends_the_training_with_its_name(tmp_path):
+    for i in range(8):
+        at = tmp_path / "train" / f"digit {i % 2}"
+        at.mkdir(parents=True, exist_ok=True)
+        Image.effect_noise((8, 8), 50).save(at / f"{i}.png")
+    (at / "7.png").write_bytes(b"no image")
+    (tmp_path / "valid").symlink_to("train")
+    assert "digit 1/7.png cannot be read as an image" in refused("train", *swin_args(tmp_path, tmp_path))
 
 
 HYDRA_FILE = """

@@ -50,23 +50,10 @@ def test_its_plan_and_its_network_are_files_that_can_be_used(tmp_path, words, le
 REFUSED = {
     "GPUs": (("torus:1x257",), "torus:1x257 has 257 GPUs; give a network of at most 256."),
     "topology": (("dgx",), "dgx is not a network; give the path of a JSON file or one of dgx_a100:BOXES, "),
-    "collective": (
-        ("torus:1x4", "--collective", "all_to_all"),
-        "--collective is all_to_all; give one of all_gather, reduce_scatter, all_reduce.",
-    ),
-    "trees": (("torus:1x4", "--trees", 0), "--trees is 0; give a number of at least 1."),
-    "slices": (("torus:1x4", "--slices", 0), "--slices is 0; give a number of at least 1."),
-    "more trees": (("torus:1x4", "--trees", 99999999), "--trees is 99999999; give at most "),
-    "more slices": (("torus:1x4", "--slices", 9999), "--slices is 9999; give at most "),
     "kind": (("torus:1x4", "--output", "x.xml"), "--output is x.xml; give a name that ends with .json."),
     "one file": (
         ("torus:1x4", "--output", "x.json", "--output-network", "x.json"),
         "--output and --output-network are both x.json; give two files.",
-    ),
-    "bytes": (("torus:1x4", "--bytes", -1), "--bytes is -1; give a number of at least 1."),
-    "output": (
-        ("torus:1x4", "--output", "/nowhere/x.json"),
-        "--output is /nowhere/x.json; give the name of a file in an existing folder.",
     ),
 }
 

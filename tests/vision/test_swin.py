@@ -142,16 +142,8 @@ def test_drop_path_rises_with_depth_and_keeps_the_mean():
     assert torch.equal(block.eval()._added(x, 2 * x), 3 * x)
 
 
-def test_windows_first_made_in_inference_mode_can_be_trained_with():
-    windows_of.cache_clear()
+def test_tensors_made_in_inference_mode_can_be_trained_with():
+    windows_of.cache_clear(), _offsets.cache_clear()
     with torch.inference_mode():
-        windows = windows_of(3, 5, 2, True, CPU)
-    tensors = [value for value in vars(windows).values() if isinstance(value, torch.Tensor)]
-    assert tensors and not any(tensor.is_inference() for tensor in tensors)
-
-
-def test_offsets_first_made_in_inference_mode_can_be_trained_with():
-    _offsets.cache_clear()
-    with torch.inference_mode():
-        tensors = _offsets(2, 3, 0, CPU)
-    assert not any(tensor.is_inference() for tensor in tensors)
+        windows, offsets = windows_of(3, 5, 2, True, CPU), _offsets(2, 3, 0, CPU)
+    assert not any(tensor.is_inference() for tensor in (windows.mask_G1NN, *offsets))

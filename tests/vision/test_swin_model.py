@@ -1,13 +1,10 @@
 """Swin V2 as a model of fairseq, built as fairseq builds it."""
 
 import argparse
-import importlib
 import re
-from pathlib import Path
 
 import pytest
 import torch
-import torch.nn.functional as F
 from fairseq import models
 from fairseq.dataclass.initialize import add_defaults
 from omegaconf import OmegaConf
@@ -19,7 +16,6 @@ from fairseq_tutel.plugin.feed_forward import moe_layers
 from fairseq_tutel.plugin.registration.flags import GateLossOptions, defaults
 
 register()
-EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 def build(arch, channels=1, num_classes=10, **options):
@@ -68,7 +64,7 @@ def test_blocks_with_experts_are_counted_within_a_stage():
 
 
 @pytest.mark.parametrize("arch", ["swin_v2_tiny", "swin_v2_moe_tiny"])
-@pytest.mark.parametrize("size", [(28, 28), (8, 8), (1, 3), (17, 30)])
+@pytest.mark.parametrize("size", [(8, 8), (1, 3), (17, 30)])
 def test_images_of_any_size_train_every_parameter(arch, size):
     model = build(arch)
     logits = model(torch.randn(3, 1, *size))
@@ -95,7 +91,7 @@ def test_half_precision_is_near_single():
     torch.testing.assert_close(halved.float(), logits, rtol=0, atol=2e-3)
 
 
-def test_empty_places_train_by_cosine_in_fp16():
+def test_empty_positions_train_in_fp16():
     """Their keys are rows of zeros, which have no norm to divide by."""
     model = build("swin_v2_tiny").half()
     model(torch.randn(2, 1, 22, 34).half()).float().logsumexp(1).sum().backward()
@@ -103,7 +99,7 @@ def test_empty_places_train_by_cosine_in_fp16():
 
 
 class Sum:
-    """A criterion that sums what a model gives."""
+    """A criterion that sums a model's output."""
 
     def forward(self, model, sample):
         loss = model(sample).logsumexp(1).sum()
@@ -111,8 +107,6 @@ class Sum:
 
 
 class Loss(GateLossMixin, Sum):
-    """The balance loss with it."""
-
     def __init__(self):
         self.gate_loss = argparse.Namespace(**defaults(GateLossOptions))
 
@@ -133,28 +127,13 @@ def test_checkpointed_activations_change_no_bit():
         assert torch.equal(torch.as_tensor(tensor), torch.as_tensor(again[name])), name
 
 
-def test_a_block_s_experts_are_those_that_its_gate_chooses():
-    """Token by token, in float64."""
-    model = build("swin_v2_moe_tiny").double().eval()
-    block = model.stages[1].blocks[1]
-    x = torch.randn(2, 16, 32, dtype=torch.float64)
-    layer, experts = block.fc1, block.fc1.experts
-    y = block._fed_forward(x)
-    for b, t in ((0, 0), (0, 15), (1, 7)):
-        scores = layer.gate(x[b, t].unsqueeze(0))[0].softmax(0)
-        e = int(scores.argmax())
-        hidden = F.gelu(experts.fc1_weight[e] @ x[b, t] + experts.fc1_bias[e])
-        expected = scores[e] * (experts.fc2_weight[e] @ hidden + experts.fc2_bias[e])
-        torch.testing.assert_close(y[b, t], expected)
-
-
 HASH = {"moe_gate_type": "hash", "moe_gate_noise": 0.0, "moe_balance_loss": "none"}
 
 
 def test_what_contradicts_itself_is_refused():
     for options, sentence in (
-        ({"swin_heads": "1,3"}, "but 3 does not divide the stage's model dimension 32"),
-        ({"swin_depths": "2,2,2"}, "--swin-heads is '1,2', but --swin-depths '2,2,2' has 3 stages"),
+        ({"swin_heads": "1,3"}, "--swin-heads is 1,3; give divisors of 16, 32"),
+        ({"swin_depths": "2,2,2"}, "--swin-depths 2,2,2; give one number for each stage"),
         ({"swin_window": 0}, "--swin-window"),
         ({"moe_pregate": 1, "swin_checkpoint_activations": True}, "remove one"),
         (HASH, "the stage 1 of this model has no token embedding; give another gate"),
@@ -162,30 +141,6 @@ def test_what_contradicts_itself_is_refused():
     ):
         with pytest.raises(ValueError, match=re.escape(sentence)):
             build("swin_v2_moe_tiny", **options)
-
-
-@torch.no_grad()
-def test_the_picture_of_experts_shows_where_every_patch_goes(monkeypatch, tmp_path):
-    monkeypatch.syspath_prepend(str(EXAMPLES))
-    example = importlib.import_module("vision_experts")
-    model, images = build("swin_v2_moe_tiny", moe_expert_count="4").eval(), torch.randn(12, 1, 8, 8)
-    wanted = {}
-    for layer in moe_layers(model):
-        layer.register_forward_pre_hook(
-            lambda layer, args: wanted.update({layer.label: layer.gate(args[0]).argmax(-1)})
-        )
-    watch = example.Watch(model)
-    model(images)
-    model(images[:5])
-    ids = {label: torch.cat(parts) for label, parts in watch.seen.items()}
-    assert {label: each.shape for label, each in ids.items()} == {
-        "stages_0_1": (17, 16),
-        "stages_1_1": (17, 4),
-    }
-    for label, ids_BL in ids.items():
-        torch.testing.assert_close(ids_BL[12:], wanted[label])
-    example.draw(images, torch.arange(12), {k: v[:12] for k, v in ids.items()}, 4, tmp_path / "it.png")
-    assert (tmp_path / "it.png").stat().st_size > 10_000
 
 
 def test_members_share_no_features_within_what_is_made_again():

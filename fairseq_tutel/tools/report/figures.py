@@ -9,35 +9,21 @@ import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
-from matplotlib.collections import QuadMesh
 from matplotlib.colors import Colormap, LinearSegmentedColormap, LogNorm, Normalize, PowerNorm
 from matplotlib.figure import Figure
-from matplotlib.ticker import EngFormatter, FuncFormatter, LogLocator, MaxNLocator
+from matplotlib.ticker import EngFormatter, FuncFormatter, MaxNLocator
 
 # The palette of Okabe and Ito, for colour-blind readers.
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 LINES = ("-", "--", ":", "-.")
 LINE_LETTERS = 70  # characters per line of a legend, including gaps and line samples
+MOST_POINTS, MOST_COLUMNS = 400, 200  # of a curve and of a map; neighbours of longer ones are averaged
 FEW_POINTS = 40  # a curve with at most this many points has markers
-INK, AXIS, GRID = "#1d2329", "#666666", "#e5e5e5"  # colours of text and ticks, of axes, of grid lines
-# In a browser's dark mode, these colours replace those that are hard to see on a dark page.
-DARK = {
-    INK: "#e6e8ea",
-    AXIS: "#8a949e",
-    GRID: "#33383e",
-    "#0072b2": "#3a96d6",
-    "#000000": "#ffffff",
-}
-_DARK_RULES = " ".join(
-    f'[style*="{what}: {light}"] {{ {what}: {dark} !important }}'
-    for light, dark in DARK.items()
-    for what in ("fill", "stroke")
-)
 
 
 @dataclass(frozen=True)
 class Scale:
-    """The colour scale of a heat map: a range of values, its colours, its label and its legend."""
+    """The colour scale of a heat map: a range of values, its colours, its label and named values."""
 
     norm: Normalize
     colors: Colormap
@@ -49,37 +35,29 @@ class Scale:
 LOAD_SCALE = Scale(
     LogNorm(0.25, 4, clip=True),
     matplotlib.colormaps["PuOr_r"].resampled(17),
-    "load of an expert, in even shares",
+    "load, even shares",
     {0.25: "≤ ¼", 0.5: "½", 1: "1", 2: "2", 4: "≥ 4"},
 )
 DROPPED_SCALE = Scale(
     PowerNorm(0.5, 0, 1, clip=True),
     LinearSegmentedColormap.from_list("dropped", ["#ffffff", "#E69F00", "#7a2d00", "#000000"]),
-    "dropped share of an expert's assignments",
+    "dropped share",
     {0: "0", 0.01: "1 %", 0.05: "5 %", 0.2: "20 %", 0.5: "50 %", 1: "100 %"},
 )
 
 
 def scale_of(label: str, values: Sequence[Sequence[float]]) -> Scale:
     """Return a colour scale for a heat map, from the smallest to the largest finite value."""
-    finite = np.asarray(values, dtype=float)
-    finite = finite[np.isfinite(finite)]
-    low, high = (finite.min(), finite.max()) if len(finite) else (0, 1)
-    return Scale(Normalize(low, high), matplotlib.colormaps["viridis"], label)
+    finite = np.ma.masked_invalid(values)
+    return Scale(Normalize(finite.min(), finite.max()), matplotlib.colormaps["viridis"], label)
 
 
 _STYLE: dict[Any, Any] = {
-    "font.size": 10,
     "axes.spines.top": False,
     "axes.spines.right": False,
     "axes.grid": True,
-    "grid.color": GRID,
-    "axes.edgecolor": AXIS,
-    "text.color": INK,
-    "axes.labelcolor": INK,
-    "xtick.color": INK,
-    "ytick.color": INK,
-    "figure.facecolor": "none",  # the page's background, light or dark
+    "grid.color": "#e5e5e5",
+    "figure.facecolor": "none",  # the page's background
     "axes.facecolor": "none",
     "figure.constrained_layout.use": True,
     # A dollar sign in the name of a run is not a formula.
@@ -88,7 +66,6 @@ _STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",
     "svg.hashsalt": "fairseq_tutel",
 }
-_MAP_STYLE = _STYLE | {"axes.grid": False}
 
 
 @dataclass(frozen=True)
@@ -111,22 +88,21 @@ def line_chart(
     log: bool = False,
     from_zero: bool = False,
     references: Sequence[tuple[float, str]] = (),
-    points: int = 400,
 ) -> str:
     """Return a line chart of several curves as SVG, with gaps at values that are not finite.
 
-    With `log`, the y axis is logarithmic if all values are positive and differ by a factor of five or more.
-    If a curve has more than `points` points, neighbours are averaged. `references` are horizontal lines.
+    With `log`, the y axis is logarithmic if all values are positive. `references` are horizontal lines.
     """
     figure = Figure(figsize=(5, 3.2))
     axes = figure.add_subplot(xlabel=x_label, ylabel=y_label)
     _mark(axes.xaxis)
     for curve in curves:
-        _draw(axes, curve, points)
+        _draw(axes, curve)
     for height, name in references:
-        axes.axhline(height, color=INK, linewidth=1.4, linestyle=":", label=name)
-    if log:
-        _make_logarithmic(axes, np.concatenate([np.asarray(c.y, dtype=float) for c in curves]))
+        axes.axhline(height, color="black", linewidth=1.4, linestyle=":", label=name)
+    if log and all(value > 0 for curve in curves for value in curve.y):
+        axes.set_yscale("log", base=2)
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
     if from_zero:
         axes.set_ylim(bottom=0)
     labels = [c.label for c in curves] + [name for _, name in references]
@@ -136,73 +112,42 @@ def line_chart(
     return _svg(figure)
 
 
-@matplotlib.rc_context(_MAP_STYLE)
+@matplotlib.rc_context(_STYLE | {"axes.grid": False})
 def heat_map(
     updates: Sequence[int],
     values_UR: Sequence[Sequence[float]],
     scale: Scale,
-    *,
     rows: str = "expert",
-    columns: int = 200,
 ) -> str:
     """Return a heat map as SVG, with a row for each expert or layer and a column for each record.
 
-    A column spans the updates since the previous record, over which fairseq averages. If there are more
-    records than `columns`, neighbours are averaged. A scale without named values is drawn next to the map.
+    A column spans the updates since the previous record, over which fairseq averages.
     """
-    values_RU = averaged(np.asarray(values_UR, dtype=float).T, columns)
+    values_RU = averaged(np.asarray(values_UR, dtype=float).T, MOST_COLUMNS)
     right = np.asarray(updates, dtype=float)
-    step = -(-len(right) // columns)
+    step = -(-len(right) // MOST_COLUMNS)
     first = 2 * right[0] - right[1] if len(right) > 1 else 0
     edges = np.concatenate([[max(first, 0)], right[step - 1 :: step]])
     if len(edges) == values_RU.shape[1]:  # the last block is not full
         edges = np.append(edges, right[-1])
-    figure = Figure(figsize=(3.6, 2.4) if scale.ticks else (5, 3.2))
+    figure = Figure(figsize=(4, 2.7))
     axes = figure.add_subplot(xlabel="updates", ylabel=rows)
-    mesh = _draw_map(axes, edges, values_RU, scale)
-    _mark(axes.xaxis)
-    if not scale.ticks:
-        figure.colorbar(mesh, label=scale.label)
-    return _svg(figure)
-
-
-@matplotlib.rc_context(_MAP_STYLE)
-def heat_map_by_name(names: Sequence[str], values_NE: Sequence[Sequence[float]], scale: Scale) -> str:
-    """Return a heat map as SVG, with a row for each expert and a column for each data set."""
-    figure = Figure(figsize=(max(3.6, 1 + 0.8 * len(names)), 2.6))
-    axes = figure.add_subplot(ylabel="expert")
-    _draw_map(axes, np.arange(len(names) + 1) - 0.5, np.asarray(values_NE, dtype=float).T, scale)
-    axes.set_xticks(range(len(names)), names)
-    return _svg(figure)
-
-
-@matplotlib.rc_context(_MAP_STYLE)
-def legend_of(scale: Scale) -> str:
-    """Return an SVG legend for a colour scale that has named values."""
-    assert scale.ticks is not None
-    figure = Figure(figsize=(3.6, 0.75))
-    axes = figure.add_subplot()
-    colors = matplotlib.cm.ScalarMappable(norm=scale.norm, cmap=scale.colors)
-    bar = figure.colorbar(colors, cax=axes, orientation="horizontal", ticks=[*scale.ticks])
-    bar.ax.set_xticks([*scale.ticks], [*scale.ticks.values()], minor=False)
-    bar.ax.minorticks_off()
-    bar.set_label(scale.label)
-    return _svg(figure)
-
-
-def _draw_map(axes: Axes, edges: np.ndarray, values_RC: np.ndarray, scale: Scale) -> QuadMesh:
-    """Draw a heat map on an axis, with the first row on top and columns between these `edges`."""
     mesh = axes.pcolormesh(
         edges,
-        np.arange(len(values_RC) + 1) - 0.5,
-        np.clip(values_RC, scale.norm.vmin, scale.norm.vmax),
+        np.arange(len(values_RU) + 1) - 0.5,
+        np.clip(values_RU, scale.norm.vmin, scale.norm.vmax),
         norm=scale.norm,
         cmap=scale.colors,
         rasterized=True,
     )
     axes.yaxis.set_major_locator(MaxNLocator(8, integer=True, min_n_ticks=1))
     axes.invert_yaxis()
-    return mesh
+    _mark(axes.xaxis)
+    bar = figure.colorbar(mesh, label=scale.label)
+    if scale.ticks:
+        bar.set_ticks([*scale.ticks], labels=[*scale.ticks.values()])
+        bar.minorticks_off()
+    return _svg(figure)
 
 
 def averaged(values: np.ndarray, count: int) -> np.ndarray:
@@ -218,8 +163,8 @@ def averaged(values: np.ndarray, count: int) -> np.ndarray:
     return np.where(seen > 0, np.nansum(blocks, axis=-1) / np.maximum(seen, 1), np.nan)
 
 
-def _draw(axes: Axes, curve: Curve, points: int) -> None:
-    x, y = (averaged(np.asarray(values, dtype=float), points) for values in (curve.x, curve.y))
+def _draw(axes: Axes, curve: Curve) -> None:
+    x, y = (averaged(np.asarray(values, dtype=float), MOST_POINTS) for values in (curve.x, curve.y))
     axes.plot(
         x,
         y,
@@ -238,20 +183,8 @@ def _mark(axis: Axis) -> None:
     axis.set_major_formatter(EngFormatter(sep=""))
 
 
-def _make_logarithmic(axes: Axes, values: np.ndarray) -> None:
-    values = values[np.isfinite(values)]
-    if not len(values) or values.min() <= 0 or values.max() < 5 * values.min():
-        return
-    axes.set_yscale("log")
-    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
-    axes.yaxis.set_minor_locator(LogLocator(subs=()))
-
-
 def _svg(figure: Figure) -> str:
     file = StringIO()
     nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
     figure.savefig(file, format="svg", dpi=110, metadata=nothing)
-    # matplotlib's own style element is the first one.
-    dark = f"@media (prefers-color-scheme: dark) {{ {_DARK_RULES} }}</style>"
-    return file.getvalue().replace("</style>", dark, 1)
+    return file.getvalue()

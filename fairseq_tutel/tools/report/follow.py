@@ -1,7 +1,8 @@
 """Rewrites the page of a report while its logs grow."""
 
+import contextlib
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from fairseq_tutel.tools.training_log import NoRecordError, logs_in
@@ -26,39 +27,22 @@ def follow(paths: Sequence[Path], interval: float, draw: Draw, write: Callable[[
     Returns:
         Whether a page was written.
     """
-    page = None
+    page, seen, is_over = None, None, False
+    print(f"following {', '.join(map(str, paths))}; press Ctrl-C to end", flush=True)
     try:
-        for page in _pages(paths, interval, draw):
-            write(page(interval))
+        while not is_over:
+            # An unfinished or missing log: the first record may not be written yet.
+            with contextlib.suppress(NoRecordError, FileNotFoundError):
+                now = [(file, file.stat()) for path in paths for file in logs_in(path)]
+                if now != seen:
+                    page, is_over = draw()
+                    seen = now
+                    write(page(interval))
+            if not is_over:
+                time.sleep(interval)
     except KeyboardInterrupt:
         pass
     finally:
         if page is not None:
             write(page(None))
     return page is not None
-
-
-def _pages(paths: Sequence[Path], interval: float, draw: Draw) -> Iterator[Page]:
-    """Yield a page for each change of the logs, until all runs are over."""
-    seen, is_waiting = None, False
-    while True:
-        over = False
-        try:
-            now = _state_of(paths)
-            if now != seen:
-                page, over = draw()
-                seen, is_waiting = now, False
-                yield page
-        except (NoRecordError, FileNotFoundError):  # not written yet, or being replaced
-            if not is_waiting:
-                print(f"waiting for a training record in {', '.join(map(str, paths))}", flush=True)
-            is_waiting = True
-        if over:
-            return
-        time.sleep(interval)
-
-
-def _state_of(paths: Sequence[Path]) -> list[tuple[Path, int, int, int]]:
-    """Return the path, inode, size in bytes and time of change in nanoseconds of each log."""
-    found = [(log, log.stat()) for path in paths for log in logs_in(path)]
-    return [(log, stat.st_ino, stat.st_size, stat.st_mtime_ns) for log, stat in found]

@@ -10,21 +10,17 @@ a --save-dir that contains such a log. The curves of several runs are drawn in t
 import argparse
 import math
 from collections import Counter
-from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from fairseq_tutel import __version__
-from fairseq_tutel.tools.arguments import needing, refuse_output, writing
+from fairseq_tutel.tools.arguments import needing, refuse_output, template_of, writing
 from fairseq_tutel.tools.parser import add_output
 from fairseq_tutel.tools.report.follow import Page, follow
-from fairseq_tutel.tools.training_log import Record, Run, default_names, find_log, join, units_of
+from fairseq_tutel.tools.training_log import Record, Run, default_names, find_log, join
 
 NOTHING = "–"
-INTERVAL = 30.0  # default of --interval
-DAY = 86_400  # seconds
 
 
 def add_to(tools: Any) -> None:
@@ -37,8 +33,8 @@ def add_to(tools: Any) -> None:
     parser.add_argument("--name", action="append", dest="names", metavar="NAME", help=text)
     text = "rewrite the page while the logs grow, until the runs are over or Ctrl-C is pressed"
     parser.add_argument("--follow", action="store_true", help=text)
-    text = f"seconds between checks of the logs by --follow, and between reloads of the page [{INTERVAL:g}]"
-    parser.add_argument("--interval", type=float, metavar="SECONDS", help=text)
+    text = "seconds between checks of the logs by --follow, and between reloads of the page [30]"
+    parser.add_argument("--interval", type=float, default=30.0, metavar="SECONDS", help=text)
     parser.set_defaults(run=run)
 
 
@@ -46,7 +42,8 @@ def run(arguments: argparse.Namespace) -> None:
     """Read the logs of the runs, and write the report as an HTML page."""
     output, paths = arguments.output, arguments.runs
     refuse_output(output, overwrite=arguments.overwrite)
-    interval = _interval(arguments)
+    if not arguments.interval > 0:
+        raise ValueError(f"--interval is {arguments.interval:g}; give a number above 0.")
     _names(arguments.names, paths)  # refuses wrong names before the work
     with needing("report", "report"):
         import jinja2  # noqa: F401
@@ -59,22 +56,10 @@ def run(arguments: argparse.Namespace) -> None:
     if not arguments.follow:
         page, _ = draw(arguments.names, paths)
         write(page(None))
-    elif not follow(paths, interval, partial(draw, arguments.names, paths, grows=True), write):
+    elif not follow(paths, arguments.interval, partial(draw, arguments.names, paths, grows=True), write):
         print("no training record was found, so no page was written")
         return
     print(f"wrote {output}")
-
-
-def _interval(arguments: argparse.Namespace) -> float:
-    """Return the number of seconds between two checks of the logs."""
-    seconds = arguments.interval
-    if seconds is None:
-        return INTERVAL
-    if not arguments.follow:
-        raise ValueError(f"--interval is {seconds:g}, but has no effect without --follow; add --follow.")
-    if not 0 < seconds <= DAY:
-        raise ValueError(f"--interval is {seconds:g}; give seconds above 0 and at most {DAY}.")
-    return seconds
 
 
 def draw(names: list[str] | None, paths: list[Path], grows: bool = False) -> tuple[Page, bool]:
@@ -87,8 +72,8 @@ def draw(names: list[str] | None, paths: list[Path], grows: bool = False) -> tup
     """
     names = _names(names, paths)
     logs = {name: find_log(path, grows) for name, path in zip(names, paths, strict=True)}
-    files = {name: list(map(str, of)) for name, (_, of) in logs.items()}
-    page = _page({name: join(log) for name, (log, _) in logs.items()}, files)
+    runs = {name: join(log) for name, (log, _) in logs.items()}
+    page = _page(runs, {name: file for name, (_, file) in logs.items()})
     return page, all(log.is_over for log, _ in logs.values())
 
 
@@ -107,27 +92,13 @@ def _names(names: list[str] | None, paths: list[Path]) -> list[str]:
     return names
 
 
-def _page(runs: dict[str, Run], files: dict[str, list[str]]) -> Page:
-    """Draw the charts of the report; `files` are the log files of each run."""
-    from jinja2 import Environment, FileSystemLoader, StrictUndefined
-
+def _page(runs: dict[str, Run], files: dict[str, Path]) -> Page:
+    """Draw the charts of the report; `files` are the log files of the runs."""
     from fairseq_tutel.tools.report.sections import sections_of
 
-    templates = Environment(
-        loader=FileSystemLoader(Path(__file__).parent),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    parts = {
-        "rows": summary(runs),
-        "sections": [section for section in sections_of(runs) if any(section.groups.values())],
-        "runs": runs,
-        "files": files,
-        "version": __version__,
-    }
-    template = templates.get_template("report.html.j2")
+    sections = [section for section in sections_of(runs) if any(section.groups.values())]
+    parts = {"rows": summary(runs), "sections": sections, "runs": runs, "files": files}
+    template = template_of(Path(__file__).parent / "report.html.j2")
     return lambda reload: template.render(**parts, reload=reload)
 
 
@@ -141,34 +112,29 @@ def summary(runs: dict[str, Run]) -> list[dict[str, str]]:
     records = [r for run in runs.values() for of in (run.training, *run.subsets.values()) for r in of]
     logged = {key for record in records for key in record.values}
     qualities = [quality for quality in (PERPLEXITY, ACCURACY) if quality[0] in logged] or [PERPLEXITY]
-    units = units_of(runs.values()).capitalize()
-    return [_summary_row(name, run, qualities, units) for name, run in runs.items()]
+    return [_summary_row(name, run, qualities) for name, run in runs.items()]
 
 
-def _summary_row(name: str, run: Run, qualities: Sequence[Any], units: str) -> dict[str, str]:
+def _summary_row(name: str, run: Run, qualities: list[Any]) -> dict[str, str]:
     """Return one run's row of the summary table, with validation values of one data subset."""
     subset = "valid" if "valid" in run.subsets else next(iter(run.subsets), "valid")
     suffix = "" if subset == "valid" else f" ({subset})"
     speeds = [speed for _, speed in _finite(run.training, "wps")]
     speeds = speeds[1:] or speeds  # the first updates warm up
-    row = {"Run": name, "Updates": f"{run.last_update:,}"}
+    row = {"Run": name, "Updates": f"{max(record.update for record in run.all):,}"}
     for key, quality, best_of in qualities:
         values = _finite(run.subsets.get(subset, []), key)
         best = best_of(values, key=lambda point: point[1], default=None)
         row |= {
             f"Training {quality}, last": _last(_finite(run.training, key)),
             f"Validation {quality}, last": _last(values) + suffix,
-            f"Validation {quality}, best": (
-                NOTHING if best is None else f"{best[1]:.2f} at update {best[0]:,}{suffix}"
-            ),
+            f"Validation {quality}, best": f"{best[1]:.2f} at update {best[0]:,}" if best else NOTHING,
         }
     layers = Counter(run.experts.values())
-    is_moe = any("moe_gate_loss" in record.values for record in run.training)
-    listed = ", ".join(f"{count} × {experts}" for experts, count in layers.items())
     return row | {
-        f"{units} per second, median": f"{median(speeds):,.0f}" if speeds else NOTHING,
+        "Tokens or images per second, median": f"{median(speeds):,.0f}" if speeds else NOTHING,
         "Training time": duration(run.seconds),
-        "MoE layers × experts": listed or ("not logged" if is_moe else "none"),
+        "MoE layers × experts": ", ".join(f"{n} × {experts}" for experts, n in layers.items()) or NOTHING,
         "Ranks": ", then ".join(map(str, run.ranks)) or NOTHING,
     }
 

@@ -6,14 +6,11 @@ import re
 from dataclasses import dataclass, field
 
 from fairseq_tutel.tools.report.figures import (
-    COLORS,
     DROPPED_SCALE,
     LOAD_SCALE,
     Curve,
     Scale,
     heat_map,
-    heat_map_by_name,
-    legend_of,
     line_chart,
     scale_of,
 )
@@ -25,11 +22,9 @@ from fairseq_tutel.tools.training_log import (
     Run,
     layer_of,
     list_keys,
-    units_of,
 )
 
 HOUR = 3600  # seconds
-COLUMNS = 4000  # total columns of all heat maps in a section; limits the size of the page
 
 
 @dataclass(frozen=True)
@@ -60,7 +55,7 @@ class Section:
 def sections_of(runs: dict[str, Run]) -> list[Section]:
     """Return all sections of a report in the order of the page; some may have no pictures."""
     loss, experts, *others = curve_sections(runs)
-    return [loss, experts, layer_section(runs), *expert_sections(runs), data_section(runs), *others]
+    return [loss, experts, layer_section(runs), *expert_sections(runs), *others]
 
 
 @dataclass(frozen=True)
@@ -114,7 +109,7 @@ SECTIONS = {
               layers="max_violation"),
     ],
     ("speed", "Speed", ""): [
-        Chart("Speed", "wps", "per second",
+        Chart("Speed", "wps", "tokens or images per second",
               "All ranks together. Dips are validation, checkpoints or other processes.", from_zero=True),
         Chart("Row exchanges", r"all_to_all_(cpu|cuda)_time_ms", "time of a micro-batch (ms)",
               "Time of dispatch and combine across ranks, from --record-a2a-perf-stats.",
@@ -157,11 +152,10 @@ def _pictures(section: str, chart: Chart, runs: dict[str, Run], time: bool = Fal
     svg = line_chart(
         curves,
         f"training time ({x_unit})" if time else "updates",
-        f"{units_of(runs.values())} per second" if chart.keys == "wps" else chart.unit,
+        chart.unit,
         log=chart.log,
         from_zero=chart.from_zero,
         references=[(math.log(e), f"ln {e} = {math.log(e):.2f}") for e in sorted(uniform)],
-        points=max(100, min(400, 2000 // len(curves))),
     )
     title = f"{chart.title} against {'time' if time else 'updates'}"
     ends = [f"{c.label} from {c.y[0]:g} at {c.x[0]:g} to {c.y[-1]:g} at {c.x[-1]:g}" for c in curves]
@@ -192,8 +186,8 @@ def _curves_of(chart: Chart, runs: dict[str, Run], has_subsets: bool, seconds: f
 
 
 LAYERS_TEXT = """
-One line for each MoE layer in training. If there are more layers than colors, a map with the first layer
-on top replaces the lines. If a layer differs from its neighbors, see the map of this layer below.
+One map for each metric in training: a row is a MoE layer, the first one on top. If a layer differs from its
+neighbors, see the map of this layer below.
 """
 
 
@@ -201,24 +195,14 @@ def layer_section(runs: dict[str, Run]) -> Section:
     """Return the section with charts for each layer, without non-negative metrics that are always 0."""
     section = Section("layers", "Layer by layer", LAYERS_TEXT)
     for name, run in runs.items():
-        pictures = section.groups[name] = []
-        labels = [layer_of(load, LOAD) for load in list_keys(LOAD, run.training)]
         for key in list_keys(LAYERS, run.training):
             title, unit, from_zero = _quantity(key.removeprefix(LAYERS))
             updates, values_UL = _values(run.training, key)
-            if from_zero and not _any_above_0(values_UL):
-                continue
-            last = ", ".join(
-                f"{layer} {value:g}" for layer, value in zip(labels, values_UL[-1], strict=True)
-            )
-            if len(labels) > len(COLORS):
+            if not from_zero or _any_above_0(values_UL):
                 svg = heat_map(updates, values_UL, scale_of(unit, values_UL), rows="MoE layer")
-            else:
-                lines = enumerate(zip(labels, zip(*values_UL, strict=True), strict=True))
-                curves = [Curve(label, updates, values, run=i) for i, (label, values) in lines]
-                svg = line_chart(curves, "updates", unit, from_zero=from_zero)
-            alt = f"{name}, {title.lower()} by layer: at update {updates[-1]} {last}."
-            pictures.append(Picture(title, "", alt, svg))
+                last = ", ".join(f"{value:g}" for value in values_UL[-1])
+                alt = f"{name}, {title.lower()} by layer: at update {updates[-1]} {last}."
+                section.groups.setdefault(name, []).append(Picture(title, "", alt, svg))
     return section
 
 
@@ -244,32 +228,24 @@ def _any_above_0(rows: list[list[float]]) -> bool:
 LOAD_TEXT = """
 One picture for each MoE layer. A row is an expert; a column is the updates from one record to the next.
 White is an even share, orange is more, and violet is less. An expert whose row stays dark violet hardly
-learns.
+learns. The colors end at a quarter of an even share and at four.
 """
 DROPPED_TEXT = """
 The dropped share of each expert's assignments, for layers with dropped assignments. Rows and columns are as
 above. White is 0. If a row stays dark, the expert's load always exceeds its capacity.
 """
-LOAD_COLOURS = (
-    "Violet is a quarter of an even share or less, white is an even share, orange is four or more."
-)
-DROPPED_COLOURS = (
-    "White means that nothing is dropped, orange a quarter of the assignments, black all of them."
-)
 
 
 def expert_sections(runs: dict[str, Run]) -> list[Section]:
     """Return the sections with heat maps of each expert's load and fraction of dropped assignments."""
     load = Section("load", "Load of every expert", LOAD_TEXT)
-    _add_maps(load, runs, LOAD, LOAD_SCALE, LOAD_COLOURS, "have {:.2f} to {:.2f} even shares")
+    _add_maps(load, runs, LOAD, LOAD_SCALE, "have {:.2f} to {:.2f} even shares")
     dropped = Section("dropped", "Dropped share of every expert", DROPPED_TEXT)
-    _add_maps(dropped, runs, DROPPED, DROPPED_SCALE, DROPPED_COLOURS, "drop a share of {:.3f} to {:.3f}")
+    _add_maps(dropped, runs, DROPPED, DROPPED_SCALE, "drop a share of {:.3f} to {:.3f}")
     return [load, dropped]
 
 
-def _add_maps(
-    section: Section, runs: dict[str, Run], prefix: str, scale: Scale, colours: str, words: str
-) -> None:
+def _add_maps(section: Section, runs: dict[str, Run], prefix: str, scale: Scale, words: str) -> None:
     """Add a heat map for each logged list whose key has the prefix, except lists that are always 0."""
     shown = [
         (f"{name}, {what}", layer_of(key, prefix), *_values(records, key))
@@ -278,37 +254,8 @@ def _add_maps(
         for key in list_keys(prefix, records)
     ]
     shown = [row for row in shown if _any_above_0(row[3])]
-    if shown:
-        section.groups[""] = [Picture("Colors", "", colours, legend_of(scale))]
-    columns = min(200, max(40, COLUMNS // max(len(shown), 1)))
     for group, layer, updates, values in shown:
         last = words.format(min(values[-1]), max(values[-1]))
         alt = f"{group}, {layer}: at update {updates[-1]} the {len(values[-1])} experts {last}."
-        svg = heat_map(updates, values, scale, columns=columns)
+        svg = heat_map(updates, values, scale)
         section.groups.setdefault(group, []).append(Picture(layer, "", alt, svg))
-
-
-DATA_TEXT = """
-Load of the trained model, from fairseq-validate: one picture for each MoE layer. A row is an expert; a
-column is a data set, such as a language, with its perplexity. Data sets with similar columns use the same
-experts. An expert that is orange in one column and violet in the others is specialized in that data set.
-"""
-
-
-def data_section(runs: dict[str, Run]) -> Section:
-    """Return the section with heat maps of each expert's load on each data set."""
-    section = Section("data", "Load of every expert by data set", DATA_TEXT)
-    for name, run in runs.items():
-        for key in list_keys(LOAD, list(run.evaluations.values())):
-            loads = {what: r for what, r in run.evaluations.items() if key in r.lists}
-            labels = [f"{what}\nppl {r.values.get('ppl', math.nan):.2f}" for what, r in loads.items()]
-            values_NE = [record.lists[key] for record in loads.values()]
-            busiest = ", ".join(
-                f"{what} {values_E.index(max(values_E))} with {max(values_E):.2f} even shares"
-                for what, values_E in zip(loads, values_NE, strict=True)
-            )
-            layer = layer_of(key, LOAD)
-            svg = heat_map_by_name(labels, values_NE, LOAD_SCALE)
-            alt = f"{name}, {layer}: the busiest expert of {busiest}."
-            section.groups.setdefault(name, []).append(Picture(layer, "", alt, svg))
-    return section

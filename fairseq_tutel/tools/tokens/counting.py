@@ -39,15 +39,11 @@ class ExpertCounts:
         """Return the statistics of every pair and layer that routed a token.
 
         Raises:
-            ValueError: a gate gave probabilities that are not finite.
+            ValueError: a gate gave probabilities that are not finite, for example because weights are NaN.
         """
-        for layers in self._sums.values():
-            for label, sums_3E in layers.items():
-                if not sums_3E.isfinite().all():
-                    raise ValueError(
-                        f"--output-statistics is given, but the gate of {label} gives probabilities that "
-                        "are not finite, for example because weights are NaN; give another MODEL."
-                    )
+        sums = [sums_3E for layers in self._sums.values() for sums_3E in layers.values()]
+        if not all(sums_3E.isfinite().all() for sums_3E in sums):
+            raise ValueError("a gate gives probabilities that are not finite; give another MODEL.")
         return {
             pair: {label: _statistics(sums_3E) for label, sums_3E in layers.items() if sums_3E[2].any()}
             for pair, layers in self._sums.items()

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from fairseq import utils
 from torch import Tensor, nn
 
 from fairseq_tutel.inference.expert_statistics import ALL
@@ -172,8 +173,7 @@ def _counted(model: Any, counts: ExpertCounts, pair: str) -> Iterator[dict[str, 
 
 
 def _on_device(model: Any, batch: dict[str, Any]) -> dict[str, Any]:
-    device = next(model.parameters()).device
-    return {key: value.to(device) if torch.is_tensor(value) else value for key, value in batch.items()}
+    return utils.apply_to_sample(lambda tensor: tensor.to(next(model.parameters()).device), batch)
 
 
 def _dictionaries(task: Any) -> dict[str, Any]:

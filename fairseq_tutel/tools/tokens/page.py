@@ -17,14 +17,11 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from fairseq_tutel import __version__
-from fairseq_tutel.files import shown
-from fairseq_tutel.tools.arguments import needing, refuse_folder, refuse_output, writing
+from fairseq_tutel.tools.arguments import at_least, refuse_output, template_of, writing
 from fairseq_tutel.tools.parser import add_output
 
 # Number of sequences that the page shows. Statistics include all sequences.
 SHOWN = 40
-SPACE = "\u2581"  # sentencepiece's piece for a space
 LIMIT = "sentences or images to read, of each language pair [500]"
 OVERRIDES = (
     "options that replace those of the checkpoint, as in fairseq-generate, such as "
@@ -48,7 +45,7 @@ def add_to(tools: Any) -> None:
         "--text", action="append", metavar="TEXT", help="a sentence, instead of DATA; repeatable"
     )
     parser.add_argument("--split", default="valid", metavar="SPLIT", help="split of the data set [valid]")
-    parser.add_argument("--limit", type=int, default=500, metavar="N", help=LIMIT)
+    parser.add_argument("--limit", type=at_least(1), default=500, metavar="N", help=LIMIT)
     parser.add_argument("--model-overrides", default="{}", metavar="DICT", help=OVERRIDES)
     parser.add_argument("--output-statistics", type=Path, metavar="FILE", help=STATISTICS)
     add_output(parser, "the page to write", "tokens.html")
@@ -58,8 +55,7 @@ def add_to(tools: Any) -> None:
 def run(arguments: argparse.Namespace) -> None:
     """Run the model on the data or texts, and write an HTML page of its tokens and experts."""
     _refuse(arguments)
-    with needing("tokens", "report"):
-        from jinja2 import Environment, FileSystemLoader, StrictUndefined
+    template = template_of(Path(__file__).parent / "tokens.html.j2")
     from fairseq_tutel.inference.expert_statistics import text_of
     from fairseq_tutel.plugin.feed_forward import MoEFeedForward
     from fairseq_tutel.tools.tokens.counting import ExpertCounts
@@ -75,16 +71,10 @@ def run(arguments: argparse.Namespace) -> None:
         raise ValueError(f"MODEL is {arguments.model}, which has no experts; give that of a MoE model.")
     counts = ExpertCounts()
     if arguments.text:
-        _check_words(interface, arguments.text)
         samples = list(of_texts(model, interface, arguments.text, counts))
     else:
         samples = list(of_data(model, task, arguments.split, arguments.limit, counts))
-    templates = Environment(
-        loader=FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=StrictUndefined
-    )
-    page = templates.get_template("tokens.html.j2").render(
-        model=arguments.model, content=_json(content(samples, experts)), version=__version__
-    )
+    page = template.render(model=arguments.model, content=_json(content(samples, experts)))
     outputs = {"--output": (arguments.output, page)}
     if arguments.output_statistics:
         outputs["--output-statistics"] = arguments.output_statistics, text_of(counts.statistics())
@@ -101,12 +91,6 @@ def _refuse(arguments: argparse.Namespace) -> None:
             refuse_output(path, [Path(arguments.model)], arguments.overwrite, flag)
     if arguments.output_statistics and arguments.output.resolve() == arguments.output_statistics.resolve():
         raise ValueError(f"--output and --output-statistics are both {arguments.output}; give two files.")
-    if arguments.limit < 1:
-        raise ValueError(f"--limit is {arguments.limit}; give a number of at least 1.")
-    if not all(text.strip() for text in arguments.text or ()):
-        raise ValueError("--text is empty; give a sentence.")
-    if arguments.data is not None:
-        refuse_folder("DATA", arguments.data)
     ranks = os.environ.get("WORLD_SIZE", "1")
     if ranks != "1":
         raise ValueError(f"WORLD_SIZE is {ranks}, but tokens needs one process; run it without torchrun.")
@@ -118,74 +102,28 @@ def _opened(arguments: argparse.Namespace) -> tuple[Any, Any, Any]:
 
     from fairseq_tutel import plugin
     from fairseq_tutel.plugin import hub
-    from fairseq_tutel.plugin.hub_interfaces import NoInterfaceError, reads_text
 
     files = [str(file) for file in hub.files_of(arguments.model, "MODEL")[:1]]
     overrides = _overrides(arguments.model_overrides)
-    other = f"MODEL is {arguments.model}, which reads neither text nor images; give another model."
     if arguments.text:
-        try:
-            opened = hub.from_checkpoint(files[0], arguments.data, **overrides)
-        except NoInterfaceError as error:
-            raise ValueError(other) from error
+        opened = hub.from_checkpoint(files[0], arguments.data, **overrides)
         if "classify" in opened.offers:
-            raise ValueError(
-                f"--text is given, but MODEL is {arguments.model}, {opened.kind}; remove --text."
-            )
+            raise ValueError(f"MODEL is {arguments.model}, {opened.kind}; remove --text.")
         return (opened.models[0] if hasattr(opened, "models") else opened.model), opened.task, opened
     plugin.register()
     if arguments.data:
         overrides["data"] = arguments.data
-    try:
-        models, _, task = checkpoint_utils.load_model_ensemble_and_task(files, arg_overrides=overrides)
-    except FileNotFoundError as error:  # the folder of the training run, or a dictionary
-        raise ValueError(
-            f"MODEL is {arguments.model}, which needs {error.filename}, which does not exist; give the "
-            "data folder as DATA."
-        ) from error
-    if not hasattr(task, "class_names") and not reads_text(task):
-        raise ValueError(other)
-    try:
-        task.load_dataset(arguments.split)
-        task.dataset(arguments.split)
-    except (OSError, KeyError) as error:
-        raise ValueError(
-            f"--split is {arguments.split}, which {arguments.data or 'the data folder'} lacks; give "
-            "another split, such as valid."
-        ) from error
+    models, _, task = checkpoint_utils.load_model_ensemble_and_task(files, arg_overrides=overrides)
+    task.load_dataset(arguments.split)
     return models[0].eval(), task, None
 
 
 def _overrides(text: str) -> dict[str, Any]:
     """Parse --model-overrides, a dictionary in Python's notation."""
     try:
-        found = ast.literal_eval(text)
-    except (ValueError, SyntaxError, RecursionError, MemoryError):
-        found = None
-    if not isinstance(found, dict) or not all(isinstance(key, str) for key in found):
-        raise ValueError(
-            f"--model-overrides is {shown(text)}; give a dictionary, such as "
-            "\"{'moe_expert_store': 'on-demand'}\"."
-        )
-    return found
-
-
-def _check_words(interface: Any, texts: Sequence[str]) -> None:
-    """Print how many tokens of each text are unknown; raise ValueError if all are."""
-    symbols = interface.task.source_dictionary
-    for text in texts:
-        ids = interface.encode(text).tolist()
-        tokens = [i for i in ids if i == symbols.unk() or i >= symbols.nspecial]  # no <s> and </s>
-        # sentencepiece also cuts a text of unknown words into spaces, which it knows.
-        tokens = [i for i in tokens if symbols[i] != SPACE]
-        unknown = tokens.count(symbols.unk())
-        if unknown == len(tokens):
-            raise ValueError(
-                f"--text is {shown(text)}, of which the dictionary has no token; give text like that of "
-                "the training data."
-            )
-        if unknown:
-            print(f"note: the dictionary lacks {unknown} of {len(tokens)} tokens of --text {shown(text)}")
+        return dict(ast.literal_eval(text))
+    except (TypeError, ValueError, SyntaxError) as error:
+        raise ValueError(f"--model-overrides is {text}; give a dictionary in Python's notation.") from error
 
 
 def content(samples: Sequence[Any], experts: dict[str, int]) -> dict[str, Any]:

@@ -14,7 +14,6 @@ from fairseq_tutel.tools.tokens.observe import Sample
 TYPICAL = 12
 # A token that occurs less often says little about an expert.
 LEAST_OFTEN = 3
-MOST_BINS = 8
 
 
 @dataclass(frozen=True)
@@ -95,15 +94,11 @@ def _typical(names: np.ndarray, counts_VE: np.ndarray, load_E: np.ndarray) -> li
 
 
 def _powers(largest: int) -> list[tuple[str, int, int]]:
-    """Split 0 to `largest` into ranges between powers of a number; return (label, start, end) of each."""
-    for base in (2, 4, 8, 16):
-        borders = [0, 1]
-        while borders[-1] <= largest:
-            borders.append(borders[-1] * base)
-        if len(borders) <= MOST_BINS + 1:
-            break
-    bins = pairwise(borders)
-    return [(str(a) if b == a + 1 else f"{a} to {b - 1}", a, b) for a, b in bins]
+    """Split 0 to `largest` into ranges between powers of 4; return (label, start, end) of each."""
+    borders = [0, 1]
+    while borders[-1] <= largest:
+        borders.append(borders[-1] * 4)
+    return [(str(a) if b == a + 1 else f"{a} to {b - 1}", a, b) for a, b in pairwise(borders)]
 
 
 def _binned(
