@@ -8,11 +8,6 @@ from fairseq_tutel.option import NOT_NEGATIVE, POSITIVE, option
 tool = partial(option, of="tool")
 # Classes of the MoE layers that may load a converted state dict of Tutel.
 TUTEL_LAYERS = ("moe_layer", "MoELayer")
-# Kinds of models of Hugging Face, which convert/released/families describes.
-RELEASED = (
-    "m2m_100", "nllb-moe", "bart", "mbart", "xglm", "opt",
-    "roberta", "xlm-roberta", "fsmt", "wav2vec2", "hubert",
-)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,7 +6,7 @@ import math
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -89,6 +89,14 @@ def to_sharded(
             experts.rmdir()  # fails if it has other folders
         raise
     return target.parent / committed, errors
+
+
+def error_lines(errors: Mapping[str, tuple[float, float]]) -> list[str]:
+    """Return one line per quantized weight, with the errors that `to_sharded` returned."""
+    return [
+        f"{name}: relative error {relative:.2e}, worst row's error {worst:.2e}"
+        for name, (relative, worst) in errors.items()
+    ]
 
 
 def _write_shards(found: Stacks, target: Path, expert_dtype: str) -> tuple[str, list[ShardedTensor]]:

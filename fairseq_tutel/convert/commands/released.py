@@ -5,12 +5,10 @@ from pathlib import Path
 
 from fairseq_tutel.convert.commands.conversion import NEW_RUN, Conversion, one_folder, option
 from fairseq_tutel.convert.commands.formats import MAX_SIZE, size_limit
-from fairseq_tutel.convert.options import RELEASED
 from fairseq_tutel.files import printable
 from fairseq_tutel.moe.option_table import EXPERT_DTYPES
 from fairseq_tutel.tools.arguments import refuse_output_folder
 
-FAMILY = "the kind of model [inferred from the options]; if no kind fits, the tool prints the reason"
 KEEP = (
     "JSON file with the experts to keep: IDs per MoE layer, global IDs, or a file of naver/nllb-pruning "
     "with global IDs per language [all experts]"
@@ -28,27 +26,17 @@ def _from_hf(arguments: argparse.Namespace, inputs: list[Path], output: Path) ->
     The folder has the checkpoint model.pt, its dictionary and its BPE files. Weights keep their bits and
     their dtype. No pickled code runs. docs/released.md lists the models.
     """
-    from fairseq_tutel.convert.released import from_hf, from_hf_moe
-    from fairseq_tutel.convert.released.families.nllb_moe import MoEFamily
+    from fairseq_tutel.convert.released import from_hf
     from fairseq_tutel.convert.released.folder import ReleasedFolder
-    from fairseq_tutel.convert.released.from_hf_moe import Experts
 
     refuse_output_folder(output, inputs[0], from_hf.CHECKPOINT, arguments.overwrite)
-    how = Experts(
+    how = from_hf.Experts(
         expert_dtype=arguments.expert_dtype or "",
         keep=arguments.keep_experts,
         pairs=arguments.keep_for.split(",") if arguments.keep_for is not None else (),
     )
     with ReleasedFolder(inputs[0]) as folder:
-        if isinstance(from_hf.family_of(folder.config()), MoEFamily):
-            saved, notes = from_hf_moe.convert(folder, output, how, print)
-        elif how != Experts():
-            raise ValueError(
-                f"INPUT is {folder.path}, a model without experts; remove --expert-dtype, --keep-experts "
-                "and --keep-for."
-            )
-        else:
-            saved, notes = from_hf.convert(folder, output)
+        saved, notes = from_hf.convert(folder, output, how)
     for note in notes:
         print(printable(f"note: {note}"))
     return f"/{from_hf.CHECKPOINT}: {saved.name('model')}, task {saved.name('task')}{NEW_RUN}"
@@ -61,8 +49,7 @@ def _to_hf(arguments: argparse.Namespace, inputs: list[Path], output: Path) -> s
     prints the option or tensor that differs. Tokenizer files next to the checkpoint are copied.
     """
     from fairseq_tutel.checkpoint.saved import SavedModel
-    from fairseq_tutel.convert.released import to_hf, to_hf_moe
-    from fairseq_tutel.convert.released.families.nllb_moe import NLLB_MOE
+    from fairseq_tutel.convert.released import to_hf
     from fairseq_tutel.convert.released.folder import CONFIG
 
     refuse_output_folder(output, inputs[0], CONFIG, arguments.overwrite)
@@ -71,14 +58,7 @@ def _to_hf(arguments: argparse.Namespace, inputs: list[Path], output: Path) -> s
     tokenizer = Path(arguments.tokenizer) if arguments.tokenizer else inputs[0].parent
     if not tokenizer.is_dir():
         raise ValueError(f"--tokenizer is {tokenizer}, which is not a folder; give an existing folder.")
-    if labels := [layer.label for layer in saved.layers if layer.has_experts]:
-        if arguments.family not in (None, NLLB_MOE.name):
-            raise ValueError(
-                f"--family is {arguments.family}, but INPUT has experts in {labels[0]}; remove --family, "
-                "or make a dense checkpoint with `convert dense`."
-            )
-        return f": {to_hf_moe.convert(saved, output, limit, tokenizer)}"
-    return f": {to_hf.convert(saved, output, limit, arguments.family or '', tokenizer)}"
+    return f": {to_hf.convert(saved, output, limit, tokenizer)}"
 
 
 KINDS = (
@@ -107,7 +87,6 @@ KINDS = (
         output="the folder to write",
         is_folder=True,
         options=(
-            option("--family", FAMILY, choices=RELEASED),
             option("--tokenizer", TOKENIZER, "FOLDER"),
             option("--max-shard-size", MAX_SIZE, "BYTES", default="5GB"),
         ),

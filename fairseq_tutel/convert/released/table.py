@@ -243,6 +243,14 @@ class Family:
         """Return all tensors of a model that has these fairseq options."""
         return [row for names in self.names for row in names.rows(options)]
 
+    def stacks(self, options: Mapping[str, Any]) -> dict[str, tuple[list[str], tuple[int, ...]]]:
+        """Return, for our stacked tensors of experts, their E names and the shape of an expert's tensor."""
+        return {}
+
+    def notes(self, options: Mapping[str, Any]) -> list[str]:
+        """Return notes on differences between the systems for a model with these fairseq options."""
+        return []
+
     def read_options(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """Return our options for a config.json.
 
