@@ -5,13 +5,14 @@ import copy
 import logging
 import re
 import warnings
-from collections.abc import Mapping, Sequence, Sized
+from collections.abc import Iterable, Mapping, Sequence, Sized
 from typing import Any
 
 from torch import Tensor
 
 from fairseq_tutel import plugin
 from fairseq_tutel.checkpoint.saved import Layer, SavedModel, Weights
+from fairseq_tutel.files import printable
 from fairseq_tutel.moe.config import MoEConfig
 from fairseq_tutel.plugin.install import chosen_layers
 
@@ -155,6 +156,12 @@ def refuse_other_rows(saved: SavedModel, source: Sized, target: Sized) -> None:
                     f"{saved.flag} has {len(table)} rows in {name}, but the dictionary of the converted "
                     f"model has {len(dictionary)} symbols; give the dictionary of this model."
                 )
+
+
+def print_notes(notes: Iterable[str]) -> None:
+    """Print notes on a conversion, one per line."""
+    for note in notes:
+        print(printable(f"note: {note}".replace("\n", "\\n")))
 
 
 def use_moe_variants(saved: SavedModel) -> str:

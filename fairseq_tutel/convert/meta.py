@@ -5,6 +5,7 @@ options have the same names in both systems; the tables below hold the differenc
 experts.
 """
 
+import argparse
 import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -13,7 +14,14 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 
 from fairseq_tutel.checkpoint.saved import DENSE, PARTS, SavedModel
-from fairseq_tutel.convert.configs import Tensors, refuse_other_rows, task_of, use_moe_variants
+from fairseq_tutel.convert.command import NEW_RUN
+from fairseq_tutel.convert.configs import (
+    Tensors,
+    print_notes,
+    refuse_other_rows,
+    task_of,
+    use_moe_variants,
+)
 from fairseq_tutel.convert.released.vocabulary import Vocabulary, dictionary
 from fairseq_tutel.moe.option_table import options_of
 from fairseq_tutel.option import flag_of
@@ -113,12 +121,27 @@ class Row(NamedTuple):
     expert: int | None
 
 
-def files_of(name: str) -> list[Path]:
+def run(arguments: argparse.Namespace, inputs: list[Path], output: Path) -> str:
+    """Run `convert meta`."""
+    saved, notes = read(inputs)
+    vocabulary = dictionaries(saved, arguments.dictionary)
+    for name in (*vocabulary.files, *vocabulary.links):
+        text, file = vocabulary.files.get(vocabulary.links.get(name, name)), output.parent / name
+        if file.exists() and file.read_text() != text:
+            raise ValueError(f"{file} is another dictionary; give an --output in another folder.")
+    vocabulary.write(output.parent)
+    saved.write(output)
+    print_notes(notes)
+    beside = f" and {', '.join(vocabulary.files)}, with the tags of data sources, next to it"
+    return beside * bool(vocabulary.files) + NEW_RUN
+
+
+def inputs_of(arguments: argparse.Namespace) -> list[Path]:
     """Return the paths of all files of a checkpoint from Meta: one per rank, then the shared file.
 
-    `name` is X, X.pt or the name of one of the files.
+    The input is X, X.pt or the name of one of the files.
     """
-    path = Path(name)
+    path = Path(arguments.input)
     stem = re.sub(r"-(shared|rank-\d+)$", "", path.name.removesuffix(".pt"))
     pattern = re.compile(re.escape(stem) + r"-rank-(\d+)\.pt")
     found = [pattern.fullmatch(beside.name) for beside in path.parent.glob("*")]

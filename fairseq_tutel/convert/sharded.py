@@ -1,5 +1,6 @@
 """Converts between sharded and single-file checkpoints, with one expert's tensor in memory at a time."""
 
+import argparse
 import contextlib
 import itertools
 import math
@@ -25,6 +26,21 @@ from fairseq_tutel.parallel.progress import progress
 EXPERTS = ".experts"
 # (layer, tensor name, dictionary that holds the stack, its key in the dictionary)
 Stacks = list[tuple[str, str, dict, Any]]
+
+
+def run_sharded(arguments: argparse.Namespace, inputs: list[Path], output: Path) -> str:
+    """Run `convert sharded`."""
+    saved = SavedModel.open(inputs[0], keep_shards=True)
+    folder, errors = to_sharded(saved, output, arguments.expert_dtype or "")
+    for line in error_lines(errors):
+        print(line)
+    return f" and its experts in {folder}; copy or move the file together with this folder"
+
+
+def run_full(arguments: argparse.Namespace, inputs: list[Path], output: Path) -> str:
+    """Run `convert full`."""
+    to_full(SavedModel.open(inputs[0], keep_shards=True), output)
+    return ""
 
 
 def to_full(saved: SavedModel, target: Path) -> None:

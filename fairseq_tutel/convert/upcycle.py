@@ -10,14 +10,15 @@ the token's weight.
 import argparse
 from collections import Counter
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fairseq_tutel.checkpoint.saved import LAYER_NORM, Layer, SavedModel
-from fairseq_tutel.convert.configs import SWIN, Tensors, replaced, use_moe_variants
-from fairseq_tutel.convert.options import Variation
+from fairseq_tutel.convert.command import OF_EXPERTS, Variation
+from fairseq_tutel.convert.configs import SWIN, Tensors, counts_text, replaced, use_moe_variants
 from fairseq_tutel.inference.pregate import refuse_too_far
 from fairseq_tutel.moe.build import seeded_generator
 from fairseq_tutel.moe.capacity import capacity_of
@@ -32,6 +33,30 @@ from fairseq_tutel.plugin.install import chosen_layers
 from fairseq_tutel.vision.options import SwinExpertsConfig
 
 SWIN_KEYS = [item.key for item in options_in(SwinExpertsConfig)]
+
+
+def run(arguments: argparse.Namespace, inputs: list[Path], output: Path) -> str:
+    """Run `convert upcycle`."""
+    how = read(Variation, arguments)
+    refuse_bad_values(how)
+    # An absent option is None or, for a switch, False. 0 is a value.
+    given = {item.key: getattr(arguments, item.key) for item in OF_EXPERTS}
+    given = {key: value for key, value in given.items() if value is not None and value is not False}
+    saved = SavedModel.open(inputs[0])
+    configs = upcycle(saved, given, how)
+    counts = counts_text([config.num_experts for config in configs.values()])
+    first, labels = next(iter(configs.values())), ", ".join(layer.label for layer in configs)
+    reasons = dict.fromkeys(r for config in configs.values() for r in differences(config, how))
+    what = (
+        f"differ from the dense model's outputs: {'; '.join(reasons)}"
+        if reasons
+        else "equal the dense model's outputs up to rounding"
+    )
+    saved.write(output)
+    return (
+        f": {saved.name('model')}, {counts} experts of {first.hidden_dim}, top-{first.top_k}, in {labels}\n"
+        f"its initial outputs {what}"
+    )
 
 
 def upcycle(saved: SavedModel, given: Mapping[str, Any], how: Variation) -> dict[Layer, MoEConfig]:

@@ -15,7 +15,13 @@ from torch import Tensor
 
 from fairseq_tutel.checkpoint.saved import SavedModel
 from fairseq_tutel.convert import sharded
-from fairseq_tutel.convert.configs import Tensors, counts_text, new_checkpoint, refuse_other_rows, task_of
+from fairseq_tutel.convert.configs import (
+    Tensors,
+    counts_text,
+    new_checkpoint,
+    refuse_other_rows,
+    task_of,
+)
 from fairseq_tutel.convert.released.families import FAMILIES
 from fairseq_tutel.convert.released.families.nllb_moe import TOP_K
 from fairseq_tutel.convert.released.folder import CONFIG, ReleasedFolder
@@ -60,7 +66,7 @@ class ReleasedStack:
     dtype: torch.dtype
 
     def __getitem__(self, expert: int) -> Tensor:
-        """Return one expert's tensor; raise ValueError if it has another shape than config.json requires."""
+        """Return one expert's tensor; raise ValueError if its shape is not config.json's."""
         name, tensor = self.names[expert], self.folder.read(self.names[expert])
         if tuple(tensor.shape) != self.shape[1:] or not tensor.dtype.is_floating_point:
             raise ValueError(
@@ -124,7 +130,8 @@ def _experts(
     """
     if how.pairs and how.keep is None:
         raise ValueError(
-            f"--keep-for is {shown(','.join(how.pairs))}, but no experts are listed; add --keep-experts FILE."
+            f"--keep-for is {shown(','.join(how.pairs))}, but no experts are listed; add "
+            "--keep-experts FILE."
         )
     count, stacks = int(options["moe_expert_count"]), family.stacks(options)
     layers = list(dict.fromkeys(name.partition(".fc1.")[0] for name in stacks))

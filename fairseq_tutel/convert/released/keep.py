@@ -60,7 +60,9 @@ def kept_experts(
         for i in checked(content, total):
             kept[layers[i // num_experts]].add(i % num_experts)
     else:
-        named = {layer.replace(".layers.", "_"): layer for layer in layers} | dict(zip(layers, layers))
+        named = {layer.replace(".layers.", "_"): layer for layer in layers} | {
+            layer: layer for layer in layers
+        }
         for name, ids in content.items() if isinstance(content, dict) else [("", content)]:
             if name not in named:
                 known = ", ".join([*named][: len(layers)])

@@ -1,5 +1,6 @@
 """Converts a fairseq checkpoint to a folder in the format of Hugging Face."""
 
+import argparse
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from fairseq_tutel.checkpoint.saved import Layer, SavedModel, Weights
 from fairseq_tutel.checkpoint.shards import ShardedExpert, ShardedTensor
+from fairseq_tutel.convert.command import size_limit
 from fairseq_tutel.convert.configs import configs_of, counts_text, freq_of
 from fairseq_tutel.convert.released.families import FAMILIES
 from fairseq_tutel.convert.released.families.nllb_moe import NLLB_MOE
@@ -19,10 +21,20 @@ from fairseq_tutel.convert.released.vocabulary import TOKENIZER_FILES
 from fairseq_tutel.convert.safetensors_folder import as_json, new_folder, write_text, write_weights
 from fairseq_tutel.moe.config import LAYER, MoEConfig
 from fairseq_tutel.plugin.feed_forward import SIDES
+from fairseq_tutel.tools.arguments import refuse_output_folder
 
 DTYPES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
 # Our tensors that hold no weights.
 BUFFERS = ("version", "_float_tensor")
+
+
+def run(arguments: argparse.Namespace, inputs: list[Path], output: Path) -> str:
+    """Run `convert to-hf`."""
+    refuse_output_folder(output, inputs[0], CONFIG, arguments.overwrite)
+    limit, tokenizer = size_limit(arguments), Path(arguments.tokenizer or inputs[0].parent)
+    if not tokenizer.is_dir():
+        raise ValueError(f"--tokenizer is {tokenizer}, which is not a folder; give an existing folder.")
+    return f": {convert(SavedModel.open(inputs[0], keep_shards=True), output, limit, tokenizer)}"
 
 
 def convert(saved: SavedModel, output: Path, limit: int, tokenizer: Path | None = None) -> str:

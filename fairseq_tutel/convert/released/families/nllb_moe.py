@@ -117,8 +117,8 @@ class MoEFamily(Family):
         experts = config.get("num_experts", 128)
         if type(experts) is not int or not TOP_K <= experts <= MOST_EXPERTS:
             raise ValueError(
-                f"config.json has num_experts {shown(experts)}; give a model with {TOP_K} to {MOST_EXPERTS} "
-                "experts per layer."
+                f"config.json has num_experts {shown(experts)}; give a model with {TOP_K} to "
+                f"{MOST_EXPERTS} experts per layer."
             )
         found["moe_expert_count"] = str(experts)
         if not self.stacks(found):
@@ -144,23 +144,23 @@ class MoEFamily(Family):
         notes = []
         if (policy := options["moe_second_expert_policy"]) != "all":
             notes.append(
-                f"second_expert_policy {policy}: transformers draws the second expert at random in evaluation "
-                "too; fairseq_tutel uses the second-best expert in evaluation."
+                f"second_expert_policy {policy}: transformers draws the second expert at random in "
+                "evaluation too; fairseq_tutel uses the second-best expert in evaluation."
             )
         if options["no_moe_gating_use_fp32"]:
             notes.append(
-                "the router's dtype is not float32: fairseq_tutel computes the gate in the model's dtype, so "
-                "outputs agree for a model in that dtype."
+                "the router's dtype is not float32: fairseq_tutel computes the gate in the model's dtype, "
+                "so outputs agree for a model in that dtype."
             )
         if options["moe_eval_capacity_token_fraction"] != 0:
             notes.append(
-                "the capacity is limited: transformers counts padding as tokens and fairseq_tutel does not, so "
-                "outputs of batches with padding may differ."
+                "the capacity is limited: transformers counts padding as tokens, so outputs of batches "
+                "with padding may differ."
             )
         if eom := options["moe_eom"]:
             notes.append(
-                f"moe_token_dropout became --moe-eom {eom:g}, which gives the same outputs in evaluation; in "
-                "training it masks whole outputs of experts, and transformers masks single values."
+                f"moe_token_dropout became --moe-eom {eom:g}; in training it masks whole outputs of "
+                "experts, and transformers masks single values."
             )
         return notes
 
