@@ -205,13 +205,11 @@ def read(folder: Path) -> SavedModel:
     options, index = _json(folder / OPTIONS), _json(folder / INDEX)
     where: Any = index.get("weight_map")
     tied: Any = options.get("tied")
-    reason = ""
-    if options.get(MARK) != VERSION:
-        reason = f"whose {OPTIONS} does not have the version {VERSION}"
-    elif not _fit(where, tied, options):
-        reason = f"whose {INDEX} and {OPTIONS} are inconsistent"
-    if reason:
-        raise ValueError(f"INPUT names {folder}, {reason}; give a folder that `convert safetensors` wrote.")
+    if options.get(MARK) != VERSION or not _fit(where, tied, options):
+        raise ValueError(
+            f"INPUT names {folder}, whose {INDEX} and {OPTIONS} are inconsistent or of another version; "
+            "give a folder that `convert safetensors` wrote."
+        )
     model: dict[str, Tensor] = {}
     for name in dict.fromkeys(where.values()):
         model |= _tensors(folder / name, [key for key in where if where[key] == name])

@@ -40,8 +40,7 @@ def released(tmp_path_factory):
 
 def imported(source, output):
     """Convert a folder; return the notes."""
-    with ReleasedFolder(source) as folder:
-        return from_hf.convert(folder, output)[1]
+    return from_hf.convert(ReleasedFolder(source), output)[1]
 
 
 def exported(path, output):
@@ -220,13 +219,13 @@ REFUSED = (
     ("m2m100", {"tie_word_embeddings": False}, "config.json has tie_word_embeddings False"),
     ("m2m100", {"activation_function": "silu"}, "config.json has activation_function 'silu'"),
     ("m2m100", {"d_model": 32}, "of shape (143, 16), but config.json requires (143, 32)"),
-    ("m2m100", {"d_model": "16"}, "config.json has d_model '16', which is not of the type int"),
+    ("m2m100", {"d_model": "16"}, "config.json has d_model '16'; give a number"),
     ("m2m100", {"vocab_size": 9}, "config.json has vocab_size 9, but the embedding table has 143 rows"),
     ("m2m100", {"encoder_layers": 3}, "lacks the tensor model.encoder.layers.2.self_attn.k_proj.weight"),
     ("m2m100", {"encoder_layers": 1}, "has the tensor model.encoder.layers.1"),
     ("m2m100", {"encoder_attention_heads": 5}, "5 attention heads for a width of 16"),
-    ("m2m100", {"encoder_layers": 10**12}, "has encoder_layers 1000000000000, but the range is"),
-    ("m2m100", {"dropout": 7.0}, "config.json has dropout 7.0, but the range is 0 to 1"),
+    ("m2m100", {"encoder_layers": 10**12}, "has encoder_layers 1000000000000; give a number from"),
+    ("m2m100", {"dropout": 7.0}, "config.json has dropout 7.0; give a number from 0 to 1"),
     ("m2m100", {"model_type": "t5"}, "config.json has model_type 't5', which cannot be converted"),
     ("m2m100", {"architectures": ["Other"]}, "config.json has architectures ['Other']"),
     ("opt", {"do_layer_norm_before": False}, "config.json has do_layer_norm_before False"),
@@ -275,11 +274,19 @@ def test_a_list_of_convolutions_has_a_limited_length():
 FC1 = "model.encoder.layers.0.fc1.bias"
 TYPES = "roberta.embeddings.token_type_embeddings.weight"
 WRONG_TENSORS = (
-    ("m2m100", {FC1: torch.zeros(16)}, "of shape (16,), but config.json requires (48,)"),
+    (
+        "m2m100",
+        {FC1: torch.zeros(16)},
+        "of torch.float32 and of shape (16,), but config.json requires (48,)",
+    ),
     ("m2m100", {FC1: torch.zeros(48, dtype=torch.int64)}, "of torch.int64"),
     ("m2m100", {"model.shared.weight": torch.zeros(())}, "of shape (), but config.json"),
     ("roberta", {TYPES: torch.zeros(())}, "of shape (), which cannot be added"),
-    ("bart", {"final_logits_bias": torch.ones(1, 301)}, "has a final_logits_bias that is not zero"),
+    (
+        "bart",
+        {"final_logits_bias": torch.ones(1, 301)},
+        "has the tensor final_logits_bias that is not zero",
+    ),
     ("bart", {"new": torch.ones(1)}, "has the tensor new, which"),
 )
 
@@ -320,9 +327,7 @@ def test_all_forms_of_the_weights_are_read_alike(form, released, tmp_path):
 
 
 DAMAGED = {
-    "config.json": (
-        (None, "which has no config.json"), (b"{", "cannot be read as JSON"), (b"[]", "holds no JSON object"),
-    ),
+    "config.json": ((None, "has no config.json"), (b"{", "be read as JSON"), (b"[]", "no JSON object")),
     "model.safetensors": ((None, "has neither model.safetensors nor"), (b"cut", "is corrupt or lacks")),
     "vocab.json": ((b"{", "has tokenizer files that transformers cannot read"),),
 }  # fmt: skip

@@ -34,8 +34,7 @@ def no_draws(monkeypatch):
 
 def converted(source, output, **how):
     """Convert a folder; return the notes."""
-    with ReleasedFolder(source) as folder:
-        return from_hf.convert(folder, output, from_hf.Experts(**how))[1]
+    return from_hf.convert(ReleasedFolder(source), output, from_hf.Experts(**how))[1]
 
 
 def imported(model, tmp_path, **how):

@@ -8,8 +8,8 @@ import torch.nn.functional as F
 
 from fairseq_tutel import MoEConfig, MoELayer
 from fairseq_tutel.checkpoint.saved import SavedModel
-from fairseq_tutel.convert.configs import use_moe_variants
 from fairseq_tutel.convert.command import Variation
+from fairseq_tutel.convert.configs import use_moe_variants
 from fairseq_tutel.convert.upcycle import differences, moe_tensors
 
 D, H, E = 8, 24, 6

@@ -3,6 +3,7 @@
 Experts become a sharded checkpoint, with one expert's tensor in memory at a time.
 """
 
+import argparse
 import re
 import shutil
 from collections.abc import Collection, Mapping, Sequence
@@ -15,10 +16,12 @@ from torch import Tensor
 
 from fairseq_tutel.checkpoint.saved import SavedModel
 from fairseq_tutel.convert import sharded
+from fairseq_tutel.convert.command import NEW_RUN
 from fairseq_tutel.convert.configs import (
     Tensors,
     counts_text,
     new_checkpoint,
+    print_notes,
     refuse_other_rows,
     task_of,
 )
@@ -30,6 +33,7 @@ from fairseq_tutel.convert.released.table import Family, Row, Setup
 from fairseq_tutel.convert.released.vocabulary import TOKENIZER_FILES, Vocabulary, vocabulary_of
 from fairseq_tutel.convert.safetensors_folder import new_folder
 from fairseq_tutel.files import shown
+from fairseq_tutel.tools.arguments import refuse_output_folder
 
 CHECKPOINT = "model.pt"
 # Entries of config.json that do not change the outputs of a model: of generation, training, or of
@@ -76,6 +80,16 @@ class ReleasedStack:
         return tensor.to(self.dtype)
 
 
+def run(arguments: argparse.Namespace, inputs: list[Path], output: Path) -> str:
+    """Run `convert from-hf`."""
+    refuse_output_folder(output, inputs[0], CHECKPOINT, arguments.overwrite)
+    pairs = arguments.keep_for.split(",") if arguments.keep_for is not None else ()
+    how = Experts(expert_dtype=arguments.expert_dtype or "", keep=arguments.keep_experts, pairs=pairs)
+    saved, notes = convert(ReleasedFolder(inputs[0]), output, how)
+    print_notes(notes)
+    return f"/{CHECKPOINT}: {saved.name('model')}, task {saved.name('task')}{NEW_RUN}"
+
+
 def convert(
     folder: ReleasedFolder, output: Path, how: Experts | None = None
 ) -> tuple[SavedModel, list[str]]:
@@ -92,7 +106,7 @@ def convert(
     Raises:
         ValueError: the folder cannot be converted or written.
     """
-    how, config = how or Experts(), folder.config()
+    how, config = how or Experts(), folder.json(CONFIG)
     family = family_of(config)
     options = family.read_options(config)
     of_experts = {name for names, _ in family.stacks(options).values() for name in names}
@@ -104,7 +118,8 @@ def convert(
     weights = weights_of(folder, family, options, of_experts)
     stacks = _experts(folder, family, options, how, weights) if of_experts else {}
     check_sizes(family, config, weights, options)
-    vocabulary = vocabulary_of(folder, family, config, table_rows(weights))
+    tables = {name: len(table) for name, table in weights.items() if name.endswith("embed_tokens.weight")}
+    vocabulary = vocabulary_of(folder, family, config, tables)
     preprocessor = "preprocessor_config.json"
     normalizes = folder.has(preprocessor) and bool(folder.json(preprocessor).get("do_normalize"))
     setup = Setup(options, config, vocabulary.kind, vocabulary.languages, normalizes)
@@ -263,26 +278,16 @@ def weights_of(
             if table.dim() != 2 or table.shape[1:] != weights[ours].shape[1:] or not len(table):
                 raise ValueError(
                     f"INPUT has the tensor {theirs} of shape {tuple(table.shape)}, which cannot be added "
-                    f"to the positions of shape {tuple(weights[ours].shape)}; give a complete folder."
+                    "to the positions; give a complete folder."
                 )
             weights[ours] = weights[ours] + table[0]
     for name, tensor in others.items():
-        if name not in family.zeros:
+        if name not in family.zeros or tensor.any():
             raise ValueError(
-                f"INPUT has the tensor {name}, which fairseq's {family.arch} does not have; this model "
-                "cannot be converted."
-            )
-        if tensor.any():
-            raise ValueError(
-                f"INPUT has a {name} that is not zero, which fairseq's {family.arch} does not have; this "
-                "model cannot be converted."
+                f"INPUT has the tensor {name}{' that is not zero' * (name in family.zeros)}, which "
+                f"fairseq's {family.arch} does not have; this model cannot be converted."
             )
     return weights
-
-
-def table_rows(weights: Tensors) -> dict[str, int]:
-    """Return the number of rows of each embedding table, by the name of its tensor."""
-    return {name: len(table) for name, table in weights.items() if name.endswith("embed_tokens.weight")}
 
 
 def check_sizes(
@@ -290,29 +295,25 @@ def check_sizes(
 ) -> None:
     """Raise ValueError if tensors do not have the sizes of config.json, or are not floating-point."""
     for name, tensor in weights.items():
-        if not tensor.is_floating_point():
-            raise ValueError(
-                f"INPUT has the tensor {name} (in fairseq's naming) of {tensor.dtype}; give a model with "
-                "floating-point weights."
-            )
         wanted = shape_of(name, tensor, options)
-        if wanted is not None and tuple(tensor.shape) != wanted:
+        if not tensor.is_floating_point() or (wanted is not None and tuple(tensor.shape) != wanted):
             raise ValueError(
-                f"INPUT has the tensor {name} (in fairseq's naming) of shape {tuple(tensor.shape)}, but "
-                f"config.json requires {wanted}; give the config.json of this model."
+                f"INPUT has the tensor {name} (in fairseq's naming) of {tensor.dtype} and of shape "
+                f"{tuple(tensor.shape)}, but {CONFIG} requires {wanted} of floating-point numbers; "
+                f"give the {CONFIG} of this model."
             )
     for key, number in family.sizes(weights).items():
         if config.get(key, number) != number:
             raise ValueError(
-                f"config.json has {key} {shown(config[key])}, but the embedding table has {number} rows; "
-                "give the config.json of this model."
+                f"{CONFIG} has {key} {shown(config[key])}, but the embedding table has {number} rows; give "
+                f"the {CONFIG} of this model."
             )
     for side in ("encoder", "decoder"):
         width, heads = options.get(f"{side}_embed_dim"), options.get(f"{side}_attention_heads")
         if width and (not heads or heads < 0 or width % heads):
             raise ValueError(
-                f"config.json has {heads} attention heads for a width of {width}; give the config.json of "
-                "this model."
+                f"{CONFIG} has {heads} attention heads for a width of {width}; give the {CONFIG} of this "
+                "model."
             )
 
 
@@ -330,8 +331,9 @@ def shape_of(name: str, tensor: Tensor, options: Mapping[str, Any]) -> tuple[int
     if name.endswith("embed_tokens.weight") or part == "gate":
         return (*tensor.shape[:1], dim) if kind == "weight" else tuple(tensor.shape[:1])
     if part == "embed_positions":
+        key = "max_target_positions" if side == "decoder" else "max_source_positions"
         # The first positions are those of padding.
-        return positions_of(options, side) + 2, dim
+        return int(options.get(key) or options["max_positions"]) + 2, dim
     if part.endswith("layer_norm") or part == "layernorm_embedding":
         return (dim,)
     if part in ("q_proj", "k_proj", "v_proj", "out_proj"):
@@ -340,12 +342,6 @@ def shape_of(name: str, tensor: Tensor, options: Mapping[str, Any]) -> tuple[int
         rows, columns = (hidden, dim) if part == "fc1" else (dim, hidden)
         return (rows, columns) if kind == "weight" else (rows,)
     return None
-
-
-def positions_of(options: Mapping[str, Any], side: str) -> int:
-    """Return the number of positions of an encoder or decoder."""
-    key = "max_target_positions" if side == "decoder" else "max_source_positions"
-    return int(options.get(key) or options["max_positions"])
 
 
 def notes_of(family: Family, config: Mapping[str, Any], vocabulary: Vocabulary) -> list[str]:
