@@ -9,7 +9,7 @@ from typing import Any
 
 from fairseq_tutel.moe.config import ACTIVATIONS
 from fairseq_tutel.moe.option_table import EXPERT_DTYPES, options_of
-from fairseq_tutel.option import NOT_NEGATIVE, POSITIVE, UNITS, bytes_of, options_in
+from fairseq_tutel.option import POSITIVE, UNITS, bytes_of, options_in
 from fairseq_tutel.option import Option as TableOption
 from fairseq_tutel.option import option as table_option
 from fairseq_tutel.tools.arguments import refuse_output
@@ -30,12 +30,6 @@ class Variation:
     """Options of `convert upcycle` that change the copies of an FFN, or scale the gates."""
 
     seed: int = table_option(1, "random seed for the gates and for all random changes", of="tool")
-    perturb: float = table_option(
-        0.0,
-        "Gaussian noise on the experts' weights: its standard deviation divided by the matrix's",
-        of="tool",
-        rule=NOT_NEGATIVE,
-    )
     reinitialize: float = table_option(
         0.0,
         "fraction of each expert's hidden units to reinitialize with the mean and deviation of their old "
@@ -141,26 +135,24 @@ def option(flag: str, help: str, metavar: str | None = None, **keywords: Any) ->
     return flag, {"help": help, **keywords}
 
 
+FOLDER: dict[str, Any] = {"output": "the folder to write", "is_folder": True}
 WITH_EXPERTS = "a checkpoint with experts"
 TOP_K = option("--moe-top-k", "new number of experts per token [unchanged]", "K", type=int)
 LOADS = (
-    option(
-        "--log",
-        "read the loads from this training log (of --log-format json), or from the log in this --save-dir",
-        "PATH",
-    ),
-    option(
-        "--load",
-        "loads, one number per expert: such as 0.5,2,1,0.5 for all layers, or decoder_1=0.5,1.5",
-        "LOADS",
-        nargs="+",
-    ),
+    option("--log", "read the loads from this training log, or from the log in this --save-dir", "PATH"),
+    option("--load", "one load per expert: such as 0.5,2,1,0.5, or decoder_1=0.5,1.5", "LOADS", nargs="+"),
+)
+STATISTICS = "read loads and importances from this file of `tokens --output-statistics`"
+GLOBALLY = (
+    "take --share of the whole model; each layer keeps the same share of its total load or importance"
+)
+WEIGHT = "total weight of the chosen experts [the sum of a token's weights if it is constant, else 1]"
+PREFIX = (
+    "start of the names of the ranks' files PREFIX0-of-N, PREFIX1-of-N, …; or a pattern with {rank} and "
+    "{size}; or, with --input-size 1, the name of a single file"
 )
 MAX_SIZE = option(
-    "--max-shard-size",
-    "maximum size of a file; a larger weight gets its own file [5GB]",
-    "BYTES",
-    default="5GB",
+    "--max-shard-size", "maximum size of a file; larger weights get their own [5GB]", "BYTES", default="5GB"
 )
 KINDS = (
     Conversion(
@@ -192,9 +184,7 @@ MoE layers must be every F-th layer for some F.""",
         source="a dense or MoE checkpoint",
         options=(
             option(
-                "--drop-layers",
-                "the layers of the decoder, or of an encoder-only model, to remove, such as 1,3",
-                "LAYERS",
+                "--drop-layers", "layers of the decoder, or only stack, to remove: such as 1,3", "LAYERS"
             ),
             option("--encoder-drop-layers", "the layers of the encoder to remove", "LAYERS"),
         ),
@@ -233,19 +223,8 @@ upcycled model.""",
         example="moe.pt --moe-expert-count 4 --log SAVE --output merged.pt",
         source=WITH_EXPERTS,
         one_of=(
-            option(
-                "--moe-expert-count",
-                "new number of experts: one number for all MoE layers, or one per layer; each new expert "
-                "is the mean of neighboring experts",
-                "N",
-            ),
-            option(
-                "--groups",
-                "groups of expert IDs to merge: such as 0,3/1,2 for all layers, or decoder_1=0,3/1,2 for "
-                "one",
-                "GROUPS",
-                nargs="+",
-            ),
+            option("--moe-expert-count", "new number of experts, or one per layer; merges neighbors", "N"),
+            option("--groups", "experts to merge: 0,3/1,2 or decoder_1=0,3/1,2", "GROUPS", nargs="+"),
         ),
         options=(TOP_K,),
         exclusive=LOADS,
@@ -264,49 +243,16 @@ the fraction of tokens whose first choice it is. Confidence is its mean gate pro
         example="moe.pt --share 0.5 --by importance --statistics use.json --output pruned.pt",
         source=WITH_EXPERTS,
         one_of=(
-            option(
-                "--drop",
-                "IDs of the experts to remove: such as 3,5 for all layers, or decoder_1=3,5 encoder_3=0",
-                "IDS",
-                nargs="+",
-            ),
-            option(
-                "--share",
-                "share of the experts to keep: those with the highest load, or importance with --by; each "
-                "layer keeps at least top-k experts",
-                type=float,
-            ),
+            option("--drop", "experts to remove: 3,5 or decoder_1=3,5 encoder_3=0", "IDS", nargs="+"),
+            option("--share", "share of experts to keep, by score; at least top-k per layer", type=float),
         ),
         options=(
             TOP_K,
-            option(
-                "--by",
-                "compare experts by load or importance, which needs --statistics [load]",
-                choices=("load", "importance"),
-                default="load",
-            ),
-            option(
-                "--globally",
-                "take --share of all experts of the model; each layer then keeps the same share of its "
-                "total load or importance, in place of the same number of experts",
-                action="store_true",
-            ),
-            option(
-                "--keep-for",
-                "language pairs in --statistics, separated by commas, for which experts are kept, such as "
-                "de-en,fr-en [all pairs]",
-                "PAIRS",
-            ),
+            option("--by", "score of an expert [load]", choices=("load", "importance"), default="load"),
+            option("--globally", GLOBALLY, action="store_true"),
+            option("--keep-for", "language pairs in --statistics, such as de-en,fr-en [all]", "PAIRS"),
         ),
-        exclusive=(
-            *LOADS,
-            option(
-                "--statistics",
-                "read loads and importances from this file of `tokens --output-statistics`",
-                "FILE",
-                type=Path,
-            ),
-        ),
+        exclusive=(*LOADS, option("--statistics", STATISTICS, "FILE", type=Path)),
     ),
     Conversion(
         name="dense",
@@ -320,20 +266,9 @@ whose outputs may change.""",
         source=WITH_EXPERTS,
         options=(
             option(
-                "--experts",
-                "IDs of the experts to use: such as 0, 0,1 (for one wide network) or all, in all layers; "
-                "or decoder_1=3 decoder_3=0",
-                "IDS",
-                nargs="+",
-                required=True,
+                "--experts", "such as 0,1, all or decoder_1=3 decoder_3=0", "IDS", nargs="+", required=True
             ),
-            option(
-                "--weight",
-                "total weight of the chosen experts [the sum of a token's weights if it is constant, else "
-                "1; the mean expert1_weight in the training log may be better]",
-                "W",
-                type=float,
-            ),
+            option("--weight", WEIGHT, "W", type=float),
         ),
     ),
     Conversion(
@@ -346,19 +281,14 @@ has a scale for each row, and int4 one for 64 values of a row (or for each row, 
 not a multiple of 64). The checkpoint stores the quantization error, which `inspect` prints. Optimizer state
 keeps its dtype.""",
         example="SAVE/checkpoint_best.pt --output SAVE/sharded.pt",
-        options=(
-            option(
-                "--expert-dtype", "quantize the experts' matrices [keep their dtype]", choices=EXPERT_DTYPES
-            ),
-        ),
+        options=(option("--expert-dtype", "quantize experts [keep their dtype]", choices=EXPERT_DTYPES),),
     ),
     Conversion(
         name="full",
         call="sharded:run_full",
         text="""Write a sharded checkpoint as one file.
 
-The conversion of a sharded checkpoint temporarily needs free disk space of about twice the output's
-size.""",
+This temporarily needs free disk space of about twice the output's size.""",
         example="SAVE/checkpoint_best.pt --output full.pt",
     ),
     Conversion(
@@ -369,9 +299,8 @@ size.""",
 options.json in the folder holds everything else that fairseq needs to build the model. Optimizer state and
 data position are left out.""",
         example="SAVE/checkpoint_best.pt --output FOLDER --max-shard-size 2GB",
-        output="the folder to write",
-        is_folder=True,
         options=(MAX_SIZE,),
+        **FOLDER,
     ),
     Conversion(
         name="from-safetensors",
@@ -392,14 +321,7 @@ keep their bits; optimizer state and data position are left out. If the model wa
         example="META/checkpoint_best.pt --output model.pt",
         source="common name of the files: best.pt or best for best-shared.pt, best-rank-0.pt, …",
         inputs="files",
-        options=(
-            option(
-                "--dictionary",
-                "the dictionary of a model with tags of data sources [that of the training run]",
-                "FILE",
-                type=Path,
-            ),
-        ),
+        options=(option("--dictionary", "of a model with tags [the training run's]", "FILE", type=Path),),
     ),
     Conversion(
         name="tutel",
@@ -410,20 +332,16 @@ The files of all ranks become one file. A state dict becomes a state dict for th
 fairseq_tutel.moe_layer. A checkpoint of Tutel's fairseq example becomes a checkpoint of moe_transformer_lm
 or moe_transformer.""",
         example="STATES/model- --input-size 8 --output model.pt",
-        source="start of the names of the ranks' files PREFIX0-of-N, PREFIX1-of-N, …; or a pattern with "
-        "{rank} and {size}; or, with --input-size 1, the name of a single file, such as the output of "
-        "Tutel's gather",
+        source=PREFIX,
         inputs="files",
         key="prefix",
         former="--input-prefix",
         options=(
             option("--input-size", "number of ranks that saved the model", type=int, required=True),
-            option(
-                "--namespace", "keys that lead to the weights, joined by / [model, if it exists]", "KEYS"
-            ),
+            option("--namespace", "keys that lead to the weights, as a/b [model, if it exists]", "KEYS"),
             option(
                 "--expert-activation",
-                "activation of the experts of a fairseq checkpoint; Tutel's example uses linear [linear]",
+                "of a fairseq checkpoint [linear]",
                 choices=ACTIVATIONS,
                 default="linear",
             ),
@@ -439,7 +357,7 @@ folder.""",
         example="swinv2_tiny_patch4_window8_256.pth --output swin.pt",
         source="the released .pth file",
         inputs="files",
-        options=(option("--classes", "replace the released head by a zero head for N classes", type=int),),
+        options=(option("--classes", "replace the head by a zero head for N classes", type=int),),
     ),
     Conversion(
         name="from-hf",
@@ -451,28 +369,14 @@ dtype. No pickled code runs. docs/released.md lists the models.""",
         example="nllb-200-distilled-600M --output nllb",
         source="the folder with config.json, weights and tokenizer files",
         inputs="folder",
-        output="the folder to write",
-        is_folder=True,
         options=(
             option(
-                "--expert-dtype",
-                "dtype of a MoE model's experts; int8 and int4 quantize the matrices [keep their dtype]",
-                choices=("fp32", *EXPERT_DTYPES),
+                "--expert-dtype", "dtype of experts [keep their dtype]", choices=("fp32", *EXPERT_DTYPES)
             ),
-            option(
-                "--keep-experts",
-                "JSON file with the experts to keep: IDs per MoE layer, global IDs, or a file of "
-                "naver/nllb-pruning with global IDs per language [all experts]",
-                "FILE",
-                type=Path,
-            ),
-            option(
-                "--keep-for",
-                "language pairs, separated by commas, whose experts in --keep-experts are kept, such as "
-                "eng_Latn-fra_Latn",
-                "PAIRS",
-            ),
+            option("--keep-experts", "JSON file with the experts to keep [all experts]", "FILE", type=Path),
+            option("--keep-for", "language pairs of --keep-experts, such as eng_Latn-fra_Latn", "PAIRS"),
         ),
+        **FOLDER,
     ),
     Conversion(
         name="to-hf",
@@ -482,16 +386,8 @@ dtype. No pickled code runs. docs/released.md lists the models.""",
 The model must have the form of a released model, which docs/released.md lists. If it has not, the tool
 prints the option or tensor that differs. Tokenizer files next to the checkpoint are copied.""",
         example="SAVE/checkpoint_best.pt --output exported",
-        output="the folder to write",
-        is_folder=True,
-        options=(
-            option(
-                "--tokenizer",
-                "folder with the tokenizer files to copy [the folder of the checkpoint]",
-                "FOLDER",
-            ),
-            MAX_SIZE,
-        ),
+        options=(option("--tokenizer", "folder of tokenizer files [the input's]", "FOLDER"), MAX_SIZE),
+        **FOLDER,
     ),
 )
 

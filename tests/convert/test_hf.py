@@ -385,21 +385,6 @@ def test_a_model_without_counterpart_is_refused_by_name(name, change, sentence, 
     assert sentence in str(error.value)
 
 
-def test_languages_that_fairseq_inferred_are_inferred_again(released, tmp_path):
-    state = torch.load(released("fsmt")[3] / "model.pt", weights_only=False)
-    for part in ("task", "model"):
-        own = state["cfg"][part]
-        own = own if isinstance(own, dict) else vars(own)
-        own |= {"source_lang": None, "target_lang": None, "data": str(tmp_path / "data")}
-    torch.save(state, tmp_path / "model.pt")
-    with pytest.raises(ValueError, match="names no languages"):
-        exported(tmp_path / "model.pt", tmp_path / "back")
-    (tmp_path / "data").mkdir()
-    (tmp_path / "data" / "train.en-de.en.bin").touch()
-    exported(tmp_path / "model.pt", tmp_path / "back")
-    assert json.loads((tmp_path / "back" / "config.json").read_text())["langs"] == ["en", "de"]
-
-
 @pytest.mark.parametrize("name", ["nllb", "fsmt"])
 def test_words_added_to_a_tokenizer_are_refused(name, released, copied, tmp_path):
     """Their BPE finds such a word in a text before it splits the text; ours cannot."""
