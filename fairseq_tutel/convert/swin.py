@@ -137,11 +137,6 @@ def _open_ranks(files: list[list[Path]]) -> tuple[list[Tensors], Mapping[str, An
                 "released .pth file, and keep the .master file in the same folder as the .rank files."
             )
         ranks.append(weights)
-        for name in sorted(ranks[0].keys() ^ weights.keys()):
-            raise ValueError(
-                f"INPUT names {files[0][0]} and {own[0]}, but only one of the two has the weight {name}; "
-                "give the files of one model."
-            )
     saved: Any = contents[files[0][0]].get("config")
     for key in ("MODEL", "SWIN_MOE"):
         saved = saved.get(key) if isinstance(saved, dict) else None
@@ -171,11 +166,8 @@ def _layer(ranks: list[Tensors], prefix: str) -> Tensors:
     experts = len(_gate(our_gates(own), "", label)[1])
     try:
         return our_layer(ranks, prefix, experts)
-    except ValueError as error:
-        raise ValueError(
-            f"INPUT has the MoE layer {label}, which {error}; give the files of all ranks of one "
-            "SwinV2-MoE model."
-        ) from error
+    except (KeyError, ValueError) as error:
+        raise ValueError(f"INPUT has the MoE layer {label}, which {error}; give all files.") from error
 
 
 def _moe_layers(weights: Mapping[str, Tensor]) -> list[Layer]:
@@ -221,17 +213,11 @@ def _command_line(
     if not layers:
         return
     gates = [_gate(model, f"{layer.moe}.", layer.label) for layer in layers]
-    kinds = {(kind, rows.shape[1] if kind == "cosine" else 0) for kind, rows in gates}
-    if len(kinds) > 1:
-        raise ValueError(
-            f"INPUT has gates of different types or projections ({sorted(kinds)}), but all gates of a "
-            "fairseq_tutel model have the same type and projection; give another checkpoint."
-        )
-    kind, projection_dim = kinds.pop()
+    kind, first = gates[0]  # all gates have one type, or the model cannot be loaded
     counts = counts_text([len(rows) for _, rows in gates])
     yield from ("--moe-expert-count", counts, "--moe-gate-type", kind)
-    if projection_dim:
-        yield from ("--moe-gate-projection-dim", str(projection_dim))
+    if kind == "cosine":
+        yield from ("--moe-gate-projection-dim", str(first.shape[1]))
     depths, blocks = numbers(config.depths), {(layer.stack, layer.index) for layer in layers}
     yield from _blocks(depths, blocks)
     for key, flag in SAVED.items():
