@@ -13,6 +13,7 @@ sentencepiece = pytest.importorskip("sentencepiece")
 pytest.importorskip("transformers")
 from transformers.models.m2m_100.tokenization_m2m_100 import FAIRSEQ_LANGUAGE_CODES  # noqa: E402
 
+pytestmark = pytest.mark.long
 LANGUAGES = FAIRSEQ_LANGUAGE_CODES["m2m100"]
 TASK = (
     "--task", "translation_multi_simple_epoch", "--langs", ",".join(LANGUAGES), "--lang-pairs", "de-en",
@@ -81,7 +82,7 @@ def exported(mt_data, tmp_path_factory):
     folder = tmp_path_factory.mktemp("exported")
     data, tokenizer = encoded(folder, mt_data.parent)
     # CTranslate2 has one number of heads for encoder and decoder.
-    path = trained(data, folder / "run", "--max-update", 100, "--decoder-attention-heads", 2)
+    path = trained(data, folder / "run", "--max-update", 200, "--decoder-attention-heads", 2)
     export = ("convert", "to-hf", path, "--output", folder / "hf", "--tokenizer", tokenizer)
     assert "M2M100ForConditionalGeneration" in fairseq("tutel-__main__", *export).output
     printed = fairseq(
@@ -105,7 +106,6 @@ def test_a_trained_model_is_exported_and_imported(exported, tmp_path):
     )  # fmt: skip
 
 
-@pytest.mark.long
 def test_ctranslate2_translates_an_exported_model_alike(exported, mt_data):
     """A model with the languages of M2M100, trained with fairseq: 21 sentences, greedy and beam 4."""
     ctranslate2 = pytest.importorskip("ctranslate2")
