@@ -1,30 +1,28 @@
-"""Memory and time of importing a released NLLB-MoE, also after a kill in the middle.
+"""Memory and time of importing a released NLLB-MoE.
 
-The script writes a random NLLB-MoE with --gib GiB of experts in fp32. Each import runs in its own process,
-whose anonymous memory (RssAnon) is sampled from outside. The first import is complete. The second one is
-killed (SIGKILL) after half of its steps and started again. Both results must have the same bytes.
+The script writes a random NLLB-MoE with --gib GiB of experts in fp32. The import runs in its own process,
+whose anonymous memory (RssAnon) is sampled from outside.
 
     python -m benchmarks.released --gib 3 --expert-dtype int8
 """
 
 import argparse
-import hashlib
 import json
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from tokenizers import AddedToken, Tokenizer
+from tokenizers.models import WordLevel
+from transformers import PreTrainedTokenizerFast
 
 from fairseq_tutel.checkpoint.shards import write_pieces
 from fairseq_tutel.convert.released.families.nllb_moe import NLLB_MOE
-from fairseq_tutel.convert.released.unfinished import JOURNAL, SUFFIX
 
 MIB, GIB = 2**20, 2**30
 SIZES = {
@@ -38,7 +36,7 @@ FILE_BYTES = 512 * MIB
 
 
 def main() -> None:
-    """Write the model, import it twice, and print the measurements."""
+    """Write the model, import it, and print the measurements."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.released", description=__doc__)
     parser.add_argument("--gib", type=float, default=3.0, help="GiB of experts in fp32 [3]")
     parser.add_argument("--expert-dtype", default="int8", help="dtype of the imported experts [int8]")
@@ -63,21 +61,8 @@ def main() -> None:
             str(folder / "hf"),
         ]
         command += ["--expert-dtype", arguments.expert_dtype, "--output"]
-        whole, again = folder / "whole", folder / "again"
-        seconds, peak, text = sampled([*command, str(whole)])
+        seconds, peak = sampled([*command, str(folder / "whole")])
         print(f"import: {seconds:.1f} s, peak RssAnon {peak / MIB:.0f} MiB")
-        steps = int(re.findall(r"^\d+ of (\d+): ", text, re.M)[-1])
-        journal = again.with_name(again.name + SUFFIX) / JOURNAL
-        seconds, peak, _ = sampled([*command, str(again)], lambda: lines(journal) > steps // 2)
-        done = lines(journal) - 1
-        print(
-            f"killed: {seconds:.1f} s, {done} of {steps} steps finished, peak RssAnon {peak / MIB:.0f} MiB"
-        )
-        seconds, peak, _ = sampled([*command, str(again)])
-        print(f"continued: {seconds:.1f} s, peak RssAnon {peak / MIB:.0f} MiB")
-        same = digests(whole) == digests(again)
-        print("the bytes are equal" if same else "the bytes differ")
-        sys.exit(not same)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -87,13 +72,17 @@ def write_model(folder: Path, experts: int) -> int:
     folder.mkdir()
     config = {"model_type": "nllb-moe", **SIZES, "num_experts": experts}
     (folder / "config.json").write_text(json.dumps(config))
-    tokens = {"<s>": 0, "<pad>": 1, "</s>": 2, "<unk>": 3, "__eng_Latn__": 4, "__fra_Latn__": 5}
-    (folder / "vocab.json").write_text(json.dumps(tokens))
+    tokens = {"<s>": 0, "<pad>": 1, "</s>": 2, "<unk>": 3}
+    languages = [AddedToken(name, special=True) for name in ("eng_Latn", "fra_Latn")]
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(WordLevel(tokens, "<unk>")), bos_token="<s>", eos_token="</s>",
+        unk_token="<unk>", pad_token="<pad>", additional_special_tokens=languages,
+    )  # fmt: skip
+    tokenizer.save_pretrained(folder)
     options = NLLB_MOE.read_options(config)
     shapes = {row.theirs[0]: dense_shape(row.theirs[0], experts) for row in NLLB_MOE.rows(options)}
-    for layer in NLLB_MOE.moe_layers(options):
-        rows = NLLB_MOE.expert_rows(layer, experts)
-        shapes |= {row.theirs: NLLB_MOE.expert_shape(row.stack, options) for row in rows}
+    for names, shape in NLLB_MOE.stacks(options).values():
+        shapes |= dict.fromkeys(names, shape)
     files: list[dict[str, tuple[int, ...]]] = [{}]
     for name, shape in shapes.items():
         if sum(4 * torch.Size(own).numel() for own in files[-1].values()) > FILE_BYTES:
@@ -119,21 +108,16 @@ def dense_shape(name: str, experts: int) -> tuple[int, ...]:
     return next((shape for part, shape in kinds.items() if part in name), (dim, dim))
 
 
-def sampled(command: list[str], stop: Callable[[], bool] = lambda: False) -> tuple[float, int, str]:
-    """Run a command, and kill it as soon as `stop` returns True; return (seconds, peak RssAnon, output)."""
+def sampled(command: list[str]) -> tuple[float, int]:
+    """Run a command; return (seconds, peak RssAnon)."""
     begin, peak = time.perf_counter(), 0
-    with tempfile.TemporaryFile("w+") as output, subprocess.Popen(command, stdout=output) as process:
+    with subprocess.Popen(command) as process:
         while process.poll() is None:
             peak = max(peak, anonymous_bytes(process.pid))
-            if stop():
-                process.send_signal(signal.SIGKILL)
-                process.wait()
-                break
             time.sleep(0.002)
-        if process.returncode not in (0, -signal.SIGKILL):
+        if process.returncode:
             sys.exit(f"error: the import ended with {process.returncode}.")
-        output.seek(0)
-        return time.perf_counter() - begin, peak, output.read()
+        return time.perf_counter() - begin, peak
 
 
 def anonymous_bytes(pid: int) -> int:
@@ -143,21 +127,6 @@ def anonymous_bytes(pid: int) -> int:
     except OSError:
         return 0
     return int(found[1]) * 1024 if found else 0
-
-
-def lines(path: Path) -> int:
-    """Return the number of lines of a file; 0 if it does not exist."""
-    return path.read_bytes().count(b"\n") if path.exists() else 0
-
-
-def digests(folder: Path) -> dict[str, str]:
-    """Return the SHA-256 of each file of a folder."""
-    found = {}
-    for path in sorted(folder.rglob("*")):
-        if path.is_file():
-            with path.open("rb") as file:
-                found[str(path.relative_to(folder))] = hashlib.file_digest(file, "sha256").hexdigest()
-    return found
 
 
 if __name__ == "__main__":

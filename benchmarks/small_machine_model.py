@@ -85,7 +85,7 @@ def write(shape: Shape, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     config = shape.config()
     options = NLLB_MOE.read_options(config)
-    layers = NLLB_MOE.moe_layers(options)
+    layers = list(dict.fromkeys(name.partition(".fc1.")[0] for name in NLLB_MOE.stacks(options)))
     counts = {
         layer: shape.encoder_experts if layer.startswith("enc") else shape.decoder_experts
         for layer in layers

@@ -18,12 +18,12 @@ PAIRS = ("de-en", "xde-de")
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
-    """German and English, and German with noise as a language of its own."""
+    """German and English, and each with noise as a language of its own."""
     folder = tmp_path_factory.mktemp("zcode")
     data = translation(folder)
     known = ("--srcdict", data / "dict.de.txt", "--tgtdict", data / "dict.de.txt", "--workers", 1)
     prefixes = [f"--{s}pref={folder / s}" for s in ("train", "valid")]
-    for language in ("de",):
+    for language in ("de", "en"):
         for split in ("train", "valid"):
             text, noised = (folder / f"{split}.{name}" for name in (language, f"x{language}"))
             with open(text) as source, open(noised, "w") as target:
