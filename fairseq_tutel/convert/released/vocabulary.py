@@ -7,7 +7,7 @@ special symbols. All token IDs stay the same.
 import json
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -94,10 +94,8 @@ def vocabulary_of(
         found = _gpt2_vocabulary(tokenizer, max(sizes.values()))
     else:
         found = _sentencepiece_vocabulary(tokenizer, max(sizes.values()), family.form)
-        if not folder.has(SENTENCEPIECE):
-            found.bpe = {}
-    found.markers, found.kind = _markers(tokenizer), type(tokenizer).__name__
-    return found
+        found = found if folder.has(SENTENCEPIECE) else replace(found, bpe={})
+    return replace(found, markers=_markers(tokenizer), kind=type(tokenizer).__name__)
 
 
 def _tokenizer(folder: ReleasedFolder, is_fast: bool) -> Any:
