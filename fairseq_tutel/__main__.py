@@ -23,7 +23,7 @@ GROUPS = {
         "predict": ("tools.predict", "write a model's classes of images"),
     },
     "change checkpoints": {
-        "convert": ("convert.commands.command", "convert checkpoints from and to other systems and models"),
+        "convert": ("convert.command", "convert checkpoints from and to other systems and models"),
         "average": ("tools.average", "average checkpoints"),
     },
     "find a flag, report a bug": {

@@ -4,13 +4,15 @@ import argparse
 import copy
 import logging
 import re
-from collections.abc import Mapping, Sequence, Sized
+import warnings
+from collections.abc import Iterable, Mapping, Sequence, Sized
 from typing import Any
 
 from torch import Tensor
 
 from fairseq_tutel import plugin
-from fairseq_tutel.checkpoint.saved import Layer, SavedModel
+from fairseq_tutel.checkpoint.saved import Layer, SavedModel, Weights
+from fairseq_tutel.files import printable
 from fairseq_tutel.moe.config import MoEConfig
 from fairseq_tutel.plugin.install import chosen_layers
 
@@ -108,6 +110,27 @@ def without_experts(name: str) -> str:
     return name.removeprefix("moe_").replace(f"{SWIN}_moe", SWIN)
 
 
+def new_checkpoint(
+    words: Sequence[str], options: Mapping[str, Any], weights: Weights, task_state: dict[str, Any]
+) -> SavedModel:
+    """Return a checkpoint whose options are those of a command line of fairseq-train, and `options`."""
+    plugin.register()
+    from fairseq import options as fairseq_options
+    from fairseq.dataclass.utils import convert_namespace_to_omegaconf
+    from omegaconf import OmegaConf
+
+    arguments = fairseq_options.parse_args_and_arch(fairseq_options.get_training_parser(), ["", *words])
+    vars(arguments).update(options)
+    logging.getLogger("hydra").setLevel(logging.INFO)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # fairseq calls deprecated functions of hydra
+        made = convert_namespace_to_omegaconf(arguments)
+    cfg = OmegaConf.to_container(made, resolve=True, enum_to_str=True)
+    saved = SavedModel({"args": None, "cfg": cfg, "task_state": task_state})
+    saved.restart(weights)
+    return saved
+
+
 def task_of(saved: SavedModel, changed: Mapping[str, Any]) -> Any:
     """Return fairseq's task of a checkpoint, with its dictionaries; `changed` replaces saved options."""
     from fairseq.tasks import setup_task
@@ -133,6 +156,12 @@ def refuse_other_rows(saved: SavedModel, source: Sized, target: Sized) -> None:
                     f"{saved.flag} has {len(table)} rows in {name}, but the dictionary of the converted "
                     f"model has {len(dictionary)} symbols; give the dictionary of this model."
                 )
+
+
+def print_notes(notes: Iterable[str]) -> None:
+    """Print notes on a conversion, one per line."""
+    for note in notes:
+        print(printable(f"note: {note}".replace("\n", "\\n")))
 
 
 def use_moe_variants(saved: SavedModel) -> str:

@@ -1,8 +1,12 @@
 """Merges or prunes the experts of a checkpoint, or converts the checkpoint to a dense model."""
 
+import argparse
 import dataclasses
+import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
+from itertools import accumulate, pairwise
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -10,6 +14,8 @@ from torch import Tensor
 
 from fairseq_tutel.checkpoint.saved import DENSE, LAYER_NORM, PARTS, Layer, SavedModel
 from fairseq_tutel.checkpoint.shards import ShardedTensor
+from fairseq_tutel.convert import sharded
+from fairseq_tutel.convert.command import NEW_RUN
 from fairseq_tutel.convert.configs import (
     Tensors,
     configs_of,
@@ -24,10 +30,90 @@ from fairseq_tutel.moe.config import GATE_TYPES, LAYER, MoEConfig, label_of
 from fairseq_tutel.option import options_in
 from fairseq_tutel.plugin.feed_forward import SIDES
 from fairseq_tutel.plugin.options import BY_OWNER, options_of
+from fairseq_tutel.tools.selection import expert_ids, loads, scores
 from fairseq_tutel.vision.options import SwinExpertsConfig
 
 # For each new expert, the IDs of the old experts that it is made from.
 Groups = Sequence[Sequence[int]]
+
+
+def merge(arguments: argparse.Namespace, inputs: list[Path], output: Path) -> str:
+    """Run `convert merge`."""
+    saved = SavedModel.open(inputs[0])
+    configs = configs_of(saved)
+    load = loads(arguments, configs)
+    groups: Mapping[Layer, Groups]
+    if arguments.groups is None:
+        groups = neighbors(arguments.moe_expert_count, configs)
+    else:
+        groups = expert_ids("--groups", arguments.groups, configs, in_groups=True)
+        for layer, of_layer in groups.items():
+            E, named = configs[layer].num_experts, sum(map(len, of_layer))
+            if named < E:
+                raise ValueError(
+                    f"--groups names {named} of the {E} experts of {layer.label}; name each expert once "
+                    "(a group of one expert keeps this expert; `convert prune` removes experts)."
+                )
+    for line in regroup(saved, groups, load, arguments.moe_top_k):
+        print(line)
+    saved.write(output)
+    return f"; means are {'weighted by load' if load else 'unweighted'}{NEW_RUN}"
+
+
+def prune(arguments: argparse.Namespace, inputs: list[Path], output: Path) -> str:
+    """Run `convert prune`."""
+    saved = SavedModel.open(inputs[0], keep_shards=True)
+    configs = configs_of(saved)
+    if arguments.drop is not None:
+        dropped = expert_ids("--drop", arguments.drop, configs)
+        kept = {
+            layer: [i for i in range(configs[layer].num_experts) if i not in ids]
+            for layer, (ids,) in dropped.items()
+        }
+    else:
+        found = scores(arguments, configs)
+        if not found or not 0 < arguments.share <= 1:
+            raise ValueError(
+                f"--share is {arguments.share:g}; give a number above 0, at most 1, and the loads as "
+                "--log, --load or --statistics."
+            )
+        least = {
+            layer: min(arguments.moe_top_k or configs[layer].top_k, configs[layer].num_experts)
+            for layer in found
+        }
+        kept = kept_by_share(found, arguments.share, least, arguments.globally)
+    groups = {layer: [[i] for i in ids] for layer, ids in kept.items()}
+    for line in regroup(saved, groups, top_k=arguments.moe_top_k):
+        print(line)
+    sharded.to_full(saved, output)
+    return NEW_RUN
+
+
+def dense(arguments: argparse.Namespace, inputs: list[Path], output: Path) -> str:
+    """Run `convert dense`."""
+    if arguments.weight is not None and not 0 < arguments.weight < 1e6:
+        raise ValueError(f"--weight is {arguments.weight:g}; give a number above 0.")
+    saved = SavedModel.open(inputs[0])
+    configs = configs_of(saved)
+    if arguments.experts == ["all"]:
+        chosen = {layer: list(range(config.num_experts)) for layer, config in configs.items()}
+    else:
+        named = expert_ids("--experts", arguments.experts, configs, or_all=True)
+        chosen = {layer: ids for layer, (ids,) in named.items()}
+    for layer in configs:
+        if layer not in chosen:
+            raise ValueError(
+                f"--experts names no expert of {layer.label}; add one, such as {layer.label}=0."
+            )
+    padded, changed = to_dense(saved, chosen, arguments.weight)
+    for label, width in padded.items():
+        print(f"{label}: padded with zeros to {width} hidden units")
+    if changed:
+        text = f"its outputs differ from the MoE model's if the gate has an effect in {', '.join(changed)}"
+    else:
+        text = "its outputs equal the MoE model's outputs up to rounding"
+    saved.write(output)
+    return f": {saved.name('model')}{NEW_RUN}\n{text}"
 
 
 def neighbors(text: str, configs: Mapping[Layer, MoEConfig]) -> dict[Layer, Groups]:
@@ -69,6 +155,12 @@ def regroup(
         if of_layer != unchanged:
             _refuse_gates(config, layer, of_layer)
             _refuse_uneven_groups(config, layer, of_layer)
+        try:
+            chosen = config.top_k if top_k is None else top_k
+            dataclasses.replace(config, num_experts=len(of_layer), top_k=chosen)
+        except ValueError as error:
+            raise ValueError(f"{layer.label}: {error}") from None
+        if of_layer != unchanged:
             load = (loads or {}).get(layer)
             for name in _per_expert(saved, layer, config):
                 stack = weights[name]
@@ -76,11 +168,6 @@ def regroup(
                     weights[name] = stack.select([i for (i,) in of_layer])
                 else:
                     weights[name] = torch.stack([_mean(stack, group, load) for group in of_layer])
-        try:
-            chosen = config.top_k if top_k is None else top_k
-            dataclasses.replace(config, num_experts=len(of_layer), top_k=chosen)
-        except ValueError as error:
-            raise ValueError(f"{layer.label}: {error}") from None
         counts.append(len(of_layer))
         ids = "/".join(",".join(map(str, group)) for group in of_layer)
         lines.append(f"{layer.label}: {config.num_experts} -> {len(of_layer)} experts, {ids}")
@@ -265,3 +352,39 @@ def _is_exact(saved: SavedModel, layer: Layer, config: MoEConfig) -> bool:
     return not capacity_of(config, training=False).is_limited and all(
         torch.equal(expert, stack[0]) for stack in saved.stacks(layer).values() for expert in stack
     )
+
+
+def kept_by_share(
+    scores: Mapping[Layer, Sequence[float]], share: float, least: Mapping[Layer, int], globally: bool
+) -> dict[Layer, list[int]]:
+    """Return the sorted IDs of the experts to keep in each layer: a share of all experts.
+
+    By default, each layer keeps the same share: its experts with the highest scores. With `globally`, the
+    share is that of the whole model. Every layer then keeps the experts with the highest scores that
+    together have a fraction t of the layer's total score; t is the same in all layers. Equal scores prefer
+    lower IDs.
+
+    Source of `globally`: the global threshold of Koishekenov et al. 2023, Memory-efficient NLLB-200.
+
+    Args:
+        scores: scores of at least 0 of the E experts of each layer, not all of them 0.
+        share: the share to keep, above 0 and at most 1; the number is rounded.
+        least: the minimum number of experts of each layer, at most E.
+        globally: whether layers may keep different shares.
+    """
+    ranked = {layer: sorted(range(len(own)), key=lambda i: (-own[i], i)) for layer, own in scores.items()}
+    if not globally:
+        counts = {layer: max(least[layer], _rounded(share * len(ids))) for layer, ids in ranked.items()}
+    else:
+        # Order in which experts are kept as t grows. The first ones of each layer are always kept.
+        order = []
+        for layer, ids in ranked.items():
+            sums = accumulate(scores[layer][i] / sum(scores[layer]) for i in ids)
+            order += [(place >= least[layer], t, place, layer) for place, t in enumerate(sums)]
+        total = max(_rounded(share * len(order)), sum(least.values()))
+        counts = Counter(layer for *_, layer in sorted(order)[:total])
+    return {layer: sorted(ids[: counts[layer]]) for layer, ids in ranked.items()}
+
+
+def _rounded(number: float) -> int:
+    return math.floor(number + 0.5)

@@ -5,18 +5,26 @@ options have the same names in both systems; the tables below hold the differenc
 experts.
 """
 
+import argparse
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import torch
+from torch import Tensor
 
-from fairseq_tutel.checkpoint.saved import DENSE, PARTS, SavedModel
-from fairseq_tutel.convert.configs import Tensors, refuse_other_rows, task_of, use_moe_variants
+from fairseq_tutel.checkpoint.saved import PARTS, SavedModel
+from fairseq_tutel.convert.command import NEW_RUN
+from fairseq_tutel.convert.configs import (
+    Tensors,
+    print_notes,
+    refuse_other_rows,
+    task_of,
+    use_moe_variants,
+)
 from fairseq_tutel.convert.released.vocabulary import Vocabulary, dictionary
 from fairseq_tutel.option import flag_of
-from fairseq_tutel.plugin.install import chosen_layers
 from fairseq_tutel.plugin.options import options_of
 
 # Name prefixes that fully sharded data parallelism adds, and its name for flattened weights.
@@ -27,7 +35,6 @@ TASKS = {
     "streaming_language_modeling": "language_modeling",
     "multilingual_language_modeling": "language_modeling",
 }
-SHARED = -1  # index of the file with all weights that do not belong to experts
 # Our tensor name -> Meta's tensor name, both after the layer's name; {} is the expert's ID on its rank.
 OUR_GATE, GATE = ".fc1.gate.weight", ".moe_layer.gate.wg.weight"
 EXPERTS = {
@@ -37,17 +44,6 @@ EXPERTS = {
 }
 # With --moe-cmr, the layer also has a dense FFN, under the names of stock fairseq, and a gate.
 CMR_GATE, CMR_FFN = ".cmr_layer.gate.wg.", r"(.+\.layers\.\d+)\.(fc[12]\.(?:weight|bias))"
-# Weights of the shared file that can be converted: gates, and all weights of stock fairseq.
-STOCK = re.compile(
-    r"(?:encoder|decoder)\.(?:"
-    r"version|embed_tokens\..+|embed_positions\.(?:weight|_float_tensor)"
-    r"|(?:layernorm_embedding|layer_norm)\.(?:weight|bias)"
-    r"|(?:project_in_dim|project_out_dim|output_projection)\.weight|adaptive_softmax\..+"
-    r"|layers\.\d+\.(?:(?:self_attn|encoder_attn)\.(?:(?:[kqv]|out)_proj\.(?:weight|bias)|bias_[kv])"
-    r"|(?:self_attn_layer_norm|encoder_attn_layer_norm|final_layer_norm|fc1|fc2)\.(?:weight|bias)"
-    r"|moe_layer\.gate\.wg\.weight|cmr_layer\.gate\.wg\.(?:weight|bias))"
-    r")|decoder\.layers\.\d+\.attn_ln\.(?:weight|bias)"
-)
 BEFORE, BPR = "moe_normalize_gate_prob_before_dropping", "moe_batch_prioritized_routing"
 # Option that both systems have -> Meta's default, and a function from Meta's value to our value.
 OPTIONS: dict[str, tuple[Any, Callable[[Any], Any]]] = {
@@ -104,21 +100,27 @@ LEFT_OUT = {
 }
 
 
-class Row(NamedTuple):
-    """Maps a weight in Meta's files to its name in fairseq_tutel; a layer's experts share one name."""
+def run(arguments: argparse.Namespace, inputs: list[Path], output: Path) -> str:
+    """Run `convert meta`."""
+    saved, notes = read(inputs)
+    vocabulary = dictionaries(saved, arguments.dictionary)
+    for name in (*vocabulary.files, *vocabulary.links):
+        text, file = vocabulary.files.get(vocabulary.links.get(name, name)), output.parent / name
+        if file.exists() and file.read_text() != text:
+            raise ValueError(f"{file} is another dictionary; give an --output in another folder.")
+    vocabulary.write(output.parent)
+    saved.write(output)
+    print_notes(notes)
+    beside = f" and {', '.join(vocabulary.files)}, with the tags of data sources, next to it"
+    return beside * bool(vocabulary.files) + NEW_RUN
 
-    file: int
-    theirs: str
-    ours: str
-    expert: int | None
 
-
-def files_of(name: str) -> list[Path]:
+def inputs_of(arguments: argparse.Namespace) -> list[Path]:
     """Return the paths of all files of a checkpoint from Meta: one per rank, then the shared file.
 
-    `name` is X, X.pt or the name of one of the files.
+    The input is X, X.pt or the name of one of the files.
     """
-    path = Path(name)
+    path = Path(arguments.input)
     stem = re.sub(r"-(shared|rank-\d+)$", "", path.name.removesuffix(".pt"))
     pattern = re.compile(re.escape(stem) + r"-rank-(\d+)\.pt")
     found = [pattern.fullmatch(beside.name) for beside in path.parent.glob("*")]
@@ -135,27 +137,34 @@ def read(paths: list[Path]) -> tuple[SavedModel, list[str]]:
     Raises:
         ValueError: a file or weight is missing, corrupt or flattened, or the model cannot be converted.
     """
-    saved = SavedModel.open(paths[SHARED])
-    weights = [_weights(file) for file in (*map(SavedModel.open, paths[:SHARED]), saved)]
-    num_experts, rows = _checked(paths, weights)
-    _refuse_other_cmr(paths[SHARED], weights[SHARED], bool(saved.options.get("moe_cmr")))
-    sources: dict[str, list[Row]] = {}  # for each of our weights: one row, or one per copy of each expert
-    for row in rows:
-        sources.setdefault(row.ours, []).append(row)
+    saved = SavedModel.open(paths[-1])
+    shared, ranks = _weights(saved), [_weights(SavedModel.open(path)) for path in paths[:-1]]
+    gates = {name.removesuffix(GATE): t for name, t in shared.items() if name.endswith(GATE)}
+    if len(counts := {len(gate) for gate in gates.values()}) != 1:
+        what = "whose layers have different numbers of experts" if gates else f"which has no weight …{GATE}"
+        _refuse(paths[-1], what, "give a Mixture-of-Experts checkpoint of Meta's branch")
+    (num_experts,) = counts
+    if num_experts % len(ranks) and len(ranks) % num_experts:
+        missing = paths[0].with_name(paths[0].name.replace("-rank-0.", f"-rank-{len(ranks)}."))
+        what = f"which does not exist, but {len(ranks)} files cannot hold {num_experts} experts"
+        _refuse(missing, what, "give the files of all ranks")
+    cmr_layers = {name.partition(CMR_GATE)[0] for name in shared if CMR_GATE in name}
     model: Tensors = {}
     notes: list[str] = []
-    for name, own in sources.items():
-        tensors = [weights[row.file][row.theirs] for row in own]
-        for i, (row, tensor) in enumerate(zip(own, tensors, strict=True)):
-            first = i % num_experts
-            if (shape := tuple(tensor.shape)) != (expected := tuple(tensors[0].shape)):
-                _refuse(paths[row.file], f"whose {row.theirs} has the shape {shape} instead of {expected}")
-            if first != i and not notes and not torch.equal(tensor, tensors[first]):
-                notes.append(
-                    f"{paths[row.file]} and {paths[own[first].file]} hold the same expert with different "
-                    f"weights ({row.theirs}); the weights of the second file are used."
-                )
-        model[name] = tensors[0] if own[0].expert is None else torch.stack(tensors[:num_experts])
+    for name, tensor in shared.items():
+        layer, ffn = name.removesuffix(GATE), re.fullmatch(CMR_FFN, name)
+        if layer in gates:
+            model[layer + OUR_GATE] = tensor
+            for ours, theirs in EXPERTS.items():
+                model[layer + ours] = _stacked(paths, ranks, layer + theirs, num_experts, notes)
+        elif ffn is not None and ffn[1] in cmr_layers:
+            model[f"{ffn[1]}.fc1.beside.dense.{ffn[2]}"] = tensor
+        else:
+            model[name.replace(CMR_GATE, ".fc1.beside.cmr_gate.")] = tensor
+    for path, rank in zip(paths, ranks, strict=False):
+        for name in rank:  # all others were taken out
+            what = f"which has the weight {name}, but fairseq_tutel's models have no such weight"
+            _refuse(path, what, "give a checkpoint without it")
     saved.rename("task", TASKS.get(saved.name("task"), saved.name("task")))
     use_moe_variants(saved)
     saved.restart(model)
@@ -165,9 +174,36 @@ def read(paths: list[Path]) -> tuple[SavedModel, list[str]]:
         for name, stack in model.items()
         if name.endswith(".experts.fc1_weight")
     }
-    notes += translate(saved.options, num_experts, hidden_dims)
-    _refuse_other_layers(saved)
-    return saved, notes
+    return saved, notes + translate(saved.options, num_experts, hidden_dims)
+
+
+def _stacked(
+    paths: list[Path], ranks: list[Tensors], name: str, num_experts: int, notes: list[str]
+) -> Tensor:
+    """Take a tensor of each expert out of the ranks' weights, and stack them, [E, …].
+
+    If there are more ranks than experts, each block of E neighboring ranks holds all experts once. `notes`
+    gets a note if the copies of an expert differ.
+    """
+    found: list[Tensor] = []
+    local = max(1, num_experts // len(ranks))
+    for i in range(max(num_experts, len(ranks))):
+        path, theirs = paths[i // local], name.format(i % local)
+        tensor = ranks[i // local].pop(theirs, None)
+        if tensor is None:
+            _refuse(path, f"which lacks the weight {theirs}")
+        first = found[i % num_experts] if i >= num_experts else (found or [tensor])[0]
+        if first.shape != tensor.shape:
+            shapes = f"{tuple(tensor.shape)} instead of {tuple(first.shape)}"
+            _refuse(path, f"whose {theirs} has the shape {shapes}")
+        if i >= num_experts and not notes and not torch.equal(tensor, first):
+            notes.append(
+                f"{path} and {paths[i % num_experts]} hold the same expert with different weights "
+                f"({theirs}); the weights of the second file are used."
+            )
+        if i < num_experts:
+            found.append(tensor)
+    return torch.stack(found)
 
 
 def dictionaries(saved: SavedModel, given: Path | None = None) -> Vocabulary:
@@ -225,90 +261,6 @@ def _weights(file: SavedModel) -> Tensors:
 
 def _refuse(path: Path, what: str, fix: str = "give the files of one training run") -> NoReturn:
     raise ValueError(f"INPUT names {path}, {what}; {fix}.")
-
-
-def _checked(paths: list[Path], weights: list[Tensors]) -> tuple[int, list[Row]]:
-    """Return the number of experts and a `Row` for each weight; raise ValueError for unexpected weights."""
-    *ranks, shared = weights
-    gates = {name.removesuffix(GATE): t for name, t in shared.items() if name.endswith(GATE)}
-    if not gates:
-        what = f"which has no experts (no weight …{GATE})"
-        _refuse(paths[SHARED], what, "use a dense checkpoint without conversion")
-    if len({gate.shape[0] for gate in gates.values()}) > 1:
-        what = "whose layers have different numbers of experts, which Meta's options cannot express"
-        _refuse(paths[SHARED], what)
-    layer, experts = next((layer, gate.shape[0]) for layer, gate in gates.items())
-    found = (re.search(r"\.moe_layer\.experts\.(\d+)\.", name) for rank in ranks for name in rank)
-    local = len({match[1] for match in found if match})
-    if (held := local * len(ranks)) < experts or held % experts:
-        missing = paths[0].with_name(paths[0].name.replace("-rank-0.", f"-rank-{len(ranks)}."))
-        what = f"which does not exist: {layer} has {experts} experts, {local} in each file"
-        _refuse(missing, what, "give the files of all ranks")
-    if local > 1 and held > experts:
-        _refuse(paths[-2], f"but with this file {layer} would have {held} experts instead of {experts}")
-    rows = table(shared, experts, len(ranks))
-    for row in rows:
-        if row.theirs not in weights[row.file]:
-            _refuse(paths[row.file], f"which lacks the weight {row.theirs}")
-    known = {(row.file, row.theirs) for row in rows}
-    for file in range(SHARED, len(ranks)):
-        for name in weights[file]:
-            if (file, name) not in known or (file == SHARED and not STOCK.fullmatch(name)):
-                what = f"which has the weight {name}, but fairseq_tutel's models have no such weight"
-                _refuse(paths[file], what, "give a checkpoint without it")
-    return experts, rows
-
-
-def _refuse_other_cmr(path: Path, shared: Tensors, has_cmr: bool) -> None:
-    """Raise ValueError if a file's weights of CMR layers do not fit its option --moe-cmr."""
-    layers = [name.removesuffix(GATE) for name in shared if name.endswith(GATE)]
-    own = (f"{CMR_GATE}weight", f"{CMR_GATE}bias", *(f".{name}" for name in DENSE))
-    lacking = sorted({layer + name for layer in layers for name in own} - shared.keys())
-    if has_cmr and lacking:
-        _refuse(path, f"which lacks the weight {lacking[0]}")
-    if given := sorted(name for name in shared if CMR_GATE in name and not has_cmr):
-        _refuse(path, f"which has the weight {given[0]}, but its options lack --moe-cmr")
-
-
-def _refuse_other_layers(saved: SavedModel) -> None:
-    """Raise ValueError if the weights have experts in different layers than the options select."""
-    for side in dict.fromkeys(layer.side for layer in saved.layers):
-        layers = [layer for layer in saved.layers if layer.side == side]
-        freq = saved.options.get(f"{side}_moe_freq", saved.options["moe_freq"])
-        expected = chosen_layers(range(len(layers)), freq)
-        found = [layer.index for layer in layers if layer.has_experts]
-        if found != expected:
-            raise ValueError(
-                f"INPUT has experts in the {side} layers {found}, but its options (--moe-freq {freq}) "
-                f"select the layers {expected}; give the files of one training run."
-            )
-
-
-def table(names: Iterable[str], experts: int, ranks: int) -> list[Row]:
-    """Return a list with a `Row` for each weight in the files of Meta's checkpoint, in model order.
-
-    `names` are the weights of the shared file. If there are more ranks than experts, each block of E
-    neighboring ranks holds all experts once.
-    """
-    names = list(names)
-    cmr_layers = {name.partition(CMR_GATE)[0] for name in names if CMR_GATE in name}
-    rows, local = [], max(1, experts // ranks)
-    for name in names:
-        layer = name.removesuffix(GATE)
-        if layer == name:
-            ours = name.replace(CMR_GATE, ".fc1.beside.cmr_gate.")
-            ffn = re.fullmatch(CMR_FFN, name)
-            if ffn is not None and ffn[1] in cmr_layers:
-                ours = f"{ffn[1]}.fc1.beside.dense.{ffn[2]}"
-            rows.append(Row(SHARED, name, ours, None))
-            continue
-        rows.append(Row(SHARED, name, layer + OUR_GATE, None))
-        rows += [
-            Row(i // local, layer + theirs.format(i % local), layer + ours, i % experts)
-            for i in range(max(experts, ranks))
-            for ours, theirs in EXPERTS.items()
-        ]
-    return rows
 
 
 def translate(options: Options, experts: int, hidden_dims: dict[str, int]) -> list[str]:

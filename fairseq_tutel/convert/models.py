@@ -1,5 +1,6 @@
 """Converts a checkpoint: removes layers, enables pre-gating, or extracts the members of an ensemble."""
 
+import argparse
 import copy
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import fields
@@ -9,14 +10,79 @@ from typing import Any
 
 from fairseq_tutel import plugin
 from fairseq_tutel.checkpoint.saved import PARTS, Layer, SavedModel, Weights, write_all
+from fairseq_tutel.convert.command import NEW_RUN
 from fairseq_tutel.convert.configs import configs_of, counts_text, freq_of
 from fairseq_tutel.inference.pregate import refuse_too_far
-from fairseq_tutel.option import options_in
+from fairseq_tutel.option import flag_of, options_in
 from fairseq_tutel.plugin.ensemble_options import CMCLConfig, EnsembleConfig
 from fairseq_tutel.plugin.feed_forward import SIDES
 from fairseq_tutel.plugin.options import options_of
+from fairseq_tutel.tools.arguments import refuse_output
 
 ENSEMBLE = "ensemble_of"
+
+
+def student(arguments: argparse.Namespace, inputs: list[Path], output: Path) -> str:
+    """Run `convert student`."""
+    saved = SavedModel.open(inputs[0])
+    sides = sides_of(saved)
+    kept = _kept(arguments, {side: len(layers) for side, layers in sides.items()})
+    changed = keep_layers(saved, kept)
+    for side, layers in sides.items():
+        numbers = ", ".join(map(str, kept[side]))
+        print(f"{side}: {len(kept[side])} of {len(layers)} layers: {numbers}")
+    words = " ".join(f"{flag_of(key)} {value}" for key, value in changed.items() if value is not None)
+    saved.write(output)
+    return f"{NEW_RUN}, with --finetune-from-model and {words}"
+
+
+def _kept(arguments: argparse.Namespace, sizes: Mapping[str, int]) -> dict[str, list[int]]:
+    """Parse the options that remove layers; return the layers to keep in the encoder and the decoder."""
+    main = "decoder" if "decoder" in sizes else "encoder"
+    kept = {side: list(range(size)) for side, size in sizes.items()}
+    for flag, side in (("--drop-layers", main), ("--encoder-drop-layers", "encoder")):
+        text = getattr(arguments, flag[2:].replace("-", "_"))
+        if text is None:
+            continue
+        size = sizes.get(side, 0)
+        named = {int(part) if part.strip().isdecimal() else -1 for part in text.split(",")}
+        kept[side] = [i for i in range(size) if i not in named]
+        if not named <= {*range(size)} or not kept[side]:
+            raise ValueError(
+                f"{flag} is {text!r}, but the {side} has {size} layers; give some of their numbers from 0 "
+                "on, but not all, separated by commas, such as 1,3."
+            )
+    if all(len(kept[side]) == size for side, size in sizes.items()):
+        raise ValueError("no layer would be removed; give --drop-layers or --encoder-drop-layers.")
+    return kept
+
+
+def pregate(arguments: argparse.Namespace, inputs: list[Path], output: Path) -> str:
+    """Run `convert pregate`."""
+    saved, ahead = SavedModel.open(inputs[0]), arguments.moe_pregate
+    for line in enable_pregating(saved, ahead):
+        print(line)
+    saved.write(output)
+    return f"; fine-tune it with --finetune-from-model and --moe-pregate {ahead}"
+
+
+def members(arguments: argparse.Namespace, inputs: list[Path], output: Path) -> str:
+    """Run `convert members`."""
+    saved = SavedModel.open(inputs[0])
+    if saved.name("model") != ENSEMBLE:
+        raise ValueError(
+            f"INPUT names {saved.path}, a checkpoint of {saved.name('model') or 'an unknown model'}; "
+            f"give a checkpoint of --arch {ENSEMBLE}."
+        )
+    paths = [output / f"member{m}.pt" for m in range(int(saved.options["ensemble_size"]))]
+    output.mkdir(exist_ok=True)
+    for path in paths:
+        refuse_output(path, inputs, arguments.overwrite)
+    write_all((path, _member(saved, m).state) for m, path in enumerate(paths))
+    text = f"/member0.pt to {paths[-1].name}: {saved.options['ensemble_arch']}{NEW_RUN}"
+    if layer := saved.options.get("ensemble_share_after"):
+        text += f"\ntheir outputs differ from the ensemble, in which members shared the features of {layer}"
+    return text
 
 
 def sides_of(saved: SavedModel) -> dict[str, list[Layer]]:
@@ -104,7 +170,7 @@ def _renumbered(saved: SavedModel, left: Mapping[str, Sequence[Layer]]) -> Weigh
     return found
 
 
-def pregate(saved: SavedModel, ahead: int) -> list[str]:
+def enable_pregating(saved: SavedModel, ahead: int) -> list[str]:
     """Enable pre-gating in a checkpoint: each gate reads the input of a MoE layer `ahead` layers earlier.
 
     Only the option --moe-pregate changes (see inference/pregate.py). Returns one line per MoE layer, which
@@ -128,29 +194,6 @@ def pregate(saved: SavedModel, ahead: int) -> list[str]:
     saved.options["moe_pregate"] = ahead
     saved.restart()
     return lines
-
-
-def ensemble_size(saved: SavedModel) -> int:
-    """Return the number of models (members) in the checkpoint of an ensemble.
-
-    Raises:
-        ValueError: the checkpoint is not an ensemble.
-    """
-    if saved.name("model") != ENSEMBLE:
-        raise ValueError(
-            f"INPUT names {saved.path}, a checkpoint of {saved.name('model') or 'an unknown model'}; "
-            f"give a checkpoint of --arch {ENSEMBLE}."
-        )
-    return int(saved.options["ensemble_size"])
-
-
-def write_members(saved: SavedModel, paths: Sequence[Path]) -> None:
-    """Write each model of an ensemble checkpoint to its own file; do not change the ensemble.
-
-    Raises:
-        ValueError: a file could not be written.
-    """
-    write_all((path, _member(saved, m).state) for m, path in enumerate(paths))
 
 
 def _member(saved: SavedModel, number: int) -> SavedModel:

@@ -27,8 +27,10 @@ from fairseq_tutel.checkpoint.files import DICTIONARY
 from fairseq_tutel.checkpoint.folders import sync
 from fairseq_tutel.checkpoint.saved import SavedModel, Weights, not_written
 from fairseq_tutel.checkpoint.shards import ShardedExpert, ShardedTensor, write_pieces
+from fairseq_tutel.convert.command import NEW_RUN, size_limit
 from fairseq_tutel.files import content_of, parse_json, temporary_of
 from fairseq_tutel.parallel.progress import progress
+from fairseq_tutel.tools.arguments import refuse_output_folder
 
 INDEX, OPTIONS = "model.safetensors.index.json", "options.json"
 SHARD = re.compile(r"model-\d{5,}-of-\d{5,}\.safetensors")
@@ -36,6 +38,20 @@ MARK, VERSION = "fairseq_tutel", 1
 # Entries of a checkpoint that options.json holds. A Namespace or Dictionary becomes a JSON object with one
 # key, the name of its class.
 KEPT, NAMESPACE = ("args", "cfg", "task_state", "optimizer_history"), "argparse.Namespace"
+
+
+def run(arguments: argparse.Namespace, inputs: list[Path], output: Path) -> str:
+    """Run `convert safetensors`."""
+    limit = size_limit(arguments)
+    refuse_output_folder(output, inputs[0], INDEX, arguments.overwrite)
+    count = write(SavedModel.open(inputs[0], keep_shards=True), output, limit)
+    return f": {count} file{'s' * (count > 1)} of weights"
+
+
+def run_back(arguments: argparse.Namespace, inputs: list[Path], output: Path) -> str:
+    """Run `convert from-safetensors`."""
+    read(inputs[0]).write(output)
+    return NEW_RUN
 
 
 def write(saved: SavedModel, output: Path, limit: int) -> int:
@@ -189,13 +205,11 @@ def read(folder: Path) -> SavedModel:
     options, index = _json(folder / OPTIONS), _json(folder / INDEX)
     where: Any = index.get("weight_map")
     tied: Any = options.get("tied")
-    reason = ""
-    if options.get(MARK) != VERSION:
-        reason = f"whose {OPTIONS} does not have the version {VERSION}"
-    elif not _fit(where, tied, options):
-        reason = f"whose {INDEX} and {OPTIONS} are inconsistent"
-    if reason:
-        raise ValueError(f"INPUT names {folder}, {reason}; give a folder that `convert safetensors` wrote.")
+    if options.get(MARK) != VERSION or not _fit(where, tied, options):
+        raise ValueError(
+            f"INPUT names {folder}, whose {INDEX} and {OPTIONS} are inconsistent or of another version; "
+            "give a folder that `convert safetensors` wrote."
+        )
     model: dict[str, Tensor] = {}
     for name in dict.fromkeys(where.values()):
         model |= _tensors(folder / name, [key for key in where if where[key] == name])

@@ -1,12 +1,13 @@
 """Converts between sharded and single-file checkpoints, with one expert's tensor in memory at a time."""
 
+import argparse
 import contextlib
 import itertools
 import math
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,21 @@ from fairseq_tutel.parallel.progress import progress
 EXPERTS = ".experts"
 # (layer, tensor name, dictionary that holds the stack, its key in the dictionary)
 Stacks = list[tuple[str, str, dict, Any]]
+
+
+def run_sharded(arguments: argparse.Namespace, inputs: list[Path], output: Path) -> str:
+    """Run `convert sharded`."""
+    saved = SavedModel.open(inputs[0], keep_shards=True)
+    folder, errors = to_sharded(saved, output, arguments.expert_dtype or "")
+    for line in error_lines(errors):
+        print(line)
+    return f" and its experts in {folder}; copy or move the file together with this folder"
+
+
+def run_full(arguments: argparse.Namespace, inputs: list[Path], output: Path) -> str:
+    """Run `convert full`."""
+    to_full(SavedModel.open(inputs[0], keep_shards=True), output)
+    return ""
 
 
 def to_full(saved: SavedModel, target: Path) -> None:
@@ -89,6 +105,14 @@ def to_sharded(
             experts.rmdir()  # fails if it has other folders
         raise
     return target.parent / committed, errors
+
+
+def error_lines(errors: Mapping[str, tuple[float, float]]) -> list[str]:
+    """Return one line per quantized weight, with the errors that `to_sharded` returned."""
+    return [
+        f"{name}: relative error {relative:.2e}, worst row's error {worst:.2e}"
+        for name, (relative, worst) in errors.items()
+    ]
 
 
 def _write_shards(found: Stacks, target: Path, expert_dtype: str) -> tuple[str, list[ShardedTensor]]:

@@ -8,22 +8,22 @@ The sizes of the model follow from the shapes of the tensors. The image size fol
 last stage. The biases of fc2 may be absent (MLP_FC2_BIAS: False).
 """
 
+import argparse
 import math
 import re
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from fairseq_tutel import plugin
 from fairseq_tutel.checkpoint.files import read_file
 from fairseq_tutel.checkpoint.saved import Layer, SavedModel, layers_of
-from fairseq_tutel.convert.configs import ROWS, SWIN, Tensors, counts_text, with_experts
+from fairseq_tutel.convert.configs import ROWS, SWIN, Tensors, counts_text, new_checkpoint, with_experts
 from fairseq_tutel.convert.tutel_layer import COUNT, our_gates, our_layer
-from fairseq_tutel.files import content_of
 from fairseq_tutel.moe.config import MoEConfig
 from fairseq_tutel.moe.layer import MoELayer
 from fairseq_tutel.option import options_in
@@ -53,6 +53,32 @@ SWITCHES = {
 }
 
 
+def run(arguments: argparse.Namespace, inputs: list[Path], output: Path) -> str:
+    """Run `convert swin`."""
+    if arguments.classes is not None and arguments.classes < 1:
+        raise ValueError(f"--classes is {arguments.classes}; give a number of at least 1.")
+    saved = read(files_of(Path(arguments.input)), arguments.classes)
+    saved.write(output)
+    options, images = saved.options, saved.state["task_state"]["images"]
+    channels, size, _ = images["shape"]
+    text = (
+        f": {saved.name('model')}, form {options['swin_form']}, "
+        f"{sum(t.numel() for t in saved.weights.values()):,} parameters, {len(images['classes'])} classes, "
+        f"images of {channels} x {size} x {size}"
+    )
+    if labels := [layer.label for layer in saved.layers if layer.has_experts]:
+        text += (
+            f"\n{options['moe_expert_count']} experts, top-{options['moe_top_k']}, "
+            f"{options['moe_gate_type']} gate, in {', '.join(labels)}"
+        )
+    return text
+
+
+def inputs_of(arguments: argparse.Namespace) -> list[Path]:
+    """Return all files of a checkpoint."""
+    return [*chain(*files_of(Path(arguments.input)))]
+
+
 def files_of(path: Path) -> list[list[Path]]:
     """Return one list of files per rank. `path` is one of these files or their common name X.pth."""
     match = PART.fullmatch(path.name)
@@ -70,13 +96,12 @@ def files_of(path: Path) -> list[list[Path]]:
     return [[base.with_name(f"{base.name}.rank{rank}"), *shared] for rank in range(ranks)]
 
 
-def read(files: list[list[Path]], classes: int | None = None, class_map: Path | None = None) -> SavedModel:
+def read(files: list[list[Path]], classes: int | None = None) -> SavedModel:
     """Load a released Swin model as a fairseq checkpoint.
 
     Args:
         files: one list of files per rank, from `files_of`.
         classes: number of classes of a new head of zeros for fine-tuning; None keeps the head.
-        class_map: file that lists the classes of the head to keep; None keeps all classes.
 
     Raises:
         ValueError: the model is not a Swin V2 or SwinV2-MoE, or fairseq_tutel's options cannot express it.
@@ -89,9 +114,6 @@ def read(files: list[list[Path]], classes: int | None = None, class_map: Path | 
         weights["head.weight"] = torch.zeros(classes, *weights["norm.weight"].shape)
         weights["head.bias"] = torch.zeros(classes)
     _check(weights, config)
-    if class_map is not None:
-        kept = _class_map(class_map, len(weights["head.weight"]))
-        weights |= {name: weights[name][kept].clone() for name in ("head.weight", "head.bias")}
     expert_options = list(_command_line(weights, config, saved_options))
     return _checkpoint(weights, config, image_size, expert_options)
 
@@ -115,11 +137,6 @@ def _open_ranks(files: list[list[Path]]) -> tuple[list[Tensors], Mapping[str, An
                 "released .pth file, and keep the .master file in the same folder as the .rank files."
             )
         ranks.append(weights)
-        for name in sorted(ranks[0].keys() ^ weights.keys()):
-            raise ValueError(
-                f"INPUT names {files[0][0]} and {own[0]}, but only one of the two has the weight {name}; "
-                "give the files of one model."
-            )
     saved: Any = contents[files[0][0]].get("config")
     for key in ("MODEL", "SWIN_MOE"):
         saved = saved.get(key) if isinstance(saved, dict) else None
@@ -149,11 +166,8 @@ def _layer(ranks: list[Tensors], prefix: str) -> Tensors:
     experts = len(_gate(our_gates(own), "", label)[1])
     try:
         return our_layer(ranks, prefix, experts)
-    except ValueError as error:
-        raise ValueError(
-            f"INPUT has the MoE layer {label}, which {error}; give the files of all ranks of one "
-            "SwinV2-MoE model."
-        ) from error
+    except (KeyError, ValueError) as error:
+        raise ValueError(f"INPUT has the MoE layer {label}, which {error}; give all files.") from error
 
 
 def _moe_layers(weights: Mapping[str, Tensor]) -> list[Layer]:
@@ -199,17 +213,11 @@ def _command_line(
     if not layers:
         return
     gates = [_gate(model, f"{layer.moe}.", layer.label) for layer in layers]
-    kinds = {(kind, rows.shape[1] if kind == "cosine" else 0) for kind, rows in gates}
-    if len(kinds) > 1:
-        raise ValueError(
-            f"INPUT has gates of different types or projections ({sorted(kinds)}), but all gates of a "
-            "fairseq_tutel model have the same type and projection; give another checkpoint."
-        )
-    kind, projection_dim = kinds.pop()
+    kind, first = gates[0]  # all gates have one type, or the model cannot be loaded
     counts = counts_text([len(rows) for _, rows in gates])
     yield from ("--moe-expert-count", counts, "--moe-gate-type", kind)
-    if projection_dim:
-        yield from ("--moe-gate-projection-dim", str(projection_dim))
+    if kind == "cosine":
+        yield from ("--moe-gate-projection-dim", str(first.shape[1]))
     depths, blocks = numbers(config.depths), {(layer.stack, layer.index) for layer in layers}
     yield from _blocks(depths, blocks)
     for key, flag in SAVED.items():
@@ -232,22 +240,6 @@ def _blocks(depths: list[int], blocks: set[tuple[int, int]]) -> tuple[str, ...]:
         f"INPUT has experts in the blocks (stage, index) {sorted(blocks)}, which no values of "
         "--moe-freq and --swin-expert-stages select; give another checkpoint."
     )
-
-
-def _class_map(path: Path, classes: int) -> list[int]:
-    """Read the file of --class-map, which lists the classes of the head to keep."""
-    try:
-        kept = [int(line) for line in content_of(path).decode("ascii").split()]
-    except (OSError, ValueError) as error:
-        raise ValueError(
-            f"--class-map is {path}, which must have one class number per line ({error}); give such a file."
-        ) from error
-    if not kept or not {*kept} <= {*range(classes)}:
-        raise ValueError(
-            f"--class-map is {path}, but the classes of the head are 0 to {classes - 1} and the file must "
-            "list some of these; give the map of this model."
-        )
-    return kept
 
 
 def _sizes_of(theirs: Mapping[str, Tensor]) -> tuple[SwinConfig, int]:
@@ -341,21 +333,12 @@ def _checkpoint(
     weights: Tensors, config: SwinConfig, image_size: int, expert_options: list[str]
 ) -> SavedModel:
     """Return a fairseq checkpoint with these weights, and with options parsed from a command line."""
-    plugin.register()
-    from fairseq import options
-    from fairseq.dataclass.utils import convert_namespace_to_omegaconf
-    from omegaconf import OmegaConf
-
     task, arch = (with_experts(TASK), with_experts(SWIN)) if expert_options else (TASK, SWIN)
-    words = ["", "--task", task, "--arch", arch, "--image-size", str(image_size), *expert_options]
+    words = ["--task", task, "--arch", arch, "--image-size", str(image_size), *expert_options]
     words += ["--criterion", task] if expert_options else []  # it adds the balance loss
     for option in options_in(SwinConfig):
         value = getattr(config, option.name)
         words += [] if isinstance(value, bool) else [option.flag, str(value)]
-    arguments = options.parse_args_and_arch(options.get_training_parser(), words)
     channels, classes = weights["patch_embed.proj.weight"].shape[1], len(weights["head.weight"])
     images = {"classes": [*map(str, range(classes))], "shape": [channels, image_size, image_size]}
-    cfg = OmegaConf.to_container(convert_namespace_to_omegaconf(arguments))
-    saved = SavedModel({"cfg": cfg, "args": None, "task_state": {"images": images}})
-    saved.restart(weights)
-    return saved
+    return new_checkpoint(words, {}, weights, {"images": images})

@@ -7,6 +7,7 @@
 Weights keep their bits.
 """
 
+import argparse
 import re
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,7 @@ import torch
 from fairseq_tutel.checkpoint.files import read_file
 from fairseq_tutel.checkpoint.malformed import refuse_weights
 from fairseq_tutel.checkpoint.saved import SavedModel
-from fairseq_tutel.convert.configs import Tensors, freq_of, use_moe_variants
-from fairseq_tutel.convert.options import TUTEL_LAYERS
+from fairseq_tutel.convert.configs import Tensors, freq_of, print_notes, use_moe_variants
 from fairseq_tutel.convert.tutel_layer import COUNT, our_layer
 
 INPUT = "PREFIX"  # name of the input in messages
@@ -35,8 +35,21 @@ FIXED = {
 }
 
 
-def files_of(pattern: str, size: int) -> list[Path]:
+def run(arguments: argparse.Namespace, inputs: list[Path], output: Path) -> str:
+    """Run `convert tutel`."""
+    saved, notes = read(inputs, arguments.namespace, arguments.expert_activation)
+    print_notes(notes)
+    saved.write(output)
+    return ""
+
+
+def inputs_of(arguments: argparse.Namespace) -> list[Path]:
     """Return each rank's file: fill {rank} and {size} in the pattern, or append RANK-of-SIZE to it."""
+    pattern, size = arguments.prefix, arguments.input_size
+    if size < 1:
+        raise ValueError(
+            f"--input-size is {size}; give the number of ranks that saved the model, at least 1."
+        )
     if size == 1 and Path(pattern).is_file():
         return [Path(pattern)]
     if "{rank}" not in pattern:
@@ -46,17 +59,13 @@ def files_of(pattern: str, size: int) -> list[Path]:
 
 
 def read(
-    paths: list[Path],
-    namespace: str | None = None,
-    layer: str = TUTEL_LAYERS[0],
-    activation: str = "linear",
+    paths: list[Path], namespace: str | None = None, activation: str = "linear"
 ) -> tuple[SavedModel, list[str]]:
     """Load the files of all ranks of a model with Tutel's layers as one checkpoint, with notes to print.
 
     Args:
         paths: the file of each rank.
         namespace: path of keys to the weights in a file, joined by /. None means `model` if it exists.
-        layer: class of the MoE layers that will load a converted state dict, one of TUTEL_LAYERS.
         activation: activation of the experts of a fairseq checkpoint.
 
     Raises:
@@ -76,7 +85,7 @@ def read(
             )
     counts = _expert_counts(ranks)
     is_example = namespace == "model" and bool(state.get("cfg") or state.get("args"))
-    weights, notes = _joined(ranks, counts, "moe." * (layer == TUTEL_LAYERS[0] and not is_example))
+    weights, notes = _joined(ranks, counts, "" if is_example else "moe.")
     if is_example:
         saved = SavedModel(dict(state), flag=INPUT)
         return saved, notes + _from_example(saved, weights, counts, activation)

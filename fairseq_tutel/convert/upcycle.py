@@ -10,14 +10,15 @@ the token's weight.
 import argparse
 from collections import Counter
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fairseq_tutel.checkpoint.saved import LAYER_NORM, Layer, SavedModel
-from fairseq_tutel.convert.configs import SWIN, Tensors, replaced, use_moe_variants
-from fairseq_tutel.convert.options import Variation
+from fairseq_tutel.convert.command import OF_EXPERTS, Variation
+from fairseq_tutel.convert.configs import SWIN, Tensors, counts_text, replaced, use_moe_variants
 from fairseq_tutel.inference.pregate import refuse_too_far
 from fairseq_tutel.moe.build import seeded_generator
 from fairseq_tutel.moe.capacity import capacity_of
@@ -32,6 +33,30 @@ from fairseq_tutel.plugin.install import chosen_layers
 from fairseq_tutel.vision.options import SwinExpertsConfig
 
 SWIN_KEYS = [item.key for item in options_in(SwinExpertsConfig)]
+
+
+def run(arguments: argparse.Namespace, inputs: list[Path], output: Path) -> str:
+    """Run `convert upcycle`."""
+    how = read(Variation, arguments)
+    refuse_bad_values(how)
+    # An absent option is None or, for a switch, False. 0 is a value.
+    given = {item.key: getattr(arguments, item.key) for item in OF_EXPERTS}
+    given = {key: value for key, value in given.items() if value is not None and value is not False}
+    saved = SavedModel.open(inputs[0])
+    configs = upcycle(saved, given, how)
+    counts = counts_text([config.num_experts for config in configs.values()])
+    first, labels = next(iter(configs.values())), ", ".join(layer.label for layer in configs)
+    reasons = dict.fromkeys(r for config in configs.values() for r in differences(config, how))
+    what = (
+        f"differ from the dense model's outputs: {'; '.join(reasons)}"
+        if reasons
+        else "equal the dense model's outputs up to rounding"
+    )
+    saved.write(output)
+    return (
+        f": {saved.name('model')}, {counts} experts of {first.hidden_dim}, top-{first.top_k}, in {labels}\n"
+        f"its initial outputs {what}"
+    )
 
 
 def upcycle(saved: SavedModel, given: Mapping[str, Any], how: Variation) -> dict[Layer, MoEConfig]:
@@ -179,7 +204,6 @@ def moe_tensors(ffn: Mapping[str, Tensor], config: MoEConfig, name: str, how: Va
     made = _copies(ffn, config)
     made["experts.fc2_weight"] *= parts
     _reinitialize(made, name, how)
-    _perturb(made, name, how)
     made |= _shared(ffn, layer)
     return {key: made.get(key, tensor) for key, tensor in layer.state_dict().items()}
 
@@ -214,11 +238,7 @@ def differences(config: MoEConfig, how: Variation) -> list[str]:
     elif not sums_to_1(config) and several:
         found.append("the weights of a token's experts do not sum to 1 (--moe-normalize-gate before)")
     elif not sums_to_1(config) and scale == 1:
-        found.append(
-            "the weight of a token's only expert is its probability, not 1 (with --moe-top-k 2 the weights "
-            "sum to 1; with the number of experts as --moe-routed-scaling-factor, and --gate-scale 0.01, "
-            "the weight is nearly 1 and the gate can learn)"
-        )
+        found.append("the weight of a token's only expert is its probability, not 1 (try --moe-top-k 2)")
     elif not sums_to_1(config):
         found.append(f"the weight of a token's only expert is {scale:g} times its probability, not 1")
     elif scale != 1:
@@ -229,8 +249,6 @@ def differences(config: MoEConfig, how: Variation) -> list[str]:
         found.append("weights multiply the experts' inputs instead of their outputs (--moe-prescore)")
     if capacity_of(config, training=False).is_limited:
         found.append("the capacity is limited in evaluation, so tokens may be dropped")
-    if how.perturb:
-        found.append(f"the experts' weights have noise (--perturb {how.perturb:g})")
     if how.reinitialize:
         found.append(f"some hidden units are reinitialized (--reinitialize {how.reinitialize:g})")
     return found
@@ -279,16 +297,6 @@ def _reinitialize(made: Tensors, name: str, how: Variation) -> None:
             spread, mean = torch.std_mean(old, correction=0)
             drawn = torch.randn(old.shape, generator=generator) * spread + mean
             stack[e].index_copy_(dim, units, drawn.to(stack.dtype))
-
-
-def _perturb(made: Tensors, name: str, how: Variation) -> None:
-    """Add Gaussian noise to every expert's matrices, as in Komatsuzaki et al. 2022 (Sparse Upcycling)."""
-    for key in ("experts.fc1_weight", "experts.fc2_weight") if how.perturb else ():
-        stack = made[key]
-        for e, expert in enumerate(stack.unbind(0)):
-            generator = seeded_generator(how.seed, name, e, f"perturb.{key}")
-            noise = torch.randn(expert.shape, generator=generator)
-            expert += (noise * (how.perturb * expert.float().std())).to(stack.dtype)
 
 
 def _shared(ffn: Mapping[str, Tensor], layer: MoELayer) -> Tensors:

@@ -31,8 +31,8 @@ def written(tmp_path, layers, freq, **options):
     "words, kept, freq",
     [
         (("--drop-layers", "0,1"), [2, 3, 4, 5], 2),
-        (("--keep-layers", "0,2,3"), [0, 2, 3], 3),
-        (("--keep-layers", "5, 3"), [3, 5], 1),
+        (("--drop-layers", "1,4,5"), [0, 2, 3], 3),
+        (("--drop-layers", "4, 0,1,2"), [3, 5], 1),
     ],
     ids=["every second", "the third", "each"],
 )
@@ -71,13 +71,12 @@ def test_each_side_of_a_translator_has_its_own(files, tmp_path):
     "words, sentence",
     [
         ((), "no layer would be removed; give --drop-layers"),
-        (("--drop-layers", "6"), "the decoder has the layers 0 to 5; give different numbers of these"),
-        (("--drop-layers", "1,1"), "give different numbers of these"),
-        (("--keep-layers", "one"), "--keep-layers is 'one', but the decoder has the layers 0 to 5; give"),
-        (("--drop-layers", "0,1,2,3,4,5"), "removes all decoder layers"),
-        (("--encoder-drop-layers", "0"), "but the model is not an encoder-decoder; give --drop-layers"),
+        (("--drop-layers", "6"), "--drop-layers is '6', but the decoder has 6 layers; give"),
+        (("--drop-layers", "one"), "--drop-layers is 'one', but the decoder has 6 layers; give"),
+        (("--drop-layers", "0,1,2,3,4,5"), "but the decoder has 6 layers; give some of their numbers"),
+        (("--encoder-drop-layers", "0"), "but the encoder has 0 layers"),
         (("--drop-layers", "0"), "0, 2, 4 (counted from 0) would have experts, but no --moe-freq"),
-        (("--keep-layers", "0,2"), "no layer with experts would be left; keep at least one"),
+        (("--drop-layers", "1,3,4,5"), "no layer with experts would be left; keep at least one"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
 )

@@ -11,6 +11,7 @@ from fairseq import checkpoint_utils
 from test_convert_tutel import part_of
 from tool_in_process import convert, refusal
 
+from fairseq_tutel.convert.swin import files_of, read
 from fairseq_tutel.plugin import register
 from fairseq_tutel.plugin.feed_forward import moe_layers
 
@@ -277,8 +278,7 @@ def test_a_released_model_opens_with_a_new_head_and_a_finer_window_than_it_was_t
     assert torch.equal(model(torch.randn(2, 3, 32, 32)), torch.zeros(2, 7))
 
 
-@pytest.mark.parametrize("fc2_bias", [True, False])
-@pytest.mark.parametrize("form", ["v2", "moe"])
+@pytest.mark.parametrize(("form", "fc2_bias"), [("v2", True), ("moe", False)])
 def test_the_logits_are_those_of_the_tensors(tmp_path, form, fc2_bias, monkeypatch):
     """Of files as their training saves them, with a configuration of a class that is not there."""
     theirs = scaled(released(form, (WINDOW, WINDOW, WINDOW)))
@@ -299,14 +299,10 @@ def test_the_logits_are_those_of_the_tensors(tmp_path, form, fc2_bias, monkeypat
     saved = {"model": theirs, "config": config, "optimizer": optimizer, "epoch": 3}
     torch.save(saved, tmp_path / "theirs.pth")
     monkeypatch.undo()
-    kept = [3, 0, 4]
-    (tmp_path / "map.txt").write_text("".join(f"{number}\n" for number in kept))
-    for words, classes in (((), slice(None)), (("--class-map", tmp_path / "map.txt"), kept)):
-        output = tmp_path / f"{len(words)}.pt"
-        convert("swin", "--input", tmp_path / "theirs.pth", "--output", output, *words)
-        images = torch.randn(2, 3, SIDE, SIDE, dtype=torch.float64)
-        expected = logits(theirs, images)[:, classes]
-        torch.testing.assert_close(opened(output)[0].double()(images), expected, rtol=0, atol=1e-6)
+    convert("swin", "--input", tmp_path / "theirs.pth", "--output", tmp_path / "ours.pt")
+    images = torch.randn(1, 3, SIDE, SIDE, dtype=torch.float64)
+    found = opened(tmp_path / "ours.pt")[0].double()(images)
+    torch.testing.assert_close(found, logits(theirs, images), rtol=0, atol=1e-6)
 
 
 ALL = [(i, j) for i, depth in enumerate(DEPTHS) for j in range(depth)]
@@ -340,56 +336,43 @@ def test_the_logits_of_released_experts_are_those_of_the_tensors(tmp_path, case)
     assert "swin_v2_moe, form moe" in said
     labels = ", ".join(f"stages_{i}_{j}" for i, j in blocks)
     assert f"{experts} experts, top-{top_k}, {gate} gate, in {labels}\n" in said
-    images = torch.randn(2, 3, SIDE, SIDE, dtype=torch.float64)
+    images = torch.randn(1, 3, SIDE, SIDE, dtype=torch.float64)
     model = opened(output)[0].double()
     capacity = 2.0 if how == "midway" else 1.25
     assert [own.config.capacity_factor for own in moe_layers(model)] == [capacity] * len(blocks)
     torch.testing.assert_close(model(images), logits(theirs, images, top_k), rtol=0, atol=1e-6)
 
 
+def refused(path):
+    with pytest.raises(ValueError) as error:
+        read(files_of(path))
+    return str(error.value)
+
+
 def test_what_is_no_whole_model_with_experts_is_refused(tmp_path):
     theirs, block = released_experts(4), "layers.1.blocks.1.mlp._moe_layer."
-
-    def of(change, remove=(), ranks=2, save=save_final):
+    for remove, ranks, sentence in (
+        (["rank0"], 2, "x.pth.rank0, which does not exist"),
+        (["rank1"], 2, "which does not match 4 experts; give all files"),
+        (["rank3"], 4, "layer layers.1.blocks.1.mlp._moe_layer, which has 4 experts, which 3 ranks cannot"),
+        (["master"], 2, "is not a Swin"),
+        (["master", "rank0", "rank1"], 2, "does not exist"),
+    ):
         for old in tmp_path.glob("x.pth*"):
             old.unlink()
-        changed = dict(theirs)
-        change(changed)
-        save(changed, ranks, tmp_path / "x.pth")
+        save_final(theirs, ranks, tmp_path / "x.pth")
         for end in remove:
             (tmp_path / f"x.pth.{end}").unlink()
-        return refusal("swin", "--input", tmp_path / "x.pth", "--output", tmp_path / "o.pt")
-
-    def same(weights):
-        pass
-
-    assert "x.pth.rank0, which does not exist" in of(same, ["rank0"])
-    assert "which does not match 4 experts; give the files of all ranks of" in of(same, ["rank1"])
-    assert (
-        "layer layers.1.blocks.1.mlp._moe_layer, which has 4 experts, which 3 ranks cannot hold; give"
-        in of(same, ["rank3"], ranks=4)
-    )
-    assert "lacks experts.batched_fc1_w; give the files of all ranks of" in of(same, ["rank0", "rank1"])
-    assert "is not a Swin" in of(same, ["master"])
-    assert "does not exist" in of(same, ["master", "rank0", "rank1"])
-
-    assert "has experts.W_fc9, which ffn experts do not have" in of(
-        lambda w: w.update({f"{block}experts.W_fc9": torch.ones(4, 3)})
-    )
-    assert "has the weight stages.1.blocks.1.fc1.other" in of(
-        lambda w: w.update({f"{block}other": torch.ones(1)})
-    )
-    assert "without a linear or cosine gate" in of(lambda w: w.pop(f"{block}gates.0.wg.weight"))
-    theirs = released_experts(4, blocks=[(1, 0)])
-    assert "blocks (stage, index) [(1, 0)], which no values of --moe-freq" in of(same)
-
-    with_others = dict(theirs, **{"head.bias": theirs["head.bias"] * 2, "extra": torch.ones(1)})
-    save_ranks(theirs, 2, tmp_path / "x.pth")
-    torch.save({"model": of_rank(with_others, 2, 1)}, tmp_path / "x.pth.rank1")
-    (tmp_path / "x.pth.master").unlink()
-    words = ("swin", "--input", tmp_path / "x.pth", "--output")
-    assert "only one of the two has the weight extra" in refusal(*words, tmp_path / "o.pt")
-    assert "would overwrite the input" in refusal(*words, tmp_path / "x.pth.rank1", "--overwrite")
+        assert sentence in refused(tmp_path / "x.pth")
+    for change, sentence in (
+        ({f"{block}experts.W_fc9": torch.ones(4, 3)}, "has experts.W_fc9, which ffn experts do not have"),
+        ({f"{block}other": torch.ones(1)}, "has the weight stages.1.blocks.1.fc1.other"),
+        ({f"{block}gates.0.wg.weight": torch.ones(1)}, "without a linear or cosine gate"),
+    ):
+        torch.save({"model": theirs | change}, tmp_path / "y.pth")
+        assert sentence in refused(tmp_path / "y.pth")
+    torch.save({"model": released_experts(4, blocks=[(1, 0)])}, tmp_path / "y.pth")
+    assert "blocks (stage, index) [(1, 0)], which no values of --moe-freq" in refused(tmp_path / "y.pth")
 
 
 def test_experts_are_made_of_a_released_model_and_it_of_them(released_file, tmp_path):
@@ -412,27 +395,21 @@ def test_experts_are_made_of_a_released_model_and_it_of_them(released_file, tmp_
     torch.testing.assert_close(opened(back)[0](images), expected)
 
 
-def test_what_is_no_released_model_is_refused(released_file, tmp_path):
-    def of(change, **words):
-        (tmp_path / "map.txt").write_text("1\n5\n")
-        (tmp_path / "text.txt").write_text("one\n")
-        model = released("v2")
-        change(model)
-        torch.save({"model": model}, tmp_path / "bad.pth")
-        said = [w for key, value in words.items() for w in (f"--{key.replace('_', '-')}", value)]
-        return refusal("swin", "--input", tmp_path / "bad.pth", "--output", tmp_path / "o.pt", *said)
-
-    assert "is not a Swin" in of(dict.clear)
-    assert "lacks the weight layers.2.blocks.0.attn.cpb_mlp.2.weight" in of(
-        lambda m: m.pop("layers.2.blocks.0.attn.cpb_mlp.2.weight")
-    )
-    assert "lacks the weight stages.1.blocks.1.norm1.bias" in of(
-        lambda m: m.pop("layers.1.blocks.1.norm1.bias")
-    )
-    assert "has the weight absolute_pos_embed" in of(lambda m: m.update(absolute_pos_embed=torch.ones(1)))
-    assert "shape (3,), but the other weights require (5,)" in of(
-        lambda m: m.update({"head.bias": torch.ones(3)})
-    )
-    assert "--classes is 0" in of(lambda m: None, classes=0)
-    assert "are 0 to 4" in of(lambda m: None, class_map=tmp_path / "map.txt")
-    assert "must have one class number per line" in of(lambda m: None, class_map=tmp_path / "text.txt")
+def test_what_is_no_released_model_is_refused(tmp_path):
+    theirs = released("v2")
+    for change, sentence in (
+        (lambda m: m.clear(), "is not a Swin"),
+        (lambda m: m.pop("layers.2.blocks.0.attn.cpb_mlp.2.weight"), "lacks the weight layers.2.blocks.0"),
+        (lambda m: m.pop("layers.1.blocks.1.norm1.bias"), "lacks the weight stages.1.blocks.1.norm1.bias"),
+        (lambda m: m.update(absolute_pos_embed=torch.ones(1)), "has the weight absolute_pos_embed"),
+        (
+            lambda m: m.update({"head.bias": torch.ones(3)}),
+            "shape (3,), but the other weights require (5,)",
+        ),
+    ):
+        changed = dict(theirs)
+        change(changed)
+        torch.save({"model": changed}, tmp_path / "bad.pth")
+        assert sentence in refused(tmp_path / "bad.pth")
+    words = ("swin", tmp_path / "bad.pth", "--output", tmp_path / "o.pt", "--classes", 0)
+    assert "--classes is 0" in refusal(*words)

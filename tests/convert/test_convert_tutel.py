@@ -219,19 +219,6 @@ def test_convert_of_classes_of_one_s_own(tmp_path):
     torch.testing.assert_close(holder.moe(x_TD, capacity_factor=0), expected, rtol=1e-5, atol=1e-6)
 
 
-def test_convert_for_a_moe_layer_of_ours_by_its_own_class(tmp_path):
-    write(tmp_path, 4, 2, ffn(4), linear(4))
-    convert(*words(tmp_path, 2), "--layer", "MoELayer")
-    config = ft.MoEConfig(model_dim=D, hidden_dim=H, num_experts=4)
-    layer = ft.MoELayer(config)
-    state = {key.removeprefix("moe."): tensor for key, tensor in load(tmp_path / "o").items()}
-    del state["dense.weight"]
-    layer.load_state_dict(state)
-    x_TD = drawn(11, D)
-    expected = by_loops(x_TD @ linear(4)["gates.0.wg.weight"].T, ffn_expert(ffn(4)), x_TD)
-    torch.testing.assert_close(layer(x_TD)[0], expected, rtol=1e-5, atol=1e-6)
-
-
 def test_convert_finds_files_by_a_pattern_and_weights_by_their_keys(tmp_path):
     def wrapped(weights):
         return {"net": {"ema": weights, "step": 3}, "optimizer": [{"m": drawn(2)}], "epoch": 4}
@@ -319,13 +306,8 @@ REFUSED = {
 def test_convert_tutel_refuses_in_one_sentence(sentence, tmp_path):
     write(tmp_path, 4, 2, ffn(4), linear(4))
     REFUSED[sentence](tmp_path)
-    before = {path: path.read_bytes() for path in tmp_path.iterdir()}
     assert sentence.replace("FOLDER", str(tmp_path)) in refusal(*words(tmp_path, 2))
-    assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
-
-
-def test_convert_tutel_refuses_no_ranks(tmp_path):
-    assert "--input-size is 0; give" in refusal(*words(tmp_path, 0))
+    assert not (tmp_path / "o").exists()
 
 
 def write_example(folder, **fields):

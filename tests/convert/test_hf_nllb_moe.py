@@ -2,15 +2,21 @@
 
 import itertools
 import json
+import os
+import weakref
 
 import nllb
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tool_in_process import convert, refusal
 
 import fairseq_tutel as ft
+from fairseq_tutel.checkpoint import atomic_save
 from fairseq_tutel.checkpoint.saved import SavedModel
+from fairseq_tutel.convert.released import from_hf, to_hf
+from fairseq_tutel.convert.released.folder import ReleasedFolder
+from fairseq_tutel.convert.released.keep import kept_experts
 
 LONG = pytest.mark.long
 STORE = {"moe_expert_store": "on-demand", "moe_expert_tier": "disk", "moe_expert_cache": "3"}
@@ -26,9 +32,14 @@ def no_draws(monkeypatch):
     monkeypatch.setattr(torch, "rand_like", torch.zeros_like)
 
 
-def imported(model, tmp_path, *words, **keywords):
-    nllb.save(model, tmp_path / "hf", **keywords)
-    convert("from-hf", tmp_path / "hf", "--output", tmp_path / "ours", *words)
+def converted(source, output, **how):
+    """Convert a folder; return the notes."""
+    return from_hf.convert(ReleasedFolder(source), output, from_hf.Experts(**how))[1]
+
+
+def imported(model, tmp_path, **how):
+    nllb.save(model, tmp_path / "hf")
+    converted(tmp_path / "hf", tmp_path / "ours", **how)
     return tmp_path / "ours"
 
 
@@ -100,17 +111,12 @@ def test_a_router_drops_and_options_matter(tmp_path, no_draws):
 
 
 @pytest.mark.parametrize(
-    ("words", "atol"),
-    [
-        (("--expert-dtype", "int8"), 1.0),
-        pytest.param(("--expert-dtype", "fp32"), 1e-5, marks=LONG),
-        pytest.param(("--expert-dtype", "bf16"), 0.5, marks=LONG),
-        pytest.param(("--expert-dtype", "int4"), 6.0, marks=LONG),
-    ],
-)
-def test_imported_experts_in_a_store_are_those_in_memory(words, atol, tmp_path):
+    ("dtype", "atol"), [("int8", 1.0), *(pytest.param(*case, marks=LONG) for case in
+    (("fp32", 1e-5), ("bf16", 0.5), ("int4", 6.0)))]
+)  # fmt: skip
+def test_imported_experts_in_a_store_are_those_in_memory(dtype, atol, tmp_path):
     theirs = nllb.moe_model()
-    folder = imported(theirs, tmp_path, *words)
+    folder = imported(theirs, tmp_path, expert_dtype=dtype)
     stored = ft.from_checkpoint(folder, **STORE, moe_expert_compute="unpacked").models[0]
     resident = ft.from_checkpoint(folder).models[0]
     src_BS, tgt_BL = nllb.batch()
@@ -153,8 +159,8 @@ def test_greedy_translations_are_equal(tmp_path):
         assert length > 8 and got[:length] == expected[:length]
 
 
-def exported(path, folder, *words):
-    convert("to-hf", path, "--output", folder, *words)
+def exported(path, folder, limit=10**9):
+    to_hf.convert(SavedModel.open(path, keep_shards=True), folder, limit)
     from transformers import NllbMoeForConditionalGeneration
 
     return NllbMoeForConditionalGeneration.from_pretrained(folder).eval()
@@ -192,17 +198,9 @@ def test_a_full_quantized_or_split_checkpoint_is_exported(tmp_path):
     theirs = nllb.moe_model()
     folder = imported(theirs, tmp_path)
     convert("full", folder / "model.pt", "--output", tmp_path / "full.pt")
-    exported(tmp_path / "full.pt", tmp_path / "a", "--max-shard-size", "20KB")
+    exported(tmp_path / "full.pt", tmp_path / "a", 20_000)
     assert len([*(tmp_path / "a").glob("model-*.safetensors")]) > 3
-    convert(
-        "sharded",
-        "--input",
-        tmp_path / "full.pt",
-        "--output",
-        folder / "int8.pt",
-        "--expert-dtype",
-        "int8",
-    )
+    convert("sharded", tmp_path / "full.pt", "--output", folder / "int8.pt", "--expert-dtype", "int8")
     rounded = exported(folder / "int8.pt", tmp_path / "b")
     src_BS, tgt_BL = nllb.batch()
     ours = ft.from_checkpoint(folder / "int8.pt").models[0]
@@ -213,76 +211,71 @@ def test_a_full_quantized_or_split_checkpoint_is_exported(tmp_path):
 
 
 @pytest.fixture(scope="module")
-def small(tmp_path_factory):
+def released(tmp_path_factory):
+    """A folder in several files, without transformers."""
+    return nllb.plain_folder(tmp_path_factory.mktemp("released") / "hf")
+
+
+@pytest.fixture(scope="module")
+def small(released):
     """An imported model."""
-    return imported(nllb.moe_model(), tmp_path_factory.mktemp("small"))
+    converted(released, released.with_name("ours"))
+    return released.with_name("ours")
 
 
-@pytest.mark.parametrize(
-    ("key", "value", "words"),
-    [
+def test_an_option_without_counterpart_is_refused_by_name(small, tmp_path):
+    for key, value, sentence in (
         ("moe_top_k", 1, "moe_top_k 1, but NllbMoeForConditionalGeneration has only 2"),
-        ("moe_gate_type", "cosine", "moe_gate_type cosine, which transformers does not have"),
         ("moe_normalize_gate", "none", "moe_normalize_gate none, which transformers does not have"),
         ("moe_routed_scaling_factor", 1.5, "multiplies experts' outputs by 1.5 "),
         ("moe_eval_capacity_factor", 1.0, "transformers limits the capacity only to a fraction"),
         ("moe_prescore", True, "moe_prescore True"),
-        ("moe_fom", 0.1, "moe_fom 0.1, but NllbMoeForConditionalGeneration has only 0.0"),
-        ("moe_eval_capacity_max_seqlen", True, "moe_eval_capacity_max_seqlen True"),
         ("moe_expert_groups", 2, "moe_expert_groups 2"),
         ("moe_pregate", 1, "moe_pregate 1"),
-    ],
-)
-def test_an_option_without_counterpart_is_refused_by_name(key, value, words, small, tmp_path):
-    saved = SavedModel.open(small / "model.pt", keep_shards=True)
-    saved.options.update({"moe_eom": 0.0, key: value})  # a layer refuses masking with moe_prescore
-    if key == "moe_gate_type":
-        for layer in saved.layers:
-            if layer.has_experts:
-                saved.weights[f"{layer.moe}.gate.directions"] = saved.weights[f"{layer.moe}.gate.weight"]
-    saved.write(tmp_path / "a.pt")
-    assert words in refusal("to-hf", tmp_path / "a.pt", "--output", tmp_path / "b")
-    assert not (tmp_path / "b").exists()
+    ):
+        saved = SavedModel.open(small / "model.pt", keep_shards=True)
+        saved.options.update({"moe_eom": 0.0, key: value})  # a layer refuses masking with moe_prescore
+        with pytest.raises(ValueError) as error:
+            to_hf.convert(saved, tmp_path / "b", 10**9)
+        assert sentence in str(error.value) and not (tmp_path / "b").exists()
 
 
 def test_masking_and_scaling_become_one_option(small, tmp_path):
     saved = SavedModel.open(small / "model.pt", keep_shards=True)
     assert saved.options["moe_eom"] == 0.2
     saved.options.update({"moe_eom": 0.5, "moe_routed_scaling_factor": 0.5})
-    saved.write(tmp_path / "a.pt")
-    convert("to-hf", tmp_path / "a.pt", "--output", tmp_path / "b")
+    to_hf.convert(saved, tmp_path / "b", 10**9)
     assert json.loads((tmp_path / "b" / "config.json").read_text())["moe_token_dropout"] == 0.75
 
 
-def edited(folder, **changes):
-    path = folder / "config.json"
-    config = json.loads(path.read_text()) | changes
-    path.write_text(json.dumps(config))
-    return folder
+def refused(source, **how):
+    """Convert a folder, which must fail and write nothing; return the message."""
+    output = source.with_name("refused")
+    with pytest.raises(ValueError) as error:
+        converted(source, output, **how)
+    assert not output.exists() and not [*source.parent.glob("refused*")]
+    return str(error.value)
 
 
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
+def test_inconsistent_options_are_refused(tmp_path):
+    folder = nllb.plain_folder(tmp_path / "hf")
+    config = json.loads((folder / "config.json").read_text())
+    for changes, sentence in (
         ({"second_expert_policy": "best"}, "second_expert_policy 'best'"),
         ({"moe_token_dropout": 1.0}, "moe_token_dropout 1.0"),
         ({"num_experts": 1}, "num_experts 1"),
-        ({"num_experts": 5}, "lacks 16 tensors of experts"),
+        ({"num_experts": 10**12}, "num_experts 1000000000000"),
+        ({"num_experts": 5}, "of shape (4, 16), but config.json has 5 experts"),
+        ({"decoder_sparse_step": 1}, "lacks the tensor model.decoder.layers.0.ffn.router"),
         ({"encoder_sparse_step": 0, "decoder_sparse_step": 0}, "no layer has experts"),
         ({"expert_capacity": "many"}, "expert_capacity 'many'"),
         ({"router_dtype": "float8"}, "router_dtype 'float8'"),
-        (
-            {"second_expert_policy": "random", "normalize_router_prob_before_dropping": True},
-            "normalizes only the first expert's weight",
-        ),
+        ({"second_expert_policy": "random", "normalize_router_prob_before_dropping": True},
+         "normalizes only the first expert's weight"),
         ({"decoder_ffn_dim": 25}, "requires (25, 16)"),
-    ],
-    ids=str,
-)
-def test_inconsistent_options_are_one_sentence(changes, words, tmp_path):
-    folder = edited(nllb.save(nllb.moe_model(), tmp_path / "hf"), **changes)
-    assert words in refusal("from-hf", folder, "--output", tmp_path / "ours")
-    assert not (tmp_path / "ours").exists()
+    ):  # fmt: skip
+        (folder / "config.json").write_text(json.dumps(config | changes))
+        assert sentence in refused(folder), changes
 
 
 KEPT = {"encoder_1": [3, 0], "decoder_1": [1, 2, 3], "decoder.layers.3": [0, 2]}
@@ -293,7 +286,7 @@ def test_kept_experts_are_a_pruned_model(tmp_path):
     theirs = nllb.moe_model()
     file = tmp_path / "keep.json"
     file.write_text(json.dumps(KEPT))
-    folder = imported(theirs, tmp_path, "--keep-experts", file)
+    folder = imported(theirs, tmp_path, keep=file)
     saved = SavedModel.open(folder / "model.pt")
     assert saved.options["moe_expert_count"] == "2,4,3,2"
     kept = ([0, 3], [0, 1, 2, 3], [1, 2, 3], [0, 2])
@@ -306,83 +299,108 @@ def test_kept_experts_are_a_pruned_model(tmp_path):
             experts = [layer.ffn.experts[f"expert_{i}"] for i in ids]
             layer.ffn.experts = torch.nn.ModuleDict({f"expert_{i}": e for i, e in enumerate(experts)})
     same_logits(theirs, ft.from_checkpoint(folder).models[0], True)
-
-    others = {
-        "list": (GLOBAL, ()),
-        "languages": (
-            {"deu_Latn": [0, 3, 4, 5, 6, 7, 8], "fra_Latn": [1, 9, 10, 11, 12, 14]},
-            ("--keep-for", "deu_Latn-fra_Latn"),
-        ),
-        "pair": ({"deu_Latn-fra_Latn": GLOBAL}, ("--keep-for", "deu_Latn-fra_Latn")),
-    }
-    for name, (content, words) in others.items():
-        file.write_text(json.dumps(content))
-        made = tmp_path / name
-        convert("from-hf", tmp_path / "hf", "--output", made, "--keep-experts", file, *words)
-        again = SavedModel.open(made / "model.pt").weights
-        assert again.keys() == saved.weights.keys()
-        assert all(torch.equal(again[key], tensor) for key, tensor in saved.weights.items())
     text = refusal("to-hf", folder / "model.pt", "--output", tmp_path / "back")
     assert "--moe-expert-count 2,4,3,2" in text
 
 
-@pytest.mark.parametrize(
-    ("content", "words", "expected"),
-    [
-        ('{"encoder_2": [0, 1]}', (), "the MoE layers are encoder_1, encoder_3, decoder_1, decoder_3"),
-        ('{"encoder_1": [0]}', (), "keeps 1 experts in encoder.layers.1"),
-        ('{"encoder_1": [0, 4]}', (), "has the expert ID 4, but the IDs are 0 to 3"),
-        (f"[{'9' * 400}]", (), f"has the expert ID {'9' * 60}…, but the IDs"),
-        ('{"encoder_1": "all"}', (), "in place of expert IDs"),
-        ("[0, 1]", (), "keeps 0 experts in encoder.layers.3"),
-        ("[0, 1]", ("--keep-for", "deu_Latn-fra_Latn"), "has no languages"),
-        ('{"deu_Latn": [0, 1]}', ("--keep-for", "deu_Latn-fra_Latn"), "no list for fra_Latn"),
-        ('{"encoder_1": [0, 1]}', ("--keep-for", ""), "--keep-for has '', but"),
-        ("{", (), "cannot be read"),
-    ],
-)
-def test_a_wrong_list_of_experts_is_one_sentence(content, words, expected, tmp_path):
-    folder = nllb.save(nllb.moe_model(), tmp_path / "hf")
+PAIRS = ("deu_Latn-fra_Latn",)
+LAYERS = [f"{side}.layers.{i}" for side in ("encoder", "decoder") for i in (1, 3)]
+
+
+def test_every_form_of_a_list_names_the_same_experts(tmp_path):
+    file = tmp_path / "keep.json"
+    by_language = {"deu_Latn": [0, 3, 4, 5, 6, 7, 8], "fra_Latn": [1, 9, 10, 11, 12, 14]}
+    for content, pairs in ((KEPT, ()), (GLOBAL, ()), (by_language, PAIRS), ({PAIRS[0]: GLOBAL}, PAIRS)):
+        file.write_text(json.dumps(content))
+        kept = kept_experts(file, pairs, LAYERS, 4, 2)
+        assert kept == dict(zip(LAYERS, ([0, 3], [0, 1, 2, 3], [1, 2, 3], [0, 2]), strict=True))
+
+
+@pytest.mark.parametrize(("content", "pairs", "sentence"), [
+    ('{"encoder_2": [0, 1]}', (), "the MoE layers are encoder_1, encoder_3, decoder_1, decoder_3"),
+    ('{"encoder_1": [0]}', (), "keeps 1 experts in encoder.layers.1"),
+    ('{"encoder_1": [0, 4]}', (), "has the expert ID 4, but the IDs are 0 to 3"),
+    ('{"encoder_1": "all"}', (), "in place of expert IDs"),
+    ("[0, 1]", (), "keeps 0 experts in encoder.layers.3"),
+    ("[0, 1]", PAIRS, "has no languages"),
+    ('{"deu_Latn": [0, 1]}', PAIRS, "no list for 'fra_Latn'"),
+    ("{", (), "cannot be read"),
+])  # fmt: skip
+def test_a_wrong_list_of_experts_is_refused(content, pairs, sentence, tmp_path):
     (tmp_path / "keep.json").write_text(content)
-    command = ("from-hf", folder, "--output", tmp_path / "ours")
-    assert "add --keep-experts FILE" in refusal(*command, "--keep-for", "deu_Latn-fra_Latn")
-    assert expected in refusal(*command, "--keep-experts", tmp_path / "keep.json", *words)
-
-
-@pytest.mark.parametrize(
-    ("count", "expected"),
-    [(10**12, "has num_experts 1000000000000 and"), (5, "lacks 16 tensors of experts")],
-)
-def test_more_experts_than_tensors_are_refused(count, expected, tmp_path):
-    folder = nllb.save(nllb.moe_model(), tmp_path / "hf")
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"num_experts": count}))
-    assert expected in refusal("from-hf", folder, "--output", tmp_path / "ours")
-    assert not (tmp_path / "ours").exists()
-
-
-def test_converted_entries_are_not_printed_as_unknown(tmp_path):
-    folder = nllb.save(nllb.moe_model(), tmp_path / "hf")
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"new_switch": True}))
-    printed = convert("from-hf", folder, "--output", tmp_path / "ours")
-    note = next(line for line in printed.splitlines() if "not converted" in line)
-    assert "'new_switch'" in note and "expert" not in note and "moe_" not in note
-    assert {"num_experts", "expert_capacity", "moe_token_dropout"} <= config.keys()
+    with pytest.raises(ValueError) as error:
+        kept_experts(tmp_path / "keep.json", pairs, LAYERS, 4, 2)
+    assert sentence in str(error.value)
 
 
 def test_names_without_prefix_and_pickled_files_are_read(tmp_path):
     """The released NLLB-MoE has names without "model.", and .bin files."""
     theirs = nllb.moe_model()
-    nllb.save(theirs, tmp_path / "hf")
-    tensors = load_file(tmp_path / "hf" / "model.safetensors")
-    (tmp_path / "hf" / "model.safetensors").unlink()
+    source = nllb.save(theirs, tmp_path / "hf")
+    tensors = load_file(source / "model.safetensors")
+    (source / "model.safetensors").unlink()
     names, where = sorted(tensors), {}
     for part in range(3):
         file = f"pytorch_model-{part + 1:05d}-of-00003.bin"
         own = {name.removeprefix("model."): tensors[name] for name in names[part::3]}
-        torch.save(own, tmp_path / "hf" / file)
+        torch.save(own, source / file)
         where |= dict.fromkeys(own, file)
-    (tmp_path / "hf" / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": where}))
-    convert("from-hf", tmp_path / "hf", "--output", tmp_path / "ours")
+    (source / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": where}))
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps(config | {"new_switch": True}))
+    printed = convert("from-hf", source, "--output", tmp_path / "ours")
+    assert "note: config.json has entries that are not converted: 'new_switch', 'router_ignore" in printed
     same_logits(theirs, ft.from_checkpoint(tmp_path / "ours").models[0], True)
+
+
+def content(folder):
+    return {
+        str(path.relative_to(folder)): path.readlink() if path.is_symlink() else path.read_bytes()
+        for path in sorted(folder.rglob("*"))
+        if not path.is_dir()
+    }
+
+
+def test_one_expert_at_a_time_is_in_memory_and_an_interruption_leaves_nothing(
+    released, tmp_path, monkeypatch
+):
+    plain, alive, most = ReleasedFolder.read, weakref.WeakSet(), []
+
+    def read(folder, name):
+        tensor = plain(folder, name)
+        if ".experts." in name:
+            alive.add(tensor)
+            most.append(len(alive))
+            if len(most) == stop:
+                raise KeyboardInterrupt
+        return tensor
+
+    monkeypatch.setattr(ReleasedFolder, "read", read)
+    stop = 40
+    with pytest.raises(KeyboardInterrupt):
+        converted(released, tmp_path / "ours", expert_dtype="int8")
+    assert not [*tmp_path.iterdir()]
+    stop = 0
+    converted(released, tmp_path / "ours", expert_dtype="int8")
+    assert len(most) > 40 + 4 * 4 * 4 and max(most) <= 2
+    before = content(tmp_path / "ours")
+    monkeypatch.setattr(atomic_save, "write", full)
+    message = refusal("from-hf", released, "--output", tmp_path / "ours", "--overwrite")
+    assert "No space left on device" in message and "free disk space" in message
+    assert content(tmp_path / "ours") == before and os.listdir(tmp_path) == ["ours"]
+
+
+def full(*arguments):
+    raise OSError(28, "No space left on device")
+
+
+def test_a_corrupt_file_and_a_value_that_is_not_finite_are_named(tmp_path):
+    folder = nllb.plain_folder(tmp_path / "hf", files=1)
+    (file,) = folder.glob("*.safetensors")
+    tensors = load_file(file)
+    tensors["model.decoder.layers.3.ffn.experts.expert_2.fc1.weight"][3, 5] = float("nan")
+    save_file(tensors, file)
+    message = refused(folder, expert_dtype="int8")
+    assert "--expert-dtype int8 cannot store expert 2 of decoder.layers.3.fc1.experts.fc1_weight" in message
+    os.truncate(file, file.stat().st_size // 2)
+    assert f"{file} is corrupt" in refused(folder)

@@ -1,6 +1,6 @@
 """`convert merge`, `prune` and `dense` on small files: tensors, options, outputs, refusals."""
 
-import json
+import itertools
 import re
 
 import pytest
@@ -8,6 +8,8 @@ import torch
 from moe_files import D, E, H, load, outputs, save
 from tool_in_process import tool
 
+from fairseq_tutel.checkpoint.saved import Layer
+from fairseq_tutel.convert.experts import kept_by_share
 from fairseq_tutel.inference.expert_statistics import LayerStatistics, text_of
 
 STEP = "decoder.layers.{}.fc1."
@@ -90,21 +92,6 @@ def test_convert_merge_averages_every_tensor_evenly_or_by_load(name, load_, conv
     outputs(tmp_path / "b.pt", tokens())
 
 
-def test_convert_begins_a_training_anew(convert, tmp_path):
-    save(tmp_path / "a.pt")
-    for kind, words in (
-        ("merge", ("--moe-expert-count", 2)),
-        ("prune", ("--drop", 0)),
-        ("dense", ("--experts", 1)),
-    ):
-        convert(kind, *words)
-        made = load(tmp_path / "b.pt")
-        assert "last_optimizer_state" not in made
-        assert made["extra_state"]["train_iterator"]["iterations_in_epoch"] == 0
-        assert made["extra_state"]["train_iterator"]["epoch"] == 1
-        assert made["optimizer_history"] == [{"num_updates": 9}]
-
-
 def no_token_chooses_the_last(model):
     """Make the last expert's gate row that of two others before it: of equals the first are chosen."""
     for i in range(2):
@@ -118,25 +105,6 @@ def test_convert_prune_of_a_dead_expert_changes_no_output(convert, tmp_path):
     assert same_outputs(tmp_path)
     convert("prune", "--drop", 0)
     assert not same_outputs(tmp_path)
-
-
-def test_convert_prune_below_a_load_takes_it_from_a_log(convert, tmp_path):
-    save(tmp_path / "a.pt")
-    loads = {"decoder_0": [2.0, 0.05, 0.95, 1.0], "decoder_1": [1.0, 1.0, 1.0, 1.0]}
-    early = {"decoder_0": [0.0, 4.0, 0.0, 0.0], "decoder_1": [4.0, 0.0, 0.0, 0.0]}
-    with open(tmp_path / "train.log", "w") as log:
-        for update in range(1, 41):
-            lists = early if update <= 20 else loads
-            stats = {"epoch": 1, "loss": "2", "num_updates": str(update)}
-            stats |= {f"moe_load_{label}": load for label, load in lists.items()}
-            log.write(f"2026-01-01 00:00:00 | INFO | train_inner | {json.dumps(stats)}\n")
-    convert("prune", "--below", 0.1, "--log", tmp_path / "train.log")
-    assert load(tmp_path / "b.pt")["cfg"]["model"]["moe_expert_count"] == "3,4"
-    convert("prune", "--below", 1, "--log", tmp_path / "train.log", "--moe-top-k", 1)
-    options = load(tmp_path / "b.pt")["cfg"]["model"]
-    assert (options["moe_expert_count"], options["moe_top_k"]) == ("2,4", 1)
-    gates = [load(tmp_path / f"{name}.pt")["model"][f"{STEP.format(0)}gate.weight"] for name in "ab"]
-    assert torch.equal(gates[1], gates[0][[0, 3]])
 
 
 def test_convert_merge_makes_neighbours_one_by_default(convert, tmp_path):
@@ -277,8 +245,6 @@ SHARES = {
     "one language pair": (("--share", 0.5, "--by", "importance", "--keep-for", "fr-en"), "2/3", "2/3"),
     "at least top-k": (("--share", 0.01), "0/3", "0/2"),
     "another top-k": (("--share", 0.01, "--moe-top-k", 1), "3", "0"),
-    "below": (("--below", 0.65), "0/2/3", "0"),
-    "below, importance": (("--below", 0.01, "--by", "importance"), "0/1/2/3", "0/1/2/3"),
 }
 
 
@@ -288,7 +254,6 @@ def test_convert_prune_keeps_a_share_by_load_or_importance(name, convert, tmp_pa
     pairs = {"de-en": USE, "fr-en": OTHER} if "pair" in name else {"de-en": USE}
     (tmp_path / "use.json").write_text(text_of(pairs))
     words, *expected = SHARES[name]
-    words = (*words, "--moe-top-k", 1) if name == "below" else words
     text = convert("prune", *words, "--statistics", tmp_path / "use.json")
     assert re.findall(r"experts, (\S+)", text) == expected
     outputs(tmp_path / "b.pt", tokens())
@@ -311,11 +276,37 @@ def test_convert_prune_reads_only_the_experts_that_it_keeps(convert, tmp_path):
         convert("prune", "--drop", "decoder_0=1", "--input", tmp_path / "sharded.pt")
 
 
+FLAT, STEEP, ODD = (Layer(0, i, "encoder", f"encoder.layers.{i}", has_experts=True) for i in range(3))
+SCORES = {
+    FLAT: [1.0, 1.1, 0.9, 1.05, 0.95, 1.0],
+    STEEP: [0.02, 5.0, 0.3, 0.01, 0.6, 0.07],
+    ODD: [2.0, 0.0, 1.0],
+}
+
+
+@pytest.mark.parametrize("least", (1, 2))
+def test_globally_each_layer_covers_the_same_fraction_of_its_scores(least):
+    """The reference raises the fraction t in small steps, until enough experts are kept."""
+    for wanted in range(5, 16):
+        found = kept_by_share(SCORES, wanted / 15, dict.fromkeys(SCORES, least), globally=True)
+        count = max(wanted, 3 * least)
+        for step in range(1001):
+            reference = {}
+            for layer, scores in SCORES.items():
+                order = sorted(range(len(scores)), key=lambda i: -scores[i])
+                sums = itertools.accumulate(scores[i] / sum(scores) for i in order)
+                kept = [i for i, t in zip(order, sums, strict=True) if t <= step / 1000 + 1e-12]
+                reference[layer] = {*order[:least], *kept}
+            if sum(map(len, reference.values())) >= count:
+                break
+        assert sum(map(len, found.values())) == count
+        # Several experts can be added in one step; then only some of them are kept.
+        assert all(set(found[layer]) <= reference[layer] for layer in SCORES)
+
+
 REFUSED = {
-    "truncated": ({}, ("prune", "--drop", 0, "--input", "cut.pt"),
-             "cut.pt, which is corrupt or not a checkpoint; give another file"),
-    "dense": ({}, ("merge", "--moe-expert-count", 2, "--input", "dense.pt"),
-              "dense.pt, whose model has no experts; give a MoE model"),
+    "truncated": ({}, ("prune", "--drop", 0, "--input", "cut.pt"), "is corrupt or not a checkpoint"),
+    "dense": ({}, ("merge", "--moe-expert-count", 2, "--input", "dense.pt"), "has no experts; give a MoE"),
     "a crash file": (
         {"change": lambda m: m.update({k: t[:2] for k, t in m.items() if ".experts." in k})},
         ("prune", "--drop", 0), "has 2 experts in decoder_0, but decoder.layers.0.fc1.gate.weight",
@@ -324,53 +315,31 @@ REFUSED = {
         {"change": lambda m: m.pop("decoder.layers.1.final_layer_norm.weight")},
         ("prune", "--drop", 0), "lacks decoder.layers.1.final_layer_norm.weight; give a complete",
     ),
-    "output is input": ({}, ("prune", "--drop", 0, "--output", "a.pt"), "would overwrite"),
-    "no such expert": ({}, ("prune", "--drop", "1,4"),
-                       "--drop names expert 4, but decoder_0 has 4 experts; give IDs from 0 to 3"),
+    "no such expert": ({}, ("prune", "--drop", "1,4"), "--drop names expert 4, but decoder_0 has 4"),
     "no word": ({}, ("prune", "--drop", ""), "--drop has an empty word, but '' is not an expert ID"),
-    "below zero": ({}, ("dense", "--experts", "-1"),
-                   "--experts has -1, but '-1' is not an expert ID; give IDs separated by commas, "
-                   "such as 0,3, or all."),
-    "no such layer": ({}, ("prune", "--drop", "decoder_2=1"),
-                      "is not a MoE layer; choose from decoder_0, decoder_1"),
+    "below zero": ({}, ("dense", "--experts", "-1"), "--experts has -1, but '-1' is not an expert ID"),
+    "no such layer": ({}, ("prune", "--drop", "decoder_2=1"), "choose from decoder_0, decoder_1"),
     "two for all": ({}, ("prune", "--drop", "1", "2"), "give one value for all layers, or LAYER="),
-    "too few left": ({}, ("prune", "--drop", "0,1,2"),
-                     "decoder_0: top_k (--moe-top-k) is 2 but there are 1 experts"),
+    "too few left": ({}, ("prune", "--drop", "0,1,2"), "decoder_0: top_k (--moe-top-k) is 2 but there are"),
+    "none left": ({}, ("prune", "--drop", "decoder_1=0,1,2,3"), "decoder_1: num_experts"),
     "top-k": ({}, ("prune", "--drop", "0", "--moe-top-k", 0), "decoder_0: top_k (--moe-top-k) is 0"),
-    "none left": ({}, ("prune", "--drop", "decoder_1=0,1,2,3"),
-                  "--drop removes all 4 experts of decoder_1; keep at least one expert."),
-    "ids and loads": ({}, ("prune", "--drop", 3, "--load", "1,1,1,1"),
-                      "--drop names the experts to remove, so --load has no effect; remove it, or"),
-    "no loads but zero": ({}, ("merge", "--moe-expert-count", 2, "--load", "0,0,0,0"),
-                          "has only loads of 0 for decoder_0; give a load above 0"),
-    "no number of a load": ({}, ("merge", "--moe-expert-count", 2, "--load", "nan,1,1,1"),
-                            "--load has nan,1,1,1, but each load must be a number of at least 0, as"),
-    "no loads": ({}, ("prune", "--below", 0.1), "--below is 0.1, but no loads are given; add"),
+    "no loads but zero": ({}, ("merge", "--moe-expert-count", 2, "--load", "0,0,0,0"), "only loads of 0"),
+    "no number of a load": ({}, ("merge", "--moe-expert-count", 2, "--load", "nan,1,1,1"), "load has nan"),
     "importance of loads": ({}, ("prune", "--share", 0.5, "--by", "importance", "--load", "1,1,1,1"),
                             "--by is importance, but only a file of `tokens --output-statistics` has it"),
     "pairs of loads": ({}, ("prune", "--share", 0.5, "--keep-for", "de-en", "--load", "1,1,1,1"),
                        "--keep-for is de-en, but no statistics of language pairs are given; add"),
     "share": ({}, ("prune", "--share", 1.5, "--load", "1,1,1,1"), "--share is 1.5; give a number above 0"),
-    "no share of loads": ({}, ("prune", "--share", 0.5), "--share is 0.5, but no loads are given; add"),
-    "globally below": ({}, ("prune", "--below", 0.1, "--globally", "--load", "1,1,1,1"),
-                       "--globally applies only to --share; remove it, or give --share."),
-    "ids and a measure": ({}, ("prune", "--drop", 3, "--by", "importance"),
-                          "--drop names the experts to remove, so --by has no effect; remove it"),
-    "no statistics": ({}, ("prune", "--share", 0.5, "--statistics", "none.json"),
-                      "none.json, which cannot be read (No such file or directory); give a file that"),
-    "too few loads": ({}, ("prune", "--below", 0.1, "--load", "1,2"),
-                      "has 2 loads for decoder_0, which has 4 experts; give one load per expert"),
-    "no log": ({}, ("prune", "--below", 0.1, "--log", "none.log"), "does not exist; give a log"),
-    "missing from groups": ({}, ("merge", "--groups", "0,1/3"),
-                            "--groups names 3 of the 4 experts of decoder_0; name each expert once"),
-    "twice in groups": ({}, ("merge", "--groups", "0,3/3,2,1"),
-                        "but expert 3 is named twice; name it once."),
-    "more experts": ({}, ("merge", "--moe-expert-count", 5),
-                     "--moe-expert-count is 5, but decoder_0 has 4 experts; give at most"),
+    "no share of loads": ({}, ("prune", "--share", 0.5), "--share is 0.5; give"),
+    "no statistics": ({}, ("prune", "--share", 0.5, "--statistics", "none.json"), "be read (No such"),
+    "too few loads": ({}, ("prune", "--share", 0.1, "--load", "1,2"), "has 2 loads for decoder_0"),
+    "no log": ({}, ("prune", "--share", 0.1, "--log", "none.log"), "does not exist; give a log"),
+    "missing from groups": ({}, ("merge", "--groups", "0,1/3"), "--groups names 3 of the 4 experts of"),
+    "twice in groups": ({}, ("merge", "--groups", "0,3/3,2,1"), "expert 3 is named twice; name it once"),
+    "more experts": ({}, ("merge", "--moe-expert-count", 5), "is 5, but decoder_0 has 4 experts; give at"),
     "a gate of one's own": ({"gate_type": "custom_parts.CalmGate"}, ("prune", "--drop", 0),
                             "has the custom gate custom_parts.CalmGate"),
-    "not every layer": ({}, ("dense", "--experts", "decoder_1=0"),
-                        "--experts names no expert of decoder_0; add one, such as decoder_0=0"),
+    "not every layer": ({}, ("dense", "--experts", "decoder_1=0"), "names no expert of decoder_0"),
     "weight": ({}, ("dense", "--experts", 0, "--weight", -1), "--weight is -1; give a number"),
     "glu": ({"expert_type": "glu"}, ("dense", "--experts", 0), "has experts of the type glu"),
     "residual": ({"residual": True}, ("dense", "--experts", 0), "which a dense layer cannot"),
@@ -394,9 +363,3 @@ def test_convert_refuses_in_one_sentence_and_writes_nothing(case, convert, tmp_p
     assert message.startswith("error: ") and "\n" not in message
     assert sentence in message
     assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
-
-
-def test_convert_says_of_a_value_that_looks_like_an_option_what_is_wrong(convert, capsys):
-    with pytest.raises(SystemExit):
-        convert("merge", "--moe-expert-count", 2, "--load", "-1,1,1,1")
-    assert "--load: expected at least one argument that does not begin with -" in capsys.readouterr().err

@@ -8,8 +8,8 @@ import torch.nn.functional as F
 
 from fairseq_tutel import MoEConfig, MoELayer
 from fairseq_tutel.checkpoint.saved import SavedModel
+from fairseq_tutel.convert.command import Variation
 from fairseq_tutel.convert.configs import use_moe_variants
-from fairseq_tutel.convert.options import Variation
 from fairseq_tutel.convert.upcycle import differences, moe_tensors
 
 D, H, E = 8, 24, 6
@@ -75,7 +75,6 @@ UNEQUAL = {
     "experts choose": {"choice": "experts"},
     "capacity": {"eval_capacity_factor": 0.5},
     "capacity as in training": {"capacity_factor": 0.5, "eval_capacity_token_fraction": -1.0},
-    "noise": {"perturb": 0.1},
     "units drawn anew": {"reinitialize": 0.5},
 }
 
@@ -152,22 +151,10 @@ def test_upcycle_draws_a_share_of_each_expert_s_units_anew_by_their_statistics()
     assert torch.equal(made["experts.fc2_bias"], wide["fc2.bias"].expand(3, 50))
 
 
-def test_upcycle_adds_noise_of_a_size_relative_to_the_matrix_other_in_each_expert():
-    wide = {"fc1.weight": torch.randn(200, 50) * 3, "fc1.bias": torch.zeros(200)}
-    wide |= {"fc2.weight": torch.randn(50, 200) * 0.1, "fc2.bias": torch.zeros(50)}
-    config = MoEConfig(model_dim=50, hidden_dim=200, num_experts=3, top_k=2)
-    made = moe_tensors(wide, config, "a", Variation(perturb=0.2))
-    for key, size in (("fc1", 3), ("fc2", 0.1)):
-        noise = made[f"experts.{key}_weight"] - wide[f"{key}.weight"]
-        assert noise.std().item() == pytest.approx(0.2 * size, rel=0.03)
-        assert not torch.equal(noise[0], noise[1])
-    assert not made["experts.fc1_bias"].any()
-
-
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_upcycle_keeps_the_dtype_of_the_weights(dtype):
     ffn = {key: tensor.to(dtype) for key, tensor in dense_step().items()}
-    made = moe_tensors(ffn, MoEConfig(**PLAIN), "a", Variation(perturb=0.1, reinitialize=0.5))
+    made = moe_tensors(ffn, MoEConfig(**PLAIN), "a", Variation(reinitialize=0.5))
     assert {t.dtype for key, t in made.items() if "experts" in key} == {dtype}
     assert made["gate.weight"].dtype == torch.float32
 

@@ -5,7 +5,6 @@ import math
 from pathlib import Path
 
 import meta_format
-import pytest
 import torch
 from cli import fairseq
 from meta_format import D, Meta
@@ -46,35 +45,16 @@ def equals_the_layer_by_loops(meta, path):
     return dropped
 
 
-LANGUAGE_MODELS = {
-    "top-2, 4 experts on 2 ranks": {},
-    "top-2, batch-prioritised, normalised before dropping, training's capacity, relu": {
-        "options": {
-            "moe_batch_prioritized_routing": True,
-            "moe_normalize_gate_prob_before_dropping": True,
-            "moe_eval_capacity_token_fraction": -1.0,
-            "activation_fn": "relu",
-            "moe_eom": 0.2,
-            "moe_fom": 0.1,
-            "moe_cmr": True,
-            "cmr_gate_drop": 0.3,
-        }
-    },
-    "top-1, 2 experts on 4 ranks, from args": {
-        "num_experts": 2,
-        "ranks": 4,
-        "moe_freq": 2,
-        "args_alone": True,
-        "options": {"moe_top1_expert": True, "moe_eval_capacity_token_fraction": 0.4},
-    },
-}
+# Top-2, batch-prioritized, normalized before dropping, training's capacity, relu.
+LANGUAGE_MODEL = {
+    "moe_batch_prioritized_routing": True, "moe_normalize_gate_prob_before_dropping": True,
+    "moe_eval_capacity_token_fraction": -1.0, "activation_fn": "relu", "moe_eom": 0.2, "moe_fom": 0.1,
+    "moe_cmr": True, "cmr_gate_drop": 0.3,
+}  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "case", [pytest.param(c, marks=[pytest.mark.long] * ("top-1" in c)) for c in LANGUAGE_MODELS]
-)
-def test_convert_of_meta_s_language_model_evaluates_as_meta_s_layer(case, lm_data, tmp_path):
-    meta = Meta(words_of(lm_data, ""), **LANGUAGE_MODELS[case])
+def test_convert_of_meta_s_language_model_evaluates_as_meta_s_layer(lm_data, tmp_path):
+    meta = Meta(words_of(lm_data, ""), options=LANGUAGE_MODEL)
     meta_format.write(meta, tmp_path / "best")
     convert("meta", "--input", tmp_path / "best.pt", "--output", tmp_path / "ours.pt")
     watched = evaluated(lm_data, tmp_path / "ours.pt", tmp_path)

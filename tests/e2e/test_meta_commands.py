@@ -41,12 +41,12 @@ EVALUATE = """
 """
 
 
-def train(*leave_out, ranks=2):
-    words = [word for word in shlex.split(TRAIN) if word not in leave_out]
-    return fairseq("train", "--user-dir", USER_DIR, *words, *shlex.split(SMALL), ranks=ranks)
-
-
-def check(run):
+@pytest.mark.parametrize("dtype", ["full", pytest.param("half", marks=pytest.mark.gpu)])
+def test_the_training_line_runs(dtype):
+    half = () if dtype == "half" else ("--memory-efficient-fp16", "--fp16-adam-stats")
+    words = [word for word in shlex.split(TRAIN) if word not in half]
+    ranks = min(2, torch.cuda.device_count() or 2)
+    run = fairseq("train", "--user-dir", USER_DIR, *words, *shlex.split(SMALL), ranks=ranks)
     records = run.stats("train_inner")
     assert len(records) == 4
     assert float(records[-1]["loss"]) < float(records[0]["loss"])
@@ -55,35 +55,20 @@ def check(run):
     assert "(evaluation as in training)" in run.output
 
 
-def test_the_training_line_runs():
-    check(train("--memory-efficient-fp16", "--fp16-adam-stats"))
+def perplexity(run):
+    return float(run.output.split("Perplexity: ")[1].split()[0])
 
 
-@pytest.mark.gpu
-def test_the_training_line_runs_in_half_precision():
-    check(train(ranks=min(2, torch.cuda.device_count())))
-
-
-@pytest.fixture(scope="module")
-def checkpoint(lm_data, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("meta")
-    fairseq("train", *lm_args(lm_data, folder))
-    return folder / "checkpoint_last.pt"
-
-
-def test_the_evaluation_line_runs_and_drops(lm_data, checkpoint):
+def test_the_evaluation_line_runs_and_drops(lm_data, tmp_path):
+    fairseq("train", *lm_args(lm_data, tmp_path))
     words = (
-        lm_data, "--user-dir", USER_DIR, "--path", checkpoint, "--num-workers", 0,
+        lm_data, "--user-dir", USER_DIR, "--path", tmp_path / "checkpoint_last.pt", "--num-workers", 0,
         "--required-batch-size-multiple", 1,
     )  # fmt: skip
     run = fairseq("eval-lm", *words, *shlex.split(EVALUATE), "--tokens-per-sample", 16)
     assert "--is-moe is not needed" in run.output
     dropless = fairseq("eval-lm", *words, "--gen-subset", "valid", "--tokens-per-sample", 16)
     assert perplexity(run) != pytest.approx(perplexity(dropless), rel=1e-3)
-
-
-def perplexity(run):
-    return float(run.output.split("Perplexity: ")[1].split()[0])
 
 
 ALIASES = {

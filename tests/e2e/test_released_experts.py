@@ -39,39 +39,6 @@ def test_two_ranks_share_the_experts_of_an_imported_model(tmp_path):
         assert scores[0] == pytest.approx(scores[1], abs=1e-5)
 
 
-TRAINING = (
-    "--arch", "moe_transformer", "--encoder-layers", 4, "--decoder-layers", 4, "--share-all-embeddings",
-    "--encoder-embed-dim", 16, "--decoder-embed-dim", 16, "--encoder-ffn-embed-dim", 24,
-    "--decoder-ffn-embed-dim", 24, "--encoder-attention-heads", 2, "--decoder-attention-heads", 2,
-    "--encoder-normalize-before", "--decoder-normalize-before", "--moe-freq", 2, "--moe-expert-count", 4,
-    "--criterion", "moe_cross_entropy", "--optimizer", "moe_adam", "--lr", 0.003, "--batch-size", 8,
-    "--max-update", 30, "--no-epoch-checkpoints", "--disable-validation", "--num-workers", 0,
-)  # fmt: skip
-
-
-@pytest.mark.long
-def test_an_imported_model_in_shards_is_fine_tuned(tmp_path):
-    folder = nllb.plain_folder(tmp_path / "hf").with_name("ours")
-    convert("from-hf", tmp_path / "hf", "--output", folder)
-    text = "\n".join(" ".join(nllb.pieces().encode(text, out_type=str)) for text in nllb.TEXTS * 8)
-    for language in ("deu_Latn", "fra_Latn"):
-        (tmp_path / f"train.{language}").write_text(text + "\n")
-    dictionary = ("--srcdict", folder / "dict.txt", "--tgtdict", folder / "dict.txt", "--workers", 1)
-    words = ("-s", "deu_Latn", "-t", "fra_Latn", "--trainpref", tmp_path / "train", *dictionary)
-    fairseq("preprocess", *words, "--destdir", tmp_path / "data")
-    task = ("--task", "moe_translation_multi_simple_epoch", "--langs", "deu_Latn,fra_Latn", "--lang-pairs",
-            "deu_Latn-fra_Latn", "--encoder-langtok", "src", "--decoder-langtok")  # fmt: skip
-    run = fairseq(
-        "train", tmp_path / "data", "--user-dir", USER_DIR, *task, *TRAINING, "--finetune-from-model",
-        folder / "model.pt", "--save-dir", tmp_path / "run", "--log-format", "json", "--log-interval", 1,
-    )  # fmt: skip
-    losses = [float(line["loss"]) for line in run.stats("train_inner")]
-    assert losses[-1] < losses[0] / 2
-    model = ft.from_checkpoint(tmp_path / "run", data=tmp_path / "data", bpe="sentencepiece",
-                               sentencepiece_model=str(folder / "sentencepiece.bpe.model"))  # fmt: skip
-    assert model.translate(nllb.TEXTS[0], source_lang="deu_Latn", target_lang="fra_Latn")
-
-
 @pytest.mark.long
 def test_the_example_ends_with_a_model_that_transformers_opens(tmp_path):
     from transformers import AutoModelForSeq2SeqLM, AutoTokenizer

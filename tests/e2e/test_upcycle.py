@@ -8,19 +8,6 @@ from cli import USER_DIR, fairseq
 from models import lm_args, mt_args
 from tool_in_process import tool
 
-SMALL = ("--encoder-layers", 2, "--encoder-embed-dim", 16, "--encoder-ffn-embed-dim", 32,
-         "--encoder-attention-heads", 2, "--dropout", 0, "--attention-dropout", 0)  # fmt: skip
-SMALL_DECODER = ("--decoder-layers", 2, "--decoder-embed-dim", 16, "--decoder-ffn-embed-dim", 32,
-                 "--decoder-attention-heads", 2)  # fmt: skip
-OTHERS = {
-    "roberta": ("--task", "masked_lm", "--arch", "roberta_base", "--criterion", "masked_lm", *SMALL),
-    "bart": (
-        "--task", "denoising", "--arch", "bart_base", "--criterion", "cross_entropy", *SMALL,
-        *SMALL_DECODER, "--mask", 0.3, "--mask-random", 0.1, "--poisson-lambda", 3.0,
-        "--permute-sentences", 1, "--replace-length", 1,
-    ),
-}  # fmt: skip
-
 
 def dense_args(args):
     """Return a MoE training's arguments as those of its dense twin."""
@@ -79,17 +66,11 @@ def mt(mt_data, tmp_path_factory):
     return folder / "checkpoint_last.pt"
 
 
-EQUAL = {
-    "every layer": ("--moe-freq", 1, "--moe-expert-count", "4,8", "--moe-top-k", 4),
-    "all kinds": (
+def test_upcycle_gives_the_outputs_of_the_dense_language_model(lm, lm_data, tmp_path):
+    words = (
         "--moe-gate-type", "hash,cosine", "--moe-top-k", 1, "--moe-residual", "--moe-shared-experts", 1,
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", EQUAL)
-def test_upcycle_gives_the_outputs_of_the_dense_language_model(name, lm, lm_data, tmp_path):
-    text = convert("upcycle", lm, tmp_path / "moe.pt", *EQUAL[name])
+    )  # fmt: skip
+    text = convert("upcycle", lm, tmp_path / "moe.pt", *words)
     assert "its initial outputs equal the dense model's outputs up to rounding" in text
     same_outputs(lm, tmp_path / "moe.pt", lm_data)
 
@@ -121,40 +102,12 @@ def older(path, target):
     return target
 
 
-@pytest.mark.parametrize("form", ["new", "older"])
-def test_upcycle_gives_the_outputs_of_the_dense_translation_model(form, mt, mt_data, tmp_path):
-    source = mt if form == "new" else older(mt, tmp_path / "older.pt")
+def test_upcycle_gives_the_outputs_of_the_dense_translation_model_from_an_older_file(mt, mt_data, tmp_path):
+    source = older(mt, tmp_path / "older.pt")
     words = ("--encoder-moe-freq", 2, "--decoder-moe-freq", 1, "--moe-expert-count", "2,3,4")
     text = convert("upcycle", source, tmp_path / "moe.pt", *words)
     assert "2,3,4 experts of 32, top-2, in encoder_1, decoder_0, decoder_1" in text
     same_outputs(mt, tmp_path / "moe.pt", mt_data)
-    text = convert("upcycle", source, tmp_path / "one.pt", "--encoder-moe-freq", 0)
-    assert "8 experts of 32, top-2, in decoder_1\n" in text
-    if form == "new":
-        losses = []
-        for path in (mt, tmp_path / "moe.pt"):
-            run = fairseq(
-                "validate", mt_data, "--user-dir", USER_DIR, "--task", "moe_translation", "--path", path,
-                "--max-tokens", 400, "--log-format", "json",
-            )  # fmt: skip
-            losses.append(run.stats("valid")[-1]["valid_nll_loss"])
-        assert losses[0] == losses[1]
-
-
-@pytest.mark.parametrize("kind", OTHERS)
-@pytest.mark.long
-def test_upcycle_gives_the_outputs_of_roberta_and_bart(kind, lm_data, tmp_path):
-    fairseq(
-        "train", lm_data, "--user-dir", USER_DIR, *OTHERS[kind], "--tokens-per-sample", 32,
-        "--batch-size", 4, "--optimizer", "adam", "--lr", 0.01, "--max-update", 2, "--save-dir",
-        tmp_path, "--no-epoch-checkpoints", "--num-workers", 0, "--required-batch-size-multiple", 1,
-        "--disable-validation",
-    )  # fmt: skip
-    dense = tmp_path / "checkpoint_last.pt"
-    convert("upcycle", dense, tmp_path / "moe.pt", "--moe-expert-count", 4)
-    same_outputs(dense, tmp_path / "moe.pt", lm_data)
-    convert("dense", tmp_path / "moe.pt", tmp_path / "back.pt", "--experts", 2)
-    same_outputs(dense, tmp_path / "back.pt", lm_data, tolerance=0)
 
 
 ON = ("--moe-freq", 2, "--moe-expert-count", 4)
@@ -185,14 +138,12 @@ def test_upcycle_goes_on_training_by_every_way_that_fairseq_has(lm, lm_data, tmp
 
 def test_convert_merge_prune_and_dense_open_in_fairseq(lm, lm_data, tmp_path):
     words = ("--finetune-from-model", tmp_path / "moe.pt", "--moe-top-k", 1)
-    convert("upcycle", lm, tmp_path / "moe.pt", *ON, "--perturb", 0.1)
+    convert("upcycle", lm, tmp_path / "moe.pt", *ON, "--reinitialize", 0.5)
     run = fairseq("train", *lm_args(lm_data, tmp_path, *ON, *words), "--log-file", tmp_path / "t.log")
     trained = tmp_path / "checkpoint_last.pt"
     busy = run.stats("train_inner")[-1]["moe_load_decoder_1"]
     assert len(busy) == 4
     log = ("--log", tmp_path / "t.log")
-    text = tool("inspect", trained, *log)
-    assert "decoder_1  4 " in text and "below 0.1" in text
     made = {}
     for name, kind, options in (
         ("merged", "merge", ("--moe-expert-count", 2, *log)),
@@ -205,33 +156,24 @@ def test_convert_merge_prune_and_dense_open_in_fairseq(lm, lm_data, tmp_path):
     # A dense result is stock fairseq's: it opens without the plugin.
     run = fairseq("eval-lm", lm_data, "--path", made["dense"], "--tokens-per-sample", 16, "--batch-size", 8)
     assert "Perplexity" in run.output
-    fairseq(
-        "train", *lm_args(lm_data, tmp_path / "on", "--moe-freq", 2, "--moe-expert-count", 3,
-                          "--finetune-from-model", made["pruned"], updates=2),
-    )  # fmt: skip
 
 
-REFUSED = {
-    "no flag": (("--moe-wings", 2), "unrecognized arguments: --moe-wings"),
-    "no layer": (("--moe-freq", 3), "--moe-freq is 3, so none of the 2 layers would get experts"),
-    "negative": (("--moe-freq", -1), "--moe-freq of the decoder is -1; give a"),
-    "one side": (("--encoder-moe-freq", 1), "but moe_transformer_lm has no separate encoder"),
-    "pregate": (("--moe-pregate", 1), "is 1 but the decoder has 1 MoE layers; remove the option, or"),
-    "noise": (("--perturb", -1), "--perturb is -1.0; give a finite number, at least 0"),
-    "share": (("--reinitialize", 2), "--reinitialize is 2.0; give a number from 0 to 1"),
-    "scale": (("--gate-scale", 0), "--gate-scale is 0.0; give a finite number above 0"),
-    "folder": (("--output", "/none/moe.pt"), "--output is /none/moe.pt; give the name of a file"),
-}  # fmt: skip
+REFUSED = (
+    (("--moe-freq", 3), "--moe-freq is 3, so none of the 2 layers would get experts"),
+    (("--moe-freq", -1), "--moe-freq of the decoder is -1; give a"),
+    (("--encoder-moe-freq", 1), "but moe_transformer_lm has no separate encoder"),
+    (("--moe-pregate", 1), "is 1 but the decoder has 1 MoE layers; remove the option, or"),
+    (("--reinitialize", 2), "--reinitialize is 2.0; give a number from 0 to 1"),
+    (("--gate-scale", 0), "--gate-scale is 0.0; give a finite number above 0"),
+)
 
 
-@pytest.mark.parametrize("case", REFUSED)
-def test_upcycle_refuses_in_one_sentence(case, lm, tmp_path, capsys):
-    words, sentence = REFUSED[case]
-    with pytest.raises(SystemExit) as end:
-        convert("upcycle", lm, tmp_path / "moe.pt", *words)
-    message = str(end.value.code) if end.value.code != 2 else capsys.readouterr().err
-    assert sentence in message
-    assert not (tmp_path / "moe.pt").exists()
+def test_upcycle_refuses_wrong_options(lm, tmp_path):
+    for words, sentence in REFUSED:
+        with pytest.raises(SystemExit) as end:
+            convert("upcycle", lm, tmp_path / "moe.pt", *words)
+        assert sentence in str(end.value.code)
+        assert not (tmp_path / "moe.pt").exists()
 
 
 def test_upcycle_refuses_other_models_and_moe_models(lm, tmp_path):

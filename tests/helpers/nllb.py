@@ -127,9 +127,8 @@ def plain_folder(folder, files=3, **sizes):
     tensors = {}
     for row in NLLB_MOE.rows(options):
         tensors[row.theirs[0]] = torch.randn(_shape(row.theirs[0], config), generator=generator)
-    for layer in NLLB_MOE.moe_layers(options):
-        for theirs, stack, _ in NLLB_MOE.expert_rows(layer, config["num_experts"]):
-            tensors[theirs] = torch.randn(NLLB_MOE.expert_shape(stack, options), generator=generator)
+    for names, shape in NLLB_MOE.stacks(options).values():
+        tensors |= {name: torch.randn(shape, generator=generator) for name in names}
     folder.mkdir(parents=True)
     names, where = list(tensors), {}
     for i in range(files):

@@ -14,10 +14,8 @@ from fairseq_tutel.__main__ import TOOLS, parser_of
 HELP = """
 import contextlib, io, sys
 from fairseq_tutel.__main__ import TOOLS, main
-from fairseq_tutel.convert.commands import experts
-from fairseq_tutel.convert.commands import formats
-from fairseq_tutel.convert.commands import models
-kinds = [kind.name for module in (experts, formats, models) for kind in module.KINDS]
+from fairseq_tutel.convert.command import KINDS
+kinds = [kind.name for kind in KINDS]
 for words in ([], *([tool] for tool in TOOLS), *(["convert", kind] for kind in kinds)):
     sys.argv = ["fairseq-tutel", *words, "--help"]
     with contextlib.redirect_stdout(io.StringIO()) as printed, contextlib.suppress(SystemExit):

@@ -11,7 +11,7 @@ Tensors are memory-mapped. No pickled code runs: a .bin file is opened with torc
 from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor
 
@@ -23,14 +23,8 @@ WHOLE = ("model.safetensors", "pytorch_model.bin")
 INDEX = ".index.json"
 
 
-class _Shard(Protocol):
-    def keys(self) -> Any: ...
-
-    def get_tensor(self, name: str) -> Tensor: ...
-
-
 class ReleasedFolder:
-    """An open folder. One weight file is open at a time; use it as a context manager to close the file.
+    """An open folder. One weight file is open at a time; its tensors stay valid after that.
 
     Raises:
         ValueError: in all methods, if a file is missing or corrupt; the message is one sentence.
@@ -40,25 +34,8 @@ class ReleasedFolder:
         self.path, self.flag = path, flag
         if not path.is_dir():
             raise ValueError(f"{flag} is {path}, which is not a folder; give a folder with {CONFIG}.")
-        self._open: tuple[str, Any, _Shard] | None = None  # file name, context manager, content
+        self._open: tuple[str, Any] | None = None  # file name, content
         self._verified: set[str] = set()  # files whose checksums were compared
-
-    def __enter__(self) -> "ReleasedFolder":
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Close the open weight file. Tensors that were read stay valid."""
-        if self._open is not None:
-            _, manager, _ = self._open
-            self._open = None
-            manager.__exit__(None, None, None)
-
-    def config(self) -> dict[str, Any]:
-        """Return the content of config.json."""
-        return self.json(CONFIG)
 
     def json(self, name: str) -> dict[str, Any]:
         """Return the content of a JSON file in the folder, which must be an object."""
@@ -98,9 +75,10 @@ class ReleasedFolder:
         file = self._files[name]
         content = self._content(file)
         try:
-            return content.get_tensor(name)
-        except Exception as error:  # safetensors raises its own type, and torch many
+            found: Tensor = content[name] if isinstance(content, dict) else content.get_tensor(name)
+        except Exception as error:  # safetensors raises its own type
             raise _corrupt(self.path / file, error) from error
+        return found
 
     @cached_property
     def _files(self) -> Mapping[str, str]:
@@ -135,16 +113,20 @@ class ReleasedFolder:
                 )
         return where
 
-    def _content(self, file: str) -> _Shard:
-        """Open a weight file, and close the one that was open."""
+    def _content(self, file: str) -> Any:
+        """Return the content of a weight file, a state dict or an open safetensors file."""
         if self._open is None or self._open[0] != file:
-            self.close()
-            path = self.path / file
-            is_new = file not in self._verified
-            manager = _Pickled(path, self.flag, is_new) if path.suffix == ".bin" else _safetensors(path)
+            self._open, path = None, self.path / file
+            if path.suffix == ".bin":
+                content = read_file(path, self.flag, file not in self._verified)
+                values = content.values() if isinstance(content, dict) else [None]
+                if not all(isinstance(value, Tensor) for value in values):
+                    raise ValueError(f"{self.flag} names {path}, which is not a state dict; give another.")
+            else:
+                content = _safetensors(path)
             self._verified.add(file)
-            self._open = file, manager, manager.__enter__()
-        return self._open[2]
+            self._open = file, content
+        return self._open[1]
 
 
 def _safetensors(path: Path) -> Any:
@@ -154,32 +136,6 @@ def _safetensors(path: Path) -> Any:
         return safe_open(path, framework="pt")
     except Exception as error:
         raise _corrupt(path, error) from error
-
-
-class _Pickled:
-    """The content of a .bin file, with the same methods as a safetensors file."""
-
-    def __init__(self, path: Path, flag: str, verify: bool) -> None:
-        self._tensors = read_file(path, flag, verify)
-        if not isinstance(self._tensors, dict) or not all(
-            isinstance(value, Tensor) for value in self._tensors.values()
-        ):
-            raise ValueError(f"{flag} names {path}, which is not a state dict; give another folder.")
-
-    def __enter__(self) -> "_Pickled":
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        self._tensors = {}
-
-    def keys(self) -> list[str]:
-        """Return the names of the tensors."""
-        return list(self._tensors)
-
-    def get_tensor(self, name: str) -> Tensor:
-        """Return a tensor by its name."""
-        found: Tensor = self._tensors[name]
-        return found
 
 
 def _corrupt(path: Path, error: Exception) -> ValueError:

@@ -1,25 +1,39 @@
-"""Converts a folder in the format of Hugging Face to a folder with a fairseq checkpoint."""
+"""Converts a folder in the format of Hugging Face to a folder with a fairseq checkpoint.
 
-import logging
+Experts become a sharded checkpoint, with one expert's tensor in memory at a time.
+"""
+
+import argparse
 import re
 import shutil
-import warnings
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fairseq_tutel import plugin
 from fairseq_tutel.checkpoint.saved import SavedModel
-from fairseq_tutel.convert.configs import Tensors, refuse_other_rows, task_of
+from fairseq_tutel.convert import sharded
+from fairseq_tutel.convert.command import NEW_RUN
+from fairseq_tutel.convert.configs import (
+    Tensors,
+    counts_text,
+    new_checkpoint,
+    print_notes,
+    refuse_other_rows,
+    task_of,
+)
 from fairseq_tutel.convert.released.families import FAMILIES
-from fairseq_tutel.convert.released.folder import ReleasedFolder
+from fairseq_tutel.convert.released.families.nllb_moe import TOP_K
+from fairseq_tutel.convert.released.folder import CONFIG, ReleasedFolder
+from fairseq_tutel.convert.released.keep import kept_experts
 from fairseq_tutel.convert.released.table import Family, Row, Setup
 from fairseq_tutel.convert.released.vocabulary import TOKENIZER_FILES, Vocabulary, vocabulary_of
 from fairseq_tutel.convert.safetensors_folder import new_folder
 from fairseq_tutel.files import shown
+from fairseq_tutel.tools.arguments import refuse_output_folder
 
 CHECKPOINT = "model.pt"
 # Entries of config.json that do not change the outputs of a model: of generation, training, or of
@@ -37,8 +51,54 @@ UNUSED = (
 )
 
 
-def convert(folder: ReleasedFolder, output: Path) -> tuple[SavedModel, list[str]]:
+@dataclass(frozen=True, kw_only=True)
+class Experts:
+    """Options of the import of experts."""
+
+    expert_dtype: str = ""  # fp32, or one of EXPERT_DTYPES; by default the dtype of the input
+    keep: Path | None = None  # JSON file that lists the experts to keep; by default all
+    pairs: Sequence[str] = ()  # language pairs for which `keep` lists experts
+
+
+@dataclass(frozen=True)
+class ReleasedStack:
+    """A stacked tensor [E, ...] whose experts are read from a released folder on demand."""
+
+    folder: ReleasedFolder
+    names: tuple[str, ...]  # E names in the folder
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    def __getitem__(self, expert: int) -> Tensor:
+        """Return one expert's tensor; raise ValueError if its shape is not config.json's."""
+        name, tensor = self.names[expert], self.folder.read(self.names[expert])
+        if tuple(tensor.shape) != self.shape[1:] or not tensor.dtype.is_floating_point:
+            raise ValueError(
+                f"INPUT {self.folder.path} has {name} of {tensor.dtype} {list(tensor.shape)}, but "
+                f"{CONFIG} describes {list(self.shape[1:])}; give a complete folder of one model."
+            )
+        return tensor.to(self.dtype)
+
+
+def run(arguments: argparse.Namespace, inputs: list[Path], output: Path) -> str:
+    """Run `convert from-hf`."""
+    refuse_output_folder(output, inputs[0], CHECKPOINT, arguments.overwrite)
+    pairs = arguments.keep_for.split(",") if arguments.keep_for is not None else ()
+    how = Experts(expert_dtype=arguments.expert_dtype or "", keep=arguments.keep_experts, pairs=pairs)
+    saved, notes = convert(ReleasedFolder(inputs[0]), output, how)
+    print_notes(notes)
+    return f"/{CHECKPOINT}: {saved.name('model')}, task {saved.name('task')}{NEW_RUN}"
+
+
+def convert(
+    folder: ReleasedFolder, output: Path, how: Experts | None = None
+) -> tuple[SavedModel, list[str]]:
     """Write a fairseq checkpoint, its dictionary and its BPE files to a folder.
+
+    Args:
+        folder: the released model.
+        output: the folder to write; it gets its name when it is complete.
+        how: options of the experts, if the model has experts.
 
     Returns:
         The checkpoint, and notes to print.
@@ -46,17 +106,74 @@ def convert(folder: ReleasedFolder, output: Path) -> tuple[SavedModel, list[str]
     Raises:
         ValueError: the folder cannot be converted or written.
     """
-    config = folder.config()
+    how, config = how or Experts(), folder.json(CONFIG)
     family = family_of(config)
     options = family.read_options(config)
-    weights = weights_of(folder, family, options)
+    of_experts = {name for names, _ in family.stacks(options).values() for name in names}
+    if not of_experts and how != Experts():
+        raise ValueError(
+            f"INPUT is {folder.path}, a model without experts; remove --expert-dtype, --keep-experts and "
+            "--keep-for."
+        )
+    weights = weights_of(folder, family, options, of_experts)
+    stacks = _experts(folder, family, options, how, weights) if of_experts else {}
     check_sizes(family, config, weights, options)
-    vocabulary = vocabulary_of(folder, family, config, table_rows(weights))
-    saved = checkpoint(family, setup_of(folder, config, options, vocabulary), vocabulary, weights)
+    tables = {name: len(table) for name, table in weights.items() if name.endswith("embed_tokens.weight")}
+    vocabulary = vocabulary_of(folder, family, config, tables)
+    preprocessor = "preprocessor_config.json"
+    normalizes = folder.has(preprocessor) and bool(folder.json(preprocessor).get("do_normalize"))
+    setup = Setup(options, config, vocabulary.kind, vocabulary.languages, normalizes)
+    saved = checkpoint(family, setup, vocabulary, {**weights, **stacks})
+    notes = notes_of(family, config, vocabulary) + family.notes(options)
     with new_folder(output) as made:
         write_vocabulary(saved, vocabulary, folder.path, made)
-        saved.write(made / CHECKPOINT)
-    return saved, notes_of(family, config, vocabulary)
+        if stacks:
+            dtype = how.expert_dtype if how.expert_dtype != "fp32" else ""
+            _, errors = sharded.to_sharded(saved, made / CHECKPOINT, dtype)
+            notes += sharded.error_lines(errors)
+        else:
+            saved.write(made / CHECKPOINT)
+    return saved, notes
+
+
+def _experts(
+    folder: ReleasedFolder, family: Family, options: dict[str, Any], how: Experts, weights: Tensors
+) -> dict[str, ReleasedStack]:
+    """Return the stacked tensors of the experts to keep; remove the gates' rows of others in `weights`.
+
+    `options` gets the numbers of experts.
+    """
+    if how.pairs and how.keep is None:
+        raise ValueError(
+            f"--keep-for is {shown(','.join(how.pairs))}, but no experts are listed; add "
+            "--keep-experts FILE."
+        )
+    count, stacks = int(options["moe_expert_count"]), family.stacks(options)
+    layers = list(dict.fromkeys(name.partition(".fc1.")[0] for name in stacks))
+    kept = {layer: list(range(count)) for layer in layers}
+    if how.keep is not None:
+        kept = kept_experts(how.keep, how.pairs, layers, count, TOP_K)
+    options["moe_expert_count"] = counts_text([len(ids) for ids in kept.values()])
+    full = {full: name for name, full in full_names(folder, family, weights).items()}
+    for name in (f"{layer}.fc1.gate.{kind}" for layer in layers for kind in ("weight", "bias")):
+        if name in weights:
+            if weights[name].shape[:1] != (count,):
+                raise ValueError(
+                    f"INPUT has {name} (in fairseq's naming) of shape {tuple(weights[name].shape)}, but "
+                    f"{CONFIG} has {count} experts; give the {CONFIG} of this model."
+                )
+            weights[name] = weights[name][torch.tensor(kept[name.partition(".fc1.")[0]])]
+    if lacking := [name for names, _ in stacks.values() for name in names if name not in full]:
+        raise ValueError(
+            f"INPUT {folder.path} lacks {len(lacking)} tensors of experts that {CONFIG} describes, such as "
+            f"{lacking[0]}; give a complete folder."
+        )
+    found = {}
+    for stack, (names, shape) in stacks.items():
+        own = tuple(full[names[i]] for i in kept[stack.partition(".fc1.")[0]])
+        dtype = torch.float32 if how.expert_dtype == "fp32" else folder.read(own[0]).dtype
+        found[stack] = ReleasedStack(folder, own, (len(own), *shape), dtype)
+    return found
 
 
 def family_of(config: Mapping[str, Any]) -> Family:
@@ -80,43 +197,19 @@ def family_of(config: Mapping[str, Any]) -> Family:
     return family
 
 
-def setup_of(
-    folder: ReleasedFolder, config: Mapping[str, Any], options: dict[str, Any], vocabulary: Vocabulary
-) -> Setup:
-    """Return the values that the options of the task depend on."""
-    name = "tokenizer_config.json"
-    own = folder.json(name) if folder.has(name) else {}
-    tokenizer = str(own.get("tokenizer_class") or config.get("tokenizer_class") or "")
-    name = "preprocessor_config.json"
-    normalizes = bool(folder.json(name).get("do_normalize")) if folder.has(name) else False
-    return Setup(options, config, tokenizer, vocabulary.languages, normalizes)
-
-
-def checkpoint(family: Family, setup: Setup, vocabulary: Vocabulary, weights: Tensors) -> SavedModel:
+def checkpoint(
+    family: Family, setup: Setup, vocabulary: Vocabulary, weights: Mapping[str, Any]
+) -> SavedModel:
     """Return a checkpoint with these weights and options, and with the other options of fairseq-train."""
-    plugin.register()
-    from fairseq import options as fairseq_options
-    from fairseq.dataclass.utils import convert_namespace_to_omegaconf
-    from omegaconf import OmegaConf
-
     own = setup.options | family.setup(setup)
     task_state = own.pop("task_state", {})
-    words = ["", "--task", own.pop("task", family.task), "--arch", family.arch, *family.words]
-    arguments = fairseq_options.parse_args_and_arch(fairseq_options.get_training_parser(), words)
-    vars(arguments).update(own)
-    logging.getLogger("hydra").setLevel(logging.INFO)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # fairseq calls deprecated functions of hydra
-        made = convert_namespace_to_omegaconf(arguments)
-    cfg = OmegaConf.to_container(made, resolve=True, enum_to_str=True)
-    assert isinstance(cfg, dict)
-    cfg |= {"bpe": vocabulary.bpe or None, "tokenizer": vocabulary.tokenizer or None}
+    words = ["--task", own.pop("task", family.task), "--arch", family.arch, *family.words]
     added = {name: torch.tensor(values) for name, values in family.constants.items()}
     for name, shape in family.unused.items():
         if shape:
             added[name] = torch.zeros([int(own.get(word, 0)) or int(word) for word in shape.split()])
-    saved = SavedModel({"args": None, "cfg": cfg, "task_state": task_state})
-    saved.restart(weights | added)
+    saved = new_checkpoint(words, own, {**weights, **added}, task_state)
+    saved.state["cfg"] |= {"bpe": vocabulary.bpe or None, "tokenizer": vocabulary.tokenizer or None}
     return saved
 
 
@@ -185,26 +278,16 @@ def weights_of(
             if table.dim() != 2 or table.shape[1:] != weights[ours].shape[1:] or not len(table):
                 raise ValueError(
                     f"INPUT has the tensor {theirs} of shape {tuple(table.shape)}, which cannot be added "
-                    f"to the positions of shape {tuple(weights[ours].shape)}; give a complete folder."
+                    "to the positions; give a complete folder."
                 )
             weights[ours] = weights[ours] + table[0]
     for name, tensor in others.items():
-        if name not in family.zeros:
+        if name not in family.zeros or tensor.any():
             raise ValueError(
-                f"INPUT has the tensor {name}, which fairseq's {family.arch} does not have; this model "
-                "cannot be converted."
-            )
-        if tensor.any():
-            raise ValueError(
-                f"INPUT has a {name} that is not zero, which fairseq's {family.arch} does not have; this "
-                "model cannot be converted."
+                f"INPUT has the tensor {name}{' that is not zero' * (name in family.zeros)}, which "
+                f"fairseq's {family.arch} does not have; this model cannot be converted."
             )
     return weights
-
-
-def table_rows(weights: Tensors) -> dict[str, int]:
-    """Return the number of rows of each embedding table, by the name of its tensor."""
-    return {name: len(table) for name, table in weights.items() if name.endswith("embed_tokens.weight")}
 
 
 def check_sizes(
@@ -212,29 +295,25 @@ def check_sizes(
 ) -> None:
     """Raise ValueError if tensors do not have the sizes of config.json, or are not floating-point."""
     for name, tensor in weights.items():
-        if not tensor.is_floating_point():
-            raise ValueError(
-                f"INPUT has the tensor {name} (in fairseq's naming) of {tensor.dtype}; give a model with "
-                "floating-point weights."
-            )
         wanted = shape_of(name, tensor, options)
-        if wanted is not None and tuple(tensor.shape) != wanted:
+        if not tensor.is_floating_point() or (wanted is not None and tuple(tensor.shape) != wanted):
             raise ValueError(
-                f"INPUT has the tensor {name} (in fairseq's naming) of shape {tuple(tensor.shape)}, but "
-                f"config.json requires {wanted}; give the config.json of this model."
+                f"INPUT has the tensor {name} (in fairseq's naming) of {tensor.dtype} and of shape "
+                f"{tuple(tensor.shape)}, but {CONFIG} requires {wanted} of floating-point numbers; "
+                f"give the {CONFIG} of this model."
             )
     for key, number in family.sizes(weights).items():
         if config.get(key, number) != number:
             raise ValueError(
-                f"config.json has {key} {shown(config[key])}, but the embedding table has {number} rows; "
-                "give the config.json of this model."
+                f"{CONFIG} has {key} {shown(config[key])}, but the embedding table has {number} rows; give "
+                f"the {CONFIG} of this model."
             )
     for side in ("encoder", "decoder"):
         width, heads = options.get(f"{side}_embed_dim"), options.get(f"{side}_attention_heads")
         if width and (not heads or heads < 0 or width % heads):
             raise ValueError(
-                f"config.json has {heads} attention heads for a width of {width}; give the config.json of "
-                "this model."
+                f"{CONFIG} has {heads} attention heads for a width of {width}; give the {CONFIG} of this "
+                "model."
             )
 
 
@@ -252,8 +331,9 @@ def shape_of(name: str, tensor: Tensor, options: Mapping[str, Any]) -> tuple[int
     if name.endswith("embed_tokens.weight") or part == "gate":
         return (*tensor.shape[:1], dim) if kind == "weight" else tuple(tensor.shape[:1])
     if part == "embed_positions":
+        key = "max_target_positions" if side == "decoder" else "max_source_positions"
         # The first positions are those of padding.
-        return positions_of(options, side) + 2, dim
+        return int(options.get(key) or options["max_positions"]) + 2, dim
     if part.endswith("layer_norm") or part == "layernorm_embedding":
         return (dim,)
     if part in ("q_proj", "k_proj", "v_proj", "out_proj"):
@@ -262,12 +342,6 @@ def shape_of(name: str, tensor: Tensor, options: Mapping[str, Any]) -> tuple[int
         rows, columns = (hidden, dim) if part == "fc1" else (dim, hidden)
         return (rows, columns) if kind == "weight" else (rows,)
     return None
-
-
-def positions_of(options: Mapping[str, Any], side: str) -> int:
-    """Return the number of positions of an encoder or decoder."""
-    key = "max_target_positions" if side == "decoder" else "max_source_positions"
-    return int(options.get(key) or options["max_positions"])
 
 
 def notes_of(family: Family, config: Mapping[str, Any], vocabulary: Vocabulary) -> list[str]:

@@ -9,7 +9,7 @@ The file has one of these forms:
   of some pairs are kept: in the encoder, those of the source languages; in the decoder, of the target's.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,84 +36,62 @@ def kept_experts(
     Raises:
         ValueError: the file cannot be read, or does not fit the model or the pairs.
     """
+
+    def refusal(what: str) -> ValueError:
+        return ValueError(f"--keep-experts names {path}, {what}; {FORMS}.")
+
+    def checked(ids: Any, count: int) -> list[int]:
+        if not isinstance(ids, list) or any(type(i) is not int for i in ids):
+            raise refusal(f"which has {shown(ids)} in place of expert IDs")
+        if wrong := [i for i in ids if not 0 <= i < count]:
+            raise refusal(f"which has the expert ID {shown(wrong[0])}, but the IDs are 0 to {count - 1}")
+        return ids
+
     try:
         content = json_of(path)
     except (OSError, ValueError) as error:
-        raise ValueError(
-            f"--keep-experts names {path}, which cannot be read ({error}); {FORMS}."
-        ) from error
-    encoders = sum(name.startswith("encoder") for name in layers)
+        raise refusal(f"which cannot be read ({error})") from error
+    total, border = num_experts * len(layers), num_experts * sum(name[0] == "e" for name in layers)
     if pairs:
-        kept = _by_layer(path, _of_pairs(path, content, pairs, encoders * num_experts), layers, num_experts)
-    elif isinstance(content, list):
-        kept = _by_layer(path, content, layers, num_experts)
+        content = _of_pairs(content, pairs, border, lambda ids: checked(ids, total), refusal)
+    kept = {layer: set(range(num_experts)) for layer in layers}
+    if isinstance(content, list):
+        kept = {layer: set() for layer in layers}
+        for i in checked(content, total):
+            kept[layers[i // num_experts]].add(i % num_experts)
     else:
-        kept = _named(path, content, layers, num_experts)
+        named = {layer.replace(".layers.", "_"): layer for layer in layers} | {
+            layer: layer for layer in layers
+        }
+        for name, ids in content.items() if isinstance(content, dict) else [("", content)]:
+            if name not in named:
+                known = ", ".join([*named][: len(layers)])
+                raise refusal(f"which has the key {shown(name)}, but the MoE layers are {known}")
+            kept[named[name]] = {*checked(ids, num_experts)}
     for layer, ids in kept.items():
         if len(ids) < top_k:
-            raise ValueError(
-                f"--keep-experts names {path}, which keeps {len(ids)} experts in {layer}, but each token "
-                f"uses {top_k}; keep at least {top_k}."
-            )
-    return kept
+            raise refusal(f"which keeps {len(ids)} experts in {layer}, but each token uses {top_k}")
+    return {layer: sorted(ids) for layer, ids in kept.items()}
 
 
-def _named(path: Path, content: Any, layers: Sequence[str], num_experts: int) -> dict[str, list[int]]:
-    named = {layer.replace(".layers.", "_"): layer for layer in layers} | {layer: layer for layer in layers}
-    kept = {layer: list(range(num_experts)) for layer in layers}
-    if not isinstance(content, dict) or not content:
-        raise ValueError(f"--keep-experts names {path}, which has another form; {FORMS}.")
-    for name, ids in content.items():
-        if name not in named:
-            raise ValueError(
-                f"--keep-experts names {path}, which has the key {shown(name)}, but the MoE layers are "
-                f"{', '.join(list(named)[: len(layers)])}; correct the key, or add --keep-for if the keys "
-                "are languages."
-            )
-        kept[named[name]] = _checked(path, ids, num_experts)
-    return kept
-
-
-def _by_layer(path: Path, ids: Any, layers: Sequence[str], num_experts: int) -> dict[str, list[int]]:
-    kept: dict[str, list[int]] = {layer: [] for layer in layers}
-    for i in _checked(path, ids, num_experts * len(layers)):
-        kept[layers[i // num_experts]].append(i % num_experts)
-    return kept
-
-
-def _of_pairs(path: Path, content: Any, pairs: Sequence[str], border: int) -> list[int]:
+def _of_pairs(
+    content: Any,
+    pairs: Sequence[str],
+    border: int,
+    checked: Callable[[Any], list[int]],
+    refusal: Callable[[str], ValueError],
+) -> list[int]:
     """Return the global IDs of all pairs. IDs below `border` belong to the encoder."""
     if not isinstance(content, dict):
-        raise ValueError(
-            f"--keep-for is given, but --keep-experts names {path}, which has no languages; remove "
-            "--keep-for."
-        )
+        raise refusal("which has no languages, so --keep-for does not apply")
     found: set[int] = set()
     for pair in pairs:
         if pair in content:
-            found |= {*_checked(path, content[pair])}
+            found |= {*checked(content[pair])}
             continue
         source, _, target = pair.partition("-")
         for language, is_decoder in ((source, False), (target, True)):
             if language not in content:
-                raise ValueError(
-                    f"--keep-for has {shown(pair)}, but {path} has no list for "
-                    f"{language or 'a language'}; give pairs such as eng_Latn-fra_Latn, with languages of "
-                    "that file."
-                )
-            found |= {i for i in _checked(path, content[language]) if (i >= border) == is_decoder}
+                raise refusal(f"which has no list for {shown(language)}, a language of --keep-for")
+            found |= {i for i in checked(content[language]) if (i >= border) == is_decoder}
     return sorted(found)
-
-
-def _checked(path: Path, ids: Any, count: int | None = None) -> list[int]:
-    """Return sorted expert IDs without duplicates; raise ValueError for anything else."""
-    if not isinstance(ids, list) or any(type(i) is not int for i in ids):
-        raise ValueError(
-            f"--keep-experts names {path}, which has {shown(ids)} in place of expert IDs; {FORMS}."
-        )
-    if wrong := [i for i in ids if i < 0 or (count is not None and i >= count)]:
-        raise ValueError(
-            f"--keep-experts names {path}, which has the expert ID {shown(wrong[0])}, but the IDs are 0 to "
-            f"{'…' if count is None else count - 1}; give the list of this model."
-        )
-    return sorted({*ids})

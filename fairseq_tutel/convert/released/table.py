@@ -90,44 +90,27 @@ class Option:
         """Return our options for a config.json.
 
         Raises:
-            ValueError: their value has no counterpart, is of another type than the default, or is a number
-                that no model has.
+            ValueError: their value has no counterpart, or is a number that no model has.
         """
-        value = config.get(self.theirs, self.default)
-        if value is None:
-            value = self.default
+        value = config.get(self.theirs)
+        value = self.default if value is None else value
+        least, most = -MOST, MOST_LAYERS if self.ours.endswith("_layers") else MOST
+        if isinstance(self.default, float):
+            least, most = 0, 1 if "drop" in self.ours else MOST
         if self.values:
-            if not isinstance(value, str | bool | int) or value not in self.values:
+            found = [own for key, own in self.values.items() if key == value]
+            if not found:
                 raise ValueError(
                     f"config.json has {self.theirs} {shown(value)}, which fairseq's model does not have; "
                     f"the supported values are {', '.join(map(str, self.values))}."
                 )
-            value = self.values[value]
-        elif isinstance(value, bool) or not isinstance(
-            value, int | float if isinstance(self.default, float) else type(self.default)
-        ):
+            value = found[0]
+        elif not isinstance(value, int | float) or not least <= value <= most:  # NaN is outside, too
             raise ValueError(
-                f"config.json has {self.theirs} {shown(value)}, which is not of the type "
-                f"{type(self.default).__name__}; correct the file."
+                f"config.json has {self.theirs} {shown(value)}; give a number from {least} to {most}."
             )
-        else:
-            self._refuse_number(value)
         keys = (word.partition("|")[0] for word in self.ours.split())
         return dict.fromkeys(keys, value - self.offset if self.offset else value)
-
-    def _refuse_number(self, value: Any) -> None:
-        """Raise ValueError for a number that no model has; NaN is outside of each range."""
-        if isinstance(self.default, float):
-            least, most = 0, 1 if "drop" in self.ours else MOST
-        elif isinstance(self.default, int):
-            least, most = -MOST, MOST_LAYERS if self.ours.endswith("_layers") else MOST
-        else:
-            return
-        if not least <= value <= most:
-            raise ValueError(
-                f"config.json has {self.theirs} {shown(value)}, but the range is {least} to {most}; "
-                "correct the file."
-            )
 
     def keys(self, options: Mapping[str, Any]) -> list[str]:
         """Return the keys of `ours` that are set in these options."""
@@ -144,15 +127,13 @@ class Option:
         keys = self.keys(options)
         found = {key: options[key] for key in keys}
         if len({repr(value) for value in found.values()}) > 1:
-            text = ", ".join(f"{key} {value}" for key, value in found.items())
             raise ValueError(
-                f"INPUT has {text}, but transformers has one value for these options; this "
-                "model cannot be converted."
+                f"INPUT has {', '.join(f'{key} {value}' for key, value in found.items())}, but "
+                "transformers has one value for these options; this model cannot be converted."
             )
         if not keys and not isinstance(self.default, bool | float):
             raise ValueError(
-                f"INPUT lacks the option {self.ours.split()[0]}; give a checkpoint that fairseq-train "
-                "saved."
+                f"INPUT lacks the option {self.ours.split()[0]}; give a checkpoint of fairseq-train."
             )
         # Older checkpoints lack switches and probabilities that have no effect.
         value = found[keys[0]] if keys else type(self.default)()
@@ -242,6 +223,14 @@ class Family:
     def rows(self, options: Mapping[str, Any]) -> list[Row]:
         """Return all tensors of a model that has these fairseq options."""
         return [row for names in self.names for row in names.rows(options)]
+
+    def stacks(self, options: Mapping[str, Any]) -> dict[str, tuple[list[str], tuple[int, ...]]]:
+        """Return, for our stacked tensors of experts, their E names and the shape of an expert's tensor."""
+        return {}
+
+    def notes(self, options: Mapping[str, Any]) -> list[str]:
+        """Return notes on differences between the systems for a model with these fairseq options."""
+        return []
 
     def read_options(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """Return our options for a config.json.

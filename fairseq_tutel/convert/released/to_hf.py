@@ -1,5 +1,6 @@
 """Converts a fairseq checkpoint to a folder in the format of Hugging Face."""
 
+import argparse
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -8,96 +9,95 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fairseq_tutel.checkpoint.saved import SavedModel
-from fairseq_tutel.convert.configs import Tensors
+from fairseq_tutel.checkpoint.saved import Layer, SavedModel, Weights
+from fairseq_tutel.checkpoint.shards import ShardedExpert, ShardedTensor
+from fairseq_tutel.convert.command import size_limit
+from fairseq_tutel.convert.configs import configs_of, counts_text, freq_of
 from fairseq_tutel.convert.released.families import FAMILIES
-from fairseq_tutel.convert.released.families.nllb_moe import MoEFamily
+from fairseq_tutel.convert.released.families.nllb_moe import NLLB_MOE
 from fairseq_tutel.convert.released.folder import CONFIG
 from fairseq_tutel.convert.released.table import Family
 from fairseq_tutel.convert.released.vocabulary import TOKENIZER_FILES
 from fairseq_tutel.convert.safetensors_folder import as_json, new_folder, write_text, write_weights
+from fairseq_tutel.moe.config import LAYER, MoEConfig
+from fairseq_tutel.plugin.feed_forward import SIDES
+from fairseq_tutel.tools.arguments import refuse_output_folder
 
 DTYPES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
 # Our tensors that hold no weights.
 BUFFERS = ("version", "_float_tensor")
 
 
-def convert(
-    saved: SavedModel, output: Path, limit: int, name: str = "", tokenizer: Path | None = None
-) -> str:
+def run(arguments: argparse.Namespace, inputs: list[Path], output: Path) -> str:
+    """Run `convert to-hf`."""
+    refuse_output_folder(output, inputs[0], CONFIG, arguments.overwrite)
+    limit, tokenizer = size_limit(arguments), Path(arguments.tokenizer or inputs[0].parent)
+    if not tokenizer.is_dir():
+        raise ValueError(f"--tokenizer is {tokenizer}, which is not a folder; give an existing folder.")
+    return f": {convert(SavedModel.open(inputs[0], keep_shards=True), output, limit, tokenizer)}"
+
+
+def convert(saved: SavedModel, output: Path, limit: int, tokenizer: Path | None = None) -> str:
     """Write a checkpoint to a folder in the format of Hugging Face; return the name of its class.
 
     Args:
-        saved: the open checkpoint.
+        saved: the open checkpoint; its experts may be in shard files, which are read one by one.
         output: the folder to write.
         limit: maximum number of bytes of a weight file.
-        name: the family of the model; by default, it follows from the options.
         tokenizer: folder with the tokenizer files to copy.
 
     Raises:
         ValueError: the model has no counterpart, or the folder could not be written.
     """
-    family = _family(saved, name)
-    config = family.write_options(saved.options)
-    weights = weights_of(saved.weights, family, saved.options)
-    config |= written_last(saved, family, weights)
-    write(output, weights, config, limit, tokenizer)
-    return family.architectures[0]
-
-
-def written_last(saved: SavedModel, family: Family, weights: Tensors) -> dict[str, Any]:
-    """Return the entries of config.json that do not follow from the family's table of options."""
-    config = {**family.sizes(saved.weights)}
-    config |= family.write_more(saved.options_of("task") | saved.options)
-    return config | {"dtype": _dtype(weights)}
-
-
-def write(
-    output: Path, weights: Mapping[str, Any], config: dict[str, Any], limit: int, tokenizer: Path | None
-) -> None:
-    """Write weights, config.json and the tokenizer files of another folder to a folder."""
+    has_experts = any(layer.has_experts for layer in saved.layers)
+    options = _moe_options(saved) if has_experts else saved.options
+    family = NLLB_MOE if has_experts else _family(saved)
+    config = family.write_options(options)
+    weights = weights_of(saved.weights, family, options)
+    config |= family.sizes(saved.weights) | family.write_more(saved.options_of("task") | saved.options)
     with new_folder(output) as made:
         write_weights(weights, made, limit)
-        write_text(made / CONFIG, as_json(config))
+        write_text(made / CONFIG, as_json(config | {"dtype": _dtype(weights)}))
         for file in TOKENIZER_FILES:
             if tokenizer is not None and (tokenizer / file).is_file():
                 shutil.copyfile(tokenizer / file, made / file)
+    return family.architectures[0]
 
 
-def _family(saved: SavedModel, name: str) -> Family:
-    """Return the family with this name, or the only one that has the model's options.
+def _family(saved: SavedModel) -> Family:
+    """Return the only dense family that has the model's options and tensors.
 
     Raises:
-        ValueError: no family has these options.
+        ValueError: no family has them.
     """
-    if name:
-        return FAMILIES[name]
-    dense = {key: family for key, family in FAMILIES.items() if not isinstance(family, MoEFamily)}
-    reasons = {}
-    for key, family in dense.items():
+    dense = [family for family in FAMILIES.values() if family is not NLLB_MOE]
+    fitting, reasons = [], {}
+    for family in dense:
         try:
             family.write_options(saved.options)
             weights_of(saved.weights, family, saved.options)
+            fitting.append(family)
         except ValueError as error:
-            reasons[key] = str(error)
-    fitting = [family for key, family in dense.items() if key not in reasons]
+            reasons[family.name] = error
     if fitting:
         # RoBERTa and XLM-RoBERTa differ only in the task.
         return min(fitting, key=lambda family: family.task != saved.name("task"))
-    closest = min(reasons, key=lambda key: dense[key].distance(saved.options, saved.weights))
+    closest = min(dense, key=lambda family: family.distance(saved.options, saved.weights)).name
     raise ValueError(
         f"{saved.flag} is a {saved.name('model')}, which no class of transformers equals; the closest "
         f"family is {closest}: {reasons[closest]}"
     )
 
 
-def weights_of(ours: Mapping[str, Any], family: Family, options: Mapping[str, Any]) -> Tensors:
+def weights_of(ours: Mapping[str, Any], family: Family, options: Mapping[str, Any]) -> Weights:
     """Return the tensors of a checkpoint under their names; a tied tensor has one name.
+
+    Experts in shard files become `ShardedExpert`s.
 
     Raises:
         ValueError: a tensor is missing or has no counterpart.
     """
-    found: Tensors = {}
+    found: Weights = {}
     used = {*family.constants, *family.unused}
     for row in family.rows(options):
         names = [name for name in row.ours if name in ours]
@@ -115,6 +115,14 @@ def weights_of(ours: Mapping[str, Any], family: Family, options: Mapping[str, An
                 )
         found[row.theirs[0]] = tensor
         used |= {*names}
+    for stack, (names, _) in family.stacks(options).items():
+        if stack not in ours:
+            raise ValueError(
+                f"INPUT lacks the tensor {stack} of a {family.architectures[0]}; give a checkpoint whose "
+                "experts have biases."
+            )
+        found |= {name: _expert(ours[stack], expert) for expert, name in enumerate(names)}
+        used.add(stack)
     for name in ours:
         if name not in used and name.rpartition(".")[2] not in BUFFERS:
             raise ValueError(
@@ -129,6 +137,55 @@ def weights_of(ours: Mapping[str, Any], family: Family, options: Mapping[str, An
     return found
 
 
-def _dtype(weights: Tensors) -> str:
-    found = {tensor.dtype for tensor in weights.values() if tensor.is_floating_point()}
+def _expert(stack: Tensor | ShardedTensor, expert: int) -> Tensor | ShardedExpert:
+    return ShardedExpert(stack, expert) if isinstance(stack, ShardedTensor) else stack[expert]
+
+
+def _dtype(weights: Mapping[str, Any]) -> str:
+    found = {tensor.dtype for tensor in weights.values() if tensor.dtype.is_floating_point}
     return DTYPES.get(found.pop(), "float32") if len(found) == 1 else "float32"
+
+
+def _moe_options(saved: SavedModel) -> dict[str, Any]:
+    """Return the model's options in the form that the family's table has.
+
+    Older names of options and options for both sides are replaced by the options that they set.
+    """
+    configs = configs_of(saved)
+    config = next(iter(configs.values()))
+    options = dict(saved.options)
+    options |= {item.key: getattr(config, item.name) for item in LAYER.values() if item.of == "model"}
+    options["no_moe_gating_use_fp32"] = not config.gate_fp32
+    options["moe_expert_count"] = counts_text([each.num_experts for each in configs.values()])
+    for side in SIDES:
+        layers = [layer for layer in saved.layers if layer.side == side]
+        options |= _options_of_side(side, layers, configs, options)
+    return options
+
+
+def _options_of_side(
+    side: str, layers: list[Layer], configs: Mapping[Layer, MoEConfig], options: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the options of the layers of a side: which of them have experts, and their width.
+
+    Raises:
+        ValueError: transformers cannot express these layers.
+    """
+    places = [i for i, layer in enumerate(layers) if layer.has_experts]
+    freq = freq_of(places, len(layers))
+    if freq is None:
+        raise ValueError(
+            f"INPUT has experts in the {side} layers {', '.join(map(str, places))}, but transformers has "
+            "experts only in the last of every N layers (sparse steps)."
+        )
+    found = {f"{side}_moe_freq": freq}
+    width = options[f"{side}_ffn_embed_dim"]
+    for layer in layers:
+        if layer.has_experts and (own := configs[layer].hidden_dim) != width:
+            if len(places) < len(layers):
+                raise ValueError(
+                    f"INPUT has experts of width {own} in {layer.label} (--moe-expert-ffn-dim), but "
+                    f"transformers has experts as wide as the dense layers, {width}."
+                )
+            found[f"{side}_ffn_embed_dim"] = own
+    return found

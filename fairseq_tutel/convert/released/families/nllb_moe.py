@@ -9,10 +9,12 @@ Both systems choose the same experts with the same weights in evaluation. There 
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
-from typing import Any, NamedTuple
+from typing import Any
 
+from fairseq_tutel.checkpoint.saved import DENSE
 from fairseq_tutel.convert.released.families.translation import FINAL_NORMS, M2M100, SHARED
 from fairseq_tutel.convert.released.table import Family, Names, Option
+from fairseq_tutel.files import shown
 from fairseq_tutel.plugin.feed_forward import SIDES
 from fairseq_tutel.plugin.install import chosen_layers
 
@@ -22,8 +24,7 @@ READ = ("num_experts", "expert_capacity", "moe_eval_capacity_token_fraction", "m
 POLICIES = {name: name for name in ("all", "sampling", "random")}
 # Their dtype -> whether the gate is computed in the model's dtype instead of float32.
 ROUTER_DTYPES = {"float32": False, "bfloat16": True, "float16": True}
-# Their classifier -> our gate; the tensors of one expert, in both systems.
-PARTS = {f"{fc}.{kind}": f"{fc}_{kind}" for fc in ("fc1", "fc2") for kind in ("weight", "bias")}
+MOST_EXPERTS = 10_000  # per layer, because all names are listed
 # A fraction of the tokens that is at most one slot; the minimum capacity is then the number of slots.
 ONE_SLOT = 1e-9
 # Our options that must have these values; each of the others changes the computation.
@@ -43,14 +44,6 @@ FIXED = {
     "moe_pregate": 0,
     "moe_capacity_multiple": 1,
 }
-
-
-class ExpertRow(NamedTuple):
-    """One tensor of one expert in both systems."""
-
-    theirs: str
-    stack: str  # our stacked tensor
-    expert: int
 
 
 def sparse_layers(side: str, sparse: bool = True) -> Callable[[Mapping[str, Any]], list[int]]:
@@ -96,30 +89,21 @@ def _layer(side: str) -> list[Names]:
 
 @dataclass(frozen=True, kw_only=True)
 class MoEFamily(Family):
-    """A family whose models have experts; `rows` excludes these, because our experts are stacked."""
+    """A family whose models have experts; `rows` excludes these, and `stacks` has them."""
 
-    def moe_layers(self, options: Mapping[str, Any]) -> list[str]:
-        """Return our prefixes of the MoE layers' names in model order, such as encoder.layers.3."""
-        return [f"{side}.layers.{i}" for side in SIDES for i in sparse_layers(side)(options)]
-
-    def expert_rows(self, layer: str, experts: int) -> list[ExpertRow]:
-        """Return all tensors of the experts of a MoE layer in both systems."""
-        return [
-            ExpertRow(f"model.{layer}.ffn.experts.expert_{e}.{theirs}", f"{layer}.fc1.experts.{ours}", e)
-            for e in range(experts)
-            for theirs, ours in PARTS.items()
-        ]
-
-    def expert_shape(self, stack: str, options: Mapping[str, Any]) -> tuple[int, ...]:
-        """Return the shape of one expert's tensor of a stacked tensor."""
-        side = stack.partition(".")[0]
-        model_dim, hidden_dim = options[f"{side}_embed_dim"], options[f"{side}_ffn_embed_dim"]
-        return {
-            "fc1_weight": (hidden_dim, model_dim),
-            "fc1_bias": (hidden_dim,),
-            "fc2_weight": (model_dim, hidden_dim),
-            "fc2_bias": (model_dim,),
-        }[stack.rpartition(".")[2]]
+    def stacks(self, options: Mapping[str, Any]) -> dict[str, tuple[list[str], tuple[int, ...]]]:
+        """Return, for our stacked tensors of experts, their E names and the shape of an expert's tensor."""
+        found = {}
+        for side in SIDES:
+            model_dim, hidden_dim = options[f"{side}_embed_dim"], options[f"{side}_ffn_embed_dim"]
+            shapes = ((hidden_dim, model_dim), (hidden_dim,), (model_dim, hidden_dim), (model_dim,))
+            for i in sparse_layers(side)(options):
+                for part, shape in zip(DENSE, shapes, strict=True):
+                    stack = f"{side}.layers.{i}.fc1.experts.{part.replace('.', '_')}"
+                    prefix = f"model.{side}.layers.{i}.ffn.experts.expert_"
+                    experts = range(int(options["moe_expert_count"]))
+                    found[stack] = [f"{prefix}{e}.{part}" for e in experts], shape
+        return found
 
     def read_options(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """Return our options for a config.json.
@@ -131,12 +115,13 @@ class MoEFamily(Family):
         for side in SIDES:  # transformers has no experts for steps below 0, and -1 has another meaning here
             found[f"{side}_moe_freq"] = max(0, found[f"{side}_moe_freq"])
         experts = config.get("num_experts", 128)
-        if type(experts) is not int or experts < TOP_K:
+        if type(experts) is not int or not TOP_K <= experts <= MOST_EXPERTS:
             raise ValueError(
-                f"config.json has num_experts {experts!r}, but each token uses {TOP_K} experts; give a "
-                f"model with at least {TOP_K} experts per layer."
+                f"config.json has num_experts {shown(experts)}; give a model with {TOP_K} to "
+                f"{MOST_EXPERTS} experts per layer."
             )
-        if not self.moe_layers(found):
+        found["moe_expert_count"] = str(experts)
+        if not self.stacks(found):
             raise ValueError(
                 "config.json has sparse steps (encoder_sparse_step and decoder_sparse_step) with which no "
                 "layer has experts; give a model with experts."
@@ -152,9 +137,32 @@ class MoEFamily(Family):
             raise ValueError(
                 f"config.json has moe_token_dropout {dropout!r}; give a number from 0 to below 1."
             )
-        return (
-            found | _read_capacity(config) | {"moe_expert_count": str(experts), "moe_eom": float(dropout)}
-        )
+        return found | _read_capacity(config) | {"moe_eom": float(dropout)}
+
+    def notes(self, options: Mapping[str, Any]) -> list[str]:
+        """Return notes on differences between the systems for a model with these fairseq options."""
+        notes = []
+        if (policy := options["moe_second_expert_policy"]) != "all":
+            notes.append(
+                f"second_expert_policy {policy}: transformers draws the second expert at random in "
+                "evaluation too; fairseq_tutel uses the second-best expert in evaluation."
+            )
+        if options["no_moe_gating_use_fp32"]:
+            notes.append(
+                "the router's dtype is not float32: fairseq_tutel computes the gate in the model's dtype, "
+                "so outputs agree for a model in that dtype."
+            )
+        if options["moe_eval_capacity_token_fraction"] != 0:
+            notes.append(
+                "the capacity is limited: transformers counts padding as tokens, so outputs of batches "
+                "with padding may differ."
+            )
+        if eom := options["moe_eom"]:
+            notes.append(
+                f"moe_token_dropout became --moe-eom {eom:g}; in training it masks whole outputs of "
+                "experts, and transformers masks single values."
+            )
+        return notes
 
     def write_options(self, options: Mapping[str, Any]) -> dict[str, Any]:
         """Return the content of config.json for our options.
@@ -162,8 +170,6 @@ class MoEFamily(Family):
         Raises:
             ValueError: a value has no counterpart.
         """
-        if "moe_expert_count" not in options:
-            raise ValueError(f"INPUT has no experts, but each {self.architectures[0]} has experts.")
         # Outputs of experts times this factor, in evaluation.
         factor = options["moe_routed_scaling_factor"] * (1.0 - options["moe_eom"])
         if not 0 < factor <= 1:
@@ -226,32 +232,6 @@ def _write_capacity(options: Mapping[str, Any]) -> dict[str, Any]:
         f"{factor:g} and --moe-min-capacity {least}, but transformers limits the capacity only to a "
         "fraction of the tokens; train with a --moe-eval-capacity-token-fraction of at least 0 alone."
     )
-
-
-def notes_of(options: Mapping[str, Any]) -> list[str]:
-    """Return notes on differences between the systems for a model with these fairseq options."""
-    notes = []
-    if (policy := options["moe_second_expert_policy"]) != "all":
-        notes.append(
-            f"second_expert_policy {policy}: transformers draws the second expert at random in evaluation "
-            "too; fairseq_tutel uses the second-best expert in evaluation."
-        )
-    if options["no_moe_gating_use_fp32"]:
-        notes.append(
-            "the router's dtype is not float32: fairseq_tutel computes the gate in the model's dtype, so "
-            "outputs agree for a model in that dtype."
-        )
-    if options["moe_eval_capacity_token_fraction"] != 0:
-        notes.append(
-            "the capacity is limited: transformers counts padding as tokens and fairseq_tutel does not, so "
-            "outputs of batches with padding may differ."
-        )
-    if eom := options["moe_eom"]:
-        notes.append(
-            f"moe_token_dropout became --moe-eom {eom:g}, which gives the same outputs in evaluation; in "
-            "training it masks whole outputs of experts, and transformers masks single values."
-        )
-    return notes
 
 
 NLLB_MOE = MoEFamily(

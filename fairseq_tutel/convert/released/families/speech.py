@@ -1,6 +1,6 @@
 """Defines the speech models wav2vec 2.0 and HuBERT, as they are before fine-tuning."""
 
-import ast
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,7 +11,8 @@ LAYERS = "conv_feature_layers"
 CONVOLUTIONS = ("conv_dim", "conv_kernel", "conv_stride")
 DEFAULTS = ([512] * 7, [10, 3, 3, 3, 3, 2, 2], [5, 2, 2, 2, 2, 2, 2])
 MODES = {"group": "default", "layer": "layer_norm"}
-MOST_LAYERS = 1000  # limit of a convolution list in an untrusted checkpoint
+# A list of layers, and how often it is repeated. The text is untrusted, so it is not evaluated.
+TERM = r"\[\(\d{1,5},\d{1,5},\d{1,5}\)(?:,\(\d{1,5},\d{1,5},\d{1,5}\))*,?\](?:\*\d{1,3})?"
 
 
 def convolutions(text: Any) -> list[tuple[int, int, int]]:
@@ -23,34 +24,18 @@ def convolutions(text: Any) -> list[tuple[int, int, int]]:
     Raises:
         ValueError: the text is not such a list.
     """
-
-    def value(node: Any) -> Any:
-        if isinstance(node, ast.Expression):
-            return value(node.body)
-        if isinstance(node, ast.Constant) and type(node.value) is int and node.value < 2**16:
-            return node.value
-        if isinstance(node, ast.List):
-            return [value(each) for each in node.elts]
-        if isinstance(node, ast.Tuple):
-            return tuple(value(each) for each in node.elts)
-        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
-            return value(node.left) + value(node.right)
-        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
-            left, right = value(node.left), value(node.right)
-            if isinstance(left, list) and isinstance(right, int) and len(left) * right <= MOST_LAYERS:
-                return left * right
-        raise ValueError("not a list of layers")
-
-    try:
-        found = value(ast.parse(str(text).strip(), mode="eval"))
-        if [(int(width), int(kernel), int(stride)) for width, kernel, stride in found] == found and found:
-            return found
-    except (RecursionError, SyntaxError, TypeError, ValueError):
-        pass
-    raise ValueError(
-        f"--conv-feature-layers is {shown(text)}; give a list of (width, kernel size, stride), such as "
-        "[(512, 10, 5)] + [(512, 3, 2)] * 4."
-    )
+    text = re.sub(r"\s", "", str(text))
+    if not re.fullmatch(rf"{TERM}(?:\+{TERM})*", text):
+        raise ValueError(
+            f"--conv-feature-layers is {shown(text)}; give a list of (width, kernel size, stride), such as "
+            "[(512, 10, 5)] + [(512, 3, 2)] * 4."
+        )
+    found: list[tuple[int, int, int]] = []
+    for term in re.findall(TERM, text):
+        layers, _, count = term.partition("]*")
+        numbers = [int(number) for number in re.findall(r"\d+", layers)]
+        found += [*zip(numbers[::3], numbers[1::3], numbers[2::3], strict=True)] * int(count or 1)
+    return found
 
 
 def _count(options: Mapping[str, Any]) -> int:

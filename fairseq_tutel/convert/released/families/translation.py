@@ -1,7 +1,6 @@
 """Defines the encoder-decoders: M2M100 and NLLB, BART, mBART, and FSMT (WMT19)."""
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from fairseq_tutel.convert.released.table import (
@@ -132,20 +131,10 @@ def _pair(setup: Setup) -> dict[str, Any]:
 
 
 def _trained_pair(options: Mapping[str, Any]) -> list[str]:
-    """Return the languages of a translation model; if they were not given, fairseq inferred them."""
-    from fairseq.data.data_utils import infer_language_pair
-
-    folder = str(options.get("data") or "").partition(":")[0]
-    inferred = infer_language_pair(folder) if folder and Path(folder).is_dir() else (None, None)
-    found = [
-        options.get(f"{side}_lang") or own for side, own in zip(("source", "target"), inferred, strict=True)
-    ]
+    found = [options.get(f"{side}_lang") for side in ("source", "target")]
     if not all(found):
-        raise ValueError(
-            "INPUT was trained without --source-lang and --target-lang, and its data folder "
-            f"{folder or '(none)'} names no languages; put the data there, so that fairseq can infer them."
-        )
-    return found
+        raise ValueError("INPUT was trained without --source-lang and --target-lang, which fsmt needs.")
+    return [str(language) for language in found]
 
 
 def languages_of_pair(config: Mapping[str, Any]) -> list[str]:
