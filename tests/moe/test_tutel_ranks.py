@@ -1,4 +1,4 @@
-"""`fairseq_tutel.moe_layer` on several ranks: outputs, gradients and files of one process with all experts."""
+"""`ft.moe_layer` on several ranks: outputs, gradients and files of one process with all experts."""
 
 import functools
 from dataclasses import dataclass
