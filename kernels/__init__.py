@@ -20,7 +20,6 @@ OPS = (
     "softmax_top_k_backward",
     "assign_rows",
     "load_loss",
-    "stride_copy",
     "grouped_linear",
     "grouped_weight_grad",
     "ffn_up",

@@ -207,25 +207,13 @@ def ffn_up(
         activation: a name in ACTIVATIONS.
         keep: whether to return g, and h if the derivative cannot be computed from a; else they are None.
     """
-    kind = ACTIVATIONS[activation]
-    num_rows = x_ND.shape[0] if index_R is None else index_R.shape[0]
-    a_RH = x_ND.new_empty(num_rows, fc1_weight.shape[1])
-    is_glu = fc3_weight is not None
-    h_RH = torch.empty_like(a_RH) if keep and (is_glu or not kind.keeps_output) else None
-    g_RH = torch.empty_like(a_RH) if keep and is_glu else None
-    for e, own in enumerate(_slices(groups)):
-        x_nD = _read_rows(x_ND, index_R, own)
-        h_nH = (a_RH if h_RH is None else h_RH)[own]
-        linear(x_nD, fc1_weight[e], None if fc1_bias is None else fc1_bias[e], h_nH)
-        if fc3_weight is not None:
-            g_nH = torch.empty_like(h_nH) if g_RH is None else g_RH[own]
-            linear(x_nD, fc3_weight[e], None if fc3_bias is None else fc3_bias[e], g_nH)
-            torch.mul(F.silu(h_nH), g_nH, out=a_RH[own])
-        else:
-            a_nH = kind.forward(h_nH)
-            if a_nH is not h_nH or h_RH is not None:
-                a_RH[own] = a_nH
-    return clear_tail(a_RH, groups), h_RH, g_RH
+    rows_RD = x_ND if index_R is None else gather_rows(x_ND, index_R)
+    h_RH = grouped_linear(rows_RD, fc1_weight, fc1_bias, groups)
+    if fc3_weight is None:
+        kind = ACTIVATIONS[activation]
+        return kind.forward(h_RH.clone()), h_RH if keep and not kind.keeps_output else None, None
+    g_RH = grouped_linear(rows_RD, fc3_weight, fc3_bias, groups)
+    return F.silu(h_RH) * g_RH, h_RH if keep else None, g_RH if keep else None
 
 
 def ffn_down_backward(
@@ -261,36 +249,26 @@ def ffn_down_backward(
 
     Source: SonicMoE (Guo et al. 2025, arXiv 2512.14080), section 3, for the gate's gradient.
     """
-    kind = ACTIVATIONS[activation]
-    num_rows = dy_ND.shape[0] if index_R is None else index_R.shape[0]
-    dh_RH = dy_ND.new_empty(num_rows, fc2_weight.shape[2])
-    dg_RH = None if g_RH is None else torch.empty_like(dh_RH)
-    made_RH = torch.empty_like(dh_RH) if a_RH is None else a_RH
-    gated_RH = made_RH if gate_R is None else torch.empty_like(dh_RH)
-    dgate_R = None if gate_R is None else torch.empty_like(gate_R)
-    for e, own in enumerate(_slices(groups)):
-        dy_nD = _read_rows(dy_ND, index_R, own)
-        da_nH = torch.mm(dy_nD, fc2_weight[e], out=dh_RH[own])
-        if a_RH is None:
-            assert h_RH is not None
-            made_RH[own] = kind.forward(h_RH[own]) if g_RH is None else F.silu(h_RH[own]).mul_(g_RH[own])
-        if gate_R is not None and dgate_R is not None:
-            dots_n = torch.linalg.vecdot(da_nH, made_RH[own])
-            dgate_R[own] = dots_n if fc2_bias is None else dots_n + dy_nD @ fc2_bias[e]
-            gate_n1 = gate_R[own].unsqueeze(1).to(da_nH.dtype)
-            torch.mul(made_RH[own], gate_n1, out=gated_RH[own])
-            da_nH.mul_(gate_n1)
-        if g_RH is None or dg_RH is None:
-            dh_nH = kind.backward(da_nH, (made_RH if h_RH is None else h_RH)[own])
-        else:
-            assert h_RH is not None
-            torch.mul(da_nH, F.silu(h_RH[own]), out=dg_RH[own])
-            dh_nH = ACTIVATIONS["swish"].backward(da_nH.mul_(g_RH[own]), h_RH[own])
-        if dh_nH is not da_nH:
-            da_nH.copy_(dh_nH)
-    if dg_RH is not None:
-        clear_tail(dg_RH, groups)
-    return clear_tail(dh_RH, groups), dg_RH, gated_RH, dgate_R
+    kind = ACTIVATIONS[activation if g_RH is None else "swish"]
+    dy_RD = dy_ND if index_R is None else gather_rows(dy_ND, index_R)
+    da_RH = grouped_linear(dy_RD, fc2_weight.mT, None, groups)
+    kept_RH = a_RH if h_RH is None else h_RH
+    assert kept_RH is not None
+    if a_RH is None:
+        a_RH = kind.forward(kept_RH.clone())
+        a_RH = a_RH if g_RH is None else a_RH * g_RH
+    gated_RH, dgate_R, dg_RH = a_RH, None, None
+    if gate_R is not None:
+        dgate_R = torch.linalg.vecdot(da_RH, a_RH).to(gate_R.dtype)
+        if fc2_bias is not None:
+            for e, own in enumerate(_slices(groups)):
+                dgate_R[own] += dy_RD[own] @ fc2_bias[e]
+        gate_R1 = gate_R.unsqueeze(1).to(da_RH.dtype)
+        gated_RH, da_RH = a_RH * gate_R1, da_RH * gate_R1
+    if g_RH is not None:
+        dg_RH = clear_tail(da_RH * F.silu(kept_RH), groups)
+        da_RH = da_RH * g_RH
+    return clear_tail(kind.backward(da_RH, kept_RH), groups), dg_RH, gated_RH, dgate_R
 
 
 def ffn_up_backward(
@@ -307,12 +285,10 @@ def ffn_up_backward(
         fc3_weight: [E, H, D] or None.
         groups: the groups of the R rows.
     """
-    dx_RD = dh_RH.new_empty(dh_RH.shape[0], fc1_weight.shape[2])
-    for e, own in enumerate(_slices(groups)):
-        torch.mm(dh_RH[own], fc1_weight[e], out=dx_RD[own])
-        if dg_RH is not None and fc3_weight is not None:
-            dx_RD[own].addmm_(dg_RH[own], fc3_weight[e])
-    return clear_tail(dx_RD, groups)
+    dx_RD = grouped_linear(dh_RH, fc1_weight.mT, None, groups)
+    if dg_RH is not None and fc3_weight is not None:
+        dx_RD += grouped_linear(dg_RH, fc3_weight.mT, None, groups)
+    return dx_RD
 
 
 def _slices(groups: Groups) -> list[slice]:
@@ -322,15 +298,3 @@ def _slices(groups: Groups) -> list[slice]:
 
 def _read_rows(x_ND: Tensor, index_R: Tensor | None, own: slice) -> Tensor:
     return x_ND[own] if index_R is None else x_ND.index_select(0, index_R[own])
-
-
-def stride_copy(rows_RD: Tensor, outer: int, inner: int) -> Tensor:
-    """Reorder blocks of rows from [outer, inner, n, D] to [inner, outer, n, D].
-
-    Args:
-        rows_RD: [outer * inner * n, D], any dtype.
-        outer: the number of outer blocks.
-        inner: the number of inner blocks per outer block.
-    """
-    blocks = rows_RD.reshape(outer, inner, rows_RD.shape[0] // (outer * inner), rows_RD.shape[1])
-    return blocks.transpose(0, 1).reshape(rows_RD.shape)

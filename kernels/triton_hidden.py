@@ -227,23 +227,9 @@ def _hidden_kernel(
     n = n_tile * BLOCK_N
     da = tl.zeros([BLOCK_M, BLOCK_N], dtype=ACC)
     da = add_product(
-        da,
-        dy,
-        index,
-        weight,
-        (stride_e, stride_n, stride_k),
-        expert,
-        first,
-        end,
-        n,
-        N,
-        K,
-        PRECISION,
-        ROWS_DESCRIPTOR,
-        WEIGHT_DESCRIPTOR,
-        K_INNER,
-        BLOCK_K,
-    )
+        da, dy, index, weight, (stride_e, stride_n, stride_k), (expert, first, end, n), (N, K),
+        PRECISION, ROWS_DESCRIPTOR, WEIGHT_DESCRIPTOR, K_INNER, BLOCK_K,
+    )  # fmt: skip
     rows = tl.arange(0, BLOCK_M)
     count = (end - first).to(tl.int32)  # 32 bits need fewer registers
     readable = tl.where(expert < 0, 0, count)  # the tail is not read

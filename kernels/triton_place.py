@@ -186,14 +186,10 @@ def _assignments_at(
     order,
     chain,
     positions,
-    length,
-    num_tokens,
-    top_k,
-    num_experts,
-    time,
-    batch,
+    sizes,
 ):
     """Load the assignments at these positions, as t * K + j, and their experts; E for no expert."""
+    length, num_tokens, top_k, num_experts, time, batch = sizes
     inside = positions < length
     if order is not None:
         # Divisions of 64 bits would spill scalar registers on AMD.
@@ -228,18 +224,9 @@ def _count_kernel(
     block = tl.program_id(0)
     positions = block % num_blocks * BLOCK + tl.arange(0, BLOCK)
     _, own = _assignments_at(
-        ids,
-        asked,
-        order,
-        block // num_blocks,
-        positions,
-        length,
-        num_tokens,
-        top_k,
-        num_experts,
-        time,
-        batch,
-    )
+        ids, asked, order, block // num_blocks, positions,
+        (length, num_tokens, top_k, num_experts, time, batch),
+    )  # fmt: skip
     experts = tl.program_id(1) * BLOCK_E + tl.arange(0, BLOCK_E)
     counts = tl.sum((own[:, None] == experts[None, :]).to(tl.int32), axis=0)
     tl.store(starts + block.to(tl.int64) * num_experts + experts, counts, mask=experts < num_experts)
@@ -309,36 +296,13 @@ def _place_kernel(
     block = tl.program_id(0)
     chain, first = block // num_blocks, block % num_blocks * BLOCK
     positions = first + tl.arange(0, BLOCK)
-    sources, own = _assignments_at(
-        ids,
-        asked,
-        order,
-        chain,
-        positions,
-        length,
-        num_tokens,
-        top_k,
-        num_experts,
-        time,
-        batch,
-    )
+    sizes = (length, num_tokens, top_k, num_experts, time, batch)
+    sources, own = _assignments_at(ids, asked, order, chain, positions, sizes)
     has_slot = own < num_experts
     slots = tl.load(starts + block.to(tl.int64) * num_experts + own, mask=has_slot, other=0)
     for shift in range(0, BLOCK, PEERS):
         peers = first + shift + tl.arange(0, PEERS)
-        _, theirs = _assignments_at(
-            ids,
-            asked,
-            order,
-            chain,
-            peers,
-            length,
-            num_tokens,
-            top_k,
-            num_experts,
-            time,
-            batch,
-        )
+        _, theirs = _assignments_at(ids, asked, order, chain, peers, sizes)
         before = (own[:, None] == theirs[None, :]) & (peers[None, :] < positions[:, None])
         slots += tl.sum(before.to(tl.int32), axis=1)
     offsets = tl.zeros([BLOCK], dtype=tl.int32)  # rows of the experts before one's own

@@ -11,7 +11,6 @@ import triton.language as tl
 
 from fairseq_tutel.kernels import (
     triton_balance,
-    triton_copy,
     triton_dispatch,
     triton_place,
     triton_route,
@@ -130,14 +129,6 @@ def route_variants() -> Iterator[Variant]:
             | dict.fromkeys(("mass_ptr", "loss_ptr", "gradient_ptr"), dtype),
             ("num_experts",),
             {"ACC": ACCUMULATORS[dtype], "BLOCK_E": NUM_EXPERTS},
-        )
-    for dtype in (*DTYPES, "u8"):
-        yield variant(
-            f"stride_copy/{dtype}",
-            triton_copy._stride_copy_kernel,
-            {"rows_ptr": dtype, "out_ptr": dtype},
-            ("outer", "inner", "size"),
-            {"BLOCK": triton_copy.BLOCK},
         )
 
 

@@ -18,7 +18,6 @@ from benchmarks.layer_cases import Case
 from benchmarks.layer_inputs import Inputs
 from benchmarks.peers.variant import Unsupported, Variant
 from fairseq_tutel.kernels.few_rows import ffn_of_few
-from fairseq_tutel.kernels.large_pages import in_large_pages
 from fairseq_tutel.kernels.products import linear, weight_grad
 from fairseq_tutel.kernels.reference_route import softmax_top_k, softmax_top_k_backward
 
@@ -76,7 +75,7 @@ class _Bare(torch.autograd.Function):
         x_TD, gate, fc1, fc2, probs_TE, ids_TK, weights_TK, order_R, token_R, row_of_TK, a_RH = (
             ctx.saved_tensors
         )
-        dfc1, dfc2 = (in_large_pages(torch.empty_like(each)) for each in (fc1, fc2))
+        dfc1, dfc2 = (torch.empty_like(each) for each in (fc1, fc2))
         scale_R, dscale_R = weights_TK.flatten()[order_R].unsqueeze(1), weights_TK.new_empty(len(order_R))
         dx_RD = x_TD.new_empty(len(order_R), x_TD.shape[1])
         place_RH = torch.empty_like(a_RH[: max(ctx.counts)])

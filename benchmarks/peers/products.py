@@ -18,7 +18,6 @@ from benchmarks.layer_cases import Case
 from benchmarks.layer_inputs import Inputs
 from benchmarks.peers.gate import top_k_gate
 from benchmarks.peers.variant import Unsupported, Variant
-from fairseq_tutel.kernels.large_pages import in_large_pages
 from fairseq_tutel.kernels.products import linear, weight_grad
 
 
@@ -68,7 +67,7 @@ class _Products(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy_TD: Tensor) -> tuple[Tensor | None, ...]:
         own, (h_RH, fc1, fc2, *fc3) = ctx.own, ctx.saved_tensors
-        dfc1, dfc2, *dfc3 = (in_large_pages(torch.empty_like(each)) for each in (fc1, fc2, *fc3))
+        dfc1, dfc2, *dfc3 = (torch.empty_like(each) for each in (fc1, fc2, *fc3))
         dx_RD = torch.empty_like(own.x_RD)
         place_RH = torch.empty_like(h_RH[: max(own.counts)])
         rows = own.x_RD, own.dy_RD, h_RH, dx_RD

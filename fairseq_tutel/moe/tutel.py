@@ -338,7 +338,7 @@ def _custom_gate(gate: Any, model_dim: int, num_experts: int, seed: int) -> nn.M
     return draw(lambda given: gate["module"](**given), options, hashed_seed(seed, "", -1, "gate"))
 
 
-def _gate_fields(gate: Mapping[str, Any], module: nn.Module | None, num_experts: int) -> dict[str, Any]:
+def _gate_fields(gate: Any, module: nn.Module | None, num_experts: int) -> dict[str, Any]:
     """Return the MoEConfig fields of a gate; `top_k` of a custom gate's module overrides its dict."""
     values = {field: gate.get(key, default) for key, (field, default) in GATE_KEYS.items()}
     return {
