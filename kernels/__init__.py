@@ -69,13 +69,10 @@ def ops(
         fp32_products: a choice of --moe-fp32-products.
     """
     backend, _ = backend_for(requested, device)
-    if backend == "reference":
+    if backend == "reference" or (dtype == torch.float64 and not interpreted()):
         return reference
     from fairseq_tutel.kernels import triton_ops
 
-    is_wide = dtype == torch.float64 and not interpreted()
-    if is_wide:
-        return triton_ops.IN_FP64
     return triton_ops.IN_TF32X3 if fp32_products == "tf32x3" else triton_ops.BY_PRODUCTS
 
 

@@ -28,8 +28,6 @@ from fairseq_tutel.kernels.weights import FFNGradients, FFNWeights, SavedActivat
 
 # Maximum size of the hidden rows of a block. They should stay in cache between two products.
 BLOCK_BYTES = 2**19
-# Up to this total size, every block has its own buffer, and threads create no views.
-SMALL_BYTES = 2**22
 
 
 @dataclass(frozen=True)
@@ -288,16 +286,12 @@ def _readers(
 def _places(rows: Tensor, width: int, blocks: Sequence[Block]) -> Callable[[], Callable[[int], Tensor]]:
     """Return a factory of functions; each returns a buffer for the block with a given number.
 
-    Each thread calls the factory once. If the blocks exceed `SMALL_BYTES` in total, a thread uses the same
-    buffer for all its blocks. This buffer stays in cache.
+    Each thread calls the factory once, and uses the same buffer for all its blocks, which stays in cache.
     """
     sizes = _sizes(blocks)
-    if sum(sizes) * width * rows.itemsize <= SMALL_BYTES:
-        parts = _parts(rows.new_empty(sum(sizes), width), blocks)
-        return lambda: parts.__getitem__
 
     def places() -> Callable[[int], Tensor]:
-        place = rows.new_empty(max(sizes), width)
+        place = rows.new_empty(max(sizes, default=0), width)
         return lambda number: place[: sizes[number]]
 
     return places

@@ -35,11 +35,14 @@ def gather_rows(x_TD: Tensor, index_R: Tensor, scale_R: Tensor | None = None) ->
         index_R: [R] int64 in -1 .. T - 1.
         scale_R: [R] or None; entries where index is -1 are not read.
     """
-    holes_R1 = _holes(index_R)
-    rows_RD = _take(x_TD, index_R, holes_R1)
+    if len(x_TD) == 0:
+        return x_TD.new_zeros(len(index_R), x_TD.shape[1])
+    holes_R1 = (index_R < 0).unsqueeze(1)
+    has_holes = index_R.device.type != "cpu" or bool(holes_R1.any())  # a GPU would have to synchronize
+    rows_RD = x_TD.index_select(0, index_R.clamp_min(0) if has_holes else index_R)
     if scale_R is not None:
         rows_RD.mul_(scale_R.unsqueeze(1).to(rows_RD.dtype))
-    return rows_RD if holes_R1 is None else rows_RD.masked_fill_(holes_R1, 0.0)
+    return rows_RD.masked_fill_(holes_R1, 0.0) if has_holes else rows_RD
 
 
 def gather_sum(rows_RD: Tensor, row_of_TK: Tensor, weights_TK: Tensor | None = None) -> Tensor:
@@ -55,11 +58,7 @@ def gather_sum(rows_RD: Tensor, row_of_TK: Tensor, weights_TK: Tensor | None = N
     num_tokens, top_k = row_of_TK.shape
     if top_k > 1 and rows_RD.device.type == "cpu" and rows_RD.dtype in BAG_DTYPES and len(rows_RD):
         return _sum_of_bags(rows_RD, row_of_TK, weights_TK)
-    index_N = row_of_TK.reshape(-1)
-    holes_N1 = _holes(index_N)
-    copies_ND = _take(rows_RD, index_N, holes_N1)
-    if holes_N1 is not None:
-        copies_ND.masked_fill_(holes_N1, 0.0)
+    copies_ND = gather_rows(rows_RD, row_of_TK.reshape(-1))
     if top_k == 1:
         return copies_ND if weights_TK is None else copies_ND.mul_(weights_TK.to(rows_RD.dtype))
     copies_TKD = copies_ND.view(num_tokens, top_k, rows_RD.shape[1])
@@ -91,13 +90,7 @@ def _sum_of_bags(rows_RD: Tensor, row_of_TK: Tensor, weights_TK: Tensor | None) 
 
 def gather_dot(rows_RD: Tensor, row_of_TK: Tensor, y_TD: Tensor) -> Tensor:
     """Compute dot products: dots[t, j] = <y[t], rows[row_of[t, j]]>, or 0 where row_of is -1."""
-    num_tokens, top_k = row_of_TK.shape
-    index_N = row_of_TK.reshape(-1)
-    holes_N1 = _holes(index_N)
-    copies_ND = _take(rows_RD, index_N, holes_N1)
-    if holes_N1 is not None:
-        copies_ND.masked_fill_(holes_N1, 0.0)
-    copies_TKD = copies_ND.view(num_tokens, top_k, rows_RD.shape[1])
+    copies_TKD = gather_rows(rows_RD, row_of_TK.reshape(-1)).view(*row_of_TK.shape, rows_RD.shape[1])
     return torch.bmm(copies_TKD, y_TD.unsqueeze(2)).squeeze(2)
 
 
@@ -112,20 +105,6 @@ def gather_values(values_N: Tensor, index_X: Tensor) -> Tensor:
         return values_N.new_zeros(index_X.shape)
     read_X = values_N.index_select(0, index_X.reshape(-1).clamp_min(0)).view(index_X.shape)
     return read_X.masked_fill_(index_X < 0, 0.0)
-
-
-def _holes(index_N: Tensor) -> Tensor | None:
-    """Return the mask [N, 1] of the index entries that are -1; on a CPU, None if there are none."""
-    holes_N1 = (index_N < 0).unsqueeze(1)
-    if index_N.device.type == "cpu" and not holes_N1.any():
-        return None
-    return holes_N1
-
-
-def _take(x: Tensor, index_N: Tensor, holes_N1: Tensor | None) -> Tensor:
-    if x.shape[0] == 0:
-        return x.new_zeros(index_N.shape[0], x.shape[1])
-    return x.index_select(0, index_N if holes_N1 is None else index_N.clamp_min(0))
 
 
 def grouped_linear(rows_RI: Tensor, weight_EOI: Tensor, bias_EO: Tensor | None, groups: Groups) -> Tensor:

@@ -1,9 +1,8 @@
 """The Triton version of every kernel, which `kernels.ops` returns for a GPU."""
 
 import functools
-from types import SimpleNamespace
 
-from fairseq_tutel.kernels import OPS, reference
+from fairseq_tutel.kernels import OPS
 from fairseq_tutel.kernels.ffn_by_products import by_products
 from fairseq_tutel.kernels.triton_balance import load_loss as load_loss
 from fairseq_tutel.kernels.triton_dispatch import gather_dot as gather_dot
@@ -24,6 +23,3 @@ _PRODUCTS = {name: op for name, op in _ALL.items() if name.startswith(("grouped_
 BY_PRODUCTS = by_products(_ALL)
 # fp32 products of the experts as three TF32 products.
 IN_TF32X3 = by_products({**_ALL, **{n: functools.partial(op, tf32x3=True) for n, op in _PRODUCTS.items()}})
-# The Triton products do not support fp64 on a GPU, so torch computes fp64 products expert by expert.
-_OTHERS = {name: op for name, op in _ALL.items() if name not in _PRODUCTS}
-IN_FP64 = SimpleNamespace(**{**vars(reference), **_OTHERS})

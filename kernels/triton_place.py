@@ -6,6 +6,8 @@ The scan needs no atomics, sort, [T, E] tensor or host read. T tokens, E experts
 assignments, where j * T + t is choice j of token t.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -45,13 +47,7 @@ def assign_rows(
 
 
 def _fake_place_assignments(
-    ids_TK: Tensor,
-    asked_TK: Tensor | None,
-    order_N: Tensor | None,
-    limit: Tensor | None,
-    num_experts: int,
-    time: int,
-    batch: int,
+    ids_TK: Tensor, asked_TK: Any, order_N: Any, limit: Any, num_experts: int, *_: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     num_tokens, top_k = ids_TK.shape
     size = num_tokens * top_k
@@ -88,7 +84,7 @@ def place_assignments(
         time: the time steps of a time-first layout, where token t is (t // batch, t % batch); else 1.
         batch: T / time.
     """
-    found = _fake_place_assignments(ids_TK, asked_TK, order_N, limit, num_experts, time, batch)
+    found = _fake_place_assignments(ids_TK, asked_TK, order_N, limit, num_experts)
     slots_TK, assigned_KE, counts_E, dropped_K, row_of_TK, source_of_R, token_of_R = found
     if ids_TK.numel() == 0:
         for counts in (assigned_KE, counts_E, dropped_K):

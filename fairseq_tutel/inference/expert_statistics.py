@@ -9,7 +9,7 @@
 
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -120,26 +120,17 @@ def pooled(
 
 def _mean(layers: Sequence[LayerStatistics]) -> LayerStatistics:
     """Return the statistics of one layer over the tokens of several pairs."""
-    tokens = sum(layer.tokens for layer in layers)
-    firsts = [[layer.tokens * share for share in layer.activity] for layer in layers]
-    confident = [
-        [first * each for first, each in zip(of_layer, layer.confidence, strict=True)]
-        for of_layer, layer in zip(firsts, layers, strict=True)
+    tokens, experts = sum(layer.tokens for layer in layers), range(len(layers[0].load))
+    first_E = [sum(layer.tokens * layer.activity[e] for layer in layers) for e in experts]
+    confident_E = [
+        sum(layer.tokens * layer.activity[e] * layer.confidence[e] for layer in layers) for e in experts
     ]
-    loads = [[layer.tokens * each for each in layer.load] for layer in layers]
-    first_E = _sums(firsts)
     return LayerStatistics(
         tokens=tokens,
         activity=[first / tokens for first in first_E],
-        confidence=[
-            c / first if first else 0.0 for c, first in zip(_sums(confident), first_E, strict=True)
-        ],
-        load=[load / tokens for load in _sums(loads)],
+        confidence=[c / first if first else 0.0 for c, first in zip(confident_E, first_E, strict=True)],
+        load=[sum(layer.tokens * layer.load[e] for layer in layers) / tokens for e in experts],
     )
-
-
-def _sums(rows: Iterable[Sequence[float]]) -> list[float]:
-    return [sum(column) for column in zip(*rows, strict=True)]
 
 
 def of_layer(
