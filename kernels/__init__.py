@@ -64,8 +64,7 @@ def ops(
     Args:
         requested: a choice of --moe-backend.
         device: the device of the tensors.
-        dtype: the dtype of the experts' products. fp64 products run in torch, since the GPU kernels do not
-            support fp64.
+        dtype: the dtype of the experts' products; torch computes fp64 products.
         fp32_products: a choice of --moe-fp32-products.
     """
     backend, _ = backend_for(requested, device)

@@ -80,27 +80,6 @@ def test_pairs_of_a_multilingual_model_are_counted_separately_and_kept(tmp_path)
     assert isinstance(model.translate("w1 w2"), str)
 
 
-def test_a_pruned_model_translates_with_layers_of_its_own_sizes(mt, mt_data, tmp_path):
-    use, pruned = mt.parent / "use.json", tmp_path / "pruned.pt"
-    prune = (
-        "convert",
-        "prune",
-        mt,
-        "--by",
-        "importance",
-        "--statistics",
-        use,
-        "--share",
-        0.7,
-        "--globally",
-    )
-    printed = tool(*prune, "--output", pruned)
-    kept = [int(count) for count in re.findall(r"4 -> (\d) experts", printed)]
-    assert len(kept) == 4 and sum(kept) == 11
-    lines, _ = generate(mt_data, pruned)
-    assert len(lines) > 60
-
-
 PREFETCH = ("--moe-expert-store", "on-demand", "--moe-expert-cache")
 
 

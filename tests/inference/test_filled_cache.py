@@ -1,7 +1,5 @@
 """A cache that is filled when a model is opened: which experts, in which order, and the same output."""
 
-import threading
-
 import pytest
 import torch
 from stored import FFN, as_read, model_of, opened, source_of, write
@@ -43,21 +41,6 @@ def test_the_most_used_experts_are_fetched_and_evicted_last(tmp_path, eviction):
         assert counters.fetches + counters.cancelled == 3
         store.take(0, [5])
         assert counters.fetches + counters.cancelled == 4
-
-
-def test_an_expert_that_is_evicted_before_it_is_read_is_not_read(tmp_path, monkeypatch):
-    source = source_of(write(model_of(FFN), tmp_path))
-    with ExpertStore(cache=3) as store:
-        model, reads = opened(FFN, store, source), threading.Semaphore(0)
-        read = store._files.read
-        monkeypatch.setattr(store._files, "read", lambda *args: reads.acquire(timeout=9) and read(*args))
-        store.fill_cache([(model[0].experts, e) for e in (0, 1, 3)])
-        wait = store._fetcher.wait
-        monkeypatch.setattr(store._fetcher, "wait", lambda fetches: reads.release(2) or wait(fetches))
-        store.take(0, [2])  # the thread reads 0 and 2; then it waits in the read of 1
-        store.take(0, [])
-        assert (store.counters.cancelled, sorted(store._fetches)) == (1, [(0, 0), (0, 1), (0, 2)])
-        reads.release(9)
 
 
 def test_an_automatic_cache_is_half_of_the_free_memory_at_the_first_fetch(monkeypatch):

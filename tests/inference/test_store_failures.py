@@ -16,7 +16,6 @@ from stored import FFN, model_of, opened, source_of, write
 
 from fairseq_tutel import ExpertStore
 from fairseq_tutel.checkpoint.quantized import Quantized
-from fairseq_tutel.inference import expert_sources
 from fairseq_tutel.inference.expert_cache import ExpertCache
 from fairseq_tutel.kernels.groups import Groups
 from fairseq_tutel.moe.experts import build_experts
@@ -111,17 +110,6 @@ def test_an_error_in_the_thread_is_raised_by_the_next_use(tmp_path, monkeypatch)
     for thread in threads():
         thread.join(60)
     assert "is corrupt or missing (Input/output error)" in refusal(model)
-
-
-def test_what_one_read_leaves_over_is_read_by_the_next(tmp_path, monkeypatch):
-    content, preadv = bytes(range(30)), os.preadv
-    (tmp_path / "file").write_bytes(content)
-
-    monkeypatch.setattr(os, "preadv", lambda file, buffers, at: preadv(file, [buffers[0][:5]], at))
-    found = bytearray(21)
-    with (tmp_path / "file").open("rb") as file:
-        expert_sources._read_whole(file.fileno(), memoryview(found), 4)
-    assert bytes(found) == content[4:25]
 
 
 def wait_for_ever(folder, pipe):

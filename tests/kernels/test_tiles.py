@@ -43,12 +43,3 @@ def test_every_tile_has_a_table_of_row_tiles():
     blocks_m = pytest.importorskip("fairseq_tutel.kernels.triton_tiles").BLOCKS_M
     found = {row.tile.block_m for row in tiles.TABLE if row.kinds != "weight"}
     assert {16, 32, *found} == set(blocks_m)
-
-
-@pytest.mark.parametrize(
-    "major, hardware",
-    [(7, "sm_80"), (8, "sm_80"), (9, "sm_90"), (10, "sm_100"), (12, "sm_120"), (13, "sm_120")],
-)
-def test_the_hardware_class_is_that_of_the_compute_capability(major, hardware):
-    launch = pytest.importorskip("fairseq_tutel.kernels.triton_launch")
-    assert launch.hardware_class(major) == hardware
