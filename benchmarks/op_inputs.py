@@ -13,8 +13,6 @@ from torch import Tensor
 from fairseq_tutel.kernels.groups import Groups
 
 ACTIVATION = "relu"
-# Of the blocks that are copied in another order: two nodes of eight ranks.
-OUTER, INNER = 2, 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -198,10 +196,6 @@ def _load_loss(t: Tensors) -> Call:
     return Call(arguments=(mass_E, t.groups.counts, num_tokens), work=2 * mass_E.nbytes)
 
 
-def _stride_copy(t: Tensors) -> Call:
-    return Call(arguments=(t.rows_RD, OUTER, INNER), work=2 * t.rows_RD.nbytes)
-
-
 def _grouped_linear(t: Tensors) -> Call:
     return _product((t.a_RH, t.fc2, None, t.groups), t.product_flops)
 
@@ -246,7 +240,6 @@ CALLS: dict[str, Callable[[Tensors], Call]] = {
     "softmax_top_k_backward": _softmax_top_k_backward,
     "assign_rows": _assign_rows,
     "load_loss": _load_loss,
-    "stride_copy": _stride_copy,
     "grouped_linear": _grouped_linear,
     "grouped_weight_grad": _grouped_weight_grad,
     "ffn_up": _ffn_up,

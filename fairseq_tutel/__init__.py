@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from fairseq_tutel.moe.metrics import routing_metrics as routing_metrics
     from fairseq_tutel.moe.routing import Routing as Routing
     from fairseq_tutel.moe.routing import route as route
-    from fairseq_tutel.moe.tutel_layer import moe_layer as moe_layer
+    from fairseq_tutel.moe.tutel import moe_layer as moe_layer
     from fairseq_tutel.moe.update_tuner import UpdateTuner as UpdateTuner
     from fairseq_tutel.parallel.groups import Topology as Topology
     from fairseq_tutel.parallel.groups import make_topology as make_topology
@@ -47,7 +47,7 @@ _MODULES = {
     "gshard_loss": "moe.balance",
     "keep_freed_memory": "plugin",
     "make_topology": "parallel.groups",
-    "moe_layer": "moe.tutel_layer",
+    "moe_layer": "moe.tutel",
     "pregate": "inference.pregate",
     "route": "moe.routing",
     "routing_metrics": "moe.metrics",

@@ -20,7 +20,6 @@ OPS = (
     "softmax_top_k_backward",
     "assign_rows",
     "load_loss",
-    "stride_copy",
     "grouped_linear",
     "grouped_weight_grad",
     "ffn_up",
@@ -65,18 +64,14 @@ def ops(
     Args:
         requested: a choice of --moe-backend.
         device: the device of the tensors.
-        dtype: the dtype of the experts' products. fp64 products run in torch, since the GPU kernels do not
-            support fp64.
+        dtype: the dtype of the experts' products; torch computes fp64 products.
         fp32_products: a choice of --moe-fp32-products.
     """
     backend, _ = backend_for(requested, device)
-    if backend == "reference":
+    if backend == "reference" or (dtype == torch.float64 and not interpreted()):
         return reference
     from fairseq_tutel.kernels import triton_ops
 
-    is_wide = dtype == torch.float64 and not interpreted()
-    if is_wide:
-        return triton_ops.IN_FP64
     return triton_ops.IN_TF32X3 if fp32_products == "tf32x3" else triton_ops.BY_PRODUCTS
 
 

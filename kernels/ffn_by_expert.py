@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fairseq_tutel.kernels import thread_pool
-from fairseq_tutel.kernels.activations import ACTIVATIONS, Activation
+from fairseq_tutel.kernels.activations import ACTIVATIONS
 from fairseq_tutel.kernels.groups import Groups
 from fairseq_tutel.kernels.opaque import untraced
 from fairseq_tutel.kernels.products import linear, weight_grad
@@ -28,8 +28,6 @@ from fairseq_tutel.kernels.weights import FFNGradients, FFNWeights, SavedActivat
 
 # Maximum size of the hidden rows of a block. They should stay in cache between two products.
 BLOCK_BYTES = 2**19
-# Up to this total size, every block has its own buffer, and threads create no views.
-SMALL_BYTES = 2**22
 
 
 @dataclass(frozen=True)
@@ -166,7 +164,9 @@ def ffn_backward(
         def run(number: int) -> None:
             dy_nD, x_nD, block = dy_of(number), x_of(number), blocks[number]
             h_nH, g_nH, dx_nD = h_BnH[number], g_BnH[number], dx_BnD[number]
-            a_nH = _activated(kind, h_nH, g_nH) if a_BnH[number] is None else a_BnH[number]
+            a_nH = a_BnH[number]
+            if a_nH is None:
+                a_nH = kind.forward(h_nH) if g_nH is None else kind.forward(h_nH).mul_(g_nH)
             da_nH = _times(dy_nD, of_each.fc2_weight, block, place_of(number))
             if gate_R is not None:
                 dgate_n = dgate_Bn[number].copy_(torch.linalg.vecdot(da_nH, a_nH))
@@ -200,12 +200,6 @@ def ffn_backward(
     if grads.x_RD is not None:
         clear_tail(grads.x_RD, groups)
     return grads
-
-
-def _activated(kind: Activation, h_nH: Tensor, g_nH: Tensor | None) -> Tensor:
-    """Recompute the output of the FFN's activation function for one block of rows."""
-    a_nH = kind.forward(h_nH)
-    return a_nH if g_nH is None else a_nH.mul_(g_nH)
 
 
 def _linear(rows_nI: Tensor, weight_EOI: Any, bias_EO: Any, block: Block, out_nO: Tensor) -> Tensor:
@@ -288,16 +282,12 @@ def _readers(
 def _places(rows: Tensor, width: int, blocks: Sequence[Block]) -> Callable[[], Callable[[int], Tensor]]:
     """Return a factory of functions; each returns a buffer for the block with a given number.
 
-    Each thread calls the factory once. If the blocks exceed `SMALL_BYTES` in total, a thread uses the same
-    buffer for all its blocks. This buffer stays in cache.
+    Each thread calls the factory once, and uses the same buffer for all its blocks, which stays in cache.
     """
     sizes = _sizes(blocks)
-    if sum(sizes) * width * rows.itemsize <= SMALL_BYTES:
-        parts = _parts(rows.new_empty(sum(sizes), width), blocks)
-        return lambda: parts.__getitem__
 
     def places() -> Callable[[int], Tensor]:
-        place = rows.new_empty(max(sizes), width)
+        place = rows.new_empty(max(sizes, default=0), width)
         return lambda number: place[: sizes[number]]
 
     return places

@@ -35,11 +35,14 @@ def gather_rows(x_TD: Tensor, index_R: Tensor, scale_R: Tensor | None = None) ->
         index_R: [R] int64 in -1 .. T - 1.
         scale_R: [R] or None; entries where index is -1 are not read.
     """
-    holes_R1 = _holes(index_R)
-    rows_RD = _take(x_TD, index_R, holes_R1)
+    if len(x_TD) == 0:
+        return x_TD.new_zeros(len(index_R), x_TD.shape[1])
+    holes_R1 = (index_R < 0).unsqueeze(1)
+    has_holes = index_R.device.type != "cpu" or bool(holes_R1.any())  # a GPU would have to synchronize
+    rows_RD = x_TD.index_select(0, index_R.clamp_min(0) if has_holes else index_R)
     if scale_R is not None:
         rows_RD.mul_(scale_R.unsqueeze(1).to(rows_RD.dtype))
-    return rows_RD if holes_R1 is None else rows_RD.masked_fill_(holes_R1, 0.0)
+    return rows_RD.masked_fill_(holes_R1, 0.0) if has_holes else rows_RD
 
 
 def gather_sum(rows_RD: Tensor, row_of_TK: Tensor, weights_TK: Tensor | None = None) -> Tensor:
@@ -55,11 +58,7 @@ def gather_sum(rows_RD: Tensor, row_of_TK: Tensor, weights_TK: Tensor | None = N
     num_tokens, top_k = row_of_TK.shape
     if top_k > 1 and rows_RD.device.type == "cpu" and rows_RD.dtype in BAG_DTYPES and len(rows_RD):
         return _sum_of_bags(rows_RD, row_of_TK, weights_TK)
-    index_N = row_of_TK.reshape(-1)
-    holes_N1 = _holes(index_N)
-    copies_ND = _take(rows_RD, index_N, holes_N1)
-    if holes_N1 is not None:
-        copies_ND.masked_fill_(holes_N1, 0.0)
+    copies_ND = gather_rows(rows_RD, row_of_TK.reshape(-1))
     if top_k == 1:
         return copies_ND if weights_TK is None else copies_ND.mul_(weights_TK.to(rows_RD.dtype))
     copies_TKD = copies_ND.view(num_tokens, top_k, rows_RD.shape[1])
@@ -91,13 +90,7 @@ def _sum_of_bags(rows_RD: Tensor, row_of_TK: Tensor, weights_TK: Tensor | None) 
 
 def gather_dot(rows_RD: Tensor, row_of_TK: Tensor, y_TD: Tensor) -> Tensor:
     """Compute dot products: dots[t, j] = <y[t], rows[row_of[t, j]]>, or 0 where row_of is -1."""
-    num_tokens, top_k = row_of_TK.shape
-    index_N = row_of_TK.reshape(-1)
-    holes_N1 = _holes(index_N)
-    copies_ND = _take(rows_RD, index_N, holes_N1)
-    if holes_N1 is not None:
-        copies_ND.masked_fill_(holes_N1, 0.0)
-    copies_TKD = copies_ND.view(num_tokens, top_k, rows_RD.shape[1])
+    copies_TKD = gather_rows(rows_RD, row_of_TK.reshape(-1)).view(*row_of_TK.shape, rows_RD.shape[1])
     return torch.bmm(copies_TKD, y_TD.unsqueeze(2)).squeeze(2)
 
 
@@ -112,20 +105,6 @@ def gather_values(values_N: Tensor, index_X: Tensor) -> Tensor:
         return values_N.new_zeros(index_X.shape)
     read_X = values_N.index_select(0, index_X.reshape(-1).clamp_min(0)).view(index_X.shape)
     return read_X.masked_fill_(index_X < 0, 0.0)
-
-
-def _holes(index_N: Tensor) -> Tensor | None:
-    """Return the mask [N, 1] of the index entries that are -1; on a CPU, None if there are none."""
-    holes_N1 = (index_N < 0).unsqueeze(1)
-    if index_N.device.type == "cpu" and not holes_N1.any():
-        return None
-    return holes_N1
-
-
-def _take(x: Tensor, index_N: Tensor, holes_N1: Tensor | None) -> Tensor:
-    if x.shape[0] == 0:
-        return x.new_zeros(index_N.shape[0], x.shape[1])
-    return x.index_select(0, index_N if holes_N1 is None else index_N.clamp_min(0))
 
 
 def grouped_linear(rows_RI: Tensor, weight_EOI: Tensor, bias_EO: Tensor | None, groups: Groups) -> Tensor:
@@ -207,25 +186,13 @@ def ffn_up(
         activation: a name in ACTIVATIONS.
         keep: whether to return g, and h if the derivative cannot be computed from a; else they are None.
     """
-    kind = ACTIVATIONS[activation]
-    num_rows = x_ND.shape[0] if index_R is None else index_R.shape[0]
-    a_RH = x_ND.new_empty(num_rows, fc1_weight.shape[1])
-    is_glu = fc3_weight is not None
-    h_RH = torch.empty_like(a_RH) if keep and (is_glu or not kind.keeps_output) else None
-    g_RH = torch.empty_like(a_RH) if keep and is_glu else None
-    for e, own in enumerate(_slices(groups)):
-        x_nD = _read_rows(x_ND, index_R, own)
-        h_nH = (a_RH if h_RH is None else h_RH)[own]
-        linear(x_nD, fc1_weight[e], None if fc1_bias is None else fc1_bias[e], h_nH)
-        if fc3_weight is not None:
-            g_nH = torch.empty_like(h_nH) if g_RH is None else g_RH[own]
-            linear(x_nD, fc3_weight[e], None if fc3_bias is None else fc3_bias[e], g_nH)
-            torch.mul(F.silu(h_nH), g_nH, out=a_RH[own])
-        else:
-            a_nH = kind.forward(h_nH)
-            if a_nH is not h_nH or h_RH is not None:
-                a_RH[own] = a_nH
-    return clear_tail(a_RH, groups), h_RH, g_RH
+    rows_RD = x_ND if index_R is None else gather_rows(x_ND, index_R)
+    h_RH = grouped_linear(rows_RD, fc1_weight, fc1_bias, groups)
+    if fc3_weight is None:
+        kind = ACTIVATIONS[activation]
+        return kind.forward(h_RH.clone()), h_RH if keep and not kind.keeps_output else None, None
+    g_RH = grouped_linear(rows_RD, fc3_weight, fc3_bias, groups)
+    return F.silu(h_RH) * g_RH, h_RH if keep else None, g_RH if keep else None
 
 
 def ffn_down_backward(
@@ -261,36 +228,26 @@ def ffn_down_backward(
 
     Source: SonicMoE (Guo et al. 2025, arXiv 2512.14080), section 3, for the gate's gradient.
     """
-    kind = ACTIVATIONS[activation]
-    num_rows = dy_ND.shape[0] if index_R is None else index_R.shape[0]
-    dh_RH = dy_ND.new_empty(num_rows, fc2_weight.shape[2])
-    dg_RH = None if g_RH is None else torch.empty_like(dh_RH)
-    made_RH = torch.empty_like(dh_RH) if a_RH is None else a_RH
-    gated_RH = made_RH if gate_R is None else torch.empty_like(dh_RH)
-    dgate_R = None if gate_R is None else torch.empty_like(gate_R)
-    for e, own in enumerate(_slices(groups)):
-        dy_nD = _read_rows(dy_ND, index_R, own)
-        da_nH = torch.mm(dy_nD, fc2_weight[e], out=dh_RH[own])
-        if a_RH is None:
-            assert h_RH is not None
-            made_RH[own] = kind.forward(h_RH[own]) if g_RH is None else F.silu(h_RH[own]).mul_(g_RH[own])
-        if gate_R is not None and dgate_R is not None:
-            dots_n = torch.linalg.vecdot(da_nH, made_RH[own])
-            dgate_R[own] = dots_n if fc2_bias is None else dots_n + dy_nD @ fc2_bias[e]
-            gate_n1 = gate_R[own].unsqueeze(1).to(da_nH.dtype)
-            torch.mul(made_RH[own], gate_n1, out=gated_RH[own])
-            da_nH.mul_(gate_n1)
-        if g_RH is None or dg_RH is None:
-            dh_nH = kind.backward(da_nH, (made_RH if h_RH is None else h_RH)[own])
-        else:
-            assert h_RH is not None
-            torch.mul(da_nH, F.silu(h_RH[own]), out=dg_RH[own])
-            dh_nH = ACTIVATIONS["swish"].backward(da_nH.mul_(g_RH[own]), h_RH[own])
-        if dh_nH is not da_nH:
-            da_nH.copy_(dh_nH)
-    if dg_RH is not None:
-        clear_tail(dg_RH, groups)
-    return clear_tail(dh_RH, groups), dg_RH, gated_RH, dgate_R
+    kind = ACTIVATIONS[activation if g_RH is None else "swish"]
+    dy_RD = dy_ND if index_R is None else gather_rows(dy_ND, index_R)
+    da_RH = grouped_linear(dy_RD, fc2_weight.mT, None, groups)
+    kept_RH = a_RH if h_RH is None else h_RH
+    assert kept_RH is not None
+    if a_RH is None:
+        a_RH = kind.forward(kept_RH.clone())
+        a_RH = a_RH if g_RH is None else a_RH * g_RH
+    gated_RH, dgate_R, dg_RH = a_RH, None, None
+    if gate_R is not None:
+        dgate_R = torch.linalg.vecdot(da_RH, a_RH).to(gate_R.dtype)
+        if fc2_bias is not None:
+            for e, own in enumerate(_slices(groups)):
+                dgate_R[own] += dy_RD[own] @ fc2_bias[e]
+        gate_R1 = gate_R.unsqueeze(1).to(da_RH.dtype)
+        gated_RH, da_RH = a_RH * gate_R1, da_RH * gate_R1
+    if g_RH is not None:
+        dg_RH = clear_tail(da_RH * F.silu(kept_RH), groups)
+        da_RH = da_RH * g_RH
+    return clear_tail(kind.backward(da_RH, kept_RH), groups), dg_RH, gated_RH, dgate_R
 
 
 def ffn_up_backward(
@@ -307,12 +264,10 @@ def ffn_up_backward(
         fc3_weight: [E, H, D] or None.
         groups: the groups of the R rows.
     """
-    dx_RD = dh_RH.new_empty(dh_RH.shape[0], fc1_weight.shape[2])
-    for e, own in enumerate(_slices(groups)):
-        torch.mm(dh_RH[own], fc1_weight[e], out=dx_RD[own])
-        if dg_RH is not None and fc3_weight is not None:
-            dx_RD[own].addmm_(dg_RH[own], fc3_weight[e])
-    return clear_tail(dx_RD, groups)
+    dx_RD = grouped_linear(dh_RH, fc1_weight.mT, None, groups)
+    if dg_RH is not None and fc3_weight is not None:
+        dx_RD += grouped_linear(dg_RH, fc3_weight.mT, None, groups)
+    return dx_RD
 
 
 def _slices(groups: Groups) -> list[slice]:
@@ -322,15 +277,3 @@ def _slices(groups: Groups) -> list[slice]:
 
 def _read_rows(x_ND: Tensor, index_R: Tensor | None, own: slice) -> Tensor:
     return x_ND[own] if index_R is None else x_ND.index_select(0, index_R[own])
-
-
-def stride_copy(rows_RD: Tensor, outer: int, inner: int) -> Tensor:
-    """Reorder blocks of rows from [outer, inner, n, D] to [inner, outer, n, D].
-
-    Args:
-        rows_RD: [outer * inner * n, D], any dtype.
-        outer: the number of outer blocks.
-        inner: the number of inner blocks per outer block.
-    """
-    blocks = rows_RD.reshape(outer, inner, rows_RD.shape[0] // (outer * inner), rows_RD.shape[1])
-    return blocks.transpose(0, 1).reshape(rows_RD.shape)

@@ -16,10 +16,8 @@ def choose_experts(scores_TE: Tensor, top_k: int) -> Tensor:
 
     The choice must be deterministic on every device. torch.topk does not define the order of ties.
     """
-    if top_k > 4 and scores_TE.dtype == torch.float64:
-        return scores_TE.sort(dim=1, descending=True, stable=True).indices[:, :top_k].contiguous()
     if top_k > 4:
-        return _ranked_keys(scores_TE).topk(top_k, dim=1).indices
+        return scores_TE.sort(dim=1, descending=True, stable=True).indices[:, :top_k].contiguous()
     scores_TE = scores_TE.clone() if top_k > 1 else scores_TE
     chosen = []
     for _ in range(top_k):
@@ -28,14 +26,6 @@ def choose_experts(scores_TE: Tensor, top_k: int) -> Tensor:
         if len(chosen) < top_k:
             scores_TE.scatter_(1, ids_T1, -math.inf)
     return torch.cat(chosen, dim=1) if top_k > 1 else chosen[0]
-
-
-def _ranked_keys(scores_TE: Tensor) -> Tensor:
-    """Map scores to distinct int64 keys in the same order; the lower expert id ranks first in ties."""
-    num_experts = scores_TE.shape[1]
-    bits_TE = (scores_TE.to(torch.float32) + 0.0).view(torch.int32)  # + 0.0 turns -0.0 into 0.0
-    order_TE = torch.where(bits_TE < 0, bits_TE ^ 0x7FFFFFFF, bits_TE).to(torch.int64)
-    return order_TE * num_experts - torch.arange(num_experts, device=scores_TE.device)
 
 
 def row_softmax(logits_TE: Tensor) -> Tensor:

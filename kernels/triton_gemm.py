@@ -5,6 +5,8 @@ the interpreter supports, they are computed in fp64. One program writes each out
 deterministic.
 """
 
+from typing import Any
+
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -37,15 +39,7 @@ def ffn_up_backward(
     return triton_linear(dh_RH, fc1_weight.mT, None, dg_RH, fc3_weight, tiles, tf32x3)
 
 
-def _linear_shape(
-    rows_RI: Tensor,
-    weight_EOI: Tensor,
-    bias_EO: Tensor | None,
-    more_RI: Tensor | None,
-    more_weight_EOI: Tensor | None,
-    tiles: Tensor,
-    tf32x3: bool,
-) -> Tensor:
+def _linear_shape(rows_RI: Tensor, weight_EOI: Tensor, *_: Any) -> Tensor:
     return rows_RI.new_empty(rows_RI.shape[0], weight_EOI.shape[1])
 
 
@@ -128,43 +122,16 @@ def _linear_kernel(
     n = n_tile * BLOCK_N
     strides = (stride_e, stride_n, stride_k)
     total = tl.zeros([BLOCK_M, BLOCK_N], dtype=ACC)
+    tile, sizes = (expert, first, end, n), (N, K)
     total = add_product(
-        total,
-        rows,
-        None,
-        weight,
-        strides,
-        expert,
-        first,
-        end,
-        n,
-        N,
-        K,
-        PRECISION,
-        ROWS_DESCRIPTOR,
-        WEIGHT_DESCRIPTOR,
-        K_INNER,
-        BLOCK_K,
-    )
+        total, rows, None, weight, strides, tile, sizes,
+        PRECISION, ROWS_DESCRIPTOR, WEIGHT_DESCRIPTOR, K_INNER, BLOCK_K,
+    )  # fmt: skip
     if more is not None:
         total = add_product(
-            total,
-            more,
-            None,
-            more_weight,
-            strides,
-            expert,
-            first,
-            end,
-            n,
-            N,
-            K,
-            PRECISION,
-            ROWS_DESCRIPTOR,
-            WEIGHT_DESCRIPTOR,
-            K_INNER,
-            BLOCK_K,
-        )
+            total, more, None, more_weight, strides, tile, sizes,
+            PRECISION, ROWS_DESCRIPTOR, WEIGHT_DESCRIPTOR, K_INNER, BLOCK_K,
+        )  # fmt: skip
     columns = n + tl.arange(0, BLOCK_N)
     if bias is not None:
         total += load_bias(bias, expert, columns, N).to(ACC)[None, :]

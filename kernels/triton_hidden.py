@@ -6,6 +6,8 @@ the activation's derivative. It also writes the activation's output times the ga
 weight gradient is a product of plain rows.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -67,18 +69,9 @@ def ffn_down_backward(
 
 
 def _hidden_shapes(
-    dy_ND: Tensor,
-    index_R: Tensor | None,
-    gate_R: Tensor | None,
-    fc2_weight: Tensor,
-    fc2_bias: Tensor | None,
-    a_RH: Tensor | None,
-    h_RH: Tensor | None,
-    g_RH: Tensor | None,
-    tiles: Tensor,
-    activation: str,
-    tf32x3: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    dy_ND: Tensor, index_R: Any, gate_R: Any, fc2_weight: Tensor, fc2_bias: Any, a_RH: Any, h_RH: Any,
+    g_RH: Any, *_: Any,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     num_rows = dy_ND.shape[0] if index_R is None else index_R.shape[0]
     dh_RH = dy_ND.new_empty(num_rows, fc2_weight.shape[2])
     dg_RH = dy_ND.new_empty(0) if g_RH is None else torch.empty_like(dh_RH)
@@ -108,7 +101,7 @@ def triton_hidden(
     `activation` is the function that was applied to h. With g it is "swish".
     """
     dh_RH, dg_RH, gated_RH, dgate_R = _hidden_shapes(
-        dy_ND, index_R, gate_R, fc2_weight, fc2_bias, a_RH, h_RH, g_RH, tiles, activation, tf32x3
+        dy_ND, index_R, gate_R, fc2_weight, fc2_bias, a_RH, h_RH, g_RH
     )
     if dh_RH.numel() == 0:
         return dh_RH, dg_RH, gated_RH, dgate_R
@@ -227,23 +220,9 @@ def _hidden_kernel(
     n = n_tile * BLOCK_N
     da = tl.zeros([BLOCK_M, BLOCK_N], dtype=ACC)
     da = add_product(
-        da,
-        dy,
-        index,
-        weight,
-        (stride_e, stride_n, stride_k),
-        expert,
-        first,
-        end,
-        n,
-        N,
-        K,
-        PRECISION,
-        ROWS_DESCRIPTOR,
-        WEIGHT_DESCRIPTOR,
-        K_INNER,
-        BLOCK_K,
-    )
+        da, dy, index, weight, (stride_e, stride_n, stride_k), (expert, first, end, n), (N, K),
+        PRECISION, ROWS_DESCRIPTOR, WEIGHT_DESCRIPTOR, K_INNER, BLOCK_K,
+    )  # fmt: skip
     rows = tl.arange(0, BLOCK_M)
     count = (end - first).to(tl.int32)  # 32 bits need fewer registers
     readable = tl.where(expert < 0, 0, count)  # the tail is not read

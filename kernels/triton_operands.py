@@ -85,19 +85,20 @@ def add_product(
     index,
     weight,
     strides,
-    expert,
-    first,
-    end,
-    n,
-    N,
-    K,
+    tile,
+    sizes,
     PRECISION: tl.constexpr,
     ROWS_DESCRIPTOR: tl.constexpr,
     WEIGHT_DESCRIPTOR: tl.constexpr,
     K_INNER: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """Add the product rows @ weight[expert].T to a tile's sum `total`; expert -1 adds nothing."""
+    """Add the product rows @ weight[expert].T to a tile's sum `total`; expert -1 adds nothing.
+
+    `tile` is (expert, first row, end of the expert's rows, first column n); `sizes` is (N, K).
+    """
+    expert, first, end, n = tile
+    N, K = sizes
     rows_from = rows_operand(rows, index, first, end, K, ROWS_DESCRIPTOR, total.shape[0])
     for k in range(0, tl.where(expert < 0, 0, K), BLOCK_K):
         a = load_rows(rows_from, first, k, K, ROWS_DESCRIPTOR, BLOCK_K)

@@ -6,6 +6,8 @@ The scan needs no atomics, sort, [T, E] tensor or host read. T tokens, E experts
 assignments, where j * T + t is choice j of token t.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -45,13 +47,7 @@ def assign_rows(
 
 
 def _fake_place_assignments(
-    ids_TK: Tensor,
-    asked_TK: Tensor | None,
-    order_N: Tensor | None,
-    limit: Tensor | None,
-    num_experts: int,
-    time: int,
-    batch: int,
+    ids_TK: Tensor, asked_TK: Any, order_N: Any, limit: Any, num_experts: int, *_: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     num_tokens, top_k = ids_TK.shape
     size = num_tokens * top_k
@@ -88,7 +84,7 @@ def place_assignments(
         time: the time steps of a time-first layout, where token t is (t // batch, t % batch); else 1.
         batch: T / time.
     """
-    found = _fake_place_assignments(ids_TK, asked_TK, order_N, limit, num_experts, time, batch)
+    found = _fake_place_assignments(ids_TK, asked_TK, order_N, limit, num_experts)
     slots_TK, assigned_KE, counts_E, dropped_K, row_of_TK, source_of_R, token_of_R = found
     if ids_TK.numel() == 0:
         for counts in (assigned_KE, counts_E, dropped_K):
@@ -186,14 +182,10 @@ def _assignments_at(
     order,
     chain,
     positions,
-    length,
-    num_tokens,
-    top_k,
-    num_experts,
-    time,
-    batch,
+    sizes,
 ):
     """Load the assignments at these positions, as t * K + j, and their experts; E for no expert."""
+    length, num_tokens, top_k, num_experts, time, batch = sizes
     inside = positions < length
     if order is not None:
         # Divisions of 64 bits would spill scalar registers on AMD.
@@ -228,18 +220,9 @@ def _count_kernel(
     block = tl.program_id(0)
     positions = block % num_blocks * BLOCK + tl.arange(0, BLOCK)
     _, own = _assignments_at(
-        ids,
-        asked,
-        order,
-        block // num_blocks,
-        positions,
-        length,
-        num_tokens,
-        top_k,
-        num_experts,
-        time,
-        batch,
-    )
+        ids, asked, order, block // num_blocks, positions,
+        (length, num_tokens, top_k, num_experts, time, batch),
+    )  # fmt: skip
     experts = tl.program_id(1) * BLOCK_E + tl.arange(0, BLOCK_E)
     counts = tl.sum((own[:, None] == experts[None, :]).to(tl.int32), axis=0)
     tl.store(starts + block.to(tl.int64) * num_experts + experts, counts, mask=experts < num_experts)
@@ -309,36 +292,13 @@ def _place_kernel(
     block = tl.program_id(0)
     chain, first = block // num_blocks, block % num_blocks * BLOCK
     positions = first + tl.arange(0, BLOCK)
-    sources, own = _assignments_at(
-        ids,
-        asked,
-        order,
-        chain,
-        positions,
-        length,
-        num_tokens,
-        top_k,
-        num_experts,
-        time,
-        batch,
-    )
+    sizes = (length, num_tokens, top_k, num_experts, time, batch)
+    sources, own = _assignments_at(ids, asked, order, chain, positions, sizes)
     has_slot = own < num_experts
     slots = tl.load(starts + block.to(tl.int64) * num_experts + own, mask=has_slot, other=0)
     for shift in range(0, BLOCK, PEERS):
         peers = first + shift + tl.arange(0, PEERS)
-        _, theirs = _assignments_at(
-            ids,
-            asked,
-            order,
-            chain,
-            peers,
-            length,
-            num_tokens,
-            top_k,
-            num_experts,
-            time,
-            batch,
-        )
+        _, theirs = _assignments_at(ids, asked, order, chain, peers, sizes)
         before = (own[:, None] == theirs[None, :]) & (peers[None, :] < positions[:, None])
         slots += tl.sum(before.to(tl.int32), axis=1)
     offsets = tl.zeros([BLOCK], dtype=tl.int32)  # rows of the experts before one's own

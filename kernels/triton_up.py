@@ -5,6 +5,8 @@ and applies the activation in its epilogue. With fc3, both products share one re
 to the rows' dtype before the activation, so that saved and recomputed activations are bit-identical.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -57,17 +59,9 @@ def ffn_up(
 
 
 def _up_shapes(
-    x_ND: Tensor,
-    index_R: Tensor | None,
-    fc1_weight: Tensor,
-    fc1_bias: Tensor | None,
-    fc3_weight: Tensor | None,
-    fc3_bias: Tensor | None,
-    tiles: Tensor,
-    activation: str,
-    keep_h: bool,
-    tf32x3: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
+    x_ND: Tensor, index_R: Any, fc1_weight: Tensor, fc1_bias: Any, fc3_weight: Any, fc3_bias: Any,
+    tiles: Any, activation: str, keep_h: bool, *_: Any,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     num_rows = x_ND.shape[0] if index_R is None else index_R.shape[0]
     a_RH = x_ND.new_empty(num_rows, fc1_weight.shape[1])
     h_RH = torch.empty_like(a_RH) if keep_h else x_ND.new_empty(0)
@@ -94,7 +88,7 @@ def triton_up(
     applied to h. With fc3 it is "swish". `keep_h`: whether to return h and, with fc3, g.
     """
     a_RH, h_RH, g_RH = _up_shapes(
-        x_ND, index_R, fc1_weight, fc1_bias, fc3_weight, fc3_bias, tiles, activation, keep_h, tf32x3
+        x_ND, index_R, fc1_weight, fc1_bias, fc3_weight, fc3_bias, tiles, activation, keep_h
     )
     if a_RH.numel() == 0:
         return a_RH, h_RH, g_RH

@@ -5,6 +5,8 @@ Each program writes one tile of one expert's weight gradient, or a part of its b
 across programs are needed. The gradients of an expert without rows are set to zero.
 """
 
+from typing import Any
+
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -37,16 +39,9 @@ def grouped_weight_grad(
 
 
 def _weight_grad_shapes(
-    dout_NO: Tensor,
-    rows_NI: Tensor,
-    tiles: Tensor,
-    num_experts: int,
-    dout_index_R: Tensor | None,
-    rows_index_R: Tensor | None,
-    bias: bool,
-    bias_scale_R: Tensor | None,
-    tf32x3: bool,
-) -> tuple[Tensor, Tensor]:
+    dout_NO: Tensor, rows_NI: Tensor, tiles: Tensor, num_experts: int, of_dout: Any, of_rows: Any,
+    bias: bool, *_: Any,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     out_dim = dout_NO.shape[1]
     dweight_EOI = dout_NO.new_empty(num_experts, out_dim, rows_NI.shape[1])
     dbias_EO = dout_NO.new_empty(num_experts, out_dim) if bias else dout_NO.new_empty(0)
@@ -71,7 +66,7 @@ def triton_weight_grad(
     of experts in place of groups.
     """
     dweight_EOI, dbias_EO = _weight_grad_shapes(
-        dout_NO, rows_NI, tiles, num_experts, dout_index_R, rows_index_R, bias, bias_scale_R, tf32x3
+        dout_NO, rows_NI, tiles, num_experts, dout_index_R, rows_index_R, bias
     )
     if dweight_EOI.numel() == 0:
         return dweight_EOI, dbias_EO

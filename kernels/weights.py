@@ -10,8 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fairseq_tutel.kernels.large_pages import in_large_pages
-
 
 @dataclass(frozen=True)
 class ExpertTensorList:
@@ -124,9 +122,7 @@ class FFNGradients:
         return cls(
             w1.new_empty(num_rows, w1.shape[2]) if needs_dx else None,
             None if gate_R is None else torch.empty_like(gate_R),
-            FFNWeights.of(
-                [None if t is None else in_large_pages(torch.empty_like(t)) for t in weights.tensors()]
-            )
+            FFNWeights.of([None if t is None else torch.empty_like(t) for t in weights.tensors()])
             if needs_weights
             else None,
         )

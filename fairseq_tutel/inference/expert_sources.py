@@ -8,13 +8,11 @@ modification time stay the same.
 import hashlib
 import os
 import struct
-from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from fairseq_tutel.checkpoint.shards import Piece, ShardedTensor, unreadable
 from fairseq_tutel.files import open_ordinary, parse_json
@@ -22,15 +20,13 @@ from fairseq_tutel.inference.expert_buffers import Buffer, BufferLayout, buffers
 from fairseq_tutel.inference.fetch_thread import Source
 from fairseq_tutel.moe.expert_stack import ExpertStack
 
-MOST_OPEN = 64  # descriptors
 LONGEST_HEADER = 100_000_000  # bytes, as in safetensors' own reader
 
 
 class ShardFiles:
-    """The open shard files of an expert store; only one thread may use this object at a time."""
+    """Reads the shard files of an expert store; only one thread may use this object at a time."""
 
     def __init__(self) -> None:
-        self._open: OrderedDict[Path, int] = OrderedDict()
         # The identity of each file, and the start and end of the file's tensors.
         self._known: dict[Path, tuple[tuple[int, ...], dict[str, tuple[int, int]]]] = {}
         self._sound: set[tuple[Path, str]] = set()
@@ -43,17 +39,18 @@ class ShardFiles:
             ValueError: the file is missing, truncated, changed, unreadable or corrupt.
         """
         try:
-            descriptor, spans = self._opened(path)
-            for piece, into in wanted:
-                begin, end = spans.get(piece.key, (0, -1))
-                is_sound = end - begin == into.nbytes
-                if is_sound:
-                    _read_whole(descriptor, into, begin)
-                if is_sound and (path, piece.key) not in self._sound:
-                    is_sound = hashlib.sha256(into).hexdigest() == piece.digest
-                if not is_sound:
-                    raise unreadable(path, f"its {piece.key} is not what was saved")
-                self._sound.add((path, piece.key))
+            with os.fdopen(open_ordinary(path), "rb", buffering=0) as file:
+                spans = self._spans_of(path, file.fileno())
+                for piece, into in wanted:
+                    begin, end = spans.get(piece.key, (0, -1))
+                    is_sound = end - begin == into.nbytes
+                    if is_sound:
+                        _read_whole(file.fileno(), into, begin)
+                    if is_sound and (path, piece.key) not in self._sound:
+                        is_sound = hashlib.sha256(into).hexdigest() == piece.digest
+                    if not is_sound:
+                        raise unreadable(path, f"its {piece.key} is not what was saved")
+                    self._sound.add((path, piece.key))
         except (OSError, EOFError) as error:
             raise unreadable(path, getattr(error, "strerror", "") or str(error)) from error
 
@@ -63,23 +60,8 @@ class ShardFiles:
             (self._staging[layout],) = buffers_on_host(layout, 1)
         return self._staging[layout]
 
-    def close(self) -> None:
-        """Close all shard files of the store."""
-        while self._open:
-            os.close(self._open.popitem()[1])
-
-    def _opened(self, path: Path) -> tuple[int, dict[str, tuple[int, int]]]:
-        """Open a shard file if necessary, and check that it has not changed since it was first opened.
-
-        Returns:
-            The descriptor of the file, and the start and end of each tensor's bytes.
-        """
-        if path not in self._open:
-            if len(self._open) >= MOST_OPEN:
-                os.close(self._open.popitem(last=False)[1])
-            self._open[path] = open_ordinary(path)
-        self._open.move_to_end(path)
-        descriptor = self._open[path]
+    def _spans_of(self, path: Path, descriptor: int) -> dict[str, tuple[int, int]]:
+        """Return the start and end of each tensor's bytes; check that the file is the one first read."""
         status = os.fstat(descriptor)
         identity = status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
         if path not in self._known:
@@ -87,7 +69,7 @@ class ShardFiles:
         known, spans = self._known[path]
         if known != identity:
             raise unreadable(path, "it was changed while it was in use")
-        return descriptor, spans
+        return spans
 
 
 class FromFiles:
@@ -168,11 +150,6 @@ def _check_tensor(stack: ExpertStack, name: str, tensor: Any) -> None:
             f"the experts' {name} has shape {shape}, not {(stack.config.num_experts, *own)}; give the "
             "expert tensors of this layer."
         )
-    if isinstance(tensor, Tensor) and tensor.is_meta:
-        raise ValueError(
-            f"the experts' {name} is on the meta device, like the tensors of a layer that is already in a "
-            "store; add each layer only once, or give the layer's tensors."
-        )
     if isinstance(tensor, ShardedTensor) and tensor.slicing.count > 1:
         raise ValueError(
             f"{tensor.root / tensor.folder} has {tensor.slicing.count} shards of each expert, but a store "
@@ -191,13 +168,9 @@ def _read_header(path: Path, descriptor: int, size: int) -> dict[str, tuple[int,
     _read_whole(descriptor, memoryview(text), 8)
     try:
         entries = {k: v["data_offsets"] for k, v in parse_json(text).items() if k != "__metadata__"}
-        spans = {key: (8 + length + begin, 8 + length + end) for key, (begin, end) in entries.items()}
-        last = max((end for _, end in spans.values()), default=size)
+        return {key: (8 + length + begin, 8 + length + end) for key, (begin, end) in entries.items()}
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise unreadable(path, "it has no valid safetensors header") from error
-    if last != size:
-        raise EOFError("its length has changed or is wrong")
-    return spans
 
 
 def _read_whole(descriptor: int, memory: memoryview, offset: int) -> None:

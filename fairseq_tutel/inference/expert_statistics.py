@@ -9,7 +9,7 @@
 
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -19,12 +19,8 @@ from fairseq_tutel.files import json_of, shown
 MARK, VERSION = "expert_statistics", 1
 # The name in the file of data without a language pair.
 ALL = "all"
-# Maximum of the numbers that are not fractions; larger ones would overflow in sums.
-_LARGEST = 1e12
-# Minimum of the sum of a layer's activities, which is 1, and of its loads; smaller sums would underflow.
-_LEAST = 1e-6
-# Maximum number of language pairs in an error message.
-_MOST_NAMES = 20
+# Larger numbers would overflow in sums; smaller sums would underflow in quotients.
+_LARGEST, _LEAST = 1e12, 1e-6
 
 
 @dataclass(frozen=True)
@@ -61,58 +57,42 @@ Statistics = Mapping[str, Mapping[str, LayerStatistics]]
 def text_of(statistics: Statistics) -> str:
     """Return the JSON text of a file of statistics."""
     pairs = {
-        pair: {label: _rounded(asdict(layer)) for label, layer in layers.items()}
+        pair: {label: asdict(layer) for label, layer in layers.items()}
         for pair, layers in statistics.items()
     }
     return json.dumps({MARK: VERSION, "pairs": pairs}, indent=1) + "\n"
 
 
-def _rounded(values: dict[str, Any]) -> dict[str, Any]:
-    return {
-        key: [float(f"{each:.8g}") for each in value] if isinstance(value, Sequence) else value
-        for key, value in values.items()
-    }
-
-
 def read_statistics(path: Path, flag: str) -> Statistics:
     """Read a file of statistics, the value of the option `flag`; raise ValueError for any other file."""
-    advice = "give a file that `tokens --output-statistics` wrote"
     try:
         content = json_of(path)
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
-        raise ValueError(f"{flag} names {path}, which cannot be read ({reason}); {advice}.") from error
-    if not isinstance(content, dict) or content.get(MARK) != VERSION:
-        raise ValueError(f"{flag} names {path}, which has no statistics of experts; {advice}.")
-    try:
+        if content[MARK] != VERSION:
+            raise ValueError(f"{MARK} is {shown(content[MARK])}, not {VERSION}")
         found = {
             str(pair): {str(label): _layer(values) for label, values in layers.items()}
             for pair, layers in content["pairs"].items()
         }
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        if not found or not all(found.values()):
+            raise ValueError("it has no layers")
+    except (OSError, KeyError, TypeError, AttributeError, ValueError) as error:
         raise ValueError(
-            f"{flag} names {path}, whose statistics are malformed ({type(error).__name__}: {error}); "
-            f"{advice}."
+            f"{flag} names {path}, which has no statistics of experts ({type(error).__name__}: {error}); "
+            "give a file that `tokens --output-statistics` wrote."
         ) from error
-    if not found or not all(found.values()):
-        raise ValueError(f"{flag} names {path}, whose statistics have no layers; {advice}.")
     return found
 
 
 def _layer(values: Mapping[str, Any]) -> LayerStatistics:
-    tokens, *lists = (values[each.name] for each in fields(LayerStatistics))
-    if type(tokens) is not int or not 1 <= tokens <= _LARGEST:
-        raise ValueError(f"tokens is {shown(tokens)}")
-    if len({len(each) for each in lists}) > 1:
-        raise ValueError("the lists of a layer have different lengths")
-    for numbers, largest in zip(lists, (1, 1, _LARGEST), strict=True):
-        for each in numbers:
-            if type(each) not in (int, float) or not 0 <= each <= largest:
-                raise ValueError(f"{shown(each)} is not a number from 0 to {largest:g}")
-    found = LayerStatistics(tokens, *lists)
-    if min(sum(found.activity), sum(found.load)) < _LEAST:
+    layer = LayerStatistics(**{each.name: values[each.name] for each in fields(LayerStatistics)})
+    lists = layer.activity, layer.confidence, layer.load
+    numbers = [layer.tokens, *layer.activity, *layer.confidence, *layer.load]
+    are_numbers = all(type(n) in (int, float) and 0 <= n < _LARGEST for n in numbers)
+    if not are_numbers or len({len(each) for each in lists}) > 1:
+        raise ValueError("the lists of a layer have different lengths, or entries that are not numbers")
+    if min(layer.tokens, sum(layer.activity), sum(layer.load)) < _LEAST:
         raise ValueError("a layer has no assignments")
-    return found
+    return layer
 
 
 def pooled(
@@ -123,56 +103,34 @@ def pooled(
     `path` is the file, and `flag` the option that names the pairs, for errors.
 
     Raises:
-        ValueError: the file lacks a pair, or the number of experts of a layer differs between pairs.
+        ValueError: the file lacks a pair.
     """
     for pair in pairs:
         if pair not in statistics:
             raise ValueError(
                 f"{flag} has {shown(pair)}, but {path} has no statistics of this pair; choose from "
-                f"{_some(statistics)}."
+                f"{', '.join(map(shown, statistics))}."
             )
     parts: dict[str, list[LayerStatistics]] = {}
     for pair in dict.fromkeys(pairs or statistics):
         for label, layer in statistics[pair].items():
             parts.setdefault(label, []).append(layer)
-    for label, layers in parts.items():
-        if len({len(layer.load) for layer in layers}) > 1:
-            raise ValueError(
-                f"{path} has different numbers of experts in {label} for different language pairs; give "
-                "statistics of one model."
-            )
     return {label: _mean(layers) for label, layers in parts.items()}
-
-
-def _some(pairs: Iterable[str]) -> str:
-    """Return the first language pairs of a file for an error message."""
-    names = [shown(pair) for pair in pairs]
-    more = ", …" if len(names) > _MOST_NAMES else ""
-    return ", ".join(names[:_MOST_NAMES]) + more
 
 
 def _mean(layers: Sequence[LayerStatistics]) -> LayerStatistics:
     """Return the statistics of one layer over the tokens of several pairs."""
-    tokens = sum(layer.tokens for layer in layers)
-    firsts = [[layer.tokens * share for share in layer.activity] for layer in layers]
-    confident = [
-        [first * each for first, each in zip(of_layer, layer.confidence, strict=True)]
-        for of_layer, layer in zip(firsts, layers, strict=True)
+    tokens, experts = sum(layer.tokens for layer in layers), range(len(layers[0].load))
+    first_E = [sum(layer.tokens * layer.activity[e] for layer in layers) for e in experts]
+    confident_E = [
+        sum(layer.tokens * layer.activity[e] * layer.confidence[e] for layer in layers) for e in experts
     ]
-    loads = [[layer.tokens * each for each in layer.load] for layer in layers]
-    first_E = _sums(firsts)
     return LayerStatistics(
         tokens=tokens,
         activity=[first / tokens for first in first_E],
-        confidence=[
-            c / first if first else 0.0 for c, first in zip(_sums(confident), first_E, strict=True)
-        ],
-        load=[load / tokens for load in _sums(loads)],
+        confidence=[c / first if first else 0.0 for c, first in zip(confident_E, first_E, strict=True)],
+        load=[sum(layer.tokens * layer.load[e] for layer in layers) / tokens for e in experts],
     )
-
-
-def _sums(rows: Iterable[Sequence[float]]) -> list[float]:
-    return [sum(column) for column in zip(*rows, strict=True)]
 
 
 def of_layer(

@@ -18,7 +18,6 @@ from fairseq_tutel.inference.expert_buffers import Buffer, BufferLayout
 from fairseq_tutel.inference.expert_cache import ExpertCache, Key
 from fairseq_tutel.inference.expert_sources import ShardFiles, source_of
 from fairseq_tutel.inference.fetch_thread import Fetch, Fetcher, Source
-from fairseq_tutel.inference.free_memory import free_bytes
 from fairseq_tutel.inference.options import (
     AUTO,
     EVICTIONS,
@@ -31,9 +30,11 @@ from fairseq_tutel.kernels import backend_for
 from fairseq_tutel.kernels.groups import Groups
 from fairseq_tutel.kernels.weights import ExpertTensorList
 from fairseq_tutel.moe.expert_stack import ExpertStack, Tensors, Weights
-from fairseq_tutel.parallel import world
+from fairseq_tutel.parallel import host_memory, world
+from fairseq_tutel.parallel.rendezvous import ranks_per_node
 
 logger = logging.getLogger(__name__)
+CLOSED = "the expert store is closed; create another one and open the model again."
 
 
 @dataclass
@@ -126,7 +127,7 @@ class ExpertStore:
         self._bytes = 0  # of `_fetches`
         self._free_buffers: dict[tuple[BufferLayout, torch.device], list[Buffer]] = {}
         self._files, self._fetcher = ShardFiles(), Fetcher()
-        self._close = weakref.finalize(self, _end, self._fetcher, self._files)
+        self._close = weakref.finalize(self, self._fetcher.end, CLOSED)
 
     def add(self, stack: ExpertStack, tensors: Mapping[str, Any] | None = None) -> None:
         """Offload the experts of a layer to the store, and free the parameters of its expert stack.
@@ -140,12 +141,6 @@ class ExpertStore:
         self._fetcher.refuse_ended()
         own = {name: getattr(stack, name) for name in stack.names}
         source = source_of(stack, own if tensors is None else tensors, self.tier, self._files)
-        limit, size = self._cache.most_bytes, source.layout.num_bytes
-        if limit is not None and 0 < limit < size:
-            raise ValueError(
-                f"cache (--moe-expert-cache) is {limit:,} bytes, but one expert has {size:,} bytes; give "
-                "at least this size, or 0 for no cache."
-            )
         self._stacks.append((stack, source))
         stack.offload_to(_StoredWeights(self, len(self._stacks) - 1))
 
@@ -154,17 +149,9 @@ class ExpertStore:
 
         An expert is a stack that was added, and the index of the expert in it. On a machine with a GPU, the
         fetches begin with the first call of a layer, because the device of a model is not known before.
-
-        Raises:
-            ValueError: a stack was not added.
         """
         indices = {stack: index for index, (stack, _) in enumerate(self._stacks)}
-        for stack, expert in experts:
-            if stack not in indices:
-                raise ValueError(
-                    "fill_cache has an expert of a layer that is not in the store; add the layer."
-                )
-            self._to_cache.append((indices[stack], expert))
+        self._to_cache += [(indices[stack], expert) for stack, expert in experts]
         if not torch.cuda.is_available():
             with self._closed_on_error():
                 self._begin()
@@ -175,7 +162,7 @@ class ExpertStore:
         return not self._fetcher.ended
 
     def close(self) -> None:
-        """Close the files and end the thread; layers in the store can no longer be called."""
+        """End the thread; layers in the store can no longer be called."""
         self._close()
         self._stacks.clear()
         self._fetches.clear()
@@ -186,12 +173,6 @@ class ExpertStore:
 
     def __exit__(self, *error: Any) -> None:
         self.close()
-
-    def __reduce__(self) -> Any:
-        raise ValueError(
-            "a model whose experts are in a store cannot be pickled or sent to another process; open its "
-            "checkpoint in the other process."
-        )
 
     def prefetch(self, index: int, experts: Iterable[int]) -> None:
         """Begin to fetch experts of the stack with this index, before they are needed."""
@@ -368,6 +349,14 @@ def _tensors(stack: ExpertStack, name: str, buffers: Sequence[Buffer], is_unpack
     return tensors if in_list else torch.stack([tensors[index] for index in range(len(buffers))])
 
 
-def _end(fetcher: Fetcher, files: ShardFiles) -> None:
-    fetcher.end("the expert store is closed; create another one and open the model again.")
-    files.close()
+def free_bytes(device: torch.device) -> int:
+    """Return the free memory for this rank: of its GPU, or its share of the host memory of the node."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    free = host_memory.available()
+    if free is None:
+        raise ValueError(
+            "cache (--moe-expert-cache) is auto, but this system has no MemAvailable in /proc/meminfo; "
+            "give a size, such as 2GiB."
+        )
+    return free // (ranks_per_node() or world.size())

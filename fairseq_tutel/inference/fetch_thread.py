@@ -147,11 +147,8 @@ class Fetcher:
                     torch.cuda.set_device(device)
                     stream = torch.cuda.Stream(device)
                 fetch.run(stream)
-            except ValueError as error:  # an error in a file
-                reason = f"the expert store is closed: {error}"
             except Exception as error:
-                cause = f"its thread failed ({type(error).__name__}: {error}); open the model again."
-                reason = f"the expert store is closed: {cause}"
+                reason = f"the expert store is closed ({type(error).__name__}): {error}"
             with self._changed:
                 self._ended = self._ended or reason
                 self._changed.notify_all()

@@ -21,11 +21,12 @@ def pregate(layers: Sequence[MoELayer], ahead: int) -> None:
     """Enable pre-gating: each layer's gate gets the input of the layer N = `ahead` positions before it.
 
     Args:
-        layers: the MoE layers of one stack, in the order in which every forward pass calls them.
+        layers: different MoE layers of one stack and one model_dim, in the order in which every forward
+            pass calls them.
         ahead: N, in MoE layers; 0 disables pre-gating.
 
     Raises:
-        ValueError: N is invalid, a layer is repeated, or model_dim differs between layers.
+        ValueError: N is invalid.
 
     Example:
         >>> config = ft.MoEConfig(model_dim=64, hidden_dim=256, num_experts=8)
@@ -37,17 +38,6 @@ def pregate(layers: Sequence[MoELayer], ahead: int) -> None:
     """
     if ahead != 0 or not is_whole(ahead):
         refuse_too_far(ahead, {"stack": len(layers)})
-    if len({id(layer) for layer in layers}) < len(layers):
-        raise ValueError(
-            "a layer is repeated in a stack to pre-gate, but a layer has only one gate; give different "
-            "layers."
-        )
-    dims = sorted({layer.config.model_dim for layer in layers})
-    if len(dims) > 1:
-        raise ValueError(
-            f"layers have model_dim {' and '.join(map(str, dims))}; pre-gate layers of one model_dim, "
-            "because a gate gets the input of another layer."
-        )
     chain = Chain(layers, ahead) if ahead else None
     for layer in layers:
         layer.route_by(chain)

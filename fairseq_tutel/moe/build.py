@@ -3,6 +3,7 @@
 import hashlib
 import importlib
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -45,7 +46,7 @@ def redraw(module: Any, seed: int) -> None:
     module.load_state_dict(draw(type(module), module.moe_config, seed).state_dict())
 
 
-def draw(kind: type, config: Any, seed: int) -> nn.Module:
+def draw(kind: Callable[[Any], nn.Module], config: Any, seed: int) -> nn.Module:
     """Build an object, kind(config), on the CPU with this seed; keep torch's global generator."""
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         torch.default_generator.manual_seed(seed)  # CPU only; torch.manual_seed would also reseed GPUs

@@ -175,6 +175,6 @@ def choose_dispatcher(
     options = exchange.ExchangeOptions(
         group=group, grid=topology.grid, strategy=dataclasses.replace(strategy, adaptive_r=degree),
         slices=slices, padded=config.exchange == "padded", transfer_dtype=config.a2a_dtype,
-        backend=config.backend, timer=timer, name=name,
+        timer=timer, name=name,
     )  # fmt: skip
     return Exchange(experts, config, topology, calls, options)

@@ -20,7 +20,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fairseq_tutel import kernels
 from fairseq_tutel.kernels.first_order import first_order
 from fairseq_tutel.parallel import background
 from fairseq_tutel.parallel.call_id import NO_CALL_ID, CallId
@@ -239,17 +238,15 @@ def linear_all_to_all(host: Counts, group: dist.ProcessGroup, **options: Any) ->
     return HopAllToAll(hops=(Hop(group, _splits(host.leaving_PE), _splits(host.arriving_PE)),), **options)
 
 
-def hierarchical_all_to_all(
-    device: Counts, host: Counts, grid: Grid, backend: str = "auto", **options: Any
-) -> HopAllToAll:
+def hierarchical_all_to_all(device: Counts, host: Counts, grid: Grid, **options: Any) -> HopAllToAll:
     """Return an all-to-all within nodes, then between nodes; `options` are the fields of `AllToAll`."""
     assert device.passing_LNE is not None and host.passing_LNE is not None
     nodes, local = grid.nodes, grid.local
     leaving_NL = host.leaving_PE.sum(1).view(nodes, local)
     arriving_NL = host.arriving_PE.sum(1).view(nodes, local)
     passing_LN = host.passing_LNE.sum(2)
-    by_local = _regrouping(device.leaving_PE.sum(1).view(nodes, local), leaving_NL, backend)
-    by_node = _regrouping(device.passing_LNE.sum(2), passing_LN, backend)
+    by_local = _regrouping(device.leaving_PE.sum(1).view(nodes, local), leaving_NL)
+    by_node = _regrouping(device.passing_LNE.sum(2), passing_LN)
     within = Hop(grid.node_group, _splits(leaving_NL.t()), _splits(passing_LN), *by_local)
     across = Hop(grid.rail_group, _splits(passing_LN.t()), _splits(arriving_NL), *by_node)
     return HopAllToAll(hops=(within, across), **options)
@@ -283,14 +280,15 @@ def _splits(counts_AX: Tensor) -> Splits:
     return tuple(counts_AX.sum(1).tolist())
 
 
-def _regrouping(counts_AB: Tensor, host_AB: Tensor, backend: str) -> tuple[Move, Move]:
+def _regrouping(counts_AB: Tensor, host_AB: Tensor) -> tuple[Move, Move]:
     """Return two functions that transpose a matrix of blocks of rows, from (a, b) to (b, a), and back."""
     # Blocks of equal size, such as padded buffers, need no row maps.
     if bool((host_AB == host_AB[0, 0]).all()):
         outer, inner = host_AB.shape
 
         def copy(rows: Tensor, outer: int, inner: int) -> Tensor:
-            return kernels.ops(backend, rows.device).stride_copy(rows, outer, inner)
+            blocks = rows.reshape(outer, inner, len(rows) // (outer * inner), *rows.shape[1:])
+            return blocks.transpose(0, 1).reshape(rows.shape)
 
         return lambda rows: copy(rows, outer, inner), lambda rows: copy(rows, inner, outer)
     forth, back = regroup_maps(counts_AB, int(host_AB.sum()))

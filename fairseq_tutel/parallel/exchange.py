@@ -51,7 +51,7 @@ ExpertFn = Callable[[Tensor, Groups, Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class ExchangeOptions:
-    """Options of a layer's row exchange: process group, strategy, transfer dtype and kernels."""
+    """Options of a layer's row exchange: process group, strategy, and transfer dtype."""
 
     group: dist.ProcessGroup
     grid: Grid | None = None  # for 2dh
@@ -59,7 +59,6 @@ class ExchangeOptions:
     slices: int = 1  # s, the number of ranks that share one expert
     padded: bool = False  # every expert has the same number of rows on every rank
     transfer_dtype: str = "same"
-    backend: str = "auto"  # for kernels
     timer: ExchangeTimer | None = None
     name: str = ""  # of the layer, for error messages
 
@@ -202,4 +201,4 @@ def _all_to_all(device: Counts, host: Counts, options: ExchangeOptions) -> AllTo
         return PlannedAllToAll.of(host, options.group, options.strategy.plan, **fields)
     if options.hops is None:
         return linear_all_to_all(host, options.group, **fields)
-    return hierarchical_all_to_all(device, host, options.hops, options.backend, **fields)
+    return hierarchical_all_to_all(device, host, options.hops, **fields)

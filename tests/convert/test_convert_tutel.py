@@ -9,7 +9,7 @@ from torch import nn
 
 import fairseq_tutel as ft
 
-D, H, O = 6, 8, 5  # noqa: E741 - the output dimension
+D, H = 6, 8
 
 
 def load(path):
@@ -20,13 +20,13 @@ def drawn(*shape):
     return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape) + len(shape)))
 
 
-def ffn(experts, hidden=H, out=D, biases=("fc1", "fc2")):
+def ffn(experts, hidden=H, biases=("fc1", "fc2")):
     """Return all experts of Tutel's ffn: both weights are [E, H, …]."""
-    whole = {"batched_fc1_w": drawn(experts, hidden, D), "batched_fc2_w": drawn(experts, hidden, out) / 2}
+    whole = {"batched_fc1_w": drawn(experts, hidden, D), "batched_fc2_w": drawn(experts, hidden, D) / 2}
     if "fc1" in biases:
         whole["batched_fc1_bias"] = drawn(experts, hidden)
     if "fc2" in biases:
-        whole["batched_fc2_bias"] = drawn(experts, out)
+        whole["batched_fc2_bias"] = drawn(experts, D)
     return whole
 
 
@@ -113,8 +113,8 @@ KINDS = {
     "ffn, 4 experts on 2 ranks": (4, 2, ffn(4), FFN_OF),
     "ffn, 3 on 1": (3, 1, ffn(3), FFN_OF),
     "ffn, 2 on 4": (2, 4, ffn(2), FFN_OF),
-    "ffn without the first bias, to 5 features, 2 on 4": (
-        2, 4, ffn(2, out=O, biases=("fc2",)), {**FFN_OF, "has_fc1_bias": False, "output_dim": O},
+    "ffn without the first bias, 2 on 4": (
+        2, 4, ffn(2, biases=("fc2",)), {**FFN_OF, "has_fc1_bias": False},
     ),
     "ffn without biases": (
         4, 4, ffn(4, biases=()), {**FFN_OF, "has_fc1_bias": False, "has_fc2_bias": False},

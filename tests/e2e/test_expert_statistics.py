@@ -6,11 +6,11 @@ import shutil
 
 import pytest
 import torch
-from cli import HYDRA, ROOT, fairseq, refused, tail
+from cli import fairseq
 from corpora import translation
 from models import mt_args
-from test_multilingual import BOTH, MODEL
-from test_stored_experts import GENERATE, SHARDED, generate, words
+from test_multilingual import BOTH
+from test_stored_experts import SHARDED, generate
 from tool_in_process import refusal_of, tool
 
 import fairseq_tutel as ft
@@ -80,38 +80,6 @@ def test_pairs_of_a_multilingual_model_are_counted_separately_and_kept(tmp_path)
     assert isinstance(model.translate("w1 w2"), str)
 
 
-@pytest.mark.long
-def test_a_model_per_pair_has_statistics_of_its_own_layers(tmp_path):
-    data = translation(tmp_path)
-    fairseq("train", *mt_args(data, tmp_path / "save", *MODEL, updates=2))
-    pairs = collect(tmp_path / "save", data, tmp_path / "use.json")
-    assert list(pairs) == ["de-en", "en-de"]
-    assert "de-en_decoder_0" in pairs["de-en"] and "en-de_decoder_0" not in pairs["de-en"]
-
-
-@pytest.mark.long
-def test_a_model_in_a_store_gives_the_same_statistics(mt, mt_data, tmp_path):
-    overrides = "{'moe_expert_store': 'on-demand', 'moe_expert_cache': '2'}"
-    pairs = collect(mt, mt_data, tmp_path / "use.json", "--model-overrides", overrides)
-    assert pairs == json.loads((mt.parent / "use.json").read_text())["pairs"]
-    names = ("tokens", mt, mt_data, "--output", tmp_path / "page.html", "--model-overrides")
-    for text in ("{", "[1]", "{1: 2}", "open('x')"):
-        assert refusal_of(*names, text).startswith("--model-overrides is ")
-
-
-@pytest.mark.parametrize(
-    "globally", [pytest.param((), marks=pytest.mark.long), ("--globally",)], ids=["per layer", "globally"]
-)
-def test_a_pruned_model_translates_with_layers_of_its_own_sizes(mt, mt_data, tmp_path, globally):
-    use, pruned = mt.parent / "use.json", tmp_path / "pruned.pt"
-    prune = ("convert", "prune", mt, "--by", "importance", "--statistics", use, "--share", 0.7, *globally)
-    printed = tool(*prune, "--output", pruned)
-    kept = [int(count) for count in re.findall(r"4 -> (\d) experts", printed)]
-    assert len(kept) == 4 and (sum(kept) == 11 if globally else kept == [3] * 4)
-    lines, _ = generate(mt_data, pruned)
-    assert len(lines) > 60
-
-
 PREFETCH = ("--moe-expert-store", "on-demand", "--moe-expert-cache")
 
 
@@ -125,16 +93,6 @@ def test_prefetched_experts_give_the_same_output_and_are_read_once(mt, mt_data):
     (layers,) = json.loads(use.read_text())["pairs"].values()
     used = sum(load > 0 for layer in layers.values() for load in layer["load"])
     assert used <= found["fetches"] <= 4 * EXPERTS and found["peak_experts"] == found["fetches"]
-
-
-@pytest.mark.long
-def test_ranks_prefetch_their_own_experts(mt, mt_data):
-    expected, _ = generate(mt_data, mt)
-    shared = ("--moe-expert-parallel-size", 2, "--moe-expert-prefetch", mt.parent / "use.json")
-    lines, run = generate(mt_data, mt, *PREFETCH, "auto", *shared, ranks=2)
-    texts = [sorted(line for line in found if line.startswith("S-")) for found in (lines, expected)]
-    assert texts[0] == texts[1]
-    assert run.stats("expert_store")[0]["peak_experts"] <= 4 * EXPERTS // 2
 
 
 def test_opening_reads_no_expert_but_those_to_prefetch(mt, mt_data, tmp_path):
@@ -156,62 +114,3 @@ def test_opening_reads_no_expert_but_those_to_prefetch(mt, mt_data, tmp_path):
     opened = ft.from_checkpoint(mt, mt_data, **cached, moe_expert_prefetch=mt.parent / "use.json")
     counters = opened.models[0].encoder.layers[0].fc1.experts.weights._store.counters
     assert counters.fetches == 3 and counters.bytes == 3 * store._stacks[0][1].layout.num_bytes
-
-
-BAD = {
-    "no file": ("none.json", "--moe-expert-prefetch names none.json, which cannot be read (No such file"),
-    "other file": (
-        "other.json",
-        "--moe-expert-prefetch names other.json, which has no statistics of exper",
-    ),
-    "other model": (
-        "model.json",
-        "--moe-expert-prefetch names model.json, which has statistics of 2 exper",
-    ),
-    "other pair": (
-        "use.json",
-        "--moe-expert-prefetch-pairs has 'fr-en', but use.json has no statistics of",
-    ),
-}
-
-
-@pytest.mark.parametrize("case", BAD)
-def test_a_bad_file_is_one_sentence(mt, mt_data, tmp_path, monkeypatch, case):
-    monkeypatch.chdir(tmp_path)
-    name, sentence = BAD[case]
-    (tmp_path / "other.json").write_text("{}")
-    text = (mt.parent / "use.json").read_text()
-    (tmp_path / "use.json").write_text(text)
-    content = json.loads(text)
-    for layers in content["pairs"].values():
-        for layer in layers.values():
-            layer.update({key: layer[key][:2] for key in ("activity", "confidence", "load")})
-            layer["activity"][0] = layer["load"][0] = 1
-    (tmp_path / "model.json").write_text(json.dumps(content))
-    options = {"moe_expert_prefetch": name, "moe_expert_store": "on-demand", "moe_expert_cache": "2"}
-    if case == "other pair":
-        options["moe_expert_prefetch_pairs"] = "fr-en"
-    with pytest.raises(ValueError) as error:
-        ft.from_checkpoint(mt, mt_data, **options)
-    assert str(error.value).startswith(sentence) and "\n" not in str(error.value)
-
-
-def test_commands_end_with_one_sentence_for_a_bad_file(mt, mt_data, tmp_path):
-    (tmp_path / "use.json").write_text("[")
-    more = (*PREFETCH, 2, "--moe-expert-prefetch", tmp_path / "use.json")
-    output = refused("tutel-run", "generate", *words("translation", mt_data, mt, *GENERATE, *more))
-    assert "error: --moe-expert-prefetch names " in tail(output, 1), output
-    assert "use.json, which cannot be read (" in tail(output, 1) and "Traceback" not in output
-
-
-@pytest.mark.long
-def test_hydra_takes_the_options(lm_data, tmp_path):
-    run = fairseq(
-        "hydra-train", "--config-dir", HYDRA, "--config-name", "tiny_lm", f"task.data={lm_data}",
-        f"checkpoint.save_dir={tmp_path}", "optimization.max_update=1", "dataset.num_workers=0",
-        "dataset.required_batch_size_multiple=1", "model.decoder_layers=2", "checkpoint.no_save=true",
-        "dataset.disable_validation=true", "+task.moe_expert_cache=auto",
-        "+task.moe_expert_prefetch=use.json", "+task.moe_expert_prefetch_pairs=de-en",
-        env={"PWD": str(ROOT)},
-    )  # fmt: skip
-    assert "--moe-expert-cache has no effect without --moe-expert-store" in run.output

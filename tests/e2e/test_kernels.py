@@ -6,7 +6,7 @@ import sys
 
 import pytest
 import torch
-from cli import ROOT, TIMEOUT_S, fairseq, refused
+from cli import ROOT, TIMEOUT_S, fairseq
 from models import lm_args
 
 TINY = (
@@ -56,8 +56,3 @@ def test_a_training_is_the_same_by_every_kernel(lm_data, tmp_path, train, extra)
     assert ("triton kernels" in output) == ("triton" in extra)
     for name, tensor in expected.items():
         torch.testing.assert_close(found[name], tensor, rtol=1e-4, atol=1e-5, msg=name)
-
-
-def test_triton_without_a_gpu_is_refused_by_a_sentence(lm_data, tmp_path):
-    said = refused("train", *lm_args(lm_data, tmp_path, "--moe-backend", "triton"))
-    assert "--moe-backend) is 'triton' but the tensors are on cpu; run on a GPU" in said

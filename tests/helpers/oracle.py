@@ -39,17 +39,12 @@ def plan(
     factor: float = 0.0,
     real: list[bool] | None = None,
     order: list[int] | None = None,
-    limit: int | None = None,
 ) -> Plan:
-    """Route by loops: `order` lists the tokens in the order in which they take slots.
-
-    `limit` is the places of an expert, instead of those that the factor gives.
-    """
+    """Route by loops: `order` lists the tokens in the order in which they take slots."""
     num_tokens, num_experts = len(scores), len(scores[0]) if scores else 1
     real = [True] * num_tokens if real is None else real
     order = list(range(num_tokens)) if order is None else order
-    if limit is None:
-        limit = top_k * math.ceil(abs(factor) * sum(real) / num_experts) if factor else math.inf
+    limit = top_k * math.ceil(abs(factor) * sum(real) / num_experts) if factor else math.inf
     ids = [sorted(range(num_experts), key=lambda e: (-row[e], e))[:top_k] for row in scores]
     slots = [[-1] * top_k for _ in scores]
     kept = [[False] * top_k for _ in scores]

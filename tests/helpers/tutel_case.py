@@ -42,12 +42,12 @@ def linear_expert(layer, e: int, x_D: Tensor, activation=F.relu) -> Tensor:
 
 
 def loop(layer, x_TD, top_k, factor=0.0, *, expert=linear_expert, gate=None, **how) -> Tensor:
-    """Return y token by token, as Tutel's README describes it; `limit` instead of our capacity."""
+    """Return y token by token, as Tutel's README describes it."""
     gate = gate or (lambda x: x @ layer.gates[0].weight.t())
     probs_TE = torch.softmax(gate(x_TD), dim=1)
     best = probs_TE.amax(dim=1).tolist()
     order = sorted(range(len(x_TD)), key=lambda t: -best[t]) if how.get("bpr") else None
-    plan = oracle.plan(probs_TE.tolist(), top_k, factor, None, order, how.get("limit"))
+    plan = oracle.plan(probs_TE.tolist(), top_k, factor, None, order)
     y = []
     for t, x_D in enumerate(x_TD):
         weights = probs_TE[t][plan.expert_ids[t]]

@@ -1,9 +1,6 @@
 """Experts in a store give the bits of experts in memory, and fetches and memory are those of formulas."""
 
-import contextlib
 import itertools
-import threading
-from unittest.mock import Mock
 
 import pytest
 import torch
@@ -15,7 +12,6 @@ from stored import BLOCKS, FFN, KINDS, as_read, model_of, opened, source_of, wri
 from fairseq_tutel import ExpertStore, make_topology
 from fairseq_tutel.checkpoint.quantized import EXPERT_DTYPES, Quantized
 from fairseq_tutel.inference.expert_buffers import BufferLayout, buffers_on_host
-from fairseq_tutel.inference.fetch_thread import Fetch, Fetcher
 from fairseq_tutel.inference.options import STORE_POLICIES, STORE_TIERS
 from fairseq_tutel.moe.call import Call
 
@@ -180,24 +176,3 @@ def compare_on_two_ranks(kind, folder):
 def test_two_ranks_keep_their_own_experts(ranks, kind, packing, tmp_path):
     write(model_of(KINDS[kind]), tmp_path, packing)
     ranks(2).run(compare_on_two_ranks, kind, tmp_path)
-
-
-def test_the_thread_of_a_rank_makes_no_context_on_another_gpu(monkeypatch):
-    """As in CUDA, a new thread has device 0, and leaving a stream makes a context on it."""
-    local, contexts = threading.local(), []
-
-    @contextlib.contextmanager
-    def stream(_):
-        yield
-        contexts.append(getattr(local, "device", 0))
-
-    monkeypatch.setattr(torch.cuda, "set_device", lambda device: setattr(local, "device", device.index))
-    monkeypatch.setattr(torch.cuda, "Stream", Mock())
-    monkeypatch.setattr(torch.cuda, "stream", stream)
-    buffer = Mock(freed=None)
-    buffer.memory.device = torch.device("cuda", 3)
-    fetcher, fetch = Fetcher(), Fetch(Mock(), 0, buffer)
-    fetcher.request(fetch)
-    fetcher.wait([fetch])
-    fetcher.end("done")
-    assert contexts == [3]

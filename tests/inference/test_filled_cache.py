@@ -1,40 +1,14 @@
 """A cache that is filled when a model is opened: which experts, in which order, and the same output."""
 
-import threading
-
 import pytest
 import torch
 from stored import FFN, as_read, model_of, opened, source_of, write
 from test_expert_store import run, steps
 
 from fairseq_tutel import ExpertStore
-from fairseq_tutel.inference.expert_cache import ExpertCache
+from fairseq_tutel.inference import expert_store
 from fairseq_tutel.inference.options import EVICTIONS, STORE_POLICIES
-
-
-@pytest.mark.parametrize(
-    "limits, sizes, expected",
-    [
-        ((None, None), [5] * 3, 3),
-        ((0, None), [5], 0),
-        ((11, None), [5, 5, 5], 2),
-        ((10, None), [5, 5], 2),
-        ((None, 2), [5, 5, 5], 2),
-        ((None, 0), [5], 0),
-        ((9, None), [], 0),
-    ],
-)
-def test_a_cache_counts_the_experts_that_fit(limits, sizes, expected):
-    assert ExpertCache("lfu", *limits).fitting(sizes) == expected
-
-
-def test_experts_in_the_cache_leave_less_room():
-    cache = ExpertCache("lfu", 20, None)
-    list(cache.put((0, 0), 8))
-    assert cache.fitting([8, 8]) == 1
-    cache = ExpertCache("lfu", None, 2)
-    list(cache.put((0, 0), 8))
-    assert cache.fitting([8, 8]) == 1
+from fairseq_tutel.parallel import host_memory
 
 
 @pytest.mark.parametrize("policy", STORE_POLICIES)
@@ -69,39 +43,17 @@ def test_the_most_used_experts_are_fetched_and_evicted_last(tmp_path, eviction):
         assert counters.fetches + counters.cancelled == 4
 
 
-def test_an_expert_that_is_evicted_before_it_is_read_is_not_read(tmp_path, monkeypatch):
-    source = source_of(write(model_of(FFN), tmp_path))
-    with ExpertStore(cache=3) as store:
-        model, reads = opened(FFN, store, source), threading.Semaphore(0)
-        read = store._files.read
-        monkeypatch.setattr(store._files, "read", lambda *args: reads.acquire(timeout=9) and read(*args))
-        store.fill_cache([(model[0].experts, e) for e in (0, 1, 3)])
-        wait = store._fetcher.wait
-        monkeypatch.setattr(store._fetcher, "wait", lambda fetches: reads.release(2) or wait(fetches))
-        store.take(0, [2])  # the thread reads 0 and 2; then it waits in the read of 1
-        store.take(0, [])
-        assert (store.counters.cancelled, sorted(store._fetches)) == (1, [(0, 0), (0, 1), (0, 2)])
-        reads.release(9)
+def test_an_automatic_cache_is_half_of_the_free_memory_at_the_first_fetch(monkeypatch):
+    with ExpertStore(tier="host", cache="auto") as store:
+        store.add(model_of(FFN)[0].experts)
+        size = store._stacks[0][1].layout.num_bytes
+        monkeypatch.setattr(expert_store, "free_bytes", lambda device: 4 * size + 1)
+        for experts in ([0], [1], [2], [3], [0, 1, 2, 3]):  # two of the first three are in the cache
+            store.take(0, experts)
+        assert (store.counters.fetches, store.counters.hits) == (5, 3)
 
 
-def test_a_layer_that_is_not_in_the_store_is_refused():
-    model = model_of(FFN)
-    with ExpertStore(tier="host", cache=4) as store:
-        store.add(model[0].experts)
-        with pytest.raises(
-            ValueError, match=r"^fill_cache has an expert of a layer that is not in the store"
-        ):
-            store.fill_cache([(model[1].experts, 0)])
-        assert store.is_open
-
-
-def test_a_damaged_file_is_one_sentence_at_the_first_use(tmp_path):
-    folder = write(model_of(FFN), tmp_path)
-    source = source_of(folder)
-    for path in folder.rglob("*.safetensors"):
-        path.write_bytes(path.read_bytes()[:-9])
-    with ExpertStore(cache=4) as store:
-        model = opened(FFN, store, source)
-        store.fill_cache([(model[0].experts, 0)])
-        with pytest.raises(ValueError, match="which is corrupt or missing"):
-            run(model, steps(1)[0])
+def test_ranks_of_a_node_share_its_free_memory(monkeypatch):
+    monkeypatch.setattr(host_memory, "available", lambda: 600)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert expert_store.free_bytes(torch.device("cpu")) == 150

@@ -1,9 +1,7 @@
 """Ranks that call shared layers at their own pace compute the outputs of one rank."""
 
 import dataclasses
-import gc
 import random
-import weakref
 
 import mortal
 import pytest
@@ -112,20 +110,6 @@ def test_unequal_calls_give_what_one_rank_gives(ranks, world_size, case):
         assert max(group) <= rounds.pop() <= sum(group)
 
 
-def calls_that_agree():
-    """All ranks make the same calls: no rank joins without tokens."""
-    lockstep, pairs = _layers([SMALL, LARGE], 0, 0)
-    for step in range(3):
-        for index in range(2):
-            _call(lockstep, pairs, index, 2, step)
-    lockstep.end()
-    return lockstep.calls, lockstep.served
-
-
-def test_equal_calls_run_together(ranks):
-    assert ranks(2).run(calls_that_agree) == [(6, 0)] * 2
-
-
 def steps_that_end_together():
     """In each step rank r makes r calls; a collective of all ranks follows each."""
     lockstep, pairs = _layers([SMALL, LARGE], 0, 0)
@@ -198,24 +182,3 @@ def test_a_failing_rank_ends_the_others(fate):
     assert "rank 1 did not answer a health check" in message[0]
     assert message[1:] in ([], ["ValueError: no such word"])
     assert seconds < 12
-
-
-def load_part_of_a_whole():
-    """Return whether the whole tensors are gone once a rank has taken its part of them."""
-    whole = MoELayer(SMALL, seed=1)
-    split = MoELayer(SMALL, make_topology([SMALL.num_experts]), seed=2)
-    state = {name: tensor.clone() for name, tensor in whole.state_dict().items()}
-    storages = [weakref.ref(tensor.untyped_storage()) for tensor in state.values()]
-    split.load_state_dict(state)
-    held = sum(p.untyped_storage().nbytes() for p in split.experts.parameters())
-    del state
-    gc.collect()
-    first = split.experts.first
-    here = split.experts.expert_parameters()["fc1_weight"]
-    assert torch.equal(here, whole.experts.expert_parameters()["fc1_weight"][first : first + 2])
-    return held, [ref() for ref in storages if ref() is not None]
-
-
-def test_a_loaded_layer_holds_its_own_experts_alone(ranks):
-    numbers = sum(p.numel() for p in MoELayer(SMALL, seed=1).experts.parameters())
-    assert ranks(2).run(load_part_of_a_whole) == [(numbers * 4 // 2, [])] * 2

@@ -5,11 +5,9 @@ import gc
 import os
 import random
 import signal
-import sys
 import threading
 import time
 import weakref
-from pathlib import Path
 
 import forkserver
 import pytest
@@ -18,7 +16,6 @@ from stored import FFN, model_of, opened, source_of, write
 
 from fairseq_tutel import ExpertStore
 from fairseq_tutel.checkpoint.quantized import Quantized
-from fairseq_tutel.inference import expert_sources
 from fairseq_tutel.inference.expert_cache import ExpertCache
 from fairseq_tutel.inference.options import EVICTIONS
 from fairseq_tutel.kernels.groups import Groups
@@ -42,10 +39,6 @@ OTHERS = []
 def threads():
     of_stores = (thread for thread in threading.enumerate() if "experts" in thread.name)
     return [thread for thread in of_stores if thread not in OTHERS]
-
-
-def open_files():
-    return [str(path.readlink()) for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
 
 
 def run(model):
@@ -72,16 +65,11 @@ def flipped(content):
 DAMAGES = {
     "missing": (lambda path: path.unlink(), "No such file"),
     "a FIFO": (lambda path: (path.unlink(), os.mkfifo(path)), "the path is not a regular file"),
-    "a folder": (lambda path: (path.unlink(), path.mkdir()), "Is a directory"),
-    "short": (lambda content: content[:-9], "its length has changed or is wrong"),
-    "longer": (lambda content: content + b".", "its length has changed or is wrong"),
+    "short": (lambda content: content[:-9], "it is truncated"),
     "cut in its header": (lambda content: content[:99], "its header is truncated"),
     "no header": (lambda _: b"\x01" + b"\0" * 7 + b"[" * 99, "no valid safetensors header"),
-    "a deep header": (
-        lambda _: (200_000).to_bytes(8, "little") + b"[" * 200_000, "no valid safetensors header",
-    ),
     "a flipped bit": (flipped, "is not what was saved"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
@@ -90,15 +78,14 @@ def test_a_damaged_file_is_named(tmp_path, damage):
     model = opened(FFN, store, source_of(write(model_of(FFN), tmp_path)))
     change, reason = DAMAGES[damage]
     for path in tmp_path.rglob("*.safetensors"):
-        if damage in ("missing", "a FIFO", "a folder"):
+        if damage in ("missing", "a FIFO"):
             change(path)
         else:
             path.write_bytes(change(path.read_bytes()))
             os.utime(path, (1, 1))
     message = refusal(model)
-    assert message.startswith("the expert store is closed: the checkpoint keeps experts in ")
     assert "0.experts.experts-0000-0005.safetensors, which is corrupt or missing (" in message
-    assert reason in message and "; give an older checkpoint, or restore the folder" in message
+    assert reason in message
 
 
 def test_a_file_that_changes_in_use_is_named(tmp_path):
@@ -110,16 +97,9 @@ def test_a_file_that_changes_in_use_is_named(tmp_path):
         assert "(it was changed while it was in use)" in refusal(model)
 
 
-@pytest.mark.parametrize(
-    ("error", "message"),
-    [
-        (OSError(5, "Input/output error"), "is corrupt or missing (Input/output error); give"),
-        (RuntimeError("boom"), ": its thread failed (RuntimeError: boom); open the model again."),
-    ],
-)
-def test_an_error_in_the_thread_is_raised_by_the_next_use(tmp_path, monkeypatch, error, message):
+def test_an_error_in_the_thread_is_raised_by_the_next_use(tmp_path, monkeypatch):
     def fail(*arguments):
-        raise error
+        raise OSError(5, "Input/output error")
 
     store = ExpertStore("pregated")
     model = opened(FFN, store, source_of(write(model_of(FFN), tmp_path)))
@@ -129,48 +109,7 @@ def test_an_error_in_the_thread_is_raised_by_the_next_use(tmp_path, monkeypatch,
     third.weights.prefetch(third, Groups.of_tensor(torch.tensor([0, 0, 1, 0, 0, 0])))
     for thread in threads():
         thread.join(60)
-    assert message in refusal(model)
-
-
-def test_a_slot_is_free_only_after_its_expert_was_read(monkeypatch):
-    begun, go, was_here = threading.Event(), threading.Event(), []
-    with ExpertStore("pregated", tier="host") as store:
-        store.add(model_of(FFN)[0].experts)
-        source, wait, free = store._stacks[0][1], store._fetcher.wait, store._free
-        read = source.read
-
-        def read_slowly(*arguments):
-            begun.set()
-            go.wait(60)
-            read(*arguments)
-
-        monkeypatch.setattr(source, "read", read_slowly)
-        monkeypatch.setattr(store._fetcher, "wait", lambda fetches: (go.set(), wait(fetches)))
-        store.prefetch(0, [0])
-        assert begun.wait(60)
-        fetch = store._fetches[0, 0]
-        monkeypatch.setattr(store, "_free", lambda key: (was_here.append(fetch.is_here), free(key)))
-        store.prefetch(0, [])
-        go.set()
-    assert was_here == [True]
-
-
-def test_a_file_that_is_not_among_the_last_used_is_closed(tmp_path, monkeypatch):
-    monkeypatch.setattr(expert_sources, "MOST_OPEN", 1)
-    with ExpertStore() as store:
-        run(opened(FFN, store, source_of(write(model_of(FFN), tmp_path))))
-        assert len([file for file in open_files() if str(tmp_path) in file]) == 1
-
-
-def test_what_one_read_leaves_over_is_read_by_the_next(tmp_path, monkeypatch):
-    content, preadv = bytes(range(30)), os.preadv
-    (tmp_path / "file").write_bytes(content)
-
-    monkeypatch.setattr(os, "preadv", lambda file, buffers, at: preadv(file, [buffers[0][:5]], at))
-    found = bytearray(21)
-    with (tmp_path / "file").open("rb") as file:
-        expert_sources._read_whole(file.fileno(), memoryview(found), 4)
-    assert bytes(found) == content[4:25]
+    assert "is corrupt or missing (Input/output error)" in refusal(model)
 
 
 def wait_for_ever(folder, pipe):
@@ -225,33 +164,6 @@ def test_a_thread_lives_as_long_as_its_store(tmp_path):
     assert threads() == []
 
 
-def test_a_store_that_its_own_thread_collects_is_closed(tmp_path, monkeypatch):
-    source = source_of(write(model_of(FFN), tmp_path))
-    preadv, forget, raised = os.preadv, threading.Event(), []
-
-    def collect(*arguments):
-        forget.wait(60)
-        gc.collect()
-        return preadv(*arguments)
-
-    monkeypatch.setattr(os, "preadv", collect)
-    monkeypatch.setattr(sys, "unraisablehook", raised.append)
-    before = set(threads())
-    store = ExpertStore("prefetch-all")
-    model = opened(FFN, store, source)
-    store._prefetch(0, [0])
-    (thread,) = set(threads()) - before
-    gc.disable()  # it is this thread's turn otherwise
-    try:
-        del store, model
-        forget.set()
-        thread.join(60)
-    finally:
-        gc.enable()
-    assert not thread.is_alive() and not raised
-    assert not [file for file in open_files() if "safetensors" in file]
-
-
 def test_one_expert_is_dequantized_at_a_time(tmp_path, monkeypatch):
     dequantize, there, counts = Quantized.dequantize, [], []
 
@@ -268,13 +180,11 @@ def test_one_expert_is_dequantized_at_a_time(tmp_path, monkeypatch):
     assert len(counts) >= 2 * 4 and max(counts) == 2  # matrices of an expert
 
 
-def test_a_copy_shares_the_store_and_a_fork_is_told(tmp_path):
+def test_a_copy_shares_the_store_and_a_fork_is_refused(tmp_path):
     with ExpertStore(tier="host") as store:
         model = opened(FFN, store, source_of(write(model_of(FFN), tmp_path)))
         assert torch.equal(run(copy.deepcopy(model)), run(model))
         assert torch.equal(run(model.double().float()), run(model_of(FFN)))
-        with pytest.raises(ValueError, match="cannot be pickled or sent to another process; open its"):
-            torch.save(model, tmp_path / "a.pt")
         for use in (model.state_dict, lambda: model.load_state_dict(model_of(FFN).state_dict())):
             with pytest.raises(ValueError, match="are in an expert store, so they cannot be saved"):
                 use()
@@ -302,24 +212,16 @@ def test_what_is_no_evaluation_is_refused():
     ("arguments", "message"),
     [
         ({"policy": "resident"}, "choose from on-demand, pregated, prefetch-all."),
-        ({"tier": "tape"}, "choose from host, disk."),
-        ({"eviction": "mru"}, "choose from lfu, lru, fifo."),
         ({"cache": "3 cats"}, "give a number of experts, such as 64, a size with a unit, such as"),
-        ({"cache": "9" * 400 + "GB"}, r"is '9{59}…; give a number of experts, such as 64, a size"),
-        ({"cache": "9" * 5000}, "…; give a number of experts, such as 64, a size with a unit"),
-        (
-            {"cache": "0.5KB", "tier": "host"},
-            "is 500 bytes, but one expert has 896 bytes; give at least this",
-        ),
         ({}, "not in shard files of a checkpoint; write the files with `fairseq-tutel convert"),
     ],
 )
-def test_what_cannot_be_is_refused(arguments, message):
+def test_invalid_arguments_are_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
         ExpertStore(**arguments).add(model_of(FFN)[0].experts)
 
 
-def test_what_does_not_fit_the_layer_is_refused():
+def test_tensors_that_do_not_fit_the_layer_are_refused():
     experts = model_of(FFN)[0].experts
     tensors = {name: getattr(experts, name) for name in experts.names}
     store = ExpertStore(tier="host")
@@ -327,9 +229,6 @@ def test_what_does_not_fit_the_layer_is_refused():
         store.add(experts, {**tensors, "fc1_weight": tensors["fc1_weight"][:4]})
     with pytest.raises(ValueError, match="give --moe-expert-parallel-size 6 or less"):
         store.add(build_experts(FFN, Part(1, 0, 2, 0)), tensors)
-    store.add(experts)
-    with pytest.raises(ValueError, match="fc1_weight is on the meta device"):
-        ExpertStore(tier="host").add(experts)
 
 
 @pytest.mark.parametrize("policy", EVICTIONS)

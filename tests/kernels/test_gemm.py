@@ -9,7 +9,6 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 
 from fairseq_tutel import kernels
 from fairseq_tutel.kernels import reference
-from fairseq_tutel.kernels.groups import Groups
 
 pytest.importorskip("triton")
 
@@ -20,7 +19,7 @@ def compare_interpreted(case: Case) -> None:
     compare(kernels.ops("triton", torch.device("cpu")), reference, case, "cpu")
 
 
-@pytest.mark.parametrize("num_rows", (0, 1, 63, 200))
+@pytest.mark.parametrize("num_rows", (0, 1, 63))
 def test_gradients_for_any_number_of_rows(interpreter, num_rows):
     case = Case(skewed(num_rows, 5), model_dim=16, hidden_dim=20, glu=True)
     interpreter.run(compare_interpreted, case)
@@ -93,32 +92,6 @@ def test_the_precision_of_fp32_alone_changes(monkeypatch):
     assert precision_of(torch.float32, True) == "ieee"
 
 
-def kinds_of(case: Case) -> set[str]:
-    """Return the kinds of a layer's products, by which their tiles are chosen."""
-    from fairseq_tutel.kernels import tiles, triton_launch
-
-    kinds = set()
-    triton_launch.choose = lambda kind, *given: kinds.add(kind) or tiles.choose(kind, *given)
-    try:
-        run(kernels.ops("triton", torch.device("cpu")), case, inputs(case, "cpu"))
-    finally:
-        triton_launch.choose = tiles.choose
-    return kinds
-
-
-@pytest.mark.parametrize(
-    "options, forward, backward",
-    [
-        ({}, {"relu_up", "linear"}, {"relu_hidden", "dx", "weight"}),
-        ({"activation": "gelu"}, {"up", "linear"}, {"hidden", "dx", "weight"}),
-        ({"glu": True}, {"glu_up", "linear"}, {"glu_hidden", "glu_dx", "weight"}),
-    ],
-    ids=("relu", "gelu", "glu"),
-)
-def test_products_of_forward_and_backward_have_their_own_tiles(interpreter, options, forward, backward):
-    assert interpreter.run(kinds_of, replace(SMALL, **options)) == [forward | backward]
-
-
 def compare_in_tiles_of_a_gpu(case: Case) -> None:
     from fairseq_tutel.kernels import tiles, triton_launch
 
@@ -159,9 +132,7 @@ def compare_described(case: Case) -> None:
 @pytest.mark.parametrize("gathered, strided", [(False, False), (True, True)])
 def test_gradients_with_tensor_descriptors(interpreter, gathered, strided):
     case = replace(with_tiles(SMALL), glu=True, strided=strided, gathered=gathered)
-    interpreter.run(compare_described, case)
-    if gathered:
-        interpreter.run(compare_described, replace(case, dtype=torch.bfloat16))
+    interpreter.run(compare_described, replace(case, dtype=torch.bfloat16 if gathered else torch.float32))
 
 
 def make_tables() -> None:
@@ -194,20 +165,9 @@ def test_the_tile_table_is_the_groups_cut_in_tiles(interpreter):
     interpreter.run(make_tables)
 
 
-def run_twice(case: Case) -> None:
-    ops, given = kernels.ops("triton", torch.device("cpu")), inputs(case, "cpu")
-    first, second = run(ops, case, given), run(ops, case, given)
-    for name, tensor in first.items():
-        assert torch.equal(tensor, second[name]), name
-
-
-def test_the_same_bits_in_every_run(interpreter):
-    interpreter.run(run_twice, replace(SMALL, glu=True))
-
-
 def not_a_number() -> None:
     ops = kernels.ops("triton", torch.device("cpu"))
-    case = Case((4,), tail=0)
+    case = Case((4,), tail=0, model_dim=8, hidden_dim=8)
     for activation in ACTS:
         given = inputs(replace(case, activation=activation), "cpu")
         given["x"][given["index"][0]] = float("nan")
@@ -248,17 +208,6 @@ def compile_chain(case: Case) -> None:
         assert torch.equal(tensor, expected[name]), name
 
 
+@pytest.mark.long
 def test_torch_compile_takes_the_chain_as_one_graph(interpreter):
     interpreter.run(compile_chain, replace(SMALL, glu=True))
-
-
-def test_counts_on_the_host_do(interpreter):
-    interpreter.run(compare_host_counts)
-
-
-def compare_host_counts() -> None:
-    ops, given = kernels.ops("triton", torch.device("cpu")), inputs(SMALL, "cpu")
-    rows = torch.randn(23, 17)
-    groups = Groups.of_host(SMALL.counts, torch.device("cpu"))
-    got = ops.grouped_linear(rows, given["fc1"], None, groups)
-    torch.testing.assert_close(got, reference.grouped_linear(rows, given["fc1"], None, groups))

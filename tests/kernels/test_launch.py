@@ -1,4 +1,4 @@
-"""One function launches every kernel, and binds the device's CUDA context once per thread."""
+"""Launches of kernels: one function, one CUDA context per thread, and few launches per step."""
 
 import ast
 import contextlib
@@ -74,3 +74,21 @@ def test_the_interpreter_needs_no_context():
     with mock.patch.object(torch.cuda, "device", side_effect=AssertionError):
         triton_launch.launch(Kernel(calls), (1, 2), torch.device("cpu"), 5)
     assert calls == [("launch", (1, 2), (5,), {})]
+
+
+# Launches of forward, backward and decoding; fewer are better, so lower these numbers with them.
+MOST = {("none", False): (11, 18, 10), ("gshard", False): (13, 20, 10), ("none", True): (11, 18, 10)}
+
+
+@pytest.mark.parametrize("loss, bias", MOST)
+def test_launches_and_host_reads_do_not_grow(loss, bias):
+    from benchmarks.static import layers
+
+    case = layers.CASES["qwen3_30b"]
+    forward, backward = layers.trained(case, loss, bias)
+    traces = forward, backward, layers.decoded(case)
+    for trace, most in zip(traces, MOST[loss, bias], strict=True):
+        assert 0 < len(trace.launches) <= most, trace.launches
+        assert trace.reads == []
+    assert layers.floor_bytes(case, "forward") <= forward.bytes <= 3_700_000_000
+    assert layers.floor_bytes(case, "backward") <= backward.bytes <= 6_700_000_000

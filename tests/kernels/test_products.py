@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from fairseq_tutel import MoEConfig, MoELayer
-from fairseq_tutel.kernels import ffn_by_expert, large_pages, products
-from fairseq_tutel.kernels.large_pages import PAGE_BYTES, in_large_pages
+from fairseq_tutel.kernels import ffn_by_expert, products
 
 
 def normal(*shape: int) -> torch.Tensor:
@@ -65,15 +64,3 @@ def test_blocks_change_no_bit(monkeypatch, options):
     monkeypatch.setattr(ffn_by_expert, "BLOCK_BYTES", 0)
     for one, other in zip(results(), together, strict=True):
         assert torch.equal(one, other)
-
-
-def test_large_tensors_are_asked_for_in_large_pages(monkeypatch):
-    asked = []
-    monkeypatch.setattr(large_pages, "_madvise", lambda: lambda *words: asked.append(words))
-    tensor = in_large_pages(torch.empty(24 * PAGE_BYTES, dtype=torch.uint8))
-    ((first, length, _),) = asked
-    # All whole pages in it, and nothing beside it.
-    assert first % PAGE_BYTES == length % PAGE_BYTES == 0 and length >= 23 * PAGE_BYTES
-    assert tensor.data_ptr() <= first and first + length <= tensor.data_ptr() + tensor.nbytes
-    small = torch.empty(3)
-    assert in_large_pages(small) is small and len(asked) == 1

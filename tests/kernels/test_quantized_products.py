@@ -8,7 +8,6 @@ from fairseq_tutel.kernels import quantized
 from fairseq_tutel.kernels.few_rows import ffn_of_few
 from fairseq_tutel.kernels.ffn_by_expert import ffn_forward
 from fairseq_tutel.kernels.groups import Groups
-from fairseq_tutel.kernels.quantized import packed_int4, unpacked_int4
 from fairseq_tutel.kernels.reference import grouped_linear
 from fairseq_tutel.kernels.weights import ExpertTensorList, FFNWeights
 
@@ -67,33 +66,6 @@ def test_an_int8_matrix_at_an_odd_address_is_multiplied():
         moved = memory[offset : offset + 64 * 64].view(64, 64).copy_(matrix.values)
         found = quantized.QuantizedMatrix(moved, matrix.scales, torch.float32).linear(torch.eye(64)[:3])
         assert difference(found, numbers_OI.t()[:3]) < ROUNDING
-
-
-def test_int4_is_packed_as_described_and_as_torch_reads_it():
-    nibbles_OI = torch.randint(0, 16, (128, 192))
-    packed = packed_int4(nibbles_OI)
-    assert packed.shape == (2, 192, 32)
-    for b, i, j in ((0, 0, 0), (1, 191, 31), (1, 5, 7)):
-        assert packed[b, i, j] & 15 == nibbles_OI[64 * b + j, i]
-        assert packed[b, i, j] >> 4 == nibbles_OI[64 * b + 32 + j, i]
-    scales_GO = torch.rand(3, 128).bfloat16()
-    numbers_OI = (nibbles_OI - 8) * scales_GO.float().repeat_interleave(64, 0).t()
-    assert torch.equal(unpacked_int4(packed, scales_GO).transpose(1, 2).reshape(128, 192), numbers_OI)
-    if quantized.has_kernel("int4"):
-        theirs = torch.ops.aten._convert_weight_to_int4pack_for_cpu(nibbles_OI.int(), 1)
-        assert torch.equal(packed.view(128, 96), theirs)
-
-
-def test_a_kernel_of_another_layout_or_none_is_not_used(monkeypatch):
-    for name in ("_weight_int8pack_mm", "_weight_int4pack_mm_for_cpu"):
-        real = getattr(torch, name)
-        kind = "int8" if "int8" in name else "int4"
-        for wrong in (lambda x, values, *more, real=real: real(x, values.flip(0), *more), None):
-            monkeypatch.setattr(torch, name, wrong)
-            if wrong is None:
-                monkeypatch.delattr(torch, name)
-            assert not quantized.has_kernel.__wrapped__(kind)
-        monkeypatch.setattr(torch, name, real, raising=False)
 
 
 @pytest.mark.parametrize("kind", ["int8", "int4"])

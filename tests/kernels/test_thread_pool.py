@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from fairseq_tutel import MoEConfig, MoELayer
-from fairseq_tutel.kernels import ffn_by_expert, thread_pool
+from fairseq_tutel.kernels import thread_pool
 
 MUCH = thread_pool.LEAST_WORK  # of a row
 
@@ -50,13 +50,6 @@ def test_two_threads_do_each_expert_once(two_threads):
 
     thread_pool.for_each(make_worker, (4, 2, 3, 1), MUCH)
     assert sorted(done) == [0, 1, 2, 3]
-
-
-def test_work_for_another_device_is_launched_by_one_thread(two_threads):
-    x = torch.empty(4, 2048)
-    for device, apart in (("cpu", [0, 1]), ("meta", [])):
-        row_work = ffn_by_expert._row_work(x.to(device), 2048)
-        assert list(thread_pool._shares((2, 2), row_work)[1]) == apart
 
 
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])

@@ -1,0 +1,49 @@
+"""Available memory: MemAvailable, and the limits of cgroups of both versions."""
+
+import pytest
+
+from fairseq_tutel.parallel.host_memory import available
+
+MIB = 2**20
+TWO, ONE = "sys/fs/cgroup", "sys/fs/cgroup/memory"
+
+
+def version_2(limit, inactive=0):
+    stat = f"anon 5\ninactive_file {inactive}\n"
+    return {"memory.max": str(limit), "memory.current": str(100 * MIB), "memory.stat": stat}
+
+
+def version_1(limit, inactive=0):
+    names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "memory.stat")
+    stat = f"inactive_file 7\ntotal_inactive_file {inactive}\n"
+    return dict(zip(names, (str(limit), str(100 * MIB), stat), strict=True))
+
+
+# The process's cgroups; the files of folders; the available memory in MiB if MemAvailable is 1000 MiB.
+SYSTEMS = {
+    "no limit": ("0::/\n", {TWO: version_2("max")}, 1000),
+    "inactive page cache": ("0::/\n", {TWO: version_2(300 * MIB, inactive=50 * MIB)}, 250),
+    "a limit of a parent": (
+        "0::/job/step\n",
+        {f"{TWO}/job": version_2(400 * MIB), f"{TWO}/job/step": version_2(900 * MIB)},
+        300,
+    ),
+    "a container's view": ("0::/docker/4f0c\n", {TWO: version_2(300 * MIB)}, 200),
+    "used up": ("0::/\n", {TWO: version_2(99 * MIB)}, 0),
+    "version 1": (
+        "5:cpu,memory:/job\n3:pids:/job\n",
+        {f"{ONE}/job": version_1(300 * MIB, inactive=10 * MIB), ONE: version_1(2**63 - 4096)},
+        210,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SYSTEMS)
+def test_the_smallest_of_available_memory_and_limits_is_available(tmp_path, name):
+    cgroups, folders, expected = SYSTEMS[name]
+    files = {"proc/meminfo": "MemTotal: 9 kB\nMemAvailable: 1024000 kB\n", "proc/self/cgroup": cgroups}
+    files |= {f"{folder}/{name}": text for folder, own in folders.items() for name, text in own.items()}
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert available(tmp_path) == expected * MIB
