@@ -17,7 +17,8 @@ import fairseq_cli.train as loop
 
 from benchmarks.released import anonymous_bytes
 from fairseq_tutel import train
-from fairseq_tutel.plugin.run_state import RUN, config_of
+from fairseq_tutel.plugin.run_state import config_of
+from fairseq_tutel.plugin.training.save import SESSION
 
 FORMS = ("full", "sharded", "background")
 NEVER = 10**9
@@ -35,7 +36,7 @@ class Saves:
     def __init__(self, save: Callable[..., Any], path: Path, rounds: int) -> None:
         self._save, self._path = save, path
         self._forms = [*FORMS] * rounds
-        self._background = RUN.background
+        self._background = SESSION.background
         self._left, self._ended = PAUSE, time.perf_counter()
         self._updates: dict[bool, list[float]] = {False: [], True: []}  # seconds, by whether threads write
         self._seconds, self._memory = 0.0, None
@@ -50,7 +51,7 @@ class Saves:
             self._memory = _Memory()
         cfg.dataset.validate_after_updates = 0 if begins else NEVER  # saves depend on it too
         config_of(task).moe_checkpoint = "full" if self._forms[0] == "full" else "sharded"
-        RUN.update(background=self._background if self._forms[0] == "background" else None)
+        SESSION.background = self._background if self._forms[0] == "background" else None
         result = self._save(cfg, trainer, task, epoch_itr, *args)
         self._left -= 1
         self._ended = time.perf_counter()

@@ -23,7 +23,7 @@ from torch import nn
 import fairseq_tutel as ft
 from benchmarks.small_machine_model import LANGUAGES
 from fairseq_tutel.plugin.feed_forward import MoEFeedForward
-from fairseq_tutel.plugin.run_state import RUN
+from fairseq_tutel.plugin.opening.offload import STORES
 
 
 @dataclass
@@ -118,7 +118,7 @@ def drop(file: Path) -> None:
 
 def counters() -> dict[str, float]:
     """Return the counters of the expert store."""
-    (store,) = RUN.stores.values()
+    (store,) = STORES.values()
     return vars(store.counters).copy()
 
 

@@ -15,9 +15,8 @@ from fairseq_tutel.moe.config import MoEConfig
 from fairseq_tutel.moe.option_table import StoreConfig
 from fairseq_tutel.parallel import rendezvous
 from fairseq_tutel.plugin.opening import offload
-from fairseq_tutel.plugin.registration import wrapped
+from fairseq_tutel.plugin.registration import process, wrapped
 from fairseq_tutel.plugin.registration.process import end_readers, excepthook, refusals_are_sentences
-from fairseq_tutel.plugin.run_state import RUN
 from fairseq_tutel.plugin.training.startup import join_torchrun, note_spawned_ranks
 
 
@@ -169,8 +168,8 @@ def test_a_refusal_is_the_last_line(wrapped_main, debug, capsys, caplog, monkeyp
     """After the counters of an expert store; its traceback is logged under LOGLEVEL=DEBUG alone."""
     caplog.set_level(logging.DEBUG)  # as a module of fairseq's wav2vec2 sets it
     monkeypatch.setenv("LOGLEVEL", "DEBUG" if debug else "INFO")
-    monkeypatch.setattr(RUN, "at_exit", [])
-    monkeypatch.setattr(RUN, "stores", {})  # no store of another test
+    monkeypatch.setattr(process, "_at_exit", [])
+    monkeypatch.setattr(offload, "STORES", {})  # no store of another test
     monkeypatch.setattr(offload, "_log_counters", lambda *_: print("counters", file=sys.stderr))
     store = offload._store_of(StoreConfig("on-demand", "host"))
     hook = excepthook(sys.__excepthook__)

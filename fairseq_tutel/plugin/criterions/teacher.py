@@ -22,7 +22,7 @@ from fairseq_tutel.moe.option_table import options_of
 from fairseq_tutel.plugin.distillation_options import DistillationConfig
 from fairseq_tutel.plugin.feed_forward import contexts_of, moe_layers, unwrapped
 from fairseq_tutel.plugin.registration.process import is_machine_error
-from fairseq_tutel.plugin.run_state import RUN, config_of
+from fairseq_tutel.plugin.run_state import config_of
 
 logger = logging.getLogger(__name__)
 
@@ -76,7 +76,6 @@ class Teacher:
         # Opening the teacher must not change the random numbers of training.
         with (
             torch.random.fork_rng(),
-            RUN.having(opens_teacher=True),
             self._refusing("cannot be opened with this data"),
         ):
             (model,), _ = checkpoint_utils.load_model_ensemble([path], task=task, state=state)
@@ -113,6 +112,7 @@ class Teacher:
                 given.update(values)
         else:
             vars(given).update(values)
+        task.is_of_teacher = True
         setattr(task, "args" if getattr(self.task, "cfg", None) is None else "cfg", given)
         return task
 
