@@ -90,7 +90,7 @@ def imported_modules(path: Path, modules: set[str]) -> set[str]:
 
 
 def test_no_import_cycle_exists():
-    """Imports in functions and for types count, too, except in kernels: backends choose each other there."""
+    """Imports in functions and for types count, except in kernels, where backends choose each other."""
     paths = {module_of(path): path for path in FILES if folder_of(path) != "kernels"}
     root = paths.pop("fairseq_tutel")  # its lazy names are those of all folders
     assert IMPORTS[root]

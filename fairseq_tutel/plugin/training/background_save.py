@@ -138,7 +138,7 @@ class _Save:
     def _write_file(self, check: Callable[..., None]) -> None:
         assert self.path is not None
         try:
-            atomic_save.write_in_tries(self._state, self.temporary, check)
+            atomic_save.write(self._state, self.temporary, check)
         except Exception as error:
             with contextlib.suppress(OSError):
                 os.remove(self.temporary)
