@@ -1,8 +1,9 @@
 """Mixins that let fairseq's tasks train and use models with experts, on one or several ranks."""
 
+import contextlib
 import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from numbers import Number
 from typing import Any
 
@@ -19,14 +20,13 @@ from fairseq_tutel.moe.option_table import CriterionConfig, SidesConfig, TaskCon
 from fairseq_tutel.moe.update_tuner import UpdateTuner
 from fairseq_tutel.option import read
 from fairseq_tutel.parallel import world
-from fairseq_tutel.parallel.guard import guarded
+from fairseq_tutel.parallel.guard import CommunicationError, guarded
 from fairseq_tutel.plugin.announce import Facts, warn_of_no_effect
 from fairseq_tutel.plugin.feed_forward import contexts_of, moe_layers
 from fairseq_tutel.plugin.opening.several_ranks import NoSentences, running_command
 from fairseq_tutel.plugin.optim.moe_optimizer import innermost_optimizer
 from fairseq_tutel.plugin.registration.variants import change_class
 from fairseq_tutel.plugin.run_state import config_of, root_of
-from fairseq_tutel.plugin.training import memory
 from fairseq_tutel.plugin.training.epoch_iterator import ElasticEpochBatchIterator
 
 logger = logging.getLogger(__name__)
@@ -149,7 +149,7 @@ class MoETaskMixin(InferenceMixin):
                 "--clip-norm, or look for bad input, and continue from the last checkpoint."
             )
         step = f"the training step of update {update_num}"
-        with guarded(step), memory.refused_on_several_ranks(step):
+        with guarded(step), _refused_on_several_ranks(step):
             result = super().train_step(  # type: ignore[misc]
                 sample, model, criterion, optimizer, update_num, ignore_grad, **kwargs
             )
@@ -190,7 +190,7 @@ class MoETaskMixin(InferenceMixin):
         for context in contexts_of(moe_layers(model)):
             context.begin_step()
         step = "a validation step"
-        with guarded(step), memory.refused_on_several_ranks(step):
+        with guarded(step), _refused_on_several_ranks(step):
             return super().valid_step(sample, model, criterion, **kwargs)  # type: ignore[misc]
 
     def begin_valid_epoch(self, epoch: int, model: nn.Module) -> None:
@@ -258,6 +258,24 @@ class MoETaskMixin(InferenceMixin):
         is_cached = dataset in self.dataset_to_epoch_iter
         never = disable_iterator_cache or update_epoch_batch_itr or is_cached
         return not never and self.can_reuse_epoch_itr(dataset)  # type: ignore[attr-defined]
+
+
+@contextlib.contextmanager
+def _refused_on_several_ranks(what: str) -> Iterator[None]:
+    """Context manager that makes an out-of-memory error end the job if there are several ranks.
+
+    fairseq would skip the batch on this rank only, and the others would wait in an all-to-all for ever.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        is_of_memory = "out of memory" in str(error) and not isinstance(error, CommunicationError)
+        if world.size() == 1 or not is_of_memory:
+            raise
+        raise MemoryError(
+            f"rank {world.rank()} ran out of memory in {what}; lower --max-tokens or --batch-size, or "
+            "add --checkpoint-activations."
+        ) from error
 
 
 def _tokens_of(sample: dict[str, Any]) -> int:
