@@ -156,34 +156,3 @@ def test_processes_that_load_data_ignore_a_signal_to_all(lm_data, tmp_path):
     os.killpg(process.pid, signal.SIGTERM)
     assert process.wait(60) == EXIT_CODE, tail(log.read_text())
     assert updates_of(tmp_path) >= 4
-
-
-SLOW_VALIDATION = """
-import sys, time
-sys.path.insert(0, {places!r})
-import faulty_places
-from fairseq.tasks.fairseq_task import FairseqTask
-valid_step = FairseqTask.valid_step
-def slowly(*args, **kwargs):
-    time.sleep(1)
-    return valid_step(*args, **kwargs)
-FairseqTask.valid_step = slowly
-"""
-
-
-@LONG
-def test_a_long_validation_ends_after_half_of_the_time(lm_data, tmp_path, unbroken):
-    """The signal comes before the second step of the first validation, after update 3."""
-    slow = tmp_path / "slow"
-    slow.mkdir()
-    (slow / "__init__.py").write_text(SLOW_VALIDATION.format(places=str(Path(PLACES).parent)))
-    flags = (*SHARDED, "--moe-save-async", "--batch-size-valid", 1)
-    env = _environment(tmp_path, "valid", 2, 1, "SIGTERM")
-    words = _words(lm_args, lm_data, tmp_path, *flags, "--user-dir", slow)
-    run = wait(start("train", *words, "--moe-preemption-seconds", 12, ranks=2, env=env))
-    assert run.exit_codes == [EXIT_CODE] * 2, tail(run.output)
-    saved = load(tmp_path / "save")
-    assert saved["optimizer_history"][-1]["num_updates"] == 3 and saved["extra_state"]["val_loss"] is None
-    again = fairseq("train", *_words(lm_args, lm_data, tmp_path, *flags), ranks=2, env=env)
-    assert [int(s["valid_num_updates"]) for s in again.stats("valid")] == [6, 7]  # not 3
-    same_end(unbroken(lm_args, 2, *flags), tmp_path)

@@ -153,12 +153,6 @@ def test_what_the_user_gives_is_free_and_values_of_a_file_are_not():
         refuse_code(state, "x.pt", {"adam_betas": "(0.9, 0.98)"})
 
 
-def test_a_tree_that_contains_itself_ends_and_numbers_are_accepted():
-    tree: dict = {"decoder_layers": 6, "adam_betas": None, "langtoks": {"main": ["a", "b"]}}
-    tree["again"] = [tree]
-    refuse_code({"args": argparse.Namespace(**tree)}, "x.pt", {})
-
-
 @pytest.mark.parametrize(
     ("cfg", "sentence"),
     [

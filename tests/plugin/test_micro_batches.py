@@ -136,14 +136,6 @@ def test_another_number_of_micro_batches_continues_with_the_next_batch(before, a
     assert later.state()["epoch"] == 2
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 5])
-@pytest.mark.parametrize(("size", "updates"), [(5, 4), (23, 1), (6, 3)])
-def test_only_an_incomplete_update_is_left_out(size, updates, ranks):
-    found = _Ranks(ranks, size, skip_remainder_batch=True).take()
-    expected = _Ranks(1, size).take()[:updates]
-    assert [_real(update) for update in found] == [_real(update) for update in expected]
-
-
 @pytest.mark.parametrize("is_dynamic", [False, True])
 @pytest.mark.parametrize(("before", "after"), [((1, 4), (2, 8)), ((3, 4), (3, 9)), ((2, 0), (8, 0))])
 def test_a_rest_that_is_less_than_an_update_is_skipped_at_a_resume(before, after, is_dynamic, caplog):

@@ -205,7 +205,7 @@ CHANGED = {
     "plugin/install.py": "_ddp_params_and_buffers_to_ignore",  # DistributedDataParallel reads it
     "plugin/training/own_layers.py": "_ddp_params_and_buffers_to_ignore",
     "plugin/opening/load.py": "load",  # of torch, while fairseq opens a file: maps the file
-    "plugin/training/preemption.py": "valid_step",  # ends a long validation
+    "plugin/training/preemption.py": "valid_step",  # ends a validation after a signal
     # No hook exists for the sums over ranks. The file also replaces functions of fairseq's training loop,
     # because no hooks exist before an epoch and after an update.
     "plugin/training/loop.py": "_aggregate_logging_outputs",

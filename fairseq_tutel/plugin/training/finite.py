@@ -8,11 +8,11 @@ import contextlib
 import functools
 import logging
 import math
+import os
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
-from fairseq.file_io import PathManager
 from torch import Tensor
 
 from fairseq_tutel.files import shown
@@ -98,19 +98,11 @@ def mismatch(trainer: Any) -> str | None:
             if not torch.is_tensor(parameter):
                 return f"the optimizer's state of the unknown parameter {shown(parameter)}"
             for key in SHAPED if isinstance(state, Mapping) else ():
-                # SGD without momentum has the value None.
-                if state.get(key) is not None and not _has_form(state[key], parameter):
+                moment = state.get(key)  # None for SGD without momentum
+                fits = getattr(moment, "shape", None) == parameter.shape and moment.is_floating_point()
+                if moment is not None and not fits:
                     return f"the optimizer's {key} of a parameter {tuple(parameter.shape)}"
     return None
-
-
-def _has_form(value: Any, parameter: Tensor) -> bool:
-    return (
-        torch.is_tensor(value)
-        and value.layout == torch.strided
-        and value.is_floating_point()
-        and value.shape == parameter.shape
-    )
 
 
 def _on_any_rank(found: str | None) -> str | None:
@@ -140,14 +132,10 @@ def refuse_loaded(cfg: Any, trainer: Any) -> None:
     if found is None:
         return
     flag, path = flag_and_path(cfg.checkpoint)
-    if not PathManager.isfile(path):
-        raise ValueError(
-            f"in the new model, {found} is NaN, infinite or larger than {LARGEST_WEIGHT:g}; initialize it, "
-            "or exclude it from training with requires_grad=False."
-        )
     fix = " or add --reset-optimizer" if found.startswith("the optimizer's") else ""
     problem = "does not fit this run" if unfit else "is NaN, infinite or too large for training"
-    raise ValueError(f"{flag} is {path}, in which {found} {problem}; give an older checkpoint{fix}.")
+    where = f"{flag} is {path}, in which" if os.path.isfile(path) else "in the new model,"
+    raise ValueError(f"{where} {found} {problem}; give an older checkpoint{fix}.")
 
 
 @contextlib.contextmanager

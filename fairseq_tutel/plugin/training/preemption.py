@@ -24,12 +24,9 @@ from fairseq_tutel.plugin.training.loop import Votes, globals_of, wrapping
 
 logger = logging.getLogger(__name__)
 
-# The vote of a rank whose time for validation is over. It exceeds the sum of all ranks' votes for a signal.
-LATE = 2.0**30
-
 
 class ValidationEndedError(Exception):
-    """Ends a validation that would take too long after a signal."""
+    """Ends a validation after a signal, to leave time for the save."""
 
 
 @contextlib.contextmanager
@@ -82,9 +79,7 @@ class Preemption:
             yield
 
     def _vote(self) -> float:
-        if self._watch.received is None:
-            return 0.0
-        return LATE if self._watch.elapsed > self._watch.seconds / 2 else 1.0
+        return float(self._watch.received is not None)
 
     def _train(self, original: Any) -> Any:
         is_first = True
@@ -98,19 +93,19 @@ class Preemption:
                     self.result = "there is nothing to save before the first update"
                     return [None], True
                 self._votes.join(trainer)
-                self._end_long_validation(trainer)
+                self._end_validation(trainer)
                 self._watch.begin_work()
             return original(cfg, trainer, task, epoch_itr)
 
         return train
 
-    def _end_long_validation(self, trainer: Any) -> None:
-        """End a validation if half of the time after a signal is over; the rest is for the save."""
+    def _end_validation(self, trainer: Any) -> None:
+        """End validations after the step in which a signal comes."""
         original = trainer.valid_step
 
         def valid_step(*args: Any, **kwargs: Any) -> Any:
             result = original(*args, **kwargs)
-            if self._votes.total("signal") >= LATE:
+            if self._votes.total("signal"):
                 raise ValidationEndedError
             return result
 
@@ -126,7 +121,7 @@ class Preemption:
                 if should_stop:
                     return losses, True
             except ValidationEndedError:
-                logger.info("ended the validation, which took too long after a signal")
+                logger.info("ended the validation after a signal")
             is_saved = self._count_saves() > saves
             # A signal may have come during the save, in which ranks add up no numbers.
             if not (self._votes.total("signal") or (is_saved and self._received_by_any())):
