@@ -21,7 +21,7 @@ from fairseq_tutel.checkpoint.files import IS_CORRUPT, is_whole, mapped, refused
 from fairseq_tutel.checkpoint.malformed import refuse_malformed
 from fairseq_tutel.checkpoint.recognition import refuse_meta
 from fairseq_tutel.checkpoint.saved import SavedModel, drop_retired
-from fairseq_tutel.checkpoint.shards import ShardedTensor, bind
+from fairseq_tutel.checkpoint.shards import bind
 from fairseq_tutel.moe.config import label_of
 from fairseq_tutel.moe.option_table import options_of
 from fairseq_tutel.option import is_custom
@@ -73,7 +73,6 @@ def load_checkpoint_to_cpu(original: Any) -> Any:
             if is_for_use:
                 _prepare_for_use(state, path, overrides, options)
             else:
-                _warn_of_quantized(state, path)
                 _begin_average(state)
         except FOREIGN_FILE_ERRORS as error:
             if is_machine_error(error):
@@ -189,18 +188,6 @@ def _update_task(state: Any, overrides: Mapping[str, Any]) -> None:
         known = {option.key for option in options_of("task")}
         with open_dict(task):
             task.update({k: v for k, v in overrides.items() if k in known})
-
-
-def _warn_of_quantized(state: Any, path: str) -> None:
-    """Warn if training resumes from a checkpoint with quantized experts."""
-    tensors = (state.get("model") or {}).values()
-    packings = {t.expert_dtype for t in tensors if isinstance(t, ShardedTensor) and t.expert_dtype}
-    if packings:
-        logger.warning(
-            "%s has experts in %s, so training continues from rounded weights; to continue from the exact "
-            "weights, resume from the checkpoint that was converted to this file.",
-            *(path, ", ".join(sorted(packings))),
-        )
 
 
 def _begin_average(state: Any) -> None:
