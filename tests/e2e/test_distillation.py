@@ -4,7 +4,7 @@ import shutil
 
 import pytest
 import torch
-from cli import HYDRA, ROOT, USER_DIR, fairseq, refused
+from cli import USER_DIR, fairseq, refused
 from equality import facts_of, same_bits, same_weights
 from models import dense_lm_args, lm_args, mt_args
 from tool_in_process import convert
@@ -141,21 +141,6 @@ def test_an_adaptive_softmax_learns_on_one_rank_and_on_two(lm_data, tmp_path):
     assert facts_of(found[1])["distill_loss 0"] > 0
     assert facts_of(found[2]) == pytest.approx(facts_of(found[1]), rel=1e-5, abs=1e-6)
     same_weights(found[1]["model"], found[2]["model"], adam=False)
-
-
-@LONG
-def test_hydra_trains_a_student(lm_data, teacher, tmp_path):
-    fairseq(
-        "hydra-train", "--config-dir", HYDRA, "--config-name", "tiny_lm", f"task.data={lm_data}",
-        f"checkpoint.save_dir={tmp_path}", "criterion._name=moe_distillation",
-        "+criterion.distill_criterion=moe_label_smoothed_cross_entropy", "+criterion.label_smoothing=0.1",
-        f"+criterion.distill_teacher={teacher}", "optimization.max_update=1", "model.decoder_layers=1",
-        "+criterion.distill_teacher_bf16=true", "common.log_interval=1",
-        "task.tokens_per_sample=16", env={"PWD": str(ROOT)},
-    )  # fmt: skip
-    saved = loaded(tmp_path)
-    assert facts_of(saved)["distill_loss 0"] > 0
-    assert saved["cfg"]["criterion"]["label_smoothing"] == 0.1
 
 
 @LONG

@@ -2,7 +2,6 @@
 
 import argparse
 import functools
-import logging
 import os
 import pickle
 import sys
@@ -30,8 +29,6 @@ from fairseq_tutel.plugin.opening.literals import options_within, refuse_code
 from fairseq_tutel.plugin.registration.flags import refuse_misspelt
 from fairseq_tutel.plugin.registration.process import is_machine_error
 from fairseq_tutel.plugin.run_state import OPENED, RUN
-
-logger = logging.getLogger(__name__)
 
 # Environment variable that permits opening damaged files.
 OPEN_DAMAGED = "FAIRSEQ_TUTEL_OPEN_DAMAGED"
