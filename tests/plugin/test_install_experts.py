@@ -342,10 +342,9 @@ def test_what_has_no_effect_is_said(caplog):
 
 
 def test_options_that_others_replace_are_said(caplog):
-    both = {"encoder_moe_freq": 2, "decoder_moe_freq": 1, "moe_freq": 1, "record_a2a_perf_stats": True}
+    both = {"encoder_moe_freq": 2, "decoder_moe_freq": 1, "moe_freq": 1}
     said = said_by(caplog, "encoder", "label_smoothed_cross_entropy", **both)
     assert "--moe-freq 1 has no effect: --encoder-moe-freq and --decoder-moe-freq are given" in said
-    assert "--record-a2a-perf-stats has no effect without a moe_ criterion" in said
 
 
 REFUSED = {
