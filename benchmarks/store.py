@@ -35,7 +35,7 @@ from benchmarks.timing import spread
 from fairseq_tutel import Topology
 from fairseq_tutel.checkpoint.experts import save_in_shards
 from fairseq_tutel.inference.options import STORE_POLICIES
-from fairseq_tutel.plugin.run_state import RUN
+from fairseq_tutel.plugin.opening.offload import STORES
 
 BASE = "resident"
 GOAL = 0.25  # of resident's memory, for pregated
@@ -201,7 +201,7 @@ def _opened(folder: Path, policy: str, cache: str) -> tuple[nn.Module, Any]:
     if policy != BASE:
         overrides |= {"moe_expert_cache": cache, "moe_expert_tier": "disk"}
     (model,), _, _ = checkpoint_utils.load_model_ensemble_and_task([str(folder / FILE)], overrides)
-    return model.eval(), next((store.counters for store in RUN.stores.values()), None)
+    return model.eval(), next((store.counters for store in STORES.values()), None)
 
 
 @torch.no_grad()

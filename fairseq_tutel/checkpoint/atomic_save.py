@@ -3,7 +3,6 @@
 import contextlib
 import os
 import shutil
-import time
 from collections.abc import Callable, Iterator
 from typing import IO, Any
 
@@ -11,32 +10,11 @@ import torch
 
 from fairseq_tutel.files import renamed_when_whole
 
-# Number of attempts and the pause between them, as in fairseq.
-TRIES, PAUSE_SECONDS = 3, 2.5
-
 
 def save(content: Any, path: str) -> None:
-    """Write a local file atomically with torch.save, in up to TRIES attempts; `replacing` lists errors."""
+    """Write a local file atomically with torch.save; `replacing` lists errors."""
     with replacing(path) as temporary:
-        write_in_tries(content, temporary)
-
-
-def write_in_tries(content: Any, path: str, check: Callable[[int], object] | None = None) -> None:
-    """Write a file in up to TRIES attempts, each from the first byte.
-
-    `check` is called with the number of bytes of each write, and with 0 after a failed attempt. It may
-    raise an error to end the attempts.
-    """
-    for left in reversed(range(TRIES)):
-        try:
-            write(content, path, check)
-            return
-        except Exception:
-            if check is not None:
-                check(0)
-            if left == 0:
-                raise
-            time.sleep(PAUSE_SECONDS)
+        write(content, temporary)
 
 
 @contextlib.contextmanager
@@ -63,7 +41,10 @@ def synced(path: str | os.PathLike) -> Iterator[IO[bytes]]:
 
 
 def write(content: Any, path: str | os.PathLike, advance: Callable[[int], object] | None = None) -> None:
-    """Write a file with torch.save, and flush it to disk with fsync; call `advance` with written bytes."""
+    """Write a file with torch.save, and flush it to disk with fsync.
+
+    `advance` is called with the number of bytes of each write. It may raise an error to end the write.
+    """
     with synced(path) as file:
         counted: Any = file if advance is None else _Counted(file, advance)
         torch.save(content, counted)

@@ -5,7 +5,6 @@ tensors in host memory until the files are written. These are all experts and ea
 of their shape: with Adam, three times the bytes of the experts.
 """
 
-import shutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,6 +23,7 @@ from fairseq_tutel.parallel.groups import Slice, Topology, join, slice_of
 GATHERED_BYTES = 64 * 2**20
 _DIFFER = "the ranks' optimizers differ; the last saved checkpoint is complete."
 _MAKE_ROOM = "free disk space, or give a --save-dir that all ranks share; the last checkpoint is complete."
+_FOLDER = "rank 0's work on the folder of shards"
 States = Callable[[nn.Parameter], Mapping[str, Tensor]]
 
 
@@ -131,8 +131,8 @@ def save_in_shards(
     it in the same order. If one rank cannot write, all ranks raise a ValueError.
     """
     folder, written = begin_folder(save_dir), Written()
-    for names, file in _files_of(model, topology, states):
-        written.write(file, names, folder)
+    for _, file in _files_of(model, topology, states):
+        written.write(file, folder)
     records = commit_folder(folder, written)
     save_as_records(model, records)
     return records
@@ -148,28 +148,20 @@ class CopiedExperts:
     """
 
     def __init__(self, model: nn.Module, topology: Topology, states: States) -> None:
-        self._files: list[tuple[list[tuple[str, str]], _ShardFile | None]] = []
+        self.names: list[tuple[str, str]] = []
+        self._files: list[_ShardFile] = []
         for names, file in _files_of(model, topology, states):
-            copies = file and file._replace(
-                tensors={key: value.detach().to("cpu", copy=True) for key, value in file.tensors.items()}
-            )
-            self._files.append((names, copies))
-        self.names = [name for names, _ in self._files for name in names]
-
-    @staticmethod
-    def bytes_needed(model: nn.Module, topology: Topology, states: States) -> int:
-        """Return the bytes of this rank's copies; collective like the constructor."""
-        # One layer at a time: a GPU may not hold all states that are offloaded or partitioned.
-        files = (file for _, file in _files_of(model, topology, states) if file is not None)
-        return sum(value.nbytes for file in files for value in file.tensors.values())
+            self.names += names
+            if file is not None:
+                copies = {key: value.detach().to("cpu", copy=True) for key, value in file.tensors.items()}
+                self._files.append(file._replace(tensors=copies))
 
     def write(self, folder: Path, check: Callable[[], object]) -> "Written":
         """Write the copies to shard files and free them; `check` is called before each file."""
         written = Written()
         while self._files:
             check()
-            names, file = self._files.pop(0)
-            written.write(file, names, folder)
+            written.write(self._files.pop(0), folder)
         return written
 
 
@@ -180,12 +172,10 @@ class Written:
     # For each stack: pieces by (expert ID, index of the expert shard).
     pieces: dict[_Stack, dict[tuple[int, int], Piece]] = field(default_factory=dict)
     sizes: dict[str, int] = field(default_factory=dict)
-    num_stacks: int = 0  # counts stacks that only its EP replicas wrote, too
     error: str | None = None
 
-    def write(self, file: _ShardFile | None, names: list[tuple[str, str]], folder: Path) -> None:
-        """Write the file of one layer with the tensors `names`; after an error, only count them."""
-        self.num_stacks += len(names)
+    def write(self, file: _ShardFile | None, folder: Path) -> None:
+        """Write the file of one layer; after an error, do nothing."""
         if file is None or self.error is not None:
             return
         try:
@@ -201,26 +191,20 @@ class Written:
 
 def begin_folder(save_dir: Path) -> Path:
     """Create the folder of the next shard files on rank 0, and return it on all ranks. Collective."""
-    return save_dir / folders.PARENT / _first_rank(lambda: _begin(save_dir))
+    return save_dir / folders.PARENT / world.run_on_rank_zero(lambda: _begin(save_dir), _FOLDER)
 
 
 def commit_folder(folder: Path, own: Written) -> dict[tuple[str, str], dict[str, Any]]:
     """Give a folder its final name if all ranks have written; return the records. Collective.
 
     Raises:
-        ValueError: a rank could not write; all ranks raise it. The folder is removed.
+        ValueError: a rank could not write; all ranks raise it. The next run removes the folder.
     """
     everything = world.all_gather_object(own, "the agreement on the shards that were written")
-    try:
-        stacks = _joined(everything, folder.parent)
-        digests = [f"{p.file} {p.key} {p.digest}" for pieces in stacks.values() for p in pieces.values()]
-        sizes = {file: size for written in everything for file, size in written.sizes.items()}
-        committed = _first_rank(lambda: _commit(folder, digests, sizes))
-    except ValueError:
-        # The disk may be full, and the next run would keep the folder for an hour.
-        if world.is_first():
-            shutil.rmtree(folder, ignore_errors=True)
-        raise
+    stacks = _joined(everything, folder.parent)
+    digests = [f"{p.file} {p.key} {p.digest}" for pieces in stacks.values() for p in pieces.values()]
+    sizes = {file: size for written in everything for file, size in written.sizes.items()}
+    committed = world.run_on_rank_zero(lambda: _commit(folder, digests, sizes), _FOLDER)
     return {
         (stack.layer, stack.name): ShardedTensor(
             root=folder.parent.parent,
@@ -252,15 +236,6 @@ def _commit(folder: Path, digests: list[str], sizes: dict[str, int]) -> str:
         if not path.is_file() or path.stat().st_size != size:
             raise OSError(f"{path}, written by another rank, is missing or has the wrong size")
     return folders.commit(folder, digests)
-
-
-def _first_rank(action: Callable[[], Any]) -> Any:
-    """Run `action` on rank 0; return its result, or raise its error, on every rank."""
-    try:
-        return world.run_on_rank_zero(action, "rank 0's work on the folder of shards")
-    except ValueError as error:
-        problem = f"rank 0 could not create or rename the folder of shard files ({error})"
-        raise ValueError(f"{problem}; {_MAKE_ROOM}") from error
 
 
 def _files_of(
@@ -330,6 +305,4 @@ def _joined(everything: list[Written], folder: Path) -> dict[_Stack, dict[tuple[
             raise ValueError(
                 f"{len(pieces)} pieces of {what} were written, but {expected} expected: {_DIFFER}"
             )
-    if any(written.num_stacks != len(joined) for written in everything):
-        raise ValueError(f"the ranks wrote different tensors of the experts: {_DIFFER}")
     return joined

@@ -5,7 +5,6 @@ is a hash of its content. A folder is in use once a checkpoint file that names i
 that, other processes cannot tell that the folder is needed. They delete such folders only after one hour.
 """
 
-import contextlib
 import hashlib
 import logging
 import os
@@ -54,14 +53,6 @@ def commit(written: Path, digests: Iterable[str]) -> str:
     sync(folder)
     sync(folder.parent)
     return f"{PARENT}/{name}"
-
-
-def discard(folder: Path) -> None:
-    """Delete an incomplete folder, in which other processes may still create files."""
-    gone = folder.with_name(f"{WRITING}-{secrets.token_hex(4)}")
-    with contextlib.suppress(OSError):  # the folder is already gone
-        os.rename(folder, gone)
-    shutil.rmtree(gone, ignore_errors=True)
 
 
 def name_of(digests: Iterable[str]) -> str:

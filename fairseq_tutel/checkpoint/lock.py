@@ -18,7 +18,7 @@ NAME = "writer.lock"
 
 @contextlib.contextmanager
 def locked(folder: str) -> Iterator[bool]:
-    """Create a folder if it is missing, and lock it in the block.
+    """Create a folder if it is missing, and lock it in the block; the file of the lock stays in it.
 
     Yields False, after a warning, if the file system has no locks.
 
@@ -27,37 +27,15 @@ def locked(folder: str) -> Iterator[bool]:
         OSError: the file cannot be written.
     """
     os.makedirs(folder, exist_ok=True)
-    path = os.path.join(folder, NAME)
-    file = _open(path)
+    # Without O_NONBLOCK, opening a pipe would block until another process opens it.
+    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK
+    file = os.open(os.path.join(folder, NAME), flags)
     try:
-        is_held = _lock(file, folder)
-        while not _is_at(path, file):  # another run ended, and removed the file before it was locked
-            os.close(file)
-            file = _open(path)
-            is_held = _lock(file, folder)
-        try:
-            yield is_held
-        finally:
-            if _is_at(path, file):
-                os.remove(path)
+        with contextlib.suppress(OSError):  # another user owns the file of an ended run
+            os.fchmod(file, 0o666)  # all who may write to the folder may lock it
+        yield _lock(file, folder)
     finally:
         os.close(file)
-
-
-def _open(path: str) -> int:
-    # Without O_NONBLOCK, opening a pipe would block until another process opens it.
-    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK)
-    with contextlib.suppress(OSError):  # another user owns the file of a killed run
-        os.fchmod(file, 0o666)  # whoever may write to the folder may lock it after a kill
-    return file
-
-
-def _is_at(path: str, file: int) -> bool:
-    """Return whether a path still leads to an open file."""
-    try:
-        return os.path.samestat(os.stat(path), os.fstat(file))
-    except FileNotFoundError:
-        return False
 
 
 def _lock(file: int, folder: str) -> bool:

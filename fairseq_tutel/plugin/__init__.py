@@ -6,7 +6,7 @@ The folders follow the life cycle of a run:
 - install.py, feed_forward.py and announce.py: replace FFNs of a stock model by experts;
 - training/: checks options, starts, trains, resumes and saves;
 - opening/: loads a checkpoint for use, with offloaded experts or on several ranks;
-- run_state.py: holds the shared state.
+- run_state.py: the configuration and the process groups of the run.
 """
 
 import ctypes

@@ -17,6 +17,7 @@ from omegaconf.errors import OmegaConfBaseException
 from fairseq_tutel.files import printable
 from fairseq_tutel.plugin.feed_forward import moe_layers
 from fairseq_tutel.plugin.hub_interfaces import Interface, interface_of
+from fairseq_tutel.plugin.opening.offload import STORES
 from fairseq_tutel.plugin.options import options_of
 from fairseq_tutel.plugin.registration.process import (
     ENCODER_FILE,
@@ -25,7 +26,6 @@ from fairseq_tutel.plugin.registration.process import (
     is_refusal,
     sentence_of,
 )
-from fairseq_tutel.plugin.run_state import RUN
 from fairseq_tutel.plugin.training.task import InferenceMixin, give_mixin
 
 ENCODERS = {"bpe": BPE_REGISTRY, "tokenizer": TOKENIZER_REGISTRY}
@@ -59,7 +59,7 @@ def open_interface(
     built = {"moe_inference_dtype": names.get(dtype, "auto") if name == "auto" else name}
     # Models of an ensemble share an expert store. A model of an earlier call would leave its experts in the
     # cache of a shared store.
-    RUN.stores.clear()
+    STORES.clear()
     beside = {key: str(folder / name) for key, name in GPT2_FILES.items() if (folder / name).is_file()}
     try:
         opened = hub_utils.from_pretrained(

@@ -35,7 +35,7 @@ from fairseq_tutel.plugin.feed_forward import (
     replace_ffn,
 )
 from fairseq_tutel.plugin.opening import offload
-from fairseq_tutel.plugin.opening.several_ranks import topology_of_opened
+from fairseq_tutel.plugin.opening.several_ranks import running_command, topology_of_opened
 from fairseq_tutel.plugin.options import ModelConfig, SidesConfig
 from fairseq_tutel.plugin.plans import use_plans
 from fairseq_tutel.plugin.registration.flags import expert_counts, layer_config
@@ -49,7 +49,7 @@ from fairseq_tutel.plugin.run_state import (
     opened_from,
     root_of,
 )
-from fairseq_tutel.plugin.training.micro_batches import set_update_freq
+from fairseq_tutel.plugin.training.epoch_iterator import set_update_freq
 from fairseq_tutel.plugin.training.options import TaskConfig
 from fairseq_tutel.plugin.training.resume import resumed_model
 from fairseq_tutel.plugin.training.startup import complete, refuse_run, start_together
@@ -141,9 +141,7 @@ class _Installation:
             refuse_bad_values(options)
         self.ahead = read(ModelConfig, cfg).moe_pregate
         # What the checkpoint that will be loaded says of the model; None without one.
-        self.saved: Saved | None = (
-            resumed_model(RUN.checkpoint, self.root) if self.training else opened_from(cfg)
-        )
+        self.saved: Saved | None = resumed_model(self.root) if self.training else opened_from(cfg)
 
     def choose(self, freqs: Mapping[str, int]) -> None:
         """Choose the layers that get experts: those of the checkpoint or, without one, of the options."""
@@ -232,20 +230,22 @@ class _Installation:
             self.configs = [replace(each, a2a_algorithm=algorithm) for each in self.configs]
             complete(self.root)
         else:
-            self.topology = topology_of_opened(requested, counts, self.local, degree_of)
+            is_teacher = getattr(self.task, "is_of_teacher", False)
+            self.topology = topology_of_opened(requested, counts, self.local, degree_of, is_teacher)
         if not offload.is_offloaded(self.store):
             _refuse_sizes(self.configs, self.topology)
 
     def build(self) -> None:
         """Replace the FFNs of the chosen layers by experts, and register hooks on the model."""
-        model, seed = self.model, int(self.root.common.seed) if self.root is not None else 1
+        model, command = self.model, running_command()
+        seed = int(self.root.common.seed) if self.root is not None else 1
         if self.training:
             shared = self.topology.expert_parallel_size > 1
             local_drop = read(ModelConfig, self.cfg).moe_local_drop
             gather = _Gather(model, self.topology) if shared else None
             context = Context(True, gather, local_drop=local_drop, seed=seed)
         else:
-            context = Context(wait_for_turn=RUN.command.wait_for_turn if RUN.command else None)
+            context = Context(wait_for_turn=command.wait_for_turn if command else None)
         for config, chosen in zip(self.configs, self.chosen, strict=True):
             experts = offload.meta_experts(config, self.topology, self.store) if self.opened else None
             replace_ffn(chosen.layer, config, self.topology, seed, chosen.name, context, experts)
@@ -265,8 +265,8 @@ class _Installation:
         if self.training:
             choose_algorithm(model, self.task_cfg, self.root)
             tuner = tuner_of(model, self.cfg, self.task_cfg, self.root)
-        elif RUN.command is not None:
-            RUN.command.keep_in_step(moe_layers(model))
+        elif command is not None:
+            command.keep_in_step(moe_layers(model))
         if offload.is_offloaded(self.store):
             offload.fetch_when_loaded(model, self.store)
         if (dtype := offload.inference_dtype(self.cfg, self.task)) is not None:

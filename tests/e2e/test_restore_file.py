@@ -1,4 +1,4 @@
-"""The file that a training goes on from, where every rank has a --save-dir or --restore-file of its own."""
+"""The checkpoint from which a run resumes if each rank has its own --save-dir or --restore-file."""
 
 import re
 import shutil
@@ -17,16 +17,13 @@ def saved(lm_data, tmp_path_factory):
     return folders
 
 
-@pytest.mark.parametrize(("of_rank_1", "experts"), [("nothing", 0), ("another", 1)])
-def test_ranks_that_would_go_on_from_different_places_are_refused(
-    lm_data, tmp_path, saved, of_rank_1, experts
-):
+@pytest.mark.parametrize("of_rank_1", ["nothing", "another"])
+def test_ranks_with_different_checkpoints_are_refused(lm_data, tmp_path, saved, of_rank_1):
     first, second = tmp_path / "a", tmp_path / "b"
     shutil.copytree(saved[0], first)
     if of_rank_1 == "another":
         shutil.copytree(saved[1], second)
-    alike = ("--moe-expert-parallel-size", experts, "--moe-comm-timeout", 20)
-    run = wait(start_each("train", *(lm_args(lm_data, folder, *alike) for folder in (first, second))))
+    run = wait(start_each("train", *(lm_args(lm_data, folder) for folder in (first, second))))
     assert run.exit_codes == [1, 1]
     sentence = (
         r"checkpoint_last\.pt, which is a checkpoint on rank 0, but rank 1 found something else; give"
@@ -35,7 +32,7 @@ def test_ranks_that_would_go_on_from_different_places_are_refused(
         assert re.search(f"error: --restore-file is .*{sentence}", log.splitlines()[-1])
 
 
-def test_a_training_goes_on_from_what_is_there_where_the_last_file_is_not(lm_data, tmp_path, saved):
+def test_a_run_without_a_last_checkpoint_resumes_from_the_newest(lm_data, tmp_path, saved):
     """As after a disk that was full for the copy; the ranks' folders may be copies."""
     for name in ("a", "b"):
         shutil.copytree(saved[0], tmp_path / name)
@@ -46,7 +43,6 @@ def test_a_training_goes_on_from_what_is_there_where_the_last_file_is_not(lm_dat
     assert "(epoch 1 @ 2 updates)" in run.logs[0]
 
 
-@pytest.mark.parametrize("flag", ["--finetune-from-model", "--continue-once"])
-def test_a_file_to_begin_with_that_is_nowhere_is_refused(lm_data, tmp_path, flag):
-    output = refused("train", *lm_args(lm_data, tmp_path, flag, "nowhere.pt"))
-    assert f"{flag} is nowhere.pt, which does not exist; give an existing" in output
+def test_a_missing_checkpoint_is_refused(lm_data, tmp_path):
+    output = refused("train", *lm_args(lm_data, tmp_path, "--finetune-from-model", "nowhere.pt"))
+    assert "--finetune-from-model is nowhere.pt, which does not exist; give an existing" in output

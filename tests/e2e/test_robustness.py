@@ -4,7 +4,7 @@ import shutil
 from pathlib import Path
 
 from cli import start, start_each, tail, wait
-from models import lm_args, mt_args
+from models import lm_args
 
 FAULTY = str(Path(__file__).parent / "faulty_user_dir")
 TIMEOUT_S = 3
@@ -32,7 +32,7 @@ def test_a_killed_rank_is_named_by_the_others(lm_data, tmp_path):
     assert not (tmp_path / "crash.pt").exists()
 
 
-def test_a_stopped_rank_ends_the_others_in_time_in_what_fairseq_sends_too(lm_data, tmp_path):
+def test_a_stopped_rank_ends_the_others_in_fairseq_s_own_collectives(lm_data, tmp_path):
     flags = ("--moe-expert-parallel-size", 1)
     started = _start(lm_data, tmp_path, *flags, fault="step:3:stop", rank=1)
     (process, _), (stopped, _) = started
@@ -46,7 +46,7 @@ def test_a_stopped_rank_ends_the_others_in_time_in_what_fairseq_sends_too(lm_dat
     assert '"num_updates": "2"' in run.logs[0]
 
 
-def test_ranks_with_different_options_are_told_so_at_start(lm_data, tmp_path):
+def test_ranks_with_different_options_end_at_the_start(lm_data, tmp_path):
     first, second = (lm_args(lm_data, tmp_path, "--moe-top-k", k) for k in (2, 1))
     run = wait(start_each("train", first, second))
     for log in run.logs:
@@ -54,37 +54,17 @@ def test_ranks_with_different_options_are_told_so_at_start(lm_data, tmp_path):
         assert "--moe-top-k is 2 on rank 0 and 1 on rank 1" in error, tail(log)
         assert "start all ranks with the same command, packages and data." in error
         assert "CommunicationError" not in log
-    assert run.seconds < 60
 
 
-def test_a_model_of_encoder_and_decoder_is_compared_too(mt_data, tmp_path):
-    first, second = (mt_args(mt_data, tmp_path, "--encoder-ffn-embed-dim", n) for n in (32, 48))
-    run = wait(start_each("train", first, second))
-    for log in run.logs:
-        error = _last_error(log)
-        assert "error: --encoder-ffn-embed-dim is 32 on rank 0 and 48 on rank 1" in error, tail(log)
-
-
-def test_another_dictionary_of_the_same_size_is_told(lm_data, tmp_path):
+def test_files_and_logs_may_differ_between_ranks_but_not_the_dictionary(lm_data, tmp_path):
     other = tmp_path / "data"
     shutil.copytree(lm_data, other)
+    own = ("--log-interval", 5, "--log-file", tmp_path / "log", "--keep-last-epochs", 2)
+    first = lm_args(lm_data, tmp_path / "a", updates=1)
+    run = wait(start_each("train", first, lm_args(other, tmp_path / "b", *own, updates=1)))
+    assert run.ok, tail(run.output)
     lines = (other / "dict.txt").read_text().splitlines()
     (other / "dict.txt").write_text("\n".join(reversed(lines)) + "\n")
-    run = wait(start_each("train", lm_args(lm_data, tmp_path / "a"), lm_args(other, tmp_path / "a")))
+    run = wait(start_each("train", first, lm_args(other, tmp_path / "a")))
     for log in run.logs:
         assert "the digest of the source dictionary is " in _last_error(log), tail(log)
-
-
-def test_what_a_rank_may_have_of_its_own_is_not_compared(lm_data, tmp_path):
-    other = tmp_path / "data"
-    shutil.copytree(lm_data, other)
-    own = ("--log-interval", 5, "--log-file", tmp_path / "log", "--data-buffer-size", 3)
-    own = (*own, "--tensorboard-logdir", tmp_path / "board", "--keep-last-epochs", 2)
-    run = wait(
-        start_each(
-            "train",
-            lm_args(lm_data, tmp_path / "a", updates=1),
-            lm_args(other, tmp_path / "b", *own, updates=1),
-        )
-    )
-    assert run.ok, tail(run.output)

@@ -8,7 +8,6 @@ import torch
 import torch.nn.functional as F
 
 from fairseq_tutel.plugin.criterions.confident_loss import (
-    assign,
     confident_loss,
     mean_log_probs,
     random_labels,
@@ -68,11 +67,6 @@ def test_the_mean_over_all_labels_is_the_divergence_and_a_constant():
     torch.testing.assert_close(*gradients, rtol=1e-12, atol=1e-14)
 
 
-def test_ties_go_to_the_lower_member():
-    same_MN = torch.ones(4, N)
-    assert assign(same_MN, same_MN, 2, 0.75).tolist() == [[True] * N] * 2 + [[False] * N] * 2
-
-
 @pytest.mark.parametrize("labels", (None, "drawn"))
 @pytest.mark.parametrize("left_out", (False, True))
 def test_gradients_by_finite_differences(labels, left_out):
@@ -102,16 +96,6 @@ def test_half_precision_is_computed_in_fp32():
     assert loss == same
     loss.backward()
     assert half.grad.dtype == torch.bfloat16
-
-
-def test_labels_come_from_the_global_generator_for_each_member_and_sample():
-    logits, _ = case(4)
-    torch.manual_seed(3)
-    first, second = random_labels(logits), random_labels(logits)
-    torch.manual_seed(3)
-    assert torch.equal(first, random_labels(logits)) and not torch.equal(first, second)
-    assert first.shape == (4, N) and first.min() >= 0 and first.max() < C
-    assert len({tuple(row.tolist()) for row in first}) == 4
 
 
 def test_the_mean_is_of_probabilities_and_may_exclude_a_class():

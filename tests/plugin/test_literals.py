@@ -2,7 +2,6 @@
 
 import argparse
 import ast
-import os
 import re
 from pathlib import Path
 
@@ -12,12 +11,7 @@ import pytest
 from fairseq.data import Dictionary
 from omegaconf import OmegaConf
 
-from fairseq_tutel.plugin.opening.literals import (
-    EVALUATED,
-    is_literal,
-    refuse_code,
-    refuse_unusable_options,
-)
+from fairseq_tutel.plugin.opening.literals import EVALUATED, is_literal, refuse_code
 
 CODE = "[500+0*__import__('os').system('touch pwned'),1000]"
 
@@ -111,7 +105,6 @@ def test_what_fairseq_evaluates_beside_options_is_known(sources):
     [
         "", " ", "None", "True", "1000,2000", "[1, 2]", " (0.9, 0.98)", "{'a': [1, -2.5]}", "{1, 2}",
         "[(512, 10, 5)] + [(512, 3, 2)] * 4 + [(512,2,2)] + [(512,2,2)]", "[(256, 3)] * 15", "1 - 0.02",
-        "1" + " " * 9_999,
     ],
 )  # fmt: skip
 def test_literals_are_accepted(text):
@@ -121,16 +114,13 @@ def test_literals_are_accepted(text):
 @pytest.mark.parametrize(
     "text",
     [
-        CODE, "print", "print()", "[x for x in (1,)]", "().__class__", "(lambda: 1)()", "f'{1}'", "{**{}}",
-        "1 if 1 else 2", "10 ** 10 ** 10", "'%9999999999d' % 1", "[0] * 999999999", "'a' * 999999999",
-        "999999999 * [0]", "[0] * 999 * 999", "[0] * (999 * 999)", "[" * 5000, "(" * 99999,
-        "-" * 9000 + "1", "1" + " " * 10_000,
-        "[*range(9)]", "x := 1", "1; 2", "\0", "\N{SNOWMAN}", "[0] * -(-99999999)", "[0] * +99999999",
-        "[0] * (99999 + 99999)", "9**9**9*1",
-        "(1<<99999999999)*1", "1 or print()", "await x", "[1][print()]",
+        CODE, "print", "print()", "[x for x in (1,)]", "().__class__", "(lambda: 1)()", "f'{1}'",
+        "1 if 1 else 2", "10 ** 10 ** 10", "'%9999999999d' % 1", "[" * 5000, "(" * 99999,
+        "[*range(9)]", "x := 1", "1; 2", "\0", "\N{SNOWMAN}", "9**9**9*1", "(1<<99999999999)*1",
+        "1 or print()", "await x", "[1][print()]",
     ],
 )  # fmt: skip
-def test_code_and_huge_values_are_refused(text):
+def test_code_is_refused(text):
     assert not is_literal(text)
 
 
@@ -163,12 +153,6 @@ def test_what_the_user_gives_is_free_and_values_of_a_file_are_not():
         refuse_code(state, "x.pt", {"adam_betas": "(0.9, 0.98)"})
 
 
-def test_a_tree_that_contains_itself_ends_and_numbers_are_accepted():
-    tree: dict = {"decoder_layers": 6, "adam_betas": None, "langtoks": {"main": ["a", "b"]}}
-    tree["again"] = [tree]
-    refuse_code({"args": argparse.Namespace(**tree)}, "x.pt", {})
-
-
 @pytest.mark.parametrize(
     ("cfg", "sentence"),
     [
@@ -185,40 +169,3 @@ def test_no_object_and_no_resolver_stands_among_options(cfg, sentence):
     for state in ({"cfg": cfg}, {"args": argparse.Namespace(**cfg)}):
         with pytest.raises(ValueError, match=re.escape(sentence)):
             refuse_code(state, "x.pt", {})
-
-
-def test_many_containers_take_no_time_and_numbers_multiply():
-    refuse_code({"cfg": {"model": [[] for _ in range(100_000)]}}, "x.pt", {})
-    assert is_literal("100*1000,2000*10") and not is_literal("[0] * (100*1000)")
-
-
-def test_a_reference_to_a_missing_option_is_refused():
-    good = {"task": {"data": "${common.seed}"}, "common": {"seed": 1}}
-    refuse_unusable_options({"cfg": OmegaConf.create(good)}, "x.pt")
-    # fairseq's conversion of an older file's command line leaves such references.
-    broken = {"cfg": OmegaConf.create({"task": {"data": "${nowhere}"}})}
-    refuse_unusable_options({**broken, "args": argparse.Namespace()}, "x.pt")
-    with pytest.raises(
-        ValueError, match=r"^x\.pt has an option that refers .*nowhere.*; give a.*values\.$"
-    ):
-        refuse_unusable_options(broken, "x.pt")
-
-
-@pytest.mark.parametrize("part", ["task", "model", "bpe", "tokenizer"])
-def test_an_option_that_names_a_device_is_refused(part, tmp_path):
-    os.mkfifo(tmp_path / "pipe")
-    for name in ("/dev/zero", str(tmp_path / "pipe")):
-        with pytest.raises(ValueError, match=r"^x\.pt has '.* as the option vocabulary, which is a pipe"):
-            refuse_unusable_options({"cfg": {part: {"vocabulary": name}}}, "x.pt")
-    file = tmp_path / "file"
-    file.touch()
-    for name in (str(file), str(tmp_path), "nothing", "a\0b", ""):
-        refuse_unusable_options({"cfg": {part: {"vocabulary": name}}}, "x.pt")
-
-
-def test_a_model_of_too_many_layers_is_refused_before_it_is_built():
-    refuse_unusable_options({"cfg": {"model": {"decoder_layers": 10_000, "layers": "12"}}}, "x.pt")
-    with pytest.raises(
-        ValueError, match=r"^x\.pt has 1000000000 as the option decoder_layers; give a .* 10,000"
-    ):
-        refuse_unusable_options({"cfg": {"model": {"decoder_layers": 10**9}}}, "x.pt")

@@ -3,16 +3,13 @@
 import itertools
 import logging
 import random
-from argparse import Namespace
 
 import pytest
 import torch
 from fairseq.data.iterators import EpochBatchIterator, GroupedIterator
 from omegaconf import OmegaConf
 
-from fairseq_tutel.checkpoint.saved import SavedModel
-from fairseq_tutel.plugin.training.epoch_iterator import ElasticEpochBatchIterator
-from fairseq_tutel.plugin.training.micro_batches import log_changed_batch, set_update_freq
+from fairseq_tutel.plugin.training.epoch_iterator import ElasticEpochBatchIterator, set_update_freq
 
 NUM_BATCHES = 23
 
@@ -139,14 +136,6 @@ def test_another_number_of_micro_batches_continues_with_the_next_batch(before, a
     assert later.state()["epoch"] == 2
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 5])
-@pytest.mark.parametrize(("size", "updates"), [(5, 4), (23, 1), (6, 3)])
-def test_only_an_incomplete_update_is_left_out(size, updates, ranks):
-    found = _Ranks(ranks, size, skip_remainder_batch=True).take()
-    expected = _Ranks(1, size).take()[:updates]
-    assert [_real(update) for update in found] == [_real(update) for update in expected]
-
-
 @pytest.mark.parametrize("is_dynamic", [False, True])
 @pytest.mark.parametrize(("before", "after"), [((1, 4), (2, 8)), ((3, 4), (3, 9)), ((2, 0), (8, 0))])
 def test_a_rest_that_is_less_than_an_update_is_skipped_at_a_resume(before, after, is_dynamic, caplog):
@@ -179,13 +168,11 @@ def _root(count=8, freq=(1,), ranks=3):
     )
 
 
-def test_the_rounds_of_an_update_replace_update_freq(caplog):
-    caplog.set_level(logging.INFO)
+def test_the_rounds_of_an_update_replace_update_freq():
     root = _root()
     for _ in range(2):  # as for each model of an ensemble
         set_update_freq(root, 3)
         assert list(root.optimization.update_freq) == [3]
-    assert "set --update-freq 3 on 3 ranks, so 1 micro-batch of an update is empty" in caplog.text
     root = _root(count=0, freq=(2, 4))
     set_update_freq(root, 3)
     assert list(root.optimization.update_freq) == [2, 4]
@@ -198,61 +185,3 @@ def test_what_contradicts_the_number_of_micro_batches_is_refused():
         set_update_freq(_root(count=2), 3)
     with pytest.raises(ValueError, match=r"^--update-freq is 2, 4, but --moe-micro-batches 8 sets it to 3"):
         set_update_freq(_root(freq=(2, 4)), 3)
-
-
-BATCH = "an update has {} micro-batches on {} ranks, but had {} micro-batches on {} ranks in the checkpoint"
-WARNED = {
-    "fewer ranks": (
-        (0, [2], 4),
-        (0, [2], 2),
-        (4, 2, 8, 4),
-        "give --update-freq 4, or --moe-micro-batches 8",
-    ),
-    "three ranks": ((0, [2], 4), (0, [2], 3), (6, 3, 8, 4), "give --moe-micro-batches 8 to"),
-    "more ranks": (
-        (0, [1], 2),
-        (0, [1], 4),
-        (4, 4, 2, 2),
-        "start at most 2 ranks with --moe-micro-batches",
-    ),
-    "no option any more": (
-        (6, [3], 2),
-        (0, [1], 3),
-        (3, 3, 6, 2),
-        "give --update-freq 2, or --moe-micro-b",
-    ),
-    "a later epoch": (
-        (0, [1, 4], 2),
-        (0, [1, 4], 1),
-        (4, 1, 8, 2),
-        "give --update-freq 8, or --moe-micro-",
-    ),
-    "changed by the user": ((0, [1], 4), (0, [2], 4), (8, 4, 4, 4), None),
-    "another number": ((6, [2], 4), (8, [3], 3), (8, 3, 6, 4), None),
-    "the same batch": ((0, [2], 4), (8, [3], 3), None, None),
-    "the same number": ((8, [2], 4), (8, [8], 1), None, None),
-}
-
-
-@pytest.mark.parametrize("case", WARNED)
-def test_a_resume_logs_how_to_keep_the_batch(case, caplog):
-    caplog.set_level(logging.INFO)
-    before, after, numbers, fix = WARNED[case]
-    saved = OmegaConf.to_container(_root(*before))
-    state = {"cfg": saved, "extra_state": {"train_iterator": {"epoch": 2}}}
-    log_changed_batch(SavedModel(state), _root(*after))
-    assert len(caplog.records) == bool(numbers)
-    if numbers:
-        found = caplog.text.replace("on 1 rank ", "on 1 ranks ").replace("on 1 rank,", "on 1 ranks,")
-        assert BATCH.format(*numbers) in found
-        assert caplog.records[0].levelname == ("WARNING" if fix else "INFO")
-        assert fix is None or f"; {fix}" in caplog.text
-
-
-@pytest.mark.parametrize("freq", ["2", [], ["2"], [-1], None])
-def test_a_checkpoint_with_invalid_options_is_not_compared(freq, caplog):
-    saved = {**OmegaConf.to_container(_root()), "optimization": {"update_freq": freq}}
-    log_changed_batch(SavedModel({"cfg": saved}), _root(count=0))
-    args = Namespace(update_freq=freq)
-    log_changed_batch(SavedModel({"args": args}), _root(count=0))
-    assert not caplog.records

@@ -78,16 +78,6 @@ def test_each_resumes_the_other_s_state(first):
         torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-6)
 
 
-def test_half_parameters_take_fairseq_s_own_loop():
-    ours, stock = _parameters(torch.bfloat16), _parameters(torch.bfloat16)
-    fused, reference = FusedAdam(ours, **SETTINGS), Adam(stock, **SETTINGS)
-    for number in range(3):
-        _step(fused, ours, number)
-        _step(reference, stock, number)
-    for a, b in zip(ours, stock, strict=True):
-        assert torch.equal(a, b)
-
-
 def _with_fp16_stats(parameters):
     optimizer = FusedAdam(parameters, **SETTINGS)
     optimizer.fp16_stats = True
@@ -106,22 +96,6 @@ def test_fp16_moments_follow_fp32_ones(dtype):
         assert half.state[a]["exp_avg"].dtype == torch.float16
         # The largest element stands at the largest fp16 number, whatever the gradients' size.
         assert half.state[a]["exp_avg_sq"].max() > 6e4
-
-
-def test_an_expert_s_fp16_moments_do_not_depend_on_its_neighbours():
-    whole, part = _parameters()[2:], [torch.nn.Parameter(_parameters()[2][1:].clone())]
-    mark_expert(whole[0])
-    mark_expert(part[0])
-    a, b = _with_fp16_stats(whole), _with_fp16_stats(part)
-    for _ in range(3):
-        whole[0].grad = torch.randn(2, 4, 3) * torch.tensor([100.0, 1.0]).view(2, 1, 1)
-        part[0].grad = whole[0].grad[1:].clone()
-        a.step()
-        b.step()
-    # Up to rounding: the kernel takes a vector's last elements by another instruction.
-    torch.testing.assert_close(whole[0][1:], part[0])
-    for key in ("exp_avg", "exp_avg_sq", "exp_avg_scale", "exp_avg_sq_scale"):
-        torch.testing.assert_close(a.state[whole[0]][key][1:], b.state[part[0]][key])
 
 
 @pytest.mark.parametrize("fp16_first", [True, False])
@@ -157,22 +131,6 @@ def test_a_state_of_a_composite_optimizer_passes_through():
     assert twin.loaded == Composite().state_dict()
 
 
-def test_a_count_of_steps_that_stands_in_the_group_is_taken_up():
-    """apex's newer Adam keeps one there, and none per parameter."""
-    ours, straight = _parameters()[:1], _parameters()[:1]
-    whole, resumed = FusedAdam(straight, **SETTINGS), FusedAdam(ours, **SETTINGS)
-    _step(whole, straight, 0)
-    state = copy.deepcopy(whole.state_dict())
-    del state["state"][0]["step"]
-    state["param_groups"][0]["step"] = 1
-    with torch.no_grad():
-        ours[0].copy_(straight[0])
-    resumed.load_state_dict(state)
-    _step(whole, straight, 1)
-    _step(resumed, ours, 1)
-    assert torch.equal(ours[0], straight[0])
-
-
 def test_a_scale_per_expert_is_the_same_for_all_its_slices():
     place = Topology(world_size=4, rank=3, expert_parallel_size=4)
     parameter = torch.nn.Parameter(torch.zeros(1, 3, 5))  # the second half of expert 1 of 2
@@ -182,20 +140,6 @@ def test_a_scale_per_expert_is_the_same_for_all_its_slices():
     assert torch.equal(own["exp_avg"], whole["exp_avg"][1:, 3:])
     assert torch.equal(own["exp_avg_scale"], whole["exp_avg_scale"][1:])
     assert own["step"] == 7
-
-
-def test_a_state_in_host_memory_stays_there_until_it_is_gathered():
-    parameter = torch.nn.Parameter(torch.empty(2, 3, 5, device="meta"))
-    twin = _mixed_into()
-    twin.params, twin.optimizer = [parameter], FusedAdam([parameter], **SETTINGS)
-    twin.optimizer.state[parameter] = {
-        "step": 7, "exp_avg": torch.zeros(2, 3, 5), "exp_avg_scale": torch.ones(2, 1, 1),
-    }  # fmt: skip
-    state = twin.expert_state(0)
-    assert [(key, value.device.type) for key, value in state.items()] == [
-        ("exp_avg", "cpu"),
-        ("exp_avg_scale", "cpu"),
-    ]
 
 
 def test_fp16_gradients_that_are_divided_by_a_root_do_not_overflow_on_the_way(monkeypatch):
@@ -213,17 +157,6 @@ def test_fp16_gradients_that_are_divided_by_a_root_do_not_overflow_on_the_way(mo
     parameter.grad = torch.tensor([60000.0], dtype=torch.float16)
     _mixed_into(Stock).all_reduce_grads(torch.nn.ParameterList([parameter]))
     assert parameter.grad.item() == 7500  # eight times as large it would be infinite
-
-
-def test_a_strided_gradient_gives_fairseq_s_step():
-    ours, stock = _parameters()[1:2], _parameters()[1:2]
-    fused, reference = FusedAdam(ours, **SETTINGS), Adam(stock, **SETTINGS)
-    for parameters, optimizer in ((ours, fused), (stock, reference)):
-        generator = torch.Generator().manual_seed(0)
-        parameters[0].grad = torch.empty(5, 3).t()
-        parameters[0].grad.copy_(torch.randn(3, 5, generator=generator))
-        optimizer.step()
-    torch.testing.assert_close(ours[0], stock[0], rtol=1e-5, atol=1e-6)
 
 
 def test_a_step_drops_the_state_gathered_for_a_checkpoint():

@@ -5,7 +5,6 @@ import os
 from types import SimpleNamespace
 
 import pytest
-from fairseq import checkpoint_utils
 
 from fairseq_tutel import plugin
 from fairseq_tutel.checkpoint import folders, lock
@@ -71,15 +70,3 @@ def test_an_error_leaves_no_experts_without_a_checkpoint(tmp_path):
         folders.commit(folders.begin(tmp_path), [])
         raise OSError("a full disk")
     assert os.listdir(tmp_path / "experts") == []
-
-
-def test_a_copy_goes_where_a_link_leads_and_is_on_the_disk(tmp_path, monkeypatch):
-    synced, stock = [], os.fsync
-    monkeypatch.setattr(os, "fsync", lambda file: synced.append(os.fstat(file).st_ino) or stock(file))
-    source, target, link = (tmp_path / name for name in ("source", "target", "link"))
-    source.write_text("new")
-    target.write_text("old")
-    link.symlink_to(target)
-    assert save.copy(checkpoint_utils.PathManager.copy)(str(source), str(link), True)
-    assert link.is_symlink() and target.read_text() == "new"
-    assert target.stat().st_ino in synced

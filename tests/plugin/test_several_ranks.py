@@ -15,7 +15,6 @@ from fairseq_tutel import plugin
 from fairseq_tutel.plugin.opening import several_ranks
 from fairseq_tutel.plugin.opening.several_ranks import Scored
 from fairseq_tutel.plugin.registration import wrapped
-from fairseq_tutel.plugin.run_state import RUN
 
 plugin.register()
 
@@ -35,7 +34,7 @@ def test_only_commands_that_use_models_run_on_several_ranks(path):
 def test_on_one_rank_main_is_called_and_no_more():
     said = []
     several_ranks.run_on_several_ranks(
-        lambda cfg, **kwargs: said.append((cfg, kwargs, RUN.command)), 1, a=2
+        lambda cfg, **kwargs: said.append((cfg, kwargs, several_ranks.running_command())), 1, a=2
     )
     assert said == [(1, {"a": 2}, None)]
 

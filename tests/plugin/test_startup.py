@@ -15,9 +15,8 @@ from fairseq_tutel.inference.options import StoreConfig
 from fairseq_tutel.moe.config import MoEConfig
 from fairseq_tutel.parallel import rendezvous
 from fairseq_tutel.plugin.opening import offload
-from fairseq_tutel.plugin.registration import wrapped
+from fairseq_tutel.plugin.registration import process, wrapped
 from fairseq_tutel.plugin.registration.process import end_readers, excepthook, refusals_are_sentences
-from fairseq_tutel.plugin.run_state import RUN
 from fairseq_tutel.plugin.training.startup import join_torchrun, note_spawned_ranks
 
 
@@ -105,12 +104,6 @@ def _called(cfg, original):
     return wrapped.call_main(original)(cfg, print)
 
 
-def test_every_rank_reads_the_checkpoint_of_a_dense_model_too():
-    seen = []
-    _called(_training(), lambda cfg, main: seen.append(cfg.checkpoint))
-    assert seen[0].load_checkpoint_on_all_dp_ranks
-
-
 def test_a_refusal_is_a_sentence_and_what_is_none_keeps_its_traceback():
     with pytest.raises(SystemExit) as end:
         _called(_training(), lambda *_: MoEConfig(8, 16, 4, top_k=5))
@@ -143,17 +136,6 @@ def test_the_log_has_the_format_of_the_command_that_runs(words, command, monkeyp
     assert imported == [f"fairseq_cli.{command}"]
 
 
-@pytest.mark.parametrize("refused", [True, False])
-def test_what_ends_a_process_is_a_sentence_where_it_is_a_refusal(capsys, refused):
-    try:
-        MoEConfig(model_dim=0, hidden_dim=1, num_experts=1) if refused else int("no number")
-    except ValueError as error:
-        sys.excepthook(type(error), error, error.__traceback__)
-    lines = capsys.readouterr().err.splitlines()
-    assert lines[0].startswith("error: model_dim (" if refused else "Traceback")
-    assert not refused or len(lines) == 1
-
-
 def _refuse():
     """Raise a refusal as if it were code of the package, with text of a file in it."""
 
@@ -169,8 +151,8 @@ def test_a_refusal_is_the_last_line(wrapped_main, debug, capsys, caplog, monkeyp
     """After the counters of an expert store; its traceback is logged under LOGLEVEL=DEBUG alone."""
     caplog.set_level(logging.DEBUG)  # as a module of fairseq's wav2vec2 sets it
     monkeypatch.setenv("LOGLEVEL", "DEBUG" if debug else "INFO")
-    monkeypatch.setattr(RUN, "at_exit", [])
-    monkeypatch.setattr(RUN, "stores", {})  # no store of another test
+    monkeypatch.setattr(process, "_at_exit", [])
+    monkeypatch.setattr(offload, "STORES", {})  # no store of another test
     monkeypatch.setattr(offload, "_log_counters", lambda *_: print("counters", file=sys.stderr))
     store = offload._store_of(StoreConfig("on-demand", "host"))
     hook = excepthook(sys.__excepthook__)

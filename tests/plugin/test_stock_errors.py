@@ -103,8 +103,7 @@ def test_other_errors_keep_their_traceback():
             raise error
 
 
-def test_a_file_that_cannot_be_written_is_named(tmp_path, monkeypatch):
-    monkeypatch.setattr(atomic_save, "PAUSE_SECONDS", 0)
+def test_a_file_that_cannot_be_written_is_named(tmp_path):
     said = sentence(lambda: atomic_save.save({}, f"{tmp_path}/none/a.pt"))
     assert said.startswith(f"error: {tmp_path}/none/a.pt could not be written: No such")
 

@@ -4,7 +4,6 @@ import errno
 import hashlib
 import inspect
 import os
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,9 +12,7 @@ from fairseq.file_io import PathManager
 
 from fairseq_tutel import plugin
 from fairseq_tutel.checkpoint import atomic_save
-from fairseq_tutel.plugin.optim.moe_optimizer import ONLY_OF_RANK
 from fairseq_tutel.plugin.registration import wrapped
-from fairseq_tutel.plugin.training import save
 
 plugin.register()
 
@@ -107,17 +104,3 @@ def test_a_second_try_of_a_save_begins_at_the_first_byte(tmp_path, monkeypatch):
     assert len(tries) == 2
     assert torch.equal(torch.load(tmp_path / "a.pt")["x"], torch.ones(3))
     assert os.listdir(tmp_path) == ["a.pt"]
-
-
-def test_a_file_of_one_rank_s_part_is_said_to_be_one(tmp_path, caplog, monkeypatch):
-    monkeypatch.setattr(save.finite, "refuse_to_save", lambda trainer: None)
-    state = {"last_optimizer_state": {ONLY_OF_RANK: 0}}
-    saves = save.save_checkpoint(
-        lambda *_: checkpoint_utils.torch_persistent_save(state, str(tmp_path / "a.pt"))
-    )
-    trainer = SimpleNamespace(optimizer=None, get_model=torch.nn.Module, task=None)
-    cfg = SimpleNamespace(no_save=False, no_save_optimizer_state=False)
-    saves(cfg, trainer, None, None)
-    assert not caplog.records
-    checkpoint_utils.torch_persistent_save(state, str(tmp_path / "crash.pt"))
-    assert "crash.pt will hold only this rank's experts or shards" in caplog.text

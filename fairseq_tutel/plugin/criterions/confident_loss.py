@@ -1,7 +1,7 @@
 """Confident multiple choice learning: K members learn a sample, the others learn to predict uniformly.
 
-The largest tensors are the members' logits and, in backward, their gradients. Intermediate values are
-computed for one member at a time, in fp32 or wider. Only logits and labels are saved for backward.
+The largest tensors are the members' logits and their gradients. Intermediate values are computed for one
+member at a time, in fp32 or wider, and again in backward.
 M members, N samples (images, tokens), C classes (words), K members that learn a sample.
 
 Source: Lee et al. 2017, "Confident Multiple Choice Learning", equations 2 to 4; section 3 has the
@@ -9,10 +9,13 @@ assignment of the exact loss, and stochastic labeling.
 """
 
 import math
+from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from fairseq_tutel.kernels.first_order import first_order
 
@@ -70,54 +73,21 @@ def confident_loss(
     """
     if counts_N is not None:
         target_N = target_N.masked_fill(~counts_N, 0)
-    return _ConfidentLoss.apply(logits_MNC, target_N, overlap, beta, labels_MN, counts_N)
+    ce_MN, kl_MN = _of_members(logits_MNC, [target_N] * len(logits_MNC))
+    chosen_MN = assign(ce_MN.detach(), kl_MN.detach(), overlap, beta)
+    if labels_MN is not None:
+        kl_MN = _of_members(logits_MNC, labels_MN)[0]
+    losses_MN = torch.where(chosen_MN, ce_MN, beta * kl_MN)
+    if counts_N is not None:
+        losses_MN = losses_MN.masked_fill(~counts_N, 0.0)
+    return losses_MN.sum(), chosen_MN
 
 
-class _ConfidentLoss(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        logits_MNC: Tensor,
-        target_N: Tensor,
-        overlap: int,
-        beta: float,
-        labels_MN: Tensor | None,
-        counts_N: Tensor | None,
-    ) -> tuple[Tensor, Tensor]:
-        of_members = (_scores(logits_NC, target_N) for logits_NC in logits_MNC)
-        ce_MN, kl_MN = map(torch.stack, zip(*of_members, strict=True))
-        chosen_MN = assign(ce_MN, kl_MN, overlap, beta)
-        if labels_MN is not None:
-            columns = zip(logits_MNC, labels_MN, strict=True)
-            kl_MN = torch.stack([_scores(z_NC, drawn_N)[0] for z_NC, drawn_N in columns])
-        losses_MN = torch.where(chosen_MN, ce_MN, beta * kl_MN)
-        if counts_N is not None:
-            losses_MN = losses_MN.masked_fill(~counts_N, 0.0)
-        ctx.save_for_backward(logits_MNC, target_N, chosen_MN, labels_MN, counts_N)
-        ctx.beta = beta
-        ctx.mark_non_differentiable(chosen_MN)
-        return losses_MN.sum(), chosen_MN
-
-    @staticmethod
-    @first_order
-    def backward(ctx: Any, dloss: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        logits_MNC, target_N, chosen_MN, labels_MN, counts_N = ctx.saved_tensors
-        classes = logits_MNC.shape[2]
-        dlogits_MNC = torch.empty_like(logits_MNC)
-        for m, logits_NC in enumerate(logits_MNC):
-            weight_N = torch.where(chosen_MN[m], 1.0, ctx.beta).to(dloss) * dloss
-            if counts_N is not None:
-                weight_N = weight_N.masked_fill(~counts_N, 0.0)
-            d_NC = torch.softmax(logits_NC, dim=1, dtype=dloss.dtype) * weight_N.unsqueeze(1)
-            if labels_MN is None:
-                d_NC -= weight_N.masked_fill(chosen_MN[m], 0.0).unsqueeze(1) / classes
-                label_N, at_label_N = target_N, weight_N.masked_fill(~chosen_MN[m], 0.0)
-            else:
-                label_N = torch.where(chosen_MN[m], target_N, labels_MN[m])
-                at_label_N = weight_N
-            d_NC.scatter_add_(1, label_N.unsqueeze(1), -at_label_N.unsqueeze(1))
-            dlogits_MNC[m] = d_NC
-        return dlogits_MNC, None, None, None, None, None
+def _of_members(logits_MNC: Tensor, labels_MN: Iterable[Tensor]) -> tuple[Tensor, Tensor]:
+    """Return the `_scores` of all members, [M, N] each; backward computes them again."""
+    again = partial(checkpoint, _scores, use_reentrant=False, preserve_rng_state=False)
+    ce, kl = zip(*map(again, logits_MNC, labels_MN), strict=True)
+    return torch.stack(ce), torch.stack(kl)
 
 
 def mean_log_probs(logits_MXC: Tensor) -> Tensor:

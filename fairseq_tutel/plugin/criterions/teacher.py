@@ -5,7 +5,6 @@ import contextlib
 import copy
 import logging
 import os
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,12 +16,10 @@ from omegaconf import OmegaConf, open_dict
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from fairseq_tutel.checkpoint.files import has_an_end
 from fairseq_tutel.plugin.distillation_options import DistillationConfig
 from fairseq_tutel.plugin.feed_forward import contexts_of, moe_layers, unwrapped
 from fairseq_tutel.plugin.options import options_of
-from fairseq_tutel.plugin.registration.process import is_machine_error
-from fairseq_tutel.plugin.run_state import RUN, config_of
+from fairseq_tutel.plugin.run_state import config_of
 
 logger = logging.getLogger(__name__)
 
@@ -45,11 +42,6 @@ class Teacher:
             raise ValueError(
                 f"{FLAG} is {options.distill_teacher}, which is not a file; give a checkpoint."
             )
-        if not has_an_end(options.distill_teacher):
-            raise ValueError(
-                f"{FLAG} is {options.distill_teacher}, which is truncated or not a checkpoint; give "
-                "another file."
-            )
 
     def scores(self, words: tuple, named: dict[str, Any], device: torch.device, dummy: bool) -> Tensor:
         """Run the teacher on the student's inputs without gradients, and return its scores [N, V]."""
@@ -63,7 +55,7 @@ class Teacher:
 
         for context in contexts_of(moe_layers(model)):
             context.begin_step(is_dummy=dummy)
-        with torch.no_grad(), self._refusing("does not accept the student's input"):
+        with torch.no_grad():
             output = model(*tree_map(fitting, words), **tree_map(fitting, named))
             return scores_of(model, output)
 
@@ -74,33 +66,12 @@ class Teacher:
         state.pop("task_state", None)  # the student's task has its own state
         task = self._task_of()
         # Opening the teacher must not change the random numbers of training.
-        with (
-            torch.random.fork_rng(),
-            RUN.having(opens_teacher=True),
-            self._refusing("cannot be opened with this data"),
-        ):
+        with torch.random.fork_rng():
             (model,), _ = checkpoint_utils.load_model_ensemble([path], task=task, state=state)
         model.requires_grad_(False)
         model.to(device=device, dtype=torch.bfloat16 if self.options.distill_teacher_bf16 else None)
         logger.info("teacher: %s", path)
         return model.eval()
-
-    @contextlib.contextmanager
-    def _refusing(self, what: str) -> Iterator[None]:
-        """Turn errors of an unsuitable teacher into a ValueError that names the teacher's flags."""
-        own = f"{FLAG}-parallel-size"
-        try:
-            yield
-        except ValueError as error:
-            raise ValueError(str(error).replace("--moe-expert-parallel-size", own)) from error
-        except (RuntimeError, LookupError, TypeError) as error:
-            if is_machine_error(error):
-                raise
-            reason = (str(error).strip() or type(error).__name__).splitlines()[-1].strip()
-            raise ValueError(
-                f"{FLAG} is {self.options.distill_teacher}, which {what} ({reason.rstrip('.')}); give a "
-                "teacher with the student's task and at least the same maximum length."
-            ) from error
 
     def _task_of(self) -> Any:
         """Return a copy of the student's task with the teacher's overrides, for building the teacher."""
@@ -113,6 +84,7 @@ class Teacher:
                 given.update(values)
         else:
             vars(given).update(values)
+        task.is_of_teacher = True
         setattr(task, "args" if getattr(self.task, "cfg", None) is None else "cfg", given)
         return task
 

@@ -6,7 +6,6 @@ could run code even if it contains no pickled code.
 
 import argparse
 import ast
-import math
 import re
 from collections.abc import Iterator, Mapping
 from enum import Enum
@@ -15,10 +14,9 @@ from typing import Any
 import numpy as np
 import torch
 from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
-from fairseq_tutel.checkpoint.files import is_pipe, walk
-from fairseq_tutel.files import printable, shown
+from fairseq_tutel.checkpoint.files import walk
+from fairseq_tutel.files import shown
 
 # All options that fairseq passes to eval(). tests/plugin/test_literals.py derives this list.
 EVALUATED = frozenset({
@@ -35,17 +33,16 @@ EVALUATED = frozenset({
 })  # fmt: skip
 # fairseq passes the options encoder_KEY and decoder_KEY as KEY to its encoder and decoder.
 PREFIXES = ("encoder_", "decoder_")
-# Limits of an option's length, and of the number of values that it makes, such as "[0] * 10**12".
-LONGEST, MOST_VALUES = 10_000, 10_000
+# Parts of a literal. Lists are added and multiplied in wav2vec's options.
+LITERAL = (
+    ast.Expression, ast.Constant, ast.List, ast.Tuple, ast.Set, ast.Dict, ast.UnaryOp, ast.UAdd, ast.USub,
+    ast.BinOp, ast.Add, ast.Sub, ast.Mult, ast.Load,
+)  # fmt: skip
 # Types that options in a checkpoint may have. Attributes of other objects are not read.
 PLAIN = (
     type(None), bool, int, float, str, bytes, list, tuple, dict, Enum, argparse.Namespace,
     np.generic, np.ndarray, torch.Tensor, torch.dtype, torch.device,
 )  # fmt: skip
-# Maximum number of layers. No real model has more, and building a larger one would take hours.
-MOST_LAYERS = 10_000
-# Parts of a configuration whose options name files that fairseq opens.
-OPENED = ("task", "model", "bpe", "tokenizer")
 # The only accepted interpolation: the name of another option, which is also checked.
 REFERENCE = re.compile(r"\$\{[\w.]+\}")
 
@@ -74,44 +71,15 @@ def refuse_code(state: Mapping[str, Any], path: str, given: Mapping[str, Any]) -
         )
 
 
-def refuse_unusable_options(state: Mapping[str, Any], path: str) -> None:
-    """Raise an error if an option names a pipe or a missing option, or asks for too many layers."""
-    cfg = state.get("cfg")
-    # If fairseq converted the command line of an older file, options may refer to missing ones.
-    if OmegaConf.is_config(cfg) and state.get("args") is None:
-        _refuse_missing_references(cfg, path)
-    for key, value in options_within({part: (cfg or {}).get(part) for part in OPENED}):
-        if key.endswith("layers") and isinstance(value, int) and value > MOST_LAYERS:
-            raise ValueError(
-                f"{path} has {value} as the option {key}; give a file with at most {MOST_LAYERS:,} layers."
-            )
-        if isinstance(value, str) and is_pipe(value):
-            raise ValueError(
-                f"{path} has {shown(value)} as the option {key}, which is a pipe, device or socket; give a "
-                "checkpoint whose option names an ordinary file."
-            )
-
-
-def _refuse_missing_references(cfg: Any, path: str) -> None:
-    try:
-        OmegaConf.to_container(cfg, resolve=True)
-    except OmegaConfBaseException as error:
-        reason = printable(str(error).partition("\n")[0])
-        raise ValueError(
-            f"{path} has an option that refers to a missing one ({reason}); give a file with plain values."
-        ) from error
-
-
 def is_literal(text: str) -> bool:
-    """Return whether eval(text) is safe: the text runs no code and does not create a huge object."""
+    """Return whether eval(text) runs no code: the text consists of numbers, strings and containers."""
     if not text.strip():
         return True  # eval() raises an error
-    if len(text) > LONGEST:
-        return False
     try:
-        return _count(ast.parse(text.lstrip(" \t"), mode="eval").body) <= MOST_VALUES
+        parsed = ast.parse(text.lstrip(" \t"), mode="eval")
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return False
+    return all(isinstance(node, LITERAL) for node in ast.walk(parsed))
 
 
 def options_within(tree: Any) -> Iterator[tuple[str, Any]]:
@@ -133,42 +101,3 @@ def _is_harmless(value: Any) -> bool:
     # Other types are not harmless, because eval() also accepts bytes and code objects.
     is_plain = value is None or isinstance(value, bool | int | float | np.generic | list | tuple | dict)
     return is_plain or OmegaConf.is_config(value)
-
-
-def _count(node: ast.expr) -> int:
-    """Return an upper bound of the number of values in a parsed literal; reject other expressions."""
-    if isinstance(node, ast.Constant):
-        return len(node.value) if isinstance(node.value, str | bytes) else 1
-    if isinstance(node, ast.List | ast.Tuple | ast.Set):
-        return 1 + sum(map(_count, node.elts))
-    if isinstance(node, ast.Dict) and None not in node.keys:
-        return 1 + sum(_count(part) for part in [*node.keys, *node.values] if part is not None)
-    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.UAdd | ast.USub):
-        return _count(node.operand)
-    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add | ast.Sub):
-        return _count(node.left) + _count(node.right)
-    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
-        sides = node.left, node.right
-        if all(map(_is_number, sides)):
-            return 1
-        return math.prod(_count(side) * _most_repeats(side) for side in sides)
-    raise ValueError(type(node).__name__)
-
-
-def _most_repeats(node: ast.expr) -> int:
-    """Return an upper bound of the number by which an expression can repeat a list, as in [0] * 3."""
-    if not _is_number(node):
-        return 1
-    constants = [n.value for n in ast.walk(node) if isinstance(n, ast.Constant)]
-    return math.prod(max(2, abs(value)) for value in constants if isinstance(value, int))
-
-
-def _is_number(node: ast.expr) -> bool:
-    """Return whether a parsed expression consists only of numbers, without lists or strings."""
-    return all(
-        isinstance(n, ast.UnaryOp)
-        or (isinstance(n, ast.BinOp) and isinstance(n.op, ast.Add | ast.Sub | ast.Mult))
-        or (isinstance(n, ast.Constant) and not isinstance(n.value, str | bytes))
-        for n in ast.walk(node)
-        if isinstance(n, ast.expr)
-    )

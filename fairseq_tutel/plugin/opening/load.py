@@ -2,7 +2,6 @@
 
 import argparse
 import functools
-import logging
 import os
 import pickle
 import sys
@@ -12,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from fairseq.dataclass.utils import convert_namespace_to_omegaconf, gen_parser_from_dataclass
-from fairseq.models import ARCH_MODEL_REGISTRY, MODEL_REGISTRY
+from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 from fairseq.utils import import_user_module
 from omegaconf import OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
@@ -22,23 +20,15 @@ from fairseq_tutel.checkpoint.files import IS_CORRUPT, is_whole, mapped, refused
 from fairseq_tutel.checkpoint.malformed import refuse_malformed
 from fairseq_tutel.checkpoint.recognition import refuse_meta
 from fairseq_tutel.checkpoint.saved import SavedModel, drop_retired
-from fairseq_tutel.checkpoint.shards import ShardedTensor, bind
+from fairseq_tutel.checkpoint.shards import bind
 from fairseq_tutel.moe.config import label_of
 from fairseq_tutel.option import is_custom
-from fairseq_tutel.parallel import world
 from fairseq_tutel.plugin.differences import Saved, saved_model
-from fairseq_tutel.plugin.opening.literals import options_within, refuse_code, refuse_unusable_options
+from fairseq_tutel.plugin.opening.literals import options_within, refuse_code
 from fairseq_tutel.plugin.options import options_of
-from fairseq_tutel.plugin.registration.flags import (
-    SystemOptions,
-    has_user_dir,
-    refuse_misspelt,
-    warn_of_given,
-)
+from fairseq_tutel.plugin.registration.flags import refuse_misspelt
 from fairseq_tutel.plugin.registration.process import is_machine_error
 from fairseq_tutel.plugin.run_state import OPENED, RUN
-
-logger = logging.getLogger(__name__)
 
 # Environment variable that permits opening damaged files.
 OPEN_DAMAGED = "FAIRSEQ_TUTEL_OPEN_DAMAGED"
@@ -79,9 +69,8 @@ def load_checkpoint_to_cpu(original: Any) -> Any:
             bind(state, Path(path))
             if is_for_use:
                 _prepare_for_use(state, path, overrides, options)
-            if not is_for_use:
-                _warn_of_quantized(state, path)
-                _begin_average(state, path)
+            else:
+                _begin_average(state)
         except FOREIGN_FILE_ERRORS as error:
             if is_machine_error(error):
                 raise
@@ -120,21 +109,7 @@ def _prepare_for_use(
     _refuse_unknown_classes(state, path, overrides)
     if mark_as_opened(state, saved_model(state, path, options)):
         refuse_code(state, path, overrides)  # check again, because the conversion parsed the options
-    refuse_unusable_options(state, path)
-    _refuse_unknown_architecture(state, path)
     _update_task(state, overrides)
-    _warn_of_dense_model(path, state)
-
-
-def _refuse_unknown_architecture(state: Any, path: str) -> None:
-    """Raise an error if no module has registered a checkpoint's architecture."""
-    model = (state.get("cfg") or {}).get("model")
-    name = getattr(model, "_name", None) or getattr(model, "arch", None)
-    if name and name not in ARCH_MODEL_REGISTRY and name not in MODEL_REGISTRY:
-        raise ValueError(
-            f"{path} has the architecture {name}, which is not registered; give the --user-dir (in Python "
-            "user_dir=…) that defines it."
-        )
 
 
 def _refuse_damaged(path: str) -> None:
@@ -212,44 +187,11 @@ def _update_task(state: Any, overrides: Mapping[str, Any]) -> None:
             task.update({k: v for k, v in overrides.items() if k in known})
 
 
-def _warn_of_quantized(state: Any, path: str) -> None:
-    """Warn if training resumes from a checkpoint with quantized experts."""
-    tensors = (state.get("model") or {}).values()
-    packings = {t.expert_dtype for t in tensors if isinstance(t, ShardedTensor) and t.expert_dtype}
-    if packings:
-        logger.warning(
-            "%s has experts in %s, so training continues from rounded weights; to continue from the exact "
-            "weights, resume from the checkpoint that was converted to this file.",
-            *(path, ", ".join(sorted(packings))),
-        )
-
-
-def _begin_average(state: Any, path: str) -> None:
+def _begin_average(state: Any) -> None:
     """With --store-ema, start the moving average at the weights of a checkpoint that has no average.
 
-    fairseq would read the weights after it has deleted them. Without --store-ema, log an average that ends.
+    fairseq would read the weights after it has deleted them.
     """
     extra, cfg = state.get("extra_state"), RUN.cfg
-    if cfg is None or not isinstance(extra, dict):
-        return
-    if not cfg.ema.store_ema:
-        if "ema" in extra:
-            logger.info("%s has a moving average, which ends here; add --store-ema to continue it", path)
-    elif "ema" not in extra:
-        logger.info("%s has no moving average, so --store-ema starts with its weights", path)
-        extra["ema"] = dict(state["model"])
-
-
-def _warn_of_dense_model(path: str, state: Any) -> None:
-    """Warn if a command line with system options opens a dense checkpoint, on which they have no effect.
-
-    The command line is parsed again, because fairseq's tasks call no hook of the plugin for dense models.
-    """
-    is_used_by_training = RUN.cfg is not None and RUN.cfg.common_eval.path is None
-    has_experts = any(".experts." in name for name in state.get("model") or ())
-    if has_experts or is_used_by_training or not has_user_dir(sys.argv):
-        return
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    gen_parser_from_dataclass(parser, SystemOptions())
-    if world.is_first():
-        warn_of_given(parser.parse_known_args(sys.argv[1:])[0], path)
+    if cfg is not None and cfg.ema.store_ema and isinstance(extra, dict):
+        extra.setdefault("ema", dict(state["model"]))

@@ -11,6 +11,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from fairseq.models import FairseqDecoder
@@ -34,7 +35,7 @@ from fairseq_tutel.parallel.host_memory import refuse_too_little
 from fairseq_tutel.parallel.progress import progress
 from fairseq_tutel.plugin.feed_forward import MoEFeedForward, moe_layers
 from fairseq_tutel.plugin.registration.process import call_at_end
-from fairseq_tutel.plugin.run_state import RUN, config_of, is_opened, language_pair
+from fairseq_tutel.plugin.run_state import config_of, is_opened, language_pair
 
 logger = logging.getLogger(__name__)
 # Logs JSON lines like fairseq's, under a short name: "… | INFO | expert_store | {"calls": …}".
@@ -42,6 +43,8 @@ counters_logger = logging.getLogger("expert_store")
 # Elements. Larger matrices of an opened model are not initialized.
 SMALL_MATRIX = 2**20
 DRAWS = (Tensor.normal_, Tensor.uniform_, init.normal_, init.uniform_, init.kaiming_uniform_)
+# The open stores, which models of an ensemble share.
+STORES: "WeakValueDictionary[StoreConfig, ExpertStore]" = WeakValueDictionary()
 PREFETCH, PREFETCH_PAIRS = "--moe-expert-prefetch", "--moe-expert-prefetch-pairs"
 
 
@@ -232,9 +235,9 @@ def _most_used(layers: Sequence[MoEFeedForward], options: StoreConfig) -> list[t
 
 def _store_of(options: StoreConfig) -> ExpertStore:
     """Return the expert store for the given options; models of an ensemble share one store and cache."""
-    store = RUN.stores.get(options)
+    store = STORES.get(options)
     if store is None or not store.is_open:
-        store = RUN.stores[options] = ExpertStore(
+        store = STORES[options] = ExpertStore(
             options.moe_expert_store,
             options.moe_expert_tier,
             options.moe_expert_cache,

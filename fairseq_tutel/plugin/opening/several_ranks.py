@@ -126,6 +126,15 @@ class Command:
             log_perplexity(results, self.scored.tokens)
 
 
+# The command that runs in this process, if it uses models on several ranks.
+_running: list[Command] = []
+
+
+def running_command() -> Command | None:
+    """Return the command that uses its models on several ranks, or None."""
+    return _running[-1] if _running else None
+
+
 def run_on_several_ranks(main: Any, cfg: Any, **kwargs: Any) -> None:
     """Run a command's `main` on this rank's sentences, then run this rank's experts for the others."""
     if world.size() == 1:
@@ -137,12 +146,14 @@ def run_on_several_ranks(main: Any, cfg: Any, **kwargs: Any) -> None:
     if command.expert_parallel_size > 1 and rank > 0:
         cfg.interactive.input = os.devnull  # only rank 0 reads the input
     allocate_gather_buffers(cfg)
-    with RUN.having(command=command):
-        try:
-            results = main(cfg, **kwargs)
-        except NoSentences:
-            logger.warning("rank %d has no sentences to generate from", rank)
-        command.end(results)
+    _running.append(command)
+    try:
+        results = main(cfg, **kwargs)
+    except NoSentences:
+        logger.warning("rank %d has no sentences to generate from", rank)
+    finally:
+        _running.pop()
+    command.end(results)
 
 
 def topology_of_opened(
@@ -150,15 +161,16 @@ def topology_of_opened(
     expert_counts: Sequence[int],
     ranks_per_node: int,
     degree_of: Callable[[int], int] | None,
+    is_teacher: bool,
 ) -> Topology:
     """Return which ranks hold which experts of a model that is opened for inference.
 
     `requested` is the --moe-expert-parallel-size of the model's task; it has no effect in a command on one
     rank. For the other arguments and the errors, see `make_topology`.
     """
-    if RUN.opens_teacher:  # training calls the teacher in step; RUN.topology stays the student's
+    if is_teacher:  # training calls the teacher in step; RUN.topology stays the student's
         return make_topology(expert_counts, requested or 1, ranks_per_node, degree_of)
-    command = RUN.command
+    command = running_command()
     if command is None or command.expert_parallel_size == 1:
         if command is None and requested > 1 and int(os.environ.get("WORLD_SIZE", 1)) > 1:
             logger.warning(

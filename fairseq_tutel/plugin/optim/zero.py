@@ -76,10 +76,6 @@ def refuse_with_zero(root: Any, asked: ZeroOptions) -> None:
             )
             for precision in ("fp16", "bf16")
         ),
-        (
-            root.optimization.use_bmuf,
-            f"--use-bmuf is set, which averages complete weights, not parts; remove it or {asked.flags}.",
-        ),
     ]
     refuse_first(bad)
 

@@ -27,10 +27,11 @@ from fairseq_tutel.option import flag_of
 from fairseq_tutel.parallel.failures import write_for_torchrun
 from fairseq_tutel.parallel.guard import CommunicationError
 from fairseq_tutel.plugin.registration.variants import change_class
-from fairseq_tutel.plugin.run_state import RUN
 
 logger = logging.getLogger(__name__)
 
+# Functions to call before the last error line.
+_at_exit: list[Callable[[], None]] = []
 # Maximum time that the exit waits for reader threads, which may hang in a file system.
 SECONDS_FOR_READERS = 10.0
 # A request for this much memory means that the options in a checkpoint file are wrong.
@@ -82,14 +83,14 @@ def end_readers() -> None:
 
 def call_at_end(function: Callable[[], None]) -> None:
     """Register a function that is called when this process ends, before the last error line is printed."""
-    if not RUN.at_exit:
+    if not _at_exit:
         atexit.register(_end_calls)
-    RUN.at_exit.append(function)
+    _at_exit.append(function)
 
 
 def _end_calls() -> None:
-    while RUN.at_exit:
-        RUN.at_exit.pop(0)()
+    while _at_exit:
+        _at_exit.pop(0)()
 
 
 @contextlib.contextmanager

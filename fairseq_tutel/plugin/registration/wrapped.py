@@ -36,8 +36,7 @@ The package makes these other changes to the process, in addition to the attribu
   folder for results (`opening/several_ranks.py`); threads end before the process
   (`parallel/background.py`, `process.py`);
 - when a model with experts is built: the run's configuration (`startup.complete` logs each change);
-- at a signal: handlers of Python (`parallel/signals.py`), while a training run lasts;
-- when a NaN is diagnosed: backward hooks of encoders are removed (`training/task.py`).
+- at a signal: handlers of Python (`parallel/signals.py`), while a training run lasts.
 
 No environment variable is set. Only the plugin's loggers are configured. One filter corrects numbers in
 fairseq's log, and filters hide harmless warnings (`third_party.py`).
@@ -118,7 +117,9 @@ def call_main(original: Any) -> Any:
         if spawns:
             watched = functools.partial(preemption.run_watched, on_each, main)
             on_each = functools.partial(run_as_spawned, watched)
-        with preemption.watching(cfg, main, spawns), startup.meeting_of(cfg) as met:
+        with preemption.watching(cfg, main, spawns) as signals, startup.meeting_of(cfg) as met:
+            if signals is not None and not spawns:
+                on_each = functools.partial(on_each, signals=signals)
 
             def met_main(*args: Any, **kwargs: Any) -> Any:
                 met()
@@ -160,7 +161,6 @@ def _check_model(cfg: Any) -> None:
     model = ARCH_MODEL_REGISTRY.get(name, MODEL_REGISTRY.get(name))
     if not getattr(model, "has_experts", model is None):
         return  # the model may have experts of its own, which `own_layers.prepare` finds
-    startup.take_over_async(cfg)
     startup.refuse_stock_options(cfg)
 
 
@@ -205,12 +205,12 @@ CHANGED = {
     "plugin/install.py": "_ddp_params_and_buffers_to_ignore",  # DistributedDataParallel reads it
     "plugin/training/own_layers.py": "_ddp_params_and_buffers_to_ignore",
     "plugin/opening/load.py": "load",  # of torch, while fairseq opens a file: maps the file
-    "plugin/training/preemption.py": "valid_step",  # ends a long validation
+    "plugin/training/preemption.py": "valid_step",  # ends a validation after a signal
     # No hook exists for the sums over ranks. The file also replaces functions of fairseq's training loop,
     # because no hooks exist before an epoch and after an update.
     "plugin/training/loop.py": "_aggregate_logging_outputs",
     "plugin/training/startup.py": "_buffer _cpu_buffer",  # fairseq's all_gather_list puts them on a GPU
-    "plugin/training/task.py": "_cur_epoch_itr dataloader",  # releases the workers of an iterator
+    "plugin/criterions/teacher.py": "is_of_teacher",  # of the copy of a task that builds a teacher
     # fairseq would replace the loaded state; the Trainer compares the name with the name in a checkpoint.
     "plugin/optim/zero.py": "disable_mem_eff_fp16_loading_hack __name__",
     "parallel/groups.py": "param_group",  # the only attribute that fairseq copies to fp32 masters

@@ -24,12 +24,11 @@ from typing import Any
 import torch
 from fairseq import utils
 
-from fairseq_tutel.checkpoint import atomic_save, experts, folders
+from fairseq_tutel.checkpoint import atomic_save, experts
 from fairseq_tutel.checkpoint.files import walk
 from fairseq_tutel.checkpoint.shards import MARK
 from fairseq_tutel.files import temporary_of
 from fairseq_tutel.parallel import world
-from fairseq_tutel.parallel.host_memory import GIB, refuse_too_little
 from fairseq_tutel.parallel.world import Work, run_on_rank_zero
 from fairseq_tutel.plugin.run_state import RUN
 from fairseq_tutel.plugin.training.expert_states import ExpertStates
@@ -37,7 +36,6 @@ from fairseq_tutel.plugin.training.loop import Votes, wrapping
 
 logger = logging.getLogger(__name__)
 
-FLAG = "--moe-save-async"
 PENDING = "pending"  # in the state of rank 0, marks a record whose shard files are not yet written
 
 
@@ -132,15 +130,6 @@ class _Save:
         if saved is not None and hasattr(self._task, "post_save"):
             self._task.post_save(saved, self.updates)
 
-    def discard(self) -> None:
-        """Remove from --save-dir what is not committed; other ranks may still write."""
-        if self.path is None:  # only rank 0 has a path
-            return
-        if self.writes_experts:
-            folders.discard(self._folder)
-        with contextlib.suppress(OSError):
-            os.remove(self.temporary)
-
     def _raise_error(self) -> None:
         assert self.work is not None
         if self.work.error is not None:
@@ -149,7 +138,7 @@ class _Save:
     def _write_file(self, check: Callable[..., None]) -> None:
         assert self.path is not None
         try:
-            atomic_save.write_in_tries(self._state, self.temporary, check)
+            atomic_save.write(self._state, self.temporary, check)
         except Exception as error:
             with contextlib.suppress(OSError):
                 os.remove(self.temporary)
@@ -176,18 +165,12 @@ class _Save:
 
 
 class BackgroundSave:
-    """Saves checkpoints in the background: at most one at a time. All methods are collective.
+    """Saves checkpoints in the background: at most one at a time. All methods are collective."""
 
-    Args:
-        states_of: a function from the checkpoint options and the trainer to the tensors of experts that are
-            saved in shard files besides the parameters; None if no experts are saved in shard files.
-    """
-
-    def __init__(self, states_of: Callable[[Any, Any], ExpertStates | None]) -> None:
-        self._states_of = states_of
+    def __init__(self) -> None:
         self._save: _Save | None = None
         self._votes = Votes(written=lambda: float(self._has_written()))
-        self._has_joined = self._fits = self._is_stopped = False
+        self._has_joined = self._is_stopped = False
 
     @property
     def is_pending(self) -> bool:
@@ -198,13 +181,16 @@ class BackgroundSave:
     def installed(self, main: Any) -> Iterator[None]:
         """Context manager that continues a pending save after each update of fairseq's training loop.
 
-        If the block raises an error, the pending save is abandoned.
+        If the block raises an error, the pending save ends; the next run removes its files.
         """
         with wrapping(main, train=self._train, validate_and_save=self._validate_and_save):
             try:
                 yield
             finally:
-                self._abandon()
+                self._is_stopped = True
+                work = None if self._save is None else self._save.work
+                while work is not None and not work.has_ended:
+                    work.look()
 
     def _train(self, original: Any) -> Any:
         @functools.wraps(original)
@@ -219,9 +205,6 @@ class BackgroundSave:
     def _validate_and_save(self, original: Any) -> Any:
         @functools.wraps(original)
         def validate_and_save(cfg: Any, trainer: Any, *args: Any) -> Any:
-            # Before the first update, there is no optimizer state.
-            if not self._fits and trainer.get_num_updates() > 0:
-                self._check_memory(cfg.checkpoint, trainer)
             if self._save is not None and self._votes.total("written") == world.size():
                 self._step()
             return original(cfg, trainer, *args)
@@ -244,10 +227,8 @@ class BackgroundSave:
         copies = experts.CopiedExperts(model, topology, states.of)
         pending = {name: {MARK: 0, PENDING: list(name)} for name in copies.names}
         experts.save_as_records(model, pending)
-        if states.inner is not None:
-            states.inner.save_state(states.by_index(pending), topology)
-        if save.path is not None:
-            with contextlib.nullcontext() if states.ema is None else states.ema.saved_with(pending):
+        with states.saved_as(pending, topology):
+            if save.path is not None:
                 save.hold(_copied(trainer.state_dict()))
         experts.release(model)
         save.write_experts(folder, copies, self._check)
@@ -261,21 +242,6 @@ class BackgroundSave:
             ended = work is None or work.look()[0]
             if all(world.all_gather_object(ended, "the end of a save in the background")):
                 self._step()
-
-    def _check_memory(self, cfg: Any, trainer: Any) -> None:
-        """Raise an error if the copies do not fit in host memory. Runs once, after the first update."""
-        states = self._states_of(cfg, trainer)
-        if states is not None:
-            _refuse_too_little_memory(trainer.get_model(), RUN.topology, states)
-        self._fits = True
-
-    def _abandon(self) -> None:
-        """End the thread of the pending save, if any, and remove its files; not collective."""
-        self._is_stopped, save = True, self._save
-        if save is not None:
-            while save.work is not None and not save.work.has_ended:
-                save.work.look()
-            save.discard()
 
     def _has_written(self) -> bool:
         save = self._save
@@ -294,18 +260,6 @@ class BackgroundSave:
             return
         run_on_rank_zero(save.commit, "rank 0's end of a save in the background")
         self._save = None
-
-
-def _refuse_too_little_memory(model: Any, topology: Any, states: ExpertStates) -> None:
-    """Raise an error if the copies of all ranks do not fit in host memory. Collective."""
-    own = experts.CopiedExperts.bytes_needed(model, topology, states.of)
-    if world.is_first():
-        own += states.bytes_of_others()
-    total = refuse_too_little(own, FLAG)
-    logger.info(
-        "%s: rank 0 keeps %.2f GiB of copies in host memory during a save, all ranks %.2f GiB",
-        *(FLAG, own / GIB, total / GIB),
-    )
 
 
 def _copied(state: dict[str, Any]) -> dict[str, Any]:

@@ -7,7 +7,6 @@ resume on any number of ranks.
 import contextlib
 import functools
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,8 +14,6 @@ from fairseq.models.ema.ema import EMA
 from torch import Tensor, nn
 
 from fairseq_tutel.checkpoint.experts import expert_modules, gather_experts, gather_to_first, release
-from fairseq_tutel.checkpoint.saved import SavedModel
-from fairseq_tutel.checkpoint.shards import ShardedTensor
 from fairseq_tutel.moe.expert_stack import ExpertStack
 from fairseq_tutel.parallel.groups import Topology
 from fairseq_tutel.plugin.optim.moe_optimizer import own_part
@@ -34,31 +31,6 @@ def build_ema(original: Any) -> Any:
         return ExpertEMA(model, cfg, device) if expert_modules(model) else original(model, cfg, device)
 
     return wrapper
-
-
-def refuse_bad_options(cfg: Any) -> None:
-    """Raise an error for an invalid --ema-decay or --ema-seed-model; `cfg` is an EMAConfig.
-
-    fairseq reads the seed model after the first update, and does not check the decay.
-    """
-    if not cfg.store_ema:
-        return
-    if not 0 <= cfg.ema_decay <= 1:
-        raise ValueError(f"--ema-decay is {cfg.ema_decay:g}; give a number from 0 to 1.")
-    path = cfg.ema_seed_model
-    if path is None:
-        return
-    saved = SavedModel.open(Path(path), "--ema-seed-model", keep_shards=True)
-    found = (saved.state.get("extra_state") or {}).get("ema")
-    problem = None
-    if not (found and isinstance(found, dict)):
-        problem = "which has no moving average of --store-ema"
-    elif any(isinstance(value, ShardedTensor) for value in found.values()):
-        problem = "which is a sharded checkpoint"
-    if problem is not None:
-        raise ValueError(
-            f"--ema-seed-model is {path}, {problem}; give a full checkpoint of a run with --store-ema."
-        )
 
 
 class ExpertEMA(EMA):

@@ -19,6 +19,9 @@ from typing import Any, NamedTuple
 
 from fairseq.data.iterators import EpochBatchIterator, ShardedIterator
 
+from fairseq_tutel.moe.option_table import TaskConfig
+from fairseq_tutel.option import read
+
 logger = logging.getLogger(__name__)
 
 
@@ -184,3 +187,23 @@ class ElasticEpochBatchIterator(EpochBatchIterator):
 def rounds_of(micro_batches: int, ranks: int) -> int:
     """Return the rounds of one micro-batch per rank that so many micro-batches take."""
     return math.ceil(micro_batches / ranks)
+
+
+def set_update_freq(root: Any, ranks: int) -> None:
+    """Set --update-freq of a FairseqConfig to the rounds that --moe-micro-batches takes on these ranks."""
+    count = read(TaskConfig, root.task).moe_micro_batches
+    if not count:
+        return
+    if count < ranks:
+        raise ValueError(
+            f"--moe-micro-batches is {count}, but this run has {ranks} ranks, and some of them would have "
+            f"no micro-batch; give at least {ranks}, or start at most {count} ranks."
+        )
+    given, rounds = list(root.optimization.update_freq), [rounds_of(count, ranks)]
+    if given not in ([1], rounds):
+        raise ValueError(
+            f"--update-freq is {', '.join(map(str, given))}, but --moe-micro-batches {count} sets it to "
+            f"{rounds[0]} on this number of ranks ({ranks}); remove --update-freq."
+        )
+    root.optimization.update_freq = rounds
+    logger.info("--moe-micro-batches %d: set --update-freq %d on %d ranks", count, rounds[0], ranks)

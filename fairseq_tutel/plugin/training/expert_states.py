@@ -1,13 +1,14 @@
 """Maps the optimizer state and the averages of experts to the parameters and indices of a checkpoint."""
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from fairseq.trainer import Trainer
 from torch import Tensor
 
 from fairseq_tutel.moe.expert_stack import ExpertStack
-from fairseq_tutel.parallel.gradients import is_expert
+from fairseq_tutel.parallel.groups import Topology
 from fairseq_tutel.plugin.optim.moe_optimizer import MoEOptimizerMixin
 from fairseq_tutel.plugin.training.ema import AVERAGE, WIDE_AVERAGE, ExpertEMA
 
@@ -48,12 +49,13 @@ class ExpertStates:
                 found.setdefault(index, {})[key] = record
         return found
 
-    def bytes_of_others(self) -> int:
-        """Return the bytes that the parameters besides experts occupy in a checkpoint, with two moments.
+    @contextlib.contextmanager
+    def saved_as(self, records: Mapping[tuple[str, str], Any], topology: Topology) -> Iterator[None]:
+        """Context manager in which a checkpoint has these records, by layer and name of the tensor.
 
-        Each parameter and average is saved in fp32, and has an fp32 master copy if it is in half precision.
+        They replace the optimizer's state and the averages of the experts. Collective.
         """
-        others = [p for p in self._model.parameters() if not is_expert(p)]
-        copies = [1 if self.inner is None else 4 - (p.element_size() >= 4) for p in others]
-        averages = 0 if self.ema is None else 1 + bool(self.ema.fp32_params)
-        return sum(4 * p.numel() * (count + averages) for p, count in zip(others, copies, strict=True))
+        if self.inner is not None:
+            self.inner.save_state(self.by_index(records), topology)
+        with contextlib.nullcontext() if self.ema is None else self.ema.saved_with(records):
+            yield

@@ -81,8 +81,7 @@ class TaskConfig:
     moe_save_async: bool = checkpoints(
         False,
         help="write sharded checkpoints in threads while training continues; experts, optimizer state and "
-        "rank 0's other parameters are copied to host memory first. The same as "
-        "--write-checkpoints-asynchronously",
+        "rank 0's other parameters are copied to host memory first",
     )
     moe_zero_stage: int = memory(
         0, rule=ZERO_STAGE,

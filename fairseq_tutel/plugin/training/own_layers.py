@@ -19,8 +19,8 @@ from fairseq_tutel.plugin.differences import Fits, log_changes
 from fairseq_tutel.plugin.feed_forward import MoEFeedForward, moe_layers
 from fairseq_tutel.plugin.registration.flags import warn_of_given
 from fairseq_tutel.plugin.run_state import RUN
+from fairseq_tutel.plugin.training.epoch_iterator import set_update_freq
 from fairseq_tutel.plugin.training.loop import wrapping
-from fairseq_tutel.plugin.training.micro_batches import set_update_freq
 from fairseq_tutel.plugin.training.resume import resumed_model
 from fairseq_tutel.plugin.training.startup import (
     complete,
@@ -77,7 +77,7 @@ def prepare(root: Any, task: Any, model: Any) -> None:
             "other's experts for ever; remove it, or give an --arch whose name begins with moe_."
         )
     complete(root)
-    saved = resumed_model(RUN.checkpoint, root)
+    saved = resumed_model(root)
     log_changes(saved, root.model)
     model.register_load_state_dict_pre_hook(Fits(saved, root.model, ends=True, all_keys=False))
     give_mixin(task)

@@ -9,7 +9,7 @@ import functools
 import logging
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
 from fairseq import checkpoint_utils
@@ -19,39 +19,36 @@ from fairseq_tutel.option import read, refuse_bad_values
 from fairseq_tutel.parallel import world
 from fairseq_tutel.parallel.failures import write_for_torchrun
 from fairseq_tutel.parallel.signals import EXIT_CODE, SignalWatch, watched
-from fairseq_tutel.plugin.run_state import RUN
 from fairseq_tutel.plugin.training.loop import Votes, globals_of, wrapping
 from fairseq_tutel.plugin.training.options import PreemptionConfig
 
 logger = logging.getLogger(__name__)
 
-# The vote of a rank whose time for validation is over. It exceeds the sum of all ranks' votes for a signal.
-LATE = 2.0**30
-
 
 class ValidationEndedError(Exception):
-    """Ends a validation that would take too long after a signal."""
+    """Ends a validation after a signal, to leave time for the save."""
 
 
 @contextlib.contextmanager
-def watching(cfg: Any, main: Any, spawns: bool = False) -> Iterator[None]:
+def watching(cfg: Any, main: Any, spawns: bool = False) -> Iterator[SignalWatch | None]:
     """Context manager that receives the signals of --moe-preemption-signals while `main` trains.
 
-    It has no effect if `main` is not fairseq's main function, whose training loop can end after an update.
+    The block gets their `SignalWatch`, or None if `main` is not fairseq's main function, whose training
+    loop can end after an update.
     `spawns`: fairseq starts the ranks as child processes of this process, which forwards the signals.
     """
     if cfg.common_eval.path is not None or globals_of(main) is None:
-        yield
+        yield None
         return
     options = read(PreemptionConfig, cfg.task)
     refuse_bad_values(options)
     # Ranks of model parallelism that share a batch add up no numbers with each other.
     if not options.names or cfg.common.model_parallel_size > 1 or cfg.common.tpu:
-        yield
+        yield None
         return
-    with watched(options.names, options.moe_preemption_seconds, spawns) as watch, RUN.having(signals=watch):
+    with watched(options.names, options.moe_preemption_seconds, spawns) as watch:
         try:
-            yield
+            yield watch
         except ProcessExitedException as error:
             if error.exit_code != EXIT_CODE:
                 raise
@@ -60,15 +57,18 @@ def watching(cfg: Any, main: Any, spawns: bool = False) -> Iterator[None]:
 
 def run_watched(run: Any, main: Any, cfg: Any, **kwargs: Any) -> Any:
     """Call `run`, which calls `main`, in a rank that fairseq spawned; the rank receives its own signals."""
-    with watching(cfg, main):
-        return run(cfg, **kwargs)
+    with watching(cfg, main) as signals:
+        return run(cfg, **kwargs, **({} if signals is None else {"signals": signals}))
 
 
 class Preemption:
-    """Wraps functions of fairseq's training loop so that it ends after an update if a rank got a signal."""
+    """Wraps functions of fairseq's training loop so that it ends after an update if a rank got a signal.
 
-    def __init__(self, watch: SignalWatch) -> None:
-        self._watch = watch
+    `count_saves` returns the number of saves until now.
+    """
+
+    def __init__(self, watch: SignalWatch, count_saves: Callable[[], int]) -> None:
+        self._watch, self._count_saves = watch, count_saves
         self._votes = Votes(signal=self._vote)
         self.result = ""  # text for the log about what was saved, if a signal ended the run
 
@@ -79,9 +79,7 @@ class Preemption:
             yield
 
     def _vote(self) -> float:
-        if self._watch.received is None:
-            return 0.0
-        return LATE if self._watch.elapsed > self._watch.seconds / 2 else 1.0
+        return float(self._watch.received is not None)
 
     def _train(self, original: Any) -> Any:
         is_first = True
@@ -95,19 +93,19 @@ class Preemption:
                     self.result = "there is nothing to save before the first update"
                     return [None], True
                 self._votes.join(trainer)
-                self._end_long_validation(trainer)
+                self._end_validation(trainer)
                 self._watch.begin_work()
             return original(cfg, trainer, task, epoch_itr)
 
         return train
 
-    def _end_long_validation(self, trainer: Any) -> None:
-        """End a validation if half of the time after a signal is over; the rest is for the save."""
+    def _end_validation(self, trainer: Any) -> None:
+        """End validations after the step in which a signal comes."""
         original = trainer.valid_step
 
         def valid_step(*args: Any, **kwargs: Any) -> Any:
             result = original(*args, **kwargs)
-            if self._votes.total("signal") >= LATE:
+            if self._votes.total("signal"):
                 raise ValidationEndedError
             return result
 
@@ -116,15 +114,15 @@ class Preemption:
     def _validate_and_save(self, original: Any) -> Any:
         @functools.wraps(original)
         def validate_and_save(cfg: Any, trainer: Any, task: Any, epoch_itr: Any, *args: Any) -> Any:
-            saves = RUN.num_saves
+            saves = self._count_saves()
             losses: list[Any] = [None]
             try:
                 losses, should_stop = original(cfg, trainer, task, epoch_itr, *args)
                 if should_stop:
                     return losses, True
             except ValidationEndedError:
-                logger.info("ended the validation, which took too long after a signal")
-            is_saved = RUN.num_saves > saves
+                logger.info("ended the validation after a signal")
+            is_saved = self._count_saves() > saves
             # A signal may have come during the save, in which ranks add up no numbers.
             if not (self._votes.total("signal") or (is_saved and self._received_by_any())):
                 return losses, False

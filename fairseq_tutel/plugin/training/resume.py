@@ -2,12 +2,10 @@
 
 import glob
 import logging
-import math
 import os
 import pickle
 import re
 import zipfile
-from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +19,6 @@ from fairseq_tutel.parallel import world
 from fairseq_tutel.parallel.guard import name_ranks
 from fairseq_tutel.parallel.world import Work, run_on_rank_zero
 from fairseq_tutel.plugin.differences import Saved, saved_model
-from fairseq_tutel.plugin.training.micro_batches import log_changed_batch
 
 logger = logging.getLogger(__name__)
 
@@ -31,8 +28,8 @@ NOTHING, CORRUPT, ELSEWHERE = "nothing", "corrupt", "no local file"
 SAVED = re.compile(r"checkpoint(\d+|_\d+_\d+|_best|\.best_.+)\.pt")
 
 
-def checkpoint_to_load(cfg: Any) -> str | None:
-    """Return the path of the checkpoint from which training will resume, or None. Collective.
+def check_checkpoint(cfg: Any) -> None:
+    """Check on all ranks the checkpoint from which training will resume, if there is one. Collective.
 
     checkpoint_last.pt may be missing, for example because the disk was full at the first save. Then the
     newest complete checkpoint is used, and its path is set in `cfg`, a FairseqConfig's checkpoint section.
@@ -65,7 +62,6 @@ def checkpoint_to_load(cfg: Any) -> str | None:
             f"{flag} is {path}, which does not exist; give an existing file (relative to the current "
             f"folder), or remove {flag}."
         )
-    return None if found[0] in (NOTHING, ELSEWHERE) else path
 
 
 def flag_and_path(cfg: Any) -> tuple[str, str]:
@@ -90,28 +86,23 @@ def _restored(cfg: Any) -> str:
 
 
 def _newest_saved(cfg: Any) -> str | None:
-    """Return the checkpoint to resume from if checkpoint_last.pt is missing or not the newest, or None."""
+    """Return the newest complete checkpoint in --save-dir if checkpoint_last.pt is missing, or None."""
     begin, path, last = cfg.continue_once or cfg.finetune_from_model, _restored(cfg), _last(cfg)
-    if cfg.checkpoint_suffix:
-        return None
-    if cfg.restore_file == "checkpoint_last.pt" and os.path.isfile(last):
-        return _newer_than(last)
     is_given = os.path.abspath(path) != os.path.abspath(last)
     is_there = PathManager.exists(last) or os.path.lexists(last)
     folder = os.path.abspath(cfg.save_dir)
-    if is_given or is_there or (begin and os.path.dirname(os.path.abspath(begin)) == folder):
+    begins_here = begin and os.path.dirname(os.path.abspath(begin)) == folder
+    if cfg.checkpoint_suffix or is_given or is_there or begins_here or not os.path.isdir(folder):
         return None
-    others = saved_in(folder)
-    newest = newest_whole(others)
-    if newest is not None:
-        updates, path = newest
-        logger.warning(
-            "there is no %s, so training resumes from %s (update %d), the newest complete checkpoint in "
-            "--save-dir%s; give another --save-dir to start from scratch",
-            *(last, os.path.basename(path), updates),
-            f", not from {begin}" if begin is not None else "",
-        )
-        return os.path.basename(path)
+    others = [os.path.join(folder, name) for name in os.listdir(folder) if SAVED.fullmatch(name)]
+    for updates, newest in sorted(((_updates_of(path), path) for path in others), reverse=True):
+        if updates >= 0 and files.is_whole(newest):
+            logger.warning(
+                "there is no %s, so training resumes from %s (update %d), the newest complete checkpoint; "
+                "give another --save-dir to start from scratch",
+                *(last, os.path.basename(newest), updates),
+            )
+            return os.path.basename(newest)
     if others:
         raise ValueError(
             f"--save-dir is {cfg.save_dir}, which has no checkpoint_last.pt, and its {len(others)} other "
@@ -121,67 +112,7 @@ def _newest_saved(cfg: Any) -> str | None:
     return None
 
 
-def saved_in(folder: str) -> list[str]:
-    """Return the paths of a training run's checkpoints in a folder, except checkpoint_last.pt."""
-    names = os.listdir(folder) if os.path.isdir(folder) else ()
-    return [os.path.join(folder, name) for name in names if SAVED.fullmatch(name)]
-
-
-def newest_whole(
-    paths: Iterable[str],
-    after: int = -1,
-    before: float = math.inf,
-    accepts: Callable[[str], bool] = lambda path: True,
-) -> tuple[int, str] | None:
-    """Return (updates, path) of the complete checkpoint with the most updates; None if there is none.
-
-    Only numbers of updates between `after` and `before`, and files that `accepts` accepts, are considered.
-    """
-    for updates, path in sorted(((updates_of(path), path) for path in paths), reverse=True):
-        if after < updates < before and files.is_whole(path) and accepts(path):
-            return updates, path
-    return None
-
-
-def _newer_than(last: str) -> str | None:
-    """Return the name of a complete checkpoint saved after checkpoint_last.pt; None if there is none.
-
-    Such a checkpoint has more updates, and a later modification time and change time. If a user copied a
-    checkpoint over checkpoint_last.pt, the copy has the latest change time.
-    """
-    own = os.stat(last)
-    written = {path: os.stat(path) for path in filter(os.path.isfile, saved_in(os.path.dirname(last)))}
-    if not written:
-        return None
-    later = [
-        path
-        for path, status in written.items()
-        if status.st_mtime_ns > own.st_mtime_ns and status.st_ctime_ns > own.st_ctime_ns
-    ]
-    updates_of_last = updates_of(last)
-    newer = newest_whole(later, after=updates_of_last)
-    if newer is not None:
-        updates, path = newer
-        logger.warning(
-            "training resumes from %s (update %d), which is newer than checkpoint_last.pt (%s), for "
-            "example because the disk was full; give --restore-file %s to resume from the older one",
-            *(os.path.basename(path), updates),
-            f"update {updates_of_last}" if updates_of_last >= 0 else "corrupt",
-            last,
-        )
-        return os.path.basename(path)
-    newest = max(written, key=lambda path: written[path].st_mtime_ns)
-    updates = updates_of(newest)
-    if 0 <= updates_of_last < updates:
-        logger.warning(
-            "training resumes from %s (update %d), although the folder has a checkpoint of update %d; give "
-            "--restore-file %s to resume from that checkpoint",
-            *(last, updates_of_last, updates, newest),
-        )
-    return None
-
-
-def updates_of(path: str) -> int:
+def _updates_of(path: str) -> int:
     """Return a checkpoint's number of updates; -1 if the file is corrupt or its shard files are missing."""
     if not os.path.isfile(path):
         return -1  # opening a pipe would block
@@ -226,20 +157,14 @@ def _found(path: str) -> str:
     return files.identity(path) if files.has_an_end(path) else CORRUPT
 
 
-def resumed_model(path: str | None, root: Any) -> Saved | None:
-    """Read what the checkpoint `path` says of its model; None if there is no such local file.
-
-    If the run continues at the checkpoint's position in the data, log a change of its micro-batches.
-    """
-    if path is None or not zipfile.is_zipfile(path):
+def resumed_model(root: Any) -> Saved | None:
+    """Read what the checkpoint from which a run resumes says of its model; None without a local file."""
+    path = flag_and_path(root.checkpoint)[1]
+    if not zipfile.is_zipfile(path):
         return None
     try:
         state = mapped(path)
     except pickle.UnpicklingError:
         return None  # fairseq's load will raise an error that explains it
     bind(state, Path(path))
-    model = SavedModel(state)
-    resumes = flag_and_path(root.checkpoint)[0] == "--restore-file" and not root.checkpoint.reset_dataloader
-    if resumes and world.is_first():
-        log_changed_batch(model, root)
-    return saved_model(state, path, model.options_of("model"))
+    return saved_model(state, path, SavedModel(state).options_of("model"))

@@ -9,86 +9,97 @@ import contextlib
 import functools
 import logging
 import os
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from fairseq.file_io import PathManager
-from fairseq.trainer import Trainer
 
 from fairseq_tutel.checkpoint import atomic_save, experts, folders
 from fairseq_tutel.checkpoint.lock import locked
 from fairseq_tutel.files import is_temporary
 from fairseq_tutel.option import read
-from fairseq_tutel.parallel.groups import Topology
+from fairseq_tutel.parallel.signals import SignalWatch
 from fairseq_tutel.parallel.world import run_on_rank_zero
-from fairseq_tutel.plugin.optim.moe_optimizer import ONLY_OF_RANK, MoEOptimizerMixin, innermost_optimizer
+from fairseq_tutel.plugin.optim.moe_optimizer import innermost_optimizer
 from fairseq_tutel.plugin.run_state import RUN
-from fairseq_tutel.plugin.training import finite, memory
+from fairseq_tutel.plugin.training import finite
 from fairseq_tutel.plugin.training.background_save import BackgroundSave
 from fairseq_tutel.plugin.training.ema import ExpertEMA
 from fairseq_tutel.plugin.training.expert_states import ExpertStates
 from fairseq_tutel.plugin.training.options import TaskConfig
 from fairseq_tutel.plugin.training.own_layers import prepared
 from fairseq_tutel.plugin.training.preemption import Preemption, end_process
-from fairseq_tutel.plugin.training.resume import checkpoint_to_load
+from fairseq_tutel.plugin.training.resume import check_checkpoint
 from fairseq_tutel.plugin.training.startup import saves_shards
 
 logger = logging.getLogger(__name__)
 
 
-def run_training(main: Any, cfg: Any, **kwargs: Any) -> Any:
+class SaveSession:
+    """The saves of a training run, to which fairseq's function save_checkpoint has no other access."""
+
+    def __init__(self) -> None:
+        self.background: BackgroundSave | None = None  # with --moe-save-async
+        self.count = 0  # calls of save_checkpoint that have ended
+
+    @contextlib.contextmanager
+    def in_background(self, main: Any) -> Iterator[None]:
+        """Context manager in which fairseq's `main` saves sharded checkpoints in the background."""
+        self.background = BackgroundSave()
+        try:
+            with self.background.installed(main):
+                yield
+        finally:
+            self.background = None
+
+    def save(self, original: Any, cfg: Any, trainer: Any, epoch_itr: Any, val_loss: Any) -> Any:
+        """Call fairseq's save_checkpoint, which gets the last four arguments. Collective."""
+        if cfg.no_save:
+            return original(cfg, trainer, epoch_itr, val_loss)
+        background, path = self.background, None
+        if background is not None:
+            background.finish()
+        finite.refuse_to_save(trainer)
+        states = _states_in_shards(cfg, trainer)
+        if background is not None and states is not None:
+            background.begin(original, cfg, trainer, epoch_itr, val_loss, states)
+        else:
+            with _completed(cfg, trainer, states):
+                path = original(cfg, trainer, epoch_itr, val_loss)
+        self.count += 1
+        return path
+
+
+SESSION = SaveSession()
+
+
+def run_training(main: Any, cfg: Any, signals: SignalWatch | None = None, **kwargs: Any) -> Any:
     """Run fairseq's training `main` while no other run may write to --save-dir.
 
-    The checkpoint from which the run resumes is checked first.
+    The checkpoint from which the run resumes is checked first. `signals` end the run after an update.
     """
     save_dir = cfg.checkpoint.save_dir
     writes = not (cfg.checkpoint.no_save or PathManager.path_requires_pathmanager(save_dir))
-    preemption = None if RUN.signals is None else Preemption(RUN.signals)
-    at_signals = contextlib.nullcontext() if preemption is None else preemption.installed(main)
-    options = read(TaskConfig, getattr(cfg, "task", None))
-    background = BackgroundSave(_states_in_shards) if options.moe_save_async and writes else None
-    in_background = contextlib.nullcontext() if background is None else background.installed(main)
-    explained = memory.refused_in_training(main)
-    checked = finite.checked_at_start(main)
-    with writing(save_dir, writes), checked, explained, at_signals, in_background, prepared(main):
+    in_background = read(TaskConfig, getattr(cfg, "task", None)).moe_save_async and writes
+    preemption = None if signals is None else Preemption(signals, lambda: SESSION.count)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(writing(save_dir, writes))
+        stack.enter_context(finite.checked_at_start(main))
+        if preemption is not None:
+            stack.enter_context(preemption.installed(main))
+        if in_background:
+            stack.enter_context(SESSION.in_background(main))
+        stack.enter_context(prepared(main))
         # With FSDP's sharded state, each rank has its own file, whose suffix is set later.
-        sharded = cfg.distributed_training.use_sharded_state
-        given, saves = cfg.checkpoint.restore_file, RUN.num_saves
-        checkpoint = None if sharded else checkpoint_to_load(cfg.checkpoint)
-        replaces_last = cfg.checkpoint.restore_file != given
-        with RUN.having(checkpoint=checkpoint, background=background):
-            result = main(cfg, **kwargs)
-            if background is not None:
-                background.finish()
-        is_preempted = preemption is not None and preemption.result
-        if replaces_last and writes and RUN.num_saves == saves and not is_preempted:
-            _update_last(cfg.checkpoint)
+        if not cfg.distributed_training.use_sharded_state:
+            check_checkpoint(cfg.checkpoint)
+        result = main(cfg, **kwargs)
+        if SESSION.background is not None:
+            SESSION.background.finish()
     if preemption is not None and preemption.result:
         end_process(preemption.result)
     return result
-
-
-def _update_last(cfg: Any) -> None:
-    """Copy the checkpoint from which the run resumed to checkpoint_last.pt. Collective.
-
-    A kill between two copies of a save leaves an older checkpoint_last.pt, or none. If the next run saves
-    nothing, for example because --max-update is reached, no save replaces it.
-    """
-    if cfg.no_last_checkpoints:
-        return
-    last = os.path.join(cfg.save_dir, "checkpoint_last.pt")
-
-    def copy_newest() -> None:
-        try:
-            PathManager.copy(cfg.restore_file, last, overwrite=True)
-        except OSError as error:
-            raise ValueError(error.args[-1]) from error  # `unwritten` made the message
-        name = os.path.basename(cfg.restore_file)
-        logger.info("copied %s to checkpoint_last.pt, which was older or missing", name)
-
-    run_on_rank_zero(copy_newest, "rank 0's copy to checkpoint_last.pt")
 
 
 @contextlib.contextmanager
@@ -105,8 +116,9 @@ def writing(save_dir: str, writes: bool = True) -> Iterator[None]:
                 raise ValueError(atomic_save.unwritable(save_dir, error)) from error
 
         run_on_rank_zero(lock, "rank 0's lock of --save-dir")
+        if any(held):
+            _remove_temporary(Path(save_dir))
         if held:
-            _remove_temporary(Path(save_dir), all_is_old=held[0])
             # Also after an error: a full disk needs the space of experts without a checkpoint file.
             stack.callback(_collect, save_dir)
         yield
@@ -120,15 +132,13 @@ def _collect(save_dir: str) -> None:
         logger.warning("unreferenced expert files may remain in %s: %s", save_dir, error)
 
 
-def _remove_temporary(save_dir: Path, all_is_old: bool) -> None:
-    """Remove incomplete files and folders from --save-dir; keep recent ones unless `all_is_old`."""
-    age = 0 if all_is_old else folders.YOUNG_SECONDS
-    folders.remove_cut_off(save_dir, age)
+def _remove_temporary(save_dir: Path) -> None:
+    """Remove the incomplete files and folders of ended runs from --save-dir."""
+    folders.remove_cut_off(save_dir, 0)
     for file in save_dir.iterdir():
         if is_temporary(file.name):
             with contextlib.suppress(OSError):  # the file was removed, or belongs to another user
-                if time.time() - file.stat().st_mtime >= age:
-                    file.unlink()
+                file.unlink()
 
 
 def save_checkpoint(original: Any) -> Any:
@@ -139,42 +149,26 @@ def save_checkpoint(original: Any) -> Any:
 
     @functools.wraps(original)
     def wrapper(cfg: Any, trainer: Any, epoch_itr: Any, val_loss: Any) -> Any:
-        if cfg.no_save:
-            return original(cfg, trainer, epoch_itr, val_loss)
-        if RUN.background is not None:
-            RUN.background.finish()
-        finite.refuse_to_save(trainer)
-        with RUN.having(is_saving=True):
-            states = None if RUN.background is None else _states_in_shards(cfg, trainer)
-            if RUN.background is not None and states is not None:
-                RUN.background.begin(original, cfg, trainer, epoch_itr, val_loss, states)
-                path = None
-            else:
-                with _completed(cfg, trainer):
-                    path = original(cfg, trainer, epoch_itr, val_loss)
-        RUN.update(num_saves=RUN.num_saves + 1)
-        return path
+        return SESSION.save(original, cfg, trainer, epoch_itr, val_loss)
 
     return wrapper
 
 
 @contextlib.contextmanager
-def _completed(cfg: Any, trainer: Any) -> Iterator[None]:
+def _completed(cfg: Any, trainer: Any, states: ExpertStates | None) -> Iterator[None]:
     """Context manager in which a checkpoint has all ranks' experts and optimizer state. Collective.
 
-    They are gathered, or written to shard files, when the context is entered.
+    They are gathered, or with `states` written to shard files, when the context is entered.
     """
     inner, topology = innermost_optimizer(trainer.optimizer), RUN.topology
-    model = trainer.get_model()
+    model, ema = trainer.get_model(), _expert_average(trainer)
     has_experts = bool(experts.expert_modules(model))
     shared = (topology.expert_parallel_size > 1 and has_experts) or getattr(inner, "is_apart", False)
-    ema = _expert_average(trainer)
     with contextlib.ExitStack() as until_saved:
-        states = _states_in_shards(cfg, trainer)
         if states is not None:
-            records = write_in_shards(trainer, states, topology)
-            if ema is not None:
-                until_saved.enter_context(ema.saved_with(records))
+            save_dir = Path(trainer.cfg.checkpoint.save_dir)
+            records = experts.save_in_shards(model, topology, states.of, save_dir)
+            until_saved.enter_context(states.saved_as(records, topology))
         elif shared:
             experts.gather_experts(model, topology)
             if not cfg.no_save_optimizer_state:
@@ -197,30 +191,10 @@ def _states_in_shards(cfg: Any, trainer: Any) -> ExpertStates | None:
     """Return the tensors that shard files have besides the parameters; None if no experts are sharded."""
     if not (saves_shards(trainer.task) and experts.expert_modules(trainer.get_model())):
         return None
-    return ExpertStates(trainer, _saved_by_parameter(cfg, trainer), _expert_average(trainer))
-
-
-def _saved_by_parameter(cfg: Any, trainer: Any) -> MoEOptimizerMixin | None:
-    """Return the optimizer if its state is saved in shards, otherwise None.
-
-    The state of a composite optimizer, which works on one rank only, stays in the checkpoint file.
-    """
     inner = innermost_optimizer(trainer.optimizer)
-    return inner if not cfg.no_save_optimizer_state and hasattr(inner.optimizer, "state") else None
-
-
-def write_in_shards(
-    trainer: Trainer, states: ExpertStates, topology: Topology
-) -> dict[tuple[str, str], dict[str, Any]]:
-    """Write the experts of every rank, their optimizer state and averages to shard files. Collective.
-
-    The next checkpoint refers to these files. Returns the records by layer and name of the tensor.
-    """
-    save_dir = Path(trainer.cfg.checkpoint.save_dir)
-    records = experts.save_in_shards(trainer.get_model(), topology, states.of, save_dir)
-    if states.inner is not None:
-        states.inner.save_state(states.by_index(records), topology)
-    return records
+    # The state of a composite optimizer, which works on one rank only, stays in the checkpoint file.
+    by_parameter = not cfg.no_save_optimizer_state and hasattr(inner.optimizer, "state")
+    return ExpertStates(trainer, inner if by_parameter else None, _expert_average(trainer))
 
 
 def copy(original: Any) -> Any:
@@ -245,14 +219,6 @@ def persistent_save(original: Any) -> Any:
 
     @functools.wraps(original)
     def wrapper(obj: Any, filename: Any, async_write: bool = False) -> None:
-        state = obj.get("last_optimizer_state") if isinstance(obj, dict) else None
-        is_part = ONLY_OF_RANK in (state or {})
-        if (is_part or RUN.topology.expert_parallel_size > 1) and not RUN.is_saving:
-            # fairseq saves crash.pt after an exception, when the other ranks may be gone.
-            name = os.path.basename(filename)
-            logger.warning(
-                "%s will hold only this rank's experts or shards, so training cannot resume from it", name
-            )
         if async_write or not PathManager.supports_rename(filename):
             original(obj, filename, async_write)
         else:

@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 from fairseq import __version__ as fairseq_version
 from fairseq.distributed import utils as distributed_utils
-from fairseq.file_io import PathManager
 from fairseq.optim import OPTIMIZER_REGISTRY
 from omegaconf import OmegaConf, open_dict
 from torch import nn
@@ -30,7 +29,6 @@ from fairseq_tutel.plugin.optim.moe_optimizer import variant_name
 from fairseq_tutel.plugin.optim.zero import NOT_ELEMENTWISE, refuse_first, refuse_with_zero, zero_options
 from fairseq_tutel.plugin.plans import check_together, plans_of
 from fairseq_tutel.plugin.run_state import config_of, device_of
-from fairseq_tutel.plugin.training import ema
 from fairseq_tutel.plugin.training.options import TaskConfig
 
 logger = logging.getLogger(__name__)
@@ -193,31 +191,11 @@ def _digest(value: Any) -> str:
 
 def saves_shards(task: Any) -> bool:
     """Return whether a task saves experts in shard files (--moe-checkpoint sharded)."""
-    return saves_shards_by(config_of(task))
-
-
-def saves_shards_by(task_cfg: Any) -> bool:
-    """Return whether a task's configuration has --moe-checkpoint sharded."""
-    return read(TaskConfig, task_cfg).moe_checkpoint == "sharded"
-
-
-def take_over_async(cfg: Any) -> None:
-    """Replace --write-checkpoints-asynchronously by --moe-save-async in place; refuse a full checkpoint.
-
-    fairseq's option needs the package iopath, and writes files in place: a kill can leave a truncated file.
-    Without iopath, fairseq ends with exit code 0 before it trains.
-    """
-    if cfg.checkpoint.write_checkpoints_asynchronously:
-        if not saves_shards_by(cfg.task):
-            raise ValueError(
-                "--write-checkpoints-asynchronously is set, which needs --moe-checkpoint sharded; add it, "
-                "or remove --write-checkpoints-asynchronously."
-            )
-        cfg.checkpoint.write_checkpoints_asynchronously, cfg.task.moe_save_async = False, True
+    return read(TaskConfig, config_of(task)).moe_checkpoint == "sharded"
 
 
 def refuse_stock_options(cfg: Any) -> None:
-    """Raise an error for options of fairseq that break experts; `take_over_async` may come before."""
+    """Raise an error for options of fairseq that break experts."""
     backend = str(cfg.distributed_training.ddp_backend)
     rules = [
         (
@@ -232,7 +210,6 @@ def refuse_stock_options(cfg: Any) -> None:
         ),
     ]
     refuse_first(rules)
-    ema.refuse_bad_options(cfg.ema)
 
 
 def refuse_run(
@@ -288,7 +265,7 @@ def refuse_run(
 
 
 def _refuse_options(root: Any, on_gpu: bool) -> None:
-    distributed, common, save_dir = root.distributed_training, root.common, root.checkpoint.save_dir
+    distributed, common = root.distributed_training, root.common
     options = read(TaskConfig, root.task)
     half = next((key for key in ("memory_efficient_fp16", "fp16", "amp") if common[key]), "")
     several, launched = distributed.distributed_world_size > 1, int(os.environ.get("WORLD_SIZE", 1))
@@ -304,19 +281,9 @@ def _refuse_options(root: Any, on_gpu: bool) -> None:
         ),
         (half and not on_gpu, f"{flag_of(half)} is set on a CPU, but needs a GPU; remove it."),
         (
-            common.model_parallel_size > 1 or distributed.pipeline_model_parallel,
-            "--model-parallel-size or --pipeline-model-parallel is set, which does not work with experts; "
-            "remove it.",
-        ),
-        (
             str(distributed.zero_sharding) != "none",
             f"--zero-sharding is {distributed.zero_sharding}, which would treat different experts as "
             "replicas; set it to none, and give --moe-zero-stage instead.",
-        ),
-        (
-            options.moe_checkpoint == "sharded" and PathManager.path_requires_pathmanager(save_dir),
-            f"--save-dir is {save_dir}, which is not a local folder, but --moe-checkpoint sharded needs a "
-            "local folder; give one, or --moe-checkpoint full.",
         ),
         (
             options.moe_save_async and options.moe_checkpoint != "sharded",

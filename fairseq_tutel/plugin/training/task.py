@@ -1,16 +1,14 @@
 """Mixins that let fairseq's tasks train and use models with experts, on one or several ranks."""
 
+import contextlib
 import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from numbers import Number
 from typing import Any
-from weakref import WeakSet
 
 import torch
-from fairseq.criterions import CRITERION_REGISTRY
 from fairseq.data.iterators import EpochBatchIterator
-from fairseq.models import FairseqEncoder
 from torch import nn
 
 from fairseq_tutel.checkpoint import experts
@@ -20,13 +18,12 @@ from fairseq_tutel.moe.layer import MoELayer
 from fairseq_tutel.moe.update_tuner import UpdateTuner
 from fairseq_tutel.option import read
 from fairseq_tutel.parallel import world
-from fairseq_tutel.parallel.guard import guarded
+from fairseq_tutel.parallel.guard import CommunicationError, guarded
 from fairseq_tutel.plugin.feed_forward import contexts_of, moe_layers
-from fairseq_tutel.plugin.opening.several_ranks import NoSentences
+from fairseq_tutel.plugin.opening.several_ranks import NoSentences, running_command
 from fairseq_tutel.plugin.optim.moe_optimizer import innermost_optimizer
 from fairseq_tutel.plugin.registration.variants import change_class
-from fairseq_tutel.plugin.run_state import RUN, config_of, root_of
-from fairseq_tutel.plugin.training import finite, memory
+from fairseq_tutel.plugin.run_state import config_of, root_of
 from fairseq_tutel.plugin.training.epoch_iterator import ElasticEpochBatchIterator
 from fairseq_tutel.plugin.training.options import TaskConfig
 
@@ -37,24 +34,13 @@ class InferenceMixin:
     """Mixin for a fairseq task class that lets commands use one model on several ranks."""
 
     _iterator: Any = None
-    _epoch = 0  # epoch of the latest training iterator
-    dataset_to_epoch_iter: dict[Any, Any]  # fairseq's cache of iterators
     target_dictionary: Any  # only in language modeling tasks
 
     def get_batch_iterator(self, *args: Any, **kwargs: Any) -> Any:
-        """Return fairseq's batch iterator; stop the workers of iterators that are no longer used.
-
-        Iterators are in reference cycles, and the garbage collector needs 5 seconds to end each worker.
-        """
-        iterator, epoch = super().get_batch_iterator(*args, **kwargs), kwargs.get("epoch", 1)  # type: ignore[misc]
-        if RUN.command is not None:
+        """Return fairseq's batch iterator."""
+        iterator = super().get_batch_iterator(*args, **kwargs)  # type: ignore[misc]
+        if running_command() is not None:
             self._iterator = iterator
-        given = self.__dict__.setdefault("_given", WeakSet())
-        if epoch > self._epoch:  # training: validation requests epoch 1
-            for ended in given.difference([iterator, *self.dataset_to_epoch_iter.values()]):
-                ended._cur_epoch_itr = ended.dataloader = None
-            self._epoch = epoch
-        given.add(iterator)
         return iterator
 
     def build_generator(self, *args: Any, **kwargs: Any) -> Any:
@@ -69,7 +55,7 @@ class InferenceMixin:
 
     def eval_lm_dataloader(self, *args: Any, **kwargs: Any) -> Any:
         """Return the batches of fairseq-eval-lm, wrapped in a token counter on several ranks."""
-        batches, command = super().eval_lm_dataloader(*args, **kwargs), RUN.command  # type: ignore[misc]
+        batches, command = super().eval_lm_dataloader(*args, **kwargs), running_command()  # type: ignore[misc]
         if command is None:
             return batches
         if command.cfg.eval_lm.context_window > 0:
@@ -81,12 +67,13 @@ class InferenceMixin:
 
     def valid_step(self, sample: Any, model: nn.Module, criterion: Any, **kwargs: Any) -> Any:
         """Validate one batch if this rank has one, then run this rank's experts for the other ranks."""
-        if RUN.command is None:
+        command = running_command()
+        if command is None:
             return super().valid_step(sample, model, criterion, **kwargs)  # type: ignore[misc]
         result: Any = (0.0, 0, {})
         if sample:
             result = super().valid_step(sample, model, criterion, **kwargs)  # type: ignore[misc]
-        RUN.command.rest()
+        command.rest()
         return result
 
 
@@ -95,6 +82,7 @@ class MoETaskMixin(InferenceMixin):
 
     _has_experts = False
     datasets: dict[str, Any]  # fairseq's data sets by split
+    dataset_to_epoch_iter: dict[Any, Any]  # fairseq's cache of iterators
     moe_tuner: UpdateTuner | None = None
     _micro_batches = 0  # --moe-micro-batches
     _seed = 1  # --seed
@@ -117,16 +105,10 @@ class MoETaskMixin(InferenceMixin):
         if not (self._has_experts and world.is_first()):
             return criterion
         if not hasattr(criterion, "gate_loss"):
-            variant = f"moe_{getattr(cfg, '_name', None) or getattr(cfg, 'criterion', '')}"
             logger.warning(
-                "criterion %s trains the experts without a balance loss; use %s",
+                "criterion %s trains the experts without a balance loss; use one named moe_…",
                 type(criterion).__name__,
-                f"{variant} instead"
-                if variant in CRITERION_REGISTRY
-                else "a criterion named moe_… instead",
             )
-            if read(TaskConfig, config_of(self)).record_a2a_perf_stats:
-                logger.warning("--record-a2a-perf-stats has no effect without a moe_ criterion")
         return criterion
 
     def train_step(
@@ -154,27 +136,19 @@ class MoETaskMixin(InferenceMixin):
         if self._micro_batches and not ignore_grad:
             self._seed_micro_batch(update_num)
         error = sys.exc_info()[1]
-        diagnosing = isinstance(error, FloatingPointError) and "Nan/Inf" in str(error)
-        for module in model.modules() if diagnosing else ():
-            if isinstance(module, FairseqEncoder):
-                module._backward_hooks.clear()  # fairseq's hooks fail on an encoder's dict of lists
+        if isinstance(error, FloatingPointError) and "Nan/Inf" in str(error):
+            # The trainer would repeat the step to find the module that caused the NaN.
+            raise FloatingPointError(
+                f"the loss or a gradient became NaN or infinite at update {update_num}; lower --lr, set "
+                "--clip-norm, or look for bad input, and continue from the last checkpoint."
+            )
         step = f"the training step of update {update_num}"
-        with guarded(step), memory.refused_on_several_ranks(step):
+        with guarded(step), _refused_on_several_ranks(step):
             result = super().train_step(  # type: ignore[misc]
                 sample, model, criterion, optimizer, update_num, ignore_grad, **kwargs
             )
         if self.moe_tuner is not None:
             self.moe_tuner.end()  # the tuner's choices do not affect the time after the last backward
-        if diagnosing:
-            # After a NaN, the trainer repeats the step to find the module that caused it.
-            root = root_of(self)
-            way_back = root and finite.way_back_from(root.checkpoint.save_dir, model, update_num)
-            loss = float(torch.as_tensor(result[0]).detach())
-            raise FloatingPointError(
-                f"the loss or a gradient became NaN or infinite at update {update_num} (the loss is now "
-                f"{loss:g}); lower --lr, set --clip-norm, or look for bad input"
-                f"{f'; {way_back}' if way_back else ''}."
-            )
         if ignore_grad:
             # The trainer itself ignores a dummy batch only at the end of an update.
             loss, sample_size, log = result
@@ -210,7 +184,7 @@ class MoETaskMixin(InferenceMixin):
         for context in contexts_of(moe_layers(model)):
             context.begin_step()
         step = "a validation step"
-        with guarded(step), memory.refused_on_several_ranks(step):
+        with guarded(step), _refused_on_several_ranks(step):
             return super().valid_step(sample, model, criterion, **kwargs)  # type: ignore[misc]
 
     def begin_valid_epoch(self, epoch: int, model: nn.Module) -> None:
@@ -278,6 +252,24 @@ class MoETaskMixin(InferenceMixin):
         is_cached = dataset in self.dataset_to_epoch_iter
         never = disable_iterator_cache or update_epoch_batch_itr or is_cached
         return not never and self.can_reuse_epoch_itr(dataset)  # type: ignore[attr-defined]
+
+
+@contextlib.contextmanager
+def _refused_on_several_ranks(what: str) -> Iterator[None]:
+    """Context manager that makes an out-of-memory error end the job if there are several ranks.
+
+    fairseq would skip the batch on this rank only, and the others would wait in an all-to-all for ever.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        is_of_memory = "out of memory" in str(error) and not isinstance(error, CommunicationError)
+        if world.size() == 1 or not is_of_memory:
+            raise
+        raise MemoryError(
+            f"rank {world.rank()} ran out of memory in {what}; lower --max-tokens or --batch-size, or "
+            "add --checkpoint-activations."
+        ) from error
 
 
 def _tokens_of(sample: dict[str, Any]) -> int:
