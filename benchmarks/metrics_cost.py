@@ -22,13 +22,13 @@ import torch
 from fairseq import options, tasks
 from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 from fairseq.logging import metrics
-from fairseq.trainer import Trainer
 
 from fairseq_tutel.moe.config import MoEConfig
 from fairseq_tutel.moe.metrics import count_routing
 from fairseq_tutel.parallel.groups import Topology
 from fairseq_tutel.plugin.criterions.expert_log import expert_log, reduce_expert_log
 from fairseq_tutel.plugin.feed_forward import MoEFeedForward
+from fairseq_tutel.plugin.training.own_layers import MoETrainer as Trainer
 
 ROOT = Path(__file__).resolve().parents[1]
 DIM, HIDDEN, EXPERTS, TOP_K = 128, 256, 8, 2

@@ -112,7 +112,8 @@ def _trainer(settings: Settings, folder: str) -> Any:
     from fairseq import options, tasks
     from fairseq.dataclass.utils import convert_namespace_to_omegaconf
     from fairseq.distributed import utils as distributed
-    from fairseq.trainer import Trainer
+
+    from fairseq_tutel.plugin.training.own_layers import MoETrainer as Trainer
 
     Path(folder, "dict.txt").write_text("".join(f"w{i} 1\n" for i in range(WORDS - 4)))
     arguments = [

@@ -4,7 +4,7 @@ fairseq passes no common object from a command's main function to models, tasks,
 functions, so they share `RUN`. It is the only file of this folder that plugin/optim imports.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -41,8 +41,6 @@ class RunState:
     stores: "WeakValueDictionary[StoreConfig, ExpertStore]" = field(default_factory=WeakValueDictionary)
     # Collective plans by path, kept because a file may change after it was checked.
     plans: "dict[str, tuple[PlacedPlan, ...]]" = field(default_factory=dict)
-    # Functions to call before the last error line.
-    at_exit: list[Callable[[], None]] = field(default_factory=list)
 
     def update(self, **values: Any) -> None:
         """Set the given fields of this object."""

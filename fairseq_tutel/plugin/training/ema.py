@@ -5,7 +5,6 @@ resume on any number of ranks.
 """
 
 import contextlib
-import functools
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ import torch
 from fairseq.models.ema.ema import EMA
 from torch import Tensor, nn
 
-from fairseq_tutel.checkpoint.experts import expert_modules, gather_experts, gather_to_first, release
+from fairseq_tutel.checkpoint.experts import gather_experts, gather_to_first, release
 from fairseq_tutel.checkpoint.saved import SavedModel
 from fairseq_tutel.checkpoint.shards import ShardedTensor
 from fairseq_tutel.moe.expert_stack import ExpertStack
@@ -24,16 +23,6 @@ from fairseq_tutel.plugin.run_state import RUN
 
 # Names of the averages of a parameter in shard files: in the model's dtype, and in fp32 (--ema-fp32).
 AVERAGE, WIDE_AVERAGE = "ema", "ema_fp32"
-
-
-def build_ema(original: Any) -> Any:
-    """Wrap fairseq's build_ema to average the experts of this rank."""
-
-    @functools.wraps(original)
-    def wrapper(model: nn.Module, cfg: Any, device: Any) -> Any:
-        return ExpertEMA(model, cfg, device) if expert_modules(model) else original(model, cfg, device)
-
-    return wrapper
 
 
 def refuse_bad_options(cfg: Any) -> None:
