@@ -30,7 +30,6 @@ from torch import Tensor, nn
 
 from fairseq_tutel.models.feature_sharing import run_and_share, shared
 from fairseq_tutel.option import options_in, read, refuse_bad_values
-from fairseq_tutel.parallel.gradients import is_expert
 from fairseq_tutel.plugin.criterions.confident_loss import mean_log_probs
 from fairseq_tutel.plugin.ensemble_options import EnsembleConfig
 from fairseq_tutel.plugin.feed_forward import moe_layers
@@ -51,10 +50,6 @@ class EnsembleModel(BaseFairseqModel):
         self.config = config
         if config.ensemble_share_after:
             self._refuse_layer()
-        # torch's DistributedDataParallel reads this name: it neither broadcasts nor reduces experts.
-        self._ddp_params_and_buffers_to_ignore = [
-            name for name, parameter in self.named_parameters() if is_expert(parameter)
-        ]
 
     @classmethod
     def add_args(cls, parser: Any) -> None:

@@ -19,7 +19,6 @@ from fairseq.tasks.translation_multi_simple_epoch import TranslationMultiSimpleE
 from fairseq_cli.generate import get_symbols_to_strip_from_output
 from torch import nn
 
-from fairseq_tutel.plugin.registration.process import sentence_of
 from fairseq_tutel.vision.images import UnreadableImageError, decoded, fitted, normalisation
 
 # Options of fairseq-generate that have no effect in Python, or fail.
@@ -97,7 +96,7 @@ class Generating(Interface):
         """Generate with beam search; return fairseq's hypotheses for each sentence.
 
         Raises:
-            ValueError: an option is unknown, the beam size is invalid, or the model has NaN weights.
+            ValueError: an option is unknown, or a text is too long.
         """
         unknown = sorted(options.keys() - GENERATION)
         if unknown:
@@ -105,8 +104,6 @@ class Generating(Interface):
                 f"{unknown[0]} is not an option of generation in Python; remove it, or find the right name "
                 "in fairseq-generate's help, where options have dashes."
             )
-        if not isinstance(beam, int) or beam < 1:
-            raise ValueError(f"beam is {beam!r}; give a number of at least 1.")
         if not len(tokens):
             return []
         with self.lock:
@@ -117,15 +114,12 @@ class Generating(Interface):
             try:
                 return super().generate(tokens, beam, verbose, *args, **options)  # type: ignore[misc]
             except Exception as error:
-                text = sentence_of(error)
-                if long := TOO_LONG.match(str(error)):
-                    text = (
-                        f"text {long[1]} has {long[2]} tokens, but the model accepts at most {long[3]}; "
-                        "give a shorter text."
-                    )
-                if text is None:
+                if not (long := TOO_LONG.match(str(error))):
                     raise
-                raise ValueError(text) from error
+                raise ValueError(
+                    f"text {long[1]} has {long[2]} tokens, but the model accepts at most {long[3]}; give a "
+                    "shorter text."
+                ) from error
 
 
 class Translation(Generating, hub_utils.GeneratorHubInterface):
@@ -201,17 +195,6 @@ class LanguageModel(Generating, hub_utils.GeneratorHubInterface):
     """Interface of a language model: `sample` continues a text, `score` returns log-probabilities."""
 
     kind, offers = "a language model", ("sample", "score")
-
-    def score(self, sentences: Any, *args: Any, **options: Any) -> Any:
-        """Return the log-probabilities of the words of a text, or of a list of texts.
-
-        Raises:
-            ValueError: a text is empty.
-        """
-        texts = [sentences] if isinstance(sentences, str) else sentences
-        if not all(map(str.strip, texts)):
-            raise ValueError("score got an empty text; give texts of at least one word.")
-        return super().score(sentences, *args, **options)
 
 
 class MaskedLanguageModel(Single, RobertaHubInterface):

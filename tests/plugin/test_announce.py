@@ -9,7 +9,6 @@ from fairseq_tutel.moe.option_table import ModelConfig, SidesConfig, StoreConfig
 from fairseq_tutel.plugin.announce import (
     Facts,
     log_size,
-    parameter_counts,
     sizes,
     warn_of_no_effect,
 )
@@ -38,20 +37,6 @@ def test_the_log_has_the_number_of_parameters_of_all_ranks(caplog):
         log_size(model)
     experts, total = (sum(p.numel() for p in m.parameters()) for m in (model[0].experts, model))
     assert f"parameters on all ranks: {total:,}, of experts: {experts:,}, active per tok" in caplog.text
-
-
-def test_shared_and_expert_parameters_are_counted_apart():
-    tied = nn.Linear(D, D, bias=False)
-    model = nn.Sequential(nn.Linear(D, D), tied, tied)
-    assert parameter_counts(model) == {}
-    model.append(ft.MoELayer(ft.MoEConfig(D, H, E)))
-    model[0].requires_grad_(False)
-    next(model[3].experts.parameters()).requires_grad_(False)
-    of = {"shared": [model[0], tied, model[3].gate], "expert": [model[3].experts]}
-    for name, (total, trained) in parameter_counts(model).items():
-        own = [p for module in of[name] for p in module.parameters()]
-        assert total == sum(p.numel() for p in own)
-        assert trained == sum(p.numel() for p in own if p.requires_grad) < total
 
 
 # Two nodes of two ranks that exchange tokens; an expert has two slices.

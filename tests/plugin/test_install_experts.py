@@ -19,7 +19,7 @@ from fairseq_tutel.parallel import guard
 from fairseq_tutel.parallel.groups import Topology
 from fairseq_tutel.plugin import register
 from fairseq_tutel.plugin.criterions.gate_loss import GateLossMixin
-from fairseq_tutel.plugin.differences import Fits, changes, log_changes, saved_model
+from fairseq_tutel.plugin.differences import changes, log_changes, saved_model
 from fairseq_tutel.plugin.feed_forward import Context, moe_layers, replace_ffn
 from fairseq_tutel.plugin.install import _sentence_length
 from fairseq_tutel.plugin.opening.load import mark_as_opened
@@ -144,17 +144,12 @@ def saved_of(**options):
 
 
 def test_each_option_that_differs_from_the_checkpoint_is_one_line(caplog):
-    model, _, saved = saved_of()
+    _, _, saved = saved_of()
     given = configuration("decoder", moe_top_k=1, dropout=0.5).model
     log_changes(saved, given)
     assert sorted(record.getMessage() for record in caplog.records) == [
         "a.pt: --dropout: 0.1 (saved) → 0.5 (given)", "a.pt: --moe-top-k: 2 (saved) → 1 (given)"
     ]  # fmt: skip
-    other, cfg = build("decoder", decoder_ffn_embed_dim=8)
-    with pytest.raises(
-        ValueError, match=r"^a\.pt has .* options differ: --decoder-ffn-embed-dim 16 .saved. → 8 "
-    ):
-        Fits(saved, cfg, ends=False, all_keys=False)(other, model.state_dict())
 
 
 def test_pruning_is_no_changed_option():
@@ -292,26 +287,6 @@ def test_models_within_a_model_are_told_alike():
     assert not any(layer.context.is_dummy for layer in moe_layers(model))
 
 
-SAID = {
-    "--moe-local-size 2 has no effect without --moe-a2a-algorithm 2dh or auto, ": {"moe_local_size": 2},
-    "--record-a2a-perf-stats has no effect: every rank has all ": {"record_a2a_perf_stats": True},
-    "--moe-normalize-gate none has no effect without --moe-top-k 2": {"moe_normalize_gate": "none"},
-    "--moe-normalize-expert-grad sqrt_world_size has no effect: the run has only one rank": {
-        "moe_normalize_expert_grad": "sqrt_world_size",
-    },
-    "--moe-gate-loss-wt 0.5 has no effect: --moe-balance-loss is none": {"moe_gate_loss_wt": 0.5},
-    "--moe-gate-loss-combine-method sum has no effect: ": {"moe_gate_loss_combine_method": "sum"},
-    "--moe-gate-loss-transform neg_log has no effect: ": {"moe_gate_loss_transform": "neg_log"},
-    "--moe-local-drop 0.1 has no effect: every rank has all experts": {"moe_local_drop": 0.1},
-    "--moe-eval-capacity-max-seqlen has no effect without --moe-eval-capacity-token-fraction above 0": {
-        "moe_eval_capacity_max_seqlen": True,
-    },
-    "--cmr-gate-drop 0.1 has no effect without --moe-cmr": {"cmr_gate_drop": 0.1},
-    "--cmr-gate-loss-wt 0.1 has no effect without --moe-cmr": {"cmr_gate_loss_wt": 0.1},
-    "--cmr-gate-loss-p 0.5 has no effect without --moe-cmr": {"cmr_gate_loss_p": 0.5},
-}  # fmt: skip
-
-
 def run_of(side, criterion, *words, **overrides):
     """Return (configuration, task) of a training run."""
     words = ["--criterion", criterion, "--optimizer", "moe_adam", "--save-dir", "x", "--cpu", *words]
@@ -320,40 +295,11 @@ def run_of(side, criterion, *words, **overrides):
     return cfg, task
 
 
-def said_by(caplog, side, criterion, **overrides):
-    """Build model and criterion as a training does; return what was logged."""
-    cfg, task = run_of(side, criterion, **overrides)
-    task.build_model(cfg.model)
-    guard.set_timeout(0)  # a training's is the whole process's
-    task.build_criterion(cfg.criterion)
-    return "\n".join(record.getMessage() for record in caplog.records)
-
-
-def test_what_has_no_effect_is_said(caplog):
-    caplog.set_level("INFO")
-    given = {key: value for options in SAID.values() for key, value in options.items()}
-    given |= {"moe_top_k": 1, "moe_balance_loss": "none", "moe_drop_policy": "bpr"}
-    said = said_by(caplog, "decoder", "moe_cross_entropy", **given)
-    for sentence in SAID:
-        assert said.count(sentence) == 1, (sentence, said)
-    caplog.clear()
-    said = said_by(caplog, "decoder", "moe_cross_entropy")
-    assert "has no effect" not in said
-
-
-def test_options_that_others_replace_are_said(caplog):
-    both = {"encoder_moe_freq": 2, "decoder_moe_freq": 1, "moe_freq": 1, "record_a2a_perf_stats": True}
-    said = said_by(caplog, "encoder", "label_smoothed_cross_entropy", **both)
-    assert "--moe-freq 1 has no effect: --encoder-moe-freq and --decoder-moe-freq are given" in said
-    assert "--record-a2a-perf-stats has no effect without a moe_ criterion" in said
-
-
 REFUSED = {
     "--moe-expert-parallel-size 3": "is 3, which does not fit the number of ranks (1)",
     "--moe-top-k 5": "top_k (--moe-top-k) is 5 but there are 3 experts; choose a value from 1 to 3",
     "--moe-expert-count 0": "--moe-expert-count is '0'; give a number of at least 1",
     "--moe-expert-count=-2": "--moe-expert-count is '-2'; give a number of at least 1",
-    "--moe-expert-count 1000000000000": "-ffn-dim 16 need 4,096,000 GB for the weights on a",
     "--moe-expert-count 4,4,4": "is '4,4,4', which has 3 numbers, but the model has 2 MoE layers; give",
     "--moe-freq 5": "no layer gets experts (4 decoder layers, --moe-freq 5); give a --moe-freq of at",
     "--moe-freq 0": "no layer gets experts (4 decoder layers, --moe-freq 0); give a --moe-freq of at",

@@ -59,9 +59,7 @@ def refuse_misspelt(overrides: dict[str, Any]) -> None:
     for key in overrides.keys() - known:
         close = difflib.get_close_matches(key, known, n=1, cutoff=0.85)
         if close:
-            raise ValueError(
-                f"--model-overrides has {key!r}, which is not an option; did you mean {close[0]!r}?"
-            )
+            raise ValueError(f"{key} is not an option (--model-overrides); did you mean {close[0]}?")
 
 
 def warn_of_given(task_cfg: Any, dense: str) -> None:

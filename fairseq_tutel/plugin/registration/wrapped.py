@@ -172,8 +172,7 @@ CHANGED = {
     "plugin/feed_forward.py": "fc1 fc2 activation_fn ffn_layernorm p",
     # fairseq's tasks read the languages, and one reads args, which it does not set.
     "plugin/hub_interfaces.py": "args source_langs target_langs",
-    "plugin/install.py": "_ddp_params_and_buffers_to_ignore",  # DistributedDataParallel reads it
-    "plugin/training/own_layers.py": "_ddp_params_and_buffers_to_ignore",
+    "plugin/training/own_layers.py": "_ddp_params_and_buffers_to_ignore",  # for DistributedDataParallel
     "plugin/opening/load.py": "load",  # of torch, while fairseq opens a file: maps the file
     "plugin/training/preemption.py": "valid_step",  # ends a long validation
     # No hook exists for the sums over ranks. The file also replaces functions of fairseq's training loop,

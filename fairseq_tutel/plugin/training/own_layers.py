@@ -19,7 +19,7 @@ from fairseq_tutel.moe.layer import MoELayer
 from fairseq_tutel.parallel import world
 from fairseq_tutel.parallel.gradients import is_expert, unmark_expert
 from fairseq_tutel.parallel.groups import Topology, make_topology
-from fairseq_tutel.plugin.differences import Fits, log_changes
+from fairseq_tutel.plugin.differences import log_changes
 from fairseq_tutel.plugin.feed_forward import MoEFeedForward, moe_layers
 from fairseq_tutel.plugin.optim.moe_optimizer import MoEOptimizerMixin
 from fairseq_tutel.plugin.optim.zero import half_optimizer
@@ -104,9 +104,7 @@ def prepare(root: Any, task: Any, model: Any) -> None:
             "other's experts for ever; remove it, or give an --arch whose name begins with moe_."
         )
     complete(root)
-    saved = resumed_model(RUN.checkpoint, root)
-    log_changes(saved, root.model)
-    model.register_load_state_dict_pre_hook(Fits(saved, root.model, ends=True, all_keys=False))
+    log_changes(resumed_model(RUN.checkpoint, root), root.model)
     give_mixin(task)
     task.take_experts(list(layers.values()), None)
 
