@@ -2,7 +2,6 @@
 
 import io
 import logging
-import math
 import re
 import runpy
 import shutil
@@ -77,13 +76,8 @@ def test_translate_gives_what_fairseq_generate_prints(mt, mt_data):
         with pytest.raises(ValueError, match=r"a translation model has no method \w+; call translate\.$"):
             refused(sources)
     assert model.translate([]) == [] and len(model.translate(["w1 " * 200], max_len_b=2)) == 1
-    for sentence, options in (
-        ("lenpn is not an option of generation in Python; remove", {"lenpn": 2}),
-        ("nbest is not an option of generation in Python; remove", {"nbest": 2}),
-        ("beam is 0; give a number of at least 1", {"beam": 0}),
-    ):
-        with pytest.raises(ValueError, match=sentence):
-            model.translate("w1", **options)
+    with pytest.raises(ValueError, match="lenpn is not an option"):
+        model.translate("w1", lenpn=2)
 
 
 def test_scores_are_those_of_eval_lm_and_samples_are_the_best_words(lm, lm_data):
@@ -111,8 +105,6 @@ def test_scores_are_those_of_eval_lm_and_samples_are_the_best_words(lm, lm_data)
     for call in (model.sample, model.score):
         with pytest.raises(ValueError, match=r"text 1 has 2001 tokens, .* at most \d+; give"):
             call(["w1", "w1 " * 2000])
-    with pytest.raises(ValueError, match="score got an empty text"):
-        model.score(["w1", " "])
 
 
 def test_dictionaries_are_found_beside_the_checkpoint_or_given(lm, lm_data, tmp_path):
@@ -128,21 +120,12 @@ def test_dictionaries_are_found_beside_the_checkpoint_or_given(lm, lm_data, tmp_
     bpe = {"_name": "sentencepiece", "sentencepiece_model": "/nowhere"}
     torch.save({**state, "cfg": {**state["cfg"], "bpe": bpe}}, path)
     level = logging.root.level
-    with mock.patch("fairseq_tutel.plugin.hub.register", lambda: logging.root.setLevel(level + 1)):
-        assert fairseq_tutel.from_checkpoint(path, bpe="characters").apply_bpe("ab") == "a b"
+    assert fairseq_tutel.from_checkpoint(path, bpe="characters").apply_bpe("ab") == "a b"
     assert logging.root.level == level
-    (tmp_path / "sentencepiece.bpe.model").touch()  # what is given goes before it
-    with pytest.raises(ValueError, match=r"^given does not exist, but "):
-        fairseq_tutel.from_checkpoint(path, sentencepiece_model="given")
-    (tmp_path / "dict.txt").write_text("w1 1\n")
-    with pytest.raises(ValueError, match=r"moved\.pt has decoder.embed_tokens.weight of the shape"):
-        fairseq_tutel.from_checkpoint(path)
 
 
 def test_a_dense_checkpoint_opens(lm, tmp_path):
     convert("dense", "--input", lm, "--output", tmp_path / "dense.pt", "--experts", 0)
-    with pytest.raises(ValueError, match="moe_expert_store has no effect on a model without exp"):
-        fairseq_tutel.from_checkpoint(tmp_path / "dense.pt", moe_expert_store="on-demand")
     model = fairseq_tutel.from_checkpoint(tmp_path / "dense.pt")
     assert not any(".experts." in name for name, _ in model.named_parameters())
     assert model.sample("w1 w3").startswith("w1 w3")
@@ -159,19 +142,6 @@ def test_a_dense_checkpoint_opens_in_fairseq_without_the_plugin(kind, request, t
     )
     assert ended.returncode == 0, ended.stderr
     assert {"generate": "BLEU4 = ", "eval_lm": "Perplexity: "}[kind] in ended.stdout + ended.stderr
-
-
-def test_tools_open_what_holds_a_dictionary_as_those_of_speech_do(lm, tmp_path):
-    state = torch.load(lm, weights_only=False)
-    torch.save({**state, "task_state": {"target_dictionary": Dictionary()}}, tmp_path / "speech.pt")
-    words = ("--input", tmp_path / "speech.pt", "--output", tmp_path / "dense.pt", "--experts", 0)
-    before = torch.serialization.get_safe_globals()
-    torch.serialization.clear_safe_globals()  # as where no plugin was registered
-    try:
-        convert("dense", *words)
-    finally:
-        torch.serialization.add_safe_globals(before)
-    assert "task_state" in torch.load(tmp_path / "dense.pt", weights_only=False)
 
 
 def test_the_example_answers_lines(mt, capsys):
@@ -216,16 +186,6 @@ def test_classify_gives_what_the_model_says_of_an_image(tmp_path):
         model.classify(tmp_path / "image.png")
 
 
-def test_what_comes_back_from_safetensors_translates_alike(mt, tmp_path):
-    path, folder, back = mt / "checkpoint_best.pt", tmp_path / "weights", tmp_path / "back.pt"
-    convert("safetensors", "--input", path, "--output", folder, "--max-shard-size", "9KB")
-    assert len([*folder.glob("model-*.safetensors")]) > 1
-    convert("from-safetensors", "--input", folder, "--output", back)
-    models = [fairseq_tutel.from_checkpoint(each) for each in (path, back)]
-    a, b = (model.generate(model.encode("w1 w2 w3"), beam=1, max_len_b=9)[0] for model in models)
-    assert torch.equal(a["positional_scores"], b["positional_scores"]) and len(a["tokens"]) > 1
-
-
 def test_a_model_without_an_interface_is_refused():
     plugin.register()
     from fairseq_tutel.plugin.hub_interfaces import Denoising, MaskedLanguageModel, interface_of
@@ -252,32 +212,18 @@ def test_an_encoder_decoder_that_classifies_is_no_translation_model():
         found.translate(mock.Mock(**vars(found)), "w1")
 
 
-def test_a_model_with_nan_weights_is_one_sentence(mt):
-    model = fairseq_tutel.from_checkpoint(mt)
-    model.models[0].encoder.embed_tokens.weight.data.fill_(math.nan)
-    with pytest.raises(ValueError, match=r"^the model gives no word a finite score, for example because"):
-        model.translate("w1 w2")
-
-
 REFUSED = {
     "which does not exist": {"path": "nowhere.pt"},
-    "a folder without checkpoint_best.pt or checkpoint_last.pt": {"path": ""},
     "is corrupt": {"path": "cut.pt"},
     "which is corrupt or not a checkpoint": {"path": "text.pt"},
-    "data is nowhere, which is not a folder": {"data": "nowhere"},
+    "data is nowhere": {"data": "nowhere"},
     "does not contain the languages of .*; add source_lang=": {"of": "mt", "data": "."},
     "bpe is letters; give one of bert, ": {"bpe": "letters"},
     "beams is not an option of this model": {"of": "mt", "beams": 5},
-    "has 'moe_expert_stor', which is not an option": {"moe_expert_stor": "on-demand"},
-    "moe_expert_store: invalid value 'far'": {"moe_expert_store": "far"},
+    "^moe_expert_stor is not an option": {"moe_expert_stor": "on-demand"},
+    "^moe_expert_cache is 5; give": {"moe_expert_store": "on-demand", "moe_expert_cache": "5"},
+    "Invalid value 'far'": {"moe_expert_store": "far"},
     "dtype is torch.int32; give one of torch.float32, ": {"dtype": torch.int32},
-    "dtype is torch.float16, but moe_inference_dtype is bf16; remove one": {
-        "dtype": torch.float16, "moe_inference_dtype": "bf16",
-    },
-    "nowhere.model does not exist, but .* needs it to read text; put it into": {
-        "bpe": "sentencepiece", "sentencepiece_model": "nowhere.model",
-    },
-    "dtype is int8; give one of torch.float32, ": {"dtype": "int8"},
 }  # fmt: skip
 
 
@@ -295,7 +241,7 @@ def test_what_cannot_be_opened_is_refused_in_one_sentence(sentence, lm, mt, tmp_
         options["data"] = tmp_path
     with pytest.raises(ValueError, match=sentence) as refusal:
         fairseq_tutel.from_checkpoint(path, **options)
-    assert "\n" not in str(refusal.value)
+    assert "--" not in str(refusal.value)  # Python has no flags
 
 
 def test_the_example_in_the_docstring_runs(mt, tmp_path, monkeypatch):

@@ -1,5 +1,6 @@
 """A user's own fairseq model with `ft.moe_layer` trains, saves and resumes like the plugin's models."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -44,4 +45,4 @@ def test_another_number_of_experts_is_refused(lm_data, tmp_path):
     env = {"EXPERTS": "4"}
     words = ("--arch", "own_lm", "--user-dir", OWN_DIR, "--decoder-layers", 4)
     output = refused("train", *dense_lm_args(lm_data, tmp_path, *words, updates=2), ranks=2, env=env)
-    assert "checkpoint_last.pt has decoder.layers.1.fc1.moe.moe.gate.weight of the shape (6, 16)" in output
+    assert re.search(r"error: \S+checkpoint_last.pt does not fit this model .*size mismatch", output)
