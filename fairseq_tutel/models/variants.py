@@ -6,7 +6,7 @@ Most variants have no dataclass, like their stock models, because fairseq-train 
 import argparse
 import dataclasses
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from contextvars import ContextVar
 from functools import partial
 from typing import Any, ClassVar
@@ -39,7 +39,6 @@ from fairseq.models.transformer_lm import TransformerLanguageModel, TransformerL
 from fairseq.models.transformer_ulm import TransformerUnitLanguageModel
 from fairseq.models.wav2vec import Wav2Vec2Model, Wav2Vec2Seq2SeqModel, Wav2VecCtc
 from fairseq.models.wav2vec.wav2vec2_classification import Wav2VecClassification
-from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf, open_dict
 
 from fairseq_tutel.plugin.feed_forward import moe_layers, watch_padding
@@ -99,7 +98,6 @@ class MoEVariantMixin(MoEModelMixin):
         """Build the stock model, then replace the FFNs of the chosen layers by experts."""
         fill_in(args, cls.options())
         refuse_options(args)
-        _complete_pruning(args, cls.sides)
         with for_loading(args, task):
             model = super().build_model(args, task)  # type: ignore[misc]
         change_class(model, cls)  # some stock models build a fixed class
@@ -113,7 +111,6 @@ class MoEVariantMixin(MoEModelMixin):
             return model
         if is_opened(args):
             _refuse_within_a_dense_model(root_of(None))
-        _refuse_dense_encoder(model, args, freqs)
         install_experts(model, args, task, freqs, of_sides)
         if issubclass(cls, LightConvModel | LightConvLanguageModel):
             watch_padding(model.decoder)
@@ -151,28 +148,6 @@ class FineTunedMixin(MoEModelMixin):
         return model
 
 
-def _complete_pruning(args: Any, sides: Sequence[str]) -> None:
-    """Make --encoder-layers-to-keep and --decoder-layers-to-keep texts, and set both if one is given.
-
-    fairseq parses them as lists but splits texts, and drops all layers of a side without the option.
-    """
-    kept = {side: getattr(args, f"{side}_layers_to_keep", None) for side in sides}
-    for side, layers in kept.items() if any(kept.values()) else ():
-        layers = layers or range(getattr(args, f"{side}_layers"))
-        text = layers if isinstance(layers, str) else ",".join(map(str, layers))
-        setattr(args, f"{side}_layers_to_keep", text)
-
-
-def _refuse_dense_encoder(model: Any, args: Any, freqs: Mapping[str, int]) -> None:
-    """Raise an error if random experts would replace FFNs of --pretrained-mlm-checkpoint."""
-    path = None if is_opened(args) else getattr(args, "pretrained_mlm_checkpoint", None)
-    if path and not moe_layers(model) and (freqs["encoder"] or args.pretrained_decoder):
-        raise ValueError(
-            f"--pretrained-mlm-checkpoint is {path}, which has no experts, so random experts would replace "
-            "its FFNs; give the output of `fairseq-tutel convert upcycle`."
-        )
-
-
 def _refuse_within_a_dense_model(root: Any) -> None:
     """Raise an error if a model with experts is fine-tuned with a dense --arch, which lacks support."""
     model: Any = getattr(root, "model", None)
@@ -196,25 +171,12 @@ class MoETransformerLanguageModel(MoEModelMixin, TransformerLanguageModel):
     @classmethod
     def build_model(cls, args: Any, task: Any) -> "MoETransformerLanguageModel":
         """Build the stock model, then replace the FFNs of the chosen layers by experts."""
-        _warn_of_hydra(args)
         _fill_in(args)
         stock_args = _with_scales(args)
         refuse_options(args)
         model = super().build_model(stock_args, task)
         install_experts(model, args, task, {"decoder": args.moe_freq})
         return model
-
-
-def _warn_of_hydra(args: Any) -> None:
-    """Warn if a hydra run names an architecture, because hydra ignores the sizes that the name implies."""
-    name = getattr(args, "_name", None)
-    if HydraConfig.initialized() and name in ARCH_CONFIG_REGISTRY and name != "moe_transformer_lm":
-        logger.warning(
-            "fairseq-hydra-train does not set model sizes from the architecture %s; give options such as "
-            "model.decoder_layers, or train with fairseq-train --arch %s",
-            name,
-            name,
-        )
 
 
 def _fill_in(args: Any) -> None:

@@ -22,10 +22,9 @@ from fairseq_tutel.plugin.registration.flags import expert_counts
 logger = logging.getLogger(__name__)
 
 # Options that choose the layers with experts.
-PLACES = ("moe_freq", "encoder_moe_freq", "decoder_moe_freq", "swin_expert_stages")
+PLACES = {"moe_freq", "encoder_moe_freq", "decoder_moe_freq", "swin_expert_stages"}
 COUNT = "moe_expert_count"
 _STACK = re.compile(r"(.+)\.experts\.[^.]+")
-_LAYER = re.compile(r"(.+?)\.(\d+)\..+")
 
 
 class Saved(TypedDict):
@@ -34,20 +33,16 @@ class Saved(TypedDict):
     path: str
     options: dict[str, Any]  # of the model
     experts: dict[str, int]  # the number of experts by the qualified name of the layer
-    depths: dict[str, int]  # the number of layers by the qualified name of the list of layers
 
 
 def saved_model(state: Any, path: str, options: Mapping[str, Any]) -> Saved:
     """Return what a loaded checkpoint says of its model; raise ValueError if experts are missing."""
     experts: dict[str, int] = {}
-    depths: dict[str, int] = {}
     for key, tensor in (state.get("model") or {}).items():
         if (found := _STACK.fullmatch(key)) and len(tensor.shape):
             experts.setdefault(found[1], tensor.shape[0])
-        if found := _LAYER.fullmatch(key):
-            depths[found[1]] = max(depths.get(found[1], 0), int(found[2]) + 1)
     _refuse_part(path, experts, options)
-    return {"path": path, "options": dict(options), "experts": experts, "depths": depths}
+    return {"path": path, "options": dict(options), "experts": experts}
 
 
 def _refuse_part(path: str, experts: Mapping[str, int], options: Mapping[str, Any]) -> None:
@@ -109,23 +104,21 @@ def log_changes(saved: Saved | None, cfg: Any) -> None:
             logger.warning(line, saved["path"], flag_of(key), shown(before), shown(now))
 
 
-def refuse_layers(saved: Saved, cfg: Any, fits: bool, layers: Sequence[Any]) -> None:
+def refuse_layers(saved: Saved, cfg: Any, layers: Sequence[Any]) -> None:
     """Raise ValueError if this run's options choose other layers, or numbers, of experts than were saved.
 
     Args:
         saved: the checkpoint.
-        cfg: the model's options. They may contradict the checkpoint if it repeats them: of a pruned model.
-        fits: whether the options choose the same layers.
+        cfg: the model's options.
         layers: the MoE layers of the model, with a name and the number of experts in the checkpoint.
     """
     changed, path = changes(saved, cfg), saved["path"]
-    for key in () if fits else PLACES:
-        if key in changed:
-            before, now = changed[key]
-            raise ValueError(
-                f"{path} was saved with {flag_of(key)} {before}, this run has {now}; give "
-                f"{flag_of(key)} {before}."
-            )
+    for key in PLACES & changed.keys():
+        before, now = changed[key]
+        raise ValueError(
+            f"{path} was saved with {flag_of(key)} {before}, this run has {now}; give "
+            f"{flag_of(key)} {before}."
+        )
     if COUNT not in changed:
         return
     before, now = changed[COUNT]

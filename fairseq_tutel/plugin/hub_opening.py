@@ -24,7 +24,7 @@ from fairseq_tutel.plugin.training.task import InferenceMixin, give_mixin
 ENCODERS = {"bpe": BPE_REGISTRY, "tokenizer": TOKENIZER_REGISTRY}
 # The dtype argument of each value of --moe-inference-dtype.
 INFERENCE_DTYPES = {"bf16": torch.bfloat16, "int8": torch.int8}
-FLAG = re.compile(r"(?<!\S)--[a-z][a-z0-9-]+")
+FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]+")
 # Minimum of max_tokens, as in fairseq-generate, because training's value may be shorter than a sentence.
 MAX_TOKENS = 12000
 # Option of GPT-2's BPE -> its file next to a checkpoint. fairseq finds the files of other kinds of BPE.

@@ -145,19 +145,18 @@ class _Installation:
     def choose(self, freqs: Mapping[str, int]) -> None:
         """Choose the layers that get experts: those of the checkpoint or, without one, of the options."""
         self.chosen: list[_Chosen] = []  # in the order of the stacks
-        stacks, fits = [], True
+        stacks = []
         for side, name, layers in named_stacks(self.model):
             freq, stack = freqs[side], children_of(layers)
             has_own = side in SIDES and len(freqs) > 1
             flag = f"--{side}-moe-freq / --moe-freq" if has_own else "--moe-freq"
             stacks.append(f"{len(stack)} {side} layers, {flag} {freq}")
             # In a model pruned to some of its layers, the layers that had experts before keep them.
-            numbers = self._kept_layers(side, name) or range(len(stack))
+            numbers = self._kept_layers(side) or range(len(stack))
             counts = self._known_counts(name, stack, numbers)
-            given = indices = chosen_layers(numbers, freq)
+            indices = chosen_layers(numbers, freq)
             if any(counts):
                 indices = [i for i, count in enumerate(counts) if count]
-            fits = fits and given == indices
             if freq > 0 and not indices:
                 logger.warning("no %s layer gets experts: the model has %s", side, stacks[-1])
             self.chosen += [_Chosen(side, f"{name}.{i}.fc1", stack[i], counts[i]) for i in indices]
@@ -169,7 +168,7 @@ class _Installation:
         if self.training or self.opened:
             log_changes(self.saved, self.cfg)
         if self.saved is not None and all(chosen.num_experts for chosen in self.chosen):
-            refuse_layers(self.saved, self.cfg, fits, self.chosen)
+            refuse_layers(self.saved, self.cfg, self.chosen)
 
     def _known_counts(self, name: str, stack: Sequence[Any], numbers: Sequence[int]) -> list[int]:
         """Return each layer's number of experts in a pretrained inner model, or in the checkpoint."""
@@ -179,22 +178,10 @@ class _Installation:
             return counts
         return [experts_in(self.saved, f"{name}.{number}.fc1") for number in numbers]
 
-    def _kept_layers(self, side: str, name: str) -> list[int]:
-        """Return the layers that --…-layers-to-keep names; [] if all are kept.
-
-        In training, also set what a checkpoint needs to open the pruned model: fairseq saves the number of
-        layers before pruning.
-        """
-        key = f"{side}_layers_to_keep"
-        kept = option(self.cfg, key)
-        numbers = sorted(map(int, kept.split(","))) if kept else []
-        if numbers and self.training:
-            setattr(self.root.model, f"{side}_layers", len(numbers))
-            depth = self.saved["depths"].get(name, 0) if self.saved else 0
-            if depth <= numbers[-1]:  # nothing is left to prune
-                setattr(self.root.model, key, None)
-                return numbers if self.saved is None else []
-        return numbers
+    def _kept_layers(self, side: str) -> list[int]:
+        """Return the layers that --…-layers-to-keep names; [] if all are kept."""
+        kept = option(self.cfg, f"{side}_layers_to_keep")
+        return sorted(map(int, kept.split(","))) if kept else []
 
     def configure(self, of_sides: Mapping[str, dict[str, Any]]) -> None:
         activation = option(self.cfg, "activation_fn") or "relu"

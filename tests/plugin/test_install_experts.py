@@ -9,24 +9,17 @@ import torch
 from fairseq import models, options, tasks
 from fairseq.data import Dictionary
 from fairseq.dataclass.utils import convert_namespace_to_omegaconf
-from fairseq.models.lightconv import LightConvEncoderLayer
 from fairseq.models.transformer_lm import TransformerLanguageModel
-from torch import nn
 
-from fairseq_tutel.models.variants import _refuse_dense_encoder
-from fairseq_tutel.moe.config import MoEConfig
 from fairseq_tutel.parallel import guard
 from fairseq_tutel.parallel.groups import Topology
 from fairseq_tutel.plugin import register
-from fairseq_tutel.plugin.criterions.gate_loss import GateLossMixin
 from fairseq_tutel.plugin.differences import changes, log_changes, saved_model
-from fairseq_tutel.plugin.feed_forward import Context, moe_layers, replace_ffn
+from fairseq_tutel.plugin.feed_forward import moe_layers
 from fairseq_tutel.plugin.install import _sentence_length
 from fairseq_tutel.plugin.opening.load import mark_as_opened
-from fairseq_tutel.plugin.registration.flags import GateLossOptions, defaults
 from fairseq_tutel.plugin.run_state import OPENED
 from fairseq_tutel.plugin.training.startup import refuse_run
-from fairseq_tutel.plugin.training.task import MoETaskMixin
 
 register()
 
@@ -81,24 +74,6 @@ def test_an_opened_model_draws_no_experts_and_takes_the_tensors_of_its_file(monk
     assert at == mine.keys() - {halved} and mine[halved].dtype == torch.float32
     saved.load_state_dict(state, model_cfg=cfg)
     assert torch.equal(opened.eval()(tokens)[0], saved.eval()(tokens)[0])
-
-
-@torch.no_grad()
-def test_opened_models_share_a_store_while_it_is_open():
-    saved, cfg = build("decoder")
-    cfg._set_flag(OPENED, True)
-    task = task_of_words()
-    task.cfg.moe_expert_store, task.cfg.moe_expert_tier = "on-demand", "host"
-    tokens, stores = torch.arange(4).unsqueeze(0), []
-    expected = saved.eval()(tokens)[0]
-    for _ in range(3):
-        model = models.build_model(cfg, task)
-        model.load_state_dict(saved.state_dict(), model_cfg=cfg)
-        assert torch.equal(model.eval()(tokens)[0], expected)
-        stores.append(moe_layers(model)[0].experts.weights._store)
-        if len(stores) == 2:
-            stores[0].close()
-    assert stores[0] is stores[1] is not stores[2]
 
 
 @pytest.mark.parametrize("side", SMALL)
@@ -184,13 +159,6 @@ def test_the_experts_of_one_rank_are_recognized():
     assert saved_model({"model": state}, "a.pt", {"moe_expert_count": "2"})["experts"]
 
 
-def test_a_dense_encoder_is_not_replaced_by_random_experts():
-    args = argparse.Namespace(pretrained_mlm_checkpoint="a.pt", pretrained_decoder=False)
-    with pytest.raises(ValueError, match=r"is a\.pt, which has no experts, .* convert upcycle"):
-        _refuse_dense_encoder(nn.Linear(1, 1), args, {"encoder": 2, "decoder": 2})
-    _refuse_dense_encoder(nn.Linear(1, 1), args, {"encoder": 0, "decoder": 2})
-
-
 def test_a_copy_of_a_model_with_a_hash_gate_sees_its_own_tokens():
     model = build("decoder", moe_gate_type="hash")[0].eval()
     copied = copy.deepcopy(model)
@@ -234,57 +202,6 @@ def test_pre_gating_changes_the_chosen_stacks_alone(sides):
     assert routed == ({"encoder", "decoder"} if sides == "both" else {sides})
     with pytest.raises(ValueError, match="is 1 but the decoder has 0 MoE layers; remove the option"):
         build("encoder", moe_pregate=1, decoder_moe_freq=0, moe_pregate_sides="decoder")
-
-
-class LoggedSum:
-    """A criterion that sums what a model gives."""
-
-    def forward(self, model, sample):
-        loss = model(sample).sum()
-        return loss, 1, {"loss": loss.detach()}
-
-
-class DummyStep:
-    """A task whose steps do nothing."""
-
-    def train_step(self, *args):
-        return torch.zeros(()), 0, {}
-
-    valid_step = train_step
-
-
-class Pair(nn.Module):
-    """Two models in one, as a user's may be, each built with a context of its own."""
-
-    def __init__(self):
-        super().__init__()
-        self.one, self.other = build("decoder")[0], build("decoder")[0]
-
-    def forward(self, tokens):
-        return self.one(tokens)[0] + self.other(tokens)[0]
-
-
-class Loss(GateLossMixin, LoggedSum):
-    """The balance loss with it, at a weight."""
-
-    def __init__(self, weight):
-        self.gate_loss = argparse.Namespace(**(defaults(GateLossOptions) | {"moe_gate_loss_wt": weight}))
-
-
-def test_models_within_a_model_are_told_alike():
-    model, tokens = Pair(), torch.tensor([[0, 1, 2, 3]])
-    gates = [layer.gate.weight for layer in moe_layers(model)]
-    assert len(gates) == 4
-    plain, balanced = (
-        torch.autograd.grad(Loss(weight).forward(model, tokens)[0], gates) for weight in (0.0, 1.0)
-    )
-    assert not any(torch.equal(*pair) for pair in zip(plain, balanced, strict=True))
-    assert not any(layer.context.coefficients for layer in moe_layers(model))
-    task = type("Task", (MoETaskMixin, DummyStep), {})()
-    task.train_step({}, model, None, None, 1, ignore_grad=True)
-    assert all(layer.context.is_dummy for layer in moe_layers(model))
-    task.valid_step({}, model, None)
-    assert not any(layer.context.is_dummy for layer in moe_layers(model))
 
 
 def run_of(side, criterion, *words, **overrides):
@@ -353,16 +270,3 @@ def test_local_drop_needs_complete_experts():
     with pytest.raises(ValueError, match=r"^--moe-local-drop is 0.1, which needs complete experts on each"):
         refuse_run(cfg, model, Topology(), in_step=False, sliced=True, ahead=0)
     refuse_run(cfg, model, Topology(), in_step=False, sliced=False, ahead=0)
-
-
-def test_a_lightconv_layer_with_experts_has_a_repr():
-    options = argparse.Namespace(
-        encoder_embed_dim=8, encoder_conv_dim=8, encoder_glu=False, encoder_ffn_embed_dim=16,
-        encoder_conv_type="lightweight", weight_softmax=True, encoder_attention_heads=2,
-        weight_dropout=0.0, dropout=0.0, relu_dropout=0.1, input_dropout=0.0,
-        encoder_normalize_before=False,
-    )  # fmt: skip
-    layer = LightConvEncoderLayer(options, kernel_size=3)
-    config = MoEConfig(model_dim=8, hidden_dim=16, num_experts=2)
-    replace_ffn(layer, config, Topology(), 1, "fc1", Context(trains=True))
-    assert "MoEFeedForward" in repr(layer)

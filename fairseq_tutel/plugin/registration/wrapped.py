@@ -168,8 +168,7 @@ CHANGED = {
     "plugin/registration/variants.py": "__class__ __dataclass add_args",
     "plugin/registration/process.py": "_max_len",  # ends a thread that reads batches
     "plugin/registration/wrapped.py": "excepthook",  # prints error sentences
-    # A stock layer's forward calls these modules; the repr of a lightconv layer reads the dropout's p.
-    "plugin/feed_forward.py": "fc1 fc2 activation_fn ffn_layernorm p",
+    "plugin/feed_forward.py": "fc1 fc2 activation_fn ffn_layernorm",  # a layer's forward calls them
     # fairseq's tasks read the languages, and one reads args, which it does not set.
     "plugin/hub_interfaces.py": "args source_langs target_langs",
     "plugin/training/own_layers.py": "_ddp_params_and_buffers_to_ignore",  # for DistributedDataParallel
