@@ -140,7 +140,7 @@ def test_a_torn_file_is_refused_before_training(lm_data, trained, tmp_path):
     [
         (
             ("--moe-expert-type", "glu"),
-            "--moe-expert-type ffn (saved) → glu (given); give the saved",
+            "--moe-expert-type: 'ffn' (saved) → 'glu' (given)",
         ),
         (("--moe-freq", 2), "was saved with --moe-freq 1, this run has 2; give --moe-freq 1"),
     ],

@@ -222,4 +222,4 @@ def test_a_bias_can_be_switched_on_and_what_changed_is_said(lm_data, tmp_path):
     bias = _load(tmp_path)["model"]["decoder.layers.0.fc1.balance_bias.bias"]
     assert 0 < bias.abs().max() <= 0.0021  # two updates
     output = refused("train", *lm_args(lm_data, tmp_path, "--moe-residual", updates=7))
-    assert "--moe-residual False (saved) → True (given)" in output
+    assert "--moe-residual: False (saved) → True (given)" in output
