@@ -35,7 +35,7 @@ from fairseq.models.speech_to_text import ConvTransformerModel, S2TTransformerMo
 from fairseq.models.speech_to_text.s2t_conformer import S2TConformerModel
 from fairseq.models.text_to_speech import TTSTransformerModel
 from fairseq.models.transformer import TransformerModel
-from fairseq.models.transformer_lm import TransformerLanguageModel, TransformerLanguageModelConfig
+from fairseq.models.transformer_lm import TransformerLanguageModel
 from fairseq.models.transformer_ulm import TransformerUnitLanguageModel
 from fairseq.models.wav2vec import Wav2Vec2Model, Wav2Vec2Seq2SeqModel, Wav2VecCtc
 from fairseq.models.wav2vec.wav2vec2_classification import Wav2VecClassification
@@ -54,7 +54,8 @@ BOTH = ("encoder", "decoder")
 # Which of encoder and decoder have layers with an fc1, by model class; subclasses have the same ones.
 SIDES = (
     (("encoder",), (RobertaModel, MaskedLMModel, Wav2Vec2Model, HubertModel)),
-    (("decoder",), (LightConvLanguageModel, TransformerUnitLanguageModel, SpeechDLM)),
+    (("decoder",), (TransformerLanguageModel, LightConvLanguageModel, TransformerUnitLanguageModel)),
+    (("decoder",), (SpeechDLM,)),
     # Only the decoder: Conformer layers of the encoder have two FFNs with different names.
     (("decoder",), (S2TConformerModel, S2UTConformerModel, S2SpecTConformerModel)),
     (BOTH, (TransformerModel, MultilingualTransformerModel, RobertaEncDecModel, LightConvModel)),
@@ -96,10 +97,10 @@ class MoEVariantMixin(MoEModelMixin):
     @classmethod
     def build_model(cls, args: Any, task: Any) -> Any:
         """Build the stock model, then replace the FFNs of the chosen layers by experts."""
-        fill_in(args, cls.options())
+        _fill_in(args, cls)
         refuse_options(args)
         with for_loading(args, task):
-            model = super().build_model(args, task)  # type: ignore[misc]
+            model = super().build_model(_with_scales(args), task)  # type: ignore[misc]
         change_class(model, cls)  # some stock models build a fixed class
         own = {side: getattr(args, f"{side}_moe_freq", -1) for side in cls.sides}
         freqs = {side: args.moe_freq if freq == -1 else freq for side, freq in own.items()}
@@ -159,34 +160,18 @@ def _refuse_within_a_dense_model(root: Any) -> None:
         )
 
 
-@dataclasses.dataclass
-class MoETransformerLanguageModelConfig(ModelOptions, TransformerLanguageModelConfig):  # type: ignore[valid-type,misc]
-    """Options of the model moe_transformer_lm: fairseq's transformer_lm options and the MoE options."""
+def _fill_in(args: Any, cls: Any) -> None:
+    """Set the options that a configuration of `cls` lacks to their defaults, in place.
 
-
-@register_model("moe_transformer_lm", dataclass=MoETransformerLanguageModelConfig)
-class MoETransformerLanguageModel(MoEModelMixin, TransformerLanguageModel):
-    """fairseq's TransformerLanguageModel with experts in every --moe-freq-th layer."""
-
-    @classmethod
-    def build_model(cls, args: Any, task: Any) -> "MoETransformerLanguageModel":
-        """Build the stock model, then replace the FFNs of the chosen layers by experts."""
-        _fill_in(args)
-        stock_args = _with_scales(args)
-        refuse_options(args)
-        model = super().build_model(stock_args, task)
-        install_experts(model, args, task, {"decoder": args.moe_freq})
-        return model
-
-
-def _fill_in(args: Any) -> None:
-    """Set every option that is missing in a hydra configuration to its architecture's default."""
+    hydra does not merge the dataclass of a model if the configuration names an architecture.
+    """
     if not OmegaConf.is_config(args):
+        fill_in(args, cls.options())
         return
     with open_dict(args):
-        for item in dataclasses.fields(MoETransformerLanguageModelConfig):
-            if item.name not in args and not str(item.default).startswith("${"):
-                args[item.name] = item.default
+        for key, default in defaults(getattr(cls, "__dataclass", None) or cls.options()).items():
+            if key not in args and default is not dataclasses.MISSING and str(default)[:2] != "${":
+                args[key] = default
 
 
 def _with_scales(args: Any) -> Any:
@@ -195,7 +180,7 @@ def _with_scales(args: Any) -> Any:
     fairseq's TransformerConfig reads these options only from a Namespace.
     """
     scales = ("scale_fc", "scale_attn", "scale_heads", "scale_resids")
-    if not OmegaConf.is_config(args) or not any(args[key] for key in scales):
+    if not OmegaConf.is_config(args) or not any(args.get(key) for key in scales):
         return args
     plain: Any = OmegaConf.to_container(args, resolve=True)
     return argparse.Namespace(**plain)
@@ -242,4 +227,3 @@ def _register_variants() -> None:
 
 
 _register_variants()
-_register_architectures("transformer_lm", ModelOptions)

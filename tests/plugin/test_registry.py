@@ -23,7 +23,6 @@ from fairseq.optim import OPTIMIZER_REGISTRY
 from fairseq.tasks import TASK_REGISTRY
 from hydra.core.config_store import ConfigStore
 
-from fairseq_tutel.models.variants import MoEVariantMixin
 from fairseq_tutel.plugin import register
 from fairseq_tutel.plugin.criterions.gate_loss import GateLossMixin
 from fairseq_tutel.plugin.feed_forward import moe_layers
@@ -153,7 +152,7 @@ def test_every_variant_builds_and_runs_and_routes_no_padding(name):
     assert {f"moe_{arch}" for arch in ARCH_MODEL_INV_REGISTRY[name.removeprefix("moe_")]} == set(
         ARCH_MODEL_INV_REGISTRY[name]
     )
-    sides = MODEL_REGISTRY[name].sides if issubclass(MODEL_REGISTRY[name], MoEVariantMixin) else (1,)
+    sides = MODEL_REGISTRY[name].sides
     for arch in ARCH_MODEL_INV_REGISTRY[name]:
         model = _built(arch)
         layers = moe_layers(model)
@@ -203,8 +202,7 @@ def test_the_page_of_models_has_every_model_of_fairseq_with_its_variant_or_a_rea
     assert sorted([*variants, *without]) == sorted(models)
     assert variants.keys() == {name for name in models if f"moe_{name}" in MODEL_REGISTRY}
     for name, sides in variants.items():
-        if name != "transformer_lm":  # it has a module of its own
-            assert sides.split(", ") == [*getattr(MODEL_REGISTRY[f"moe_{name}"], "sides", ["encoder"])]
+        assert sides.split(", ") == [*getattr(MODEL_REGISTRY[f"moe_{name}"], "sides", ["encoder"])]
 
 
 def test_every_stock_optimizer_has_a_variant():
