@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from fairseq import options, tasks
 from fairseq.dataclass.utils import convert_namespace_to_omegaconf
-from fairseq.trainer import Trainer
 from torch import nn
+
+from fairseq_tutel.plugin.training.own_layers import MoETrainer as Trainer
 
 USER_DIR = Path(__file__).resolve().parents[1] / "user_dir"
 # Special symbols of a dictionary: begin, padding, end, unknown.

@@ -5,7 +5,6 @@
 
 import re
 import textwrap
-from collections.abc import Iterable
 from pathlib import Path
 
 from fairseq.criterions import CRITERION_REGISTRY
@@ -21,7 +20,19 @@ from fairseq_tutel.tools.flags import THEMES, all_options
 
 ROOT = Path(__file__).resolve().parents[1]
 FLAGS = ROOT / "docs" / "flags.md"
-WIDTH = 110
+WIDTH = 160
+# Short forms of the rules of options.
+SHORT = {
+    "a whole number of MoE layers, at least ": "≥ ",
+    "a whole number, at least ": "≥ ",
+    "a finite number, at least ": "≥ ",
+    "a finite number above ": "> ",
+    "a finite number from ": "",
+    "a number from ": "",
+    "a number of at least ": "≥ ",
+    "a number above ": "> ",
+    ", at most ": ", ≤ ",
+}
 
 
 def flags_by_theme() -> str:
@@ -33,28 +44,36 @@ def flags_by_theme() -> str:
 
 
 def _entry(option: Option) -> str:
-    """Return the line of an option: `--flag` (owner, values, default): help."""
-    takes = re.sub(", (?=[^,]*$)", " or ", ", ".join(f"`{each}`" for each in option.choices))
-    if not takes and option.rule and not option.same_as:
+    """Return the line of an option: `--flag` (default; values; owner): help."""
+    takes = ""
+    if option.choices:
+        takes = ", ".join(each for each in option.choices if each != option.default)
+    elif option.rule and not option.same_as:
         takes = re.split(r"give |choose ", option.rule[1], maxsplit=1)[1].replace("one of ", "")
-    default = "off" if option.type is bool else _code(option.default)
-    facts = "; ".join(filter(None, (option.of, takes, f"default {default}")))
-    return _wrapped(f"- `{option.flag}` ({facts}): {option.text}.")
+        for words, short in SHORT.items():
+            takes = takes.replace(words, short)
+    default = "" if option.type is bool else _code(option.default)
+    facts = "; ".join(filter(None, (default, takes, "" if option.of == "model" else option.of)))
+    return _wrapped(f"- `{option.flag}`{f' ({facts})' if facts else ''}: {option.text}.")
 
 
 def names() -> str:
-    """Return the list of registered architectures, tasks, criterions and optimizers."""
-    kinds = {
-        f"architectures of `{model}`": archs
-        for model, archs in ARCH_MODEL_INV_REGISTRY.items()
-        if model.startswith("moe_")
-    }
-    kinds |= {
-        "tasks": TASK_REGISTRY,
-        "criterions": CRITERION_REGISTRY,
-        "optimizers": OPTIMIZER_REGISTRY,
-    }
-    return "\n".join(_wrapped(f"- {kind}: {_codes(found)}") for kind, found in kinds.items())
+    """Return the list of registered architectures, tasks, criterions and optimizers, without `moe_`."""
+    models = []
+    for model, archs in ARCH_MODEL_INV_REGISTRY.items():
+        if model.startswith("moe_"):
+            own = _plain(model)
+            others = (_plain(each).removeprefix(own) for each in sorted(archs) if each != model)
+            models.append(own + f" ({', '.join(others)})" * (set(archs) != {model}))
+    kinds = {"tasks": TASK_REGISTRY, "criterions": CRITERION_REGISTRY, "optimizers": OPTIMIZER_REGISTRY}
+    lines = ["models, with their other architectures: " + ", ".join(models)]
+    for kind, found in kinds.items():
+        lines.append(f"{kind}: " + ", ".join(_plain(name) for name in sorted(found) if name[:4] == "moe_"))
+    return "\n".join(_wrapped(f"- {line}") for line in lines)
+
+
+def _plain(name: str) -> str:
+    return name.removeprefix("moe_")
 
 
 def metrics() -> str:
@@ -71,10 +90,6 @@ def metrics() -> str:
 
 def _code(value: object) -> str:
     return f"`{value}`" if value != "" else "empty"
-
-
-def _codes(registered: Iterable[str]) -> str:
-    return ", ".join(f"`{name}`" for name in sorted(registered) if name.startswith("moe_"))
 
 
 def _wrapped(text: str) -> str:

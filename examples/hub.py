@@ -20,7 +20,7 @@ def main():
     for line in sys.stdin:
         try:
             print(answer(line.strip()), flush=True)
-        except ValueError as error:  # of this line alone, such as a text that is too long
+        except Exception as error:  # of this line alone, such as a text that is too long
             print(flush=True)
             print(f"error: {error}", file=sys.stderr)
 

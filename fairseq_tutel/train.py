@@ -6,6 +6,7 @@ one process per visible GPU, or trains in one process on a CPU.
 """
 
 import importlib
+import logging
 import os
 import sys
 from collections.abc import Callable
@@ -25,11 +26,10 @@ def run_command(name: str, call: Callable[[Any], object] = methodcaller("cli_mai
     """Run a command of `fairseq_cli` with the plugin loaded."""
     if name != "hydra_train" and not _has("--user-dir"):
         sys.argv += ["--user-dir", os.path.dirname(os.path.abspath(__file__))]
-    from fairseq_tutel.plugin.registration.third_party import hide_warnings
-
-    hide_warnings()  # hydra warns when fairseq_cli.hydra_train is imported
     # Import this module before the plugin, because the first import sets the format of the log.
     module = importlib.import_module(f"fairseq_cli.{name}")
+
+    logging.getLogger("hydra").setLevel(logging.INFO)  # fairseq's wav2vec2 sets the root logger to DEBUG
 
     from fairseq_tutel.plugin import register
 

@@ -30,7 +30,6 @@ from torch import Tensor, nn
 
 from fairseq_tutel.models.feature_sharing import run_and_share, shared
 from fairseq_tutel.option import options_in, read, refuse_bad_values
-from fairseq_tutel.parallel.gradients import is_expert
 from fairseq_tutel.plugin.criterions.confident_loss import mean_log_probs
 from fairseq_tutel.plugin.ensemble_options import EnsembleConfig
 from fairseq_tutel.plugin.feed_forward import moe_layers
@@ -51,10 +50,6 @@ class EnsembleModel(BaseFairseqModel):
         self.config = config
         if config.ensemble_share_after:
             self._refuse_layer()
-        # torch's DistributedDataParallel reads this name: it neither broadcasts nor reduces experts.
-        self._ddp_params_and_buffers_to_ignore = [
-            name for name, parameter in self.named_parameters() if is_expert(parameter)
-        ]
 
     @classmethod
     def add_args(cls, parser: Any) -> None:
@@ -110,7 +105,7 @@ class EnsembleModel(BaseFairseqModel):
             outputs = run_and_share(runs, layers, share)
         else:
             outputs = [run() for run in runs]
-        logits_MXC = torch.stack([self._logits_of(output) for output in outputs])
+        logits_MXC = torch.stack([_logits_of(output) for output in outputs])
         del outputs  # as large as the logits
         return mean_log_probs(logits_MXC), {"member_logits": logits_MXC}
 
@@ -137,15 +132,6 @@ class EnsembleModel(BaseFairseqModel):
             "which also averages their probabilities."
         )
 
-    def _logits_of(self, output: Any) -> Tensor:
-        first = output[0] if isinstance(output, tuple | list) and output else output
-        if not torch.is_tensor(first):
-            raise ValueError(
-                f"the model {type(self.members[0]).__name__} returns a {type(output).__name__} instead of "
-                "logits; give another --ensemble-arch."
-            )
-        return first
-
     def _refuse_layer(self) -> None:
         name, member = self.config.ensemble_share_after, self.members[0]
         modules = dict(member.named_modules())
@@ -161,6 +147,10 @@ class EnsembleModel(BaseFairseqModel):
                 f"--ensemble-share-after is {name}, which activation checkpointing recomputes for each "
                 "member alone; name a complete layer, or turn off activation checkpointing."
             )
+
+
+def _logits_of(output: Any) -> Tensor:
+    return output[0] if isinstance(output, tuple | list) else output
 
 
 def _class_of(arch: str) -> Any:

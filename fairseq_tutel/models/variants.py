@@ -6,7 +6,7 @@ Most variants have no dataclass, like their stock models, because fairseq-train 
 import argparse
 import dataclasses
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from contextvars import ContextVar
 from functools import partial
 from typing import Any, ClassVar
@@ -35,11 +35,10 @@ from fairseq.models.speech_to_text import ConvTransformerModel, S2TTransformerMo
 from fairseq.models.speech_to_text.s2t_conformer import S2TConformerModel
 from fairseq.models.text_to_speech import TTSTransformerModel
 from fairseq.models.transformer import TransformerModel
-from fairseq.models.transformer_lm import TransformerLanguageModel, TransformerLanguageModelConfig
+from fairseq.models.transformer_lm import TransformerLanguageModel
 from fairseq.models.transformer_ulm import TransformerUnitLanguageModel
 from fairseq.models.wav2vec import Wav2Vec2Model, Wav2Vec2Seq2SeqModel, Wav2VecCtc
 from fairseq.models.wav2vec.wav2vec2_classification import Wav2VecClassification
-from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf, open_dict
 
 from fairseq_tutel.plugin.feed_forward import moe_layers, watch_padding
@@ -55,7 +54,8 @@ BOTH = ("encoder", "decoder")
 # Which of encoder and decoder have layers with an fc1, by model class; subclasses have the same ones.
 SIDES = (
     (("encoder",), (RobertaModel, MaskedLMModel, Wav2Vec2Model, HubertModel)),
-    (("decoder",), (LightConvLanguageModel, TransformerUnitLanguageModel, SpeechDLM)),
+    (("decoder",), (TransformerLanguageModel, LightConvLanguageModel, TransformerUnitLanguageModel)),
+    (("decoder",), (SpeechDLM,)),
     # Only the decoder: Conformer layers of the encoder have two FFNs with different names.
     (("decoder",), (S2TConformerModel, S2UTConformerModel, S2SpecTConformerModel)),
     (BOTH, (TransformerModel, MultilingualTransformerModel, RobertaEncDecModel, LightConvModel)),
@@ -97,11 +97,10 @@ class MoEVariantMixin(MoEModelMixin):
     @classmethod
     def build_model(cls, args: Any, task: Any) -> Any:
         """Build the stock model, then replace the FFNs of the chosen layers by experts."""
-        fill_in(args, cls.options())
+        _fill_in(args, cls)
         refuse_options(args)
-        _complete_pruning(args, cls.sides)
         with for_loading(args, task):
-            model = super().build_model(args, task)  # type: ignore[misc]
+            model = super().build_model(_with_scales(args), task)  # type: ignore[misc]
         change_class(model, cls)  # some stock models build a fixed class
         own = {side: getattr(args, f"{side}_moe_freq", -1) for side in cls.sides}
         freqs = {side: args.moe_freq if freq == -1 else freq for side, freq in own.items()}
@@ -113,7 +112,6 @@ class MoEVariantMixin(MoEModelMixin):
             return model
         if is_opened(args):
             _refuse_within_a_dense_model(root_of(None))
-        _refuse_dense_encoder(model, args, freqs)
         install_experts(model, args, task, freqs, of_sides)
         if issubclass(cls, LightConvModel | LightConvLanguageModel):
             watch_padding(model.decoder)
@@ -151,28 +149,6 @@ class FineTunedMixin(MoEModelMixin):
         return model
 
 
-def _complete_pruning(args: Any, sides: Sequence[str]) -> None:
-    """Make --encoder-layers-to-keep and --decoder-layers-to-keep texts, and set both if one is given.
-
-    fairseq parses them as lists but splits texts, and drops all layers of a side without the option.
-    """
-    kept = {side: getattr(args, f"{side}_layers_to_keep", None) for side in sides}
-    for side, layers in kept.items() if any(kept.values()) else ():
-        layers = layers or range(getattr(args, f"{side}_layers"))
-        text = layers if isinstance(layers, str) else ",".join(map(str, layers))
-        setattr(args, f"{side}_layers_to_keep", text)
-
-
-def _refuse_dense_encoder(model: Any, args: Any, freqs: Mapping[str, int]) -> None:
-    """Raise an error if random experts would replace FFNs of --pretrained-mlm-checkpoint."""
-    path = None if is_opened(args) else getattr(args, "pretrained_mlm_checkpoint", None)
-    if path and not moe_layers(model) and (freqs["encoder"] or args.pretrained_decoder):
-        raise ValueError(
-            f"--pretrained-mlm-checkpoint is {path}, which has no experts, so random experts would replace "
-            "its FFNs; give the output of `fairseq-tutel convert upcycle`."
-        )
-
-
 def _refuse_within_a_dense_model(root: Any) -> None:
     """Raise an error if a model with experts is fine-tuned with a dense --arch, which lacks support."""
     model: Any = getattr(root, "model", None)
@@ -184,47 +160,18 @@ def _refuse_within_a_dense_model(root: Any) -> None:
         )
 
 
-@dataclasses.dataclass
-class MoETransformerLanguageModelConfig(ModelOptions, TransformerLanguageModelConfig):  # type: ignore[valid-type,misc]
-    """Options of the model moe_transformer_lm: fairseq's transformer_lm options and the MoE options."""
+def _fill_in(args: Any, cls: Any) -> None:
+    """Set the options that a configuration of `cls` lacks to their defaults, in place.
 
-
-@register_model("moe_transformer_lm", dataclass=MoETransformerLanguageModelConfig)
-class MoETransformerLanguageModel(MoEModelMixin, TransformerLanguageModel):
-    """fairseq's TransformerLanguageModel with experts in every --moe-freq-th layer."""
-
-    @classmethod
-    def build_model(cls, args: Any, task: Any) -> "MoETransformerLanguageModel":
-        """Build the stock model, then replace the FFNs of the chosen layers by experts."""
-        _warn_of_hydra(args)
-        _fill_in(args)
-        stock_args = _with_scales(args)
-        refuse_options(args)
-        model = super().build_model(stock_args, task)
-        install_experts(model, args, task, {"decoder": args.moe_freq})
-        return model
-
-
-def _warn_of_hydra(args: Any) -> None:
-    """Warn if a hydra run names an architecture, because hydra ignores the sizes that the name implies."""
-    name = getattr(args, "_name", None)
-    if HydraConfig.initialized() and name in ARCH_CONFIG_REGISTRY and name != "moe_transformer_lm":
-        logger.warning(
-            "fairseq-hydra-train does not set model sizes from the architecture %s; give options such as "
-            "model.decoder_layers, or train with fairseq-train --arch %s",
-            name,
-            name,
-        )
-
-
-def _fill_in(args: Any) -> None:
-    """Set every option that is missing in a hydra configuration to its architecture's default."""
+    hydra does not merge the dataclass of a model if the configuration names an architecture.
+    """
     if not OmegaConf.is_config(args):
+        fill_in(args, cls.options())
         return
     with open_dict(args):
-        for item in dataclasses.fields(MoETransformerLanguageModelConfig):
-            if item.name not in args and not str(item.default).startswith("${"):
-                args[item.name] = item.default
+        for key, default in defaults(getattr(cls, "__dataclass", None) or cls.options()).items():
+            if key not in args and default is not dataclasses.MISSING and str(default)[:2] != "${":
+                args[key] = default
 
 
 def _with_scales(args: Any) -> Any:
@@ -233,7 +180,7 @@ def _with_scales(args: Any) -> Any:
     fairseq's TransformerConfig reads these options only from a Namespace.
     """
     scales = ("scale_fc", "scale_attn", "scale_heads", "scale_resids")
-    if not OmegaConf.is_config(args) or not any(args[key] for key in scales):
+    if not OmegaConf.is_config(args) or not any(args.get(key) for key in scales):
         return args
     plain: Any = OmegaConf.to_container(args, resolve=True)
     return argparse.Namespace(**plain)
@@ -280,4 +227,3 @@ def _register_variants() -> None:
 
 
 _register_variants()
-_register_architectures("transformer_lm", ModelOptions)

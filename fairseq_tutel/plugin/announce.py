@@ -62,21 +62,6 @@ def sizes(model: nn.Module) -> tuple[int, int, int, int]:
     return total, active, 2 * products, experts
 
 
-def parameter_counts(model: nn.Module) -> dict[str, tuple[int, int]]:
-    """Return the numbers of shared and expert parameters on all ranks: {name: (all, trained)}.
-
-    The result is empty if the model has no experts.
-    """
-    counts = {"shared": (0, 0), "expert": (0, 0)}
-    for module, parameter, shape, is_new in _parameters(model):
-        name, size = "shared", math.prod(shape) * is_new
-        if isinstance(module, ExpertStack):
-            name, size = "expert", size * module.config.num_experts
-        total, trained = counts[name]
-        counts[name] = total + size, trained + size * parameter.requires_grad
-    return counts if counts["expert"][0] else {}
-
-
 def _parameters(model: nn.Module) -> Iterator[tuple[nn.Module, nn.Parameter, tuple[int, ...], bool]]:
     """Yield (module, parameter, shape, whether it is new) for each use of a parameter in a model.
 
@@ -144,11 +129,6 @@ def warn_of_surprises(config: MoEConfig, has_decoder: bool) -> None:
         logger.warning(
             "with --moe-choice experts, a token's experts depend on later tokens: a decoder then trains "
             "with information about the tokens that it predicts, which is missing in generation"
-        )
-    if config.expert_type == "glu" and config.activation not in ("swish", "relu"):
-        logger.warning(
-            "experts of --moe-expert-type glu use SiLU; --activation-fn %s affects only the dense layers",
-            config.activation,
         )
 
 

@@ -1,4 +1,4 @@
-"""Compares a checkpoint with the model that loads it: logs changed options, and refuses what does not fit.
+"""Compares a checkpoint with the model that loads it: logs changed options, and refuses other experts.
 
 This holds for training, for models that are opened, and for tools. The layers that have experts, and their
 numbers, are read from the checkpoint's tensors, because fairseq can prune layers when it loads them.
@@ -7,16 +7,13 @@ numbers, are read from the checkpoint's tensors, because fairseq can prune layer
 import argparse
 import logging
 import re
-import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, TypedDict
 
 from fairseq.models import ARCH_MODEL_REGISTRY, MODEL_REGISTRY
-from torch import nn
 
 from fairseq_tutel.checkpoint.saved import layer_label
 from fairseq_tutel.files import shown
-from fairseq_tutel.moe.layer import MoELayer
 from fairseq_tutel.option import flag_of, plain
 from fairseq_tutel.parallel import world
 from fairseq_tutel.plugin.options import options_of
@@ -25,11 +22,9 @@ from fairseq_tutel.plugin.registration.flags import expert_counts
 logger = logging.getLogger(__name__)
 
 # Options that choose the layers with experts.
-PLACES = ("moe_freq", "encoder_moe_freq", "decoder_moe_freq", "swin_expert_stages")
+PLACES = {"moe_freq", "encoder_moe_freq", "decoder_moe_freq", "swin_expert_stages"}
 COUNT = "moe_expert_count"
-FIX = "give the --arch, options and data (its dictionaries or classes matter) of the run that saved it"
 _STACK = re.compile(r"(.+)\.experts\.[^.]+")
-_LAYER = re.compile(r"(.+?)\.(\d+)\..+")
 
 
 class Saved(TypedDict):
@@ -38,20 +33,16 @@ class Saved(TypedDict):
     path: str
     options: dict[str, Any]  # of the model
     experts: dict[str, int]  # the number of experts by the qualified name of the layer
-    depths: dict[str, int]  # the number of layers by the qualified name of the list of layers
 
 
 def saved_model(state: Any, path: str, options: Mapping[str, Any]) -> Saved:
     """Return what a loaded checkpoint says of its model; raise ValueError if experts are missing."""
     experts: dict[str, int] = {}
-    depths: dict[str, int] = {}
     for key, tensor in (state.get("model") or {}).items():
         if (found := _STACK.fullmatch(key)) and len(tensor.shape):
             experts.setdefault(found[1], tensor.shape[0])
-        if found := _LAYER.fullmatch(key):
-            depths[found[1]] = max(depths.get(found[1], 0), int(found[2]) + 1)
     _refuse_part(path, experts, options)
-    return {"path": path, "options": dict(options), "experts": experts, "depths": depths}
+    return {"path": path, "options": dict(options), "experts": experts}
 
 
 def _refuse_part(path: str, experts: Mapping[str, int], options: Mapping[str, Any]) -> None:
@@ -113,23 +104,21 @@ def log_changes(saved: Saved | None, cfg: Any) -> None:
             logger.warning(line, saved["path"], flag_of(key), shown(before), shown(now))
 
 
-def refuse_layers(saved: Saved, cfg: Any, fits: bool, layers: Sequence[Any]) -> None:
+def refuse_layers(saved: Saved, cfg: Any, layers: Sequence[Any]) -> None:
     """Raise ValueError if this run's options choose other layers, or numbers, of experts than were saved.
 
     Args:
         saved: the checkpoint.
-        cfg: the model's options. They may contradict the checkpoint if it repeats them: of a pruned model.
-        fits: whether the options choose the same layers.
+        cfg: the model's options.
         layers: the MoE layers of the model, with a name and the number of experts in the checkpoint.
     """
     changed, path = changes(saved, cfg), saved["path"]
-    for key in () if fits else PLACES:
-        if key in changed:
-            before, now = changed[key]
-            raise ValueError(
-                f"{path} was saved with {flag_of(key)} {before}, this run has {now}; give "
-                f"{flag_of(key)} {before}."
-            )
+    for key in PLACES & changed.keys():
+        before, now = changed[key]
+        raise ValueError(
+            f"{path} was saved with {flag_of(key)} {before}, this run has {now}; give "
+            f"{flag_of(key)} {before}."
+        )
     if COUNT not in changed:
         return
     before, now = changed[COUNT]
@@ -140,66 +129,3 @@ def refuse_layers(saved: Saved, cfg: Any, fits: bool, layers: Sequence[Any]) -> 
                 f"has {number}; give {flag_of(COUNT)} {before}, or change the file with `fairseq-tutel "
                 "convert prune` or `merge`."
             )
-
-
-class Fits:
-    """A hook of a model that refuses a state dict which does not fit, before torch loads it.
-
-    Args:
-        saved: the checkpoint from which the state dict is; None if unknown.
-        cfg: the model's options.
-        ends: whether to end the process, because fairseq's Trainer would blame the architecture.
-        all_keys: whether tensors outside of MoE layers must be there, too; torch does not pass a hook
-            whether a user's model loads with strict=False.
-    """
-
-    def __init__(self, saved: Saved | None, cfg: Any, ends: bool, all_keys: bool) -> None:
-        self.saved, self.cfg, self.ends, self.all_keys = saved, cfg, ends, all_keys
-
-    def __call__(self, model: nn.Module, state_dict: Any, prefix: str = "", *_: Any) -> None:
-        """Raise ValueError, or exit, with a sentence that names the difference and the options."""
-        state = {key.removeprefix(prefix): state_dict[key] for key in state_dict if key.startswith(prefix)}
-        what = _misfit(model, state, all_keys=self.all_keys)
-        if what is None:
-            return
-        path = "the checkpoint" if self.saved is None else self.saved["path"]
-        changed = {} if self.saved is None else changes(self.saved, self.cfg)
-        options = ", ".join(f"{flag_of(k)} {a} (saved) → {b} (given)" for k, (a, b) in changed.items())
-        fix = f"options differ: {options}; give the saved values" if options else FIX
-        sentence = f"{path} {what}; {fix}."
-        if self.ends:
-            sys.exit(f"error: {sentence}")
-        raise ValueError(sentence)
-
-
-def _misfit(model: nn.Module, state: Mapping[str, Any], all_keys: bool) -> str | None:
-    """Return why tensors do not fit a model; None if they fit.
-
-    Missing tensors of layers without experts count only with `all_keys`. Extra ones never do: fairseq drops
-    tensors of older files.
-    """
-    own = {key: tuple(getattr(value, "shape", ())) for key, value in model.state_dict().items()}
-    layers = []
-    for name, layer in model.named_modules(remove_duplicate=False):  # language pairs share layers
-        if not isinstance(layer, MoELayer):
-            continue
-        layers.append(f"{name}.")
-        experts = {key: layer.experts.whole_shape(key) for key in layer.experts.expert_parameters()}
-        own |= {f"{name}.experts.{k}": (layer.config.num_experts, *shape) for k, shape in experts.items()}
-        if layer.balance_bias is not None:  # starts at 0 if the checkpoint has none
-            own.pop(f"{name}.balance_bias.bias")
-        if not any(f"{name}.experts.{key}" in state for key in experts):
-            return (
-                f"has no experts in {name}, but this model has; if it is dense, give the output of "
-                "`fairseq-tutel convert upcycle`"
-            )
-    within = tuple(layers)
-    lacks = sorted(key for key in own.keys() - state.keys() if all_keys or key.startswith(within))
-    extra = sorted(key for key in state.keys() - own.keys() if key.startswith(within))
-    extra = [key for key in extra if not key.endswith(".balance_bias.bias")]
-    if lacks or extra:
-        return f"lacks the tensors {lacks[:3]} and has the extra tensors {extra[:3]}"
-    for key in own:
-        if key in state and own[key] != (shape := tuple(state[key].shape)):
-            return f"has {key} of the shape {shape}, but this model's has {own[key]}"
-    return None

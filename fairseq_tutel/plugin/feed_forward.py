@@ -286,9 +286,7 @@ def replace_ffn(
     else:
         moe.register_forward_hook(_both_signs)
         layer.fc2 = _Difference()
-    dropout = nn.Identity()
-    dropout.p = 0.0  # type: ignore[assignment]  # LightConv's repr reads it
-    setattr(layer, _dropout_of(layer), dropout)
+    setattr(layer, _dropout_of(layer), nn.Dropout(0.0))
     if getattr(layer, "ffn_layernorm", None) is not None:
         layer.ffn_layernorm = None
     layer.register_forward_pre_hook(_keep_arguments, with_kwargs=True)

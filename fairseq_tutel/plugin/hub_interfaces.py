@@ -1,8 +1,7 @@
 """Python interfaces for trained models, one for each kind of model, based on fairseq's hub interfaces."""
 
-import re
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,6 @@ from fairseq.tasks.translation_multi_simple_epoch import TranslationMultiSimpleE
 from fairseq_cli.generate import get_symbols_to_strip_from_output
 from torch import nn
 
-from fairseq_tutel.plugin.registration.process import sentence_of
 from fairseq_tutel.vision.images import decoded, fitted, normalisation, tensor_of
 
 # Options of fairseq-generate that have no effect in Python, or fail.
@@ -31,35 +29,20 @@ GENERATION = {
 }
 # Tasks that can change their languages after they are set up.
 MULTILINGUAL = (TranslationMultiSimpleEpochTask, TranslationFromPretrainedBARTTask)
-METHODS = ("translate", "sample", "score", "fill_mask", "classify")
-TOO_LONG = re.compile(r"Size of sample #(\d+) is invalid \(=\(?(\d+).* since max_positions=\(?(\d+)")
 
 
 class Interface:
     """Base class of all model interfaces; a lock allows one call at a time, as layers keep state.
 
-    A subclass sets `kind`, its kind of model, and `offers`, its methods. Methods of other kinds raise an
-    error.
+    A subclass sets `kind`, its kind of model, and `offers`, its methods.
     """
 
     kind = ""
     offers: tuple[str, ...] = ()
 
-    def __init_subclass__(cls) -> None:
-        for method in METHODS:
-            if cls.offers and method not in cls.offers:
-                setattr(cls, method, _refused(method))
-
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self.lock = threading.RLock()
-
-
-def _refused(method: str) -> Callable[..., Any]:
-    def refuse(self: Any, *args: Any, **kwargs: Any) -> Any:
-        raise ValueError(f"{self.kind} has no method {method}; call {' or '.join(self.offers)}.")
-
-    return refuse
 
 
 class Words:
@@ -98,7 +81,7 @@ class Generating(Interface):
         """Generate with beam search; return fairseq's hypotheses for each sentence.
 
         Raises:
-            ValueError: an option is unknown, the beam size is invalid, or the model has NaN weights.
+            ValueError: an option is unknown.
         """
         unknown = sorted(options.keys() - GENERATION)
         if unknown:
@@ -106,8 +89,6 @@ class Generating(Interface):
                 f"{unknown[0]} is not an option of generation in Python; remove it, or find the right name "
                 "in fairseq-generate's help, where options have dashes."
             )
-        if not isinstance(beam, int) or beam < 1:
-            raise ValueError(f"beam is {beam!r}; give a number of at least 1.")
         if not len(tokens):
             return []
         with self.lock:
@@ -115,25 +96,14 @@ class Generating(Interface):
                 # BART's attention keeps the largest beam size so far.
                 if hasattr(model, "set_beam_size"):
                     model.set_beam_size(beam)
-            try:
-                return super().generate(tokens, beam, verbose, *args, **options)  # type: ignore[misc]
-            except Exception as error:
-                text = sentence_of(error)
-                if long := TOO_LONG.match(str(error)):
-                    text = (
-                        f"text {long[1]} has {long[2]} tokens, but the model accepts at most {long[3]}; "
-                        "give a shorter text."
-                    )
-                if text is None:
-                    raise
-                raise ValueError(text) from error
+            return super().generate(tokens, beam, verbose, *args, **options)  # type: ignore[misc]
 
 
 class Translation(Generating, hub_utils.GeneratorHubInterface):
     """Interface of a translation model: `translate` for texts, and fairseq's `generate` for token ids."""
 
     kind = "a translation model"
-    offers = ("translate",)  # fairseq's score ignores the source, and its sample translates
+    offers = ("translate",)
 
     def __init__(self, cfg: Any, task: Any, models: Sequence[nn.Module]) -> None:
         super().__init__(cfg, task, models)
@@ -164,6 +134,10 @@ class Translation(Generating, hub_utils.GeneratorHubInterface):
             if isinstance(sentences, str):
                 return self.translate([sentences], beam, verbose, **options)[0]
             return hub_utils.GeneratorHubInterface.sample(self, sentences, beam, verbose, **options)
+
+    def score(self, *args: Any, **options: Any) -> Any:
+        """Raise an error: fairseq's method would ignore the source."""
+        raise ValueError(f"{self.kind} has no method score; call translate.")
 
     def _set_languages(self, given: dict[str, str | None]) -> None:
         args = self.task.args if isinstance(self.task, MULTILINGUAL) else None
@@ -203,17 +177,6 @@ class LanguageModel(Generating, hub_utils.GeneratorHubInterface):
 
     kind, offers = "a language model", ("sample", "score")
 
-    def score(self, sentences: Any, *args: Any, **options: Any) -> Any:
-        """Return the log-probabilities of the words of a text, or of a list of texts.
-
-        Raises:
-            ValueError: a text is empty.
-        """
-        texts = [sentences] if isinstance(sentences, str) else sentences
-        if not all(map(str.strip, texts)):
-            raise ValueError("score got an empty text; give texts of at least one word.")
-        return super().score(sentences, *args, **options)
-
 
 class MaskedLanguageModel(Single, RobertaHubInterface):
     """Interface of a masked language model, with `fill_mask`, `extract_features` and `predict`."""
@@ -224,7 +187,7 @@ class MaskedLanguageModel(Single, RobertaHubInterface):
         """Return the `topk` most probable words for the <mask> in a text: (filled text, probability, word).
 
         Raises:
-            ValueError: the text has no <mask> or several, or is too long.
+            ValueError: the text has no <mask> or several.
         """
         _refuse_masks(masked_input, masked_input.count("<mask>") == 1, "one <mask>")
         # fairseq's method drops special symbols, and then assigns probabilities to the wrong words.
@@ -233,11 +196,6 @@ class MaskedLanguageModel(Single, RobertaHubInterface):
         parts = (self.bpe.encode(part.rstrip()) for part in (before, after))
         line = f"<s> {' <mask> '.join(parts)} </s>"
         tokens = dictionary.encode_line(line, append_eos=False, add_if_not_exist=False).long()
-        if len(tokens) > self.model.max_positions():
-            raise ValueError(
-                f"fill_mask got a text of {len(tokens)} tokens, but the model accepts at most "
-                f"{self.model.max_positions()}; give a shorter text."
-            )
         with torch.no_grad(), self.lock:
             logits_BLV, _ = self.model(tokens[None].to(self.device))
         place = int((tokens == self.task.mask_idx).nonzero())

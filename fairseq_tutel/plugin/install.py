@@ -2,13 +2,11 @@
 
 import functools
 import logging
-import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-import torch
 from torch import nn
 
 from fairseq_tutel.checkpoint.experts import gather_everywhere
@@ -16,13 +14,12 @@ from fairseq_tutel.inference.pregate import pregate, refuse_too_far
 from fairseq_tutel.kernels import backend_for
 from fairseq_tutel.moe.adaptive import is_tuned, static_degree
 from fairseq_tutel.moe.config import MoEConfig, parse_balance_loss
-from fairseq_tutel.option import flag_of, is_custom, read, refuse_bad_values
+from fairseq_tutel.option import flag_of, read, refuse_bad_values
 from fairseq_tutel.parallel import world
-from fairseq_tutel.parallel.gradients import is_expert
-from fairseq_tutel.parallel.groups import Topology, make_topology
+from fairseq_tutel.parallel.groups import make_topology
 from fairseq_tutel.parallel.rendezvous import ranks_per_node
 from fairseq_tutel.plugin import announce
-from fairseq_tutel.plugin.differences import Fits, Saved, experts_in, log_changes, refuse_layers
+from fairseq_tutel.plugin.differences import Saved, experts_in, log_changes, refuse_layers
 from fairseq_tutel.plugin.feed_forward import (
     SIDES,
     Context,
@@ -146,19 +143,18 @@ class _Installation:
     def choose(self, freqs: Mapping[str, int]) -> None:
         """Choose the layers that get experts: those of the checkpoint or, without one, of the options."""
         self.chosen: list[_Chosen] = []  # in the order of the stacks
-        stacks, fits = [], True
+        stacks = []
         for side, name, layers in named_stacks(self.model):
             freq, stack = freqs[side], children_of(layers)
             has_own = side in SIDES and len(freqs) > 1
             flag = f"--{side}-moe-freq / --moe-freq" if has_own else "--moe-freq"
             stacks.append(f"{len(stack)} {side} layers, {flag} {freq}")
             # In a model pruned to some of its layers, the layers that had experts before keep them.
-            numbers = self._kept_layers(side, name) or range(len(stack))
+            numbers = self._kept_layers(side) or range(len(stack))
             counts = self._known_counts(name, stack, numbers)
-            given = indices = chosen_layers(numbers, freq)
+            indices = chosen_layers(numbers, freq)
             if any(counts):
                 indices = [i for i, count in enumerate(counts) if count]
-            fits = fits and given == indices
             if freq > 0 and not indices:
                 logger.warning("no %s layer gets experts: the model has %s", side, stacks[-1])
             self.chosen += [_Chosen(side, f"{name}.{i}.fc1", stack[i], counts[i]) for i in indices]
@@ -170,7 +166,7 @@ class _Installation:
         if self.training or self.opened:
             log_changes(self.saved, self.cfg)
         if self.saved is not None and all(chosen.num_experts for chosen in self.chosen):
-            refuse_layers(self.saved, self.cfg, fits, self.chosen)
+            refuse_layers(self.saved, self.cfg, self.chosen)
 
     def _known_counts(self, name: str, stack: Sequence[Any], numbers: Sequence[int]) -> list[int]:
         """Return each layer's number of experts in a pretrained inner model, or in the checkpoint."""
@@ -180,22 +176,10 @@ class _Installation:
             return counts
         return [experts_in(self.saved, f"{name}.{number}.fc1") for number in numbers]
 
-    def _kept_layers(self, side: str, name: str) -> list[int]:
-        """Return the layers that --…-layers-to-keep names; [] if all are kept.
-
-        In training, also set what a checkpoint needs to open the pruned model: fairseq saves the number of
-        layers before pruning.
-        """
-        key = f"{side}_layers_to_keep"
-        kept = option(self.cfg, key)
-        numbers = sorted(map(int, kept.split(","))) if kept else []
-        if numbers and self.training:
-            setattr(self.root.model, f"{side}_layers", len(numbers))
-            depth = self.saved["depths"].get(name, 0) if self.saved else 0
-            if depth <= numbers[-1]:  # nothing is left to prune
-                setattr(self.root.model, key, None)
-                return numbers if self.saved is None else []
-        return numbers
+    def _kept_layers(self, side: str) -> list[int]:
+        """Return the layers that --…-layers-to-keep names; [] if all are kept."""
+        kept = option(self.cfg, f"{side}_layers_to_keep")
+        return sorted(map(int, kept.split(","))) if kept else []
 
     def configure(self, of_sides: Mapping[str, dict[str, Any]]) -> None:
         activation = option(self.cfg, "activation_fn") or "relu"
@@ -232,8 +216,6 @@ class _Installation:
         else:
             is_teacher = getattr(self.task, "is_of_teacher", False)
             self.topology = topology_of_opened(requested, counts, self.local, degree_of, is_teacher)
-        if not offload.is_offloaded(self.store):
-            _refuse_sizes(self.configs, self.topology)
 
     def build(self) -> None:
         """Replace the FFNs of the chosen layers by experts, and register hooks on the model."""
@@ -242,7 +224,7 @@ class _Installation:
         if self.training:
             shared = self.topology.expert_parallel_size > 1
             local_drop = read(ModelConfig, self.cfg).moe_local_drop
-            gather = _Gather(model, self.topology) if shared else None
+            gather = functools.partial(gather_everywhere, model, self.topology) if shared else None
             context = Context(True, gather, local_drop=local_drop, seed=seed)
         else:
             context = Context(wait_for_turn=command.wait_for_turn if command else None)
@@ -254,13 +236,6 @@ class _Installation:
         if self.ahead:
             _pregate_stacks(model, self.ahead, read(SidesConfig, self.cfg).moe_pregate_sides)
         _watch_micro_batches(model)
-        model.register_load_state_dict_pre_hook(
-            Fits(self.saved, self.cfg, self.training, all_keys=self.training)
-        )
-        # torch's DistributedDataParallel reads this name: it neither broadcasts nor reduces experts.
-        model._ddp_params_and_buffers_to_ignore = [
-            name for name, parameter in model.named_parameters() if is_expert(parameter)
-        ]
         tuner = None
         if self.training:
             choose_algorithm(model, self.task_cfg, self.root)
@@ -309,14 +284,9 @@ def _pregate_stacks(model: nn.Module, ahead: int, sides: str) -> None:
     every = {side: moe_layers(layers) for side, _, layers in named_stacks(model) if moe_layers(layers)}
     stacks = every if sides == "both" else {sides: every.get(sides, [])}
     refuse_too_far(ahead, {side: len(layers) for side, layers in stacks.items()})
-    for side, layers in stacks.items():
-        others = max(0, len(layers) - ahead)
-        if others:
+    for layers in stacks.values():
+        if len(layers) > ahead:
             pregate(layers, ahead)
-        logger.info(
-            "--moe-pregate %d: the gates of %d of %d MoE layers of the %s read an earlier layer's input",
-            *(ahead, others, len(layers), side),
-        )
 
 
 def _watch_token_ids(model: nn.Module, context: Context) -> None:
@@ -347,43 +317,6 @@ def _watch_micro_batches(model: nn.Module) -> None:
 def _begin_micro_batch(layers: Sequence[MoEFeedForward], *_: Any) -> None:
     for layer in layers:
         layer.begin_micro_batch()
-
-
-@dataclass
-class _Gather:
-    """Gathers all experts on every rank, so each rank can generate text alone; logs their size once."""
-
-    model: nn.Module
-    topology: Topology
-    is_logged: bool = False
-
-    def __call__(self) -> None:
-        num_bytes = gather_everywhere(self.model, self.topology)
-        if not self.is_logged:
-            self.is_logged = True
-            logger.info(
-                "the model generates during training, for which each rank gathers all experts (%.1f MB), "
-                "because beams differ in length; give --moe-expert-parallel-size 1 to avoid this",
-                num_bytes / 1e6,
-            )
-
-
-def _refuse_sizes(configs: Sequence[MoEConfig], topology: Topology) -> None:
-    """Raise an error if the experts of one rank do not fit in this machine's memory as fp32."""
-    if torch.get_default_device().type == "meta":
-        return
-    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    needed = sum(
-        4 * 2 * config.model_dim * config.hidden_dim * config.num_experts // topology.expert_parallel_size
-        for config in configs
-        if not is_custom(config.expert_type)  # a custom class's weights may have any size
-    )
-    if needed > memory:
-        raise ValueError(
-            f"--moe-expert-count {configs[0].num_experts} and --moe-expert-ffn-dim {configs[0].hidden_dim} "
-            f"need {needed / 1e9:,.0f} GB for the weights on a rank, but the machine has "
-            f"{memory / 1e9:,.0f} GB of memory; lower one of these options, or use more ranks."
-        )
 
 
 def refuse_options(cfg: Any) -> None:

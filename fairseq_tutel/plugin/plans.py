@@ -67,41 +67,27 @@ def use_plans(task_cfg: Any, topology: Topology, config: MoEConfig) -> str:
         ValueError: no group can run a plan, or --moe-a2a-algorithm names a missing plan.
     """
     options = read(TaskConfig, task_cfg)
-    plans = plans_of(task_cfg) if topology.world_size > 1 else ()
+    plans, groups = plans_of(task_cfg) if topology.world_size > 1 else (), _groups(topology)
     local, is_elastic = options.moe_local_size or ranks_per_node(), options.moe_micro_batches > 0
     if is_elastic:
-        plans = _fitting(plans, _groups(topology))
-    refuse_unused(plans, _groups(topology))
+        plans = tuple(each for each in plans if any(each.fits(ranks) for ranks in groups))
+    refuse_unused(plans, groups)
     algorithm, name = config.a2a_algorithm, config.a2a_algorithm.removeprefix(PLAN)
-    size = topology.expert_parallel_size
-    known = [each.name for each in _all_to_alls(plans, topology)]
-    is_missing = name != algorithm and size > 1 and name not in known
-    if is_missing and is_elastic:
+    size, known = (
+        topology.expert_parallel_size,
+        [each.name for each in _all_to_alls(plans, topology)],
+    )
+    if name != algorithm and size > 1 and name not in known:
+        if not is_elastic:
+            fix = f"give {' or '.join(PLAN + each for each in known)}" if known else "add that plan"
+            raise ValueError(
+                f"--moe-a2a-algorithm is {PLAN}{name}, but --moe-collective-plans has no {name}.json with "
+                f"an all_to_all for the {size} ranks of an EP group; {fix}, or give linear."
+            )
+        logger.warning("no plan %s fits the %d ranks of an EP group: using %s", name, size, ALGORITHMS[0])
         algorithm = ALGORITHMS[0]
-        text = "--moe-a2a-algorithm is %s%s, but no such plan fits the %d ranks of an EP group: using %s"
-        logger.warning(text, PLAN, name, size, algorithm)
-    elif is_missing:
-        fix = f"give {' or '.join(PLAN + each for each in known)}" if known else "add that plan"
-        raise ValueError(
-            f"--moe-a2a-algorithm is {PLAN}{name}, but --moe-collective-plans has no {name}.json with an "
-            f"all_to_all for the {size} ranks of an EP group; {fix}, or give linear."
-        )
-    if known and name not in known and config.adaptive != "auto" and config.adaptive_r != 0:
-        flags = " or ".join(PLAN + each for each in known)
-        logger.info(
-            "no collective plan is used to exchange rows; to use one, give --moe-a2a-algorithm %s", flags
-        )
     collectives.use(PlanBackend(plans, local) if plans else None)
     return algorithm
-
-
-def _fitting(plans: Sequence[PlacedPlan], groups: Sequence[Sequence[int]]) -> tuple[PlacedPlan, ...]:
-    """Return the plans that a group of ranks can run, and log the names of the others."""
-    fitting = tuple(each for each in plans if any(each.fits(ranks) for ranks in groups))
-    if len(fitting) < len(plans):
-        others = ", ".join(each.name for each in plans if each not in fitting)
-        logger.info("collective plans that fit no group of ranks are not used: %s", others)
-    return fitting
 
 
 def tuned_algorithms(layer: MoELayer, task_cfg: Any, machine: Machine, num_bytes: float) -> tuple[str, ...]:
@@ -117,12 +103,7 @@ def tuned_algorithms(layer: MoELayer, task_cfg: Any, machine: Machine, num_bytes
     for each in _all_to_alls(plans_of(task_cfg), topology):
         seconds[PLAN + each.name] = plan_seconds(each.report.loads, num_bytes, machine, local)
     limit = HOPELESS * min(seconds.values())
-    kept = [name for name in seconds if name in ALGORITHMS or seconds[name] <= limit]
-    if len(kept) < len(seconds):
-        slow = ", ".join(name for name in seconds if name not in kept)
-        text = "adaptive: plans with slow times, predicted from the hardware profile %s, are not tried: %s"
-        logger.info(text, machine.name, slow)
-    return tuple(kept)
+    return tuple(name for name in seconds if name in ALGORITHMS or seconds[name] <= limit)
 
 
 def _all_to_alls(plans: Sequence[PlacedPlan], topology: Topology) -> list[PlacedPlan]:

@@ -86,8 +86,8 @@ def test_a_folder_of_another_run_is_refused_on_all_ranks(lm_data, tmp_path):
     ("option", "named"),
     [
         ((), "checkpoint_last.pt, which is corrupt"),
-        (("--moe-expert-type", "glu"), "--moe-expert-type ffn (saved) → glu (given); give the saved"),
-        (("--moe-expert-count", 8), "was saved with 4 experts in decoder_0, this run has 8; give"),
+        (("--moe-expert-type", "glu"), "--moe-expert-type: 'ffn' (saved) → 'glu' (given)"),
+        (("--moe-freq", 2), "was saved with --moe-freq 1, this run has 2; give --moe-freq 1"),
     ],
 )
 def test_a_truncated_checkpoint_and_one_of_another_model_are_refused(

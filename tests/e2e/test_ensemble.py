@@ -1,14 +1,11 @@
 """Ensembles and confident multiple choice learning through the real command lines."""
 
-import subprocess
-import sys
-
 import numpy as np
 import pytest
 import torch
-from cli import ROOT, USER_DIR, fairseq, refused
+from cli import ROOT, USER_DIR, fairseq
 from equality import facts_of, same_bits, same_weights
-from tool_in_process import convert, refusal
+from tool_in_process import convert
 
 SIZE = 3
 TINY = (
@@ -101,44 +98,6 @@ def test_an_ensemble_opens_as_one_and_its_members_alone(trained, lm_data, tmp_pa
     assert f"nll_loss {float(last['valid_nll_loss']):.3f}".rstrip("0") in validated.output
 
 
-OPENS = """
-import sys
-from fairseq.checkpoint_utils import load_model_ensemble_and_task
-models, cfg, task = load_model_ensemble_and_task(sys.argv[1:])
-assert "fairseq_tutel" not in sys.modules, "the plugin"
-print(type(models[0]).__name__, type(task).__name__, cfg.criterion._name, cfg.optimizer._name)
-"""
-
-
-@pytest.mark.long
-def test_stock_opens_a_member_without_the_plugin(lm_data, tmp_path):
-    fairseq("train", *lm_args(lm_data, tmp_path, "--optimizer", "moe_adam", updates=1))
-    path = tmp_path / "checkpoint_last.pt"
-    convert("members", "--input", path, "--output", tmp_path / "members")
-    member = tmp_path / "members" / "member1.pt"
-    found = subprocess.run(
-        [sys.executable, "-c", OPENS, member], capture_output=True, text=True, cwd=tmp_path
-    )
-    expected = "TransformerLanguageModel LanguageModelingTask cross_entropy adam"
-    assert found.stdout.strip() == expected, found.stderr
-    kept = torch.load(member, weights_only=False)["cfg"]
-    assert not [key for part in kept.values() if part for key in part if "cmcl" in key or "moe" in key]
-
-
-@pytest.mark.long
-def test_features_are_shared_under_activation_checkpointing(lm_data, tmp_path):
-    """The losses are those without checkpointing; and others than without sharing."""
-    losses = {}
-    for name, extra in {
-        "kept": ("--ensemble-share-after", "decoder.layers.0"),
-        "made again": ("--ensemble-share-after", "decoder.layers.0", "--checkpoint-activations"),
-        "alone": (),
-    }.items():
-        run = fairseq("train", *lm_args(lm_data, tmp_path / name, *extra, updates=2))
-        losses[name] = [record["loss"] for record in run.stats("train_inner")]
-    assert losses["kept"] == losses["made again"] != losses["alone"]
-
-
 HYDRA = """
 common: {user_dir: USER_DIR}
 task: {_name: language_modeling, data: DATA, tokens_per_sample: 16}
@@ -165,19 +124,6 @@ def test_hydra_takes_a_member_s_keys(lm_data, tmp_path):
     assert state["model"]["members.1.decoder.layers.0.fc1.weight"].shape == (32, 16)
     convert("members", "--input", tmp_path / "checkpoint_last.pt", "--output", tmp_path / "members")
     fairseq("eval-lm", lm_data, "--path", tmp_path / "members" / "member0.pt", "--gen-subset", "valid")
-
-
-def test_an_unknown_member_is_refused_in_a_sentence(lm_data, tmp_path):
-    said = refused("train", *lm_args(lm_data, tmp_path, "--ensemble-arch", "nothing"))
-    assert "--ensemble-arch is nothing, which is not an architecture for" in said.splitlines()[-1], said[
-        -600:
-    ]
-
-
-def test_another_checkpoint_has_no_members(lm_data, tmp_path):
-    torch.save({"model": {}, "cfg": {"model": {"_name": "transformer_lm"}}}, tmp_path / "a.pt")
-    said = refusal("members", "--input", tmp_path / "a.pt", "--output", tmp_path / "members")
-    assert "a checkpoint of transformer_lm; give a checkpoint of --arch ensemble_of" in said
 
 
 EXAMPLE = str(ROOT / "examples" / "cmcl")
@@ -214,22 +160,3 @@ def test_images_are_learned_by_some_members_on_two_ranks_as_on_one(tmp_path):
     last = run.stats("valid")[-1]
     assert float(last["valid_oracle_error"]) < 10
     assert float(last["valid_member_accuracy"]) < 70 < float(last["valid_accuracy"])
-    path = tmp_path / "1" / "checkpoint_last.pt"
-    convert("members", "--input", path, "--output", tmp_path / "members")
-    member = torch.load(tmp_path / "members" / "member0.pt", weights_only=False)
-    assert member["cfg"]["criterion"]["_name"] == "image_classification"
-
-
-@pytest.mark.long
-def test_members_with_experts_share_features_in_half_precision_on_two_ranks(lm_data, tmp_path):
-    extra = ("--ensemble-share-after", "decoder.layers.0", "--bf16", "--moe-freq", 1)
-    losses = {}
-    for ranks in (1, 2):
-        args = lm_args(
-            lm_data, tmp_path / str(ranks), *extra, "--ensemble-share-keep", 1,
-            "--update-freq", 2 // ranks, kind="experts", updates=3,
-        )  # fmt: skip
-        run = fairseq("train", *args, ranks=ranks)
-        losses[ranks] = [float(record["loss"]) for record in run.stats("train_inner")]
-    assert losses[2] == pytest.approx(losses[1], rel=0.01)
-    assert losses[1][-1] < losses[1][0]

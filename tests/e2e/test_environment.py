@@ -31,11 +31,3 @@ def test_env_works_without_fairseq(monkeypatch):
     for name in ("fairseq", "fairseq.modules.layer_norm"):
         monkeypatch.setitem(sys.modules, name, None)
     assert _env()["torch"] == torch.__version__
-
-
-def test_env_tells_another_apex_from_nvidia_s(tmp_path, monkeypatch):
-    assert _env()["apex"] == "not installed"
-    (tmp_path / "apex").mkdir()
-    (tmp_path / "apex" / "__init__.py").write_text("")
-    monkeypatch.syspath_prepend(tmp_path)
-    assert _env()["apex"].startswith("a package of that name without NVIDIA's")

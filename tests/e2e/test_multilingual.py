@@ -1,7 +1,6 @@
 """multilingual_translation with experts: each pair has a sample of a batch, and a step of the criterion."""
 
 import re
-import shutil
 
 import pytest
 from cli import USER_DIR, fairseq
@@ -22,11 +21,6 @@ BOTH = (
 SIMPLE = (
     *BOTH, "--encoder-langtok", "src", "--decoder-langtok", "--sampling-method", "temperature",
     "--sampling-temperature", 2, "--virtual-epoch-size", 24,
-)  # fmt: skip
-DENOISING = (
-    "--task", "moe_multilingual_denoising", "--langs", "de,en", "--add-lang-token", "--mask", 0,
-    "--multilang-sampling-alpha", 0.5, "--arch", "moe_bart_base", "--tokens-per-sample", 64,
-    "--sample-break-mode", "complete",
 )  # fmt: skip
 DRAWN = (
     "--optimizer", "moe_sgd", "--lr", 0.1, "--batch-size", 4, "--disable-validation", "--dropout", 0,
@@ -53,25 +47,11 @@ def test_a_multilingual_training_is_the_same_on_two_ranks_and_resumed(tmp_path):
     assert '"valid_moe_load_en-de_decoder_1"' in validated
 
 
-def _folders(data, folder):
-    """Return data of multilingual_denoising: a folder of each language."""
-    for language in ("de", "en"):
-        (folder / language).mkdir(parents=True)
-        for file in data.glob(f"*.de-en.{language}.*"):
-            shutil.copy(file, folder / language / f"{file.name.split('.')[0]}{file.suffix}")
-    shutil.copy(data / "dict.de.txt", folder / "dict.txt")
-    return folder
-
-
 @pytest.mark.long
-@pytest.mark.parametrize("task", [SIMPLE, DENOISING])
-def test_sentences_drawn_of_languages_are_the_same_when_resumed_in_a_later_epoch(task, tmp_path):
+def test_sentences_drawn_of_languages_are_the_same_when_resumed_in_a_later_epoch(tmp_path):
     data = translation(tmp_path)
-    if task is DENOISING:
-        data = _folders(data, tmp_path / "texts")
     one, two = tmp_path / "one", tmp_path / "two"
-    command = (*task, *DRAWN)
-    in_second = 4 if task is SIMPLE else 5
+    command, in_second = (*SIMPLE, *DRAWN), 4
     fairseq("train", *mt_args(data, one, *command, "--update-freq", 2, updates=in_second + 2))
     shared = (*command, *SHARED[:2])
     fairseq("train", *mt_args(data, two, *shared, updates=in_second), ranks=2)
@@ -79,9 +59,6 @@ def test_sentences_drawn_of_languages_are_the_same_when_resumed_in_a_later_epoch
     assert resumed.stats("train_inner")[0]["epoch"] == 2
     same_training(one, two)
 
-    if task is DENOISING:
-        assert len(ft.from_checkpoint(two).fill_mask("w3 <mask> w4", topk=2)) == 2
-        return
     opened = ("--user-dir", USER_DIR, "--path", two / "checkpoint_last.pt", "--gen-subset", "test")
     of_pair = ("-s", "de", "-t", "en", "--encoder-langtok", "src", "--decoder-langtok")
     output = fairseq("generate", data, *BOTH, *of_pair, *opened, "--batch-size", 1).output

@@ -1,5 +1,6 @@
 """A user's own fairseq model with `ft.moe_layer` trains, saves and resumes like the plugin's models."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -28,10 +29,8 @@ def alone(lm_data, tmp_path_factory):
     return train(lm_data, folder, updates=6), evaluated(lm_data, folder)
 
 
-@pytest.mark.parametrize(
-    "words", [("--moe-zero-stage", 2), ("--moe-checkpoint", "sharded", "--store-ema")], ids=str
-)
-def test_a_model_of_two_ranks_resumes_on_three_and_is_evaluated_on_one(alone, lm_data, tmp_path, words):
+def test_a_model_of_two_ranks_resumes_on_three_and_is_evaluated_on_one(alone, lm_data, tmp_path):
+    words = ("--moe-zero-stage", 2, "--moe-checkpoint", "sharded", "--store-ema")
     begun = train(lm_data, tmp_path, *words, updates=3, ranks=2)
     resumed = train(lm_data, tmp_path, *words, updates=6, ranks=3)
     for own, expected in zip([*begun, *resumed], alone[0], strict=True):
@@ -44,4 +43,4 @@ def test_another_number_of_experts_is_refused(lm_data, tmp_path):
     env = {"EXPERTS": "4"}
     words = ("--arch", "own_lm", "--user-dir", OWN_DIR, "--decoder-layers", 4)
     output = refused("train", *dense_lm_args(lm_data, tmp_path, *words, updates=2), ranks=2, env=env)
-    assert "checkpoint_last.pt has decoder.layers.1.fc1.moe.moe.gate.weight of the shape (6, 16)" in output
+    assert re.search(r"error: \S+checkpoint_last.pt does not fit this model .*--moe-expert-count", output)

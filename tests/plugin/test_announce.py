@@ -4,7 +4,7 @@ from torch import nn
 
 import fairseq_tutel as ft
 from fairseq_tutel import plugin
-from fairseq_tutel.plugin.announce import log_size, parameter_counts, sizes
+from fairseq_tutel.plugin.announce import log_size, sizes
 
 plugin.register()
 D, H, E, K, V = 4, 6, 8, 2, 10
@@ -30,17 +30,3 @@ def test_the_log_has_the_number_of_parameters_of_all_ranks(caplog):
         log_size(model)
     experts, total = (sum(p.numel() for p in m.parameters()) for m in (model[0].experts, model))
     assert f"parameters on all ranks: {total:,}, of experts: {experts:,}, active per tok" in caplog.text
-
-
-def test_shared_and_expert_parameters_are_counted_apart():
-    tied = nn.Linear(D, D, bias=False)
-    model = nn.Sequential(nn.Linear(D, D), tied, tied)
-    assert parameter_counts(model) == {}
-    model.append(ft.MoELayer(ft.MoEConfig(D, H, E)))
-    model[0].requires_grad_(False)
-    next(model[3].experts.parameters()).requires_grad_(False)
-    of = {"shared": [model[0], tied, model[3].gate], "expert": [model[3].experts]}
-    for name, (total, trained) in parameter_counts(model).items():
-        own = [p for module in of[name] for p in module.parameters()]
-        assert total == sum(p.numel() for p in own)
-        assert trained == sum(p.numel() for p in own if p.requires_grad) < total

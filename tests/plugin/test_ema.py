@@ -4,12 +4,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from fairseq import trainer
 from fairseq.models.ema.ema import EMA
 from torch import nn
 
 from fairseq_tutel import MoEConfig, MoELayer, plugin
 from fairseq_tutel.plugin.training.ema import ExpertEMA
+from fairseq_tutel.plugin.training.own_layers import MoETrainer
 
 plugin.register()
 
@@ -36,13 +36,23 @@ class _Model(nn.Module):
 
 def _config(wide, freq=1):
     return SimpleNamespace(
-        ema_decay=0.9, ema_seed_model=None, ema_fp32=wide, ema_update_freq=freq, ema_start_update=0
-    )
+        store_ema=True,
+        ema_decay=0.9,
+        ema_seed_model=None,
+        ema_fp32=wide,
+        ema_update_freq=freq,
+        ema_start_update=0,
+    )  # fmt: skip
 
 
 def test_a_model_without_experts_keeps_fairseq_s():
-    made = [trainer.build_ema(model, _config(False), None) for model in (nn.Linear(2, 2), _Model())]
-    assert [type(each) for each in made] == [EMA, ExpertEMA]
+    made = []
+    for model in (nn.Linear(2, 2), _Model()):
+        trainer = object.__new__(MoETrainer)
+        trainer.cfg, trainer._model, trainer.device = SimpleNamespace(ema=_config(False)), model, None
+        trainer._build_ema()
+        made.append(type(trainer._ema))
+    assert made == [EMA, ExpertEMA]
 
 
 @pytest.mark.parametrize("half", [False, True])

@@ -2,26 +2,25 @@
 
 import argparse
 import copy
+import re
 
 import pytest
 import torch
 from fairseq import models, options, tasks
 from fairseq.data import Dictionary
 from fairseq.dataclass.utils import convert_namespace_to_omegaconf
-from torch import nn
+from fairseq.models.transformer_lm import TransformerLanguageModel
 
-from fairseq_tutel.models.variants import _refuse_dense_encoder
 from fairseq_tutel.option import flag_of
 from fairseq_tutel.parallel import guard
+from fairseq_tutel.parallel.groups import Topology
 from fairseq_tutel.plugin import register
-from fairseq_tutel.plugin.criterions.gate_loss import GateLossMixin
-from fairseq_tutel.plugin.differences import Fits, changes, log_changes, saved_model
+from fairseq_tutel.plugin.differences import changes, log_changes, saved_model
 from fairseq_tutel.plugin.feed_forward import moe_layers
 from fairseq_tutel.plugin.install import _sentence_length
 from fairseq_tutel.plugin.opening.load import mark_as_opened
-from fairseq_tutel.plugin.registration.flags import GateLossOptions, defaults
 from fairseq_tutel.plugin.run_state import OPENED
-from fairseq_tutel.plugin.training.task import MoETaskMixin
+from fairseq_tutel.plugin.training.startup import refuse_run
 
 register()
 
@@ -78,24 +77,6 @@ def test_an_opened_model_draws_no_experts_and_takes_the_tensors_of_its_file(monk
     assert torch.equal(opened.eval()(tokens)[0], saved.eval()(tokens)[0])
 
 
-@torch.no_grad()
-def test_opened_models_share_a_store_while_it_is_open():
-    saved, cfg = build("decoder")
-    cfg._set_flag(OPENED, True)
-    task = task_of_words()
-    task.cfg.moe_expert_store, task.cfg.moe_expert_tier = "on-demand", "host"
-    tokens, stores = torch.arange(4).unsqueeze(0), []
-    expected = saved.eval()(tokens)[0]
-    for _ in range(3):
-        model = models.build_model(cfg, task)
-        model.load_state_dict(saved.state_dict(), model_cfg=cfg)
-        assert torch.equal(model.eval()(tokens)[0], expected)
-        stores.append(moe_layers(model)[0].experts.weights._store)
-        if len(stores) == 2:
-            stores[0].close()
-    assert stores[0] is stores[1] is not stores[2]
-
-
 @pytest.mark.parametrize("side", SMALL)
 @pytest.mark.parametrize(("kept", "with_experts"), [("1,3", [0, 1]), ("0,2,3", [2])])
 def test_a_pruned_model_takes_the_layers_that_it_keeps(side, kept, with_experts):
@@ -139,17 +120,12 @@ def saved_of(**options):
 
 
 def test_each_option_that_differs_from_the_checkpoint_is_one_line(caplog):
-    model, _, saved = saved_of()
+    _, _, saved = saved_of()
     given = configuration("decoder", moe_top_k=1, dropout=0.5).model
     log_changes(saved, given)
     assert sorted(record.getMessage() for record in caplog.records) == [
         "a.pt: --dropout: 0.1 (saved) → 0.5 (given)", "a.pt: --moe-top-k: 2 (saved) → 1 (given)"
     ]  # fmt: skip
-    other, cfg = build("decoder", decoder_ffn_embed_dim=8)
-    with pytest.raises(
-        ValueError, match=r"^a\.pt has .* options differ: --decoder-ffn-embed-dim 16 .saved. → 8 "
-    ):
-        Fits(saved, cfg, ends=False, all_keys=False)(other, model.state_dict())
 
 
 def test_pruning_is_no_changed_option():
@@ -182,13 +158,6 @@ def test_the_experts_of_one_rank_are_recognized():
     with pytest.raises(ValueError, match=r"a\.pt has 2 of the 4 experts of decoder_1"):
         saved_model({"model": state}, "a.pt", {"moe_expert_count": "4"})
     assert saved_model({"model": state}, "a.pt", {"moe_expert_count": "2"})["experts"]
-
-
-def test_a_dense_encoder_is_not_replaced_by_random_experts():
-    args = argparse.Namespace(pretrained_mlm_checkpoint="a.pt", pretrained_decoder=False)
-    with pytest.raises(ValueError, match=r"is a\.pt, which has no experts, .* convert upcycle"):
-        _refuse_dense_encoder(nn.Linear(1, 1), args, {"encoder": 2, "decoder": 2})
-    _refuse_dense_encoder(nn.Linear(1, 1), args, {"encoder": 0, "decoder": 2})
 
 
 def test_a_copy_of_a_model_with_a_hash_gate_sees_its_own_tokens():
@@ -236,63 +205,72 @@ def test_pre_gating_changes_the_chosen_stacks_alone(sides):
         build("encoder", moe_pregate=1, decoder_moe_freq=0, moe_pregate_sides="decoder")
 
 
-class LoggedSum:
-    """A criterion that sums what a model gives."""
-
-    def forward(self, model, sample):
-        loss = model(sample).sum()
-        return loss, 1, {"loss": loss.detach()}
-
-
-class DummyStep:
-    """A task whose steps do nothing."""
-
-    def train_step(self, *args):
-        return torch.zeros(()), 0, {}
-
-    valid_step = train_step
-
-
-class Pair(nn.Module):
-    """Two models in one, as a user's may be, each built with a context of its own."""
-
-    def __init__(self):
-        super().__init__()
-        self.one, self.other = build("decoder")[0], build("decoder")[0]
-
-    def forward(self, tokens):
-        return self.one(tokens)[0] + self.other(tokens)[0]
-
-
-class Loss(GateLossMixin, LoggedSum):
-    """The balance loss with it, at a weight."""
-
-    def __init__(self, weight):
-        self.gate_loss = argparse.Namespace(**(defaults(GateLossOptions) | {"moe_gate_loss_wt": weight}))
-
-
-def test_models_within_a_model_are_told_alike():
-    model, tokens = Pair(), torch.tensor([[0, 1, 2, 3]])
-    gates = [layer.gate.weight for layer in moe_layers(model)]
-    assert len(gates) == 4
-    plain, balanced = (
-        torch.autograd.grad(Loss(weight).forward(model, tokens)[0], gates) for weight in (0.0, 1.0)
-    )
-    assert not any(torch.equal(*pair) for pair in zip(plain, balanced, strict=True))
-    assert not any(layer.context.coefficients for layer in moe_layers(model))
-    task = type("Task", (MoETaskMixin, DummyStep), {})()
-    task.train_step({}, model, None, None, 1, ignore_grad=True)
-    assert all(layer.context.is_dummy for layer in moe_layers(model))
-    task.valid_step({}, model, None)
-    assert not any(layer.context.is_dummy for layer in moe_layers(model))
-
-
 def run_of(side, criterion, *words, **overrides):
     """Return (configuration, task) of a training run."""
     words = ["--criterion", criterion, "--optimizer", "moe_adam", "--save-dir", "x", "--cpu", *words]
     cfg = configuration(side, *words, **overrides)
     task = tasks.TASK_REGISTRY[cfg.task._name](cfg.task, *[Dictionary()] * (1 + (side == "encoder")))
     return cfg, task
+
+
+REFUSED = {
+    "--moe-expert-parallel-size 3": "is 3, which does not fit the number of ranks (1)",
+    "--moe-top-k 5": "top_k (--moe-top-k) is 5 but there are 3 experts; choose a value from 1 to 3",
+    "--moe-expert-count 0": "--moe-expert-count is '0'; give a number of at least 1",
+    "--moe-expert-count=-2": "--moe-expert-count is '-2'; give a number of at least 1",
+    "--moe-expert-count 4,4,4": "is '4,4,4', which has 3 numbers, but the model has 2 MoE layers; give",
+    "--moe-freq 5": "no layer gets experts (4 decoder layers, --moe-freq 5); give a --moe-freq of at",
+    "--moe-freq 0": "no layer gets experts (4 decoder layers, --moe-freq 0); give a --moe-freq of at",
+    "--moe-top1-expert --moe-top-k 4": "--moe-top1-expert and --moe-top-k 4 are both given; remove one",
+    "--moe-gating-use-fp32 --no-moe-gating-use-fp32": "--no-moe-gating-use-fp32 are both given; remove one",
+    "--fp16": "--fp16 is set on a CPU, but needs a GPU; remove it.",
+    "--amp": "--amp is set on a CPU, but needs a GPU; remove it.",
+    "--quant-noise-pq 0.1": "--quant-noise-pq is 0.1: experts do not support quantization noise; set it",
+    "--base-layers 1": "--base-layers is 1: BASE layers are a different kind of experts; set it to 0",
+    "--moe-pregate 2": "pregate (--moe-pregate) is 2 but the decoder has 2 MoE layers; give 1 to 1",
+    "--moe-pregate 1 --checkpoint-activations": "is 1, which reads the input of an earlier layer, but",
+    "--moe-pregate 1 --decoder-layerdrop 0.1": "is 0.1, but with --moe-pregate 1 a layer's gate reads",
+}
+
+
+@pytest.mark.parametrize("words", REFUSED)
+def test_a_bad_option_is_refused_by_name(words):
+    cfg, task = run_of("decoder", "moe_cross_entropy", *words.split())
+    with pytest.raises(ValueError, match=re.escape(REFUSED[words])):
+        task.build_model(cfg.model)
+    guard.set_timeout(0)  # a training's is the whole process's
+
+
+@pytest.mark.parametrize("side", ["encoder", "decoder"])
+def test_a_frequency_of_one_side_is_refused_by_its_name(side):
+    cfg, task = run_of("encoder", "moe_label_smoothed_cross_entropy", f"--{side}-moe-freq=-3")
+    with pytest.raises(ValueError, match=f"^--{side}-moe-freq is -3; give a whole number of layers"):
+        task.build_model(cfg.model)
+
+
+REFUSED_ON_TWO_RANKS = {
+    "--decoder-layerdrop 0.2": "--decoder-layerdrop is 0.2, so ranks would drop different layers",
+    "--optimizer moe_adafactor": "--optimizer is moe_adafactor, whose updates depend on all experts",
+    "--ddp-backend pytorch_ddp": "--ddp-backend is pytorch_ddp, which needs a GPU",
+}
+
+
+@pytest.mark.parametrize("words", REFUSED_ON_TWO_RANKS)
+def test_what_cannot_work_on_several_ranks_is_refused(words):
+    ranks = ("--distributed-world-size", "2", "--ddp-backend", "legacy_ddp")
+    cfg, task = run_of("decoder", "moe_cross_entropy", *ranks, *words.split())
+    model = TransformerLanguageModel.build_model(cfg.model, task)
+    two = Topology(world_size=2, expert_parallel_size=2)
+    with pytest.raises(ValueError, match=re.escape(REFUSED_ON_TWO_RANKS[words])):
+        refuse_run(cfg, model, two, in_step=False, sliced=False, ahead=0)
+
+
+def test_local_drop_needs_complete_experts():
+    cfg, task = run_of("decoder", "moe_cross_entropy", "--moe-local-drop", "0.1")
+    model = TransformerLanguageModel.build_model(cfg.model, task)
+    with pytest.raises(ValueError, match=r"^--moe-local-drop is 0.1, which needs complete experts on each"):
+        refuse_run(cfg, model, Topology(), in_step=False, sliced=True, ahead=0)
+    refuse_run(cfg, model, Topology(), in_step=False, sliced=False, ahead=0)
 
 
 def said_by(caplog, side, criterion, **overrides):

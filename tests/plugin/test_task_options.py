@@ -17,7 +17,6 @@ from fairseq_tutel.plugin.opening.load import mark_as_opened
 from fairseq_tutel.plugin.registration.flags import SystemOptions, defaults
 from fairseq_tutel.plugin.registration.wrapped import run_with_root
 from fairseq_tutel.plugin.run_state import is_training, root_of
-from fairseq_tutel.plugin.training.own_layers import prepare
 
 register()
 
@@ -91,9 +90,3 @@ def test_the_configuration_is_kept_while_main_runs_also_in_a_process_that_fairse
 
     assert run_with_root(main, cfg) == (cfg, True, False)
     assert root_of(task) is None
-
-
-def test_a_dense_model_s_training_says_what_has_no_effect(tmp_path, caplog):
-    prepare(_ranking(tmp_path, "--moe-zero-stage", "1"), None, torch.nn.Linear(1, 1))
-    said = [r.message.split(":")[0] for r in caplog.records if "no effect" in r.message]
-    assert said == ["--moe-zero-stage 1 has no effect"]

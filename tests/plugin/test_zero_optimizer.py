@@ -7,14 +7,14 @@ import pytest
 import torch
 from fairseq import optim, utils
 from fairseq.dataclass.configs import FairseqConfig
-from fairseq.optim import FP16Optimizer
+from fairseq.optim import MemoryEfficientFP16Optimizer
 from omegaconf import OmegaConf
 
 from fairseq_tutel.parallel.groups import Topology
 from fairseq_tutel.plugin import register
 from fairseq_tutel.plugin.optim import zero
 from fairseq_tutel.plugin.optim.moe_optimizer import MoEOptimizerMixin
-from fairseq_tutel.plugin.optim.zero import ZeroOptions, refuse_with_zero, zero_options
+from fairseq_tutel.plugin.optim.zero import ZeroOptions, half_optimizer, refuse_with_zero, zero_options
 from fairseq_tutel.plugin.run_state import RUN
 
 register()
@@ -106,10 +106,10 @@ def test_masters_in_shards_follow_fairseq_s_own(precision):
         root = root_of(
             offload=offload, fp16_no_flatten_grads=True, fp16_init_scale=2**12, **{precision: True}
         )
-        optimizer = FP16Optimizer.build_optimizer(root, parameters)
+        optimizer = half_optimizer(root, parameters)
         assert type(optimizer).__name__ == "FP16Optimizer"  # which the Trainer compares
         norms = [update(optimizer, parameters, number) for number in range(4)]
-        other = FP16Optimizer.build_optimizer(
+        other = half_optimizer(
             root_of(offload=not offload, fp16_no_flatten_grads=True, **{precision: True}), parameters
         )
         inner = getattr(optimizer, "fp32_optimizer", None) or optimizer.wrapped_optimizer
@@ -124,6 +124,33 @@ def test_masters_in_shards_follow_fairseq_s_own(precision):
     torch.testing.assert_close(norms_2, norms, rtol=1e-5, atol=1e-6)
     for a, b in zip(plain, sharded, strict=True):
         torch.testing.assert_close(b, a, rtol=0.01, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    "precision, offload",
+    [
+        *(
+            (name, False)
+            for name in ("fp32", "fp16", "bf16", "memory_efficient_fp16", "memory_efficient_bf16")
+        ),
+        *((name, True) for name in ("fp32", "fp16", "bf16")),
+    ],
+)
+def test_clipping_does_not_use_a_gpu_where_the_gradients_are_not(precision, offload, monkeypatch):
+    """As with --cpu on a machine that has a GPU, to which fairseq moves the norm."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: pytest.fail("a GPU was used"))
+    half = precision.removeprefix("memory_efficient_")
+    dtype = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}[half]
+    flags = {} if half == "fp32" else {precision: True, half: True, "fp16_no_flatten_grads": True}
+    root = root_of(offload=offload, **flags)
+    parameters = parameters_of(dtype)
+    if half == "fp32":
+        optimizer = optim.build_optimizer(root.optimizer, parameters)
+    else:
+        build = half_optimizer if half == precision else MemoryEfficientFP16Optimizer.build_optimizer
+        optimizer = build(root, parameters)
+    assert float(update(optimizer, parameters, 0)) > 0.5  # clipped
 
 
 @pytest.mark.parametrize("count", [0, 1, 3, 100])
@@ -142,7 +169,7 @@ def test_clipping_on_a_cpu_has_fairseq_s_bits(count):
 def test_an_overflow_skips_the_step_and_lowers_the_scale():
     parameters = parameters_of(torch.float16)
     root = root_of(offload=True, fp16=True, fp16_no_flatten_grads=True, fp16_init_scale=2**10)
-    optimizer = FP16Optimizer.build_optimizer(root, parameters)
+    optimizer = half_optimizer(root, parameters)
     with pytest.raises(OverflowError, match="setting loss scale to: 512"):
         update(optimizer, parameters, 0, size=1e4)
     optimizer.zero_grad()
@@ -204,7 +231,7 @@ def test_what_does_not_go_with_shards_is_refused_by_name(what):
 def test_a_backward_with_fp16_sends_its_gradients_when_it_ends(monkeypatch):
     parameters, ended = parameters_of(torch.float16), []
     root = root_of(offload=True, fp16=True, fp16_no_flatten_grads=True)
-    optimizer = FP16Optimizer.build_optimizer(root, parameters)
+    optimizer = half_optimizer(root, parameters)
     shards = optimizer.wrapped_optimizer.zero
     monkeypatch.setattr(shards, "finish_backward", lambda: ended.append(parameters[0].grad))
     optimizer.backward(parameters[0].float().sum())

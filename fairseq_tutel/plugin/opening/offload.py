@@ -3,6 +3,7 @@
 With --moe-expert-store, the experts stay offloaded. All models of a command share one store.
 """
 
+import atexit
 import contextlib
 import dataclasses
 import functools
@@ -34,7 +35,6 @@ from fairseq_tutel.parallel.groups import Topology
 from fairseq_tutel.parallel.host_memory import refuse_too_little
 from fairseq_tutel.parallel.progress import progress
 from fairseq_tutel.plugin.feed_forward import MoEFeedForward, moe_layers
-from fairseq_tutel.plugin.registration.process import call_at_end
 from fairseq_tutel.plugin.run_state import config_of, is_opened, language_pair
 
 logger = logging.getLogger(__name__)
@@ -245,7 +245,7 @@ def _store_of(options: StoreConfig) -> ExpertStore:
             options.moe_expert_compute,
         )
         # fairseq-generate has no hook at its end, so the counters are logged when the process ends.
-        call_at_end(functools.partial(_log_counters, options, store.counters))
+        atexit.register(functools.partial(_log_counters, options, store.counters))
     return store
 
 

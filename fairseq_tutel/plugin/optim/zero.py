@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from fairseq.optim import MemoryEfficientFP16Optimizer
+from fairseq.optim import FP16Optimizer, MemoryEfficientFP16Optimizer
 from torch import Tensor
 
 from fairseq_tutel.option import read, refuse_bad_values
@@ -103,6 +103,20 @@ class ZeroFP16Optimizer(MemoryEfficientFP16Optimizer):
         """Load an optimizer state, and prevent fairseq from replacing its tensors by those of the file."""
         self.optimizer.disable_mem_eff_fp16_loading_hack = True
         super().load_state_dict(state_dict, optimizer_overrides)
+
+
+def half_optimizer(cfg: Any, params: list[Any]) -> Any:
+    """Build the MoE optimizer of half-precision parameters that a FairseqConfig names.
+
+    FP16Optimizer copies all parameters to fp32 before it builds the inner optimizer, which may keep only a
+    shard of them. --memory-efficient-fp16 does not copy, but saves another optimizer name. Runs with and
+    without shards must be able to read each other's checkpoints.
+    """
+    if zero_options(cfg) is not None:
+        return ZeroFP16Optimizer.build_optimizer(cfg, params)
+    optimizer = FP16Optimizer.build_optimizer(cfg, params)
+    optimizer.fp32_optimizer.save_masters()
+    return optimizer
 
 
 # fairseq's Trainer rejects a checkpoint of an optimizer with another name. These two can read each other's.

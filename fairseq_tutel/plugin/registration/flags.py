@@ -1,4 +1,4 @@
-"""Defines the command-line flags and hydra keys of this package, and reports misspelled flags.
+"""Defines the command-line flags and hydra keys of this package.
 
 Every MoE model has the fields of `ModelOptions`, every task has `SystemOptions`, and every MoE criterion
 has `GateLossOptions`. `layer_config` makes the MoEConfig of one layer from the configurations of the model
@@ -6,7 +6,6 @@ and the task.
 """
 
 import argparse
-import atexit
 import dataclasses
 import difflib
 import logging
@@ -19,7 +18,7 @@ from fairseq.models import ARCH_MODEL_REGISTRY
 
 from fairseq_tutel.files import shown
 from fairseq_tutel.moe.config import LAYER, MoEConfig
-from fairseq_tutel.option import Option, flag_of, key_of, options_in, plain, read, refuse_bad_values
+from fairseq_tutel.option import Option, options_in, plain, read, refuse_bad_values
 from fairseq_tutel.plugin.options import BY_OWNER, CriterionConfig, ModelConfig, SidesConfig, options_of
 from fairseq_tutel.plugin.training.options import TaskConfig
 
@@ -48,21 +47,13 @@ def defaults(options: type) -> dict[str, Any]:
     return {f.name: f.default for f in dataclasses.fields(options) if f.name != "_name"}
 
 
-def meant(key: str) -> str | None:
-    """Return the option key that the user probably meant by a misspelled one; None if there is none."""
-    known = {item.key for owner in BY_OWNER for item in options_of(owner)}
-    close = difflib.get_close_matches(key, known, n=1, cutoff=0.85)
-    return close[0] if close and key not in known else None
-
-
 def refuse_misspelt(overrides: dict[str, Any]) -> None:
     """Raise an error if --model-overrides has a misspelled key, because fairseq would ignore the key."""
-    for key in overrides:
-        close = meant(key)
+    known = {item.key for owner in BY_OWNER for item in options_of(owner)}
+    for key in overrides.keys() - known:
+        close = difflib.get_close_matches(key, known, n=1, cutoff=0.85)
         if close:
-            raise ValueError(
-                f"--model-overrides has {key!r}, which is not an option; did you mean {close!r}?"
-            )
+            raise ValueError(f"{key} is not an option (--model-overrides); did you mean {close[0]}?")
 
 
 def warn_of_given(task_cfg: Any, dense: str) -> None:
@@ -83,33 +74,11 @@ def check_command_line(argv: list[str]) -> None:
     if not has_user_dir(argv):
         return
     _refuse_flags_of_moe_variant(argv[1:])
-    drop_suggestions()
-    for word in argv[1:]:
-        flag = word.split("=")[0]
-        close = meant(key_of(flag)) if flag.startswith("--") else None
-        if close:  # print the suggestion at exit, after argparse's long usage text
-            atexit.register(_suggest_flag, flag, flag_of(close))
-    if {"-h", "--help"} & set(argv):  # fairseq's help lists no flag of an architecture
-        atexit.register(_name_tool)
     # Meta's evaluation commands need --is-moe; this package recognizes MoE checkpoints itself. The parser
     # of fairseq-eval-lm cannot be extended, so the flag is removed from sys.argv, which it reads later.
     if "--is-moe" in argv:
         argv.remove("--is-moe")
         logger.info("--is-moe is not needed: checkpoints of MoE models are recognized")
-
-
-def _suggest_flag(flag: str, close: str) -> None:
-    print(f"error: {flag} is not a known flag; did you mean {close}?", file=sys.stderr)
-
-
-def _name_tool() -> None:
-    print("Flags of experts and of the moe_ architectures: fairseq-tutel flags [WORD]")
-
-
-def drop_suggestions() -> None:
-    """Cancel the suggestions for misspelled flags, because argparse has accepted all flags."""
-    atexit.unregister(_suggest_flag)
-    atexit.unregister(_name_tool)
 
 
 def _refuse_flags_of_moe_variant(argv: list[str]) -> None:

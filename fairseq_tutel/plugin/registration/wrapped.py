@@ -1,4 +1,4 @@
-"""Wraps seven fairseq functions that cannot be changed by a registry, an override or a hook.
+"""Wraps five fairseq functions that cannot be changed by a registry, an override or a hook.
 
 1. `checkpoint_utils.save_checkpoint`: all ranks call it, and only rank 0 continues to save. The wrapper
    first gathers the experts, or lets all ranks write them. `Trainer.consolidate_optimizer` cannot do this:
@@ -20,26 +20,20 @@
    - Training locks its --save-dir and chooses its checkpoint.
    - A signal makes training save a checkpoint before it ends.
    - Tasks without a dataclass get access to the run's configuration.
-6. `FP16Optimizer.build_optimizer`: it copies all half parameters to fp32 before it builds the inner
-   optimizer, which may keep only a shard of them. --memory-efficient-fp16 does not copy, but saves another
-   optimizer name, and runs with and without shards must be able to read each other's checkpoints.
-7. `trainer.build_ema`: fairseq's moving average loads its own result at every update as if from a
-   checkpoint, which has all experts. On several ranks, each rank averages only its own experts.
-
 The package makes these other changes to the process, in addition to the attributes in `CHANGED`:
 
 - at import: thresholds of malloc, and the classes that torch.load accepts (`plugin.register`);
   sys.excepthook (`process.py`); MoE variants in fairseq's and hydra's registries (`optim`, `criterions`,
   `models`, `tasks`); options of every task (`variants.py`); --is-moe is removed from sys.argv (`flags.py`);
-- when a command runs: `train` and `run` change sys.argv; the configuration gets torchrun's ranks, and
+- when a command runs: `train` and `run` change sys.argv; fairseq's main function uses a subclass of its
+  Trainer (`training/own_layers.py`); the configuration gets torchrun's ranks, and
   torch gets a current GPU (`training/startup.py`) and time-outs (`parallel/guard.py`); each rank gets a
   folder for results (`opening/several_ranks.py`); threads end before the process
   (`parallel/background.py`, `process.py`);
 - when a model with experts is built: the run's configuration (`startup.complete` logs each change);
 - at a signal: handlers of Python (`parallel/signals.py`), while a training run lasts.
 
-No environment variable is set. Only the plugin's loggers are configured. One filter corrects numbers in
-fairseq's log, and filters hide harmless warnings (`third_party.py`).
+No environment variable is set. Only the plugin's loggers are configured.
 """
 
 import atexit
@@ -51,11 +45,10 @@ import math
 import sys
 from typing import Any
 
-from fairseq import checkpoint_utils, trainer
+from fairseq import checkpoint_utils
 from fairseq.distributed import utils as distributed_utils
 from fairseq.file_io import PathManager
 from fairseq.models import ARCH_MODEL_REGISTRY, MODEL_REGISTRY
-from fairseq.optim.fp16_optimizer import FP16Optimizer
 from fairseq.utils import import_user_module
 
 from fairseq_tutel import plugin
@@ -65,19 +58,15 @@ from fairseq_tutel.parallel.failures import keeps_the_store
 from fairseq_tutel.plugin.opening.literals import options_within
 from fairseq_tutel.plugin.opening.load import load_checkpoint_to_cpu
 from fairseq_tutel.plugin.opening.several_ranks import run_on_several_ranks
-from fairseq_tutel.plugin.optim.moe_optimizer import MoEOptimizerMixin
-from fairseq_tutel.plugin.optim.zero import ZeroFP16Optimizer, zero_options
-from fairseq_tutel.plugin.registration.flags import drop_suggestions
 from fairseq_tutel.plugin.registration.process import (
     end_readers,
     excepthook,
     refusals_are_sentences,
     run_as_spawned,
 )
-from fairseq_tutel.plugin.registration.third_party import correct_counts, hide_warnings
 from fairseq_tutel.plugin.registration.variants import give_system_options
 from fairseq_tutel.plugin.run_state import RUN
-from fairseq_tutel.plugin.training import ema, preemption, save, startup
+from fairseq_tutel.plugin.training import preemption, save, startup
 
 logger = logging.getLogger(__name__)
 
@@ -137,7 +126,6 @@ def run_with_root(main: Any, cfg: Any, **kwargs: Any) -> Any:
     import_user_module(cfg.common)  # hydra does not import the user's module, which may register tasks
     # A spawned rank has already imported the package, so fairseq skips it as a --user-dir.
     plugin.register()
-    drop_suggestions()
     give_system_options()
     _refuse_nan(cfg)
     _check_model(cfg)
@@ -164,21 +152,6 @@ def _check_model(cfg: Any) -> None:
     startup.refuse_stock_options(cfg)
 
 
-def build_optimizer(original: Any) -> Any:
-    """Wrap fairseq's FP16Optimizer.build_optimizer to shard optimizer state with --moe-zero-stage."""
-
-    @functools.wraps(original)
-    def wrapper(cls: type, cfg: Any, params: Any, **kwargs: Any) -> Any:
-        if zero_options(cfg) is not None:
-            return ZeroFP16Optimizer.build_optimizer(cfg, params, **kwargs)
-        optimizer = original(cls, cfg, params, **kwargs)
-        if isinstance(optimizer.fp32_optimizer, MoEOptimizerMixin):
-            optimizer.fp32_optimizer.save_masters()
-        return optimizer
-
-    return wrapper
-
-
 # Each wrapped function: its owner, its name, the wrapper, and the digest of its source.
 WRAPPED = (
     (checkpoint_utils, "save_checkpoint", save.save_checkpoint, "61513534b9b3"),
@@ -186,8 +159,6 @@ WRAPPED = (
     (checkpoint_utils, "torch_persistent_save", save.persistent_save, "5f397c23bc88"),
     (PathManager, "copy", save.copy, "1d3c09d3f196"),
     (distributed_utils, "call_main", call_main, "c2a32fa44fa2"),
-    (FP16Optimizer, "build_optimizer", build_optimizer, "c7ff6d890b7d"),
-    (trainer, "build_ema", ema.build_ema, "a08725157fb5"),
 )
 
 # For each file, the attributes that it sets on objects that fairseq or torch constructs or reads.
@@ -196,14 +167,11 @@ CHANGED = {
     # fairseq constructs tasks, iterators, data sets, and models whose build_model has a fixed class.
     "plugin/registration/variants.py": "__class__ __dataclass add_args",
     "plugin/registration/process.py": "_max_len",  # ends a thread that reads batches
-    "plugin/registration/third_party.py": "msg",  # a filter is the only way to change a log line
     "plugin/registration/wrapped.py": "excepthook",  # prints error sentences
-    # A stock layer's forward calls these modules; the repr of a lightconv layer reads the dropout's p.
-    "plugin/feed_forward.py": "fc1 fc2 activation_fn ffn_layernorm p",
+    "plugin/feed_forward.py": "fc1 fc2 activation_fn ffn_layernorm",  # a layer's forward calls them
     # fairseq's tasks read the languages, and one reads args, which it does not set.
     "plugin/hub_interfaces.py": "args source_langs target_langs",
-    "plugin/install.py": "_ddp_params_and_buffers_to_ignore",  # DistributedDataParallel reads it
-    "plugin/training/own_layers.py": "_ddp_params_and_buffers_to_ignore",
+    "plugin/training/own_layers.py": "_ddp_params_and_buffers_to_ignore",  # for DistributedDataParallel
     "plugin/opening/load.py": "load",  # of torch, while fairseq opens a file: maps the file
     "plugin/training/preemption.py": "valid_step",  # ends a validation after a signal
     # No hook exists for the sums over ranks. The file also replaces functions of fairseq's training loop,
@@ -220,7 +188,7 @@ CHANGED = {
 
 
 def install() -> None:
-    """Wrap the seven fairseq functions and install the exit handlers; called once, at import."""
+    """Wrap the fairseq functions of `WRAPPED` and install the exit handlers; called once, at import."""
     for owner, name, wrap, digest in WRAPPED:
         _check_source(getattr(owner, name), digest)
         static = inspect.getattr_static(owner, name)
@@ -228,8 +196,6 @@ def install() -> None:
             setattr(owner, name, type(static)(wrap(static.__func__)))
         else:
             setattr(owner, name, wrap(static))
-    hide_warnings()
-    correct_counts()
     atexit.register(end_readers)
     sys.excepthook = excepthook(sys.excepthook)
 

@@ -5,7 +5,6 @@ resume on any number of ranks.
 """
 
 import contextlib
-import functools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -13,7 +12,7 @@ import torch
 from fairseq.models.ema.ema import EMA
 from torch import Tensor, nn
 
-from fairseq_tutel.checkpoint.experts import expert_modules, gather_experts, gather_to_first, release
+from fairseq_tutel.checkpoint.experts import gather_experts, gather_to_first, release
 from fairseq_tutel.moe.expert_stack import ExpertStack
 from fairseq_tutel.parallel.groups import Topology
 from fairseq_tutel.plugin.optim.moe_optimizer import own_part
@@ -21,16 +20,6 @@ from fairseq_tutel.plugin.run_state import RUN
 
 # Names of the averages of a parameter in shard files: in the model's dtype, and in fp32 (--ema-fp32).
 AVERAGE, WIDE_AVERAGE = "ema", "ema_fp32"
-
-
-def build_ema(original: Any) -> Any:
-    """Wrap fairseq's build_ema to average the experts of this rank."""
-
-    @functools.wraps(original)
-    def wrapper(model: nn.Module, cfg: Any, device: Any) -> Any:
-        return ExpertEMA(model, cfg, device) if expert_modules(model) else original(model, cfg, device)
-
-    return wrapper
 
 
 class ExpertEMA(EMA):

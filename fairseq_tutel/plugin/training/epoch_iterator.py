@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 
 from fairseq.data.iterators import EpochBatchIterator, ShardedIterator
 
-from fairseq_tutel.moe.option_table import TaskConfig
 from fairseq_tutel.option import read
+from fairseq_tutel.plugin.training.options import TaskConfig
 
 logger = logging.getLogger(__name__)
 

@@ -5,20 +5,27 @@ of the user, and its layers have created their process groups.
 """
 
 import contextlib
-import functools
+import itertools
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from fairseq.optim import OPTIMIZER_REGISTRY
+from fairseq.optim.lr_scheduler import build_lr_scheduler
+from fairseq.trainer import Trainer
 from torch import nn
 
+from fairseq_tutel.checkpoint.experts import expert_modules
 from fairseq_tutel.moe.layer import MoELayer
 from fairseq_tutel.parallel import world
 from fairseq_tutel.parallel.gradients import is_expert, unmark_expert
 from fairseq_tutel.parallel.groups import Topology, make_topology
-from fairseq_tutel.plugin.differences import Fits, log_changes
+from fairseq_tutel.plugin.differences import log_changes
 from fairseq_tutel.plugin.feed_forward import MoEFeedForward, moe_layers
+from fairseq_tutel.plugin.optim.moe_optimizer import MoEOptimizerMixin
+from fairseq_tutel.plugin.optim.zero import half_optimizer
 from fairseq_tutel.plugin.registration.flags import warn_of_given
 from fairseq_tutel.plugin.run_state import RUN
+from fairseq_tutel.plugin.training.ema import ExpertEMA
 from fairseq_tutel.plugin.training.epoch_iterator import set_update_freq
 from fairseq_tutel.plugin.training.loop import wrapping
 from fairseq_tutel.plugin.training.resume import resumed_model
@@ -31,18 +38,38 @@ from fairseq_tutel.plugin.training.startup import (
 from fairseq_tutel.plugin.training.task import give_mixin
 
 
-def prepared(main: Any) -> contextlib.AbstractContextManager[Any]:
-    """Context manager in which fairseq's `main` prepares its model before it builds the Trainer."""
-    return wrapping(main, Trainer=_prepared)
+class MoETrainer(Trainer):
+    """fairseq's Trainer, which prepares its model for experts on several ranks first."""
 
-
-def _prepared(original: Any) -> Any:
-    @functools.wraps(original, updated=())
-    def trainer(cfg: Any, task: Any, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def __init__(self, cfg: Any, task: Any, model: nn.Module, *args: Any, **kwargs: Any) -> None:
         prepare(cfg, task, model)
-        return original(cfg, task, model, *args, **kwargs)
+        super().__init__(cfg, task, model, *args, **kwargs)
 
-    return trainer
+    def _build_ema(self) -> None:
+        """Build the moving average of --store-ema; each rank averages only its own experts."""
+        if self.cfg.ema.store_ema and expert_modules(self._model):
+            self._ema = ExpertEMA(self._model, self.cfg.ema, self.device)
+        else:
+            super()._build_ema()
+
+    def _build_optimizer(self) -> None:
+        """Build the optimizer; MoE optimizers of half-precision parameters may shard their state."""
+        common, name = self.cfg.common, self.cfg.optimizer._name
+        other = common.amp or common.memory_efficient_fp16 or common.memory_efficient_bf16
+        is_half = (common.fp16 or common.bf16) and not other
+        is_moe = issubclass(OPTIMIZER_REGISTRY[name], MoEOptimizerMixin)
+        if not (is_half and is_moe) or self.cfg.optimization.use_bmuf:
+            super()._build_optimizer()
+            return
+        trained = itertools.chain(self.model.parameters(), self.criterion.parameters())
+        self._optimizer = half_optimizer(self.cfg, [each for each in trained if each.requires_grad])
+        self._lr_scheduler = build_lr_scheduler(self.cfg.lr_scheduler, self.optimizer)
+        self._lr_scheduler.step_update(0)
+
+
+def prepared(main: Any) -> contextlib.AbstractContextManager[Any]:
+    """Context manager in which fairseq's `main` trains with a MoETrainer."""
+    return wrapping(main, Trainer=lambda _: MoETrainer)
 
 
 def prepare(root: Any, task: Any, model: Any) -> None:
@@ -77,9 +104,7 @@ def prepare(root: Any, task: Any, model: Any) -> None:
             "other's experts for ever; remove it, or give an --arch whose name begins with moe_."
         )
     complete(root)
-    saved = resumed_model(root)
-    log_changes(saved, root.model)
-    model.register_load_state_dict_pre_hook(Fits(saved, root.model, ends=True, all_keys=False))
+    log_changes(resumed_model(root), root.model)
     give_mixin(task)
     task.take_experts(list(layers.values()), None)
 
