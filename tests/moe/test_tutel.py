@@ -87,7 +87,7 @@ def test_several_gates_share_the_experts():
         ({"has_fc2_bias": False}, F.relu),
         ({"has_fc1_bias": False, "has_fc2_bias": 0}, F.relu),
     ],
-    ids=str,
+    ids=("default", "relu in place", "sin", "without bias", "without biases"),
 )
 def test_ffn_experts_equal_a_loop(options, activation):
     for prescore in (False, True):

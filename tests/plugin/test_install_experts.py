@@ -290,6 +290,3 @@ def test_options_without_effect_are_named(caplog):
         assert log.count(f"{flag_of(key)} has no effect") == 1, key
     caplog.clear()
     assert "has no effect" not in said_by(caplog, "decoder", "moe_cross_entropy")
-    given = {"record_a2a_perf_stats": True}
-    log = said_by(caplog, "encoder", "label_smoothed_cross_entropy", **given)
-    assert "--record-a2a-perf-stats has no effect without a moe_ criterion" in log

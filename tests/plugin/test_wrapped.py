@@ -1,17 +1,13 @@
 """The wrappers: each warns of a fairseq it was not written for; copies and files are whole or absent."""
 
-import errno
 import hashlib
 import inspect
 import os
 
 import pytest
-import torch
-from fairseq import checkpoint_utils
 from fairseq.file_io import PathManager
 
 from fairseq_tutel import plugin
-from fairseq_tutel.checkpoint import atomic_save
 from fairseq_tutel.plugin.registration import wrapped
 
 plugin.register()
@@ -64,22 +60,3 @@ def test_a_failed_copy_leaves_the_destination_as_it_was(tmp_path):
         PathManager.copy(str(tmp_path / "missing.pt"), str(b), overwrite=True)
     assert b.read_bytes() == b"old"
     assert os.listdir(tmp_path) == ["b.pt"]
-
-
-def test_a_second_try_of_a_save_begins_at_the_first_byte(tmp_path, monkeypatch):
-    """Stock goes on behind the half that is there, and gives that file the checkpoint's name."""
-    original, tries = torch.save, []
-
-    def fails_once(content, file):
-        tries.append(file)
-        if len(tries) == 1:
-            file.write(b"half a checkpoint")
-            raise OSError(errno.EIO, "Input/output error")
-        original(content, file)
-
-    monkeypatch.setattr(torch, "save", fails_once)
-    monkeypatch.setattr(atomic_save, "PAUSE_SECONDS", 0)
-    checkpoint_utils.torch_persistent_save({"x": torch.ones(3)}, str(tmp_path / "a.pt"))
-    assert len(tries) == 2
-    assert torch.equal(torch.load(tmp_path / "a.pt")["x"], torch.ones(3))
-    assert os.listdir(tmp_path) == ["a.pt"]

@@ -182,7 +182,6 @@ CHANGED = {
     # fairseq would replace the loaded state; the Trainer compares the name with the name in a checkpoint.
     "plugin/optim/zero.py": "disable_mem_eff_fp16_loading_hack __name__",
     "parallel/groups.py": "param_group",  # the only attribute that fairseq copies to fp32 masters
-    "parallel/guard.py": "daemon",  # a timer must not keep the process alive
     "parallel/zero_state.py": "zero_hook",  # fairseq may build another optimizer, with its own hook
 }
 
