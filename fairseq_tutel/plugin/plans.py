@@ -1,4 +1,4 @@
-"""Reads and checks the collective plans of a run, and passes them to `comm.collectives`."""
+"""Reads and checks the collective plans of a run, and passes them to `parallel.collectives`."""
 
 import logging
 from collections.abc import Sequence

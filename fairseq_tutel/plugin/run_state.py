@@ -1,7 +1,8 @@
 """Holds the state of the current run: its configuration, topology, checkpoint and open models.
 
 fairseq passes no common object from a command's main function to models, tasks, optimizers and checkpoint
-functions, so they share `RUN`. It is the only file of this folder that plugin/optim imports.
+functions, so they share `RUN`. It is the only file outside of plugin/optim that plugin/optim imports from
+plugin/.
 """
 
 from collections.abc import Callable, Iterator

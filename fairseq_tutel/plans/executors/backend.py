@@ -1,4 +1,4 @@
-"""A backend of `comm.collectives` that runs collectives with collective plans instead of torch.
+"""A backend of `parallel.collectives` that runs collectives with collective plans instead of torch.
 
 It chooses a plan by the collective, the ranks, the number of bytes and the dtype. If no plan fits, torch
 runs the collective. All ranks choose the same plan: their plans are the same (`plugin.startup` compares
@@ -32,7 +32,7 @@ SUMMED = {torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int
 class PlanBackend:
     """Runs collectives with the first collective plan that fits, and logs each choice once.
 
-    It implements `comm.collectives.Backend`. `local` is the number of ranks on a host; 0 means unknown.
+    It implements `parallel.collectives.Backend`. `local` is the number of ranks on a host; 0 means unknown.
     """
 
     def __init__(self, plans: Iterable[PlacedPlan], local: int = 0) -> None:
