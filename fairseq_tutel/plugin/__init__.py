@@ -4,6 +4,7 @@ The folders follow the life cycle of a run:
 
 - registration/: defines options, registers classes, wraps fairseq functions and formats errors;
 - install.py, feed_forward.py and announce.py: replace FFNs of a stock model by experts;
+- criterions/ and optim/: losses and optimizers of models with experts;
 - training/: checks options, starts, trains, resumes and saves;
 - opening/: loads a checkpoint for use, with offloaded experts or on several ranks;
 - run_state.py: the configuration and the process groups of the run.

@@ -46,7 +46,6 @@ def set_from_outside(path):
 
 
 def test_attributes_of_other_objects_are_in_one_table():
-    parallel = [PACKAGE / "parallel" / name for name in ("groups.py", "zero_state.py")]
-    files = [*INTEGRATION, *parallel]
+    files = [*INTEGRATION, *(PACKAGE / "parallel").glob("*.py")]
     found = {(p.relative_to(PACKAGE).as_posix(), name) for p in files for name in set_from_outside(p)}
     assert found == {(file, name) for file, names in CHANGED.items() for name in names.split()}

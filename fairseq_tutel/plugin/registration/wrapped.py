@@ -182,6 +182,10 @@ CHANGED = {
     # fairseq would replace the loaded state; the Trainer compares the name with the name in a checkpoint.
     "plugin/optim/zero.py": "disable_mem_eff_fp16_loading_hack __name__",
     "parallel/groups.py": "param_group",  # the only attribute that fairseq copies to fp32 masters
+    "parallel/gradients.py": "expert _tutel_expert root_scaled",  # marks of experts' parameters
+    "parallel/call_id.py": "_torchdynamo_disable count",  # torch does not trace it; counts a layer's calls
+    "parallel/background.py": "has_raised",  # of a worker thread
+    "parallel/rendezvous.py": "daemon",  # a timer must not keep the process alive
     "parallel/zero_state.py": "zero_hook",  # fairseq may build another optimizer, with its own hook
 }
 
