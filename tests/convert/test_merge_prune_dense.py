@@ -19,9 +19,9 @@ STEP = "decoder.layers.{}.fc1."
 def convert(tmp_path):
     """Run `convert KIND` from a.pt into b.pt; return what it printed."""
 
-    def run(kind, *words):
-        files = ("--input", tmp_path / "a.pt", "--output", tmp_path / "b.pt", "--overwrite")
-        return tool("convert", kind, *files, *words)
+    def run(kind, *words, input="a.pt"):
+        files = ("--output", tmp_path / "b.pt", "--overwrite")
+        return tool("convert", kind, tmp_path / input, *files, *words)
 
     return run
 
@@ -268,12 +268,12 @@ def test_convert_prune_reads_only_the_experts_that_it_keeps(convert, tmp_path):
     content = file.read_bytes()
     assert content.count(tensor) == 1
     file.write_bytes(content.replace(tensor, bytes(len(tensor))))
-    convert("prune", "--drop", "decoder_0=2", "--input", tmp_path / "sharded.pt")
+    convert("prune", "--drop", "decoder_0=2", input="sharded.pt")
     whole, pruned = load(tmp_path / "a.pt")["model"], load(tmp_path / "b.pt")["model"]
     key = STEP.format(0) + "experts.fc1_weight"
     assert torch.equal(pruned[key], whole[key][[0, 1, 3]])
     with pytest.raises(SystemExit, match="which is corrupt or missing"):
-        convert("prune", "--drop", "decoder_0=1", "--input", tmp_path / "sharded.pt")
+        convert("prune", "--drop", "decoder_0=1", input="sharded.pt")
 
 
 FLAT, STEEP, ODD = (Layer(0, i, "encoder", f"encoder.layers.{i}", has_experts=True) for i in range(3))
@@ -305,8 +305,8 @@ def test_globally_each_layer_covers_the_same_fraction_of_its_scores(least):
 
 
 REFUSED = {
-    "truncated": ({}, ("prune", "--drop", 0, "--input", "cut.pt"), "is corrupt or not a checkpoint"),
-    "dense": ({}, ("merge", "--moe-expert-count", 2, "--input", "dense.pt"), "has no experts; give a MoE"),
+    "truncated": ({"input": "cut.pt"}, ("prune", "--drop", 0), "is corrupt or not a checkpoint"),
+    "dense": ({"input": "dense.pt"}, ("merge", "--moe-expert-count", 2), "has no experts; give a MoE"),
     "a crash file": (
         {"change": lambda m: m.update({k: t[:2] for k, t in m.items() if ".experts." in k})},
         ("prune", "--drop", 0), "has 2 experts in decoder_0, but decoder.layers.0.fc1.gate.weight",
@@ -318,7 +318,7 @@ REFUSED = {
     "no such expert": ({}, ("prune", "--drop", "1,4"), "--drop names expert 4, but decoder_0 has 4"),
     "no word": ({}, ("prune", "--drop", ""), "--drop has an empty word, but '' is not an expert ID"),
     "below zero": ({}, ("dense", "--experts", "-1"), "--experts has -1, but '-1' is not an expert ID"),
-    "no such layer": ({}, ("prune", "--drop", "decoder_2=1"), "choose from decoder_0, decoder_1"),
+    "no such layer": ({}, ("prune", "--drop", "decoder_2=1"), "--drop is decoder_2=1; give one"),
     "two for all": ({}, ("prune", "--drop", "1", "2"), "give one value for all layers, or LAYER="),
     "too few left": ({}, ("prune", "--drop", "0,1,2"), "decoder_0: top_k (--moe-top-k) is 2 but there are"),
     "none left": ({}, ("prune", "--drop", "decoder_1=0,1,2,3"), "decoder_1: num_experts"),
@@ -331,7 +331,7 @@ REFUSED = {
                        "--keep-for is de-en, but no statistics of language pairs are given; add"),
     "share": ({}, ("prune", "--share", 1.5, "--load", "1,1,1,1"), "--share is 1.5; give a number above 0"),
     "no share of loads": ({}, ("prune", "--share", 0.5), "--share is 0.5; give"),
-    "no statistics": ({}, ("prune", "--share", 0.5, "--statistics", "none.json"), "be read (No such"),
+    "no statistics": ({}, ("prune", "--share", 0.5, "--statistics", "none.json"), "names none.json, which"),
     "too few loads": ({}, ("prune", "--share", 0.1, "--load", "1,2"), "has 2 loads for decoder_0"),
     "no log": ({}, ("prune", "--share", 0.1, "--log", "none.log"), "does not exist; give a log"),
     "missing from groups": ({}, ("merge", "--groups", "0,1/3"), "--groups names 3 of the 4 experts of"),
@@ -352,13 +352,14 @@ REFUSED = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_convert_refuses_in_one_sentence_and_writes_nothing(case, convert, tmp_path):
     options, (kind, *words), sentence = REFUSED[case]
+    file, options = options.get("input", "a.pt"), {k: v for k, v in options.items() if k != "input"}
     whole = save(tmp_path / "a.pt", **options)
     (tmp_path / "cut.pt").write_bytes(whole.read_bytes()[:2000])
     save(tmp_path / "dense.pt", ("decoder.layers.0!",))
     before = {path: path.read_bytes() for path in tmp_path.iterdir()}
     words = [tmp_path / word if re.search(r"\.(pt|log)$", str(word)) else word for word in map(str, words)]
     with pytest.raises(SystemExit) as end:
-        convert(kind, *words)
+        convert(kind, *words, input=file)
     message = end.value.code
     assert message.startswith("error: ") and "\n" not in message
     assert sentence in message

@@ -124,13 +124,3 @@ def test_a_criterion_of_one_class_gets_no_mixed_images():
     task.build_criterion(OmegaConf.create({"_name": "image_classification"}))
     with pytest.raises(ValueError, match="but CMCLCriterion uses only one class; give"):
         task.build_criterion(OmegaConf.create({"_name": "cmcl"}))
-
-
-def test_an_epoch_s_workers_end_when_the_next_begins(images, tmp_path):
-    task = setup_task(OmegaConf.create({"_name": "image_classification", "data": str(tmp_path)}))
-    dataset, before = dataset_of(images), set(multiprocessing.active_children())
-    for epoch in (1, 2, 3):
-        dataset.set_epoch(epoch)
-        iterator = task.get_batch_iterator(dataset, max_sentences=BATCH, epoch=epoch, num_workers=2)
-        assert sum(len(batch["id"]) for batch in iterator.next_epoch_itr()) == N
-        assert len(set(multiprocessing.active_children()) - before) == 2
