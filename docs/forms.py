@@ -53,31 +53,5 @@ def forms_table() -> str:
     return page.table(rows, header)
 
 
-def claims_table() -> str:
-    """Return what DeepSpeed-MoE's authors say fits, and what the formula gives for it."""
-    base = [sum(held_bytes([n], [], w, 1, s)) for n, w, s in ((1.4e9, 1, 0), (15e9, 512, 2))]
-    moe = sum(held_bytes([], [400e9 / 512], 512, 512))
-    offloaded = held_bytes([], [3.5e12 / 512], 512, 512, stage=2, offload=True)
-    on_device = offloaded.weights + offloaded.gradients
-    on_gpus = sum(held_bytes([], [3.5e12 / 512], 512, 512, stage=2))
-    rows = [
-        [
-            "a base model of 1.4 B parameters without ZeRO and model parallelism",
-            f"{_gigabytes(base[0])} GB a rank",
-        ],
-        [
-            "ten times as large, 15 B, with ZeRO",
-            f"{_gigabytes(base[1])} GB a rank of 512 under stage 2",
-        ],
-        ["400 B parameters in experts on 512 GPUs", f"{_gigabytes(moe)} GB a rank"],
-        [
-            "8 times as large, 3.5 T, with offload",
-            f"{_gigabytes(on_device)} GB a rank and {_gigabytes(offloaded.host)} GB of host memory; "
-            f"{_gigabytes(on_gpus)} GB a rank without",
-        ],
-    ]
-    return page.table(rows, ["DeepSpeed-MoE (A100, 80 GB)", "by the formula"])
-
-
 def _gigabytes(number: float) -> str:
     return f"{number / 1e9:.1f}"
