@@ -22,7 +22,7 @@
    - Tasks without a dataclass get access to the run's configuration.
 The package makes these other changes to the process, in addition to the attributes in `CHANGED`:
 
-- at import: thresholds of malloc, and the classes that torch.load accepts (`plugin.register`);
+- at import: names that numpy has lost (`NUMPY_NAMES`); thresholds of malloc, and the classes that torch.load accepts (`plugin.register`);
   sys.excepthook (`process.py`); MoE variants in fairseq's and hydra's registries (`optim`, `criterions`,
   `models`, `tasks`); options of every task (`variants.py`); --is-moe is removed from sys.argv (`flags.py`);
 - when a command runs: `train` and `run` change sys.argv; fairseq's main function uses a subclass of its
@@ -43,8 +43,10 @@ import inspect
 import logging
 import math
 import sys
+from types import SimpleNamespace
 from typing import Any
 
+import numpy
 from fairseq import checkpoint_utils
 from fairseq.distributed import utils as distributed_utils
 from fairseq.file_io import PathManager
@@ -161,6 +163,9 @@ WRAPPED = (
     (distributed_utils, "call_main", call_main, "c2a32fa44fa2"),
 )
 
+# Names of numpy that fairseq uses and that numpy 1.24 and 2.0 removed; they were Python's types.
+NUMPY_NAMES = {"int": int, "long": int, "float": float, "compat": SimpleNamespace(long=int)}
+
 # For each file, the attributes that it sets on objects that fairseq or torch constructs or reads.
 # Configurations, and data and gradients of tensors, are not listed.
 CHANGED = {
@@ -199,6 +204,9 @@ def install() -> None:
             setattr(owner, name, type(static)(wrap(static.__func__)))
         else:
             setattr(owner, name, wrap(static))
+    for name, value in NUMPY_NAMES.items():
+        if name not in vars(numpy):  # hasattr would warn
+            setattr(numpy, name, value)
     atexit.register(end_readers)
     sys.excepthook = excepthook(sys.excepthook)
 
