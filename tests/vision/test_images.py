@@ -9,11 +9,9 @@ from fairseq_tutel.vision.images import (
     different_class,
     fitted,
     labels_among,
-    normalisation,
     open_images,
     tensor_of,
 )
-from fairseq_tutel.vision.options import ImageConfig
 
 RAMP = np.arange(48, dtype=np.uint8).reshape(6, 8) * 5
 
@@ -87,15 +85,6 @@ def test_an_image_covers_its_size_and_is_cropped_around_its_center():
     assert torch.equal(tensor_of(fitted(image, 40, 64)), tensor_of(image))
     half = tensor_of(image.resize((32, 20), Image.Resampling.BILINEAR))[:, :, 6:26]
     assert (tensor_of(fitted(image, 20, 20)) - half).abs().max() < 2 / 255
-
-
-def test_normalization_has_one_number_or_one_of_each_channel():
-    assert normalisation(ImageConfig(), 1)[0].flatten().tolist() == [0.5]
-    assert normalisation(ImageConfig(), 3)[1].flatten().tolist() == pytest.approx([0.229, 0.224, 0.225])
-    mean, std = normalisation(ImageConfig(mean="0.1", std="1,2,3"), 3)
-    assert std.flatten().tolist() == [1, 2, 3] and mean[2] == mean[0]
-    with pytest.raises(ValueError, match="--image-mean is 1,2, but images have 3 channels"):
-        normalisation(ImageConfig(mean="1,2"), 3)
 
 
 OK = {"images": np.zeros((2, 4, 4), np.uint8), "labels": np.array([0, 1])}
