@@ -12,5 +12,6 @@ RETIRED = {
     "image_errors": "an unreadable image ends the run",
     **dict.fromkeys(("image_mean", "image_std"), "images are normalized as ImageNet's or with 0.5"),
     **dict.fromkeys(("image_jitter", "image_erase", "image_cutmix"), "augmentation is crop, flip, mixup"),
+    "swin_checkpoint_activations": "saved activations of a Swin V2 fit into memory",
     "swin_attention_dropout": "no published model has it",
 }

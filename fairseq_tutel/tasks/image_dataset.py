@@ -9,8 +9,16 @@ import numpy as np
 import torch
 from fairseq.data import FairseqDataset
 
-from fairseq_tutel.vision.augment import augmented, draws_of, order_of
-from fairseq_tutel.vision.images import Images, fitted, labels_among, normalized, tensor_of
+from fairseq_tutel.vision.images import (
+    Images,
+    augmented,
+    draws_of,
+    fitted,
+    labels_among,
+    normalized,
+    order_of,
+    tensor_of,
+)
 from fairseq_tutel.vision.options import ImageConfig
 
 

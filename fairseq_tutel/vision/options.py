@@ -111,9 +111,6 @@ class SwinConfig:
         rule=PROBABILITY,
     )
     init_std: float = vision(0.02, "standard deviation of initial weights of linear layers", rule=POSITIVE)
-    checkpoint_activations: bool = vision(
-        False, "save only the inputs of blocks, and recompute other activations in backward"
-    )
 
 
 @dataclass(frozen=True)
