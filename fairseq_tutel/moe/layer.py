@@ -142,8 +142,6 @@ class MoELayer(nn.Module):
         group = self.topology.expert_group
         self.calls = None if group is None else CallCounter(group, name, self.experts.num_local)
         self.timer: ExchangeTimer | None = None
-        self._watches_load = False
-        self.busiest: Tensor | None = None
         self.reset_parameters(int(torch.randint(2**62, ())) if seed is None else seed, name)
 
     def configure(self, config: MoEConfig, gate_configs: Sequence[MoEConfig]) -> None:
@@ -241,11 +239,8 @@ class MoELayer(nn.Module):
         if self.topology.expert_group is None and are_few(logits_TE, config, batch):
             return decide_few(logits_TE, config, batch, gate_output)
         routing = decide(logits_TE, config, batch, gate_output)
-        if self.training and call.is_new:
-            if self.balance_bias is not None:
-                self.balance_bias.count(routing.assigned_KE)
-            if self._watches_load:
-                self.busiest = routing.assigned_KE.sum(0).max()
+        if self.training and call.is_new and self.balance_bias is not None:
+            self.balance_bias.count(routing.assigned_KE)
         return routing
 
     def apply_routing(self, x_TD: Tensor, routing: Routing, local: bool = False) -> Tensor:
@@ -285,10 +280,6 @@ class MoELayer(nn.Module):
     def time_exchanges(self) -> None:
         """Measure the time of all later all-to-all exchanges with `timer`."""
         self.timer = ExchangeTimer()
-
-    def watch_load(self) -> None:
-        """Record each micro-batch's largest number of assignments of an expert in `busiest`."""
-        self._watches_load = True
 
     def extra_repr(self) -> str:
         """Return top_k and every option that differs from its default, for `repr`."""
