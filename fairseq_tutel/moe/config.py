@@ -35,7 +35,7 @@ from fairseq_tutel.option import (
 )
 from fairseq_tutel.parallel.strategy import ALGORITHMS, degree_of, is_algorithm
 
-GATE_TYPES = ("linear", "biased", "cosine", "hash")
+GATE_TYPES = ("linear", "biased", "cosine")
 EXPERT_TYPES = ("ffn", "glu")
 ACTIVATIONS = ("relu", "relu_squared", "gelu", "gelu_fast", "gelu_accurate", "tanh", "linear", "swish")
 
@@ -84,13 +84,7 @@ EXCLUDED: tuple[tuple[str, Callable[["MoEConfig"], bool], tuple[str, ...]], ...]
     (
         "--moe-choice experts",
         lambda c: c.choice == "experts",
-        ("drop_policy", "expert_groups", "second_expert_policy", "rsample", "sinkhorn", "balance_bias"),
-    ),
-    (
-        "--moe-gate-type hash: a hash gate chooses experts without scores, with the weight 1 / top_k",
-        lambda c: "hash" in c.gate_types,
-        ("choice", "score_function", "expert_groups", "second_expert_policy", "rsample", "sinkhorn",
-         "gate_noise", "input_jitter", "input_dropout", "balance_bias"),
+        ("drop_policy", "expert_groups", "second_expert_policy", "rsample", "balance_bias"),
     ),
     ("--moe-prescore, because eom masks outputs", lambda c: c.prescore, ("eom",)),
     ("--moe-residual", lambda c: c.residual, ("cmr",)),
@@ -164,9 +158,9 @@ class MoEConfig:
     gate_type: str | type = routing(  # noqa: RUF009
         "linear", rule=GATES, or_class=True,
         help="how the gate scores tokens: linear, biased (linear with a bias per expert), cosine "
-        "(similarity of a projection and one vector per expert), hash (of the token ID, without "
-        "parameters), or your own package.module.Class (in Python also the class itself); several names "
-        "separated by commas give several gates for the same experts",
+        "(similarity of a projection and one vector per expert), or your own package.module.Class (in "
+        "Python also the class itself); several names separated by commas give several gates for the same "
+        "experts",
     )
     gate_index: int = routing(0, "index of the gate to use if there are several", rule=AT_LEAST_0)
     gate_projection_dim: int = routing(
@@ -214,11 +208,6 @@ class MoEConfig:
         False,
         help="choose experts by sampling in training (Gumbel noise on the choice); the weights have no "
         "noise",
-    )
-    sinkhorn: bool = routing(
-        False,
-        help="choose experts in training by scores that Sinkhorn iterations balance over the micro-batch; "
-        "the weights are the original scores",
     )
     gate_noise: float = routing(
         0.0, rule=NOT_NEGATIVE,
@@ -433,7 +422,7 @@ def _refuse_contradictions(config: MoEConfig) -> None:
         f"{given('eval_capacity_token_fraction')} together with --moe-eval-capacity-factor; remove one of "
         "the two options.",
     )
-    ways = [given(name) for name in ("balance_bias", "rsample", "sinkhorn") if getattr(config, name)]
+    ways = [given(name) for name in ("balance_bias", "rsample") if getattr(config, name)]
     if config.second_expert_policy == "sampling":
         ways.append(given("second_expert_policy"))
     require(len(ways) < 2, f"{' and '.join(ways[:2])}, but only one can choose experts; remove one.")

@@ -171,7 +171,6 @@ class MoELayer(nn.Module):
         capacity_factor: float | Capacity | None = None,
         top_k: int | None = None,
         gate_index: int | None = None,
-        token_ids: Tensor | None = None,
     ) -> tuple[Tensor, MoEOutput]:
         """Send every token of x through its experts; return the outputs, balance losses and routing.
 
@@ -185,7 +184,6 @@ class MoELayer(nn.Module):
             capacity_factor: replaces the configured value: a number, where 0 drops nothing, or a Capacity.
             top_k: replaces the configured value.
             gate_index: replaces the configured value.
-            token_ids: int64 of padding_mask's shape, for a hash gate.
 
         Returns:
             The pair (y, output). y has the shape of x, except if experts return another last dimension.
@@ -193,13 +191,12 @@ class MoELayer(nn.Module):
             the balance losses and the routing.
 
         Raises:
-            ValueError: x, a mask, token IDs or an override are invalid.
+            ValueError: x, a mask or an override are invalid.
         """
         call = Call.of(
             x,
             self.config.model_dim,
             padding_mask,
-            token_ids,
             time_first,
             capacity_factor=capacity_factor,
             top_k=top_k,
@@ -225,7 +222,7 @@ class MoELayer(nn.Module):
         index = self.config.gate_index if call.gate_index is None else call.gate_index
         gate, config = self.gate_at(index)
         seen_TD = gate_input(x_TD, config, self.training)
-        clean_TE = gate_logits(gate, seen_TD, call, config)
+        clean_TE = gate_logits(gate, seen_TD, config)
         logits_TE = noisy_logits(clean_TE, config, self.training)
         cmr_T1 = None if self.beside is None else self.beside.cmr_gate_of(x_TD)
         topology = self.topology if self.training else None

@@ -23,7 +23,7 @@ GOOD = {"model_dim": 8, "hidden_dim": 16, "num_experts": 4}
 BAD = [
     ("model_dim", 0), ("num_experts", 0), ("top_k", 0), ("top_k", 1.5), ("top_k", True), ("top_k", 5),
     ("capacity_factor", "1"), ("capacity_factor", math.nan), ("eval_capacity_factor", -math.inf),
-    ("gate_noise", None), ("gate_noise", -1.0), ("gate_type", None), ("gate_type", "linear,,hash"),
+    ("gate_noise", None), ("gate_noise", -1.0), ("gate_type", None), ("gate_type", "linear,,cosine"),
     ("gate_index", 1), ("prescore", "no"), ("min_capacity", 10**20), ("capacity_multiple", 0),
     ("drop_policy", "luck"), ("eom", 1.0), ("expert_groups", 3), ("groups_per_token", 2),
     ("routed_scaling_factor", 0.0), ("gate_temperature", 0.001), ("init_std", -0.1),
@@ -56,14 +56,11 @@ CONTRADICTIONS = [
     {"groups_per_token": 1, "expert_groups": 4, "top_k": 2},
     {"eval_capacity_token_fraction": 0.1, "eval_capacity_factor": 1.0},
     {"choice": "experts", "balance_loss": "load_importance", "gate_noise": 1.0},
-    {"sinkhorn": True, "rsample": True},
     {"balance_bias": True, "rsample": True},
     {"balance_bias": True, "second_expert_policy": "sampling"},
-    {"gate_type": "linear,hash", "gate_noise": 1.0},
     {"eom": 0.1, "prescore": True},
     {"cmr": True, "residual": True},
     *({"choice": "experts", **settings_of(name)[-1]} for name in EXCLUDED[0][2]),
-    *({"gate_type": "hash", **settings_of(name)[-1]} for name in EXCLUDED[1][2]),
 ]
 
 
@@ -105,7 +102,7 @@ def test_the_names_that_may_be_chosen_are_those_there_is_something_for(name, our
         MoEConfig(**GOOD, **{name: "luck"})
     assert ", ".join(ours) in str(error.value)
     for choice in ours:
-        MoEConfig(**GOOD, **{name: choice}, gate_noise=0.0 if choice == "hash" else 1.0)
+        MoEConfig(**GOOD, **{name: choice}, gate_noise=1.0)
 
 
 @pytest.mark.parametrize("owner", BY_OWNER)

@@ -96,15 +96,11 @@ def test_empty_positions_train_in_fp16():
     assert all(parameter.grad.isfinite().all() for parameter in model.parameters())
 
 
-HASH = {"moe_gate_type": "hash", "moe_gate_noise": 0.0, "moe_balance_loss": "none"}
-
-
 def test_what_contradicts_itself_is_refused():
     for options, sentence in (
         ({"swin_heads": "1,3"}, "--swin-heads is 1,3; give divisors of 16, 32"),
         ({"swin_depths": "2,2,2"}, "--swin-depths 2,2,2; give one number for each stage"),
         ({"swin_window": 0}, "--swin-window"),
-        (HASH, "the stage 1 of this model has no token embedding; give another gate"),
         ({"swin_expert_stages": 0}, "--swin-expert-stages"),
     ):
         with pytest.raises(ValueError, match=re.escape(sentence)):
