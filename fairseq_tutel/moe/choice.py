@@ -18,8 +18,7 @@ from fairseq_tutel import kernels
 from fairseq_tutel.kernels.first_order import first_order
 from fairseq_tutel.kernels.reference_route import choose_experts, normalized, row_softmax
 from fairseq_tutel.moe.capacity import MicroBatch
-from fairseq_tutel.moe.config import MoEConfig
-from fairseq_tutel.option import is_whole
+from fairseq_tutel.moe.config import MoEConfig, check_top_k
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +57,7 @@ def ways_of(config: MoEConfig, batch: MicroBatch) -> list[Way]:
 def choose(logits_TE: Tensor, config: MoEConfig, batch: MicroBatch) -> Chosen:
     """Choose the top-k experts of every token and compute their weights."""
     top_k = batch.top_k
-    check_top_k(top_k, logits_TE.shape[1], config)
+    check_top_k(top_k, config)
     ways = ways_of(config, batch)
     ops = kernels.ops(config.backend, logits_TE.device)
     normalize = config.normalize_gate == "before" and top_k > 1
@@ -76,16 +75,6 @@ def choose(logits_TE: Tensor, config: MoEConfig, batch: MicroBatch) -> Chosen:
     return Chosen(
         scores_TE=scores_TE.detach(), probs_TE=probs_TE, expert_ids_TK=expert_ids_TK, weights_TK=weights_TK
     )
-
-
-def check_top_k(top_k: int, num_experts: int, config: MoEConfig) -> None:
-    """Raise ValueError if top_k exceeds the number of experts that a token can choose from."""
-    most = num_experts // config.expert_groups * config.groups_per_token
-    if not (is_whole(top_k) and 1 <= top_k <= most):
-        groups = f" in {config.groups_per_token} group(s)" if config.expert_groups > 1 else ""
-        raise ValueError(
-            f"top_k is {top_k!r} but there are {most} experts{groups}; choose a value from 1 to {most}."
-        )
 
 
 def scores_of(logits_TE: Tensor, score_function: str) -> tuple[Tensor, Tensor]:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from fairseq_tutel.kernels import gate_product
 from fairseq_tutel.moe.build import build_custom, hashed_seed, redraw, seeded_generator
-from fairseq_tutel.moe.config import MoEConfig, label_of
+from fairseq_tutel.moe.config import MoEConfig
 from fairseq_tutel.option import is_custom
 
 
@@ -115,7 +115,7 @@ GATES = {"linear": LinearGate, "biased": BiasedGate, "cosine": CosineGate}
 def build_gate(config: MoEConfig, kind: str | type) -> nn.Module:
     """Build the configured gate: a built-in type, or a user's class that takes the configuration."""
     if is_custom(kind):
-        return build_custom(label_of("gate_type"), kind, config)
+        return build_custom(kind, config)
     return GATES[str(kind)](config)
 
 

@@ -15,7 +15,7 @@ from fairseq_tutel.moe.call import Call
 from fairseq_tutel.moe.capacity import Capacity
 from fairseq_tutel.moe.config import MoEConfig, parse_balance_loss
 from fairseq_tutel.moe.decode import are_few, can_defer, decide_few
-from fairseq_tutel.moe.dispatchers import Dispatcher, OwnExperts, choose_dispatcher
+from fairseq_tutel.moe.dispatch import Dispatcher, OwnExperts, choose_dispatcher
 from fairseq_tutel.moe.expert_stack import ExpertStack
 from fairseq_tutel.moe.experts import build_experts
 from fairseq_tutel.moe.gates import (
@@ -277,14 +277,6 @@ class MoELayer(nn.Module):
     def time_exchanges(self) -> None:
         """Measure the time of all later all-to-all exchanges with `timer`."""
         self.timer = ExchangeTimer()
-
-    def extra_repr(self) -> str:
-        """Return top_k and every option that differs from its default, for `repr`."""
-        return ", ".join(
-            f"{item.name}={getattr(self.config, item.name)!r}"
-            for item in dataclasses.fields(self.config)
-            if item.name == "top_k" or getattr(self.config, item.name) != item.default
-        )
 
     @torch.no_grad()
     def run_without_tokens(self) -> None:

@@ -148,7 +148,7 @@ class WindowAttention(nn.Module):
         batch = B * G // copies, copies * M
         scale: float | Tensor = (D // M) ** -0.5
         bias_MNN = self.cpb_mlp(windows.shape)
-        qkv_bias = self.qkv.bias
+        qkv_bias: Tensor | None = self.qkv.bias
         if self.by_cosine:
             scale = self.logit_scale.clamp_max(math.log(MAX_SCALE)).exp().repeat(copies, 1, 1)
             bias_MNN = MAX_BIAS * bias_MNN.sigmoid()

@@ -167,25 +167,10 @@ def test_own_experts_compute_alike_with_and_without_gradients(is_replaced):
         close(layer(x)[0], expected, "the output without gradients")
 
 
-REFUSED = [
-    ("gate_type", "no_such_module.Gate", "no module named 'no_such_module'"),
-    ("gate_type", "custom_parts.NoSuch", "has no attribute 'NoSuch'"),
-    ("gate_type", "custom_parts.constant", "not a torch module class"),
-    ("expert_type", ".Expert", "package.module.Class"),
-    ("expert_type", "custom_parts.constant", "not a torch module class"),
-    ("expert_type", "custom_parts.BufferExpert", "BufferExpert has buffers"),
-    ("expert_type", "custom_parts.NoExpert", "NoExpert has no parameters"),
-    ("gate_type", Tensor, "not a torch module class"),
-]
-
-
-@pytest.mark.parametrize("option, name, part", REFUSED)
-def test_what_cannot_be_built_is_refused_by_one_sentence(option, name, part):
-    with pytest.raises(ValueError) as error:
-        MoELayer(dataclasses.replace(CONFIG, **{option: name}))
-    message = str(error.value)
-    assert part.lower() in message.lower() and str(name).rpartition(".")[2] in message
-    assert message.endswith(".") and "\n" not in message and ". " not in message
+@pytest.mark.parametrize("name, part", [("BufferExpert", "has buffers"), ("NoExpert", "has no parameters")])
+def test_experts_with_buffers_or_without_parameters_are_refused(name, part):
+    with pytest.raises(ValueError, match=f"{name} {part}"):
+        MoELayer(dataclasses.replace(CONFIG, expert_type=f"custom_parts.{name}"))
 
 
 SEVERAL = dataclasses.replace(
