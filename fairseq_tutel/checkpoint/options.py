@@ -9,6 +9,11 @@ RETIRED = {
     "distill_top_k": "the teacher's whole distribution is used",
     "distill_logits": "the teacher is in memory",
     "cmcl_teach_router": "only ensembles learn by CMCL",
+    "moe_adaptive_file": "the tuner measures again in every run",
+    "moe_sinkhorn": "it chose experts in training only",
     "image_errors": "an unreadable image ends the run",
+    **dict.fromkeys(("image_mean", "image_std"), "images are normalized as ImageNet's or with 0.5"),
+    **dict.fromkeys(("image_jitter", "image_erase", "image_cutmix"), "augmentation is crop, flip, mixup"),
+    "swin_checkpoint_activations": "saved activations of a Swin V2 fit into memory",
     "swin_attention_dropout": "no published model has it",
 }

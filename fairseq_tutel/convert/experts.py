@@ -204,12 +204,7 @@ def _refuse_gates(config: MoEConfig, layer: Layer, groups: Groups) -> None:
         if kind not in GATE_TYPES:
             raise ValueError(
                 f"{layer.label} has the custom gate {kind} ({label_of('gate_type')}), whose tensors have "
-                "an unknown layout; merge and prune accept linear, biased, cosine and hash gates."
-            )
-        if kind == "hash" and groups != [[i] for i in range(len(groups))]:
-            raise ValueError(
-                f"{layer.label} has a hash gate ({label_of('gate_type')}), which chooses experts by their "
-                "ID; remove only the last experts."
+                "an unknown layout; merge and prune accept linear, biased and cosine gates."
             )
 
 

@@ -141,8 +141,7 @@ class EnsembleModel(BaseFairseqModel):
                 f"{', '.join(path for path in list(modules)[1:12])}, …."
             )
         above = [modules[path] for path in modules if name.startswith(f"{path}.")]
-        # fairseq's layers have `precheckpoint_forward`; Swin's stages have `checkpoints`.
-        if any(hasattr(m, "precheckpoint_forward") or getattr(m, "checkpoints", False) for m in above):
+        if any(hasattr(module, "precheckpoint_forward") for module in above):  # of fairseq's layers
             raise ValueError(
                 f"--ensemble-share-after is {name}, which activation checkpointing recomputes for each "
                 "member alone; name a complete layer, or turn off activation checkpointing."

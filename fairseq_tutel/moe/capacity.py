@@ -28,12 +28,11 @@ class Capacity:
     tokens: int = 0  # above 0: replaces T, the number of real tokens, in the rule of token_fraction
     minimum: int = 0  # smallest limit
     multiple: int = 1  # a limit is rounded up to a multiple of this number
-    fixed: int = 0  # above 0: the number of slots; replaces all other fields
 
     @property
     def is_limited(self) -> bool:
         """Whether the number of slots is limited, so that assignments can be dropped."""
-        return self.factor != 0 or self.token_fraction > 0 or self.fixed > 0
+        return self.factor != 0 or self.token_fraction > 0
 
     def slots(self, top_k: int, num_experts: int, num_tokens: Tensor) -> Tensor:
         """Return the number of slots per expert, an int64 scalar on the device of `num_tokens`.
@@ -41,8 +40,6 @@ class Capacity:
         Products are rounded to double precision before they are rounded up: 200 tokens, 4 experts and the
         factor 1.1 give 56 slots, because 1.1 * 200 / 4 is slightly more than 55.
         """
-        if self.fixed > 0:
-            return num_tokens.new_full((), self.fixed)
         tokens = num_tokens.double()
         if self.token_fraction > 0:
             tokens = torch.full_like(tokens, self.tokens) if self.tokens else tokens
@@ -53,8 +50,6 @@ class Capacity:
 
     def most_slots(self, top_k: int, num_experts: int, num_tokens: int) -> int:
         """Return an upper bound of the slots per expert for `num_tokens` tokens, without device reads."""
-        if self.fixed > 0:
-            return self.fixed
         if self.token_fraction > 0:
             num_tokens = self.tokens or num_tokens
         per_token = self.token_fraction or top_k * abs(self.factor) / num_experts

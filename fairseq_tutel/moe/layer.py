@@ -15,7 +15,7 @@ from fairseq_tutel.moe.call import Call
 from fairseq_tutel.moe.capacity import Capacity
 from fairseq_tutel.moe.config import MoEConfig, parse_balance_loss
 from fairseq_tutel.moe.decode import are_few, can_defer, decide_few
-from fairseq_tutel.moe.dispatchers import Dispatcher, OwnExperts, choose_dispatcher
+from fairseq_tutel.moe.dispatch import Dispatcher, OwnExperts, choose_dispatcher
 from fairseq_tutel.moe.expert_stack import ExpertStack
 from fairseq_tutel.moe.experts import build_experts
 from fairseq_tutel.moe.gates import (
@@ -142,8 +142,6 @@ class MoELayer(nn.Module):
         group = self.topology.expert_group
         self.calls = None if group is None else CallCounter(group, name, self.experts.num_local)
         self.timer: ExchangeTimer | None = None
-        self._watches_load = False
-        self.busiest: Tensor | None = None
         self.reset_parameters(int(torch.randint(2**62, ())) if seed is None else seed, name)
 
     def configure(self, config: MoEConfig, gate_configs: Sequence[MoEConfig]) -> None:
@@ -173,7 +171,6 @@ class MoELayer(nn.Module):
         capacity_factor: float | Capacity | None = None,
         top_k: int | None = None,
         gate_index: int | None = None,
-        token_ids: Tensor | None = None,
     ) -> tuple[Tensor, MoEOutput]:
         """Send every token of x through its experts; return the outputs, balance losses and routing.
 
@@ -187,7 +184,6 @@ class MoELayer(nn.Module):
             capacity_factor: replaces the configured value: a number, where 0 drops nothing, or a Capacity.
             top_k: replaces the configured value.
             gate_index: replaces the configured value.
-            token_ids: int64 of padding_mask's shape, for a hash gate.
 
         Returns:
             The pair (y, output). y has the shape of x, except if experts return another last dimension.
@@ -195,13 +191,12 @@ class MoELayer(nn.Module):
             the balance losses and the routing.
 
         Raises:
-            ValueError: x, a mask, token IDs or an override are invalid.
+            ValueError: x, a mask or an override are invalid.
         """
         call = Call.of(
             x,
             self.config.model_dim,
             padding_mask,
-            token_ids,
             time_first,
             capacity_factor=capacity_factor,
             top_k=top_k,
@@ -227,7 +222,7 @@ class MoELayer(nn.Module):
         index = self.config.gate_index if call.gate_index is None else call.gate_index
         gate, config = self.gate_at(index)
         seen_TD = gate_input(x_TD, config, self.training)
-        clean_TE = gate_logits(gate, seen_TD, call, config)
+        clean_TE = gate_logits(gate, seen_TD, config)
         logits_TE = noisy_logits(clean_TE, config, self.training)
         cmr_T1 = None if self.beside is None else self.beside.cmr_gate_of(x_TD)
         topology = self.topology if self.training else None
@@ -241,11 +236,8 @@ class MoELayer(nn.Module):
         if self.topology.expert_group is None and are_few(logits_TE, config, batch):
             return decide_few(logits_TE, config, batch, gate_output)
         routing = decide(logits_TE, config, batch, gate_output)
-        if self.training and call.is_new:
-            if self.balance_bias is not None:
-                self.balance_bias.count(routing.assigned_KE)
-            if self._watches_load:
-                self.busiest = routing.assigned_KE.sum(0).max()
+        if self.training and call.is_new and self.balance_bias is not None:
+            self.balance_bias.count(routing.assigned_KE)
         return routing
 
     def apply_routing(self, x_TD: Tensor, routing: Routing, local: bool = False) -> Tensor:
@@ -285,18 +277,6 @@ class MoELayer(nn.Module):
     def time_exchanges(self) -> None:
         """Measure the time of all later all-to-all exchanges with `timer`."""
         self.timer = ExchangeTimer()
-
-    def watch_load(self) -> None:
-        """Record each micro-batch's largest number of assignments of an expert in `busiest`."""
-        self._watches_load = True
-
-    def extra_repr(self) -> str:
-        """Return top_k and every option that differs from its default, for `repr`."""
-        return ", ".join(
-            f"{item.name}={getattr(self.config, item.name)!r}"
-            for item in dataclasses.fields(self.config)
-            if item.name == "top_k" or getattr(self.config, item.name) != item.default
-        )
 
     @torch.no_grad()
     def run_without_tokens(self) -> None:

@@ -16,13 +16,12 @@ from fairseq_tutel.kernels.reference_route import normalized, row_maps, token_of
 from fairseq_tutel.moe.capacity import Capacity, MicroBatch, place_assignments, sentence_order
 from fairseq_tutel.moe.choice import (
     Chosen,
-    check_top_k,
     choose,
     experts_choose,
     sampled_choices,
     scores_of,
 )
-from fairseq_tutel.moe.config import MoEConfig
+from fairseq_tutel.moe.config import MoEConfig, check_top_k
 from fairseq_tutel.parallel.groups import Topology
 
 
@@ -144,7 +143,7 @@ def _decide_by_experts(
     """
     length, num_experts = logits_TE.shape
     top_k, capacity, real_T = batch.top_k, batch.capacity, batch.real_T
-    check_top_k(top_k, num_experts, config)
+    check_top_k(top_k, config)
     scores_TE, probs_TE = scores_of(logits_TE, config.score_function)
     if not capacity.is_limited:
         capacity = replace(capacity, factor=1.0)

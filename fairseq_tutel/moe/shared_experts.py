@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fairseq_tutel.moe.build import build_custom, draw_linear, hashed_seed, redraw, seeded_generator
-from fairseq_tutel.moe.config import MoEConfig, label_of
+from fairseq_tutel.moe.config import MoEConfig
 from fairseq_tutel.moe.experts import activation_of, feed_forward
 from fairseq_tutel.option import is_custom
 
@@ -51,8 +51,7 @@ class CustomSum(nn.Module):
 
     def __init__(self, config: MoEConfig, count: int) -> None:
         super().__init__()
-        label, kind = label_of("expert_type"), config.expert_type
-        self.parts = nn.ModuleList(build_custom(label, kind, config) for _ in range(count))
+        self.parts = nn.ModuleList(build_custom(config.expert_type, config) for _ in range(count))
 
     def forward(self, x_TD: Tensor) -> Tensor:
         """Return the summed output of the n experts for every token."""

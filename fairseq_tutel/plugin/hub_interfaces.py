@@ -19,7 +19,7 @@ from fairseq.tasks.translation_multi_simple_epoch import TranslationMultiSimpleE
 from fairseq_cli.generate import get_symbols_to_strip_from_output
 from torch import nn
 
-from fairseq_tutel.vision.images import decoded, fitted, normalisation, tensor_of
+from fairseq_tutel.vision.images import decoded, fitted, normalized, tensor_of
 
 # Options of fairseq-generate that have no effect in Python, or fail.
 OF_COMMANDS = {"constraints", "lm_path", "lm_weight", "nbest", "prefix_size", "replace_unk", "sacrebleu"}
@@ -315,8 +315,7 @@ class ImageClassification(Interface, nn.Module):
                     f"[height, width, {channels}]."
                 )
             image = Image.fromarray(array)
-        mean, std = normalisation(self.task.image_config, channels)
-        return (tensor_of(fitted(image, height, width)) - mean) / std
+        return normalized(tensor_of(fitted(image, height, width)))
 
 
 def _refuse_masks(text: str, is_right: bool, wanted: str) -> None:

@@ -231,8 +231,6 @@ class _Installation:
         for config, chosen in zip(self.configs, self.chosen, strict=True):
             experts = offload.meta_experts(config, self.topology, self.store) if self.opened else None
             replace_ffn(chosen.layer, config, self.topology, seed, chosen.name, context, experts)
-        if "hash" in self.configs[0].gate_types:
-            _watch_token_ids(model, context)
         if self.ahead:
             _pregate_stacks(model, self.ahead, read(SidesConfig, self.cfg).moe_pregate_sides)
         _watch_micro_batches(model)
@@ -287,24 +285,6 @@ def _pregate_stacks(model: nn.Module, ahead: int, sides: str) -> None:
     for layers in stacks.values():
         if len(layers) > ahead:
             pregate(layers, ahead)
-
-
-def _watch_token_ids(model: nn.Module, context: Context) -> None:
-    """Register hooks that store the token ids of each batch, which hash gates need.
-
-    The hooks are on the embeddings, because generation does not call hooks of the encoder.
-    """
-    for side_name, name, layers in named_stacks(model):
-        side: Any = model.get_submodule(name.rpartition(".")[0])
-        if not moe_layers(layers):
-            continue
-        if not hasattr(side, "embed_tokens"):
-            fix = f", or add --{side_name}-moe-freq 0" if side_name in SIDES else ""
-            raise ValueError(
-                f"--moe-gate-type hash needs token ids, but the {side_name} of this model has no token "
-                f"embedding; give another gate{fix}."
-            )
-        side.embed_tokens.register_forward_pre_hook(context.see_tokens)  # copied together with the model
 
 
 def _watch_micro_batches(model: nn.Module) -> None:

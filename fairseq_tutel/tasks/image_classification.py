@@ -119,13 +119,12 @@ class ImageClassificationTask(InferenceMixin, FairseqTask):
         return super().get_batch_iterator(dataset, *args, **kwargs)
 
     def build_criterion(self, cfg: Any, *args: Any, **kwargs: Any) -> Any:
-        """Build the criterion; raise an error if it does not support mixed images (mixup or CutMix)."""
+        """Build the criterion; raise an error if it does not support mixed images."""
         criterion = super().build_criterion(cfg, *args, **kwargs)
-        if self.image_config.mixes and not getattr(criterion, "takes_mixed", False):
+        if self.image_config.mixup and not getattr(criterion, "takes_mixed", False):
             raise ValueError(
-                "--image-mixup and --image-cutmix give images two classes, but "
-                f"{type(criterion).__name__} uses only one class; give --criterion image_classification, "
-                "or remove these options."
+                f"--image-mixup gives images two classes, but {type(criterion).__name__} uses only one "
+                "class; give --criterion image_classification, or remove the option."
             )
         return criterion
 

@@ -141,18 +141,6 @@ def test_convert_keeps_even_groups_of_experts(convert, tmp_path):
             convert(kind, *words)
 
 
-def test_convert_prune_of_a_hash_gate_drops_the_last_alone(convert, tmp_path):
-    save(tmp_path / "a.pt", gate_type="hash", top_k=1)
-    convert("prune", "--drop", "2,3")
-    x = tokens()
-    a, b = outputs(tmp_path / "a.pt", x), outputs(tmp_path / "b.pt", x)
-    stays = (a["decoder_0"] == b["decoder_0"]).all(dim=1)
-    assert 0.3 < stays.float().mean() < 0.7  # tokens of the experts that stay have the same ones
-    for kind, words in (("prune", ("--drop", 0)), ("merge", ("--moe-expert-count", 2))):
-        with pytest.raises(SystemExit, match=r"has a hash gate .* remove only the last experts"):
-            convert(kind, *words)
-
-
 DENSE = {
     "equal experts, one": ({"change": equal_experts}, "3", True),
     "equal experts, three": ({"change": equal_experts}, "0,2,3", True),
@@ -163,8 +151,6 @@ DENSE = {
         {"change": equal_experts, "eom": 0.2, "fom": 0.3, "shared_experts": 2}, "1", True),
     "equal experts, layer norm": ({"change": equal_experts, "hidden_layer_norm": True}, "0", True),
     "one expert": ({"num_experts": 1, "top_k": 1}, "0", True),
-    "hash, half of all": ({"gate_type": "hash", "top_k": E}, "0,1", False),
-    "hash": ({"gate_type": "hash", "top_k": 2}, "all", False),
     "drawn apart": ({}, "0", False),
     "drawn apart, all": ({"top_k": E}, "all", False),
     "equal experts, top-1": ({"change": equal_experts, "top_k": 1}, "0", False),

@@ -22,7 +22,7 @@ def mt(mt_data, tmp_path_factory):
         "train",
         *mt_args(mt_data, folder / "a", "--moe-checkpoint", "sharded", *PREGATED, "--seed", 5, updates=1),
     )
-    other = ("--moe-gate-type", "hash", "--moe-expert-count", 2, "--encoder-moe-freq", 2)
+    other = ("--moe-gate-type", "cosine", "--moe-expert-count", 2, "--encoder-moe-freq", 2)
     fairseq("train", *mt_args(mt_data, folder / "b", *other, "--seed", 3, updates=1))
     return [folder / name / "checkpoint_last.pt" for name in "ab"]
 

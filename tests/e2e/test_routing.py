@@ -80,7 +80,6 @@ def test_every_option_that_draws_random_numbers_is_resumed():
 
 
 DECODING = {
-    "hash": ("--moe-gate-type", "hash"),
     "groups-bias-shared": (
         "--moe-expert-groups", 2, "--moe-top-k", 2, "--moe-balance-bias", "--moe-shared-experts", 1,
         "--moe-score-function", "sigmoid", "--moe-prescore",

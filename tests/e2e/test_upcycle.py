@@ -68,7 +68,7 @@ def mt(mt_data, tmp_path_factory):
 
 def test_upcycle_gives_the_outputs_of_the_dense_language_model(lm, lm_data, tmp_path):
     words = (
-        "--moe-gate-type", "hash,cosine", "--moe-top-k", 1, "--moe-residual", "--moe-shared-experts", 1,
+        "--moe-gate-type", "linear,cosine", "--moe-top-k", 2, "--moe-residual", "--moe-shared-experts", 1,
     )  # fmt: skip
     text = convert("upcycle", lm, tmp_path / "moe.pt", *words)
     assert "its initial outputs equal the dense model's outputs up to rounding" in text

@@ -38,11 +38,11 @@ def tokens(count=9, salt=0):
     return torch.randn(count, D, generator=generator, dtype=torch.float64)
 
 
-def forward(layers, x, mask=None, ids=None, between=torch.tanh):
+def forward(layers, x, mask=None, between=torch.tanh):
     """Return y and the balance loss of blocks with residual connections."""
     total = 0
     for layer in layers:
-        y, output = layer(x, mask, token_ids=ids)
+        y, output = layer(x, mask)
         x, total = x + between(y), total + output.balance_loss
     return x, total
 
@@ -91,13 +91,13 @@ def test_every_way_to_route_is_the_later_layer_s_own(options, training):
     config = dataclasses.replace(CONFIG, **options)
     pair, apart = stack(1, config, config), stack(0, config, config)
     x = tokens(12).view(3, 4, D)
-    mask, ids = torch.arange(12).view(3, 4) % 5 == 4, torch.arange(12).view(3, 4)
+    mask = torch.arange(12).view(3, 4) % 5 == 4
     for layer in (*pair, *apart):
         layer.train(training)
     torch.manual_seed(1)
-    got, got_loss = forward(pair, x, mask, ids)
+    got, got_loss = forward(pair, x, mask)
     torch.manual_seed(1)
-    call = Call.of(x, D, mask, ids)
+    call = Call.of(x, D, mask)
     routings = [layer.route(call.tokens(x), call) for layer in apart]
     for layer, routing in zip(apart, routings, strict=True):
         x = x + torch.tanh(layer.apply_routing(call.tokens(x), routing)).view(x.shape)

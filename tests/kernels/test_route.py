@@ -107,7 +107,7 @@ LAYER = {"model_dim": 6, "hidden_dim": 5, "num_experts": 5, "top_k": 2}
 LAYERS = (
     {"capacity_factor": 0.5, "balance_loss": "gshard:1,z:0.1"},
     {"capacity_factor": 0.5, "drop_policy": "probability", "normalize_gate": "after"},
-    {"capacity_factor": -0.5, "drop_policy": "bpr", "sinkhorn": True},
+    {"capacity_factor": -0.5, "drop_policy": "bpr"},
     {"expert_groups": 5, "groups_per_token": 3, "drop_policy": "rts", "capacity_factor": 0.5},
     {"balance_bias": True, "score_function": "sigmoid"},
 )

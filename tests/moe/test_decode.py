@@ -34,7 +34,6 @@ CASES = {
         "groups_per_token": 1, "shared_experts": 1, "residual": True, "balance_loss": "gshard_all:1,z:1",
     },
     "masks, CMR": {"top_k": 2, "eom": 0.25, "fom": 0.2, "cmr": True, "cmr_gate_drop": 0.3},
-    "hash": {"top_k": 3, "gate_type": "hash"},
     "cosine": {"top_k": 2, "gate_type": "cosine", "gate_projection_dim": 3},
 }  # fmt: skip
 
@@ -49,7 +48,7 @@ def tokens(count: int, dtype=torch.float32) -> torch.Tensor:
 
 def both(monkeypatch, layer, x_TD, mask=None):
     """Return the layer's outputs by the decode path and by the general path."""
-    call = {"token_ids": torch.arange(len(x_TD)), "padding_mask": mask}
+    call = {"padding_mask": mask}
     with torch.no_grad(), monkeypatch.context() as patch:
         got = layer(x_TD, **call)
         patch.setattr(layer_module, "are_few", lambda *_: False)

@@ -1,4 +1,4 @@
-"""The criterion image_classification: cross entropy and accuracy, also for mixed images (mixup, cutmix).
+"""The criterion image_classification: cross entropy and accuracy, also for mixed images.
 
 B images, C classes.
 """

@@ -63,11 +63,6 @@ class TaskConfig:
         "plans` and `schedule` write plans), for gradients, ZeRO, gathered experts and "
         "--moe-a2a-algorithm plan:NAME; other collectives run in torch; empty: no plan",
     )
-    moe_adaptive_file: str = parallelism(
-        "",
-        help="file in which --moe-adaptive auto keeps its measurements for the next run; empty: "
-        "moe_adaptive.json in --save-dir",
-    )
     moe_adaptive_window: int = parallelism(
         128, unit="slots per expert", rule=whole(1, unit="slots"),
         help="--moe-adaptive auto chooses separately for each range of capacities; each range has at least "

@@ -114,7 +114,6 @@ def _prepare_experts(model: Any, layers: Iterable[MoELayer], topology: Topology)
     for layer in layers:
         if isinstance(layer, MoEFeedForward):  # of `install_experts`
             continue
-        layer.experts.save_by_rank(False)
         for parameter in layer.experts.parameters() if topology.expert_parallel_size == 1 else ():
             unmark_expert(parameter)  # a `scan_expert_func` marks the experts on any number of ranks
     # torch's DistributedDataParallel reads this name: it neither broadcasts nor reduces experts.

@@ -1,7 +1,6 @@
 """Chooses the initial all-to-all algorithm of a training run, and makes the tuner for later updates."""
 
 import logging
-import os
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +59,6 @@ def tuner_of(model: nn.Module, cfg: Any, task_cfg: Any, root: Any) -> UpdateTune
     if not is_tuned(first.config) or first.topology.expert_parallel_size == 1:
         return None
     options = read(TaskConfig, task_cfg)
-    path = options.moe_adaptive_file or os.path.join(root.checkpoint.save_dir, "moe_adaptive.json")
     choices: dict[str, Any] = {}
     machine = _machine_of(task_cfg, root)
     if first.config.adaptive != "auto":  # only r is tuned
@@ -70,15 +68,8 @@ def tuner_of(model: nn.Module, cfg: Any, task_cfg: Any, root: Any) -> UpdateTune
         # Rank 0 decides, because ranks with different files might try different algorithms.
         algorithms = tuned_algorithms(first, task_cfg, machine, size)
         choices = {"algorithms": world.broadcast_object(algorithms, "the agreement on all-to-alls")}
-    precisions = ("fp16", "bf16", "amp", "memory_efficient_fp16", "memory_efficient_bf16")
-    conditions = {
-        "precision": [key for key in precisions if root.common[key]],
-        "update_freq": list(root.optimization.update_freq),
-        "zero_stage": options.moe_zero_stage,
-        "checkpoint_activations": bool(option(cfg, "checkpoint_activations")),
-    }
     window = options.moe_adaptive_window
-    return UpdateTuner(layers, window, path, conditions=conditions, machine=machine, **choices)
+    return UpdateTuner(layers, window, machine=machine, **choices)
 
 
 def _machine_of(task_cfg: Any, root: Any) -> Machine:
