@@ -32,7 +32,7 @@ READERS = {
     "meta": ("x-shared.pt", ("--input", "x")),
     "tutel": ("x0-of-1", ("--input-prefix", "x", "--input-size", 1)),
     "swin": ("x.pt", ("--input", "x.pt")),
-    "merge": ("x.pt", ("--input", "x.pt", "--moe-expert-count", 2)),
+    "prune": ("x.pt", ("--input", "x.pt", "--drop", 0)),
 }
 
 
@@ -54,7 +54,6 @@ def test_no_tool_runs_code_of_a_file(kind, older, tmp_path, monkeypatch):
 BARS = {
     "sharded": ("--input", "a.pt", ["checking a.pt", "writing experts", "writing out"]),
     "full": ("--input", "s.pt", ["checking s.pt", "reading experts", "writing out"]),
-    "safetensors": ("--input", "s.pt", ["checking s.pt", "writing weights"]),
 }
 
 
@@ -76,7 +75,7 @@ def test_the_bytes_of_a_written_file_are_counted(tmp_path):
     assert torch.equal(torch.load(tmp_path / "a.pt")["a"], torch.ones(1000))
 
 
-WRITTEN = {"sharded": (), "full": (), "merge": ("--moe-expert-count", 2)}
+WRITTEN = {"sharded": (), "full": (), "prune": ("--drop", 0)}
 
 
 @pytest.fixture
@@ -140,7 +139,7 @@ def test_convert_says_that_the_system_lets_nobody_read_a_file(tmp_path):
     assert "a.pt, which cannot be read (Permission denied); make it readable, or give another" in message
 
 
-FROM_OURS = {**WRITTEN, "prune": ("--drop", 0), "dense": ("--experts", 0)}
+FROM_OURS = {**WRITTEN, "dense": ("--experts", 0)}
 
 
 @pytest.mark.parametrize("kind", FROM_OURS)
@@ -244,7 +243,7 @@ def flat(tree):
     return tree.tolist() if torch.is_tensor(tree) else tree
 
 
-@pytest.mark.parametrize("kind", ["merge", "average"])
+@pytest.mark.parametrize("kind", ["prune", "average"])
 def test_no_tool_replaces_a_file_unasked(kind, tmp_path):
     path, written = save(tmp_path / "a.pt"), tmp_path / "b.pt"
     written.write_text("older")
@@ -259,7 +258,7 @@ def test_no_tool_replaces_a_file_unasked(kind, tmp_path):
     assert written.read_bytes() != b"older"
 
 
-@pytest.mark.parametrize("kind", [*FROM_OURS, "safetensors", "upcycle", "average"])
+@pytest.mark.parametrize("kind", [*FROM_OURS, "upcycle", "average"])
 def test_no_tool_makes_a_valid_file_of_a_damaged_one(kind, tmp_path):
     path = save(tmp_path / "a.pt", layers=("decoder.layers.0",))
     weight = torch.load(path, weights_only=True)["model"]["decoder.embed_tokens.weight"]

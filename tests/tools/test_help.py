@@ -94,9 +94,9 @@ FORMER = {
         ("convert", "sharded", "--input", A, "--output", B),
         ("convert", "sharded", A, "--output", B),
     ),
-    "convert merge --input": (
-        ("convert", "merge", "--groups", "0,3/1,2", "--input", A, "--output", B),
-        ("convert", "merge", A, "--groups", "0,3/1,2", "--output", B),
+    "convert prune --input": (
+        ("convert", "prune", "--drop", "0,3", "2", "--input", A, "--output", B),
+        ("convert", "prune", A, "--drop", "0,3", "2", "--output", B),
     ),
     "convert tutel --input-prefix": (
         ("convert", "tutel", "--output", B, "--input-prefix=x-", "--input-size", "2"),

@@ -29,9 +29,9 @@ from fairseq_tutel.convert.released.families import FAMILIES
 from fairseq_tutel.convert.released.families.nllb_moe import TOP_K
 from fairseq_tutel.convert.released.folder import CONFIG, ReleasedFolder
 from fairseq_tutel.convert.released.keep import kept_experts
+from fairseq_tutel.convert.released.output import new_folder
 from fairseq_tutel.convert.released.table import Family, Row, Setup
 from fairseq_tutel.convert.released.vocabulary import TOKENIZER_FILES, Vocabulary, vocabulary_of
-from fairseq_tutel.convert.safetensors_folder import new_folder
 from fairseq_tutel.files import shown
 from fairseq_tutel.tools.arguments import refuse_output_folder
 

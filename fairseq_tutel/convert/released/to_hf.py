@@ -16,9 +16,9 @@ from fairseq_tutel.convert.configs import configs_of, counts_text, freq_of
 from fairseq_tutel.convert.released.families import FAMILIES
 from fairseq_tutel.convert.released.families.nllb_moe import NLLB_MOE
 from fairseq_tutel.convert.released.folder import CONFIG
+from fairseq_tutel.convert.released.output import json_text, new_folder, write_text, write_weights
 from fairseq_tutel.convert.released.table import Family
 from fairseq_tutel.convert.released.vocabulary import TOKENIZER_FILES
-from fairseq_tutel.convert.safetensors_folder import as_json, new_folder, write_text, write_weights
 from fairseq_tutel.moe.config import LAYER, MoEConfig
 from fairseq_tutel.plugin.feed_forward import SIDES
 from fairseq_tutel.tools.arguments import refuse_output_folder
@@ -57,7 +57,7 @@ def convert(saved: SavedModel, output: Path, limit: int, tokenizer: Path | None 
     config |= family.sizes(saved.weights) | family.write_more(saved.options_of("task") | saved.options)
     with new_folder(output) as made:
         write_weights(weights, made, limit)
-        write_text(made / CONFIG, as_json(config | {"dtype": _dtype(weights)}))
+        write_text(made / CONFIG, json_text(config | {"dtype": _dtype(weights)}))
         for file in TOKENIZER_FILES:
             if tokenizer is not None and (tokenizer / file).is_file():
                 shutil.copyfile(tokenizer / file, made / file)
