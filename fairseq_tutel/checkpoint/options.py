@@ -9,6 +9,8 @@ RETIRED = {
     "distill_top_k": "the teacher's whole distribution is used",
     "distill_logits": "the teacher is in memory",
     "cmcl_teach_router": "only ensembles learn by CMCL",
+    "moe_expert_prefetch": "the cache fills with the experts that are used",
+    "moe_expert_prefetch_pairs": "the cache fills with the experts that are used",
     "image_errors": "an unreadable image ends the run",
     "swin_attention_dropout": "no published model has it",
 }

@@ -1,7 +1,7 @@
 """Statistics of how a model's gates choose experts, per language pair, and the JSON file that holds them.
 
-`fairseq-tutel tokens --output-statistics` writes the file. `convert prune --statistics` and
---moe-expert-prefetch read it. E is the number of experts of a layer.
+`fairseq-tutel tokens --output-statistics` writes the file, and `convert prune --statistics` reads it. E is
+the number of experts of a layer.
 
     {"expert_statistics": 1, "pairs": {"de-en": {"decoder_1": {
         "tokens": 9000, "activity": [E numbers], "confidence": [E numbers], "load": [E numbers]}}}}
