@@ -10,10 +10,8 @@ Key = tuple[int, int]  # the indices of a stack and an expert
 class ExpertCache:
     """A cache of expert keys that is limited in bytes and in experts; a limit of None means no limit.
 
-    The policy determines which expert is evicted first:
-
-    - `lfu`: the least frequently used since the store was opened. Ties go to the least recently used.
-    - `lru`: the least recently used.
+    The policy `lru` evicts the least recently used expert, and `lfu` the least frequently used one. Among
+    equally frequent ones, `lfu` evicts the least recently used.
     """
 
     def __init__(self, policy: str, most_bytes: int | None, most_experts: int | None) -> None:

@@ -59,7 +59,7 @@ REFUSED = {
     "a word": LAYER | {"load": ["2", 0]},
     "not finite": LAYER | {"activity": [math.nan, 1]},
     "tokens": LAYER | {"tokens": 0},
-    "almost nothing": LAYER | {"activity": [5e-324, 0]},
+    "no choices": LAYER | {"activity": [0, 0]},
 }
 
 
