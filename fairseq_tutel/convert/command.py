@@ -142,7 +142,6 @@ STATISTICS = "read loads and importances from this file of `tokens --output-stat
 GLOBALLY = (
     "take --share of the whole model; each layer keeps the same share of its total load or importance"
 )
-WEIGHT = "total weight of the chosen experts [the sum of a token's weights if it is constant, else 1]"
 PREFIX = (
     "start of the names of the ranks' files PREFIX0-of-N, PREFIX1-of-N, …; or a pattern with {rank} and "
     "{size}; or, with --input-size 1, the name of a single file"
@@ -252,7 +251,6 @@ whose outputs may change.""",
             option(
                 "--experts", "such as 0,1, all or decoder_1=3 decoder_3=0", "IDS", nargs="+", required=True
             ),
-            option("--weight", WEIGHT, "W", type=float),
         ),
     ),
     Conversion(

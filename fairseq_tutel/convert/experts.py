@@ -63,8 +63,6 @@ def prune(arguments: argparse.Namespace, inputs: list[Path], output: Path) -> st
 
 def dense(arguments: argparse.Namespace, inputs: list[Path], output: Path) -> str:
     """Run `convert dense`."""
-    if arguments.weight is not None and not 0 < arguments.weight < 1e6:
-        raise ValueError(f"--weight is {arguments.weight:g}; give a number above 0.")
     saved = SavedModel.open(inputs[0])
     configs = configs_of(saved)
     if arguments.experts == ["all"]:
@@ -76,7 +74,7 @@ def dense(arguments: argparse.Namespace, inputs: list[Path], output: Path) -> st
             raise ValueError(
                 f"--experts names no expert of {layer.label}; add one, such as {layer.label}=0."
             )
-    padded, changed = to_dense(saved, chosen, arguments.weight)
+    padded, changed = to_dense(saved, chosen)
     for label, width in padded.items():
         print(f"{label}: padded with zeros to {width} hidden units")
     if changed:
@@ -154,14 +152,12 @@ def _refuse_uneven_groups(config: MoEConfig, layer: Layer, kept: Sequence[int]) 
         )
 
 
-def to_dense(
-    saved: SavedModel, chosen: Mapping[Layer, Sequence[int]], weight: float | None = None
-) -> tuple[dict[str, int], list[str]]:
+def to_dense(saved: SavedModel, chosen: Mapping[Layer, Sequence[int]]) -> tuple[dict[str, int], list[str]]:
     """Replace the experts of every MoE layer by one dense FFN, in place.
 
-    The FFN concatenates the hidden units of the chosen experts. `weight` is the total weight of these
-    experts. By default it is the sum of a token's expert weights if this sum is constant, else 1. Returns
-    the labels of padded layers with their widths, and the labels of layers whose outputs may change.
+    The FFN concatenates the hidden units of the chosen experts. Their total weight is the sum of a token's
+    expert weights if this sum is constant, else 1. Returns the labels of padded layers with their widths,
+    and the labels of layers whose outputs may change.
 
     Raises:
         ValueError: a dense FFN cannot represent the experts.
@@ -169,11 +165,10 @@ def to_dense(
     made: dict[Layer, Tensors] = {}
     changed = []
     for layer, config in configs_of(saved).items():
-        usual = config.routed_scaling_factor if sums_to_1(config) else 1.0
-        usual *= (1 - config.eom) * (1 - config.fom)
-        total = usual if weight is None else weight
-        made[layer] = _dense_ffn(saved, layer, config, chosen[layer], total)
-        if total != usual or not _is_exact(saved, layer, config):
+        weight = config.routed_scaling_factor if sums_to_1(config) else 1.0
+        weight *= (1 - config.eom) * (1 - config.fom)
+        made[layer] = _dense_ffn(saved, layer, config, chosen[layer], weight)
+        if not _is_exact(saved, layer, config):
             changed.append(layer.label)
     made |= {layer: saved.dense_ffn(layer) for layer in saved.layers if not layer.has_experts}
     widths, padded = _pad(made)

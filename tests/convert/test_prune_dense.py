@@ -159,24 +159,6 @@ def test_convert_dense_takes_one_expert_bit_for_bit_and_stock_s_names(convert, t
     }
 
 
-def test_convert_dense_gives_the_experts_a_weight(convert, tmp_path):
-    save(tmp_path / "a.pt", change=equal_experts, top_k=1, routed_scaling_factor=4.0)
-    convert("dense", "--experts", 0)  # a probability times 4 is no number to go by
-    found = [outputs(tmp_path / "b.pt", tokens())["decoder_0"]]
-    assert "has an effect in decoder_0" in convert("dense", "--experts", "0,1", "--weight", 2)
-    found.append(outputs(tmp_path / "b.pt", tokens())["decoder_0"])
-    torch.testing.assert_close(found[1], 2 * found[0])
-    model = load(tmp_path / "a.pt")["model"]
-    hidden = torch.relu(
-        tokens() @ model[STEP.format(0) + "experts.fc1_weight"][0].T
-        + model[STEP.format(0) + "experts.fc1_bias"][0]
-    )
-    expected = hidden @ model[STEP.format(0) + "experts.fc2_weight"][0].T
-    torch.testing.assert_close(
-        found[0], expected + model[STEP.format(0) + "experts.fc2_bias"][0], rtol=1e-5, atol=1e-5
-    )
-
-
 def test_convert_dense_makes_all_layers_equally_wide(convert, tmp_path):
     layers = ("decoder.layers.0!", "decoder.layers.1", "decoder.layers.2")
     save(tmp_path / "a.pt", layers, equal_experts)
@@ -296,7 +278,6 @@ REFUSED = {
     "a gate of one's own": ({"gate_type": "custom_parts.CalmGate"}, ("prune", "--drop", 0),
                             "has the custom gate custom_parts.CalmGate"),
     "not every layer": ({}, ("dense", "--experts", "decoder_1=0"), "names no expert of decoder_0"),
-    "weight": ({}, ("dense", "--experts", 0, "--weight", -1), "--weight is -1; give a number"),
     "glu": ({"expert_type": "glu"}, ("dense", "--experts", 0), "has experts of the type glu"),
     "residual": ({"residual": True}, ("dense", "--experts", 0), "which a dense layer cannot"),
     "CMR": ({"cmr": True}, ("dense", "--experts", 0), "accepts only models without --moe-cmr"),

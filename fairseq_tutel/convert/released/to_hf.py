@@ -24,6 +24,7 @@ from fairseq_tutel.plugin.feed_forward import SIDES
 from fairseq_tutel.tools.arguments import refuse_output_folder
 
 DTYPES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
+LAYERS = ("encoder_layers", "decoder_layers")
 # Our tensors that hold no weights.
 BUFFERS = ("version", "_float_tensor")
 
@@ -82,7 +83,13 @@ def _family(saved: SavedModel) -> Family:
     if fitting:
         # RoBERTa and XLM-RoBERTa differ only in the task.
         return min(fitting, key=lambda family: family.task != saved.name("task"))
-    closest = min(dense, key=lambda family: family.distance(saved.options, saved.weights)).name
+
+    def distance(family: Family) -> tuple[int, int]:
+        own = {option.ours for option in family.options}
+        others = [key for key in LAYERS if (key in own) != (key in saved.options)]
+        return len(others), len(family.differing(saved.options))
+
+    closest = min(dense, key=distance).name
     raise ValueError(
         f"{saved.flag} is a {saved.name('model')}, which no class of transformers equals; the closest "
         f"family is {closest}: {reasons[closest]}"
