@@ -53,7 +53,6 @@ REFUSED = {
     "no JSON": "{",
     "a list": [],
     "another version": {"expert_statistics": 2, "pairs": {}},
-    "no pairs": {"expert_statistics": 1},
     "empty": {"expert_statistics": 1, "pairs": {}},
     "lengths": LAYER | {"load": [2]},
     "a word": LAYER | {"load": ["2", 0]},

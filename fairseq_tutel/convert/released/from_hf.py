@@ -233,10 +233,9 @@ def full_names(folder: ReleasedFolder, family: Family, known: Collection[str]) -
 
     Names in `known` are complete.
     """
-    names = [name for shard in folder.shards().values() for name in shard]
     # A model that was saved without head has names without the prefix.
-    has_prefix = any(name.startswith(family.prefix) for name in names)
-    return {name: name if has_prefix or name in known else family.prefix + name for name in names}
+    has_prefix = any(name.startswith(family.prefix) for name in folder.names())
+    return {name: name if has_prefix or name in known else family.prefix + name for name in folder.names()}
 
 
 def weights_of(

@@ -23,7 +23,6 @@ from fairseq_tutel.moe.config import LAYER, MoEConfig
 from fairseq_tutel.plugin.feed_forward import SIDES
 from fairseq_tutel.tools.arguments import refuse_output_folder
 
-DTYPES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
 LAYERS = ("encoder_layers", "decoder_layers")
 # Our tensors that hold no weights.
 BUFFERS = ("version", "_float_tensor")
@@ -150,7 +149,7 @@ def _expert(stack: Tensor | ShardedTensor, expert: int) -> Tensor | ShardedExper
 
 def _dtype(weights: Mapping[str, Any]) -> str:
     found = {tensor.dtype for tensor in weights.values() if tensor.dtype.is_floating_point}
-    return DTYPES.get(found.pop(), "float32") if len(found) == 1 else "float32"
+    return str(found.pop()).removeprefix("torch.") if len(found) == 1 else "float32"
 
 
 def _moe_options(saved: SavedModel) -> dict[str, Any]:
