@@ -11,6 +11,8 @@ RETIRED = {
     "cmcl_teach_router": "only ensembles learn by CMCL",
     "moe_adaptive_file": "the tuner measures again in every run",
     "moe_sinkhorn": "it chose experts in training only",
+    "moe_expert_prefetch": "the cache fills with the experts that are used",
+    "moe_expert_prefetch_pairs": "the cache fills with the experts that are used",
     "image_errors": "an unreadable image ends the run",
     **dict.fromkeys(("image_mean", "image_std"), "images are normalized as ImageNet's or with 0.5"),
     **dict.fromkeys(("image_jitter", "image_erase", "image_cutmix"), "augmentation is crop, flip, mixup"),

@@ -253,7 +253,7 @@ def from_json(data: Any) -> Plan:
             chunks=_number(data["chunks"], 1),
             temporary=_number(data.get("temporary", 0)),
             channels=tuple(
-                Channel(_number(source), _number(target)) for source, target, *_ in data["channels"]
+                Channel(_number(source), _number(target)) for source, target in data["channels"]
             ),
             programs=tuple(
                 tuple(tuple(_step_of(**step) for step in lane) for lane in lanes)

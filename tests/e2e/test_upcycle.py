@@ -136,18 +136,16 @@ def test_upcycle_goes_on_training_by_every_way_that_fairseq_has(lm, lm_data, tmp
     assert (stack[0] - stack[1]).abs().max() > 1e-4
 
 
-def test_convert_merge_prune_and_dense_open_in_fairseq(lm, lm_data, tmp_path):
+def test_convert_prune_and_dense_open_in_fairseq(lm, lm_data, tmp_path):
     words = ("--finetune-from-model", tmp_path / "moe.pt", "--moe-top-k", 1)
     convert("upcycle", lm, tmp_path / "moe.pt", *ON, "--reinitialize", 0.5)
     run = fairseq("train", *lm_args(lm_data, tmp_path, *ON, *words), "--log-file", tmp_path / "t.log")
     trained = tmp_path / "checkpoint_last.pt"
     busy = run.stats("train_inner")[-1]["moe_load_decoder_1"]
     assert len(busy) == 4
-    log = ("--log", tmp_path / "t.log")
     made = {}
     for name, kind, options in (
-        ("merged", "merge", ("--moe-expert-count", 2, *log)),
-        ("pruned", "prune", ("--drop", 0)),
+        ("pruned", "prune", ("--share", 0.5, "--log", tmp_path / "t.log")),
         ("dense", "dense", ("--experts", 1)),
     ):
         made[name] = tmp_path / f"{name}.pt"

@@ -9,14 +9,12 @@ import pickle
 
 import pytest
 import torch
-import torch.distributed as dist
 from compare import same_function
 from option_values import ROUTING, mixed
 from oracle import mixture
 from torch.utils.checkpoint import checkpoint
 
-from fairseq_tutel import MoEConfig, MoELayer, make_topology, pregate
-from fairseq_tutel.inference.lockstep import Lockstep
+from fairseq_tutel import MoEConfig, MoELayer, pregate
 from fairseq_tutel.moe.call import Call
 from fairseq_tutel.moe.expert_stack import Weights
 
@@ -209,28 +207,3 @@ def test_what_is_no_chain_is_refused():
         sentence = rf"pregate \(--moe-pregate\) is {ahead!r} but the stack has 2 MoE layers; give 1 to 1\."
         with pytest.raises(ValueError, match=sentence):
             stack(ahead, CONFIG, CONFIG)
-
-
-@torch.no_grad()
-def at_paces_of_their_own(exchange):
-    """Ranks come through a split stack unequally often, and meet in its layers in any order."""
-    configs = [dataclasses.replace(CONFIG, exchange=exchange, num_experts=count) for count in (4, 2, 4)]
-    place, rank = make_topology([4, 2, 4]), dist.get_rank()
-    split, whole = stack(1, *configs, topology=place), stack(1, *configs)
-    lockstep = Lockstep(place.expert_group)
-    for layer in split:
-        lockstep.add(layer.run_without_tokens)
-    for step in range(2 + 2 * rank):
-        x = expected = tokens(1 + (rank + 2 * step) % 5, salt=10 * rank + step)
-        for index, layer in enumerate(split):
-            lockstep.wait_for_turn(index)
-            x = x + torch.tanh(layer.eval()(x)[0])
-        expected = forward([layer.eval() for layer in whole], expected)[0]
-        torch.testing.assert_close(x, expected, rtol=1e-12, atol=1e-12)
-    lockstep.end()
-    return lockstep.served
-
-
-@pytest.mark.parametrize("exchange", ("ragged", "padded"))
-def test_ranks_at_their_own_paces_give_what_one_rank_gives(ranks, exchange):
-    assert ranks(2).run(at_paces_of_their_own, exchange)[0] > 0

@@ -67,7 +67,7 @@ IN_TESTS = {
 }
 # Files of tests in which these words remain.
 NOT_YET = """
-    checkpoint/test_shards convert/test_convert convert/test_merge_prune_dense e2e/cli e2e/models
+    checkpoint/test_shards convert/test_convert convert/test_prune_dense e2e/cli e2e/models
     e2e/test_background_save e2e/test_checkpoints e2e/test_commands e2e/test_ensemble e2e/test_hub
     e2e/test_options e2e/test_other_models e2e/test_parallel_generation e2e/test_released_experts
     e2e/test_robustness e2e/test_spoken_variants e2e/test_stock_tasks e2e/test_upcycle e2e/test_user_day

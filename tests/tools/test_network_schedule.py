@@ -25,13 +25,13 @@ def test_it_prints_the_optimum_its_cut_and_its_trees():
 @pytest.mark.parametrize(
     ("words", "least", "chunks"),
     [
-        # Of one shard two chunks in each of three slices, of --bytes one.
+        # Of one shard two chunks in each of three slices.
         (
             ("all_reduce", "--trees", 2, "--slices", 3),
             "optimum of a reduce-scatter and an all-gather: T* = 3 (",
             24,
         ),
-        (("reduce_scatter", "--bytes", 300_000), "arrive as sums in", 1),
+        (("reduce_scatter", "--trees", 1), "arrive as sums in", 1),
     ],
 )
 def test_its_plan_and_its_network_are_files_that_can_be_used(tmp_path, words, least, chunks):

@@ -10,7 +10,6 @@ import functools
 import json
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -22,7 +21,6 @@ from torch.nn import init
 from torch.overrides import TorchFunctionMode
 
 from fairseq_tutel.checkpoint.shards import ShardedTensor
-from fairseq_tutel.inference.expert_statistics import of_layer, pooled, read_statistics
 from fairseq_tutel.inference.expert_store import Counters, ExpertStore
 from fairseq_tutel.inference.options import StoreConfig
 from fairseq_tutel.inference.quantized_linear import quantize_linear_layers
@@ -35,7 +33,7 @@ from fairseq_tutel.parallel.groups import Topology
 from fairseq_tutel.parallel.host_memory import refuse_too_little
 from fairseq_tutel.parallel.progress import progress
 from fairseq_tutel.plugin.feed_forward import MoEFeedForward, moe_layers
-from fairseq_tutel.plugin.run_state import config_of, is_opened, language_pair
+from fairseq_tutel.plugin.run_state import config_of, is_opened
 
 logger = logging.getLogger(__name__)
 # Logs JSON lines like fairseq's, under a short name: "… | INFO | expert_store | {"calls": …}".
@@ -45,7 +43,6 @@ SMALL_MATRIX = 2**20
 DRAWS = (Tensor.normal_, Tensor.uniform_, init.normal_, init.uniform_, init.kaiming_uniform_)
 # The open stores, which models of an ensemble share.
 STORES: "WeakValueDictionary[StoreConfig, ExpertStore]" = WeakValueDictionary()
-PREFETCH, PREFETCH_PAIRS = "--moe-expert-prefetch", "--moe-expert-prefetch-pairs"
 
 
 def store_options(task_cfg: Any, opened: bool, pregated: bool, device: torch.device) -> StoreConfig:
@@ -68,10 +65,6 @@ def store_options(task_cfg: Any, opened: bool, pregated: bool, device: torch.dev
     if options.moe_expert_tier == "auto" and is_offloaded(options):
         tier = "host" if device.type == "cuda" else "disk"
         options = dataclasses.replace(options, moe_expert_tier=tier)
-    if options.moe_expert_prefetch and is_offloaded(options):
-        options = dataclasses.replace(
-            options, moe_expert_prefetch_pairs=_pairs_to_prefetch(options, task_cfg)
-        )
     return options
 
 
@@ -188,8 +181,6 @@ def fetch_when_loaded(model: nn.Module, options: StoreConfig) -> None:
             for layer, tensors in zip(layers, sources, strict=True):
                 store.add(layer.experts, tensors)
                 advance(1)
-        if options.moe_expert_prefetch:
-            store.fill_cache(_most_used(layers, options))
 
     model.register_load_state_dict_post_hook(attach)
 
@@ -202,35 +193,6 @@ def _bytes_on_host(layers: Sequence[MoEFeedForward], sources: Sequence[Mapping[s
             of_all = t.stored_bytes if isinstance(t, ShardedTensor) else t.nbytes
             num_bytes += of_all * layer.experts.num_local // t.shape[0]
     return num_bytes
-
-
-def _pairs_to_prefetch(options: StoreConfig, task_cfg: Any) -> str:
-    """Return the language pairs to prefetch for: those given, or the task's if the file has it, or ""."""
-    path = Path(options.moe_expert_prefetch)
-    statistics = read_statistics(path, PREFETCH)
-    if options.moe_expert_prefetch_pairs:
-        pooled(statistics, options.moe_expert_prefetch_pairs.split(","), path, PREFETCH_PAIRS)
-        return options.moe_expert_prefetch_pairs
-    own = language_pair(task_cfg)
-    return own if own in statistics else ""
-
-
-def _most_used(layers: Sequence[MoEFeedForward], options: StoreConfig) -> list[tuple[ExpertStack, int]]:
-    """Return this rank's experts of all layers, with the largest share of their layer's assignments first.
-
-    The experts and their order come from the file of --moe-expert-prefetch. An expert is its stack and its
-    index in the stack. Unused experts are left out.
-    """
-    path, pairs = Path(options.moe_expert_prefetch), options.moe_expert_prefetch_pairs
-    statistics = pooled(
-        read_statistics(path, PREFETCH), pairs.split(",") if pairs else (), path, PREFETCH_PAIRS
-    )
-    found = []
-    for layer in layers:
-        stack, count = layer.experts, layer.config.num_experts
-        loads = of_layer(statistics, layer.label, count, path, PREFETCH).load
-        found += [(loads[stack.first + e] / count, stack, e) for e in range(stack.num_local)]
-    return [(stack, e) for share, stack, e in sorted(found, key=lambda each: -each[0]) if share > 0]
 
 
 def _store_of(options: StoreConfig) -> ExpertStore:

@@ -29,7 +29,7 @@ OVERRIDES = (
 )
 STATISTICS = (
     "also write how often and with which probability the gates chose each expert, per language pair, to "
-    "this JSON file, which convert prune and --moe-expert-prefetch read"
+    "this JSON file, which convert prune reads"
 )
 
 
