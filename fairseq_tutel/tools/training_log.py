@@ -30,11 +30,6 @@ _UPDATES = "num_updates"
 _SIMPLE = re.compile(r"\bepoch \d+(?:(:) +\d+ / \d+ | \| (?:valid on '(.+?)' subset \| )?)(\w+[ =].*)")
 _SIMPLE_VALUE = re.compile(r"(\w+)[ =](\[.*?\]|[^,|\s]+)")
 _PROCESS_STARTS = re.compile(r"training on (\d+) devices")
-_PROCESS_ENDS = re.compile(r"done training in [\d.]+ seconds")
-
-
-class NoRecordError(ValueError):
-    """A log does not exist, or has no training record; both may change while a run goes on."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +50,6 @@ class Log:
     entries: list[Record] = field(default_factory=list)
     starts: list[int] = field(default_factory=list)  # number of records before each process start
     ranks: list[int] = field(default_factory=list)  # number of ranks at each process start
-    is_over: bool = False  # the last process has logged that it is done
 
 
 @dataclass(frozen=True)
@@ -111,9 +105,6 @@ def read_log(lines: Iterable[str]) -> Log:
         if found := _PROCESS_STARTS.search(line):
             log.starts.append(len(log.entries))
             log.ranks.append(int(found[1]))
-            log.is_over = False
-        elif _PROCESS_ENDS.search(line):
-            log.is_over = True
         simple = _SIMPLE.search(line)
         text = simple[0] if simple else line[line.find('{"') :].strip() if '{"' in line else ""
         # fairseq adds a file handler in every epoch, so lines are repeated.
@@ -227,38 +218,32 @@ def _number(value: object) -> float | None:
         return None
 
 
-def _lines_of(path: Path, grows: bool = False) -> Iterator[str]:
-    """Yield the lines of a log; if it grows, leave out a last line that has no end yet."""
+def _lines_of(path: Path) -> Iterator[str]:
     try:
         with open(path, encoding="utf-8", errors="replace", opener=open_ordinary) as file:
-            yield from (line for line in file if not grows or line.endswith("\n"))
+            yield from file
     except FileNotFoundError as error:
-        raise NoRecordError(
+        raise ValueError(
             f"{path} does not exist; give a log of fairseq-train, or its --save-dir."
         ) from error
 
 
-def logs_in(path: Path) -> list[Path]:
-    """Return the files that may be logs of a run: the path, or the files in a folder by their names."""
-    if not path.is_dir():
-        return [path]
-    return sorted({p for pattern in LOG_NAMES for p in path.rglob(pattern) if p.is_file()})
-
-
-def find_log(path: Path, grows: bool = False) -> tuple[Log, Path]:
+def find_log(path: Path) -> tuple[Log, Path]:
     """Find the log of a training run; return its records and the file that has them.
 
-    Raise NoRecordError if there is no log, and ValueError if there are logs of several runs. With `grows`,
-    a last line without an end is ignored.
+    `path` is a log or a folder. Raise ValueError if there is no log, or if there are logs of several runs.
     """
-    logs = {file: read_log(_lines_of(file, grows)) for file in logs_in(path)}
+    files = [path]
+    if path.is_dir():
+        files = sorted({p for pattern in LOG_NAMES for p in path.rglob(pattern) if p.is_file()})
+    logs = {file: read_log(_lines_of(file)) for file in files}
     found = _without_copies({file: log for file, log in logs.items() if log.entries})
     if len(found) > 1:
         names = ", ".join(map(str, sorted(found)))
         raise ValueError(f"{path} contains the logs of several runs ({names}); give one of these files.")
     if not found:
         folder = path if path.is_dir() else path.parent
-        raise NoRecordError(
+        raise ValueError(
             f"{path} has no training record; train with --log-format json --log-file {folder}/train.log."
         )
     ((file, log),) = found.items()

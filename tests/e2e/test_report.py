@@ -136,7 +136,6 @@ def test_equal_logs_give_equal_pages_and_names_are_escaped(tmp_path):
         ([DENSE, DENSE], "two runs are named "),
         ([DENSE, "--output", "a.txt"], "--output a.txt exists; give another name, or add --overwrite."),
         ([DENSE, "--name", "a", "--name", "b"], "--name is given 2 time(s) for 1 run(s)"),
-        ([DENSE, "--interval", "0"], "--interval is 0; give a number above 0."),
     ],
 )
 def test_bad_input_ends_with_one_sentence(tmp_path, monkeypatch, words, sentence):
