@@ -40,7 +40,7 @@ def add_to(tools: Any) -> None:
     zero = "--moe-zero-stage: 1 shards the optimizer state, 2 also gradients [0]"
     dense = "number of parameters outside of experts [attention: 4 x layers x model-dim squared]"
     for flag, kind, metavar, text in (
-        ("--machine", Path, "FILE", "hardware profile from `tune`, instead of --gpu"),
+        ("--machine", Path, "FILE", "JSON file of a hardware profile, such as --output, instead of --gpu"),
         ("--intra-gb-s", above_0, "X", "bandwidth of a rank's link within the node, in GB/s"),
         ("--inter-gb-s", above_0, "X", "bandwidth of a rank's link to other nodes, in GB/s"),
         ("--alpha-us", above_0, "X", "latency of a message to another node, in microseconds"),
@@ -53,7 +53,7 @@ def add_to(tools: Any) -> None:
     parser.add_argument("--glu", action="store_true", help="experts are gated FFNs with three matrices")
     text = "--moe-offload-optimizer: optimizer state is in host memory"
     parser.add_argument("--offload-optimizer", action="store_true", help=text)
-    add_output(parser, "write the candidates as JSON to this file")
+    add_output(parser, "write the candidates and the hardware profile as JSON to this file")
     parser.set_defaults(run=run)
 
 
