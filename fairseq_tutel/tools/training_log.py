@@ -22,9 +22,7 @@ LOG_NAMES = ("*.log", "*.json", "*.txt")  # names of logs in a folder
 
 # Tags of training records: averages since the last record, or over an epoch. Other tags are data subsets.
 SINCE_LAST, EPOCH = "train_inner", "train"
-# Prefixes of lists over experts, before the layer's name: load relative to an even share, dropped fraction.
-LOAD, DROPPED = "moe_load_", "moe_dropped_"
-LAYERS = "moe_layers_"  # prefix of lists over MoE layers, before the metric's name
+LOAD = "moe_load_"  # prefix of lists of expert loads relative to an even share, before the layer's name
 
 _UPDATES = "num_updates"
 _SIMPLE = re.compile(r"\bepoch \d+(?:(:) +\d+ / \d+ | \| (?:valid on '(.+?)' subset \| )?)(\w+[ =].*)")
@@ -93,9 +91,9 @@ def list_keys(prefix: str, records: list[Record]) -> list[str]:
     return [key for key in keys if key.startswith(prefix)]
 
 
-def layer_of(key: str, prefix: str) -> str:
-    """Convert the log key of a list over experts to the name of its layer, such as "decoder layer 1"."""
-    return key.removeprefix(prefix).replace("_", " layer ")
+def layer_of(key: str) -> str:
+    """Convert the log key of expert loads to the name of the layer, such as "decoder layer 1"."""
+    return key.removeprefix(LOAD).replace("_", " layer ")
 
 
 def read_log(lines: Iterable[str]) -> Log:
