@@ -9,7 +9,6 @@ format `simple` are read as such JSON:
 """
 
 import math
-import os
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
@@ -169,7 +168,6 @@ def join(log: Log) -> Run:
             elif not stopped and "wall" in entry.values:
                 now = seconds = before + entry.values["wall"]
             kept.append(replace(entry, seconds=now))
-    notes += _not_finite(kept)
     by_tag: dict[str, dict[int, Record]] = {}
     for record in kept:
         by_tag.setdefault(record.tag, {})[record.update] = record
@@ -190,22 +188,6 @@ def _processes(log: Log) -> list[list[Record]]:
         parts[-1].append(entry)
         last_wall = last_wall if math.isnan(wall) else wall
     return parts
-
-
-def _not_finite(records: list[Record]) -> list[str]:
-    """Return a note for each logged quantity that has nan or infinite values."""
-    updates: dict[str, list[int]] = {}
-    for record in records:
-        for key, numbers in {
-            **{key: [value] for key, value in record.values.items()},
-            **record.lists,
-        }.items():
-            if not all(map(math.isfinite, numbers)):
-                updates.setdefault(f"{record.tag} {key}", []).append(record.update)
-    return [
-        f"{name} is nan or infinite in {len(at)} record(s), first at update {at[0]}; its curve has a gap."
-        for name, at in updates.items()
-    ]
 
 
 def _number(value: object) -> float | None:
@@ -246,17 +228,6 @@ def find_log(path: Path) -> tuple[Log, Path]:
         )
     ((file, log),) = found.items()
     return log, file
-
-
-def default_names(paths: list[Path]) -> list[str]:
-    """Return a name for each run: its path without the leading and trailing parts common to all paths."""
-    absolute = [Path(os.path.abspath(path)) for path in paths]
-    parts = [list((path.with_suffix("") if path.is_file() else path).parts) for path in absolute]
-    for end in (0, -1):
-        while all(len(p) > 1 for p in parts) and len({p[end] for p in parts}) == 1:
-            for p in parts:
-                p.pop(end)
-    return ["/".join(p) for p in parts]
 
 
 def _without_copies(logs: dict[Path, Log]) -> dict[Path, Log]:

@@ -15,7 +15,7 @@ from typing import Any
 
 from fairseq_tutel.tools.arguments import needing, refuse_output, template_of, writing
 from fairseq_tutel.tools.parser import add_output
-from fairseq_tutel.tools.training_log import Record, Run, default_names, find_log, join
+from fairseq_tutel.tools.training_log import Record, Run, find_log, join
 
 NOTHING = "–"
 
@@ -26,7 +26,7 @@ def add_to(tools: Any) -> None:
     parser = tools.add_parser("report", description=__doc__, example=example)
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a log or a --save-dir")
     add_output(parser, "the page to write", "report.html")
-    text = "name of a run; give the flag once per run, in order [the differing parts of the paths]"
+    text = "name of a run; give the flag once per run, in order [the paths]"
     parser.add_argument("--name", action="append", dest="names", metavar="NAME", help=text)
     parser.set_defaults(run=run)
 
@@ -48,7 +48,7 @@ def run(arguments: argparse.Namespace) -> None:
 def draw(names: list[str] | None, paths: list[Path]) -> str:
     """Read the logs of the runs, which may be in folders, and return the page of the report.
 
-    `names` are the names of the runs; by default, they are the differing parts of the paths.
+    `names` are the names of the runs; by default, they are the paths.
     """
     from fairseq_tutel.tools.report.sections import sections_of
 
@@ -63,7 +63,7 @@ def draw(names: list[str] | None, paths: list[Path]) -> str:
 
 def _names(names: list[str] | None, paths: list[Path]) -> list[str]:
     """Return a unique name for each run."""
-    names = default_names(paths) if names is None else names
+    names = list(map(str, paths)) if names is None else names
     if len(names) != len(paths):
         raise ValueError(
             f"--name is given {len(names)} time(s) for {len(paths)} run(s); give it once for each run."
