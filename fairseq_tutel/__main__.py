@@ -34,7 +34,7 @@ GROUPS = {
     "plan for a cluster": {
         "plan": ("tools.plan", "rank configurations of a model's experts on a cluster"),
         "plans": ("tools.plans", "write the collective plans of a training run"),
-        "plan-check": ("tools.plan_check", "check a collective plan"),
+        "plan-check": ("tools.plans", "check a collective plan"),
         "schedule": ("tools.schedule", "make the fastest plan of a collective for a network"),
     },
 }

@@ -41,9 +41,7 @@ def add_to(tools: Any) -> None:
     dense = "number of parameters outside of experts [attention: 4 x layers x model-dim squared]"
     for flag, kind, metavar, text in (
         ("--machine", Path, "FILE", "JSON file of a hardware profile, such as --output, instead of --gpu"),
-        ("--intra-gb-s", above_0, "X", "bandwidth of a rank's link within the node, in GB/s"),
         ("--inter-gb-s", above_0, "X", "bandwidth of a rank's link to other nodes, in GB/s"),
-        ("--alpha-us", above_0, "X", "latency of a message to another node, in microseconds"),
         ("--dense-parameters", at_least(0), "N", dense),
     ):
         parser.add_argument(flag, type=kind, metavar=metavar, help=text)
@@ -97,14 +95,9 @@ def _machine(arguments: argparse.Namespace) -> Machine:
         machine = PRESETS[arguments.gpu]
         if arguments.dtype == "fp32":  # by default, torch uses no tensor cores for fp32
             machine = replace(machine, flops_per_s=machine.gate_flops_per_s)
-    intra, inter = machine.intra, machine.inter
-    if arguments.intra_gb_s:
-        intra = replace(intra, bytes_per_s=arguments.intra_gb_s * 1e9)
     if arguments.inter_gb_s:
-        inter = replace(inter, bytes_per_s=arguments.inter_gb_s * 1e9)
-    if arguments.alpha_us:
-        inter = replace(inter, alpha_s=arguments.alpha_us * 1e-6)
-    return replace(machine, intra=intra, inter=inter)
+        machine = replace(machine, inter=replace(machine.inter, bytes_per_s=arguments.inter_gb_s * 1e9))
+    return machine
 
 
 def _page(candidates: Sequence[Candidate], work: Work, machine: Machine) -> str:

@@ -77,8 +77,6 @@ def test_links_of_the_command_line_count():
 
     usual = best_step()
     assert best_step("--inter-gb-s", 400) < usual < best_step("--inter-gb-s", 5)
-    assert best_step("--alpha-us", 100) > usual
-    assert best_step("--intra-gb-s", 1) > usual
     assert best_step("--gpu", "a100") > usual > best_step("--top-k", 1)
     assert best_step("--dtype", "fp32") > usual
     assert best_step("--glu") > usual

@@ -9,8 +9,7 @@ from tool_in_process import refusal_of
 
 import fairseq_tutel as ft
 from fairseq_tutel.plugin.feed_forward import MoEFeedForward
-from fairseq_tutel.tools.tokens.counting import ExpertCounts
-from fairseq_tutel.tools.tokens.observe import Sample
+from fairseq_tutel.tools.tokens.observe import ExpertCounts, Sample
 from fairseq_tutel.tools.tokens.page import content
 from fairseq_tutel.tools.tokens.statistics import statistics
 

@@ -61,25 +61,22 @@ def line_chart(
     *,
     log: bool = False,
     from_zero: bool = False,
-    references: Sequence[tuple[float, str]] = (),
 ) -> str:
     """Return a line chart of several curves as SVG, with gaps at values that are not finite.
 
-    With `log`, the y axis is logarithmic if all values are positive. `references` are horizontal lines.
+    With `log`, the y axis is logarithmic if all values are positive.
     """
     figure = Figure(figsize=(5, 3.2))
     axes = figure.add_subplot(xlabel=x_label, ylabel=y_label)
     _mark(axes.xaxis)
     for curve in curves:
         _draw(axes, curve)
-    for height, name in references:
-        axes.axhline(height, color="black", linewidth=1.4, linestyle=":", label=name)
     if log and all(value > 0 for curve in curves for value in curve.y):
         axes.set_yscale("log", base=2)
         axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
     if from_zero:
         axes.set_ylim(bottom=0)
-    labels = [c.label for c in curves] + [name for _, name in references]
+    labels = [c.label for c in curves]
     fitting = max(1, LINE_LETTERS // (max(map(len, labels)) + 7))
     lines = -(-len(labels) // fitting)
     figure.legend(loc="outside upper left", ncols=-(-len(labels) // lines), frameon=False, fontsize=9)

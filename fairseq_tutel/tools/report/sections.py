@@ -127,16 +127,12 @@ def _pictures(section: str, chart: Chart, runs: dict[str, Run], time: bool = Fal
     curves = _curves_of(chart, runs, has_subsets, seconds if time else None)
     if not curves or (chart.unless_zero and not any(any(curve.y) for curve in curves)):
         return []
-    # The entropy of uniform probabilities, for every number of experts in the runs.
-    is_entropy = chart.keys == "entropy_gating"
-    uniform = {e for run in runs.values() for e in run.experts.values() if is_entropy}
     svg = line_chart(
         curves,
         f"training time ({x_unit})" if time else "updates",
         chart.unit,
         log=chart.log,
         from_zero=chart.from_zero,
-        references=[(math.log(e), f"ln {e} = {math.log(e):.2f}") for e in sorted(uniform)],
     )
     title = f"{chart.title} against {'time' if time else 'updates'}"
     ends = [f"{c.label} from {c.y[0]:g} at {c.x[0]:g} to {c.y[-1]:g} at {c.x[-1]:g}" for c in curves]

@@ -58,8 +58,7 @@ def run(arguments: argparse.Namespace) -> None:
     template = template_of(Path(__file__).parent / "tokens.html.j2")
     from fairseq_tutel.inference.expert_statistics import text_of
     from fairseq_tutel.plugin.feed_forward import MoEFeedForward
-    from fairseq_tutel.tools.tokens.counting import ExpertCounts
-    from fairseq_tutel.tools.tokens.observe import of_data, of_texts
+    from fairseq_tutel.tools.tokens.observe import ExpertCounts, of_data, of_texts
 
     model, task, interface = _opened(arguments)
     experts = {
