@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import shutil
 from collections.abc import Callable, Iterator
 from typing import IO, Any
 
@@ -67,13 +66,9 @@ def unwritten(path: str, error: BaseException) -> OSError:
     cause, number, reason = system_error(error), None, str(error).partition("\n")[0]
     if cause is not None:
         number, reason = cause.errno, str(cause.strerror)
-    folder = os.path.dirname(os.path.abspath(path))
-    while not os.path.isdir(folder):
-        folder = os.path.dirname(folder)
-    free = shutil.disk_usage(folder).free
     message = (
-        f"{path} could not be written: {reason} ({free / 1e6:.1f} MB are free on that disk); earlier "
-        "checkpoints are unchanged; check the disk, and restart to resume from the newest checkpoint."
+        f"{path} could not be written: {reason}; earlier checkpoints are unchanged; check the disk, and "
+        "restart to resume from the newest checkpoint."
     )
     return OSError(number, message) if number else OSError(message)
 

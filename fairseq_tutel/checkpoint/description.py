@@ -10,8 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from fairseq_tutel.checkpoint.files import is_whole
-from fairseq_tutel.checkpoint.malformed import refuse_malformed
-from fairseq_tutel.checkpoint.recognition import kind_of
+from fairseq_tutel.checkpoint.foreign import kind_of, refuse_malformed
 from fairseq_tutel.checkpoint.saved import PARTS, Layer, SavedModel, layers_of
 from fairseq_tutel.checkpoint.shards import ShardedTensor, bind
 from fairseq_tutel.option import Option, plain

@@ -5,7 +5,6 @@ import errno
 import hashlib
 import os
 import re
-import stat
 import zipfile
 from collections.abc import Callable, Iterator
 from importlib import import_module
@@ -32,13 +31,16 @@ USUAL = ("checkpoint_best.pt", "checkpoint_last.pt", "model.pt")
 
 
 def unlike_a_file(path: str | os.PathLike) -> str | None:
-    """Return what a path is, such as a folder, if it cannot be a checkpoint file; otherwise return None."""
+    """Return what a path is, such as a folder, if it cannot be a checkpoint file; otherwise return None.
+
+    Reading from a pipe, device or socket could block forever.
+    """
     folder, pipe, broken_link = NOT_CHECKPOINTS
     if os.path.isfile(path) or not os.path.lexists(path):
         return None
     if os.path.isdir(path):
         return folder
-    return pipe if is_pipe(path) else broken_link
+    return pipe if os.path.exists(path) else broken_link
 
 
 def checkpoint_in(path: Path, flag: str) -> Path:
@@ -55,15 +57,6 @@ def checkpoint_in(path: Path, flag: str) -> Path:
             f"{flag} names {path}, a folder without {' or '.join(USUAL)}; give a checkpoint file."
         )
     return found
-
-
-def is_pipe(path: str | os.PathLike) -> bool:
-    """Return whether a path is a pipe, device or socket. Reading from these could block forever."""
-    try:
-        mode = os.stat(path).st_mode
-    except (OSError, ValueError):  # there is no such file, or the text is not a path
-        return False
-    return not (stat.S_ISREG(mode) or stat.S_ISDIR(mode))
 
 
 def is_whole(path: str) -> bool:

@@ -105,7 +105,9 @@ def test_a_folder_is_written_whole_or_not_at_all(folder, tmp_path):
         message = refusal(*there(tmp_path), "--overwrite")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert message.endswith("f could not be written (File too large); give another path.")
+    assert message.endswith(
+        "f could not be written (File too large); free disk space, or give another path."
+    )
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
 
 

@@ -17,8 +17,7 @@ from omegaconf import OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from fairseq_tutel.checkpoint.files import IS_CORRUPT, is_whole, mapped, refused_class, unlike_a_file
-from fairseq_tutel.checkpoint.malformed import refuse_malformed
-from fairseq_tutel.checkpoint.recognition import refuse_meta
+from fairseq_tutel.checkpoint.foreign import refuse_malformed, refuse_meta
 from fairseq_tutel.checkpoint.saved import SavedModel, drop_retired
 from fairseq_tutel.checkpoint.shards import bind
 from fairseq_tutel.moe.config import label_of
