@@ -20,10 +20,8 @@ EXPERTS = re.compile(r"(?:^|\.)experts\.")  # matches the tensor names of every 
 Facts = dict[str, Any]
 
 
-def describe(
-    state: Any, path: Path, options: Sequence[Option], check: bool = False
-) -> tuple[Facts, list[Layer]]:
-    """Return a description of a checkpoint file's content, and a list of its MoE layers.
+def describe(state: Any, path: Path, options: Sequence[Option], check: bool = False) -> Facts:
+    """Return a description of a checkpoint file's content.
 
     `options` are the options of models. `check` reads all bytes and compares them with the checksums.
     """
@@ -56,7 +54,7 @@ def describe(
         facts["layers"] = [_layer(weights, layer) for layer in layers]
     if is_ours:
         facts |= _changed_options(state, options)
-    return {**facts, "tensors": _grouped(weights)}, layers
+    return {**facts, "tensors": _grouped(weights)}
 
 
 def _verify(path: Path, shards: Iterable[ShardedTensor]) -> None:

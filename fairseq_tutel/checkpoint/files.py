@@ -21,8 +21,7 @@ from fairseq_tutel.parallel.progress import progress
 
 DOS_FOLDER = 0x10
 CHUNK = 2**20
-# Kinds of paths that cannot be checkpoints.
-NOT_CHECKPOINTS = ("a folder", "a pipe, device or socket", "a link that leads nowhere")
+NOT_A_FILE = "a folder, pipe, device or broken link"
 IS_CORRUPT = "is corrupt (truncated while it was written, or changed on disk)"
 # A class in checkpoints of speech tasks. It is imported on demand, since fairseq takes seconds to import.
 DICTIONARY = "fairseq.data.dictionary.Dictionary"
@@ -30,17 +29,9 @@ DICTIONARY = "fairseq.data.dictionary.Dictionary"
 USUAL = ("checkpoint_best.pt", "checkpoint_last.pt", "model.pt")
 
 
-def unlike_a_file(path: str | os.PathLike) -> str | None:
-    """Return what a path is, such as a folder, if it cannot be a checkpoint file; otherwise return None.
-
-    Reading from a pipe, device or socket could block forever.
-    """
-    folder, pipe, broken_link = NOT_CHECKPOINTS
-    if os.path.isfile(path) or not os.path.lexists(path):
-        return None
-    if os.path.isdir(path):
-        return folder
-    return pipe if os.path.exists(path) else broken_link
+def is_not_a_file(path: str | os.PathLike) -> bool:
+    """Return whether a path exists and is no file; reading a pipe or device could block forever."""
+    return os.path.lexists(path) and not os.path.isfile(path)
 
 
 def checkpoint_in(path: Path, flag: str) -> Path:
@@ -154,8 +145,8 @@ def read_file(path: Path, flag: str, verify: bool = True) -> Any:
     converter could write valid checksums for corrupt weights.
     """
     let_checkpoints_load()
-    if (kind := unlike_a_file(path)) is not None:
-        raise ValueError(f"{flag} names {path}, which is {kind}; give a checkpoint file.")
+    if is_not_a_file(path):
+        raise ValueError(f"{flag} names {path}, which is {NOT_A_FILE}; give a checkpoint file.")
     if not path.is_file():
         raise ValueError(f"{flag} names {path}, which does not exist; give an existing file.")
     fix = "remove this file, or give another" if flag == "INPUTS" else "give another file"

@@ -268,8 +268,7 @@ def _bytes(content: Any) -> int:
 
 def not_written(output: Path, error: Exception) -> ValueError:
     """Return a ValueError for a file that could not be written; its message has the system's reason."""
-    cause = atomic_save.system_error(error)
-    reason = str(error).partition("\n")[0] if cause is None else cause.strerror
+    reason = atomic_save.reason_of(error)
     return ValueError(
         f"--output {output} could not be written ({reason}); free disk space, or give another path."
     )

@@ -11,10 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from fairseq_tutel.option import Option, flag_of
-from fairseq_tutel.tools.arguments import at_least
+from fairseq_tutel.option import Option
 
-Number = tuple[str, int, str]  # key, default, help
 EXAMPLE = "example: "
 
 
@@ -95,14 +93,6 @@ def _file(text: str) -> Path:
     if text.endswith("/"):
         raise argparse.ArgumentTypeError(f"{text} ends with /; give the name of a file.")
     return Path(text)
-
-
-def add_numbers(parser: argparse.ArgumentParser, numbers: Sequence[Number]) -> None:
-    """Add an integer option of at least 1 to the parser for each entry of `numbers`."""
-    for key, default, meaning in numbers:
-        parser.add_argument(
-            flag_of(key), type=at_least(1), default=default, metavar="N", help=f"{meaning} [{default}]"
-        )
 
 
 def add_options(parser: argparse._ActionsContainer, options: Sequence[Option]) -> None:

@@ -12,10 +12,11 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from fairseq_tutel.option import flag_of
 from fairseq_tutel.parallel.cost import Candidate, Work, best
 from fairseq_tutel.parallel.machine import PRESETS, Machine
 from fairseq_tutel.tools.arguments import DTYPES, above_0, aligned, at_least, refuse_output, writing
-from fairseq_tutel.tools.parser import add_numbers, add_output
+from fairseq_tutel.tools.parser import add_output
 
 DETAILED = 3  # number of candidates that are shown in detail
 
@@ -36,7 +37,9 @@ def add_to(tools: Any) -> None:
     """Add this tool as a subcommand of `python -m fairseq_tutel`."""
     example = "--nodes 4 --gpus-per-node 8 --gpu h100 --experts 64"
     parser = tools.add_parser("plan", description=__doc__, example=example)
-    add_numbers(parser, NUMBERS)
+    for key, default, text in NUMBERS:
+        facts: dict[str, Any] = {"type": at_least(1), "default": default, "metavar": "N"}
+        parser.add_argument(flag_of(key), help=f"{text} [{default}]", **facts)
     zero = "--moe-zero-stage: 1 shards the optimizer state, 2 also gradients [0]"
     dense = "number of parameters outside of experts [attention: 4 x layers x model-dim squared]"
     for flag, kind, metavar, text in (

@@ -84,17 +84,6 @@ class Run:
         return [record for records in self.records.values() for record in records]
 
 
-def list_keys(prefix: str, records: list[Record]) -> list[str]:
-    """Return the keys of all logged lists that begin with a prefix, in the order of the log."""
-    keys = dict.fromkeys(key for record in records for key in record.lists)
-    return [key for key in keys if key.startswith(prefix)]
-
-
-def layer_of(key: str) -> str:
-    """Convert the log key of expert loads to the name of the layer, such as "decoder layer 1"."""
-    return key.removeprefix(LOAD).replace("_", " layer ")
-
-
 def read_log(lines: Iterable[str]) -> Log:
     """Return the records in the lines of a training log; lines without a record are ignored."""
     log, last = Log(), ""

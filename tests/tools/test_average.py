@@ -142,7 +142,7 @@ REFUSED = {
         ("GOOD", "FOLDER/wider.pt"),
         "fc1.experts.fc1_weight is (3, 6, 4) in GOOD and (8, 6, 4) in FOLDER/wider.pt",
     ),
-    "a folder alone": (("FOLDER",), "INPUTS names FOLDER, which is a folder; give a checkpoint file"),
+    "a folder alone": (("FOLDER",), "INPUTS names FOLDER, which is a folder, pipe,"),
     "too few": (
         ("FOLDER", "--num-epoch-checkpoints", 3),
         "--num-epoch-checkpoints is 3, but INPUTS has only 0 files checkpointEPOCH.pt",

@@ -13,7 +13,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from fairseq_tutel.tools.arguments import needing, refuse_output, template_of, writing
+from fairseq_tutel.tools.arguments import refuse_output, template_of, writing
 from fairseq_tutel.tools.parser import add_output
 from fairseq_tutel.tools.training_log import Record, Run, find_log, join
 
@@ -35,10 +35,6 @@ def run(arguments: argparse.Namespace) -> None:
     """Read the logs of the runs, and write the report as an HTML page."""
     output, paths = arguments.output, arguments.runs
     refuse_output(output, overwrite=arguments.overwrite)
-    with needing("report", "report"):
-        import jinja2  # noqa: F401
-        import matplotlib  # noqa: F401
-
     page = draw(arguments.names, paths)
     with writing(output) as file:
         file.write_text(page, encoding="utf-8")

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass, field
 
 from fairseq_tutel.tools.report.figures import Curve, heat_map, line_chart
-from fairseq_tutel.tools.training_log import LOAD, Record, Run, layer_of, list_keys
+from fairseq_tutel.tools.training_log import LOAD, Record, Run
 
 HOUR = 3600  # seconds
 
@@ -174,14 +174,14 @@ def load_section(runs: dict[str, Run]) -> Section:
     section = Section("load", "Load of every expert", LOAD_TEXT)
     for name, run in runs.items():
         for subset, records in {"training": run.training, **run.subsets}.items():
-            for key in list_keys(LOAD, records):
+            for key in dict.fromkeys(key for record in records for key in record.lists if LOAD in key):
                 picture = _load_picture(f"{name}, {subset}", key, records)
                 section.groups.setdefault(f"{name}, {subset}", []).append(picture)
     return section
 
 
 def _load_picture(group: str, key: str, records: list[Record]) -> Picture:
-    layer = layer_of(key)
+    layer = key.removeprefix(LOAD).replace("_", " layer ")
     updates, loads_UE = zip(*((r.update, r.lists[key]) for r in records if key in r.lists), strict=True)
     last_E = loads_UE[-1]
     words = f"have {min(last_E):.2f} to {max(last_E):.2f} even shares"
