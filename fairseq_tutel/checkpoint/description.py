@@ -10,8 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from fairseq_tutel.checkpoint.files import is_whole
-from fairseq_tutel.checkpoint.malformed import refuse_malformed
-from fairseq_tutel.checkpoint.recognition import kind_of
+from fairseq_tutel.checkpoint.foreign import kind_of, refuse_malformed
 from fairseq_tutel.checkpoint.saved import PARTS, Layer, SavedModel, layers_of
 from fairseq_tutel.checkpoint.shards import ShardedTensor, bind
 from fairseq_tutel.option import Option, plain
@@ -21,10 +20,8 @@ EXPERTS = re.compile(r"(?:^|\.)experts\.")  # matches the tensor names of every 
 Facts = dict[str, Any]
 
 
-def describe(
-    state: Any, path: Path, options: Sequence[Option], check: bool = False
-) -> tuple[Facts, list[Layer]]:
-    """Return a description of a checkpoint file's content, and a list of its MoE layers.
+def describe(state: Any, path: Path, options: Sequence[Option], check: bool = False) -> Facts:
+    """Return a description of a checkpoint file's content.
 
     `options` are the options of models. `check` reads all bytes and compares them with the checksums.
     """
@@ -57,7 +54,7 @@ def describe(
         facts["layers"] = [_layer(weights, layer) for layer in layers]
     if is_ours:
         facts |= _changed_options(state, options)
-    return {**facts, "tensors": _grouped(weights)}, layers
+    return {**facts, "tensors": _grouped(weights)}
 
 
 def _verify(path: Path, shards: Iterable[ShardedTensor]) -> None:

@@ -1,7 +1,4 @@
-"""Predicts the time of collectives by an alpha-beta model of links. There are N nodes with L ranks each.
-
-`link_fit` fits the model to measurements.
-"""
+"""Predicts the time of collectives by an alpha-beta model of links. There are N nodes with L ranks each."""
 
 import math
 from collections import Counter, defaultdict

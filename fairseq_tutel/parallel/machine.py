@@ -1,8 +1,7 @@
 """Hardware profiles: the speed of links, memory and arithmetic, from a file or for a known type of GPU."""
 
-import json
 import re
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from fairseq_tutel.files import json_of
@@ -35,15 +34,15 @@ class Machine:
     inter_shared: bool = False  # whether the ranks of a node share one link to other nodes
     reduce_scatter_as_all_reduce: bool = False  # whether both cost the same, as in gloo
 
-    def to_json(self, path: Path) -> None:
-        """Write the hardware profile to a JSON file for `plan --machine` and --moe-machine-file."""
-        path.write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")
-
     @classmethod
     def from_json(cls, path: Path) -> "Machine":
-        """Read a hardware profile from a JSON file; raise ValueError if the file has no valid profile."""
+        """Read a hardware profile from a JSON file; raise ValueError if the file has no valid profile.
+
+        The file has a profile, or is the output of the tool `plan`, which has a profile as `machine`.
+        """
         try:
             values = json_of(path)
+            values = values.get("machine", values)
             links = [Link(**values[name]) for name in ("intra", "inter")]
             machine = cls(**values | dict(zip(("intra", "inter"), links, strict=True)))
             speeds = [link.bytes_per_s for link in links]
@@ -51,10 +50,10 @@ class Machine:
             latencies = [machine.launch_s, *(link.alpha_s for link in links)]
             if min(*speeds, machine.memory_bytes) <= 0 or min(latencies) < 0:
                 raise ValueError("a speed is not above 0, or a latency is negative")
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(
                 f"{path} cannot be read as a hardware profile ({error!r}); give a file that "
-                "`tune --output` wrote."
+                "`plan --output` wrote."
             ) from error
         return machine
 

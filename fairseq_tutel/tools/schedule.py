@@ -93,7 +93,7 @@ def _page(network: Network, collective: str, forest: Forest) -> Iterator[str]:
     move = "arrive as sums in" if collective == "reduce_scatter" else "leave"
     yield (
         f"{collective}, {least}: T* = {optimum} (bytes of a shard / {unit}), {bandwidth(optimum)}\n"
-        f"cut: {best.narrow[0]} shard(s) {move} {_side(network, best.cut)} over {best.narrow[1]} {unit}"
+        f"cut: {best.narrow[0]} shard(s) {move} {_gpus(network, best.cut)} over {best.narrow[1]} {unit}"
     )
     yield (
         f"trees: k = {share.trees} per root, {len(forest.trees)} different ones, depth {forest.depth}; "
@@ -102,13 +102,7 @@ def _page(network: Network, collective: str, forest: Forest) -> Iterator[str]:
     )
 
 
-def _side(network: Network, cut: int) -> str:
-    """Return the names of the GPUs in a cut; if most GPUs are in it, return "all but" and the others."""
-    ranks = (1 << network.ranks) - 1
-    inside, outside = (
-        [network.vertices[vertex] for vertex in members(part)] for part in (cut & ranks, ranks & ~cut)
-    )
-    words, listed = ("", inside) if len(inside) <= len(outside) else ("all but ", outside)
-    if len(listed) > NAMED:
-        listed = [*listed[:NAMED], f"… ({len(listed)} GPUs)"]
-    return words + ", ".join(listed)
+def _gpus(network: Network, cut: int) -> str:
+    """Return the names of the GPUs in a cut; if there are many, return the first of them and the number."""
+    ranks = [network.vertices[vertex] for vertex in members(cut) if vertex < network.ranks]
+    return ", ".join(ranks[:NAMED]) + (f", … ({len(ranks)} GPUs)" if len(ranks) > NAMED else "")

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from fairseq_tutel.checkpoint.files import walk
-from fairseq_tutel.checkpoint.malformed import refuse_malformed
+from fairseq_tutel.checkpoint.foreign import refuse_malformed
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.complex64])

@@ -87,7 +87,8 @@ def test_slices_are_saved_as_whole_experts_and_resumed_on_any_ranks(lm_data, tmp
 
 
 def test_every_option_goes_through_hydra(lm_data, tmp_path):
-    dataclasses.replace(typical(None), name="this one").to_json(tmp_path / "machine.json")
+    profile = dataclasses.asdict(typical(None)) | {"name": "this one"}
+    (tmp_path / "machine.json").write_text(json.dumps(profile))
     keys = (
         f"moe_machine_file={tmp_path}/machine.json",
         "moe_expert_parallel_size=2", "moe_a2a_ffn_overlap_degree=3", "moe_parallel_type=model",

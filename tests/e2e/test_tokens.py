@@ -73,7 +73,7 @@ def test_language_pairs_have_loads_of_their_own(tmp_path):
     fairseq("train", *mt_args(data, save, *MODEL, updates=2))
     found = page(tmp_path / "page.html", save, data)
     shared = found["layers"][0]
-    assert shared["tables"]["language"]["labels"] == ["de", "en"]
+    assert shared["languages"] == ["de", "en"]
 
 
 def test_patches_of_images_have_experts(tmp_path):

@@ -157,8 +157,8 @@ def test_code_in_an_option_and_what_is_no_file_are_refused(words, tmp_path):
     with pytest.raises(ValueError, match="as the option adaptive_softmax_cutoff, which"):
         checkpoint_utils.load_checkpoint_to_cpu(str(path), *words)
     os.mkfifo(tmp_path / "pipe.pt")
-    for path, kind in ((tmp_path, "a folder"), (tmp_path / "pipe.pt", "a pipe, device or socket")):
-        with pytest.raises(ValueError, match=f"is {kind}, not a checkpoint; give a file"):
+    for path in (tmp_path, tmp_path / "pipe.pt"):
+        with pytest.raises(ValueError, match=r"is a folder, pipe, .*, not a checkpoint; give a file"):
             checkpoint_utils.load_checkpoint_to_cpu(str(path), *words)
 
 

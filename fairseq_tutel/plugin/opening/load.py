@@ -16,9 +16,15 @@ from fairseq.utils import import_user_module
 from omegaconf import OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
-from fairseq_tutel.checkpoint.files import IS_CORRUPT, is_whole, mapped, refused_class, unlike_a_file
-from fairseq_tutel.checkpoint.malformed import refuse_malformed
-from fairseq_tutel.checkpoint.recognition import refuse_meta
+from fairseq_tutel.checkpoint.files import (
+    IS_CORRUPT,
+    NOT_A_FILE,
+    is_not_a_file,
+    is_whole,
+    mapped,
+    refused_class,
+)
+from fairseq_tutel.checkpoint.foreign import refuse_malformed, refuse_meta
 from fairseq_tutel.checkpoint.saved import SavedModel, drop_retired
 from fairseq_tutel.checkpoint.shards import bind
 from fairseq_tutel.moe.config import label_of
@@ -49,9 +55,8 @@ def load_checkpoint_to_cpu(original: Any) -> Any:
         # Only the Trainer gives this argument. Its file is already checked, and its options come from the
         # command line.
         is_for_use = load_on_all_ranks is None
-        kind = unlike_a_file(path)
-        if kind is not None:
-            raise ValueError(f"{path} is {kind}, not a checkpoint; give a file.")
+        if is_not_a_file(path):
+            raise ValueError(f"{path} is {NOT_A_FILE}, not a checkpoint; give a file.")
         try:
             if is_for_use:
                 _refuse_damaged(path)

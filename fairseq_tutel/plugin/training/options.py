@@ -54,8 +54,8 @@ class TaskConfig:
     )
     moe_machine_file: str = communication(
         "",
-        help="hardware profile written by `fairseq-tutel tune`, for --moe-a2a-algorithm auto and "
-        "--moe-adaptive auto; empty: typical values of the device",
+        help="hardware profile, such as `fairseq-tutel plan --output` writes, for --moe-a2a-algorithm auto "
+        "and --moe-adaptive auto; empty: typical values of the device",
     )
     moe_collective_plans: str = communication(
         "",

@@ -12,7 +12,7 @@ from typing import Any
 from fairseq.file_io import PathManager
 
 from fairseq_tutel.checkpoint import files
-from fairseq_tutel.checkpoint.files import NOT_CHECKPOINTS, mapped
+from fairseq_tutel.checkpoint.files import NOT_A_FILE, mapped
 from fairseq_tutel.checkpoint.saved import SavedModel
 from fairseq_tutel.checkpoint.shards import bind
 from fairseq_tutel.parallel import world
@@ -53,7 +53,7 @@ def check_checkpoint(cfg: Any) -> None:
             f"{flag} is {path}, which {what} on rank 0, but {ranks} found something else; give a file or "
             "--save-dir that all ranks share, or copy rank 0's file to the same path on every node."
         )
-    if found[0] in NOT_CHECKPOINTS:
+    if found[0] == NOT_A_FILE:
         raise ValueError(f"{flag} is {path}, which is {found[0]}; give a checkpoint file.")
     # Scripts that restart a job may give checkpoint_last.pt at the first start, when it does not exist.
     if found[0] == NOTHING and os.path.abspath(path) != os.path.abspath(_last(cfg)):
@@ -127,7 +127,7 @@ def _updates_of(path: str) -> int:
 def _found_by_all(path: str) -> list[str]:
     """Check on every rank whether a path is a valid checkpoint; return all results. Collective.
 
-    A result is NOTHING, CORRUPT, ELSEWHERE, a kind of NOT_CHECKPOINTS, or the identity of a file.
+    A result is NOTHING, CORRUPT, ELSEWHERE, NOT_A_FILE, or the identity of a file.
     If ranks share a file, only the first of them reads it completely.
     """
     own = _found(path)
@@ -136,7 +136,7 @@ def _found_by_all(path: str) -> list[str]:
     # The inode distinguishes a file from copies on other nodes, which may be corrupt.
     inode = status and (status.st_ino, status.st_mtime_ns, status.st_ctime_ns)
     found = world.all_gather_object((own, inode), operation)
-    is_file = own not in (NOTHING, CORRUPT, ELSEWHERE, *NOT_CHECKPOINTS)
+    is_file = own not in (NOTHING, CORRUPT, ELSEWHERE, NOT_A_FILE)
     reads = is_file and found.index(found[world.rank()]) == world.rank()
     reading = Work(lambda: files.is_whole(path) if reads else True)
     # Repeat short collectives, because reading a large file may take longer than a collective's time-out.
@@ -149,9 +149,8 @@ def _found_by_all(path: str) -> list[str]:
 
 
 def _found(path: str) -> str:
-    kind = files.unlike_a_file(path)
-    if kind is not None:
-        return kind
+    if files.is_not_a_file(path):
+        return NOT_A_FILE
     if not os.path.isfile(path):
         return ELSEWHERE if PathManager.exists(path) else NOTHING
     return files.identity(path) if files.has_an_end(path) else CORRUPT
