@@ -19,7 +19,6 @@ from fairseq_tutel.parallel import world
 from fairseq_tutel.parallel.groups import make_topology
 from fairseq_tutel.parallel.rendezvous import ranks_per_node
 from fairseq_tutel.plugin import announce
-from fairseq_tutel.plugin.differences import Saved, experts_in, log_changes, refuse_layers
 from fairseq_tutel.plugin.feed_forward import (
     SIDES,
     Context,
@@ -43,12 +42,10 @@ from fairseq_tutel.plugin.run_state import (
     device_of,
     is_opened,
     is_training,
-    opened_from,
     root_of,
 )
 from fairseq_tutel.plugin.training.epoch_iterator import set_update_freq
 from fairseq_tutel.plugin.training.options import TaskConfig
-from fairseq_tutel.plugin.training.resume import resumed_model
 from fairseq_tutel.plugin.training.startup import complete, refuse_run, start_together
 from fairseq_tutel.plugin.training.task import give_mixin
 from fairseq_tutel.plugin.training.tuning import choose_algorithm, option, tuner_of
@@ -120,7 +117,7 @@ class _Chosen(NamedTuple):
     side: str
     name: str
     layer: nn.Module
-    num_experts: int  # of the layer in the checkpoint; 0 without one
+    num_experts: int  # of the layer in a pretrained inner model; 0 in a stock layer
 
 
 class _Installation:
@@ -137,11 +134,9 @@ class _Installation:
         for options in (self.options, read(ModelConfig, cfg), read(SidesConfig, cfg)):
             refuse_bad_values(options)
         self.ahead = read(ModelConfig, cfg).moe_pregate
-        # What the checkpoint that will be loaded says of the model; None without one.
-        self.saved: Saved | None = resumed_model(self.root) if self.training else opened_from(cfg)
 
     def choose(self, freqs: Mapping[str, int]) -> None:
-        """Choose the layers that get experts: those of the checkpoint or, without one, of the options."""
+        """Choose the layers that get experts; a pretrained inner model keeps its own."""
         self.chosen: list[_Chosen] = []  # in the order of the stacks
         stacks = []
         for side, name, layers in named_stacks(self.model):
@@ -151,7 +146,8 @@ class _Installation:
             stacks.append(f"{len(stack)} {side} layers, {flag} {freq}")
             # In a model pruned to some of its layers, the layers that had experts before keep them.
             numbers = self._kept_layers(side) or range(len(stack))
-            counts = self._known_counts(name, stack, numbers)
+            ffns = [getattr(layer, "fc1", None) for layer in stack]
+            counts = [ffn.config.num_experts if isinstance(ffn, MoEFeedForward) else 0 for ffn in ffns]
             indices = chosen_layers(numbers, freq)
             if any(counts):
                 indices = [i for i, count in enumerate(counts) if count]
@@ -163,18 +159,6 @@ class _Installation:
                 f"no layer gets experts ({'; '.join(stacks)}); give a --moe-freq of at least 1 and at most "
                 "the number of layers, or the --arch of the dense model."
             )
-        if self.training or self.opened:
-            log_changes(self.saved, self.cfg)
-        if self.saved is not None and all(chosen.num_experts for chosen in self.chosen):
-            refuse_layers(self.saved, self.cfg, self.chosen)
-
-    def _known_counts(self, name: str, stack: Sequence[Any], numbers: Sequence[int]) -> list[int]:
-        """Return each layer's number of experts in a pretrained inner model, or in the checkpoint."""
-        ffns = [getattr(layer, "fc1", None) for layer in stack]
-        counts = [ffn.config.num_experts if isinstance(ffn, MoEFeedForward) else 0 for ffn in ffns]
-        if any(counts) or self.saved is None:
-            return counts
-        return [experts_in(self.saved, f"{name}.{number}.fc1") for number in numbers]
 
     def _kept_layers(self, side: str) -> list[int]:
         """Return the layers that --…-layers-to-keep names; [] if all are kept."""

@@ -19,7 +19,6 @@ from fairseq_tutel.moe.layer import MoELayer
 from fairseq_tutel.parallel import world
 from fairseq_tutel.parallel.gradients import is_expert, unmark_expert
 from fairseq_tutel.parallel.groups import Topology, make_topology
-from fairseq_tutel.plugin.differences import log_changes
 from fairseq_tutel.plugin.feed_forward import MoEFeedForward, moe_layers
 from fairseq_tutel.plugin.optim.moe_optimizer import MoEOptimizerMixin
 from fairseq_tutel.plugin.optim.zero import half_optimizer
@@ -28,7 +27,6 @@ from fairseq_tutel.plugin.run_state import RUN
 from fairseq_tutel.plugin.training.ema import ExpertEMA
 from fairseq_tutel.plugin.training.epoch_iterator import set_update_freq
 from fairseq_tutel.plugin.training.loop import wrapping
-from fairseq_tutel.plugin.training.resume import resumed_model
 from fairseq_tutel.plugin.training.startup import (
     complete,
     refuse_run,
@@ -104,7 +102,6 @@ def prepare(root: Any, task: Any, model: Any) -> None:
             "other's experts for ever; remove it, or give an --arch whose name begins with moe_."
         )
     complete(root)
-    log_changes(resumed_model(root), root.model)
     give_mixin(task)
     task.take_experts(list(layers.values()), None)
 
