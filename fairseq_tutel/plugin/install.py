@@ -236,13 +236,9 @@ class _Installation:
             self.task.take_experts(moe_layers(model), tuner)
 
     def log(self) -> None:
-        first, layers = self.configs[0], moe_layers(self.model)
-        announce.log_experts(layers, backend_for(first.backend, self.device))
+        backend = backend_for(self.configs[0].backend, self.device)
+        announce.log_experts(moe_layers(self.model), backend)
         announce.log_size(self.model)
-        if self.training:
-            announce.log_exchange(layers)
-            announce.warn_of_no_effect(layers, read(ModelConfig, self.cfg), self.options)
-        announce.warn_of_surprises(first, has_decoder=any("decoder" in each.name for each in self.chosen))
 
 
 def _sentence_length(cfg: Any, side: str) -> int:

@@ -11,7 +11,6 @@ from fairseq.data import Dictionary
 from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 from fairseq.models.transformer_lm import TransformerLanguageModel
 
-from fairseq_tutel.option import flag_of
 from fairseq_tutel.parallel import guard
 from fairseq_tutel.parallel.groups import Topology
 from fairseq_tutel.plugin import register
@@ -202,22 +201,3 @@ def test_local_drop_needs_complete_experts():
     with pytest.raises(ValueError, match=r"^--moe-local-drop is 0.1, which needs complete experts on each"):
         refuse_run(cfg, model, Topology(), in_step=False, sliced=True, ahead=0)
     refuse_run(cfg, model, Topology(), in_step=False, sliced=False, ahead=0)
-
-
-def said_by(caplog, side, criterion, **overrides):
-    """Build model and criterion as a training does; return what was logged."""
-    cfg, task = run_of(side, criterion, **overrides)
-    task.build_model(cfg.model)
-    guard.set_timeout(0)  # a training's is the whole process's
-    task.build_criterion(cfg.criterion)
-    return "\n".join(record.getMessage() for record in caplog.records)
-
-
-def test_options_without_effect_are_named(caplog):
-    caplog.set_level("INFO")
-    given = {"moe_drop_policy": "bpr", "moe_local_drop": 0.1, "moe_zero_stage": 1, "moe_expert_cache": "8"}
-    log = said_by(caplog, "decoder", "moe_cross_entropy", **given)
-    for key in given:
-        assert log.count(f"{flag_of(key)} has no effect") == 1, key
-    caplog.clear()
-    assert "has no effect" not in said_by(caplog, "decoder", "moe_cross_entropy")

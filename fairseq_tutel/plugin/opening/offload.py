@@ -49,7 +49,7 @@ PREFETCH, PREFETCH_PAIRS = "--moe-expert-prefetch", "--moe-expert-prefetch-pairs
 
 
 def store_options(task_cfg: Any, opened: bool, pregated: bool, device: torch.device) -> StoreConfig:
-    """Return a task's expert store options, with `auto` resolved; warn of a cache without a store."""
+    """Return a task's expert store options, with `auto` resolved."""
     options = read(StoreConfig, task_cfg)
     refuse_bad_values(options)
     policy = options.moe_expert_store
@@ -58,8 +58,6 @@ def store_options(task_cfg: Any, opened: bool, pregated: bool, device: torch.dev
             f"--moe-expert-store is {policy}, which is only for inference: training needs all experts in "
             "memory; remove it."
         )
-    if options.moe_expert_cache != "0" and not is_offloaded(options):
-        logger.warning("--moe-expert-cache has no effect without --moe-expert-store")
     if policy == "pregated" and not pregated:
         raise ValueError(
             "--moe-expert-store is pregated, but this model has no pre-gating; give a model with "

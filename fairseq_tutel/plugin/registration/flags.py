@@ -56,14 +56,6 @@ def refuse_misspelt(overrides: dict[str, Any]) -> None:
             raise ValueError(f"{key} is not an option (--model-overrides); did you mean {close[0]}?")
 
 
-def warn_of_given(task_cfg: Any, dense: str) -> None:
-    """Warn of every system option on the command line that has no effect on a dense model."""
-    for option in options_of("task"):
-        value = plain(getattr(task_cfg, option.key, option.default))
-        if value != option.default and not option.of_any_training:
-            logger.warning("%s %s has no effect: %s has no experts", option.flag, value, dense)
-
-
 def has_user_dir(argv: list[str]) -> bool:
     """Return whether a command line has --user-dir, the flag with which fairseq loads a plugin."""
     return any(word.split("=")[0] == "--user-dir" for word in argv)
