@@ -3,7 +3,6 @@
 import functools
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -71,11 +70,6 @@ class MoEModelMixin:
         """Add the model's flags to the parser; tasks registered late get the system options."""
         give_system_options()
         super().add_args(parser)  # type: ignore[misc]
-
-    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Load a state dict with a progress bar."""
-        with offload.progress_of_loading(self):  # type: ignore[arg-type]
-            return super().load_state_dict(*args, **kwargs)  # type: ignore[misc]
 
 
 def chosen_layers(numbers: Sequence[int], freq: int) -> list[int]:
@@ -194,8 +188,7 @@ class _Installation:
             talks = any("gshard_global" in parse_balance_loss(c.balance_loss) for c in self.configs)
             sliced = any(self.topology.slices(count) > 1 for count in counts)
             refuse_run(self.root, self.model, self.topology, talks, sliced, self.ahead)
-            algorithm = use_plans(self.task_cfg, self.topology, first)
-            self.configs = [replace(each, a2a_algorithm=algorithm) for each in self.configs]
+            use_plans(self.task_cfg, self.topology, first)
             complete(self.root)
         else:
             is_teacher = getattr(self.task, "is_of_teacher", False)

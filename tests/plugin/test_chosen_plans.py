@@ -40,22 +40,6 @@ def test_an_all_to_all_without_its_plan_is_refused():
         use_plans(None, TOPOLOGY, config)
 
 
-def test_a_run_with_micro_batches_skips_plans_that_do_not_fit(monkeypatch):
-    used = []
-    monkeypatch.setattr(plans, "PlanBackend", lambda given, _: [each.name for each in given])
-    monkeypatch.setattr(plans.collectives, "use", used.append)
-    options = SimpleNamespace(moe_micro_batches=8)
-    config = SimpleNamespace(a2a_algorithm="plan:slow")
-    assert use_plans(options, TOPOLOGY, config) == "plan:slow"
-    monkeypatch.setattr(plans.dist, "get_process_group_ranks", lambda _: [0, 1])
-    pairs = Topology(world_size=4, expert_parallel_size=2, expert_group="pair")
-    assert use_plans(options, pairs, config) == "linear"
-    assert used == [["linear_all_to_all", "ring_all_gather", "slow"]] * 2
-    pair = Topology(world_size=2, expert_parallel_size=2, expert_group="pair")
-    assert use_plans(options, pair, config) == "linear"
-    assert used[-1] is None
-
-
 def refused(path):
     """Return this rank's error for plans of which one rank has none."""
     given = SimpleNamespace(moe_collective_plans=path if dist.get_rank() else "", moe_local_size=2)
