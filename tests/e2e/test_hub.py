@@ -197,7 +197,7 @@ REFUSED = {
     "which is corrupt or not a checkpoint": {"path": "text.pt"},
     "data is nowhere": {"data": "nowhere"},
     "^moe_expert_stor is not an option": {"moe_expert_stor": "on-demand"},
-    "moe_expert_tier.* is disk": {"moe_expert_store": "on-demand"},
+    "moe-expert-tier.* is disk": {"moe_expert_store": "on-demand"},
     "Invalid value 'far'": {"moe_expert_store": "far"},
     "dtype is torch.int32; give one of torch.float32, ": {"dtype": torch.int32},
 }  # fmt: skip
