@@ -66,8 +66,7 @@ def test_a_tuner_changes_the_strategy_and_not_the_model(updates, lm_data, tmp_pa
         *("--moe-collective-plans", plan),
     )
     train(lm_data, tmp_path / "plain", *model, ranks=1, updates=updates)
-    run = train(lm_data, tmp_path, *model, *flags, updates=updates)
-    assert "tuned: adaptive_r, overlap, all-to-all" in run.output
+    train(lm_data, tmp_path, *model, *flags, updates=updates)
     expected, got = loaded(tmp_path / "plain"), loaded(tmp_path)
     assert facts_of(got) == pytest.approx(facts_of(expected), rel=1e-5, abs=1e-6)
     same_weights(expected["model"], got["model"], adam=False)
