@@ -167,11 +167,6 @@ class SavedModel:
         args = self.state.get("args")
         return _values(self._cfg.get(part) if args is None else args)
 
-    @property
-    def all_keys(self) -> set[str]:
-        """The names of all options in the configuration of the checkpoint."""
-        return set().union(*map(_values, (self.state.get("args"), *self._cfg.values())))
-
     def name(self, part: str) -> str:
         """Return the name of the architecture, task, criterion or optimizer; "" if there is none."""
         options, is_flat = self.options_of(part), self.state.get("args") is not None

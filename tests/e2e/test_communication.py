@@ -1,6 +1,7 @@
 """Every strategy of row exchange and of expert parallelism trains the same model."""
 
 import dataclasses
+import json
 from pathlib import Path
 
 import pytest
@@ -48,7 +49,6 @@ def plain(lm_data, tmp_path_factory):
 @pytest.mark.parametrize("way", WAYS)
 def test_every_way_trains_the_same_model(way, plain, lm_data, tmp_path):
     run = train(lm_data, tmp_path, *TWO_EXPERTS, *WAYS[way])
-    assert "experts across ranks: shards of an expert 2, adaptive_r " in run.output
     assert ("in torch's DistributedDataParallel" in run.output) == ("DDP" in way)
     got = loaded(tmp_path)
     assert facts_of(got) == pytest.approx(facts_of(plain), rel=1e-5, abs=1e-6)
@@ -65,7 +65,7 @@ def test_a_tuner_changes_the_strategy_and_not_the_model(lm_data, tmp_path):
     )
     train(lm_data, tmp_path / "plain", *model, ranks=1, updates=16)
     run = train(lm_data, tmp_path, *model, *flags, updates=16)
-    assert "tuned: adaptive_r, overlap, all-to-all" in run.output
+    assert "slowest of" in run.output  # it has settled, after more than one strategy
     expected, got = loaded(tmp_path / "plain"), loaded(tmp_path)
     assert facts_of(got) == pytest.approx(facts_of(expected), rel=1e-5, abs=1e-6)
     same_weights(expected["model"], got["model"], adam=False)
@@ -104,7 +104,6 @@ def test_every_option_goes_through_hydra(lm_data, tmp_path):
         *(f"+task.{key}" for key in keys),
         env={"PWD": str(ROOT)}, ranks=2,
     )  # fmt: skip
-    said = "shards of an expert 2, adaptive_r 0, overlap 3, linear all-to-all, ragged buffers, transfer"
-    assert f"experts across ranks: {said} dtype bf16, tuned: adaptive_r, overlap, all-to-all" in run.output
+    assert "Strategy(adaptive_r=0, overlap=3, algorithm='linear')" in run.output
     assert "--moe-a2a-algorithm auto: chose linear from the hardware profile of this one" in run.output
     assert list((tmp_path / "experts").glob("*/*.slice-1-of-2.safetensors"))

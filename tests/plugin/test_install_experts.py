@@ -10,14 +10,11 @@ from fairseq.data import Dictionary
 from fairseq.dataclass.utils import convert_namespace_to_omegaconf
 from fairseq.models.transformer_lm import TransformerLanguageModel
 
-from fairseq_tutel.option import flag_of
 from fairseq_tutel.parallel import guard
 from fairseq_tutel.parallel.groups import Topology
 from fairseq_tutel.plugin import register
-from fairseq_tutel.plugin.differences import changes, log_changes, saved_model
 from fairseq_tutel.plugin.feed_forward import moe_layers
 from fairseq_tutel.plugin.install import _sentence_length
-from fairseq_tutel.plugin.opening.load import mark_as_opened
 from fairseq_tutel.plugin.run_state import OPENED
 from fairseq_tutel.plugin.training.startup import refuse_run
 
@@ -92,71 +89,6 @@ def test_a_pruned_model_takes_the_layers_that_it_keeps(side, kept, with_experts)
         assert torch.equal(own[name], tensor), name
 
 
-def opened(side, whole, root):
-    """Open a model with this configuration from the state of another model; return its experts by layer."""
-    state, options = whole.state_dict(), {"moe_expert_count": root.model.moe_expert_count}
-    mark_as_opened({"args": None, "cfg": root}, saved_model({"model": state}, "a.pt", options))
-    model = models.build_model(root.model, task_of_words())
-    model.load_state_dict(state, model_cfg=root.model)
-    return {layer.label: layer.config.num_experts for layer in moe_layers(model) if side in layer.label}
-
-
-@pytest.mark.parametrize("side", SMALL)
-def test_an_opened_model_has_experts_where_its_file_has_them(side):
-    keep = {"decoder_layers_to_keep": "0,1", f"{side}_layers_to_keep": "0,1,3"}
-    pruned, _ = build(side, **keep)
-    depth = {f"{side}_layers": 3}  # --moe-freq 2 alone would choose one of three layers
-    assert opened(side, pruned, configuration(side, **depth)) == {f"{side}_1": 3, f"{side}_2": 3}
-    counts = {"moe_expert_count": "4,6" if side == "decoder" else "4,6,5"}
-    whole, _ = build(side, **counts)
-    root = configuration(side, **counts, **{**keep, f"{side}_layers_to_keep": "2,3"})
-    assert opened(side, whole, root) == {f"{side}_1": 6}
-
-
-def saved_of(**options):
-    model, cfg = build("decoder", **options)
-    return model, cfg, saved_model({"model": model.state_dict()}, "a.pt", dict(cfg))
-
-
-def test_each_option_that_differs_from_the_checkpoint_is_one_line(caplog):
-    _, _, saved = saved_of()
-    given = configuration("decoder", moe_top_k=1, dropout=0.5).model
-    log_changes(saved, given)
-    assert sorted(record.getMessage() for record in caplog.records) == [
-        "a.pt: --dropout: 0.1 (saved) → 0.5 (given)", "a.pt: --moe-top-k: 2 (saved) → 1 (given)"
-    ]  # fmt: skip
-
-
-def test_pruning_is_no_changed_option():
-    _, _, saved = saved_of()
-    given = configuration("decoder", decoder_layers_to_keep="0,3", decoder_layers=2, dropout=0.5).model
-    assert changes(saved, given) == {"dropout": (0.1, 0.5)}
-
-
-@pytest.mark.parametrize(
-    ("given", "sentence"),
-    [
-        (
-            {"moe_expert_count": "6"},
-            r"a\.pt was saved with 3 experts in decoder_1, this run has 6; give --moe-exp",
-        ),
-        ({"moe_freq": 1}, r"a\.pt was saved with --moe-freq 2, this run has 1; give --moe-freq 2\."),
-    ],
-    ids=str,
-)
-def test_other_experts_than_the_checkpoint_s_are_refused(given, sentence):
-    *_, saved = saved_of()
-    root = configuration("decoder", **given)
-    mark_as_opened({"args": None, "cfg": root}, saved)
-    with pytest.raises(ValueError, match=sentence):
-        models.build_model(root.model, task_of_words())
-
-
-def test_the_experts_of_one_rank_are_recognized():
-    state = {"decoder.layers.1.fc1.experts.fc1_weight": torch.zeros(2, 1, 1)}
-    with pytest.raises(ValueError, match=r"a\.pt has 2 of the 4 experts of decoder_1"):
-        saved_model({"model": state}, "a.pt", {"moe_expert_count": "4"})
-    assert saved_model({"model": state}, "a.pt", {"moe_expert_count": "2"})["experts"]
 
 
 def test_a_pre_gated_model_gives_step_by_step_what_it_gives_at_once():
@@ -261,22 +193,3 @@ def test_local_drop_needs_complete_experts():
     with pytest.raises(ValueError, match=r"^--moe-local-drop is 0.1, which needs complete experts on each"):
         refuse_run(cfg, model, Topology(), in_step=False, sliced=True, ahead=0)
     refuse_run(cfg, model, Topology(), in_step=False, sliced=False, ahead=0)
-
-
-def said_by(caplog, side, criterion, **overrides):
-    """Build model and criterion as a training does; return what was logged."""
-    cfg, task = run_of(side, criterion, **overrides)
-    task.build_model(cfg.model)
-    guard.set_timeout(0)  # a training's is the whole process's
-    task.build_criterion(cfg.criterion)
-    return "\n".join(record.getMessage() for record in caplog.records)
-
-
-def test_options_without_effect_are_named(caplog):
-    caplog.set_level("INFO")
-    given = {"moe_drop_policy": "bpr", "moe_local_drop": 0.1, "moe_zero_stage": 1, "moe_expert_cache": "8"}
-    log = said_by(caplog, "decoder", "moe_cross_entropy", **given)
-    for key in given:
-        assert log.count(f"{flag_of(key)} has no effect") == 1, key
-    caplog.clear()
-    assert "has no effect" not in said_by(caplog, "decoder", "moe_cross_entropy")

@@ -23,7 +23,6 @@ from fairseq_tutel.plugin.opening.offload import (
     meta_experts,
     store_options,
 )
-from fairseq_tutel.plugin.training.resume import resumed_model
 
 plugin.register()
 STATE = {
@@ -160,13 +159,6 @@ def test_code_in_an_option_and_what_is_no_file_are_refused(words, tmp_path):
     for path in (tmp_path, tmp_path / "pipe.pt"):
         with pytest.raises(ValueError, match=r"is a folder, pipe, .*, not a checkpoint; give a file"):
             checkpoint_utils.load_checkpoint_to_cpu(str(path), *words)
-
-
-def test_the_look_at_what_changed_runs_no_code(tmp_path):
-    path = written(tmp_path, more=Hostile(tmp_path / "made"))
-    checkpoint = {"restore_file": str(path), "checkpoint_suffix": "", "save_dir": str(tmp_path)}
-    assert resumed_model(argparse.Namespace(checkpoint=argparse.Namespace(**checkpoint))) is None
-    assert os.listdir(tmp_path) == ["a.pt"]
 
 
 @pytest.fixture

@@ -1,7 +1,6 @@
 """Checks of a run's configuration."""
 
 import argparse
-import math
 import re
 
 import pytest
@@ -48,13 +47,3 @@ def test_options_that_break_experts_are_refused_for_a_user_s_own_layers(section,
     model = torch.nn.Sequential(MoELayer(MoEConfig(model_dim=2, hidden_dim=2, num_experts=2)))
     with pytest.raises(ValueError, match=f"^{re.escape(flag_of(key))} is "):
         own_layers.prepare(cfg, None, model)
-
-
-@pytest.mark.parametrize(
-    ("section", "key", "value"), [("optimization", "lr", [0.1, math.nan]), ("model", "dropout", math.nan)]
-)
-def test_nan_is_refused_as_any_option(section, key, value):
-    cfg = config()
-    setattr(getattr(cfg, section), key, value)
-    with pytest.raises(ValueError, match=f"^--{key} is nan; give a number"):
-        wrapped.run_with_root(lambda cfg: None, cfg)

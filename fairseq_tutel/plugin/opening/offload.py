@@ -31,7 +31,6 @@ from fairseq_tutel.moe.experts import build_experts
 from fairseq_tutel.option import read, refuse_bad_values
 from fairseq_tutel.parallel.groups import Topology
 from fairseq_tutel.parallel.host_memory import refuse_too_little
-from fairseq_tutel.parallel.progress import progress
 from fairseq_tutel.plugin.feed_forward import MoEFeedForward, moe_layers
 from fairseq_tutel.plugin.run_state import config_of, is_opened
 
@@ -46,7 +45,7 @@ STORES: "WeakValueDictionary[StoreConfig, ExpertStore]" = WeakValueDictionary()
 
 
 def store_options(task_cfg: Any, opened: bool, pregated: bool, device: torch.device) -> StoreConfig:
-    """Return a task's expert store options, with `auto` resolved; warn of a cache without a store."""
+    """Return a task's expert store options, with `auto` resolved."""
     options = read(StoreConfig, task_cfg)
     refuse_bad_values(options)
     policy = options.moe_expert_store
@@ -55,8 +54,6 @@ def store_options(task_cfg: Any, opened: bool, pregated: bool, device: torch.dev
             f"--moe-expert-store is {policy}, which is only for inference: training needs all experts in "
             "memory; remove it."
         )
-    if options.moe_expert_cache != "0" and not is_offloaded(options):
-        logger.warning("--moe-expert-cache has no effect without --moe-expert-store")
     if policy == "pregated" and not pregated:
         raise ValueError(
             "--moe-expert-store is pregated, but this model has no pre-gating; give a model with "
@@ -151,20 +148,6 @@ def quantize_when_loaded(model: nn.Module, task: Any, device: torch.device) -> N
     model.register_load_state_dict_post_hook(quantize)
 
 
-@contextlib.contextmanager
-def progress_of_loading(model: nn.Module) -> Iterator[None]:
-    """Context manager that shows how many layers of experts `load_state_dict` has loaded."""
-    layers = moe_layers(model)
-    with progress("loading experts", len(layers), "layer") as advance, contextlib.ExitStack() as hooks:
-
-        def loaded(module: nn.Module, keys: Any) -> None:
-            advance(1)
-
-        for layer in layers:
-            hooks.callback(layer.experts.register_load_state_dict_post_hook(loaded).remove)
-        yield
-
-
 def fetch_when_loaded(model: nn.Module, options: StoreConfig) -> None:
     """Register a hook that adds the experts of the next loaded state dict to the expert store."""
 
@@ -177,10 +160,8 @@ def fetch_when_loaded(model: nn.Module, options: StoreConfig) -> None:
             refuse_too_little(
                 _bytes_on_host(layers, sources), "--moe-expert-tier host", "--moe-expert-tier disk"
             )
-        with progress("preparing the expert store", len(layers), "layer") as advance:
-            for layer, tensors in zip(layers, sources, strict=True):
-                store.add(layer.experts, tensors)
-                advance(1)
+        for layer, tensors in zip(layers, sources, strict=True):
+            store.add(layer.experts, tensors)
 
     model.register_load_state_dict_post_hook(attach)
 

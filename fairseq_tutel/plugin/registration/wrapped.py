@@ -38,10 +38,7 @@ No environment variable is set. Only the plugin's loggers are configured.
 
 import atexit
 import functools
-import hashlib
 import inspect
-import logging
-import math
 import sys
 from typing import Any
 
@@ -52,10 +49,8 @@ from fairseq.models import ARCH_MODEL_REGISTRY, MODEL_REGISTRY
 from fairseq.utils import import_user_module
 
 from fairseq_tutel import plugin
-from fairseq_tutel.option import flag_of
 from fairseq_tutel.parallel import rendezvous, world
 from fairseq_tutel.parallel.failures import keeps_the_store
-from fairseq_tutel.plugin.opening.literals import options_within
 from fairseq_tutel.plugin.opening.load import load_checkpoint_to_cpu
 from fairseq_tutel.plugin.opening.several_ranks import run_on_several_ranks
 from fairseq_tutel.plugin.registration.process import (
@@ -67,19 +62,6 @@ from fairseq_tutel.plugin.registration.process import (
 from fairseq_tutel.plugin.registration.variants import give_system_options
 from fairseq_tutel.plugin.run_state import RUN
 from fairseq_tutel.plugin.training import preemption, save, startup
-
-logger = logging.getLogger(__name__)
-
-
-def _check_source(function: Any, digest: str) -> None:
-    """Warn if the source of a wrapped fairseq function differs from the source that the wrapper expects."""
-    if hashlib.sha256(inspect.getsource(function).encode()).hexdigest()[:12] != digest:
-        logger.warning(
-            "the source of fairseq's %s differs from fairseq-fixed 0.12.3.1, for which the wrapper was "
-            "written; check whether the reasons in %s still hold",
-            function.__qualname__,
-            __file__,
-        )
 
 
 def call_main(original: Any) -> Any:
@@ -127,18 +109,9 @@ def run_with_root(main: Any, cfg: Any, **kwargs: Any) -> Any:
     # A spawned rank has already imported the package, so fairseq skips it as a --user-dir.
     plugin.register()
     give_system_options()
-    _refuse_nan(cfg)
     _check_model(cfg)
     with RUN.having(cfg=cfg):
         return main(cfg, **kwargs)
-
-
-def _refuse_nan(cfg: Any) -> None:
-    """Raise an error if any option is NaN, because comparisons with NaN in fairseq are silently false."""
-    for key, value in options_within(cfg):
-        numbers = value if isinstance(value, list) else [value]
-        if any(isinstance(number, float) and math.isnan(number) for number in numbers):
-            raise ValueError(f"{flag_of(key)} is nan; give a number, or remove the option.")
 
 
 def _check_model(cfg: Any) -> None:
@@ -152,13 +125,13 @@ def _check_model(cfg: Any) -> None:
     startup.refuse_stock_options(cfg)
 
 
-# Each wrapped function: its owner, its name, the wrapper, and the digest of its source.
+# Each wrapped function: its owner, its name and the wrapper.
 WRAPPED = (
-    (checkpoint_utils, "save_checkpoint", save.save_checkpoint, "61513534b9b3"),
-    (checkpoint_utils, "load_checkpoint_to_cpu", load_checkpoint_to_cpu, "96f7d33cde8e"),
-    (checkpoint_utils, "torch_persistent_save", save.persistent_save, "5f397c23bc88"),
-    (PathManager, "copy", save.copy, "1d3c09d3f196"),
-    (distributed_utils, "call_main", call_main, "c2a32fa44fa2"),
+    (checkpoint_utils, "save_checkpoint", save.save_checkpoint),
+    (checkpoint_utils, "load_checkpoint_to_cpu", load_checkpoint_to_cpu),
+    (checkpoint_utils, "torch_persistent_save", save.persistent_save),
+    (PathManager, "copy", save.copy),
+    (distributed_utils, "call_main", call_main),
 )
 
 # For each file, the attributes that it sets on objects that fairseq or torch constructs or reads.
@@ -169,8 +142,8 @@ CHANGED = {
     "plugin/registration/process.py": "_max_len",  # ends a thread that reads batches
     "plugin/registration/wrapped.py": "excepthook",  # prints error sentences
     "plugin/feed_forward.py": "fc1 fc2 activation_fn ffn_layernorm",  # a layer's forward calls them
-    # fairseq's tasks read the languages, and one reads args, which it does not set.
-    "plugin/hub_interfaces.py": "args source_langs target_langs",
+    # fairseq's tasks read the languages, and one reads args, which it does not set; bpe may be None.
+    "plugin/hub_interfaces.py": "args source_langs target_langs bpe",
     "plugin/training/own_layers.py": "_ddp_params_and_buffers_to_ignore",  # for DistributedDataParallel
     "plugin/opening/load.py": "load",  # of torch, while fairseq opens a file: maps the file
     "plugin/training/preemption.py": "valid_step",  # ends a validation after a signal
@@ -192,8 +165,7 @@ CHANGED = {
 
 def install() -> None:
     """Wrap the fairseq functions of `WRAPPED` and install the exit handlers; called once, at import."""
-    for owner, name, wrap, digest in WRAPPED:
-        _check_source(getattr(owner, name), digest)
+    for owner, name, wrap in WRAPPED:
         static = inspect.getattr_static(owner, name)
         if isinstance(static, staticmethod | classmethod):
             setattr(owner, name, type(static)(wrap(static.__func__)))

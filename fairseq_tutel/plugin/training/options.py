@@ -92,7 +92,7 @@ class TaskConfig:
     )
     # parallel/guard.py checks the bounds before the other options are read.
     moe_comm_timeout: int = communication(
-        1800, unit="seconds", of_any_training=True,
+        1800, unit="seconds",
         help="how long a collective waits for another rank before the job ends with an error that names "
         "that rank; 0 uses torch's limits",
     )
@@ -110,12 +110,12 @@ class PreemptionConfig:
 
     # fmt: off
     moe_preemption_signals: str = checkpoints(
-        "SIGTERM,SIGUSR1", rule=(lambda v: _signals_of(v) is not None, SIGNAL_NAMES), of_any_training=True,
+        "SIGTERM,SIGUSR1", rule=(lambda v: _signals_of(v) is not None, SIGNAL_NAMES),
         help="signals, separated by commas, after which all ranks finish the current update, save "
         "checkpoint_last.pt and end with exit code 75; none: signals end a process at once",
     )
     moe_preemption_seconds: float = checkpoints(
-        25.0, unit="seconds", rule=POSITIVE, of_any_training=True,
+        25.0, unit="seconds", rule=POSITIVE,
         help="time that a rank has to save and end after a signal; then it ends at once. A validation ends "
         "after half of this time. It should be shorter than the time that the launcher and scheduler wait",
     )

@@ -19,16 +19,13 @@ from fairseq_tutel.moe.layer import MoELayer
 from fairseq_tutel.parallel import world
 from fairseq_tutel.parallel.gradients import is_expert, unmark_expert
 from fairseq_tutel.parallel.groups import Topology, make_topology
-from fairseq_tutel.plugin.differences import log_changes
 from fairseq_tutel.plugin.feed_forward import MoEFeedForward, moe_layers
 from fairseq_tutel.plugin.optim.moe_optimizer import MoEOptimizerMixin
 from fairseq_tutel.plugin.optim.zero import half_optimizer
-from fairseq_tutel.plugin.registration.flags import warn_of_given
 from fairseq_tutel.plugin.run_state import RUN
 from fairseq_tutel.plugin.training.ema import ExpertEMA
 from fairseq_tutel.plugin.training.epoch_iterator import set_update_freq
 from fairseq_tutel.plugin.training.loop import wrapping
-from fairseq_tutel.plugin.training.resume import resumed_model
 from fairseq_tutel.plugin.training.startup import (
     complete,
     refuse_run,
@@ -75,15 +72,11 @@ def prepared(main: Any) -> contextlib.AbstractContextManager[Any]:
 def prepare(root: Any, task: Any, model: Any) -> None:
     """Let a model with layers of this package train, save and resume on any number of ranks. Collective.
 
-    Warn of options for experts if the model has no such layer.
-
     Raises:
         ValueError: a checkpoint could not hold all experts, or an option does not work with experts.
     """
     layers = {name: each for name, each in model.named_modules() if isinstance(each, MoELayer)}
     if not layers:
-        if world.is_first():
-            warn_of_given(root.task, f"--arch {getattr(root.model, '_name', None)}")
         return
     are_placed = bool(moe_layers(model))
     if not are_placed:
@@ -104,7 +97,6 @@ def prepare(root: Any, task: Any, model: Any) -> None:
             "other's experts for ever; remove it, or give an --arch whose name begins with moe_."
         )
     complete(root)
-    log_changes(resumed_model(root), root.model)
     give_mixin(task)
     task.take_experts(list(layers.values()), None)
 

@@ -3,9 +3,7 @@
 import glob
 import logging
 import os
-import pickle
 import re
-import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +11,10 @@ from fairseq.file_io import PathManager
 
 from fairseq_tutel.checkpoint import files
 from fairseq_tutel.checkpoint.files import NOT_A_FILE, mapped
-from fairseq_tutel.checkpoint.saved import SavedModel
 from fairseq_tutel.checkpoint.shards import bind
 from fairseq_tutel.parallel import world
 from fairseq_tutel.parallel.guard import name_ranks
 from fairseq_tutel.parallel.world import Work, run_on_rank_zero
-from fairseq_tutel.plugin.differences import Saved, saved_model
 
 logger = logging.getLogger(__name__)
 
@@ -154,16 +150,3 @@ def _found(path: str) -> str:
     if not os.path.isfile(path):
         return ELSEWHERE if PathManager.exists(path) else NOTHING
     return files.identity(path) if files.has_an_end(path) else CORRUPT
-
-
-def resumed_model(root: Any) -> Saved | None:
-    """Read what the checkpoint from which a run resumes says of its model; None without a local file."""
-    path = flag_and_path(root.checkpoint)[1]
-    if not zipfile.is_zipfile(path):
-        return None
-    try:
-        state = mapped(path)
-    except pickle.UnpicklingError:
-        return None  # fairseq's load will raise an error that explains it
-    bind(state, Path(path))
-    return saved_model(state, path, SavedModel(state).options_of("model"))

@@ -19,6 +19,7 @@ from fairseq_tutel.moe.call import Call
 from fairseq_tutel.moe.layer import MoELayer
 from fairseq_tutel.moe.routing import Routing
 from fairseq_tutel.plugin.feed_forward import MoEFeedForward
+from fairseq_tutel.plugin.hub_interfaces import Translation
 from fairseq_tutel.plugin.run_state import config_of, language_pair
 
 BATCH = 8
@@ -145,7 +146,7 @@ def of_texts(model: Any, opened: Any, texts: Sequence[str], counts: ExpertCounts
     for text in texts:
         tokens = opened.encode(text).cpu()
         batch = {"src_tokens": tokens[None], "src_lengths": torch.tensor([len(tokens)])}
-        if "translate" in opened.offers:
+        if isinstance(opened, Translation):
             batch["prev_output_tokens"] = opened.generate([tokens])[0][0]["tokens"].cpu().roll(1)[None]
         elif hasattr(model, "encoder") and hasattr(model, "decoder"):
             batch["prev_output_tokens"] = tokens.roll(1)[None]

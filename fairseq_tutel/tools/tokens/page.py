@@ -106,8 +106,8 @@ def _opened(arguments: argparse.Namespace) -> tuple[Any, Any, Any]:
     overrides = _overrides(arguments.model_overrides)
     if arguments.text:
         opened = hub.from_checkpoint(files[0], arguments.data, **overrides)
-        if "classify" in opened.offers:
-            raise ValueError(f"MODEL is {arguments.model}, {opened.kind}; remove --text.")
+        if hasattr(opened, "classify"):
+            raise ValueError(f"MODEL is {arguments.model}, an image classifier; remove --text.")
         return (opened.models[0] if hasattr(opened, "models") else opened.model), opened.task, opened
     plugin.register()
     if arguments.data:
