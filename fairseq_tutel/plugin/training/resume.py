@@ -17,13 +17,15 @@ from fairseq_tutel.checkpoint.saved import SavedModel
 from fairseq_tutel.checkpoint.shards import bind
 from fairseq_tutel.parallel import world
 from fairseq_tutel.parallel.guard import name_ranks
-from fairseq_tutel.parallel.world import Work, run_on_rank_zero
+from fairseq_tutel.parallel.world import run_on_rank_zero
 from fairseq_tutel.plugin.differences import Saved, saved_model
 
 logger = logging.getLogger(__name__)
 
 # Results of a rank that finds no complete local file.
 NOTHING, CORRUPT, ELSEWHERE = "nothing", "corrupt", "no local file"
+KINDS = (NOTHING, CORRUPT, ELSEWHERE, *NOT_CHECKPOINTS)
+CHECK = "the check of the checkpoint"  # for the errors of collectives
 # Names of checkpoints that a run saves in addition to checkpoint_last.pt.
 SAVED = re.compile(r"checkpoint(\d+|_\d+_\d+|_best|\.best_.+)\.pt")
 
@@ -39,8 +41,10 @@ def check_checkpoint(cfg: Any) -> None:
         path = os.path.join(cfg.save_dir, newest)
         cfg.restore_file, cfg.continue_once, cfg.finetune_from_model = path, None, None
     flag, path = flag_and_path(cfg)
-    found = _found_by_all(path)
-    if CORRUPT in found:
+    found = world.all_gather_object(_found(path), CHECK)
+    # The identity that ranks compare has the checksums of the file, so only rank 0 reads all of it.
+    is_whole = found[0] in KINDS or run_on_rank_zero(lambda: files.is_whole(path), CHECK)
+    if CORRUPT in found or not is_whole:
         others = set(glob.glob(os.path.join(os.path.dirname(path), "checkpoint*.pt"))) - {path}
         such_as = f", such as --restore-file {max(others, key=os.path.getmtime)}" if others else ""
         raise ValueError(
@@ -124,31 +128,8 @@ def _updates_of(path: str) -> int:
         return -1
 
 
-def _found_by_all(path: str) -> list[str]:
-    """Check on every rank whether a path is a valid checkpoint; return all results. Collective.
-
-    A result is NOTHING, CORRUPT, ELSEWHERE, a kind of NOT_CHECKPOINTS, or the identity of a file.
-    If ranks share a file, only the first of them reads it completely.
-    """
-    own = _found(path)
-    operation = "the check of the checkpoint"
-    status = os.stat(path) if os.path.isfile(path) else None
-    # The inode distinguishes a file from copies on other nodes, which may be corrupt.
-    inode = status and (status.st_ino, status.st_mtime_ns, status.st_ctime_ns)
-    found = world.all_gather_object((own, inode), operation)
-    is_file = own not in (NOTHING, CORRUPT, ELSEWHERE, *NOT_CHECKPOINTS)
-    reads = is_file and found.index(found[world.rank()]) == world.rank()
-    reading = Work(lambda: files.is_whole(path) if reads else True)
-    # Repeat short collectives, because reading a large file may take longer than a collective's time-out.
-    while True:
-        ended, whole, error = reading.look()
-        if all(world.all_gather_object(ended, operation)):
-            if any(errors := world.all_gather_object(error, operation)):
-                raise OSError(f"{path} could not be read: {next(filter(None, errors))}")
-            return world.all_gather_object(own if whole else CORRUPT, operation)
-
-
 def _found(path: str) -> str:
+    """Return one of KINDS, or the identity of a checkpoint file."""
     kind = files.unlike_a_file(path)
     if kind is not None:
         return kind
