@@ -32,7 +32,6 @@ from fairseq_tutel.plugin.training.resume import resumed_model
 from fairseq_tutel.plugin.training.startup import (
     complete,
     refuse_run,
-    refuse_stock_options,
     start_together,
 )
 from fairseq_tutel.plugin.training.task import give_mixin
@@ -92,7 +91,6 @@ def prepare(root: Any, task: Any, model: Any) -> None:
     _prepare_experts(model, layers.values(), topology)
     if are_placed:  # by install_experts; other layers may be beside them
         return
-    refuse_stock_options(root)
     RUN.update(topology=topology)
     set_update_freq(root, topology.world_size)
     talks = any("gshard_global" in layer.balance_weights for layer in layers.values())
