@@ -1,12 +1,8 @@
 """Checks weights and optimizer state for NaN and infinity before a save and after a load.
 
-Buffers are not checked, because attention masks contain -inf. This module also ends a run that has already
-reached --max-update when it is started again.
+Buffers are not checked, because attention masks contain -inf.
 """
 
-import contextlib
-import functools
-import logging
 import math
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -16,10 +12,7 @@ from torch import Tensor
 
 from fairseq_tutel.parallel import world
 from fairseq_tutel.plugin.optim.moe_optimizer import innermost_optimizer
-from fairseq_tutel.plugin.training.loop import wrapping
 from fairseq_tutel.plugin.training.resume import flag_and_path
-
-logger = logging.getLogger(__name__)
 
 # Functions whose results must be finite. A 2-norm is also infinite for weights beyond 1e19.
 Measure = Callable[..., Tensor]
@@ -121,31 +114,3 @@ def refuse_loaded(cfg: Any, trainer: Any) -> None:
             f"{flag} is {path}, but {found}; give an older checkpoint or, if only the optimizer's state is "
             "bad, --reset-optimizer."
         )
-
-
-@contextlib.contextmanager
-def checked_at_start(main: Any) -> Iterator[None]:
-    """Context manager in which the loaded state is checked before fairseq trains the first epoch.
-
-    In the block, a wrapper replaces fairseq's function `train`, which trains one epoch.
-    """
-    with wrapping(main, train=_checked):
-        yield
-
-
-def _checked(original: Any) -> Any:
-    is_first = True
-
-    @functools.wraps(original)
-    def wrapper(cfg: Any, trainer: Any, task: Any, epoch_itr: Any) -> Any:
-        nonlocal is_first
-        if is_first:
-            is_first = False
-            refuse_loaded(cfg, trainer)
-            limit = cfg.optimization.max_update
-            if 0 < limit <= trainer.get_num_updates():  # fairseq checks this only after an update
-                logger.info("--max-update %d is already reached, so nothing was trained", limit)
-                return [None], True
-        return original(cfg, trainer, task, epoch_itr)
-
-    return wrapper

@@ -86,7 +86,6 @@ def run_training(main: Any, cfg: Any, signals: SignalWatch | None = None, **kwar
     preemption = None if signals is None else Preemption(signals, lambda: SESSION.count)
     with contextlib.ExitStack() as stack:
         stack.enter_context(writing(save_dir, writes))
-        stack.enter_context(finite.checked_at_start(main))
         if preemption is not None:
             stack.enter_context(preemption.installed(main))
         if in_background:

@@ -96,17 +96,10 @@ def meeting_of(cfg: Any) -> contextlib.AbstractContextManager[Any]:
     return rendezvous.meeting(distributed.distributed_rank, distributed.distributed_world_size, seconds)
 
 
-# Options that may differ between ranks: those of the rank itself, files, data loading and logging.
-# Values that are paths may also differ.
+# Options that may differ between ranks: those of the rank itself. Values that are paths may also differ.
 OF_ONE_RANK = {
     *("distributed_rank", "device_id", "shard_id", "distributed_init_method", "distributed_port"),
-    *("distributed_no_spawn", "distributed_num_procs", "nprocs_per_node", "heartbeat_timeout"),
-    *("data", "save_dir", "restore_file", "finetune_from_model", "user_dir", "num_workers"),
-    *("num_workers_valid", "data_buffer_size", "dataset_impl", "use_plasma_view", "plasma_path"),
-    *("no_progress_bar", "log_interval", "log_format", "log_file", "tensorboard_logdir"),
-    *("wandb_project", "azureml_logging", "aim_repo", "aim_run_hash", "profile", "reset_logging"),
-    *("suppress_crashes", "empty_cache_freq", "keep_last_epochs", "keep_best_checkpoints"),
-    *("keep_interval_updates", "keep_interval_updates_pattern"),
+    *("distributed_no_spawn", "distributed_num_procs", "nprocs_per_node"),
 }
 # Sections of fairseq's configuration that training does not read.
 OF_OTHER_COMMANDS = {"common_eval", "generation", "eval_lm", "interactive"}
@@ -116,7 +109,6 @@ def start_together(root: Any, model: nn.Module, task: Any) -> None:
     """Check that all ranks have equal options; set the time-out of their collectives. Collective."""
     set_timeout(config_of(task))
     if dist.is_initialized():
-        guard.limit(None)
         check_together(config_of(task))
         agree(_facts_of(root, model, task))
         limit_fairseq_groups()
@@ -129,14 +121,10 @@ def set_timeout(task_cfg: Any) -> None:
 
 
 def limit_fairseq_groups() -> None:
-    """Create fairseq's own process groups now, and set their time-out. Collective.
-
-    Otherwise fairseq would create the groups later, with torch's default time-out.
-    """
+    """Create fairseq's group of all ranks, which would get torch's time-out later; limit it. Collective."""
+    guard.limit(None)
     with guard.guarded("the creation of fairseq's group of all ranks"):
-        of_fairseq = distributed_utils.get_global_group()
-    for group in (None, of_fairseq):
-        guard.limit(group)
+        guard.limit(distributed_utils.get_global_group())
 
 
 def allocate_gather_buffers(cfg: Any) -> None:
@@ -196,13 +184,14 @@ def saves_shards(task: Any) -> bool:
     return read(TaskConfig, config_of(task)).moe_checkpoint == "sharded"
 
 
-# Options of fairseq that treat the experts of different ranks as replicas, or write files in place: the
-# section, the option, refused values, and what to do instead.
+# Options of fairseq that treat the experts of different ranks as replicas, skip an update on one rank only,
+# or write files in place: the section, the option, refused values, and what to do instead.
 BREAK_EXPERTS = (
     ("distributed_training", "ddp_backend", ("fully_sharded", "slowmo"), "give legacy_ddp"),
     ("distributed_training", "zero_sharding", ("os",), "give --moe-zero-stage instead"),
     ("checkpoint", "write_checkpoints_asynchronously", (True,), "give --moe-save-async instead"),
     ("optimization", "use_bmuf", (True,), "remove it"),
+    ("common", "amp", (True,), "give --bf16 or --fp16"),
 )
 
 
@@ -231,9 +220,9 @@ def refuse_run(
     )
     recomputes = any(hasattr(module, "precheckpoint_forward") for module in model.modules())
     local_drop = float(getattr(root.model, "moe_local_drop", 0.0))
-    half = next((key for key in ("memory_efficient_fp16", "fp16", "amp") if common[key]), "")
-    # These have no fp32 master weights, or check only a rank's own gradients for an overflow.
-    without_masters = ("memory_efficient_fp16", "memory_efficient_bf16", "amp")
+    half = next((key for key in ("memory_efficient_fp16", "fp16") if common[key]), "")
+    # These have no fp32 master weights.
+    without_masters = ("memory_efficient_fp16", "memory_efficient_bf16")
     not_with_zero = next((key for key in without_masters if zero and common[key]), "")
     needs_whole = ""
     if sliced and local_drop > 0:
@@ -264,8 +253,8 @@ def refuse_run(
         ),
         (
             needs_whole,
-            f"{needs_whole}, which needs complete experts and parameters, but ranks hold only parts of them; "
-            "remove it, or give --moe-expert-parallel-size 1 without ZeRO and offload.",
+            f"{needs_whole}, which needs complete experts and parameters, but ranks hold only parts of "
+            "them; remove it, or give --moe-expert-parallel-size 1 without ZeRO and offload.",
         ),
         (
             not_with_zero,
