@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from fairseq_tutel.checkpoint import folders
@@ -200,11 +201,21 @@ def commit_folder(folder: Path, own: Written) -> dict[tuple[str, str], dict[str,
     Raises:
         ValueError: a rank could not write; all ranks raise it. The next run removes the folder.
     """
-    everything = world.all_gather_object(own, "the agreement on the shards that were written")
+    everything = gather_written(own)
+    return world.run_on_rank_zero(lambda: records_of(everything, folder), _FOLDER)
+
+
+def gather_written(own: Written, group: dist.ProcessGroup | None = None) -> list[Written]:
+    """Return what each rank wrote; None means the group of all ranks. Collective."""
+    return world.all_gather_object(own, "the agreement on the shards that were written", group)
+
+
+def records_of(everything: list[Written], folder: Path) -> dict[tuple[str, str], dict[str, Any]]:
+    """Give a folder that all ranks have written its final name, on rank 0; return the records."""
     stacks = _joined(everything, folder.parent)
     digests = [f"{p.file} {p.key} {p.digest}" for pieces in stacks.values() for p in pieces.values()]
     sizes = {file: size for written in everything for file, size in written.sizes.items()}
-    committed = world.run_on_rank_zero(lambda: _commit(folder, digests, sizes), _FOLDER)
+    committed = _commit(folder, digests, sizes)
     return {
         (stack.layer, stack.name): ShardedTensor(
             root=folder.parent.parent,

@@ -8,7 +8,6 @@ M: members, C: classes.
 """
 
 import argparse
-import logging
 import sys
 from dataclasses import fields
 from functools import partial
@@ -72,15 +71,11 @@ class EnsembleModel(BaseFairseqModel):
         config = read(EnsembleConfig, args)
         refuse_bad_values(config)
         seed = int(root_of(task).common.seed) if is_training(task, args) else None
-        members, disabled = [], logging.root.manager.disable
-        try:
-            for m in range(config.ensemble_size):
-                members.append(build_model(_member_options(args, task), task))
-                for layer in moe_layers(members[m]):
-                    layer.become_member(m, seed)
-                logging.disable(max(disabled, logging.WARNING))  # other members would log the same
-        finally:
-            logging.disable(disabled)
+        members = []
+        for m in range(config.ensemble_size):
+            members.append(build_model(_member_options(args, task), task))
+            for layer in moe_layers(members[m]):
+                layer.become_member(m, seed)
         if getattr(task, "moe_tuner", None) is not None:
             raise ValueError(
                 "--moe-adaptive measures the layers of a single model, but --arch ensemble_of trains "
@@ -135,11 +130,7 @@ class EnsembleModel(BaseFairseqModel):
     def _refuse_layer(self) -> None:
         name, member = self.config.ensemble_share_after, self.members[0]
         modules = dict(member.named_modules())
-        if name not in modules:
-            raise ValueError(
-                f"--ensemble-share-after is {name}, but the members have no such layer; give one of "
-                f"{', '.join(path for path in list(modules)[1:12])}, …."
-            )
+        member.get_submodule(name)  # raises an error if there is no such layer
         above = [modules[path] for path in modules if name.startswith(f"{path}.")]
         if any(hasattr(module, "precheckpoint_forward") for module in above):  # of fairseq's layers
             raise ValueError(
@@ -153,14 +144,10 @@ def _logits_of(output: Any) -> Tensor:
 
 
 def _class_of(arch: str) -> Any:
-    if not arch:
-        raise ValueError(
-            "--arch ensemble_of needs the architecture of its members; give it in --ensemble-arch."
-        )
     if arch not in ARCH_MODEL_REGISTRY or arch == NAME:
         raise ValueError(
-            f"--ensemble-arch is {arch}, which is not an architecture for ensemble members; give another "
-            "architecture that --arch accepts."
+            f"--ensemble-arch is {arch!r}, which is not an architecture for the members of --arch "
+            "ensemble_of; give another architecture that --arch accepts."
         )
     return ARCH_MODEL_REGISTRY[arch]
 

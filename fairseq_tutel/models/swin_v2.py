@@ -68,11 +68,6 @@ class SwinV2Model(SwinV2, BaseFairseqModel):
         """Build Swin V2 from its options; the task gives the numbers of channels and classes."""
         config = read(SwinConfig, cfg)
         refuse_bad_values(config)
-        if not hasattr(task, "channels"):
-            raise ValueError(
-                f"--arch is a Swin V2, which needs images, but the task {type(task).__name__} has none; "
-                "give --task image_classification or moe_image_classification."
-            )
         return cls(config, task.channels, task.num_classes)
 
 

@@ -8,6 +8,7 @@ each of s = P / E consecutive ranks holds one shard of an expert.
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -300,6 +301,11 @@ def _new_group(
 ) -> dist.ProcessGroup:
     with guarded(f"the creation of the group of {name_ranks(ranks)}", callers):
         return dist.new_group(ranks, timeout=timeout_of_groups(), **options)
+
+
+def group_of_threads() -> dist.ProcessGroup:
+    """Create a group of all ranks in which threads wait up to a day for each other. Collective."""
+    return dist.new_group(backend="gloo", timeout=timedelta(days=1))
 
 
 def mark_slice(parameter: nn.Parameter, slicing: Slice) -> None:

@@ -20,7 +20,6 @@ NOT_RUN = {
     },
     "docs/daily_use.md": {
         "fairseq-train TRAIN --fp16": "GPU",
-        "fairseq-train TRAIN --amp": "GPU",
     },
     "docs/failures.md": {
         "export": "for the next command",

@@ -1,4 +1,4 @@
-"""Half precision through the command line: --bf16, memory-efficient, fp16 Adam moments, fp16, amp."""
+"""Half precision through the command line: --bf16, memory-efficient, fp16 Adam moments, fp16."""
 
 import re
 
@@ -16,7 +16,6 @@ ON_GPU = {
     "fp32": (),
     "fp16": ("--fp16",),
     "memory-efficient fp16": ("--memory-efficient-fp16",),
-    "amp": ("--amp",),
     "bf16": ("--bf16",),
     "memory-efficient fp16, fp16 Adam stats": ("--memory-efficient-fp16", "--fp16-adam-stats"),
     "fp16, fp16 Adam stats": ("--fp16", "--fp16-adam-stats"),

@@ -183,5 +183,3 @@ def test_what_contradicts_the_number_of_micro_batches_is_refused():
         ValueError, match=r"is 2, but this run has 3 ranks.* at least 3, or start at most 2"
     ):
         set_update_freq(_root(count=2), 3)
-    with pytest.raises(ValueError, match=r"^--update-freq is 2, 4, but --moe-micro-batches 8 sets it to 3"):
-        set_update_freq(_root(freq=(2, 4)), 3)

@@ -70,6 +70,17 @@ def test_a_folder_with_only_corrupt_checkpoints_is_refused(tmp_path):
         checked(config(tmp_path))
 
 
+def test_a_damaged_last_checkpoint_is_refused(tmp_path):
+    last, older = (
+        save(tmp_path, "checkpoint_last.pt", 9, a=torch.ones(9)),
+        save(tmp_path, "checkpoint1.pt", 8),
+    )
+    ones, twos = (torch.full((9,), n).numpy().tobytes() for n in (1.0, 2.0))
+    Path(last).write_bytes(Path(last).read_bytes().replace(ones, twos))
+    with pytest.raises(ValueError, match=f"give an older checkpoint, such as --restore-file {older}"):
+        check_checkpoint(config(tmp_path))
+
+
 @pytest.mark.parametrize("flag", ["finetune_from_model", "continue_once"])
 def test_a_pretrained_model_is_used_only_at_the_first_start(tmp_path, flag):
     folder = tmp_path / "save"

@@ -29,7 +29,7 @@ def test_a_sharding_wrapper_is_refused_for_experts_before_fairseq_looks_for_its_
     wrapped.run_with_root(ran.append, cfg)
     assert ran == [cfg]
     cfg.model._name = "moe_transformer_lm"
-    with pytest.raises(ValueError, match=r"^--ddp-backend is fully_sharded, which would shard or average"):
+    with pytest.raises(ValueError, match=r"^--ddp-backend is fully_sharded, which does not work with"):
         wrapped.run_with_root(ran.append, cfg)
 
 
@@ -37,7 +37,9 @@ def test_a_sharding_wrapper_is_refused_for_experts_before_fairseq_looks_for_its_
     ("section", "key", "value"),
     [
         ("distributed_training", "ddp_backend", "slowmo"),
+        ("distributed_training", "zero_sharding", "os"),
         ("checkpoint", "write_checkpoints_asynchronously", True),
+        ("optimization", "use_bmuf", True),
     ],
 )
 def test_options_that_break_experts_are_refused_for_a_user_s_own_layers(section, key, value, monkeypatch):

@@ -75,7 +75,7 @@ NOT_YET = """
     parallel/test_agreement parallel/test_call_id parallel/test_exchange parallel/test_links
     parallel/test_rendezvous plugin/test_criterion_loss plugin/test_distillation
     plugin/test_elastic_iterator plugin/test_finite plugin/test_flags plugin/test_install_experts
-    plugin/test_load plugin/test_plugin plugin/test_registry plugin/test_shared_file plugin/test_startup
+    plugin/test_load plugin/test_plugin plugin/test_registry plugin/test_startup
     plugin/test_wrapped tasks/test_image_dataset tools/test_training_log
 """
 

@@ -44,11 +44,6 @@ class ImageClassificationCriterion(FairseqCriterion):
         """
         net_output = model(**sample["net_input"])
         logprobs_BC, target_B = model.get_normalized_probs(net_output, log_probs=True), sample["target"]
-        if logprobs_BC.ndim != 2:
-            raise ValueError(
-                f"--criterion image_classification needs output [images, classes], but the model returns "
-                f"{list(logprobs_BC.shape)}; for text, choose --criterion cross_entropy."
-            )
         loss_B, nll_B = self._losses(logprobs_BC, target_B)
         if "mixed" in sample:
             share_B = sample["mixed"]["share"].to(loss_B.dtype)

@@ -1,6 +1,6 @@
 """A mixin that adds experts on several ranks, ZeRO and offload to fairseq's optimizers.
 
-fairseq's fp16, memory-efficient and amp wrappers use the result like an ordinary optimizer of the model's
+fairseq's fp16 and memory-efficient wrappers use the result like an ordinary optimizer of the model's
 parameters. A checkpoint has an ordinary optimizer state.
 """
 
@@ -40,19 +40,13 @@ class MoEOptimizerMixin:
     optimizer: Any  # torch's optimizer
     params: Any
     cfg: Any
-    args: Any
     # Under ZeRO or offload, the optimizer updates these partitions instead of the parameters.
     zero: ZeroState | None = None
     _gathered_state: dict[int, dict[str, Any]] | None = None
     # Whether the parameters are fp32 master copies of half-precision parameters.
     holds_masters: bool = False
-    # Whether the last step changed the weights: under --amp, a step with an overflow does not.
-    took_step: bool = True
     # Increases once per update, also if an overflow skips its step.
     times_clipped: int = 0
-    # Under --amp fairseq unscales the gradients of torch's optimizer, and passes this object to
-    # GradScaler.step, which would unscale them again. With this attribute, GradScaler only sets found_inf.
-    _step_supports_amp_scaling: bool = True
 
     def __init__(self, cfg: Any, params: Any) -> None:
         options = zero.zero_options(cfg)
@@ -123,8 +117,6 @@ class MoEOptimizerMixin:
             gradients.reduce_expert_gradients(module.parameters(), topology)
         if topology.world_size > 1:
             gradients.rescale_expert_gradients(module.parameters(), topology.world_size)
-        if topology.expert_parallel_size > 1 and self._is_scaled_by_torch():
-            gradients.spread_overflow(module.parameters())
 
     def multiply_grads(self, c: float | Tensor) -> None:
         """Multiply the gradients by c; under ZeRO, the step does this when it converts them to fp32."""
@@ -148,14 +140,6 @@ class MoEOptimizerMixin:
         gradients.clip_gradients(params, max_norm, norm)
         return norm
 
-    def _is_scaled_by_torch(self) -> bool:
-        # fairseq's older optimizers keep the configuration as `args`, or have the complete command line.
-        cfg = self.cfg if hasattr(self, "cfg") else self.args
-        if not hasattr(cfg, "_get_root"):
-            return bool(getattr(cfg, "amp", False))
-        root = cfg._get_root()
-        return "common" in root and root.common.amp
-
     def step(self, *args: Any, **kwargs: Any) -> None:
         """Update the parameters, under ZeRO bucket by bucket; free state gathered for a checkpoint."""
         if self.zero is None:
@@ -165,10 +149,7 @@ class MoEOptimizerMixin:
 
     def _step(self, *args: Any, **kwargs: Any) -> None:
         self._gathered_state = None
-        found_inf = getattr(self, "found_inf", None)  # set by torch's GradScaler, see above
-        self.took_step = found_inf is None or found_inf.item() == 0
-        if self.took_step:
-            super().step(*args, **kwargs)  # type: ignore[misc]
+        super().step(*args, **kwargs)  # type: ignore[misc]
 
     def expert_state(self, index: int) -> dict[str, Tensor]:
         """Return this rank's experts' optimizer state [e, ...], with fp32 master weights. Collective.
@@ -307,7 +288,7 @@ def own_part(state: dict[str, Any], parameter: Tensor, topology: Topology) -> di
 
 
 def innermost_optimizer(optimizer: FairseqOptimizer) -> Any:
-    """Return the optimizer inside fairseq's fp16, memory-efficient or amp wrapper."""
+    """Return the optimizer inside fairseq's fp16 or memory-efficient wrapper."""
     for name in ("fp32_optimizer", "wrapped_optimizer"):
         inner = getattr(optimizer, name, None)
         if isinstance(inner, FairseqOptimizer):

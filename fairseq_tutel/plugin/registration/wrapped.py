@@ -146,10 +146,9 @@ CHANGED = {
     "plugin/hub_interfaces.py": "args source_langs target_langs bpe",
     "plugin/training/own_layers.py": "_ddp_params_and_buffers_to_ignore",  # for DistributedDataParallel
     "plugin/opening/load.py": "load",  # of torch, while fairseq opens a file: maps the file
-    "plugin/training/preemption.py": "valid_step",  # ends a validation after a signal
-    # No hook exists for the sums over ranks. The file also replaces functions of fairseq's training loop,
-    # because no hooks exist before an epoch and after an update.
-    "plugin/training/loop.py": "_aggregate_logging_outputs",
+    # A signal ends a validation. No hook exists for the sums over ranks. `training/loop.py` also replaces
+    # functions of fairseq's training loop, because no hooks exist before an epoch and after an update.
+    "plugin/training/preemption.py": "valid_step _aggregate_logging_outputs",
     "plugin/training/startup.py": "_buffer _cpu_buffer",  # fairseq's all_gather_list puts them on a GPU
     "plugin/criterions/teacher.py": "is_of_teacher",  # of the copy of a task that builds a teacher
     # fairseq would replace the loaded state; the Trainer compares the name with the name in a checkpoint.

@@ -199,11 +199,6 @@ def set_update_freq(root: Any, ranks: int) -> None:
             f"--moe-micro-batches is {count}, but this run has {ranks} ranks, and some of them would have "
             f"no micro-batch; give at least {ranks}, or start at most {count} ranks."
         )
-    given, rounds = list(root.optimization.update_freq), [rounds_of(count, ranks)]
-    if given not in ([1], rounds):
-        raise ValueError(
-            f"--update-freq is {', '.join(map(str, given))}, but --moe-micro-batches {count} sets it to "
-            f"{rounds[0]} on this number of ranks ({ranks}); remove --update-freq."
-        )
+    rounds = [rounds_of(count, ranks)]
     root.optimization.update_freq = rounds
     logger.info("--moe-micro-batches %d: set --update-freq %d on %d ranks", count, rounds[0], ranks)

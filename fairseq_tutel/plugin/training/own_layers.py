@@ -6,6 +6,7 @@ of the user, and its layers have created their process groups.
 
 import contextlib
 import itertools
+import logging
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -25,14 +26,16 @@ from fairseq_tutel.plugin.optim.zero import half_optimizer
 from fairseq_tutel.plugin.run_state import RUN
 from fairseq_tutel.plugin.training.ema import ExpertEMA
 from fairseq_tutel.plugin.training.epoch_iterator import set_update_freq
+from fairseq_tutel.plugin.training.finite import refuse_loaded
 from fairseq_tutel.plugin.training.loop import wrapping
 from fairseq_tutel.plugin.training.startup import (
     complete,
     refuse_run,
-    refuse_stock_options,
     start_together,
 )
 from fairseq_tutel.plugin.training.task import give_mixin
+
+logger = logging.getLogger(__name__)
 
 
 class MoETrainer(Trainer):
@@ -41,6 +44,17 @@ class MoETrainer(Trainer):
     def __init__(self, cfg: Any, task: Any, model: nn.Module, *args: Any, **kwargs: Any) -> None:
         prepare(cfg, task, model)
         super().__init__(cfg, task, model, *args, **kwargs)
+
+    def load_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
+        """Load a checkpoint if there is one, and check its content; end a run that reached --max-update."""
+        extra_state = super().load_checkpoint(*args, **kwargs)
+        if extra_state is not None:
+            refuse_loaded(self.cfg, self)
+        options = self.cfg.optimization
+        if 0 < options.max_update <= self.get_num_updates():  # fairseq checks this only after an update
+            logger.info("--max-update %d is already reached, so nothing was trained", options.max_update)
+            options.max_epoch = -1
+        return extra_state
 
     def _build_ema(self) -> None:
         """Build the moving average of --store-ema; each rank averages only its own experts."""
@@ -52,7 +66,7 @@ class MoETrainer(Trainer):
     def _build_optimizer(self) -> None:
         """Build the optimizer; MoE optimizers of half-precision parameters may shard their state."""
         common, name = self.cfg.common, self.cfg.optimizer._name
-        other = common.amp or common.memory_efficient_fp16 or common.memory_efficient_bf16
+        other = common.memory_efficient_fp16 or common.memory_efficient_bf16
         is_half = (common.fp16 or common.bf16) and not other
         is_moe = issubclass(OPTIMIZER_REGISTRY[name], MoEOptimizerMixin)
         if not (is_half and is_moe) or self.cfg.optimization.use_bmuf:
@@ -85,7 +99,6 @@ def prepare(root: Any, task: Any, model: Any) -> None:
     _prepare_experts(model, layers.values(), topology)
     if are_placed:  # by install_experts; other layers may be beside them
         return
-    refuse_stock_options(root)
     RUN.update(topology=topology)
     set_update_freq(root, topology.world_size)
     talks = any("gshard_global" in layer.balance_weights for layer in layers.values())
@@ -128,12 +141,6 @@ def _topology_of(layers: Mapping[str, MoELayer]) -> Topology:
             raise ValueError(
                 f"{name} has its experts in a group of {topology.world_size} of the {world.size()} ranks, "
                 "so a checkpoint cannot hold the experts of the other groups; build it without a group."
-            )
-        buffers = [key for key in other.experts.state_dict() if key in dict(other.experts.named_buffers())]
-        if size > 1 and buffers:
-            raise ValueError(
-                f"the experts of {name} have the buffer {buffers[0]}, of which a checkpoint would hold "
-                "only rank 0's; make it a parameter, or give persistent=False."
             )
     counts = [other.config.num_experts for other in layers.values()]
     return layer.topology if size > 1 else make_topology(counts, requested=1)

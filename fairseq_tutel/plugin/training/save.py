@@ -44,13 +44,14 @@ class SaveSession:
         self.count = 0  # calls of save_checkpoint that have ended
 
     @contextlib.contextmanager
-    def in_background(self, main: Any) -> Iterator[None]:
-        """Context manager in which fairseq's `main` saves sharded checkpoints in the background."""
+    def in_background(self) -> Iterator[None]:
+        """Context manager in which sharded checkpoints are saved in the background. Collective."""
         self.background = BackgroundSave()
         try:
-            with self.background.installed(main):
-                yield
+            yield
+            self.background.finish()
         finally:
+            self.background.stop()
             self.background = None
 
     def save(self, original: Any, cfg: Any, trainer: Any, epoch_itr: Any, val_loss: Any) -> Any:
@@ -85,18 +86,15 @@ def run_training(main: Any, cfg: Any, signals: SignalWatch | None = None, **kwar
     preemption = None if signals is None else Preemption(signals, lambda: SESSION.count)
     with contextlib.ExitStack() as stack:
         stack.enter_context(writing(save_dir, writes))
-        stack.enter_context(finite.checked_at_start(main))
         if preemption is not None:
             stack.enter_context(preemption.installed(main))
         if in_background:
-            stack.enter_context(SESSION.in_background(main))
+            stack.enter_context(SESSION.in_background())
         stack.enter_context(prepared(main))
         # With FSDP's sharded state, each rank has its own file, whose suffix is set later.
         if not cfg.distributed_training.use_sharded_state:
             check_checkpoint(cfg.checkpoint)
         result = main(cfg, **kwargs)
-        if SESSION.background is not None:
-            SESSION.background.finish()
     if preemption is not None and preemption.result:
         end_process(preemption.result)
     return result

@@ -172,9 +172,7 @@ class MoETaskMixin(InferenceMixin):
     def optimizer_step(self, optimizer: Any, model: nn.Module, update_num: int) -> None:
         """Run the optimizer step, then update the balance biases with the expert loads of all ranks."""
         super().optimizer_step(optimizer, model, update_num)  # type: ignore[misc]
-        # Under --amp this also runs after an overflow, whose batch is repeated.
-        if getattr(innermost_optimizer(optimizer), "took_step", True):
-            update_biases(model)
+        update_biases(model)
 
     def valid_step(self, sample: Any, model: nn.Module, criterion: Any, **kwargs: Any) -> Any:
         """Run fairseq's validation step; an out-of-memory error ends the job."""
@@ -226,12 +224,6 @@ class MoETaskMixin(InferenceMixin):
             raise ValueError(
                 f"--moe-micro-batches is {micro_batches}, but {type(self).__name__} uses its own "
                 f"{type(iterator).__name__}, whose batches cannot be divided; remove --moe-micro-batches."
-            )
-        elif world.is_first():
-            logger.info(
-                "%s can resume in the middle of an epoch only on the same number of ranks; on several "
-                "ranks with --update-freq above 1, it miscounts the last update of an epoch",
-                type(iterator).__name__,
             )
         return iterator
 
