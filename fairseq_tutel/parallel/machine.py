@@ -2,7 +2,7 @@
 
 import json
 import re
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
 from fairseq_tutel.files import json_of
@@ -26,14 +26,12 @@ class Machine:
 
     name: str
     intra: Link  # from a rank to other ranks of its node
-    inter: Link  # from a rank to other nodes, or from a node if `inter_shared`
+    inter: Link  # from a rank to other nodes, while all ranks of the node send
     memory_bytes_per_s: float  # reads and writes together
     flops_per_s: float  # achieved by the experts
     gate_flops_per_s: float  # achieved by the gate, in fp32
     memory_bytes: float
     launch_s: float = 0.0  # time of a collective before its first message
-    inter_shared: bool = False  # whether the ranks of a node share one link to other nodes
-    reduce_scatter_as_all_reduce: bool = False  # whether both cost the same, as in gloo
 
     def to_json(self, path: Path) -> None:
         """Write the hardware profile to a JSON file for `plan --machine` and --moe-machine-file."""
@@ -44,13 +42,13 @@ class Machine:
         """Read a hardware profile from a JSON file; raise ValueError if the file has no valid profile."""
         try:
             values = json_of(path)
-            links = [Link(**values[name]) for name in ("intra", "inter")]
-            machine = cls(**values | dict(zip(("intra", "inter"), links, strict=True)))
-            speeds = [link.bytes_per_s for link in links]
-            speeds += [machine.memory_bytes_per_s, machine.flops_per_s, machine.gate_flops_per_s]
-            latencies = [machine.launch_s, *(link.alpha_s for link in links)]
-            if min(*speeds, machine.memory_bytes) <= 0 or min(latencies) < 0:
-                raise ValueError("a speed is not above 0, or a latency is negative")
+            links = {name: Link(**values[name]) for name in ("intra", "inter")}
+            # Earlier versions wrote more fields.
+            known = {field.name: values[field.name] for field in fields(cls) if field.name in values}
+            machine = cls(**known | links)
+            speeds = [number for name, number in known.items() if name not in ("name", "launch_s", *links)]
+            if min(*speeds, *(link.bytes_per_s for link in links.values())) <= 0:
+                raise ValueError("a speed is not above 0")
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ValueError(
                 f"{path} cannot be read as a hardware profile ({error!r}); give a file that "
@@ -98,17 +96,15 @@ PRESETS = {
     "mi250": _preset("MI250 (one die)", 15 * 75 / 16, 16, 3276.8 / 2, 362.1 / 2, 45.3 / 2, 64),
 }
 
-# Rough numbers for a rank on a CPU: loopback, 10 Gb/s Ethernet for each node, FLOP/s of a core.
+# Rough numbers for a rank on a CPU: loopback, 10 Gb/s Ethernet for four ranks, FLOP/s of a core.
 CPU = Machine(
     name="CPU",
     intra=Link(20e-6, 2e9),
-    inter=Link(50e-6, 1.25e9),
+    inter=Link(50e-6, 1.25e9 / 4),
     memory_bytes_per_s=4e9,
     flops_per_s=8e10,
     gate_flops_per_s=8e10,
     memory_bytes=8e9,
-    inter_shared=True,
-    reduce_scatter_as_all_reduce=True,
 )
 
 

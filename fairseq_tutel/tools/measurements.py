@@ -3,11 +3,11 @@
 import argparse
 import os
 import platform
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from time import perf_counter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -17,13 +17,21 @@ from fairseq_tutel.moe.experts import grouped_linear
 from fairseq_tutel.parallel.all_to_all import Hop, HopAllToAll
 from fairseq_tutel.parallel.collectives import all_reduce, barrier
 from fairseq_tutel.parallel.groups import Topology, make_topology
-from fairseq_tutel.parallel.link_fit import Row, fit_machine
-from fairseq_tutel.parallel.machine import Machine, typical
+from fairseq_tutel.parallel.machine import Link, Machine, typical
 from fairseq_tutel.parallel.rendezvous import own_gpu, ranks_per_node
 
 _DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 _ROW_FLOATS = 256  # numbers in a row of 1 KiB
 _COPIED_BYTES = 2**26
+
+
+class Row(NamedTuple):
+    """A measurement of one linear all-to-all: its nodes, ranks per node, size and time."""
+
+    nodes: int
+    local: int
+    bytes_per_rank: int  # the size of the input, including the rank's own share
+    seconds: float
 
 
 def measured(arguments: argparse.Namespace) -> tuple[Machine, list[Row]] | None:
@@ -60,8 +68,27 @@ def measured(arguments: argparse.Namespace) -> tuple[Machine, list[Row]] | None:
             dist.destroy_process_group()
         if topology.rank > 0:
             return None
-        machine = fit_machine(rows, machine)
+        intra, inter = [row for row in rows if row.nodes == 1], [row for row in rows if row.local == 1]
+        machine = replace(
+            machine,
+            launch_s=0.0,  # a part of the latencies
+            intra=link_of(intra) if intra else machine.intra,
+            inter=link_of(inter) if inter else machine.inter,
+        )
     return machine, rows
+
+
+def link_of(rows: Sequence[Row]) -> Link:
+    """Return the latency and speed of a link from the shortest and the longest all-to-all over it."""
+    first, last = rows[0], rows[-1]
+    others = first.nodes * first.local - 1
+    short, long = (row.bytes_per_rank * others / (others + 1) for row in (first, last))
+    if last.seconds <= first.seconds:
+        raise ValueError(
+            "the measured all-to-alls do not take longer with more bytes; measure larger messages."
+        )
+    bytes_per_s = (long - short) / (last.seconds - first.seconds)
+    return Link(max(0.0, first.seconds - short / bytes_per_s) / others, bytes_per_s)
 
 
 def _machine(arguments: argparse.Namespace, device: torch.device, topology: Topology) -> Machine:
@@ -121,25 +148,17 @@ def _exchanges(arguments: argparse.Namespace, device: torch.device, topology: To
     # A group over several nodes that is not a grid has one rank in each node.
     one_each = (ranks_per_node() or topology.world_size) == 1
     shape = (grid.nodes, grid.local) if grid else (ranks_of_group, 1) if one_each else (1, ranks_of_group)
-    # Nodes, ranks per node, ranks of a node that send at once, group.
-    cases: list[tuple[int, int, int, Any]] = [(*shape, shape[1], group)]
+    cases: list[tuple[int, int, Any]] = [(*shape, group)]
     if grid:
-        cases.append((1, grid.local, grid.local, grid.node_group))
-        cases.append((grid.nodes, 1, grid.local, grid.rail_group))
-    for nodes, local, on_link, ranks in cases:
+        cases += [(1, grid.local, grid.node_group), (grid.nodes, 1, grid.rail_group)]
+    for nodes, local, ranks in cases:
         count = size = nodes * local  # number of rows: one per rank, then four times as many in each step
         while 4 * _ROW_FLOATS * count <= arguments.max_mib * 2**20:
             rows_RD = torch.zeros(count, _ROW_FLOATS, device=device)
             even = (count // size,) * size
             exchange = HopAllToAll(hops=(Hop(ranks, even, even),))
-            yield {
-                "nodes": nodes,
-                "local": local,
-                "algorithm": "linear",
-                "bytes_per_rank": rows_RD.nbytes,
-                "seconds": _time(partial(exchange.dispatch, rows_RD), arguments, device),
-                "on_link": on_link,
-            }
+            seconds = _time(partial(exchange.dispatch, rows_RD), arguments, device)
+            yield Row(nodes, local, rows_RD.nbytes, seconds)
             count *= 4
 
 

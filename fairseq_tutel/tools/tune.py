@@ -14,8 +14,8 @@ from fairseq_tutel.tools.arguments import DTYPES, aligned, refuse_output, writin
 from fairseq_tutel.tools.parser import add_numbers, add_output
 
 if TYPE_CHECKING:
-    from fairseq_tutel.parallel.link_fit import Row
     from fairseq_tutel.parallel.machine import Machine
+    from fairseq_tutel.tools.measurements import Row
 
 NUMBERS = (
     ("model_dim", 512, "model dimension"),
@@ -57,29 +57,26 @@ def run(arguments: argparse.Namespace) -> None:
 
 def _page(machine: Machine, rows: list[Row]) -> str:
     """Return the text that the tool prints: the hardware profile, and times of all-to-alls."""
-    from fairseq_tutel.parallel.link_fit import predicted, relative_errors
+    from fairseq_tutel.parallel.links import exchange_seconds
 
     facts = [
         [f"{machine.name}: memory, read and written, GB/s", f"{machine.memory_bytes_per_s / 1e9:.2f}"],
         ["experts, forward and backward, TFLOP/s", f"{machine.flops_per_s / 1e12:.4f}"],
         ["gate, TFLOP/s in fp32", f"{machine.gate_flops_per_s / 1e12:.4f}"],
         ["memory of a rank, GB", f"{machine.memory_bytes / 1e9:.1f}"],
-        ["launch of a collective, us", f"{1e6 * machine.launch_s:.1f}"],
     ]
     for name, link in (("within a node", machine.intra), ("between nodes", machine.inter)):
         facts.append([f"message {name}, us", f"{1e6 * link.alpha_s:.1f}"])
         facts.append([f"link {name}, GB/s", f"{link.bytes_per_s / 1e9:.3f}"])
     text = aligned(facts)
-    if not rows or all(row["nodes"] == 1 for row in rows):
+    if not rows or all(row.nodes == 1 for row in rows):
         unknown = "links between nodes" if rows else "links"
         text += f"\n\nThese ranks cannot measure {unknown}; their speed above is a typical one."
     if rows:
-        table = [["nodes", "ranks of each", "all-to-all", "KiB of a rank", "measured, ms", "model, ms"]]
-        table += [
-            [str(row["nodes"]), str(row["local"]), row["algorithm"], f"{row['bytes_per_rank'] / 1024:g}"]
-            + [f"{1e3 * seconds:.3f}" for seconds in (row["seconds"], predicted(row, machine))]
-            for row in rows
-        ]
-        median = relative_errors(rows, machine).median
-        text += f"\n\n{aligned(table)}\n\nError of the model: median {median:.0%}."
+        table = [["nodes", "ranks of each", "KiB of a rank", "measured, ms", "model, ms"]]
+        for nodes, local, num_bytes, seconds in rows:
+            predicted = exchange_seconds(num_bytes, machine, nodes, local, "linear")
+            times = [f"{1e3 * each:.3f}" for each in (seconds, predicted)]
+            table.append([str(nodes), str(local), f"{num_bytes / 1024:g}", *times])
+        text += f"\n\n{aligned(table)}"
     return text

@@ -70,6 +70,7 @@ def test_memory_by_hand():
         "parameters": 2 * parameters,
         "gradients": (2 + 4) * parameters,  # fairseq keeps a copy in fp32
         "optimizer state": (8 + 4) * parameters,
+        cost.HOST: 0,
         "activations": 3 * 2 * (8 * 4 + 16 * (2 * 4 + 2 * 16)),
         "row buffers": 3 * 16 * 4 * 2,
         "gathered weights": 4 * 64 * 2,

@@ -125,7 +125,7 @@ def test_triton_is_imported_in_kernels_alone():
 
 
 # What predicts the time of a strategy; `fairseq-tutel plan` starts without torch.
-PREDICTION = {"cost.py", "link_fit.py", "links.py", "machine.py", "strategy.py", "search.py"}
+PREDICTION = {"cost.py", "links.py", "machine.py", "strategy.py", "search.py"}
 
 
 def test_predictions_and_plans_need_no_torch_but_for_executors():
