@@ -14,8 +14,7 @@ import torch.distributed as dist
 
 from fairseq_tutel.kernels.groups import Groups
 from fairseq_tutel.moe.experts import grouped_linear
-from fairseq_tutel.parallel.all_to_all import Hop, HopAllToAll
-from fairseq_tutel.parallel.collectives import all_reduce, barrier
+from fairseq_tutel.parallel.collectives import all_reduce, all_to_all, barrier
 from fairseq_tutel.parallel.groups import Topology, make_topology
 from fairseq_tutel.parallel.machine import Link, Machine, typical
 from fairseq_tutel.parallel.rendezvous import own_gpu, ranks_per_node
@@ -152,12 +151,10 @@ def _exchanges(arguments: argparse.Namespace, device: torch.device, topology: To
     if grid:
         cases += [(1, grid.local, grid.node_group), (grid.nodes, 1, grid.rail_group)]
     for nodes, local, ranks in cases:
-        count = size = nodes * local  # number of rows: one per rank, then four times as many in each step
+        count = nodes * local  # number of rows: one per rank, then four times as many in each step
         while 4 * _ROW_FLOATS * count <= arguments.max_mib * 2**20:
             rows_RD = torch.zeros(count, _ROW_FLOATS, device=device)
-            even = (count // size,) * size
-            exchange = HopAllToAll(hops=(Hop(ranks, even, even),))
-            seconds = _time(partial(exchange.dispatch, rows_RD), arguments, device)
+            seconds = _time(partial(all_to_all, rows_RD, "the measurement", ranks), arguments, device)
             yield Row(nodes, local, rows_RD.nbytes, seconds)
             count *= 4
 
