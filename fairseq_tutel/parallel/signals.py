@@ -29,8 +29,6 @@ EXIT_CODE = 75
 MERGE_SECONDS = 1.0
 # What a process reads from its socket to end the thread; no signal has this number.
 CLOSE = 0
-# The longest wait for a signal, because select refuses much longer times.
-LONGEST_WAIT = 3600.0
 # Handlers that may be replaced; those of other libraries are kept.
 OF_PYTHON = (signal.SIG_DFL, signal.default_int_handler)
 
@@ -107,7 +105,7 @@ class SignalWatch:
             left = None if self.received is None or self._forwards else self.seconds - self.elapsed
             if left is not None and left <= 0:
                 self._end(f"could not end within {self.seconds:g} s (--moe-preemption-seconds)")
-            ready = select.select([self._reader], [], [], left and min(left, LONGEST_WAIT))[0]
+            ready = select.select([self._reader], [], [], left)[0]
             for number in self._reader.recv(64) if ready else b"":
                 if number == CLOSE:
                     return
@@ -125,7 +123,7 @@ class SignalWatch:
                     os.kill(child.pid, number)
             logger.warning("received %s, and sent it to the ranks that this process started", name)
         elif is_first:
-            if failures.look(after_signal=True):
+            if failures.look():
                 return
             if self._has_work:
                 text = "all ranks will save after the current update and end"
