@@ -272,10 +272,10 @@ class UpdateTuner:
             return
         found = _read(self.path, self.signature()) if world.is_first() else {}
         found = world.broadcast_object(found, "the reading of the tuner's dictionary")
-        skipped = self.tuner.load(found)
+        self.tuner.load(found)
         if world.is_first() and found:
-            counts = self.path, len(self.tuner.best), len(self.tuner.costs), skipped
-            logger.info("adaptive: loaded %s: %d of %d buckets settled, %d not available here", *counts)
+            counts = self.path, len(self.tuner.best), len(self.tuner.costs)
+            logger.info("adaptive: loaded %s: %d of %d buckets settled", *counts)
 
     def _save(self) -> None:
         """Write the measurements on rank 0. A failure logs a warning, and training continues."""

@@ -110,37 +110,29 @@ class AllToAll:
 
     def start(self, rows_RD: Tensor, combine: bool) -> "Started":
         """Start `dispatch` or `combine` in the background; `Started.finish` returns the rows."""
-        transfer = _Transfer(self, combine)
-        return Started(_Start.apply(rows_RD, transfer), transfer)
+        return Started(self, combine, rows_RD)
 
 
-class _Transfer:
-    """Runs a dispatch or combine in the background, and later its backward pass."""
+class Started:
+    """A dispatch or combine that runs in the background, and later its backward pass."""
 
-    def __init__(self, owner: AllToAll, combine: bool) -> None:
+    def __init__(self, owner: AllToAll, combine: bool, rows_RD: Tensor) -> None:
         self.owner, self.combine = owner, combine
         self.pending: list[background.Wait] = []
+        # A tensor without elements, which connects `finish` to the autograd graph.
+        self.tokens = [_Start.apply(rows_RD, self)]
 
     def begin(self, rows: Tensor, combine: bool) -> None:
-        owner = self.owner
-        self.pending.append(background.start(lambda r: owner.exchange(r, combine), rows))
+        """Start the exchange of rows, or of their gradients."""
+        self.pending.append(background.start(lambda r: self.owner.exchange(r, combine), rows))
 
     def wait(self) -> Tensor:
+        """Wait for the rows that `begin` sent, and return the received rows."""
         return self.pending.pop()()
-
-
-class Started(NamedTuple):
-    """An all-to-all that has started; `finish` waits for it and returns the received rows.
-
-    The token has no elements: it connects `finish` to the autograd graph.
-    """
-
-    token: Tensor
-    transfer: _Transfer
 
     def finish(self) -> Tensor:
         """Wait for the rows and return them."""
-        return _Finish.apply(self.token, self.transfer)
+        return _Finish.apply(self.tokens.pop(), self)
 
 
 class _AllToAll(torch.autograd.Function):
@@ -162,7 +154,7 @@ class _Start(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, transfer: _Transfer) -> Tensor:
+    def forward(ctx: Any, rows: Tensor, transfer: Started) -> Tensor:
         ctx.transfer = transfer
         transfer.begin(rows, transfer.combine)
         return rows.new_empty(0)
@@ -175,7 +167,7 @@ class _Start(torch.autograd.Function):
 
 class _Finish(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, token: Tensor, transfer: _Transfer) -> Tensor:
+    def forward(ctx: Any, token: Tensor, transfer: Started) -> Tensor:
         ctx.transfer = transfer
         return transfer.wait()
 

@@ -6,7 +6,7 @@ each of s = P / E consecutive ranks holds one shard of an expert.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -129,8 +129,7 @@ class Topology:
             raise ValueError(
                 f"adaptive_r (--moe-adaptive-r) is {degree}, which needs groups of {joined} ranks that "
                 "gather the shards of an expert, but the layer's topology has no such groups; call "
-                "make_topology with the numbers of experts of all layers, and without degree_of or with "
-                "one that returns this r."
+                "make_topology with the numbers of experts of all layers."
             )
         return self.share_groups.get(joined)
 
@@ -161,19 +160,13 @@ def expert_parallel_size(world_size: int, expert_counts: Sequence[int], requeste
     return requested
 
 
-def share_sizes(
-    size: int, expert_counts: Sequence[int], degree_of: Callable[[int], int] | None = None
-) -> tuple[int, ...]:
+def share_sizes(size: int, expert_counts: Sequence[int]) -> tuple[int, ...]:
     """Return the sizes of the groups of ranks that gather the shards of an expert, without size 1.
 
-    An expert with s shards is gathered by groups of s / r ranks. degree_of(s) is the r of a layer with s
-    shards; with None, r may be any divisor of s.
+    An expert with s shards is gathered by groups of s / r ranks, for every divisor r of s.
     """
-    sizes: set[int] = set()
-    for slices in {size // n for n in expert_counts if size > n}:
-        degrees = range(1, slices + 1) if degree_of is None else [degree_of(slices)]
-        sizes |= {slices // r for r in degrees if r > 0 and slices % r == 0}
-    return tuple(sorted(sizes - {1}))
+    shards = {size // n for n in expert_counts if size > n}
+    return tuple(n for n in range(2, size + 1) if any(s % n == 0 for s in shards))
 
 
 # All layers and models share groups, because creating a group is collective. A group lives as long as the
@@ -181,12 +174,7 @@ def share_sizes(
 _topologies: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[Any, ...], Topology]] = WeakKeyDictionary()
 
 
-def make_topology(
-    expert_counts: Sequence[int],
-    requested: int = 0,
-    ranks_per_node: int = 0,
-    degree_of: Callable[[int], int] | None = None,
-) -> Topology:
+def make_topology(expert_counts: Sequence[int], requested: int = 0, ranks_per_node: int = 0) -> Topology:
     """Create or reuse this rank's process groups for layers with these numbers of experts. Collective.
 
     Every rank must give the same arguments; ranks compare them.
@@ -196,7 +184,6 @@ def make_topology(
         requested: P; 0 for the greatest P that fits.
         ranks_per_node: L of the grid; 0 for no grid. There is a grid if an EP group has several complete
             nodes of more than one rank.
-        degree_of: returns the only r of a layer with s shards; None allows any r and needs more groups.
 
     Raises:
         ValueError: P does not fit the numbers of ranks and experts, or ranks gave different arguments.
@@ -219,8 +206,7 @@ def make_topology(
     size = expert_parallel_size(count, expert_counts, requested)
     if whole is None:
         return Topology()
-    shares = share_sizes(size, expert_counts, degree_of)
-    return _made(None, size, ranks_per_node, shares)
+    return _made(None, size, ranks_per_node, share_sizes(size, expert_counts))
 
 
 def topology_within(group: dist.ProcessGroup, num_experts: int, sliced: bool = False) -> Topology:

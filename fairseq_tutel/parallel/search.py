@@ -84,30 +84,16 @@ class StrategySearch:
             for key, costs in self.costs.items()
         }
 
-    def load(self, state: dict[str, Any]) -> int:
-        """Load costs and best strategies that `state` returned; return how many entries were skipped.
-
-        The entry of a bucket is skipped if its best strategy is not available in this run.
-
-        Raises:
-            ValueError: the state is malformed.
-        """
-        skipped = 0
-        try:
-            for key, entry in state.items():
-                rows = [dict(row) for row in entry["costs"]]
-                seconds = [[float(cost) for cost in row.pop("costs")] for row in rows]
-                costs = dict(zip((Strategy(**row) for row in rows), seconds, strict=True))
-                best = entry["best"] and Strategy(**entry["best"])
-                if best and not self._is_available(best):
-                    skipped += 1
-                    continue
-                self.costs[key] = {s: c for s, c in costs.items() if c and self._is_available(s)}
-                if best:
-                    self.best[key] = best
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"the measurements are malformed: {error!r}") from error
-        return skipped
+    def load(self, state: dict[str, Any]) -> None:
+        """Load costs and best strategies that `state` returned, as far as this run has the strategies."""
+        for key, entry in state.items():
+            rows = [({**row}, row["costs"]) for row in entry["costs"]]
+            costs = {Strategy(**row): own for row, own in rows if row.pop("costs")}
+            best = entry["best"] and Strategy(**entry["best"])
+            if not best or self._is_available(best):
+                self.costs[key] = {s: c for s, c in costs.items() if self._is_available(s)}
+            if best and self._is_available(best):
+                self.best[key] = best
 
     def _is_available(self, strategy: Strategy) -> bool:
         return (

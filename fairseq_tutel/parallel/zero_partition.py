@@ -155,11 +155,12 @@ class Bucket:
         grads = [partition.parameter.grad for partition in self.partitions]
         return [None if grad is None else grad.reshape(-1) for grad in grads]
 
-    def convert_gradient(self, convert: Callable[[Tensor], Tensor]) -> bool:
-        """Apply `convert` to the reduced gradient; return False if there is no reduced gradient."""
+    def converted_gradients(self, convert: Callable[[Tensor], Tensor]) -> list[Tensor | None]:
+        """Return `gradients` after `convert`, which is applied once to a reduced bucket."""
         if self.gradient is not None:
             self.gradient = convert(self.gradient)
-        return self.gradient is not None
+            return self.gradients()
+        return [None if grad is None else convert(grad) for grad in self.gradients()]
 
     def free_gradients(self) -> None:
         """Free the gradients of all parameters and partitions in this communication bucket."""

@@ -233,7 +233,7 @@ class ZeroState:
     @torch.no_grad()
     def own_state(self, index: int, state: dict[str, Any]) -> dict[str, Any]:
         """Return this rank's part of a parameter's complete optimizer state, as read from a checkpoint."""
-        partition, own = self.partitions[index], _without_fp16_stats(state)
+        partition, own = self.partitions[index], dict(state)
         shape = partition.parameter.shape
         for key, value in own.items():
             # The number of steps may be a tensor; a parameter may have no dimensions.
@@ -265,22 +265,9 @@ def _widen_gradients(bucket: Bucket, factor: float | Tensor) -> list[nn.Paramete
             grad = torch.empty_like(grad, device="cpu", pin_memory=True).copy_(grad)
         return grad.to(dtype).mul_(factor)
 
-    if bucket.convert_gradient(widened):
-        grads = bucket.gradients()
-    else:
-        grads = [None if grad is None else widened(grad) for grad in bucket.gradients()]
-    for partition, grad in zip(bucket.partitions, grads, strict=True):
+    for partition, grad in zip(bucket.partitions, bucket.converted_gradients(widened), strict=True):
         if grad is None and partition.is_master:
             # Master copies get zeros, as in fairseq; unused fp32 parameters are skipped.
             grad = torch.zeros_like(partition.own)
         partition.own.grad = grad
     return owned
-
-
-def _without_fp16_stats(state: dict[str, Any]) -> dict[str, Any]:
-    """Return an optimizer state with fp32 moments, converted if the run used --fp16-adam-stats."""
-    scales = {key: state[key + "_scale"] for key in state if key + "_scale" in state}
-    wide = {key: state[key].float() * scale for key, scale in scales.items()}
-    return {
-        k: wide.get(k, v) for k, v in state.items() if k.removesuffix("_scale") not in scales or k in wide
-    }

@@ -105,19 +105,14 @@ def test_a_saved_tuner_continues():
     state = json.loads(json.dumps(found.state()))
     assert set(state) == {"0", "begun"}
     again = tuner()
-    assert again.load(state) == 0
+    again.load(state)
     assert again.settled("0") and again.choose("0") == found.choose("0")
     assert not again.settled("begun") and again.choose("begun") == found.choose("begun")
     assert again.state() == state
     smaller = StrategySearch((0, 1), (1,), ("linear",))
     available = smaller._is_available(found.choose("0"))
-    assert smaller.load(state) == (not available) and smaller.settled("0") == available
-
-
-@pytest.mark.parametrize("state", [[3], {"0": {"best": {"r": 1}, "costs": []}}])
-def test_a_malformed_state_is_refused(state):
-    with pytest.raises(ValueError, match="the measurements are malformed"):
-        tuner().load(state)
+    smaller.load(state)
+    assert smaller.settled("0") == available
 
 
 @pytest.mark.parametrize(

@@ -195,15 +195,6 @@ def test_masters_of_a_half_run_become_the_weights_of_a_full_one():
     assert own["step"] == 3
 
 
-def test_moments_in_fp16_are_widened_before_they_are_cut():
-    parameters = some_parameters(torch.float32)
-    zero = ZeroState(parameters, Topology(world_size=2, rank=1), 1)
-    scale = torch.tensor([2.0, 4.0, 8.0, 16.0]).view(4, 1, 1)
-    own = zero.own_state(5, {"exp_avg": torch.ones(4, 2, 3).half(), "exp_avg_scale": scale})
-    assert own.keys() == {"exp_avg"}
-    assert own["exp_avg"].tolist() == [8.0] * 6 + [16.0] * 6
-
-
 def bytes_of(tensors):
     """Return the bytes of tensors, memory that several of them share once."""
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
