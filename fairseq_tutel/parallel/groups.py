@@ -42,9 +42,8 @@ class Part:
 
     def of(self, num_experts: int) -> str:
         """Return a description such as "experts 0 to 3 of 8", for messages."""
-        last = self.first + self.num_local - 1
-        which = f"expert {last}" if self.num_local == 1 else f"experts {self.first} to {last}"
-        return f"{which} of {num_experts}" + (f", shard {self.index} of {self.slices}" * (self.slices > 1))
+        text = f"experts {self.first} to {self.first + self.num_local - 1} of {num_experts}"
+        return text + (f", shard {self.index} of {self.slices}" * (self.slices > 1))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -234,21 +233,18 @@ def _made(group: dist.ProcessGroup | None, size: int, local: int, shares: tuple[
 def _create(group: dist.ProcessGroup | None, size: int, local: int, shares: tuple[int, ...]) -> Topology:
     count = dist.get_world_size(group)
 
-    def consecutive(number: int) -> dist.ProcessGroup:
-        return strided(number, 1)
-
-    def strided(number: int, step: int) -> dist.ProcessGroup:
+    def strided(number: int, step: int = 1) -> dist.ProcessGroup:
         """Create groups of ranks at distance `step` within each `number` consecutive ranks."""
         parts = range(0, count, number)
         return _new(group, [range(part + i, part + number, step) for part in parts for i in range(step)])
 
     # P = W also gets a new communicator: its collectives need no common order with data parallelism.
-    expert_group = consecutive(size) if size > 1 else None
+    expert_group = strided(size) if size > 1 else None
     replica_group = strided(count, size) if 1 < size < count else None
     grid = None
     if 1 < local < size and size % local == 0:
-        node_group, rail_group = consecutive(local), strided(size, local)
-        grid = Grid(nodes=size // local, local=local, node_group=node_group, rail_group=rail_group)
+        groups = {"node_group": strided(local), "rail_group": strided(size, local)}
+        grid = Grid(nodes=size // local, local=local, **groups)
     return Topology(
         world_size=count,
         rank=dist.get_rank(group),
@@ -258,7 +254,7 @@ def _create(group: dist.ProcessGroup | None, size: int, local: int, shares: tupl
         replica_group=replica_group,
         grid=grid,
         share_groups={
-            number: expert_group if number == size and expert_group is not None else consecutive(number)
+            number: expert_group if number == size and expert_group is not None else strided(number)
             for number in shares
         },
     )
@@ -273,19 +269,14 @@ def _new(callers: dist.ProcessGroup | None, groups: Sequence[range]) -> dist.Pro
     rank = dist.get_rank(callers)
     own = next(ranks for ranks in groups if rank in ranks)
     if callers is None:
-        return {ranks: _new_group(ranks, None) for ranks in groups}[own]
+        with guarded("the creation of process groups"):
+            return {ranks: dist.new_group(ranks, timeout=timeout_of_groups()) for ranks in groups}[own]
     if len(own) == dist.get_world_size(callers):
         return callers
     everywhere = [dist.get_global_rank(callers, each) for each in own]
-    options = {"backend": dist.get_backend(callers), "use_local_synchronization": True}
-    return _new_group(everywhere, callers, **options)
-
-
-def _new_group(
-    ranks: Sequence[int], callers: dist.ProcessGroup | None, **options: Any
-) -> dist.ProcessGroup:
-    with guarded(f"the creation of the group of {name_ranks(ranks)}", callers):
-        return dist.new_group(ranks, timeout=timeout_of_groups(), **options)
+    backend, timeout = dist.get_backend(callers), timeout_of_groups()
+    with guarded(f"the creation of the group of {name_ranks(everywhere)}", callers):
+        return dist.new_group(everywhere, timeout, backend, use_local_synchronization=True)
 
 
 def mark_slice(parameter: nn.Parameter, slicing: Slice) -> None:

@@ -46,14 +46,9 @@ def share_of(parameter: nn.Parameter, topology: Topology) -> Share:
     return Share(world, topology.rank, None, divisor)
 
 
-def partition_length(numel: int, size: int) -> int:
-    """Return the number of elements per rank, including padding, if a tensor is split over `size` ranks."""
-    return -(-numel // size)
-
-
 def own_elements(tensor: Tensor, share: Share) -> Tensor:
     """Return this rank's elements of a contiguous tensor as a view [m], without padding."""
-    length = partition_length(tensor.numel(), share.size)
+    length = -(-tensor.numel() // share.size)  # with padding
     return tensor.view(-1)[share.index * length :][:length]
 
 
@@ -66,7 +61,7 @@ class Partition:
 
     def __init__(self, parameter: nn.Parameter, share: Share, offload: bool) -> None:
         self.parameter, self.share = parameter, share
-        self.length = partition_length(parameter.numel(), share.size)
+        self.length = -(-parameter.numel() // share.size)  # elements per rank, with padding
         self.num_bytes = parameter.numel() * parameter.element_size()  # of the complete parameter
         self.start = 0
         # A view needs contiguous memory. Few parameters are not contiguous.

@@ -153,17 +153,6 @@ class ZeroState:
         self.reducer.reset()
         self.factor = 1.0
 
-    def finish_backward(self) -> None:
-        """Finish a backward pass; stage 2 reduces the remaining gradients. Collective under stage 2."""
-        self.reducer.finish_backward()
-
-    def reduce(self) -> None:
-        """Finish the gradient reduction of stages 1 and 2 after the last backward pass. Collective.
-
-        A second call in an update has no effect.
-        """
-        self.reducer.reduce()
-
     def multiply(self, factor: float | Tensor) -> None:
         """Multiply gradients by `factor` when they become fp32, so half-precision ones do not underflow."""
         self.factor = self.factor * factor

@@ -264,7 +264,7 @@ def train_in_partitions(
         zero.zero_grad()
         loss_sum, tokens = backward_update(model, update, zero.finish_backward)
         if stage > 0:
-            zero.reduce()
+            zero.reducer.reduce()
         elif world > 1:
             reduce_dense_gradients(parameters, world)
             reduce_expert_gradients(parameters, place)

@@ -1,9 +1,7 @@
 """Ranks that were started differently all get the same sentence before they exchange tensors."""
 
-import mortal
 import torch.distributed as dist
 
-from fairseq_tutel.parallel import guard
 from fairseq_tutel.parallel.agreement import agree
 from fairseq_tutel.parallel.groups import make_topology
 
@@ -59,18 +57,3 @@ def test_a_topology_of_different_arguments_is_refused_before_any_group(ranks):
     cases = [[usual, odd, usual, usual] for odd in TOPOLOGIES.values()]
     expected = [*(sentence + FIX for sentence in TOPOLOGIES), "agreed"]
     assert ranks(4).run(_errors, _topology, [*cases, [usual] * 4]) == [expected] * 4
-
-
-def _compare(rank):
-    guard.set_timeout(1)
-    guard.limit(None)
-    if rank == 1:
-        mortal.stop()
-    agree({"--k": rank})
-
-
-def test_a_rank_that_does_not_come_is_named():
-    said, _ = mortal.run(_compare, 3, [0, 2])
-    for rank, sentence in zip((0, 2), said, strict=True):
-        start = f"rank {rank} could not finish the comparison of all ranks' options"
-        assert sentence.startswith(f"CommunicationError: {start}: rank 1 did not answer")

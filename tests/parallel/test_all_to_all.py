@@ -81,14 +81,3 @@ def grids(locals_):
 def test_there_is_no_grid_where_experts_are_not_on_several_whole_nodes(ranks):
     # One rank a node; three, which do not divide 4; all on one node; no node known.
     assert ranks(4).run(grids, (1, 3, 4, 8, 0)) == [[True] * 5] * 4
-
-
-@pytest.mark.parametrize("counts", ([[1, 2], [1, 2]], [[1, 1], [2, 2]], [[2, 2], [2, 2]]), ids=str)
-def test_blocks_are_regrouped_by_their_own_sizes(counts):
-    blocks = torch.tensor(counts)
-    there, back = all_to_all._regrouping(blocks, blocks)
-    rows = torch.arange(int(blocks.sum())).unsqueeze(1)
-    parts = rows.split(blocks.flatten().tolist())
-    expected = torch.cat([parts[2 * a + b] for b in range(2) for a in range(2)])
-    assert torch.equal(there(rows), expected)
-    assert torch.equal(back(expected), rows)

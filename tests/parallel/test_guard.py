@@ -83,20 +83,3 @@ def test_errors_of_torch_s_back_ends_are_recognized():
         RuntimeError("[third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer"),
     ):
         assert guard.is_of_communication(error)
-
-
-class _CountingStore(dist.HashStore):
-    checks = 0
-
-    def check(self, keys):
-        self.checks += 1
-        return super().check(keys)
-
-
-def test_few_requests_find_missing_ranks_among_thousands():
-    store = _CountingStore()
-    for rank in range(4096):
-        if rank not in (7, 4000):
-            store.set(f"roll/{rank}", "here")
-    assert guard.absent(store, "roll", range(4096)) == [7, 4000]
-    assert store.checks < 64

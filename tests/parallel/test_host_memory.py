@@ -1,22 +1,16 @@
-"""Available memory: MemAvailable, and the limits of cgroups of both versions."""
+"""Available memory: MemAvailable, and the limits of cgroups."""
 
 import pytest
 
 from fairseq_tutel.parallel.host_memory import available
 
 MIB = 2**20
-TWO, ONE = "sys/fs/cgroup", "sys/fs/cgroup/memory"
+TWO = "sys/fs/cgroup"
 
 
 def version_2(limit, inactive=0):
     stat = f"anon 5\ninactive_file {inactive}\n"
     return {"memory.max": str(limit), "memory.current": str(100 * MIB), "memory.stat": stat}
-
-
-def version_1(limit, inactive=0):
-    names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "memory.stat")
-    stat = f"inactive_file 7\ntotal_inactive_file {inactive}\n"
-    return dict(zip(names, (str(limit), str(100 * MIB), stat), strict=True))
 
 
 # The process's cgroups; the files of folders; the available memory in MiB if MemAvailable is 1000 MiB.
@@ -30,11 +24,6 @@ SYSTEMS = {
     ),
     "a container's view": ("0::/docker/4f0c\n", {TWO: version_2(300 * MIB)}, 200),
     "used up": ("0::/\n", {TWO: version_2(99 * MIB)}, 0),
-    "version 1": (
-        "5:cpu,memory:/job\n3:pids:/job\n",
-        {f"{ONE}/job": version_1(300 * MIB, inactive=10 * MIB), ONE: version_1(2**63 - 4096)},
-        210,
-    ),
 }
 
 

@@ -165,7 +165,7 @@ def backward_of_stage_2(device, completes):
     device.completes, device.peak, before = completes, device.allocated, device.allocated
     loss.backward()
     more = (device.peak - before) / weight
-    zero.finish_backward()
+    zero.reducer.finish_backward()
     return [bucket.gradient for bucket in zero.buckets], more
 
 

@@ -92,12 +92,6 @@ def amp(poison: float) -> tuple[bool, float]:
     return weights == [1.0] * 3, scale
 
 
-def test_a_step_under_amp_is_as_long_as_without(ranks):
-    for weights, scale in ranks(2).run(_on_shared_experts, _amp_step, "moe_sgd", 1.0):
-        assert weights == pytest.approx([0.9] * 3)
-        assert scale == 16.0
-
-
 @pytest.mark.parametrize("mode", [fp16, amp])
 @pytest.mark.parametrize("poison", [math.inf, -math.inf, math.nan])
 def test_every_rank_skips_the_step_of_one_rank_s_overflow(ranks, mode, poison):

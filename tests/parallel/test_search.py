@@ -71,31 +71,6 @@ def test_slow_candidates_drop_out_after_their_round():
     assert counts == {1: ROUNDS, 2: ROUNDS, 4: 3, 8: 2}
 
 
-def test_the_first_update_of_a_candidate_in_each_bucket_is_not_counted():
-    found = StrategySearch((1,), (1, 2, 4, 8), ("linear",))
-    for key in ("early", "late"):
-        ran = set()
-
-        def cost(strategy, ran=ran):
-            first = strategy not in ran
-            ran.add(strategy)
-            return (1.6 if strategy.overlap == 1 else 1.0) * (1000 if first else 1)
-
-        search(found, cost, key)
-        assert found.choose(key).overlap > 1
-        assert max(map(max, found.costs[key].values())) == 1.6
-
-
-def test_updates_without_a_measurement_are_repeated():
-    found = StrategySearch((1,), (1, 2), ("linear",))
-    chosen = found.choose("0")
-    for _ in range(3 * ROUNDS):
-        found.record("0", chosen, float("nan"))
-        found.record("0", Strategy(overlap=8), 1.0)
-        found.record("another", chosen, 1.0)
-    assert found.choose("0") == chosen and not found.settled("0")
-
-
 def test_a_saved_tuner_continues():
     found = tuner()
     search(found, model(0.1, 0.2, 0.5, 1.2))

@@ -75,8 +75,8 @@ def train_half(dtype, stage, offload, scale):
         if stage == 2:
             for partition in zero.partitions:
                 zero.reducer.arrived(partition.parameter, bucket_number(zero, partition))
-            zero.finish_backward()
-        zero.reduce()
+            zero.reducer.finish_backward()
+        zero.reducer.reduce()
         zero.multiply(1 / scale)
         zero.clip(2.0 / scale)
         zero.step(optimizer, optimizer.step)
@@ -156,7 +156,7 @@ def moments(parallel, stage, dtype, offload):
         zero.zero_grad()
         for number, parameter in enumerate(parameters):
             parameter.grad = gradient_of(parameter, number + 10 * update, 0)
-        zero.reduce()
+        zero.reducer.reduce()
         zero.step(optimizer, optimizer.step)
     whole = [zero.whole_state(i, optimizer.state[own]) for i, own in enumerate(zero.parameters)]
     cut = [zero.own_state(i, state) for i, state in enumerate(whole)]
@@ -215,9 +215,9 @@ def held(parallel, stage, offload, dtype):
     for _ in range(2):
         zero.zero_grad()
         backward(parameters, 0)
-        zero.finish_backward()
+        zero.reducer.finish_backward()
         after_backward = gradient_bytes(zero)
-        zero.reduce()
+        zero.reducer.reduce()
         reduced = gradient_bytes(zero)
         zero.step(optimizer, optimizer.step)
         assert gradient_bytes(zero) == 0
