@@ -228,14 +228,5 @@ def _splits(counts_AX: Tensor) -> Splits:
 
 def _regrouping(counts_AB: Tensor, host_AB: Tensor) -> tuple[Move, Move]:
     """Return two functions that transpose a matrix of blocks of rows, from (a, b) to (b, a), and back."""
-    # Blocks of equal size, such as padded buffers, need no row maps.
-    if bool((host_AB == host_AB[0, 0]).all()):
-        outer, inner = host_AB.shape
-
-        def copy(rows: Tensor, outer: int, inner: int) -> Tensor:
-            blocks = rows.reshape(outer, inner, len(rows) // (outer * inner), *rows.shape[1:])
-            return blocks.transpose(0, 1).reshape(rows.shape)
-
-        return lambda rows: copy(rows, outer, inner), lambda rows: copy(rows, inner, outer)
     forth, back = regroup_maps(counts_AB, int(host_AB.sum()))
     return lambda rows: rows.index_select(0, forth), lambda rows: rows.index_select(0, back)

@@ -53,23 +53,11 @@ class Work:
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """The nodes, ranks and EP groups of a cluster.
-
-    Raises:
-        ValueError: P does not divide L, and is not a multiple of L that divides W.
-    """
+    """The nodes, ranks and EP groups of a cluster; P divides L, or is a multiple of L that divides W."""
 
     nodes: int
     local: int  # L, the ranks of a node
     expert_parallel_size: int  # P consecutive ranks: a part of a node, or several nodes
-
-    def __post_init__(self) -> None:
-        size, part = self.expert_parallel_size, min(self.expert_parallel_size, self.local)
-        if size < 1 or self.world % size or self.local % part or size % part:
-            raise ValueError(
-                f"expert_parallel_size is {size}, which is neither a divisor of {self.local} (ranks of a "
-                f"node) nor a multiple that divides {self.world} (all ranks); give such a number."
-            )
 
     @property
     def world(self) -> int:

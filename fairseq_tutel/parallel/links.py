@@ -1,15 +1,9 @@
 """Predicts the time of collectives by an alpha-beta model of links. There are N nodes with L ranks each."""
 
 import math
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
-from fractions import Fraction
 
 from fairseq_tutel.parallel.machine import PRESETS, Machine
 from fairseq_tutel.parallel.strategy import ALGORITHMS
-
-# The amounts that are sent, by (source, target).
-Load = Mapping[tuple[int, int], Fraction | int]
 
 
 def exchange_seconds(
@@ -35,27 +29,6 @@ def exchange_seconds(
     return machine.launch_s + max(
         machine.intra.seconds(within, within * share), machine.inter.seconds(across, across * share)
     )
-
-
-def plan_seconds(loads: Iterable[Load], bytes_per_rank: float, machine: Machine, local: int) -> float:
-    """Return the predicted seconds of a collective plan.
-
-    `loads` has, for each round, the fraction of `bytes_per_rank` that is sent on each (source, target).
-    """
-    total = machine.launch_s
-    for load in loads:
-        slowest = 0.0
-        for link, is_across in ((machine.intra, False), (machine.inter, True)):
-            messages: Counter[int] = Counter()
-            parts: dict[int, Fraction] = defaultdict(Fraction)
-            for (source, target), part in load.items():
-                if (source // local != target // local) == is_across:
-                    messages[source] += 1
-                    parts[source] += part
-            most = float(max(parts.values(), default=0)) * bytes_per_rank
-            slowest = max(slowest, link.seconds(max(messages.values(), default=0), most))
-        total += slowest
-    return total
 
 
 def faster_algorithm(machine: Machine | None, nodes: int, local: int, bytes_per_rank: float) -> str:

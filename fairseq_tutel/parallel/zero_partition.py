@@ -18,9 +18,6 @@ from fairseq_tutel.parallel.gradients import gradient_divisor, is_expert
 from fairseq_tutel.parallel.groups import Topology
 
 BUCKET_BYTES = 25 * 2**20
-# Groups of at most BUCKET_RANKS have buckets of BUCKET_BYTES. A ring collective takes one step per rank,
-# even for small messages. So larger groups have larger buckets, up to MOST_TIMES as large.
-BUCKET_RANKS, MOST_TIMES = 64, 8
 
 
 @dataclass(frozen=True)
@@ -213,19 +210,17 @@ def partitions_of(
     """Return one partition for each parameter, and the communication buckets that contain them.
 
     Buckets are in the likely order of a backward pass. Without `cut` no parameter is sharded, such as for
-    offload without ZeRO. A bucket has about `bucket_bytes` in a group of at most BUCKET_RANKS. A larger
-    parameter has a bucket of its own.
+    offload without ZeRO. A bucket has about `bucket_bytes`. A larger parameter has a bucket of its own.
     """
     partitions = [Partition(p, share_of(p, topology) if cut else Share(), offload) for p in parameters]
     buckets: list[Bucket] = []
     filling: dict[Any, list[Partition]] = {}
     for partition in reversed(partitions):
         key = (partition.share, partition.parameter.dtype, partition.parameter.device)
-        enough = bucket_bytes * min(max(1, partition.share.size // BUCKET_RANKS), MOST_TIMES)
-        if partition.num_bytes >= enough:
+        if partition.num_bytes >= bucket_bytes:
             buckets.append(Bucket([partition]))
             continue
         filling.setdefault(key, []).append(partition)
-        if sum(each.num_bytes for each in filling[key]) >= enough:
+        if sum(each.num_bytes for each in filling[key]) >= bucket_bytes:
             buckets.append(Bucket(filling.pop(key)))
     return partitions, buckets + [Bucket(rest) for rest in filling.values()]

@@ -53,16 +53,7 @@ CASES = (
 
 
 def compare_all(parallel, local):
-    found = []
-    for dtype, seed in CASES:
-        maps = all_to_all.regroup_maps
-        if seed == EVEN:  # blocks of equal size need no maps
-            all_to_all.regroup_maps = None
-        try:
-            found.append(compare_exchanges(parallel, local, dtype, seed))
-        finally:
-            all_to_all.regroup_maps = maps
-    return found
+    return [compare_exchanges(parallel, local, dtype, seed) for dtype, seed in CASES]
 
 
 @pytest.mark.parametrize("world, parallel, local", SPLITS)

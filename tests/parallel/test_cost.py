@@ -82,9 +82,3 @@ def test_candidates_cover_every_choice_once_and_are_ranked():
     plans = cost.best(work, A100, nodes=4, local=2)
     assert len(plans) == len(found)
     assert all(a.seconds <= b.seconds for a, b in pairwise(plans))
-
-
-@pytest.mark.parametrize("size", [0, 3, 6, 16, 32])
-def test_expert_groups_are_parts_of_nodes_or_whole_nodes(size):
-    with pytest.raises(ValueError, match=f"expert_parallel_size is {size}, which is neither"):
-        Cluster(nodes=3, local=8, expert_parallel_size=size)

@@ -33,10 +33,7 @@ def test_a_machine_survives_its_file(tmp_path):
 @pytest.mark.parametrize(
     "change",
     [
-        {"flops_per_s": 0},
-        {"memory_bytes": "80G"},
         {"intra": 3},
-        {"inter": {"alpha_s": 0, "bytes_per_s": 0}},
         {"inter": {"alpha_s": 0}},
     ],
 )

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from torch import nn
 from uneven import some_parameters
 
 from fairseq_tutel.parallel.groups import Topology
@@ -39,10 +38,3 @@ def test_buckets_hold_parameters_of_one_kind_and_size():
     experts = [partition.share for partition in partitions[4:6]]
     assert experts == [Share(2, 1, None, 4)] * 2
     assert partitions[0].share == Share(4, 3, None, 4)
-
-
-@pytest.mark.parametrize(("world", "times"), [(2, 1), (64, 1), (127, 1), (128, 2), (512, 8), (4096, 8)])
-def test_large_groups_have_larger_buckets(world, times):
-    parameters = [nn.Parameter(torch.zeros(25)) for _ in range(64)]
-    _, buckets = partitions_of(parameters, Topology(world_size=world), bucket_bytes=400)
-    assert {len(bucket.partitions) for bucket in buckets} == {4 * times}

@@ -66,10 +66,7 @@ def tuner_of(model: nn.Module, cfg: Any, task_cfg: Any, root: Any) -> UpdateTune
     if first.config.adaptive != "auto":  # only r is tuned
         choices = {"overlaps": (first.strategy.overlap,), "algorithms": (first.strategy.algorithm,)}
     elif options.moe_collective_plans:
-        size = 4 * _tokens_of(root, task_cfg) * first.config.top_k * first.config.model_dim
-        # Rank 0 decides, because ranks with different files might try different algorithms.
-        algorithms = tuned_algorithms(first, task_cfg, machine, size)
-        choices = {"algorithms": world.broadcast_object(algorithms, "the agreement on all-to-alls")}
+        choices = {"algorithms": tuned_algorithms(first, task_cfg)}
     precisions = ("fp16", "bf16", "amp", "memory_efficient_fp16", "memory_efficient_bf16")
     conditions = {
         "precision": [key for key in precisions if root.common[key]],
