@@ -25,14 +25,12 @@ class Machine:
 
     name: str
     intra: Link  # from a rank to other ranks of its node
-    inter: Link  # from a rank to other nodes, or from a node if `inter_shared`
+    inter: Link  # from a rank to other nodes, while all ranks of the node send
     memory_bytes_per_s: float  # reads and writes together
     flops_per_s: float  # achieved by the experts
     gate_flops_per_s: float  # achieved by the gate, in fp32
     memory_bytes: float
     launch_s: float = 0.0  # time of a collective before its first message
-    inter_shared: bool = False  # whether the ranks of a node share one link to other nodes
-    reduce_scatter_as_all_reduce: bool = False  # whether both cost the same, as in gloo
 
     @classmethod
     def from_json(cls, path: Path) -> "Machine":
@@ -97,17 +95,15 @@ PRESETS = {
     "mi250": _preset("MI250 (one die)", 15 * 75 / 16, 16, 3276.8 / 2, 362.1 / 2, 45.3 / 2, 64),
 }
 
-# Rough numbers for a rank on a CPU: loopback, 10 Gb/s Ethernet for each node, FLOP/s of a core.
+# Rough numbers for a rank on a CPU: loopback, 10 Gb/s Ethernet for four ranks, FLOP/s of a core.
 CPU = Machine(
     name="CPU",
     intra=Link(20e-6, 2e9),
-    inter=Link(50e-6, 1.25e9),
+    inter=Link(50e-6, 1.25e9 / 4),
     memory_bytes_per_s=4e9,
     flops_per_s=8e10,
     gate_flops_per_s=8e10,
     memory_bytes=8e9,
-    inter_shared=True,
-    reduce_scatter_as_all_reduce=True,
 )
 
 

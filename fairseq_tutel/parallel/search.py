@@ -16,7 +16,6 @@ from fairseq_tutel.parallel.strategy import Strategy
 
 MOST_CANDIDATES = 12
 MOST_PREDICTED = 3.0  # a candidate's largest predicted time, relative to the best candidate's
-HOPELESS = 2.0  # collective plans slower than this, relative to the best all-to-all, are not tried
 ROUNDS = 7
 # After each round, candidates that cost more than this factor times the best drop out. The last factor
 # applies to all later rounds.

@@ -39,8 +39,9 @@ Source: the channels and plans of MSCCL++ (Shah et al. 2025), reduced to what a 
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -48,6 +49,8 @@ FORMAT = 1
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
 REDUCING = ("reduce_scatter", "all_reduce")
 BUFFERS = ("in", "out", "tmp")
+# The amounts that are sent, by (source, target).
+Load = Mapping[tuple[int, int], Fraction | int]
 # The fields of each operation.
 OPERATIONS = {
     "put": ("channel", "src", "dst", "n"),

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from fairseq_tutel.files import json_of
-from fairseq_tutel.parallel.links import Load
+from fairseq_tutel.plans.format import Load
 
 FORMAT = 1
 MOST_VERTICES = 4096  # the matrix has the square of this many numbers

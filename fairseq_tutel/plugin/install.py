@@ -11,7 +11,6 @@ from torch import nn
 from fairseq_tutel.checkpoint.experts import gather_everywhere
 from fairseq_tutel.inference.pregate import pregate, refuse_too_far
 from fairseq_tutel.kernels import backend_for
-from fairseq_tutel.moe.adaptive import is_tuned, static_degree
 from fairseq_tutel.moe.config import MoEConfig, parse_balance_loss
 from fairseq_tutel.option import flag_of, read, refuse_bad_values
 from fairseq_tutel.parallel import world
@@ -180,10 +179,9 @@ class _Installation:
         """Assign experts to ranks. Collective if experts are spread over ranks."""
         first, counts = self.configs[0], [config.num_experts for config in self.configs]
         requested = self.options.moe_expert_parallel_size
-        degree_of = None if is_tuned(first) else functools.partial(static_degree, first)
         if self.training:
             set_update_freq(self.root, world.size())
-            self.topology = make_topology(counts, requested, self.local, degree_of)
+            self.topology = make_topology(counts, requested, self.local)
             RUN.update(topology=self.topology)
             talks = any("gshard_global" in parse_balance_loss(c.balance_loss) for c in self.configs)
             sliced = any(self.topology.slices(count) > 1 for count in counts)
@@ -192,7 +190,7 @@ class _Installation:
             complete(self.root)
         else:
             is_teacher = getattr(self.task, "is_of_teacher", False)
-            self.topology = topology_of_opened(requested, counts, self.local, degree_of, is_teacher)
+            self.topology = topology_of_opened(requested, counts, self.local, is_teacher)
 
     def build(self) -> None:
         """Replace the FFNs of the chosen layers by experts, and register hooks on the model."""

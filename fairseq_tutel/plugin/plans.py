@@ -11,10 +11,7 @@ from fairseq_tutel.moe.layer import MoELayer
 from fairseq_tutel.option import read
 from fairseq_tutel.parallel import collectives, world
 from fairseq_tutel.parallel.groups import Topology
-from fairseq_tutel.parallel.links import exchange_seconds, plan_seconds
-from fairseq_tutel.parallel.machine import Machine
 from fairseq_tutel.parallel.rendezvous import ranks_per_node
-from fairseq_tutel.parallel.search import HOPELESS
 from fairseq_tutel.parallel.strategy import ALGORITHMS, PLAN
 from fairseq_tutel.plans.executors.backend import PlanBackend
 from fairseq_tutel.plans.files import PlacedPlan, read_run, refuse_unused
@@ -66,20 +63,11 @@ def use_plans(task_cfg: Any, topology: Topology, config: MoEConfig) -> None:
     collectives.use(PlanBackend(plans, local) if plans else None)
 
 
-def tuned_algorithms(layer: MoELayer, task_cfg: Any, machine: Machine, num_bytes: float) -> tuple[str, ...]:
-    """Return the all-to-all algorithms that a tuner tries: linear, 2dh and plans with good predicted times.
-
-    `num_bytes` is the size of a rank's rows in the first MoE layer.
-    """
+def tuned_algorithms(layer: MoELayer, task_cfg: Any) -> tuple[str, ...]:
+    """Return the all-to-all algorithms that a tuner tries: linear, 2dh and the plans of the EP group."""
     topology = layer.topology
-    grid, size = topology.grid, topology.expert_parallel_size
-    nodes, local = (1, size) if grid is None else (grid.nodes, grid.local)
-    names = ALGORITHMS if grid is not None else ALGORITHMS[:1]
-    seconds = {name: exchange_seconds(num_bytes, machine, nodes, local, name) for name in names}
-    for each in _all_to_alls(plans_of(task_cfg), topology):
-        seconds[PLAN + each.name] = plan_seconds(each.report.loads, num_bytes, machine, local)
-    limit = HOPELESS * min(seconds.values())
-    return tuple(name for name in seconds if name in ALGORITHMS or seconds[name] <= limit)
+    names = ALGORITHMS if topology.grid is not None else ALGORITHMS[:1]
+    return (*names, *(PLAN + each.name for each in _all_to_alls(plans_of(task_cfg), topology)))
 
 
 def _all_to_alls(plans: Sequence[PlacedPlan], topology: Topology) -> list[PlacedPlan]:

@@ -129,8 +129,6 @@ def _page(candidates: Sequence[Candidate], work: Work, machine: Machine) -> str:
     parts += [[part, *(f"{1e3 * c.parts[part]:.2f}" for c in detailed)] for part in candidates[0].parts]
     memory = [["memory of a rank, GB", *names]]
     memory += [[kind, *(f"{c.memory[kind] / 1e9:.2f}" for c in detailed)] for kind in candidates[0].memory]
-    if work.offload:
-        memory.append(["optimizer state, in host memory", *(f"{c.host / 1e9:.2f}" for c in detailed)])
     return "\n\n".join((head, *map(aligned, (rows, parts, memory))))
 
 

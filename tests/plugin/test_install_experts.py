@@ -89,8 +89,6 @@ def test_a_pruned_model_takes_the_layers_that_it_keeps(side, kept, with_experts)
         assert torch.equal(own[name], tensor), name
 
 
-
-
 def test_a_pre_gated_model_gives_step_by_step_what_it_gives_at_once():
     """In a beam whose hypotheses change places, end and come again after every step."""
     model, state = build("decoder", moe_pregate=1)[0].eval(), {}

@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import json
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from torch.nn import init
 from torch.overrides import TorchFunctionMode
 
-from fairseq_tutel.checkpoint.shards import ShardedTensor
 from fairseq_tutel.inference.expert_store import Counters, ExpertStore
 from fairseq_tutel.inference.options import StoreConfig
 from fairseq_tutel.inference.quantized_linear import quantize_linear_layers
@@ -30,7 +29,6 @@ from fairseq_tutel.moe.expert_stack import ExpertStack
 from fairseq_tutel.moe.experts import build_experts
 from fairseq_tutel.option import read, refuse_bad_values
 from fairseq_tutel.parallel.groups import Topology
-from fairseq_tutel.parallel.host_memory import refuse_too_little
 from fairseq_tutel.plugin.feed_forward import MoEFeedForward, moe_layers
 from fairseq_tutel.plugin.run_state import config_of, is_opened
 
@@ -156,24 +154,10 @@ def fetch_when_loaded(model: nn.Module, options: StoreConfig) -> None:
             return
         store, layers = _store_of(options), moe_layers(module)
         sources = [layer.experts.take_sources() for layer in layers]
-        if options.moe_expert_tier == "host":
-            refuse_too_little(
-                _bytes_on_host(layers, sources), "--moe-expert-tier host", "--moe-expert-tier disk"
-            )
         for layer, tensors in zip(layers, sources, strict=True):
             store.add(layer.experts, tensors)
 
     model.register_load_state_dict_post_hook(attach)
-
-
-def _bytes_on_host(layers: Sequence[MoEFeedForward], sources: Sequence[Mapping[str, Any]]) -> int:
-    """Return the bytes of this rank's experts in their stored format."""
-    num_bytes = 0
-    for layer, tensors in zip(layers, sources, strict=True):
-        for t in tensors.values():
-            of_all = t.stored_bytes if isinstance(t, ShardedTensor) else t.nbytes
-            num_bytes += of_all * layer.experts.num_local // t.shape[0]
-    return num_bytes
 
 
 def _store_of(options: StoreConfig) -> ExpertStore:

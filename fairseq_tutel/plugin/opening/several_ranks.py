@@ -6,7 +6,7 @@ command opens, and run in lockstep.
 
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -107,11 +107,7 @@ def run_on_several_ranks(main: Any, cfg: Any, **kwargs: Any) -> None:
 
 
 def topology_of_opened(
-    requested: int,
-    expert_counts: Sequence[int],
-    ranks_per_node: int,
-    degree_of: Callable[[int], int] | None,
-    is_teacher: bool,
+    requested: int, expert_counts: Sequence[int], ranks_per_node: int, is_teacher: bool
 ) -> Topology:
     """Return which ranks hold which experts of a model that is opened for inference.
 
@@ -119,7 +115,7 @@ def topology_of_opened(
     rank. For the other arguments and the errors, see `make_topology`.
     """
     if is_teacher:  # training calls the teacher in step; RUN.topology stays the student's
-        return make_topology(expert_counts, requested or 1, ranks_per_node, degree_of)
+        return make_topology(expert_counts, requested or 1, ranks_per_node)
     command = running_command()
     if command is None or command.expert_parallel_size == 1:
         if command is None and requested > 1 and int(os.environ.get("WORLD_SIZE", 1)) > 1:
@@ -130,7 +126,7 @@ def topology_of_opened(
             )
         return Topology()
     set_timeout(command.cfg.task)
-    topology = make_topology(expert_counts, command.expert_parallel_size, ranks_per_node, degree_of)
+    topology = make_topology(expert_counts, command.expert_parallel_size, ranks_per_node)
     RUN.update(topology=topology)
     limit_fairseq_groups()
     return topology

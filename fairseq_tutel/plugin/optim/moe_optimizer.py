@@ -97,7 +97,7 @@ class MoEOptimizerMixin:
     def finish_backward(self) -> None:
         """Reduce the remaining gradients after a wrapper has run the backward pass."""
         if self.zero is not None:
-            self.zero.finish_backward()
+            self.zero.reducer.finish_backward()
 
     def all_reduce_grads(self, module: Any) -> None:
         """Reduce the gradients of dense parameters and experts over the ranks. Collective.
@@ -106,7 +106,7 @@ class MoEOptimizerMixin:
         data-parallel wrapper or a collective plan reduces dense gradients, before expert gradients.
         """
         if self.zero is not None and self.zero.stage > 0:
-            self.zero.reduce()
+            self.zero.reducer.reduce()
             return
         topology = RUN.topology
         if _reduces_here(module):

@@ -90,7 +90,6 @@ class TaskConfig:
         help="keep the optimizer state and fp32 master weights in host memory, and run the update on the "
         "CPU; the result is the same",
     )
-    # parallel/guard.py checks the bounds before the other options are read.
     moe_comm_timeout: int = communication(
         1800, unit="seconds",
         help="how long a collective waits for another rank before the job ends with an error that names "

@@ -19,7 +19,7 @@ from torch.multiprocessing import ProcessExitedException
 from fairseq_tutel.option import read, refuse_bad_values
 from fairseq_tutel.parallel import world
 from fairseq_tutel.parallel.failures import write_for_torchrun
-from fairseq_tutel.parallel.signals import EXIT_CODE, SignalWatch, watched
+from fairseq_tutel.parallel.signals import EXIT_CODE, SignalWatch
 from fairseq_tutel.plugin.training.loop import globals_of, wrapping
 from fairseq_tutel.plugin.training.options import PreemptionConfig
 
@@ -47,7 +47,7 @@ def watching(cfg: Any, main: Any, spawns: bool = False) -> Iterator[SignalWatch 
     if not options.names or cfg.common.model_parallel_size > 1 or cfg.common.tpu:
         yield None
         return
-    with watched(options.names, options.moe_preemption_seconds, spawns) as watch:
+    with SignalWatch(options.names, options.moe_preemption_seconds, spawns) as watch:
         try:
             yield watch
         except ProcessExitedException as error:

@@ -64,10 +64,7 @@ def tuner_of(model: nn.Module, cfg: Any, task_cfg: Any, root: Any) -> UpdateTune
     if first.config.adaptive != "auto":  # only r is tuned
         choices = {"overlaps": (first.strategy.overlap,), "algorithms": (first.strategy.algorithm,)}
     elif options.moe_collective_plans:
-        size = 4 * _tokens_of(root, task_cfg) * first.config.top_k * first.config.model_dim
-        # Rank 0 decides, because ranks with different files might try different algorithms.
-        algorithms = tuned_algorithms(first, task_cfg, machine, size)
-        choices = {"algorithms": world.broadcast_object(algorithms, "the agreement on all-to-alls")}
+        choices = {"algorithms": tuned_algorithms(first, task_cfg)}
     window = options.moe_adaptive_window
     return UpdateTuner(layers, window, machine=machine, **choices)
 
