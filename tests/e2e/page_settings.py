@@ -4,7 +4,7 @@
 NOT_RUN = {
     "README.md": {
         "make setup": "installs; the continuous integration runs it",
-        "examples/quickstart.sh": "minutes; tests/e2e/test_quickstart.py",
+        "examples/quickstart.sh": "minutes; tests/repository/test_quickstart.py",
         "source .venv": "installs",
         "python3 -m venv": "installs",
         "pip install torch": "installs",
