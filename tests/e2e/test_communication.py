@@ -16,17 +16,6 @@ from fairseq_tutel.plans.generators import make
 
 TWO_EXPERTS = ("--moe-expert-count", 2, "--optimizer", "moe_sgd", "--lr", 0.05)
 ALL_FOUR = ("--moe-expert-parallel-size", 4)
-IN_TWO_SLICES = ("--moe-expert-count", 1, "--moe-top-k", 1, "--moe-expert-parallel-size", 2)
-WAYS = {
-    "over two nodes, in chunks, in torch's DDP": (
-        *ALL_FOUR, "--moe-use-2dh", "--moe-local-size", 2, "--moe-a2a-ffn-overlap-degree", 2,
-        "--user-dir", Path(__file__).parent / "torch_ddp_user_dir",
-    ),
-    "model, padded": (
-        *ALL_FOUR, "--moe-parallel-type", "model", "--moe-exchange", "padded",
-        "--moe-a2a-algorithm", "auto",
-    ),
-}  # fmt: skip
 
 
 def train(data, folder, *extra, ranks=4, updates=4):
@@ -38,21 +27,18 @@ def loaded(folder):
     return torch.load(folder / "checkpoint_last.pt", weights_only=False)
 
 
-@pytest.fixture(scope="module")
-def plain(lm_data, tmp_path_factory):
-    """The same training on one rank."""
-    folder = tmp_path_factory.mktemp("plain")
-    train(lm_data, folder, *TWO_EXPERTS, ranks=1)
-    return loaded(folder)
+def same_training(expected, got):
+    assert facts_of(got) == pytest.approx(facts_of(expected), rel=1e-5, abs=1e-6)
+    same_weights(expected["model"], got["model"], adam=False)
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_every_way_trains_the_same_model(way, plain, lm_data, tmp_path):
-    run = train(lm_data, tmp_path, *TWO_EXPERTS, *WAYS[way])
-    assert ("in torch's DistributedDataParallel" in run.output) == ("DDP" in way)
-    got = loaded(tmp_path)
-    assert facts_of(got) == pytest.approx(facts_of(plain), rel=1e-5, abs=1e-6)
-    same_weights(plain["model"], got["model"], adam=False)
+def test_two_nodes_chunks_and_torch_s_ddp_train_the_model_of_one_rank(lm_data, tmp_path):
+    train(lm_data, tmp_path / "plain", *TWO_EXPERTS, ranks=1)
+    flags = ("--moe-use-2dh", "--moe-local-size", 2, "--moe-a2a-ffn-overlap-degree", 2)
+    user_dir = ("--user-dir", Path(__file__).parent / "torch_ddp_user_dir")
+    run = train(lm_data, tmp_path, *TWO_EXPERTS, *ALL_FOUR, *flags, *user_dir)
+    assert "in torch's DistributedDataParallel" in run.output
+    same_training(loaded(tmp_path / "plain"), loaded(tmp_path))
 
 
 def test_a_tuner_changes_the_strategy_and_not_the_model(lm_data, tmp_path):
@@ -66,24 +52,7 @@ def test_a_tuner_changes_the_strategy_and_not_the_model(lm_data, tmp_path):
     train(lm_data, tmp_path / "plain", *model, ranks=1, updates=16)
     run = train(lm_data, tmp_path, *model, *flags, updates=16)
     assert "slowest of" in run.output  # it has settled, after more than one strategy
-    expected, got = loaded(tmp_path / "plain"), loaded(tmp_path)
-    assert facts_of(got) == pytest.approx(facts_of(expected), rel=1e-5, abs=1e-6)
-    same_weights(expected["model"], got["model"], adam=False)
-
-
-def test_slices_are_saved_as_whole_experts_and_resumed_on_any_ranks(lm_data, tmp_path):
-    """Four updates in one go, and with stops at which everything changes."""
-    whole = ("--moe-expert-count", 1, "--moe-top-k", 1)
-    train(lm_data, tmp_path / "whole", *whole, ranks=1, updates=4)
-    train(lm_data, tmp_path, *IN_TWO_SLICES, "--moe-parallel-type", "model", ranks=2, updates=2)
-    train(lm_data, tmp_path, *whole, ranks=1, updates=3)
-    run = train(lm_data, tmp_path, *IN_TWO_SLICES, "--moe-adaptive-r", 0, ranks=2, updates=4)
-    assert "| ERROR |" not in run.output
-    expected, got = loaded(tmp_path / "whole"), loaded(tmp_path)
-    same_weights(expected["model"], got["model"], adam=True)
-    moments = expected["last_optimizer_state"]["state"]
-    for index, state in got["last_optimizer_state"]["state"].items():
-        assert state["exp_avg_sq"].shape == moments[index]["exp_avg_sq"].shape
+    same_training(loaded(tmp_path / "plain"), loaded(tmp_path))
 
 
 def test_every_option_goes_through_hydra(lm_data, tmp_path):

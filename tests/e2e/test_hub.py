@@ -5,7 +5,6 @@ import logging
 import re
 import runpy
 import shutil
-import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from unittest import mock
@@ -18,7 +17,6 @@ from doc_examples import run_example
 from models import lm_args, mt_args
 from PIL import Image
 from terminal import terminal
-from tool_in_process import convert
 
 import fairseq_tutel
 from fairseq_tutel import plugin
@@ -61,13 +59,6 @@ def test_translate_gives_what_fairseq_generate_prints(mt, mt_data):
         assert list(answers) == expected
     experts = stored.models[0].encoder.layers[0].fc1.experts
     assert all(parameter.is_meta for parameter in experts.parameters())
-    halves = [
-        fairseq_tutel.from_checkpoint(path, dtype=torch.bfloat16, **store)
-        for store in ({}, {"moe_expert_store": "on-demand"})
-    ]
-    assert next(halves[0].models[0].parameters()).dtype == torch.bfloat16
-    assert halves[0].translate(sources, **lengths) == halves[1].translate(sources, **lengths)
-    assert len(model.translate(["w1 " * 200], max_len_b=2)) == 1
 
 
 def test_scores_are_those_of_eval_lm_and_samples_are_the_best_words(lm, lm_data):
@@ -109,33 +100,6 @@ def test_dictionaries_are_found_beside_the_checkpoint_or_given(lm, lm_data, tmp_
     assert logging.root.level == level
 
 
-def test_a_dense_checkpoint_opens(lm, tmp_path):
-    convert("dense", "--input", lm, "--output", tmp_path / "dense.pt", "--experts", 0)
-    model = fairseq_tutel.from_checkpoint(tmp_path / "dense.pt")
-    assert not any(".experts." in name for name, _ in model.named_parameters())
-    assert model.sample("w1 w3").startswith("w1 w3")
-
-
-def test_a_dense_checkpoint_opens_in_fairseq_without_the_plugin(mt, mt_data, tmp_path):
-    """In a process of its own, in which nothing allows the classes of a checkpoint."""
-    convert("dense", mt, "--output", tmp_path / "dense.pt", "--experts", 0)
-    words = (
-        mt_data,
-        "--path",
-        tmp_path / "dense.pt",
-        "--cpu",
-        "--gen-subset",
-        "valid",
-        "--max-tokens",
-        200,
-    )
-    ended = subprocess.run(
-        [sys.executable, "-m", "fairseq_cli.generate", *map(str, words)], capture_output=True, text=True
-    )
-    assert ended.returncode == 0, ended.stderr
-    assert "BLEU4 = " in ended.stdout + ended.stderr
-
-
 def test_the_example_answers_lines(mt, capsys):
     argv = ["hub.py", str(mt), "moe_expert_store=on-demand"]
     example = ROOT / "examples" / "hub.py"
@@ -168,14 +132,9 @@ def test_classify_gives_what_the_model_says_of_an_image(tmp_path):
     probabilities_C = model.models[0](x_BCHW)[0].softmax(0)
     assert dict(from_array) == pytest.approx(dict(zip("abc", probabilities_C.tolist(), strict=True)))
     assert from_array == from_file == sorted(from_array, key=lambda pair: -pair[1])
-    for one in (images[2], images[2, :, :, None]):
-        assert model.classify(one) == from_array[:1]
-    for wrong in (images[2].astype(float), np.zeros((4, 4, 3), np.uint8)):
-        with pytest.raises(ValueError, match=r"give an array of uint8 \[height, width, 1\]\.$"):
-            model.classify([wrong])
-    (tmp_path / "image.png").write_bytes(b"no image")
-    with pytest.raises(ValueError, match=r"image\.png cannot be read as an image"):
-        model.classify(tmp_path / "image.png")
+    assert model.classify(images[2]) == from_array[:1]
+    with pytest.raises(ValueError, match=r"give an array of uint8 \[height, width, 1\]\.$"):
+        model.classify([np.zeros((4, 4, 3), np.uint8)])
 
 
 def test_a_model_without_an_interface_and_an_ensemble_of_bart_are_refused():
@@ -192,13 +151,10 @@ def test_a_model_without_an_interface_and_an_ensemble_of_bart_are_refused():
 
 
 REFUSED = {
-    "which does not exist": {"path": "nowhere.pt"},
     "is corrupt": {"path": "cut.pt"},
-    "which is corrupt or not a checkpoint": {"path": "text.pt"},
     "data is nowhere": {"data": "nowhere"},
     "^moe_expert_stor is not an option": {"moe_expert_stor": "on-demand"},
     "moe-expert-tier.* is disk": {"moe_expert_store": "on-demand"},
-    "Invalid value 'far'": {"moe_expert_store": "far"},
     "dtype is torch.int32; give one of torch.float32, ": {"dtype": torch.int32},
 }  # fmt: skip
 
@@ -211,7 +167,6 @@ def test_what_cannot_be_opened_is_refused_in_one_sentence(sentence, lm, tmp_path
         whole = bytearray(lm.read_bytes())
         whole[len(whole) // 2] ^= 1
         (tmp_path / "cut.pt").write_bytes(whole)
-        (tmp_path / "text.pt").write_text("no checkpoint")
     with pytest.raises(ValueError, match=sentence):
         fairseq_tutel.from_checkpoint(path, **options)
 

@@ -1,9 +1,7 @@
-"""moe_roberta and moe_bart train and resume on two ranks, and open in Python."""
+"""moe_roberta and moe_bart train on two ranks, and open in Python."""
 
 import pytest
-import torch
 from cli import USER_DIR, fairseq
-from equality import same_bits
 
 import fairseq_tutel
 
@@ -29,25 +27,21 @@ KINDS = {
 }  # fmt: skip
 
 
-def _train(kind, data, folder, updates, ranks=1, *extra):
+def _train(kind, data, folder):
     return fairseq(
         "train", data, "--user-dir", USER_DIR, *KINDS[kind], "--tokens-per-sample", 32,
         "--batch-size", 4, "--optimizer", "moe_adam", "--lr", 0.01, "--clip-norm", 1,
-        "--max-update", updates, "--save-dir", folder, "--no-epoch-checkpoints", "--num-workers", 0,
+        "--max-update", 5, "--save-dir", folder, "--no-epoch-checkpoints", "--num-workers", 0,
         "--log-format", "json", "--log-interval", 1, "--required-batch-size-multiple", 1,
-        "--update-freq", 2 // ranks, *extra, ranks=ranks,
+        ranks=2,
     )  # fmt: skip
-
-
-def _load(folder):
-    return torch.load(folder / "checkpoint_last.pt", weights_only=False)
 
 
 @pytest.fixture(scope="module", params=KINDS)
 def trained(request, lm_data, tmp_path_factory):
-    """A model that two ranks trained for 8 updates, with its run."""
+    """A model that two ranks trained for 5 updates, with its run."""
     folder = tmp_path_factory.mktemp(request.param)
-    return request.param, folder, _train(request.param, lm_data, folder, 8, ranks=2)
+    return request.param, folder, _train(request.param, lm_data, folder)
 
 
 def test_roberta_and_bart_train_and_log_the_experts(trained):
@@ -58,25 +52,6 @@ def test_roberta_and_bart_train_and_log_the_experts(trained):
     layers = {"roberta": ["encoder_1"], "bart": ["encoder_1", "decoder_1"]}[kind]
     assert [key.removeprefix("moe_load_") for key in first if "moe_load" in key] == layers
     assert sum(first[f"moe_load_{layers[0]}"]) == pytest.approx(4, abs=0.01)
-
-
-@pytest.mark.parametrize(
-    "trained", ["roberta", pytest.param("bart", marks=pytest.mark.long)], indirect=True
-)
-def test_roberta_and_bart_resume(trained, lm_data, tmp_path):
-    kind, folder, straight = trained
-    _train(kind, lm_data, tmp_path, 3, ranks=2)
-    through = _train(kind, lm_data, tmp_path, 8, ranks=2)
-    a, b = _load(folder), _load(tmp_path)
-    assert {state["step"] for state in b["last_optimizer_state"]["state"].values()} == {8}
-    if kind == "roberta":
-        same_bits(a["model"], b["model"])
-        same_bits(a["last_optimizer_state"]["state"], b["last_optimizer_state"]["state"])
-    else:  # stock draws the noise of denoising from a generator whose state no checkpoint holds
-        losses = [
-            [float(s["nll_loss"]) for s in run.stats("train_inner")[-5:]] for run in (through, straight)
-        ]
-        assert losses[0] == pytest.approx(losses[1], rel=0.1)
 
 
 def test_roberta_and_bart_open_in_the_hub_interfaces(trained, lm_data):

@@ -104,16 +104,6 @@ def test_accuracies_replace_perplexities_of_images():
     assert titles == ["Accuracy against updates", "Accuracy of five against updates"]
 
 
-def test_equal_logs_give_equal_pages_and_names_are_escaped(tmp_path):
-    name = "<script>alert('a & b')</script> $x_{ \"quoted\""
-    first, second = tmp_path / "first.html", tmp_path / "second.html"
-    for output in (first, second):
-        tool("report", DENSE, "--name", name, "--output", output)
-    assert first.read_bytes() == second.read_bytes()
-    page = page_in(first)
-    assert page.texts["title"] == [f"Training report: {name}"] and "script" not in page.texts
-
-
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
