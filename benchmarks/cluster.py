@@ -129,7 +129,7 @@ def wired(network: Network, unit_mbit: float) -> Iterator[None]:
             words += [*limits, "limit", str(QUEUE_BYTES)]
             subprocess.run(words, check=True, capture_output=True, text=True)
         for rank in range(network.ranks):
-            for vertex, hop in ways(network.reversed, rank).items():
+            for vertex, hop in ways(network, rank).items():
                 if vertex != rank:
                     way = ["via", _address(hop), "dev", f"to{hop}", "onlink", "src", _address(vertex)]
                     route = [f"{_address(rank)}/32", *way, "rto_min", RESEND]

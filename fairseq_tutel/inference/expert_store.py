@@ -52,6 +52,11 @@ class Counters:
     peak_experts: int = 0  # the largest number of experts in memory, including the cache
     peak_bytes: int = 0  # the largest number of bytes of experts in memory, in their stored format
 
+    def add(self, **amounts: float) -> None:
+        """Add amounts to the counters with the given names."""
+        for name, amount in amounts.items():
+            setattr(self, name, getattr(self, name) + amount)
+
 
 class ExpertStore:
     """Keeps the experts of MoE layers on disk or in host memory, and fetches the experts that get rows.
@@ -173,13 +178,10 @@ class ExpertStore:
             fetches = [self._hold((index, e)) for e in experts]
             if self.policy == "prefetch-all":
                 self._prefetch_next(index)
-            begin, counters = time.perf_counter(), self.counters
+            begin = time.perf_counter()
             if self._fetcher.wait(fetches):
-                counters.waits += 1
-                counters.seconds_waited += time.perf_counter() - begin
-            counters.calls += 1
-            counters.asked += len(fetches)
-            counters.hits += sum([fetch.use() for fetch in fetches])
+                self.counters.add(waits=1, seconds_waited=time.perf_counter() - begin)
+            self.counters.add(calls=1, asked=len(fetches), hits=sum([fetch.use() for fetch in fetches]))
             for expert in experts:
                 self._cache.note_use((index, expert))
         return [fetch.buffer for fetch in fetches]
@@ -226,10 +228,9 @@ class ExpertStore:
         if key not in self._fetches:
             stack, source = self._stacks[key[0]]
             self._fetches[key] = Fetch(source, key[1], self._buffer(source.layout, stack.device))
-            counters = self.counters
-            self._bytes += source.layout.num_bytes
-            counters.bytes += source.layout.num_bytes
-            counters.fetches += 1
+            num_bytes, counters = source.layout.num_bytes, self.counters
+            self._bytes += num_bytes
+            counters.add(fetches=1, bytes=num_bytes)
             counters.peak_experts = max(counters.peak_experts, len(self._fetches))
             counters.peak_bytes = max(counters.peak_bytes, self._bytes)
             self._fetcher.request(self._fetches[key], ahead)
@@ -260,9 +261,7 @@ class ExpertStore:
         fetch = self._fetches[key]
         if fetch.is_here or not self._fetcher.cancel(fetch):
             return False
-        self.counters.cancelled += 1
-        self.counters.fetches -= 1
-        self.counters.bytes -= fetch.buffer.layout.num_bytes
+        self.counters.add(cancelled=1, fetches=-1, bytes=-fetch.buffer.layout.num_bytes)
         self._free(key)
         return True
 
