@@ -27,7 +27,7 @@ from fairseq_tutel.moe.gates import (
     reset_gate,
 )
 from fairseq_tutel.moe.routing import GateOutput, Routing, decide, mask_outputs
-from fairseq_tutel.moe.shared_experts import SharedResidualExperts, sum_of_gate
+from fairseq_tutel.moe.shared_experts import SharedResidualExperts
 from fairseq_tutel.option import is_whole, require
 from fairseq_tutel.parallel.call_id import CallCounter
 from fairseq_tutel.parallel.groups import Topology
@@ -76,7 +76,9 @@ class MoEOutput:
         gate = self.routing.gate
         if gate is None or gate.cmr_T1 is None:
             return None
-        return sum_of_gate(gate.cmr_T1, self.routing.real_T)
+        cmr_T, real_T = gate.cmr_T1.squeeze(1), self.routing.real_T
+        cmr_T = cmr_T.to(torch.promote_types(cmr_T.dtype, torch.float32))
+        return (cmr_T if real_T is None else cmr_T.masked_fill(~real_T, 0.0)).sum()
 
 
 class MoELayer(nn.Module):
@@ -108,7 +110,7 @@ class MoELayer(nn.Module):
         torch.Size([4, 10, 64])
     """
 
-    router: Any = None  # routes several layers with `routing_of`, as in inference/pregate.py
+    router: Any = None  # if set, routes several layers with `routing_of`, as in inference/pregate.py
 
     def __init__(
         self,
@@ -208,14 +210,10 @@ class MoELayer(nn.Module):
         return y_TD.view(*call.shape, y_TD.shape[1]), self.balance(routing)
 
     def routing_of(self, x_TD: Tensor, call: Call) -> Routing:
-        """Return the routing of a forward pass, from the router set by `route_by`, or else from `route`."""
+        """Return the routing of a forward pass, from the router in `router`, or else from `route`."""
         if self.router is None:
             return self.route(x_TD, call)
         return self.router.routing_of(self, x_TD, call)
-
-    def route_by(self, router: Any) -> None:
-        """Use this router in later forward passes; None restores the layer's own `route`."""
-        self.router = router
 
     def route(self, x_TD: Tensor, call: Call) -> Routing:
         """Choose experts for every token with the gate; this needs neither experts nor other ranks."""

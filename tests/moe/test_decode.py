@@ -92,7 +92,7 @@ def forward_of_one_object(layer):
 
 def earlier_router(layer):
     route = layer.route
-    layer.route_by(SimpleNamespace(routing_of=lambda _, x_TD, call: route(-x_TD, call)))
+    layer.router = SimpleNamespace(routing_of=lambda _, x_TD, call: route(-x_TD, call))
 
 
 def custom_experts(layer):
