@@ -22,7 +22,6 @@ from fairseq_tutel.moe.gates import (
     build_gate,
     gate_input,
     gate_logits,
-    noise_std,
     noisy_logits,
     reset_gate,
 )
@@ -225,7 +224,7 @@ class MoELayer(nn.Module):
         cmr_T1 = None if self.beside is None else self.beside.cmr_gate_of(x_TD)
         topology = self.topology if self.training else None
         gate_output = GateOutput(
-            logits_TE=logits_TE, clean_TE=clean_TE, noise=noise_std(config),
+            logits_TE=logits_TE, clean_TE=clean_TE, noise=config.noise_std,
             score_function=config.score_function, sentences=call.sentences, time_first=call.time_first,
             cmr_T1=cmr_T1, topology=topology, backend=config.backend,
         )  # fmt: skip

@@ -40,12 +40,6 @@ class Part:
     slices: int = 1
     index: int = 0
 
-    def of(self, num_experts: int) -> str:
-        """Return a description such as "experts 0 to 3 of 8", for messages."""
-        last = self.first + self.num_local - 1
-        which = f"expert {last}" if self.num_local == 1 else f"experts {self.first} to {last}"
-        return f"{which} of {num_experts}" + (f", shard {self.index} of {self.slices}" * (self.slices > 1))
-
 
 @dataclass(frozen=True, kw_only=True)
 class Grid:
