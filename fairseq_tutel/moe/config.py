@@ -115,9 +115,8 @@ class MoEConfig:
     top_k: int = routing(2, "experts per token, from 1 to the number of experts", rule=AT_LEAST_1)
     capacity_factor: float = capacity(
         0.0, rule=CAPACITY,
-        help="expert capacity in training: with f > 0 every expert has top_k * ceil(f * tokens / experts) "
-        "slots; 0 drops no token; f < 0: the limit of |f|, with buffers no larger than the busiest expert "
-        "needs",
+        help="expert capacity in training: top_k * ceil(|f| * tokens / experts) slots; 0 drops no token; "
+        "f < 0 makes buffers no larger than the busiest expert needs",
     )
     eval_capacity_factor: float = capacity(
         0.0, rule=CAPACITY,
@@ -142,10 +141,9 @@ class MoEConfig:
     )
     drop_policy: str = capacity(
         "position", choices=("position", "bpr", "rts", "probability"),
-        help="which assignments a full expert keeps: position, the earliest tokens; bpr (batch-prioritized "
-        "routing), tokens with the largest probability; rts (random token selection), random tokens in "
-        "training and the earliest tokens in evaluation; probability, the assignments with the largest "
-        "probability, regardless of the order of choices",
+        help="which assignments a full expert keeps: position, the earliest tokens; bpr, tokens with the "
+        "largest probability; rts, in training random tokens; probability, assignments with the largest "
+        "probability",
     )
     choice: str = routing(
         "tokens", choices=("tokens", "experts"),
@@ -198,9 +196,8 @@ class MoEConfig:
     )
     second_expert_policy: str = routing(
         "all", choices=("all", "sampling", "random"),
-        help="how each choice after the first is made: all, by score; sampling, in training sampled from "
-        "the other experts' scores; random, by score, but in training kept with probability top_k times "
-        "its weight",
+        help="how each choice after the first is made: all, by score; sampling, in training sampled by "
+        "score; random, by score, but in training kept with probability top_k times its weight",
     )
     rsample: bool = routing(
         False,
@@ -228,8 +225,8 @@ class MoEConfig:
     )
     balance_bias: bool = balance(
         False,
-        help="balance the load by a bias on the scores, used only to choose experts; after every update, "
-        "the bias rises for experts below the mean load and falls for experts above it",
+        help="balance the load by a bias on the scores, used only to choose experts, which rises after "
+        "every update for experts below the mean load and falls for others",
     )
     bias_update_rate: float = balance(
         0.001, rule=NOT_NEGATIVE,
@@ -246,8 +243,7 @@ class MoEConfig:
     )
     residual: bool = experts(
         False,
-        help="residual MoE: a dense FFN of an expert's size in parallel to the experts; a learned softmax "
-        "mixes the two outputs",
+        help="residual MoE: a dense FFN of an expert's size, mixed with the experts by a learned softmax",
     )
     cmr: bool = experts(
         False,
@@ -299,9 +295,8 @@ class MoEConfig:
     )
     a2a_algorithm: str = communication(
         "linear", rule=ALGORITHM,
-        help="all-to-all algorithm: linear, every rank sends to every other; 2dh, 2-D hierarchical, first "
-        "within the node (fewer, larger messages, for experts on several complete nodes); auto, the "
-        "faster of the two by the cost model; plan:NAME, the collective plan of that name in "
+        help="all-to-all algorithm: linear, every rank sends to every other; 2dh, first within the node; "
+        "auto, the faster of the two by the cost model; plan:NAME, a collective plan of "
         "--moe-collective-plans; the result is the same",
     )
     a2a_dtype: str = communication(
@@ -316,9 +311,8 @@ class MoEConfig:
     )
     parallel_type: str = parallelism(
         "adaptive:1", rule=PARALLEL_TYPE,
-        help="parallelism of the experts: adaptive:r with r as in --moe-adaptive-r; data, the same as "
-        "adaptive:1; model, the largest possible r; auto, the r that measures fastest; the result is the "
-        "same",
+        help="adaptive:r with r as in --moe-adaptive-r; data, the same as adaptive:1; model, the largest "
+        "r; auto, the r that measures fastest; the result is the same",
     )
     adaptive_r: int = parallelism(
         -1, rule=whole(-1, MILLION),
@@ -337,6 +331,11 @@ class MoEConfig:
     def __post_init__(self) -> None:
         refuse_bad_values(self)
         _refuse_contradictions(self)
+
+    @property
+    def noise_std(self) -> float:
+        """The standard deviation of the noise that training adds to gate logits."""
+        return self.gate_noise / self.num_experts
 
     @property
     def gate_types(self) -> list[str | type]:

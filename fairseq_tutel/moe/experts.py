@@ -262,12 +262,9 @@ def grouped_linear(
     """Apply each expert's linear map to its rows: rows[r] @ weight[i].T + bias[i] for r in group i.
 
     Rows after the last group give 0. Shapes: rows [R, I], weight [e, O, I], bias [e, O]. The result
-    [R, O] has the dtype of rows, or autocast's.
+    [R, O] has the dtype of weight.
     """
-    if torch.is_autocast_enabled(rows.device.type):
-        dtype = torch.get_autocast_dtype(rows.device.type)
-        rows, weight = rows.to(dtype), weight.to(dtype)
-        bias = None if bias is None else bias.to(dtype)
+    rows = rows.to(weight.dtype)
     ops = kernels.ops(backend, rows.device, rows.dtype, fp32_products)
     if not torch.is_grad_enabled():  # without gradients the weights may be an expert tensor list
         return ops.grouped_linear(rows, weight, bias, groups)

@@ -151,13 +151,8 @@ def gate_logits(gate: nn.Module, x_TD: Tensor, config: MoEConfig) -> Tensor:
     return logits_TE
 
 
-def noise_std(config: MoEConfig) -> float:
-    """Return the standard deviation of the noise that training adds to gate logits: gate_noise / E."""
-    return config.gate_noise / config.num_experts
-
-
 def noisy_logits(logits_TE: Tensor, config: MoEConfig, training: bool) -> Tensor:
     """Add Gaussian noise to the logits in training; routing and balance losses use the noisy logits."""
     if not training or config.gate_noise == 0:
         return logits_TE
-    return logits_TE + torch.randn_like(logits_TE) * noise_std(config)
+    return logits_TE + torch.randn_like(logits_TE) * config.noise_std

@@ -22,12 +22,11 @@ from fairseq_tutel.moe.gates import (
     build_gate,
     gate_input,
     gate_logits,
-    noise_std,
     noisy_logits,
     reset_gate,
 )
 from fairseq_tutel.moe.routing import GateOutput, Routing, decide, mask_outputs
-from fairseq_tutel.moe.shared_experts import SharedResidualExperts, sum_of_gate
+from fairseq_tutel.moe.shared_experts import SharedResidualExperts
 from fairseq_tutel.option import is_whole, require
 from fairseq_tutel.parallel.call_id import CallCounter
 from fairseq_tutel.parallel.groups import Topology
@@ -76,7 +75,9 @@ class MoEOutput:
         gate = self.routing.gate
         if gate is None or gate.cmr_T1 is None:
             return None
-        return sum_of_gate(gate.cmr_T1, self.routing.real_T)
+        cmr_T, real_T = gate.cmr_T1.squeeze(1), self.routing.real_T
+        cmr_T = cmr_T.to(torch.promote_types(cmr_T.dtype, torch.float32))
+        return (cmr_T if real_T is None else cmr_T.masked_fill(~real_T, 0.0)).sum()
 
 
 class MoELayer(nn.Module):
@@ -108,7 +109,7 @@ class MoELayer(nn.Module):
         torch.Size([4, 10, 64])
     """
 
-    router: Any = None  # routes several layers with `routing_of`, as in inference/pregate.py
+    router: Any = None  # if set, routes several layers with `routing_of`, as in inference/pregate.py
 
     def __init__(
         self,
@@ -208,14 +209,10 @@ class MoELayer(nn.Module):
         return y_TD.view(*call.shape, y_TD.shape[1]), self.balance(routing)
 
     def routing_of(self, x_TD: Tensor, call: Call) -> Routing:
-        """Return the routing of a forward pass, from the router set by `route_by`, or else from `route`."""
+        """Return the routing of a forward pass, from the router in `router`, or else from `route`."""
         if self.router is None:
             return self.route(x_TD, call)
         return self.router.routing_of(self, x_TD, call)
-
-    def route_by(self, router: Any) -> None:
-        """Use this router in later forward passes; None restores the layer's own `route`."""
-        self.router = router
 
     def route(self, x_TD: Tensor, call: Call) -> Routing:
         """Choose experts for every token with the gate; this needs neither experts nor other ranks."""
@@ -227,7 +224,7 @@ class MoELayer(nn.Module):
         cmr_T1 = None if self.beside is None else self.beside.cmr_gate_of(x_TD)
         topology = self.topology if self.training else None
         gate_output = GateOutput(
-            logits_TE=logits_TE, clean_TE=clean_TE, noise=noise_std(config),
+            logits_TE=logits_TE, clean_TE=clean_TE, noise=config.noise_std,
             score_function=config.score_function, sentences=call.sentences, time_first=call.time_first,
             cmr_T1=cmr_T1, topology=topology, backend=config.backend,
         )  # fmt: skip

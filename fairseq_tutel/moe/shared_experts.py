@@ -131,12 +131,6 @@ class SharedResidualExperts(nn.Module):
         return y_TD
 
 
-def sum_of_gate(cmr_T1: Tensor, real_T: Tensor | None) -> Tensor:
-    """Return the sum of the CMR gate over all tokens except padding, in at least fp32."""
-    cmr_T = cmr_T1.squeeze(1).to(torch.promote_types(cmr_T1.dtype, torch.float32))
-    return (cmr_T if real_T is None else cmr_T.masked_fill(~real_T, 0.0)).sum()
-
-
 def _experts_for_all(config: MoEConfig, count: int) -> nn.Module:
     """Return a module that sums `count` experts of the layer's expert type for every token."""
     if is_custom(config.expert_type):

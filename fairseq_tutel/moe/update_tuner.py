@@ -178,13 +178,8 @@ class UpdateTuner:
         self.tuner.record(key, strategy, 1000 * milliseconds / max(tokens, 1))
         if self.tuner.settled(key) and world.is_first():
             best = self.tuner.best[key]
-            costs = {strategy: median(c) for strategy, c in self.tuner.costs[key].items()}
-            logger.info(
-                "adaptive: %s: adaptive_r %d, overlap %d, %s: %.4g ms per thousand tokens of a rank; given "
-                "strategy %.4g ms; slowest of %d strategies %.4g ms",
-                key, best.adaptive_r, best.overlap, best.algorithm, costs[best],
-                costs.get(self.static, math.nan), len(costs), max(costs.values()),
-            )  # fmt: skip
+            cost = median(self.tuner.costs[key][best])
+            logger.info("adaptive: %s: %s, %.4g ms per thousand tokens of a rank", key, best, cost)
 
     def _agreed(self, num_tokens: int) -> tuple[float, ...]:
         """Return three measured values of an update, each the maximum over all ranks. Collective.

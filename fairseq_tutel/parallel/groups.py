@@ -41,11 +41,6 @@ class Part:
     slices: int = 1
     index: int = 0
 
-    def of(self, num_experts: int) -> str:
-        """Return a description such as "experts 0 to 3 of 8", for messages."""
-        text = f"experts {self.first} to {self.first + self.num_local - 1} of {num_experts}"
-        return text + (f", shard {self.index} of {self.slices}" * (self.slices > 1))
-
 
 @dataclass(frozen=True, kw_only=True)
 class Grid:

@@ -125,12 +125,12 @@ def recording(model: nn.Module) -> Iterator[dict[str, Recorder]]:
     layers = {name: m for name, m in model.named_modules() if isinstance(m, MoEFeedForward)}
     recorders = {name: Recorder(layer) for name, layer in layers.items()}
     for name, layer in layers.items():
-        layer.route_by(recorders[name])
+        layer.router = recorders[name]
     try:
         yield recorders
     finally:
         for name, layer in layers.items():
-            layer.route_by(recorders[name].before)
+            layer.router = recorders[name].before
 
 
 def of_texts(model: Any, opened: Any, texts: Sequence[str], counts: ExpertCounts) -> Iterator[Sample]:
