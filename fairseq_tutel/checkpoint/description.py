@@ -72,10 +72,9 @@ def _changed_options(state: dict[str, Any], known: Sequence[Option]) -> Facts:
     options = SavedModel(state).options_of("model")
     inner = options.get("w2v_args")  # options of a pretrained model inside the model
     options = inner.get("model", options) if isinstance(inner, dict) else options
-    known = [option for option in known if option.key in options]
-    values = [(option, plain(options[option.key])) for option in known]
-    changed = {o.flag: value for o, value in values if value not in (None, o.default)}
-    return {"options": changed} if known else {}
+    values = {option: plain(options[option.key]) for option in known if option.key in options}
+    changed = {o.flag: value for o, value in values.items() if value not in (None, o.default)}
+    return {"options": changed} if values else {}
 
 
 def _tensors(tree: Any) -> Iterator[tuple[str, Any]]:
@@ -136,9 +135,7 @@ def _layer(weights: Mapping[str, Any], layer: Layer) -> Facts:
 def _quantization(stacks: Mapping[str, Any]) -> Facts:
     """Return the stored dtype of quantized experts and their quantization errors."""
     found = {n: t for n, t in stacks.items() if isinstance(t, ShardedTensor) and t.expert_dtype}
-    if not found:
-        return {}
-    return {
+    return found and {
         "stored": ", ".join(sorted({tensor.expert_dtype for tensor in found.values()})),
         "relative_error": {name: tensor.error[0] for name, tensor in found.items()},
         "worst_row_error": {name: tensor.error[1] for name, tensor in found.items()},
