@@ -11,4 +11,5 @@ RETIRED = {
     "cmcl_teach_router": "only ensembles learn by CMCL",
     "image_errors": "an unreadable image ends the run",
     "swin_attention_dropout": "no published model has it",
+    "moe_log_layers": "the JSON log has the values of layers and experts",
 }

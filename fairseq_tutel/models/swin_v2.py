@@ -81,11 +81,6 @@ class SwinV2MoEModel(MoEModelMixin, SwinV2Model):
         """Build the dense model, then replace the FFNs of the chosen blocks by experts."""
         own = read(SwinExpertsConfig, cfg)
         refuse_bad_values(own)
-        if cfg.moe_pregate and cfg.swin_checkpoint_activations:
-            raise ValueError(
-                f"--moe-pregate is {cfg.moe_pregate}, so gates read the input of an earlier block, but "
-                "--swin-checkpoint-activations recomputes each block alone; remove one of them."
-            )
         model = super().build_model(cfg, task)
         model.expert_stages = own.expert_stages
         sides = [side for side, _, _ in model.moe_stacks()]

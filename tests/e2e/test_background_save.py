@@ -22,7 +22,6 @@ def _environment(folder, what="none", place="none", when=1, rank=0, detail=""):
     fault = {
         "what": what, "place": place, "when": when, "rank": rank, "marker": str(folder / "fired"),
         "save_dir": str(folder / "save"), "seconds": 0, "number": detail, "fraction": 0.5,
-        "launcher": False,
     }  # fmt: skip
     return {"FAULT": json.dumps(fault)}
 

@@ -27,7 +27,7 @@ def _environment(folder, place="none", when=1, rank=0, name="SIGUSR1"):
     """Return what makes a rank send itself a signal when it is at a place, once."""
     fault = {
         "what": "signal", "place": place, "when": when, "rank": rank, "marker": str(folder / "fired"),
-        "save_dir": str(folder / "save"), "seconds": 0, "detail": name, "fraction": 0,
+        "save_dir": str(folder / "save"), "seconds": 0, "number": name, "fraction": 0,
     }  # fmt: skip
     return {"FAULT": json.dumps(fault)}
 

@@ -26,7 +26,7 @@ def _environment(folder, what="kill", when=5):
     """Return what makes rank 1 kill itself in training step `when`, once."""
     fault = {
         "what": what, "place": "train", "when": when, "rank": 1, "marker": str(folder / "fired"),
-        "save_dir": str(folder / "save"), "seconds": 0, "detail": "", "fraction": 0,
+        "save_dir": str(folder / "save"), "seconds": 0, "fraction": 0,
     }  # fmt: skip
     return {"FAULT": json.dumps(fault)}
 

@@ -19,12 +19,6 @@ class ZeroOptions:
     stage: int
     offload: bool
 
-    @property
-    def flags(self) -> str:
-        """The command-line flags of these options, for messages."""
-        given = [f"--moe-zero-stage {self.stage}"] if self.stage else []
-        return " ".join(given + ["--moe-offload-optimizer"] * self.offload)
-
 
 def zero_options(cfg: Any) -> ZeroOptions | None:
     """Return the ZeRO and offload options; None if neither is used or the model has no experts.

@@ -49,7 +49,7 @@ def reach(place):
 
 def happen():
     """Inject the fault into this process."""
-    if _fault["launcher"]:
+    if _fault.get("launcher"):
         return  # the parent strikes torchrun, when it sees the marker
     what = _fault["what"]
     if what == "kill":
