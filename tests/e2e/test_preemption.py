@@ -73,7 +73,7 @@ CASES = {
     "validation": (lm_args, 2, ("valid", 2, 1), (), 3),
     "save": (lm_args, 2, ("write", 1, 0), (), 3),
     "save of shards": (lm_args, 2, ("shard", 2, 1), SHARDED, 3),
-    "zero": (lm_args, 4, ("clip", 4, 3), ("--moe-zero-stage", 2), 5),
+    "zero": (lm_args, 4, ("train", 5, 3), ("--moe-zero-stage", 2), 5),
     "end of an epoch": (lm_args, 2, ("train", 5, 0), ("--batch-size", 24), 5),
 }
 QUICK = {"update", "dense"}

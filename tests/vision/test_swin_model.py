@@ -135,7 +135,6 @@ def test_what_contradicts_itself_is_refused():
         ({"swin_heads": "1,3"}, "--swin-heads is 1,3; give divisors of 16, 32"),
         ({"swin_depths": "2,2,2"}, "--swin-depths 2,2,2; give one number for each stage"),
         ({"swin_window": 0}, "--swin-window"),
-        ({"moe_pregate": 1, "swin_checkpoint_activations": True}, "remove one"),
         (HASH, "the stage 1 of this model has no token embedding; give another gate"),
         ({"swin_expert_stages": 0}, "--swin-expert-stages"),
     ):

@@ -40,7 +40,7 @@ class MoEOptimizerMixin:
     # Under ZeRO or offload, the optimizer updates these partitions instead of the parameters.
     zero: ZeroState | None = None
     _gathered_state: dict[int, dict[str, Any]] | None = None
-    # Whether the parameters are fp32 master copies of half-precision parameters.
+    # Whether the parameters are fp32 master copies of half-precision parameters, which are saved.
     holds_masters: bool = False
     # Increases once per update, also if an overflow skips its step.
     times_clipped: int = 0
@@ -73,10 +73,6 @@ class MoEOptimizerMixin:
         if self.zero is None:
             return list(self.params)
         return [partition.parameter for partition in self.zero.partitions]
-
-    def save_masters(self) -> None:
-        """Include the parameters in later optimizer states, because they are fp32 master copies."""
-        self.holds_masters = True
 
     def zero_grad(self) -> None:
         """Reset the gradients of the model's parameters and of their partitions."""

@@ -67,7 +67,7 @@ def half_optimizer(cfg: Any, params: list[Any]) -> Any:
     if zero_options(cfg) is not None:
         return ZeroFP16Optimizer.build_optimizer(cfg, params)
     optimizer = FP16Optimizer.build_optimizer(cfg, params)
-    optimizer.fp32_optimizer.save_masters()
+    optimizer.fp32_optimizer.holds_masters = True
     return optimizer
 
 

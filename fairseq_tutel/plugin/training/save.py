@@ -19,6 +19,7 @@ from fairseq_tutel.checkpoint import atomic_save, experts, folders
 from fairseq_tutel.checkpoint.lock import locked
 from fairseq_tutel.files import is_temporary
 from fairseq_tutel.option import read
+from fairseq_tutel.parallel import world
 from fairseq_tutel.parallel.signals import SignalWatch
 from fairseq_tutel.parallel.world import run_on_rank_zero
 from fairseq_tutel.plugin.optim.moe_optimizer import innermost_optimizer
@@ -102,30 +103,24 @@ def run_training(main: Any, cfg: Any, signals: SignalWatch | None = None, **kwar
 def writing(save_dir: str, writes: bool = True) -> Iterator[None]:
     """Context manager that keeps other runs from writing to a folder. Collective when it is entered."""
     with contextlib.ExitStack() as stack:
-        held: list[bool] = []  # on rank 0
 
         def lock() -> None:
             try:
-                if writes:
-                    held.append(stack.enter_context(locked(save_dir)))
+                if writes and stack.enter_context(locked(save_dir)):
+                    _remove_temporary(Path(save_dir))
             except OSError as error:
                 raise ValueError(atomic_save.unwritable(save_dir, error)) from error
 
         run_on_rank_zero(lock, "rank 0's lock of --save-dir")
-        if any(held):
-            _remove_temporary(Path(save_dir))
-        if held:
-            # Also after an error: a full disk needs the space of experts without a checkpoint file.
-            stack.callback(_collect, save_dir)
-        yield
-
-
-def _collect(save_dir: str) -> None:
-    """Delete unreferenced expert folders."""
-    try:
-        folders.collect(Path(save_dir))
-    except OSError as error:
-        logger.warning("unreferenced expert files may remain in %s: %s", save_dir, error)
+        try:
+            yield
+        finally:
+            if writes and world.is_first():
+                try:
+                    # Also after an error: a full disk needs the space of experts without a checkpoint file.
+                    folders.collect(Path(save_dir))
+                except OSError as error:
+                    logger.warning("unreferenced expert files may remain in %s: %s", save_dir, error)
 
 
 def _remove_temporary(save_dir: Path) -> None:
