@@ -151,7 +151,7 @@ for name in ("_reduce_scatter", "_all_gather"):  # names of torch's, taken at im
     before(collectives, name, "collective")
 FairseqTask.train_step = break_numbers(FairseqTask.train_step)
 before(FairseqTask, "valid_step", "valid")
-before(FairseqTask, "build_criterion", "built")
+before(Trainer, "__init__", "built")
 Trainer.train_step = break_batches(Trainer.train_step)
 before(experts, "write_file", "shard")
 torch.save = write_in_two(torch.save)
