@@ -18,4 +18,5 @@ RETIRED = {
     **dict.fromkeys(("image_jitter", "image_erase", "image_cutmix"), "augmentation is crop, flip, mixup"),
     "swin_checkpoint_activations": "saved activations of a Swin V2 fit into memory",
     "swin_attention_dropout": "no published model has it",
+    "moe_log_layers": "the JSON log has the values of layers and experts",
 }

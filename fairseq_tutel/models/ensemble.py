@@ -59,10 +59,7 @@ class EnsembleModel(BaseFairseqModel):
         words.add_argument("--ensemble-arch", default="")
         given, _ = words.parse_known_args(sys.argv[1:])
         if given.ensemble_arch or given.arch == NAME:
-            try:
-                member = _class_of(given.ensemble_arch)
-            except ValueError as error:
-                sys.exit(f"error: {error}")
+            member = _class_of(given.ensemble_arch)
             member.add_args(parser)
 
     @classmethod
@@ -76,11 +73,6 @@ class EnsembleModel(BaseFairseqModel):
             members.append(build_model(_member_options(args, task), task))
             for layer in moe_layers(members[m]):
                 layer.become_member(m, seed)
-        if getattr(task, "moe_tuner", None) is not None:
-            raise ValueError(
-                "--moe-adaptive measures the layers of a single model, but --arch ensemble_of trains "
-                "several models; set --moe-adaptive to off."
-            )
         if any(isinstance(module, AdaptiveSoftmax) for module in members[0].modules()):
             raise ValueError(
                 "--adaptive-softmax-cutoff is given, but --arch ensemble_of needs the probability of every "
@@ -118,14 +110,6 @@ class EnsembleModel(BaseFairseqModel):
     def supported_targets(self) -> Any:
         """The kinds of targets that the members accept from a language modeling task."""
         return self.members[0].supported_targets
-
-    def max_decoder_positions(self) -> int:
-        """Raise an error: generation calls this method first, and ensembles cannot generate text."""
-        raise ValueError(
-            "--arch ensemble_of can score, but not generate; save its members with `python -m "
-            "fairseq_tutel convert members`, and give them to fairseq-generate as --path A.pt:B.pt:…, "
-            "which also averages their probabilities."
-        )
 
     def _refuse_layer(self) -> None:
         name, member = self.config.ensemble_share_after, self.members[0]

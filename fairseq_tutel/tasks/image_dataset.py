@@ -69,8 +69,6 @@ class ImageDataset(FairseqDataset):
     ) -> list[list[int]]:
         """Split the indices into batches of --batch-size images, or of --max-tokens if that is smaller."""
         size = min((s for s in (max_tokens, max_sentences) if s is not None), default=1)
-        if size < 1:
-            raise ValueError(f"--batch-size or --max-tokens is {size}; give a number of at least 1.")
         return [indices[i : i + size].tolist() for i in range(0, len(indices), size)]
 
     def filter_indices_by_size(self, indices: np.ndarray, max_sizes: Any) -> tuple[np.ndarray, list]:

@@ -247,7 +247,7 @@ REFUSED = {
     "below zero": ({}, ("dense", "--experts", "-1"), "--experts has -1, but '-1' is not an expert ID"),
     "no such layer": ({}, ("prune", "--drop", "decoder_2=1"), "layers from decoder_0, decoder_1"),
     "two for all": ({}, ("prune", "--drop", "1", "2"), "give one value for all layers, or LAYER="),
-    "too few left": ({}, ("prune", "--drop", "0,1,2"), "decoder_0: top_k (--moe-top-k) is 2 but there are"),
+    "too few left": ({}, ("prune", "--drop", "0,1,2"), "decoder_0: top_k (--moe-top-k) is 2, but"),
     "none left": ({}, ("prune", "--drop", "decoder_1=0,1,2,3"), "decoder_1: num_experts"),
     "top-k": ({}, ("prune", "--drop", "0", "--moe-top-k", 0), "decoder_0: top_k (--moe-top-k) is 0"),
     "no loads but zero": ({}, ("prune", "--share", 0.5, "--load", "0,0,0,0"), "only loads of 0"),

@@ -20,7 +20,7 @@ ALL_FOUR = ("--moe-expert-parallel-size", 4)
 
 def train(data, folder, *extra, ranks=4, updates=4):
     flags = ("--update-freq", 4 // ranks, *extra)
-    return fairseq("train", *lm_args(data, folder, *flags, updates=16), ranks=ranks)
+    return fairseq("train", *lm_args(data, folder, *flags, updates=updates), ranks=ranks)
 
 
 def loaded(folder):
@@ -49,8 +49,8 @@ def test_a_tuner_changes_the_strategy_and_not_the_model(lm_data, tmp_path):
         *(*ALL_FOUR, "--moe-adaptive", "auto", "--moe-local-size", 2),
         *("--moe-collective-plans", plan),
     )
-    train(lm_data, tmp_path / "plain", *model, ranks=1, updates=16)
-    run = train(lm_data, tmp_path, *model, *flags, updates=16)
+    train(lm_data, tmp_path / "plain", *model, ranks=1, updates=40)
+    run = train(lm_data, tmp_path, *model, *flags, updates=40)
     assert "slowest of" in run.output  # it has settled, after more than one strategy
     same_training(loaded(tmp_path / "plain"), loaded(tmp_path))
 

@@ -70,8 +70,3 @@ def test_accuracies_are_percents_of_all_images(classes):
     }
     values = {name: found[name].avg for name in expected}
     assert {name: float(value) for name, value in values.items()} == pytest.approx(expected)
-
-
-def test_smoothing_is_a_share():
-    with pytest.raises(ValueError, match="--label-smoothing is 1; give a number from 0"):
-        ImageClassificationCriterion(FairseqTask(None), 1)

@@ -153,11 +153,6 @@ def test_a_rest_that_is_less_than_an_update_is_skipped_at_a_resume(before, after
     assert later.take() == _Ranks(*after, epoch=2, **options).take() != []
 
 
-def test_an_epoch_without_an_update_is_refused():
-    with pytest.raises(ValueError, match="is 24, but an epoch has 23 batches, all of which --skip"):
-        _Ranks(2, NUM_BATCHES + 1, skip_remainder_batch=True)
-
-
 def _root(count=8, freq=(1,), ranks=3):
     return OmegaConf.create(
         {

@@ -12,7 +12,6 @@ from omegaconf import OmegaConf
 
 from fairseq_tutel.parallel.groups import Topology
 from fairseq_tutel.plugin import register
-from fairseq_tutel.plugin.optim import zero
 from fairseq_tutel.plugin.optim.moe_optimizer import MoEOptimizerMixin
 from fairseq_tutel.plugin.optim.zero import ZeroOptions, half_optimizer, zero_options
 from fairseq_tutel.plugin.run_state import RUN
@@ -179,24 +178,13 @@ def test_an_overflow_skips_the_step_and_lowers_the_scale():
     assert not torch.equal(parameters[0], parameters_of(torch.float16)[0])
 
 
-def test_a_part_of_a_state_is_marked_and_refused(monkeypatch):
-    """As a crash file has it, since the other ranks may be gone."""
-    monkeypatch.setattr(RUN, "topology", Topology(world_size=2, rank=1))
-    monkeypatch.setattr(zero, "zero_options", lambda cfg: ZeroOptions(1, False))
-    part = optim.build_optimizer(root_of().optimizer, parameters_of()).state_dict()
-    monkeypatch.undo()
-    whole = optim.build_optimizer(root_of().optimizer, parameters_of())
-    with pytest.raises(ValueError, match="has only rank 1's part of the optimizer state"):
-        whole.load_state_dict(part)
-
-
 def task(stage=0, offload=False):
     return argparse.Namespace(moe_zero_stage=stage, moe_offload_optimizer=offload)
 
 
 def test_one_rank_and_a_model_without_experts_have_no_shards(monkeypatch):
     assert zero_options(task(2)) is None
-    assert zero_options(task(2, offload=True)).flags == "--moe-offload-optimizer"
+    assert zero_options(task(2, offload=True)) == ZeroOptions(0, True)
     monkeypatch.setattr(RUN, "topology", Topology(world_size=2))
     assert zero_options(task(2, offload=True)) is None
 

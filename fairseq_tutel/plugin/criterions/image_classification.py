@@ -31,8 +31,6 @@ class ImageClassificationCriterion(FairseqCriterion):
 
     def __init__(self, task: Any, label_smoothing: float) -> None:
         super().__init__(task)
-        if not 0 <= label_smoothing < 1:
-            raise ValueError(f"--label-smoothing is {label_smoothing}; give a number from 0 to below 1.")
         self.label_smoothing = label_smoothing
 
     def forward(

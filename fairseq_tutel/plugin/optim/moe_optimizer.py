@@ -27,9 +27,6 @@ from fairseq_tutel.plugin.run_state import RUN
 
 logger = logging.getLogger(__name__)
 
-# This key is in an optimizer state that has only the part of one rank.
-ONLY_OF_RANK = "only_of_rank"
-
 
 class MoEOptimizerMixin:
     """Adds experts on several ranks and ZeRO to a FairseqOptimizer class; it is the first base class.
@@ -43,7 +40,7 @@ class MoEOptimizerMixin:
     # Under ZeRO or offload, the optimizer updates these partitions instead of the parameters.
     zero: ZeroState | None = None
     _gathered_state: dict[int, dict[str, Any]] | None = None
-    # Whether the parameters are fp32 master copies of half-precision parameters.
+    # Whether the parameters are fp32 master copies of half-precision parameters, which are saved.
     holds_masters: bool = False
     # Increases once per update, also if an overflow skips its step.
     times_clipped: int = 0
@@ -54,11 +51,9 @@ class MoEOptimizerMixin:
             params = list(params)
             self.zero = ZeroState(params, RUN.topology, options.stage, options.offload)
             logger.info(
-                "%s: this rank keeps the optimizer state of %d of %d parameter elements%s",
-                options.flags,
+                "this rank keeps the optimizer state of %d of %d parameter elements",
                 sum(own.numel() for own in self.zero.parameters),
                 sum(parameter.numel() for parameter in params),
-                ", in host memory" if options.offload else "",
             )
             params = self.zero.parameters
         super().__init__(cfg, params)  # type: ignore[call-arg]
@@ -78,10 +73,6 @@ class MoEOptimizerMixin:
         if self.zero is None:
             return list(self.params)
         return [partition.parameter for partition in self.zero.partitions]
-
-    def save_masters(self) -> None:
-        """Include the parameters in later optimizer states, because they are fp32 master copies."""
-        self.holds_masters = True
 
     def zero_grad(self) -> None:
         """Reset the gradients of the model's parameters and of their partitions."""
@@ -204,7 +195,7 @@ class MoEOptimizerMixin:
         return {key: whole[key] for key in sorted(whole) if getattr(whole[key], "shape", None) == shape}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the optimizer state for a checkpoint, and mark it if it has only this rank's part.
+        """Return the optimizer state for a checkpoint.
 
         It includes fp32 masters. fairseq saves only half-precision weights, from which a run could not
         resume exactly.
@@ -220,18 +211,10 @@ class MoEOptimizerMixin:
                     state[index] = self.zero.whole_state(index, state.get(index, {}))
         for index, tensors in (self._gathered_state or {}).items():
             state[index] = {**state.get(index, {}), **tensors}
-        if self.is_apart and self._gathered_state is None:
-            state_dict[ONLY_OF_RANK] = RUN.topology.rank
         return state_dict
 
     def load_state_dict(self, state_dict: dict[str, Any], optimizer_overrides: dict | None = None) -> None:
         """Load a complete optimizer state; keep this rank's part, and restore fp32 master weights."""
-        if ONLY_OF_RANK in state_dict:
-            raise ValueError(
-                f"the checkpoint has only rank {state_dict[ONLY_OF_RANK]}'s part of the optimizer state, "
-                "as crash files of runs with --moe-zero-stage do; give an older checkpoint, or "
-                "--reset-optimizer to continue from the weights alone."
-            )
         topology = RUN.topology
         # Changed in place: fairseq's memory-efficient fp16 wrapper copies from the same dict afterwards.
         state = state_dict.get("state", {})

@@ -19,12 +19,6 @@ class ZeroOptions:
     stage: int
     offload: bool
 
-    @property
-    def flags(self) -> str:
-        """The command-line flags of these options, for messages."""
-        given = [f"--moe-zero-stage {self.stage}"] if self.stage else []
-        return " ".join(given + ["--moe-offload-optimizer"] * self.offload)
-
 
 def zero_options(cfg: Any) -> ZeroOptions | None:
     """Return the ZeRO and offload options; None if neither is used or the model has no experts.
@@ -73,7 +67,7 @@ def half_optimizer(cfg: Any, params: list[Any]) -> Any:
     if zero_options(cfg) is not None:
         return ZeroFP16Optimizer.build_optimizer(cfg, params)
     optimizer = FP16Optimizer.build_optimizer(cfg, params)
-    optimizer.fp32_optimizer.save_masters()
+    optimizer.fp32_optimizer.holds_masters = True
     return optimizer
 
 

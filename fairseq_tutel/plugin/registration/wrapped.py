@@ -152,7 +152,7 @@ CHANGED = {
     "plugin/training/startup.py": "_buffer _cpu_buffer",  # fairseq's all_gather_list puts them on a GPU
     "plugin/criterions/teacher.py": "is_of_teacher",  # of the copy of a task that builds a teacher
     # fairseq would replace the loaded state; the Trainer compares the name with the name in a checkpoint.
-    "plugin/optim/zero.py": "disable_mem_eff_fp16_loading_hack __name__",
+    "plugin/optim/zero.py": "disable_mem_eff_fp16_loading_hack __name__ holds_masters",
     "parallel/groups.py": "param_group",  # the only attribute that fairseq copies to fp32 masters
     "parallel/gradients.py": "expert _tutel_expert root_scaled",  # marks of experts' parameters
     "parallel/call_id.py": "_torchdynamo_disable count",  # torch does not trace it; counts a layer's calls

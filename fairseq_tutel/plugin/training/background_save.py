@@ -65,7 +65,7 @@ class BackgroundSave:
         with states.saved_as(pending, topology):
             state = _copied(trainer.state_dict()) if world.is_first() else {}
         experts.release(model)
-        held, iterator = _held(trainer), _held_iterator(epoch_itr)
+        held, iterator = _held(trainer, epoch_itr)
         updates = held.get_num_updates()
 
         def save(path: str, extra_state: dict[str, Any]) -> str:
@@ -115,13 +115,13 @@ class BackgroundSave:
             raise _CancelledError
 
 
-def _held(trainer: Any) -> SimpleNamespace:
-    """Return what fairseq's save_checkpoint reads of rank 0's trainer, as it is now."""
+def _held(trainer: Any, epoch_itr: Any) -> tuple[SimpleNamespace, SimpleNamespace]:
+    """Return what fairseq's save_checkpoint reads of rank 0's trainer and of an iterator, as it is now."""
     task, updates = SimpleNamespace(), trainer.get_num_updates()
     if hasattr(trainer.task, "get_checkpoint_dict"):
         state = copy.deepcopy(trainer.task.get_checkpoint_dict())
         task.get_checkpoint_dict = lambda: state
-    return SimpleNamespace(
+    held = SimpleNamespace(
         data_parallel_rank=0,
         should_save_checkpoint_on_current_rank=True,
         checkpoint_suffix=trainer.checkpoint_suffix,
@@ -129,12 +129,9 @@ def _held(trainer: Any) -> SimpleNamespace:
         consolidate_optimizer=lambda: None,
         get_num_updates=lambda: updates,
     )
-
-
-def _held_iterator(epoch_itr: Any) -> SimpleNamespace:
-    """Return what fairseq's save_checkpoint reads of an iterator, as it is now."""
     at_end, position = epoch_itr.end_of_epoch(), copy.deepcopy(epoch_itr.state_dict())
-    return SimpleNamespace(epoch=epoch_itr.epoch, end_of_epoch=lambda: at_end, state_dict=lambda: position)
+    end = {"end_of_epoch": lambda: at_end, "state_dict": lambda: position}
+    return held, SimpleNamespace(epoch=epoch_itr.epoch, **end)
 
 
 def _copied(state: dict[str, Any]) -> dict[str, Any]:

@@ -145,11 +145,6 @@ class ElasticEpochBatchIterator(EpochBatchIterator):
         if resumed is None or resumed.epoch != epoch:
             resumed = _Resumed(epoch, 0, 0, size)
         in_order = self._global_order(epoch, fix_batches_to_gpus, shuffle, resumed.order_shards)
-        if self.skip_remainder_batch and len(in_order) < size:
-            raise ValueError(
-                f"--moe-micro-batches is {size}, but an epoch has {len(in_order)} batches, all of which "
-                "--skip-remainder-batch would skip; remove --skip-remainder-batch, or give a smaller N."
-            )
         batches: list[Any] = [[]] * resumed.start  # the sampler drops them
         for first in range(resumed.consumed, len(in_order), size):
             update = in_order[first : first + size]

@@ -8,7 +8,6 @@ collective.
 import contextlib
 import functools
 import logging
-import os
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
@@ -143,7 +142,7 @@ class Preemption:
                 path = checkpoint_utils.save_checkpoint(cfg.checkpoint, trainer, epoch_itr, None)
                 if path is not None and hasattr(task, "post_save"):
                     task.post_save(path, trainer.get_num_updates())
-            self.result = _what_was_saved(cfg, trainer.get_num_updates())
+            self.result = _what_was_saved(cfg.checkpoint, trainer.get_num_updates())
             return losses, True
 
         return validate_and_save
@@ -155,12 +154,9 @@ class Preemption:
 
 
 def _what_was_saved(cfg: Any, updates: int) -> str:
-    for key in ("no_save", "no_last_checkpoints"):
-        if getattr(cfg.checkpoint, key):
-            return f"update {updates} is not in checkpoint_last.pt because of --{key.replace('_', '-')}"
-    name = f"checkpoint_last{cfg.checkpoint.checkpoint_suffix or ''}.pt"
-    path = os.path.join(cfg.checkpoint.save_dir, name)
-    return f"update {updates} is saved in {path}, and the same command continues the run"
+    if cfg.no_save or cfg.no_last_checkpoints:
+        return f"update {updates} is not in checkpoint_last.pt"
+    return f"update {updates} is saved in {cfg.save_dir}, and the same command continues the run"
 
 
 def end_process(result: str) -> NoReturn:

@@ -179,11 +179,6 @@ def _digest(value: Any) -> str:
     return hashlib.sha256(repr(value).encode()).hexdigest()[:12]
 
 
-def saves_shards(task: Any) -> bool:
-    """Return whether a task saves experts in shard files (--moe-checkpoint sharded)."""
-    return read(TaskConfig, config_of(task)).moe_checkpoint == "sharded"
-
-
 # Options of fairseq that treat the experts of different ranks as replicas, skip an update on one rank only,
 # or write files in place: the section, the option, refused values, and what to do instead.
 BREAK_EXPERTS = (
@@ -218,7 +213,11 @@ def refuse_run(
         _layerdrop_of(model),
         topology.expert_parallel_size > 1,
     )
-    recomputes = any(hasattr(module, "precheckpoint_forward") for module in model.modules())
+    # fairseq's layers have `precheckpoint_forward`; Swin's stages have `checkpoints`.
+    recomputes = any(
+        hasattr(module, "precheckpoint_forward") or getattr(module, "checkpoints", False)
+        for module in model.modules()
+    )
     local_drop = float(getattr(root.model, "moe_local_drop", 0.0))
     half = next((key for key in ("memory_efficient_fp16", "fp16") if common[key]), "")
     # These have no fp32 master weights.

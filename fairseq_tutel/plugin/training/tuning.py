@@ -72,10 +72,7 @@ def tuner_of(model: nn.Module, cfg: Any, task_cfg: Any, root: Any) -> UpdateTune
 def _machine_of(task_cfg: Any, root: Any) -> Machine:
     path = read(TaskConfig, task_cfg).moe_machine_file
     name = torch.cuda.get_device_name() if device_of(root).type == "cuda" else None
-    try:
-        return Machine.from_json(Path(path)) if path else typical(name)
-    except ValueError as error:
-        raise ValueError(f"--moe-machine-file: {error}") from None
+    return Machine.from_json(Path(path)) if path else typical(name)
 
 
 def _tokens_of(root: Any, task_cfg: Any) -> int:
