@@ -41,8 +41,8 @@ def test_three_ranks_and_one_train_as_one_rank(lm_data, tmp_path):
 def test_a_node_is_lost_and_another_one_joins(lm_data, tmp_path):
     """The node of the store may not be lost; where the store is elsewhere, every node may be."""
     lost = 0
-    # With seed 1, two logits of a token differ by 4e-7 after update 27, so rounding would swap its experts.
-    seed = ("--seed", 2)
+    # With seed 2, two logits of a token are so near in update 5 that rounding swaps its experts.
+    seed = ("--seed", 4)
     words = _words(lm_data, tmp_path / "save", 4, "--user-dir", SLOW, *seed, updates=60)
     cluster = Cluster(tmp_path, words)
     last = tmp_path / "save" / "checkpoint_last.pt"

@@ -19,7 +19,7 @@ TRIALS = {
     "a rank stops in a collective": Trial(
         what="stop", place="collective", when=100, rank=1, begun=True, says=RANK_1
     ),
-    "the disk fails once": Trial(what="error", place="write", when=2, outcome="continued"),
+    "the disk fails": Trial(what="error", place="write", when=2, says="could not be written"),
     "NaN, and other ranks": Trial(
         what="nan", place="train", when=3, rank=1, begun=True, ranks_after=1, says="became NaN or infinite"
     ),
