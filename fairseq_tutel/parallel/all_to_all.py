@@ -22,7 +22,7 @@ from torch import Tensor
 
 from fairseq_tutel.kernels.first_order import first_order
 from fairseq_tutel.parallel import background
-from fairseq_tutel.parallel.call_id import NO_CALL_ID, CallId, compare
+from fairseq_tutel.parallel.call_id import CallId, compare
 from fairseq_tutel.parallel.collectives import all_gather, all_to_all, all_to_all_by
 from fairseq_tutel.parallel.groups import Grid
 from fairseq_tutel.parallel.regroup import chunk_of, regroup_maps
@@ -63,7 +63,7 @@ class Counts(NamedTuple):
 
 
 def exchange_counts(
-    counts_PE: Tensor, group: dist.ProcessGroup, operation: str, call_id: CallId = NO_CALL_ID
+    counts_PE: Tensor, group: dist.ProcessGroup, operation: str, call_id: CallId
 ) -> tuple[Counts, Counts]:
     """Gather the row counts of all ranks, and compare call IDs. Collective.
 

@@ -295,7 +295,6 @@ def _gather_seconds(work: Work, machine: Machine, cluster: Cluster, layer: _Laye
 
 
 def _gradients_seconds(parameters: float, work: Work, machine: Machine, nodes: int, local: int) -> float:
-    """Return the seconds to sum gradients over ranks and, with ZeRO, to gather updated weights."""
     num_bytes = parameters * work.bytes_per_element
     if work.zero_stage == 0:
         return all_reduce_seconds(num_bytes, machine, nodes, local)

@@ -28,7 +28,7 @@ from fairseq_tutel.parallel.all_to_all import (
     linear,
     planned,
 )
-from fairseq_tutel.parallel.call_id import NO_CALL_ID, CallId
+from fairseq_tutel.parallel.call_id import CallId
 from fairseq_tutel.parallel.groups import Grid
 from fairseq_tutel.parallel.regroup import (
     destinations,
@@ -89,7 +89,7 @@ def exchange_rows(
     counts_E: Tensor,
     options: ExchangeOptions,
     expert_fn: ExpertFn,
-    call_id: CallId = NO_CALL_ID,
+    call_id: CallId,
 ) -> Tensor:
     """Dispatch rows to the ranks of their experts, run `expert_fn` on them, and combine. Collective.
 
@@ -130,7 +130,7 @@ def exchange_rows(
     return rows_RD if repeats is None else sum_copies(rows_RD, *repeats)
 
 
-def agreed_capacity(counts_E: Tensor, options: ExchangeOptions, call_id: CallId = NO_CALL_ID) -> int:
+def agreed_capacity(counts_E: Tensor, options: ExchangeOptions, call_id: CallId) -> int:
     """Return the largest row count of any expert on any rank, at least 1. Collective.
 
     This is where the padded forward pass synchronizes with the host.

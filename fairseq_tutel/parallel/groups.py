@@ -120,13 +120,7 @@ class Topology:
         It has `slices` / `degree` ranks.
         """
         joined = slices // degree
-        if joined > 1 and joined not in self.share_groups:
-            raise ValueError(
-                f"adaptive_r (--moe-adaptive-r) is {degree}, which needs groups of {joined} ranks that "
-                "gather the shards of an expert, but the layer's topology has no such groups; call "
-                "make_topology with the numbers of experts of all layers."
-            )
-        return self.share_groups.get(joined)
+        return self.share_groups[joined] if joined > 1 else None
 
     def slices(self, num_experts: int) -> int:
         """Return s, the number of ranks over which one expert is sharded."""
@@ -216,7 +210,6 @@ def topology_within(group: dist.ProcessGroup, num_experts: int, sliced: bool = F
 
 
 def _made(group: dist.ProcessGroup | None, size: int, local: int, shares: tuple[int, ...]) -> Topology:
-    """Create the topology of a group, None for all ranks, or reuse it."""
     whole = group or dist.group.WORLD
     assert whole is not None
     made = _topologies.setdefault(whole, {})

@@ -122,7 +122,6 @@ class SignalWatch:
             self._end(f"then received {name}")
 
     def _end(self, reason: str) -> None:
-        """End this process at once, from any thread."""
         assert self.received is not None
         lost = "the newest saved checkpoint is complete" if self._has_work else "there was nothing to save"
         failures.end_process(

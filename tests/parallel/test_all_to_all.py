@@ -5,6 +5,7 @@ import torch
 import torch.distributed as dist
 
 from fairseq_tutel.parallel import all_to_all
+from fairseq_tutel.parallel.call_id import CallCounter, CallId
 from fairseq_tutel.parallel.groups import make_topology
 
 # Ranks, those of an expert group, those of a node.
@@ -31,7 +32,8 @@ def compare_exchanges(parallel, local, dtype, seed):
     rows = torch.randn(int(counts.sum()), MODEL_DIM, generator=generator)
     rows = (100 * rows).to(dtype)
     results = []
-    agreed, _ = all_to_all.exchange_counts(counts, topology.expert_group, "a test")
+    call_id = CallId(CallCounter(topology.expert_group, "a test", EXPERTS_PER_RANK))
+    agreed, _ = all_to_all.exchange_counts(counts, topology.expert_group, "a test", call_id)
     for forth, back in (
         all_to_all.linear(agreed, topology.expert_group, "a test"),
         all_to_all.hierarchical(agreed, agreed, topology.grid, "a test"),

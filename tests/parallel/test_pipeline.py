@@ -107,7 +107,7 @@ def test_all_chunks_leave_before_the_first_expert_works_and_backward_runs_in_rev
         return rows
 
     options = exchange.ExchangeOptions(group=None, strategy=Strategy(overlap=2))
-    y = exchange.exchange_rows(x, torch.tensor([4]), options, expert_fn)
+    y = exchange.exchange_rows(x, torch.tensor([4]), options, expert_fn, None)
     forward, lines[:] = list(lines), []
     assert forward == [
         "start", "start", "there 0", "experts 0", "start", "there 1", "experts 1", "start", "back 0",
