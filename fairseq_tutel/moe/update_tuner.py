@@ -112,7 +112,10 @@ class UpdateTuner:
         strategy, self._last = self.static, None
         if self._warm >= WARM_UPDATES:
             key = self.key(tokens)
+            is_new = key not in self.tuner.costs
             strategy = self.tuner.choose(key, partial(self._predicted, math.ceil(tokens)))
+            if is_new and world.is_first():
+                logger.info("adaptive: %s: measuring %d strategies", key, len(self.tuner.candidates[key]))
             self._last = key, strategy
         for layer in self.layers:
             layer.follow(strategy)

@@ -42,7 +42,7 @@ class StrategySearch:
         self.algorithms, self.given = tuple(algorithms), given
         self.best: dict[str, Strategy] = {}
         self.costs: dict[str, Costs] = {}
-        self._candidates: dict[str, list[Strategy]] = {}
+        self.candidates: dict[str, list[Strategy]] = {}
         self._next: dict[str, Strategy] = {}
         self._warm: set[tuple[str, Strategy]] = set()
 
@@ -52,7 +52,7 @@ class StrategySearch:
         `predict` returns the predicted seconds of a strategy.
         """
         if key not in self.best and key not in self._next:
-            self._candidates[key] = self._pruned(predict)
+            self.candidates[key] = self._pruned(predict)
             self._advance(key)
         return self.best[key] if key in self.best else self._next[key]
 
@@ -91,7 +91,7 @@ class StrategySearch:
 
     def _advance(self, key: str) -> None:
         """Choose the next candidate to measure for `key` or, after the last round, the best strategy."""
-        costs, active = self.costs.setdefault(key, {}), self._candidates[key]
+        costs, active = self.costs.setdefault(key, {}), self.candidates[key]
         for n in range(1, ROUNDS + 1):
             waiting = [strategy for strategy in active if len(costs.get(strategy, ())) < n]
             if waiting:

@@ -183,10 +183,17 @@ def tensor_of(image: "Image") -> Tensor:
     return pixels.view(image.height, image.width, -1).permute(2, 0, 1).float() / 255
 
 
+def statistics(channels: int) -> tuple[Tensor, Tensor]:
+    """Return mean and deviation [C, 1, 1] of normalization: ImageNet's for 3 channels, else 0.5."""
+    values = (IMAGENET_MEAN, IMAGENET_STD) if channels == 3 else ((0.5,), (0.5,))
+    mean, std = (torch.tensor(each).view(-1, 1, 1) for each in values)
+    return mean, std
+
+
 def normalized(pixels: Tensor) -> Tensor:
-    """Normalize pixels [C, H, W]: with ImageNet's mean and deviation for 3 channels, else with 0.5."""
-    mean, std = (IMAGENET_MEAN, IMAGENET_STD) if pixels.shape[-3] == 3 else ((0.5,), (0.5,))
-    return (pixels - torch.tensor(mean).view(-1, 1, 1)) / torch.tensor(std).view(-1, 1, 1)
+    """Normalize pixels [C, H, W] by their `statistics`."""
+    mean, std = statistics(pixels.shape[-3])
+    return (pixels - mean) / std
 
 
 def draws_of(seed: int, epoch: int, index: int) -> np.random.Generator:

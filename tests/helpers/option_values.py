@@ -20,7 +20,7 @@ NUMBERS = (0.5, 1, 2, 3, 0.01, 0.3, -0.5, -1)
 VALUES: dict[str, tuple] = {
     "activation": ("gelu",), "a2a_algorithm": ("2dh",), "balance_loss": ("none",),
     "expert_type": ("glu",), "gate_type": GATE_TYPES, "parallel_type": ("model",),
-    "top_k": (3, 1, 4), "gate_projection_dim": (3, 1),
+    "top_k": (3, 1, 4), "gate_projection_dim": (3, 1), "gate_index": (1,),
 }  # fmt: skip
 COSINE, LIMITED = {"gate_type": "cosine"}, {"capacity_factor": 0.5}
 # Other options without which an option has no effect or is refused.

@@ -100,7 +100,7 @@ def candidates_by(machine):
     tuner = ft.UpdateTuner([layer_of(local=2)], machine=machine if dist.get_rank() == 0 else None)
     tuner._warm = update_tuner.WARM_UPDATES
     tuner.begin(4096)
-    (candidates,) = tuner.tuner._candidates.values()
+    (candidates,) = tuner.tuner.candidates.values()
     return candidates
 
 

@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import pytest
+import torch
 from torch import nn
 
 from fairseq_tutel import MoEConfig, MoELayer, plugin
@@ -33,6 +34,16 @@ def test_layers_on_different_ranks_are_refused(other, sentence, monkeypatch):
     with pytest.raises(ValueError, match=sentence):
         _topology_of({"a": layer(SPREAD), "b": layer(other)})
     assert _topology_of({"a": layer(SPREAD), "b": layer(SPREAD)}) is SPREAD
+
+
+def test_a_buffer_of_the_experts_is_refused_unless_it_is_not_saved(monkeypatch):
+    monkeypatch.setattr(world, "size", lambda: 4)
+    built = layer(SPREAD)
+    built.experts.register_buffer("seen", torch.zeros(2), persistent=False)
+    _topology_of({"a": built})
+    built.experts.register_buffer("mean", torch.zeros(2))
+    with pytest.raises(ValueError, match="the experts of a have the buffer mean"):
+        _topology_of({"a": built})
 
 
 def beside(topology):

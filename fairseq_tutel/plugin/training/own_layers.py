@@ -137,5 +137,11 @@ def _topology_of(layers: Mapping[str, MoELayer]) -> Topology:
                 f"{name} has its experts in a group of {topology.world_size} of the {world.size()} ranks, "
                 "so a checkpoint cannot hold the experts of the other groups; build it without a group."
             )
+        buffers = [key for key in other.experts.state_dict() if key in dict(other.experts.named_buffers())]
+        if size > 1 and buffers:
+            raise ValueError(
+                f"the experts of {name} have the buffer {buffers[0]}, of which a checkpoint would hold "
+                "only rank 0's; make it a parameter, or give persistent=False."
+            )
     counts = [other.config.num_experts for other in layers.values()]
     return layer.topology if size > 1 else make_topology(counts, requested=1)

@@ -21,6 +21,7 @@ from fairseq_tutel.moe.routing import Routing
 from fairseq_tutel.plugin.feed_forward import MoEFeedForward
 from fairseq_tutel.plugin.hub_interfaces import Translation
 from fairseq_tutel.plugin.run_state import config_of, language_pair
+from fairseq_tutel.vision.images import statistics
 
 BATCH = 8
 
@@ -169,7 +170,7 @@ def of_data(model: Any, task: Any, split: str, limit: int, counts: ExpertCounts)
         for start in numbers[::BATCH]:
             batch = dataset.collater([dataset[i] for i in numbers[start : start + BATCH]])
             if "images" in batch.get("net_input", ()):
-                yield from _images(model, batch, dataset, task.class_names, counts)
+                yield from _images(model, batch, task.class_names, counts)
             elif "net_input" in batch:
                 pair = "-".join(languages) if all(languages) else pair_of(task)
                 with _counted(model, counts, pair) as recorders:
@@ -255,12 +256,13 @@ def _sentences(
 
 
 def _images(
-    model: Any, batch: dict[str, Any], dataset: Any, classes: Sequence[str], counts: ExpertCounts
+    model: Any, batch: dict[str, Any], classes: Sequence[str], counts: ExpertCounts
 ) -> Iterator[Sample]:
     images = batch["net_input"]["images"].to(next(model.parameters()).device)
     with _counted(model, counts, ALL) as recorders:
         model(images)
-    scaled = (images.float().cpu() * dataset.std + dataset.mean).clamp(0, 1) * 255
+    mean, std = statistics(images.shape[1])
+    scaled = (images.float().cpu() * std + mean).clamp(0, 1) * 255
     for row, (pixels, target) in enumerate(zip(scaled, batch["target"].tolist(), strict=True)):
         sample = Sample("image", "", [classes[target]], pixels=pixels.permute(1, 2, 0).byte().numpy())
         for name, recorder in recorders.items():
