@@ -32,7 +32,7 @@ def test_hydra_refuses_a_bad_option_with_a_sentence(lm_data, tmp_path):
 
 
 FAILURES = {
-    "option": (("--moe-top-k", 5), "top_k (--moe-top-k) is 5 but there are 4 experts"),
+    "option": (("--moe-top-k", 5), "top_k (--moe-top-k) is 5, but a token can choose from 4 experts"),
     "data": ((), "nowhere/dict.txt does not exist"),
     "checkpoint": (("--restore-file", "bad.pt"), "--restore-file is bad.pt, which"),
     "nan": (("--lr", "1e30", "--clip-norm", "0"), "NaN"),

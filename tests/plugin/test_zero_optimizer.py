@@ -194,6 +194,6 @@ def test_a_backward_with_fp16_sends_its_gradients_when_it_ends(monkeypatch):
     root = root_of(offload=True, fp16=True, fp16_no_flatten_grads=True)
     optimizer = half_optimizer(root, parameters)
     shards = optimizer.wrapped_optimizer.zero
-    monkeypatch.setattr(shards, "finish_backward", lambda: ended.append(parameters[0].grad))
+    monkeypatch.setattr(shards.reducer, "finish_backward", lambda: ended.append(parameters[0].grad))
     optimizer.backward(parameters[0].float().sum())
     assert len(ended) == 1 and ended[0] is not None

@@ -111,8 +111,3 @@ def test_members_share_features_after_a_layer_that_they_have():
     build("ensemble_of", ensemble_share_after="stages.0.blocks.0", ensemble_arch="swin_v2_tiny")
     with pytest.raises(AttributeError, match="has no attribute"):
         build("ensemble_of", ensemble_share_after="stages.7", ensemble_arch="swin_v2_tiny")
-
-
-def test_a_task_of_words_has_no_images():
-    with pytest.raises(ValueError, match=r"Swin V2, which needs images, .* give --task image_cl"):
-        models.build_model(OmegaConf.create({"_name": "swin_v2_tiny"}), argparse.Namespace())

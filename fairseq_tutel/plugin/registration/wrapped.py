@@ -144,7 +144,9 @@ CHANGED = {
     "plugin/feed_forward.py": "fc1 fc2 activation_fn ffn_layernorm",  # a layer's forward calls them
     # fairseq's tasks read the languages, and one reads args, which it does not set; bpe may be None.
     "plugin/hub_interfaces.py": "args source_langs target_langs bpe",
-    "plugin/training/own_layers.py": "_ddp_params_and_buffers_to_ignore",  # for DistributedDataParallel
+    "plugin/training/own_layers.py": "_ddp_params_and_buffers_to_ignore max_epoch",  # of DDP; ends a run
+    # What fairseq's save_checkpoint reads of a trainer, in a thread.
+    "plugin/training/background_save.py": "get_checkpoint_dict no_save save_checkpoint",
     "plugin/opening/load.py": "load",  # of torch, while fairseq opens a file: maps the file
     # A signal ends a validation. No hook exists for the sums over ranks. `training/loop.py` also replaces
     # functions of fairseq's training loop, because no hooks exist before an epoch and after an update.
@@ -156,7 +158,6 @@ CHANGED = {
     "parallel/groups.py": "param_group",  # the only attribute that fairseq copies to fp32 masters
     "parallel/gradients.py": "expert _tutel_expert root_scaled",  # marks of experts' parameters
     "parallel/call_id.py": "_torchdynamo_disable count",  # torch does not trace it; counts a layer's calls
-    "parallel/background.py": "has_raised",  # of a worker thread
     "parallel/rendezvous.py": "daemon",  # a timer must not keep the process alive
     "parallel/zero_state.py": "zero_hook",  # fairseq may build another optimizer, with its own hook
 }
