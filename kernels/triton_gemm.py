@@ -13,6 +13,7 @@ from torch import Tensor
 
 from fairseq_tutel.kernels.groups import Groups
 from fairseq_tutel.kernels.opaque import opaque
+from fairseq_tutel.kernels.tiles import cdiv
 from fairseq_tutel.kernels.triton_launch import alike, chosen, launch, operands
 from fairseq_tutel.kernels.triton_operands import add_product, load_bias, store_tile
 from fairseq_tutel.kernels.triton_tiles import num_tiles, place, read_tile, table_start
@@ -70,7 +71,7 @@ def triton_linear(
     rows_from, weights_from, constants = operands(rows, weights, tile, tf32x3)
     launch(
         _linear_kernel,
-        (tiles_m * triton.cdiv(out_dim, tile.block_n),),
+        (tiles_m * cdiv(out_dim, tile.block_n),),
         rows_RI.device,
         rows_from[0],
         weights_from[0],

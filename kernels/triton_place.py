@@ -15,6 +15,7 @@ from torch import Tensor
 
 from fairseq_tutel.kernels.opaque import opaque
 from fairseq_tutel.kernels.reference_route import Rows
+from fairseq_tutel.kernels.tiles import cdiv
 from fairseq_tutel.kernels.triton_launch import launch
 
 # Assignments per block. A slot costs BLOCK_N comparisons, and the scan takes N / BLOCK_N steps. PEERS
@@ -103,7 +104,7 @@ def place_assignments(
         del starts_BE  # frees the memory for the next tensor, which has the same size
         starts_BE = _block_starts(ids_TK, asked, order_N, sizes, (None, *results[1:]))
         chains, length = 1, top_k * num_tokens
-    num_blocks = triton.cdiv(length, BLOCK_N)
+    num_blocks = cdiv(length, BLOCK_N)
     launch(
         _place_kernel,
         (chains * num_blocks,),
@@ -144,11 +145,11 @@ def _block_starts(
     """
     num_tokens, top_k, num_experts, *_ = sizes
     chains, length = (top_k, num_tokens) if order_N is None else (1, top_k * num_tokens)
-    num_blocks = triton.cdiv(length, BLOCK_N)
+    num_blocks = cdiv(length, BLOCK_N)
     starts_BE = ids_TK.new_empty(chains * num_blocks, num_experts, dtype=torch.int32)
     launch(
         _count_kernel,
-        (chains * num_blocks, triton.cdiv(num_experts, COUNT_BLOCK_E)),
+        (chains * num_blocks, cdiv(num_experts, COUNT_BLOCK_E)),
         ids_TK.device,
         ids_TK,
         asked,
@@ -162,7 +163,7 @@ def _block_starts(
     )
     launch(
         _scan_kernel,
-        (triton.cdiv(num_experts, SCAN_BLOCK_E),),
+        (cdiv(num_experts, SCAN_BLOCK_E),),
         ids_TK.device,
         starts_BE,
         *results,

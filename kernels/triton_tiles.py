@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fairseq_tutel.kernels.opaque import opaque
+from fairseq_tutel.kernels.tiles import cdiv
 from fairseq_tutel.kernels.triton_launch import launch
 
 # Rows of a tile in the table of `tiles`.
@@ -50,7 +51,7 @@ def row_tiles(counts_E: Tensor, num_rows: int) -> Tensor:
     most = num_tiles(num_rows, num_experts, BLOCKS_M[0])
     launch(
         _row_tiles_kernel,
-        (triton.cdiv(most, BLOCK_TILES), len(BLOCKS_M)),
+        (cdiv(most, BLOCK_TILES), len(BLOCKS_M)),
         counts_E.device,
         counts_E.contiguous(),
         tiles,
