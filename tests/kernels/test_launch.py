@@ -86,7 +86,8 @@ def test_a_launch_runs_the_kernel_that_triton_would_compile_for_its_arguments(la
         (gpu, (3, 2)[:dims], (x_in, x, rows, columns), n)
         for gpu, dims, x_in, rows, columns, n in (
             (gpus[0], 1, x, 5, 32, 16), (gpus[0], 2, x[1:], 5, 32, 16), (gpus[0], 1, x[4:], 2**40, 32, 16),
-            (gpus[0], 1, half, 5, 32, 16), (gpus[0], 1, x, 16, 32, 16), (gpus[0], 1, x, 1, 1, 16), (gpus[0], 1, x, 5, 33, 16),
+            (gpus[0], 1, half, 5, 32, 16), (gpus[0], 1, x, 16, 32, 16),
+            (gpus[0], 1, x, 1, 1, 16), (gpus[0], 1, x, 5, 33, 16),
             (gpus[0], 1, x, 5, 2**31, 16), (gpus[0], 1, x, 5, -32, 16), (gpus[0], 1, x, 6, 32, 32),
             (gpus[1], 1, x, 5, 32, 16),
         )
