@@ -23,7 +23,7 @@ def grouped_linear(
     rows_RI: Tensor, weight_EOI: Tensor, bias_EO: Tensor | None, groups: Groups, tf32x3: bool = False
 ) -> Tensor:
     """Multiply each row of group e by its expert's weight: out[r] = rows[r] @ weight[e].T + bias[e]."""
-    return triton_linear(rows_RI, weight_EOI, bias_EO, None, None, groups.tiles(len(rows_RI)), tf32x3)
+    return triton_linear(rows_RI, weight_EOI, bias_EO, None, None, groups.tiles(rows_RI.shape[0]), tf32x3)
 
 
 def ffn_up_backward(
@@ -36,7 +36,7 @@ def ffn_up_backward(
 ) -> Tensor:
     """Compute the gradient of the FFN's input rows from the gradients of fc1's and fc3's outputs."""
     fc3_weight = None if fc3_weight is None else fc3_weight.mT
-    tiles = groups.tiles(len(dh_RH))
+    tiles = groups.tiles(dh_RH.shape[0])
     return triton_linear(dh_RH, fc1_weight.mT, None, dg_RH, fc3_weight, tiles, tf32x3)
 
 

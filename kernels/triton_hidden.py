@@ -57,7 +57,7 @@ def ffn_down_backward(
         a_RH,
         h_RH,
         g_RH,
-        groups.tiles(len(dy_ND if index_R is None else index_R)),
+        groups.tiles((dy_ND if index_R is None else index_R).shape[0]),
         activation if g_RH is None else "swish",
         tf32x3,
     )

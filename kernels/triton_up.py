@@ -51,7 +51,7 @@ def ffn_up(
         fc1_bias,
         fc3_weight,
         fc3_bias,
-        groups.tiles(len(x_ND if index_R is None else index_R)),
+        groups.tiles((x_ND if index_R is None else index_R).shape[0]),
         "swish" if is_glu else activation,
         keep_h,
         tf32x3,

@@ -31,8 +31,8 @@ def grouped_weight_grad(
     tf32x3: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """Return the gradients of each expert's weight and bias, summed over the expert's rows."""
-    num_experts = len(groups.counts)
-    tiles = groups.tiles(len(dout_NO if dout_index_R is None else dout_index_R))
+    num_experts = groups.counts.shape[0]
+    tiles = groups.tiles((dout_NO if dout_index_R is None else dout_index_R).shape[0])
     dweight_EOI, dbias_EO = triton_weight_grad(
         dout_NO, rows_NI, tiles, num_experts, dout_index_R, rows_index_R, bias, bias_scale_R, tf32x3
     )

@@ -19,7 +19,7 @@ TARGETS = {
 }
 DESCRIBED = {"sm_90", "sm_100", "sm_120"}
 PRODUCTS = {"up", "hidden", "linear", "weight_grad"}
-KERNELS = {"count", "scan", "place", "gather_sum", "gather_dot", "gather_values", "stride_copy",
+KERNELS = {"count", "scan", "place", "gather_sum", "gather_dot", "gather_values",
            "softmax_top_k", "softmax_top_k_backward", "load_loss", "row_tiles", *PRODUCTS}  # fmt: skip
 
 
@@ -52,12 +52,10 @@ def test_every_kernel_compiles_and_every_tile_of_the_table_fits(target, precisio
                 assert instruction in code, launch.name
             is_described = target in DESCRIBED and name in PRODUCTS - {"weight_grad"}
             assert bool(re.search(r"cp\.async\.bulk\.tensor", code)) == is_described, launch.name
-            if target == "sm_90" and name == "stride_copy":
-                assert "v4.b32" in code, "the accesses are not 16 bytes wide"
 
 
 # Launches of forward, backward and decoding; fewer are better, so lower these numbers with them.
-MOST = {("none", False): (11, 18, 10), ("gshard", False): (13, 20, 10), ("none", True): (11, 18, 10)}
+MOST = {("none", False): (8, 18, 8), ("gshard", False): (12, 20, 8), ("none", True): (8, 18, 8)}
 
 
 @pytest.mark.parametrize("loss, bias", MOST)

@@ -132,3 +132,17 @@ def test_the_interpreter_needs_no_context():
     with mock.patch.object(torch.cuda, "device", side_effect=AssertionError):
         triton_launch.launch(Kernel(), (1, 2), torch.device("cpu"), 5)
     assert calls == [((1, 2), (5,), {})]
+
+
+def test_a_descriptor_is_of_its_own_tensor_which_must_be_aligned(monkeypatch):
+    descriptor = pytest.importorskip("triton.tools.tensor_descriptor").TensorDescriptor
+    monkeypatch.setattr(triton_launch, "has_descriptors", lambda _: True)
+    for x in torch.zeros(2, 16, 8, 32):
+        (found,) = triton_launch.described([x], (1, 16, 8), is_transposed=True) or (None,)
+        assert found is None  # the last stride is not 1
+        (found,) = triton_launch.described([x.mT], (1, 16, 8), is_transposed=True)
+        expected = descriptor(x, list(x.shape), list(x.stride()), [1, 16, 8])
+        assert found.base.data_ptr() == x.data_ptr()
+        assert vars(found) | {"base": None} == vars(expected) | {"base": None}
+    shifted = torch.zeros(16 * 32 + 1)[1:].view(16, 32)
+    assert triton_launch.described([shifted], (16, 16)) is None
