@@ -172,7 +172,7 @@ def place_assignments(
     expert_ids_TK: Tensor,
     scores_TE: Tensor,
     requested_TK: Tensor | None,
-    num_tokens: Tensor,
+    num_tokens: Tensor | None,
     config: MoEConfig,
     batch: MicroBatch,
 ) -> Rows:
@@ -182,7 +182,7 @@ def place_assignments(
         expert_ids_TK: int64, the chosen experts.
         scores_TE: detached, the experts' scores, which order assignments in some drop policies.
         requested_TK: bool, False for assignments to leave out; None for none. Padding is always left out.
-        num_tokens: [] int64, the number of tokens without padding.
+        num_tokens: [] int64, the number of tokens without padding; None without a limit.
         config: the options of the layer.
         batch: the arguments of the micro-batch.
     """
@@ -191,7 +191,7 @@ def place_assignments(
     if batch.real_T is not None:
         real_TK = batch.real_T.unsqueeze(1).expand(-1, top_k)
         asked_TK = real_TK if requested_TK is None else real_TK & requested_TK
-    limit = capacity.slots(top_k, num_experts, num_tokens) if capacity.is_limited else None
+    limit = None if num_tokens is None else capacity.slots(top_k, num_experts, num_tokens)
     order_N, time_first = None, batch.time_first
     if limit is not None and config.drop_policy != "position":
         position_T = sentence_order(length, time_first, scores_TE.device)

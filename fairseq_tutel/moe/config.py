@@ -401,6 +401,5 @@ def check_top_k(top_k: int, config: MoEConfig) -> None:
     most = config.num_experts // groups * kept
     require(
         is_whole(top_k) and 1 <= top_k <= most,
-        f"{label_of('top_k')} is {top_k!r}, but a token can choose from {most} experts; give a number from 1 "
-        f"to {most}.",
+        f"{label_of('top_k')} is {top_k!r}, but a token can choose from {most} experts; give 1 to {most}.",
     )

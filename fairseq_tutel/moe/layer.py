@@ -256,8 +256,10 @@ class MoELayer(nn.Module):
     def balance(self, routing: Routing) -> MoEOutput:
         """Return the balance losses of a routing from `route`. Some losses make this a collective call."""
         output = MoEOutput(routing, self.balance_weights)
-        if not can_defer(self.training):
-            output.balance_loss, output.cmr_sum  # noqa: B018  computes them with gradients
+        if not can_defer(self.training):  # compute them with gradients
+            output.cmr_sum  # noqa: B018
+            if self.balance_weights:  # otherwise the loss is a constant, which nobody may read
+                output.balance_loss  # noqa: B018
         return output
 
     def follow(self, strategy: Strategy) -> None:

@@ -135,7 +135,7 @@ def run_of(side, criterion, *words, **overrides):
 
 REFUSED = {
     "--moe-expert-parallel-size 3": "is 3, which does not fit the number of ranks (1)",
-    "--moe-top-k 5": "top_k (--moe-top-k) is 5, but a token can choose from 3 experts; give a number from 1 to 3",
+    "--moe-top-k 5": "top_k (--moe-top-k) is 5, but a token can choose from 3 experts; give 1 to 3",
     "--moe-expert-count 0": "--moe-expert-count is '0'; give a number of at least 1",
     "--moe-expert-count=-2": "--moe-expert-count is '-2'; give a number of at least 1",
     "--moe-expert-count 4,4,4": "is '4,4,4', which has 3 numbers, but the model has 2 MoE layers; give",
